@@ -436,6 +436,21 @@ def test_eval_of_a_checkpoint_takes_its_weights_and_writes_down_what_was_measure
     assert all(1 <= n <= 8 for question in record["questions"] for n in question["tokens"])
 
 
+def test_eval_says_that_it_scores_the_questions_that_are_trained_on_and_finds_out_early_what_it_cannot_write(
+    toy, finished: Path, tmp_path: Path, capsys, monkeypatch
+):
+    alone, out = config_file({**toy, "evaluation": {}}, tmp_path / "alone"), tmp_path / "out.json"
+    assert main(["eval", alone, "--output", str(out)]) == main(["eval", str(finished)]) == 0
+    said = capsys.readouterr().out
+    assert said.count("not held out: there is no evaluation.dataset") == 1
+    assert json.loads(out.read_text())["held_out"] is False
+
+    (tmp_path / "link.json").symlink_to("/proc/no/file")
+    monkeypatch.setattr("grpo_fast.cli.questions.Parts.load", lambda *_, **__: pytest.fail("work was done"))
+    assert main(["eval", alone, "--output", str(tmp_path / "link.json")]) == 2
+    assert "--output" in capsys.readouterr().err
+
+
 def test_a_run_s_weights_go_into_its_own_model_which_is_not_evaluated_without_them(run_dir: Path, capsys):
     config = load_config(run_dir / "config.yaml", ["model.lora={r: 2}"])
     with pytest.raises(ValueError, match="the saved weights do not belong to this model"):

@@ -16,7 +16,7 @@ from grpo_fast.config import TrainConfig
 from grpo_fast.config_io import ConfigError, Problem, check_filled_in, config_path, load_config
 from grpo_fast.data.types import spoken
 from grpo_fast.rollout import Engine, Sampling, make_engine, require_engine, sampling_of
-from grpo_fast.run_record.files import CONFIG_FILE
+from grpo_fast.run_record.files import CONFIG_FILE, require_writable
 from grpo_fast.run_record.summary import score_text
 
 if TYPE_CHECKING:
@@ -34,15 +34,19 @@ def evaluate(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     if num_samples < max(args.k):
         message = f"must be at least the largest k, {max(args.k)}"
         raise ConfigError("eval", [Problem("--num-samples", message, num_samples)])
-    if args.output and (not Path(args.output).parent.is_dir() or Path(args.output).is_dir()):
-        message = "must be a file in a folder that is there"
-        raise ConfigError("eval", [Problem("--output", message, args.output)])
+    if args.output:
+        try:
+            require_writable(Path(args.output))
+        except OSError as error:
+            message = f"must be a file that can be written, in a folder that is there ({error.strerror})"
+            raise ConfigError("eval", [Problem("--output", message, args.output)]) from None
     from grpo_fast.distributed.world import ALONE
     from grpo_fast.evaluate import evaluate as score_answers
     from grpo_fast.run_record.alerts import AlertMonitor
     from grpo_fast.run_record.logs import provenance
 
-    parts = Parts.load(config, args.config, held_out=config.evaluation.dataset is not None)
+    held_out = config.evaluation.dataset is not None
+    parts = Parts.load(config, args.config, held_out=held_out)
     asked = config.evaluation.model_copy(update={"num_samples": num_samples})
     sampling = evaluation_sampling(config, num_samples)
     with parts.engine(parts.questions, sampling) as engine:
@@ -52,6 +56,8 @@ def evaluate(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         engine_name = engine.name
     model = config.model.path if parts.step is None else f"{args.config}, step {parts.step}"
     print(model, parts.questions.described, sep="; ")
+    if not held_out:
+        print("not held out: there is no evaluation.dataset, and dataset, which is trained on, was asked")
     print(evaluation_table(result, args.k, sampling.temperature))
     figures = {f"eval/{name}": value for name, value in result.metrics.items()}
     for alert in AlertMonitor(config.alerts).update(0, figures):
@@ -62,6 +68,7 @@ def evaluate(args: argparse.Namespace, overrides: Sequence[str]) -> int:
             "run": None if parts.step is None else args.config,
             "step": parts.step,
             "dataset": parts.questions.config.model_dump(mode="json"),
+            "held_out": held_out,
             "engine": engine_name,
             "sampling": asdict(sampling),
         }

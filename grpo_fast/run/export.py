@@ -27,9 +27,10 @@ def export_run(source: str | Path, out: str | Path) -> Path:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise FileExistsError(f"{out} exists and is not an empty folder; give another name")
     run_dir, checkpoint = locate(Path(source))
-    policy, _ = trained_policy(load_config(run_dir / CONFIG_FILE), run_dir, checkpoint)
     unfinished = out.absolute().with_name(f"{out.absolute().name}.tmp")
     try:
+        unfinished.mkdir(parents=True, exist_ok=True)  # what cannot be written shows before weights are read
+        policy, _ = trained_policy(load_config(run_dir / CONFIG_FILE), run_dir, checkpoint)
         policy.save_pretrained(unfinished)
         unfinished.rename(out)
     except SafetensorError as error:

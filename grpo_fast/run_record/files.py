@@ -79,6 +79,14 @@ def write_whole(path: Path, content: bytes) -> None:
     os.replace(unfinished, path)
 
 
+def require_writable(path: Path) -> None:
+    """Raises OSError for a file that could not be written in the end; leaves all as it is."""
+    is_new = not path.exists()
+    path.open("ab").close()
+    if is_new:
+        path.unlink()
+
+
 class JsonlLog:
     """An append-only file of JSON objects, one a line.
 

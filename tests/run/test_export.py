@@ -34,11 +34,17 @@ def test_an_occupied_folder_and_a_run_without_a_checkpoint_are_refused(run, tmp_
         export_run(run, tmp_path / "out")
 
 
+def test_a_folder_that_cannot_be_written_is_told_before_weights_are_read(run, tmp_path, monkeypatch):
+    monkeypatch.setattr("grpo_fast.run.export.trained_policy", lambda *_: pytest.fail("weights were read"))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="file"):
+        export_run(run, tmp_path / "file" / "out")
+
+
 @pytest.mark.parametrize("made_before", [True, False])
 def test_an_export_that_fails_leaves_nothing_in_the_way_of_the_next(run, tmp_path, monkeypatch, made_before):
     class Written:
         def save_pretrained(self, folder: Path) -> None:
-            folder.mkdir()
             (folder / "config.json").write_text("{}")
             if failing:
                 raise SafetensorError("I/O error: No space left on device (os error 28)")
