@@ -381,8 +381,21 @@ def _parse_overrides(tokens: Sequence[str]) -> Pairs:
             if value is None or value.startswith("--"):
                 raise ConfigError("overrides", [Problem(token, f"is no assignment; write {name}=VALUE")])
             text = value
-        pairs.append((name, _parse_yaml(text, token)))
+        pairs.append((name, _parse_override(name, text, token)))
     return pairs
+
+
+def _parse_override(name: str, text: str, token: str) -> Any:
+    """As YAML; for a key of text alone, what is no single value there is the text, as `{question}?`."""
+    schema = keys().get(without_positions(name), {})
+    is_text = {kind.get("type") for kind in schema.get("anyOf", [schema])} <= {"string", "null"}
+    try:
+        value = _parse_yaml(text, token)
+    except ConfigError:
+        if is_text:
+            return text
+        raise
+    return text if is_text and isinstance(value, dict | list) else value
 
 
 def _read_mapping(path: Path) -> dict[str, Any]:
@@ -393,6 +406,8 @@ def _read_mapping(path: Path) -> dict[str, Any]:
         document = json.loads(text) if path.suffix == ".json" else _parse_yaml(text, source)
     except ConfigError:
         raise
+    except RecursionError:
+        raise ConfigError(source, [Problem("the file", "is nested too deeply")]) from None
     except (OSError, ValueError) as error:
         raise ConfigError(source, [Problem("the file", f"cannot be read: {error}")]) from None
     if not isinstance(document, dict | None):
@@ -441,14 +456,33 @@ for _class in (_Loader, _Dumper):  # both, so that the string "1e-6" is written 
     _class.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+0123456789"))
 
 
+LONGEST = 1_000_000  # values of a file, those that aliases repeat counted each time
+
+
 def _parse_yaml(text: str, source: str) -> Any:
     try:
-        return yaml.load(text, Loader=_Loader)
+        loader = _Loader(text)
+        document = loader.get_single_node()
+        if document is not None and _values(document, {}) > LONGEST:
+            problem = Problem("the file", f"makes more than {LONGEST:,} values by its aliases")
+            raise ConfigError(source, [problem])
+        return None if document is None else loader.construct_document(document)
+    except RecursionError:
+        raise ConfigError(source, [Problem("the file", "is nested too deeply, or in itself")]) from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = source if mark is None else f"line {mark.line + 1}, column {mark.column + 1}"
         message = getattr(error, "problem", None) or "a character that YAML does not allow"
         raise ConfigError(source, [Problem(place, message)]) from None
+
+
+def _values(node: yaml.Node, known: dict[int, int]) -> int:
+    """How many values a node stands for, its aliases followed."""
+    if id(node) not in known:
+        parts = node.value if isinstance(node, yaml.CollectionNode) else ()
+        pairs = parts if isinstance(node, yaml.MappingNode) else [(part,) for part in parts]
+        known[id(node)] = 1 + sum(_values(part, known) for pair in pairs for part in pair)
+    return known[id(node)]
 
 
 def _dump_yaml(data: Any) -> str:

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from itertools import chain
 from math import comb, isclose, isnan
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
 from grpo_fast.data.config import DatasetConfig
 from grpo_fast.rollout.types import generate_rollout
 from grpo_fast.run_record.summary import Interval, mean_interval
-from grpo_fast.section import Count, NotNegative, PositiveInt, Section
+from grpo_fast.section import Count, PositiveInt, Section
 
 if TYPE_CHECKING:
     from grpo_fast.data.types import Prompt
@@ -31,8 +31,10 @@ class EvaluationConfig(Section):
     size: PositiveInt | None = Field(
         None, description="questions used while training; before and after use all"
     )
-    num_samples: PositiveInt = Field(1, description="answers to each question; several need a temperature")
-    temperature: NotNegative = Field(0.0, description="of the answers; 0: greedy")
+    num_samples: Annotated[int, Field(ge=1, le=2**16)] = Field(
+        1, description="answers to each question; several need a temperature"
+    )
+    temperature: Annotated[float, Field(ge=0, le=100)] = Field(0.0, description="of the answers; 0: greedy")
     threshold: float = Field(1.0, description="the reward from which an answer counts as right")
     reward: str | None = Field(None, description="which reward decides; null: the first")
 

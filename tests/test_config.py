@@ -175,6 +175,10 @@ REFUSED = [
     ("dataset.options={deep: [{er: .nan}]}", "dataset.options.deep.0.er", "a finite number"),
     ("rewards.0.options={deep: [1e400]}", "rewards.0.options.deep.0", "a finite number"),
     ("loss.beta=.nan", "loss.beta", "a finite number"),
+    ("num_generations=1e9", "rollout.num_generations", "65536"),
+    ("evaluation.num_samples=1e9", "evaluation.num_samples", "65536"),
+    ("temperature=1e30", "rollout.temperature", "100"),
+    ("rewards.0.weight=1e300", "rewards.0.weight", "1000000"),
     ("seed=4294967296", "seed", "less than or equal to 2147483647"),
     ("dataset.examples=[[question]]", "dataset.examples.0", "has no value number 2"),
     ("model.lora=true", "model.lora", "should hold keys"),
@@ -424,3 +428,31 @@ def test_a_runs_length_is_in_steps_or_in_epochs_and_the_command_line_wins(write)
     ):
         with pytest.raises(ConfigError, match=said):
             load_config(write(MINIMAL + f"epochs: 2\n{setting}\n"))
+
+
+ALIASES = "a0: &a0 1\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 60))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("config.yaml", ALIASES, "1,000,000 values by its aliases"),
+        ("config.yaml", "a: &a [*a]\n", "nested too deeply, or in itself"),
+        ("config.yaml", "a: " + 10**5 * "[", "nested too deeply"),
+        ("config.json", 10**5 * "[" + 10**5 * "]", "nested too deeply"),
+    ],
+    ids=["aliases", "in itself", "deep yaml", "deep json"],
+)
+def test_a_file_without_end_is_refused_at_once(tmp_path: Path, name: str, text: str, said: str):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=f"{name}.*\n  .*{said}"):
+        load_config(tmp_path / name)
+
+
+def test_a_key_of_text_takes_braces_from_the_command_line_as_they_are(write):
+    path = write(MINIMAL)
+    for text in ("{question}", "{question}?", "{input", "[INST] {q}"):
+        assert load_config(path, [f"dataset.prompt_template={text}"]).dataset.prompt_template == text
+    assert load_config(path, ["dataset.prompt_template=null"]).dataset.prompt_template is None
+    with pytest.raises(ConfigError, match="line 1"):
+        load_config(path, ["optimizer.betas=[0.9"])

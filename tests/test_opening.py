@@ -44,6 +44,12 @@ def test_adapters_stages_and_long_prompts_are_told(toy, lines_of):
     assert "6 steps in the stages easy, hard" in lines["run"]
 
 
+def test_settings_that_are_seldom_meant_are_told(lines_of):
+    lines = lines_of(model={"lora": {"r": 64}, "dtype": "float16"})
+    assert "model.lora.r = 64 is more than the model's width, 32" in lines["caution"]
+    assert "model.dtype = float16 loses small gradients" in lines["caution"]
+
+
 def test_preferences_have_no_rollout_to_tell_of(toy, tmp_path):
     rows = tmp_path / "pairs.jsonl"
     rows.write_text('{"prompt": "w2", "chosen": "w3", "rejected": "w4"}\n' * 4)

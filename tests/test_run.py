@@ -292,12 +292,15 @@ def test_a_resumed_run_asks_before_it_goes_on_with_code_that_has_changed(toy, tm
 
 
 def test_a_run_that_failed_before_its_first_checkpoint_goes_on_with_a_mended_configuration(
-    toy, tmp_path: Path
+    toy, tmp_path: Path, capsys
 ):
     rewards = tmp_path / "rewards.py"
     rewards.write_text("def wrong(completions, **columns):\n    return [1.0]\n")
     with pytest.raises(RewardError, match="return one each"):
-        train(in_process(toy, tmp_path / "run", rewards=[{"reward": f"{rewards}:wrong"}]), display=False)
+        train(in_process(toy, tmp_path / "run", rewards=[{"reward": f"{rewards}:wrong"}]))
+    assert (
+        "RewardError" not in capsys.readouterr().out
+    )  # there is nothing to save, and the error says the rest
 
     train(in_process(toy, tmp_path / "run"), resume="latest", display=False)
 

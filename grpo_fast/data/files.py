@@ -95,6 +95,8 @@ def _parsed(text: str, path: Path, first_line: int) -> Any:
         raise ValueError(
             f"{place}: {error.msg}, near {near!r}; rows are JSON, one object a line or one array of objects"
         ) from None
+    except RecursionError:
+        raise ValueError(f"{path}, line {first_line}: is nested too deeply") from None
     except ValueError as error:
         raise ValueError(f"{path}, line {first_line}: {error}") from None
 

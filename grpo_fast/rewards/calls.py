@@ -13,12 +13,15 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from grpo_fast.lookup import raised_at
 
 if TYPE_CHECKING:
     from grpo_fast.rewards.types import RewardFunction
+
+
+LARGEST_REWARD = 1e12  # with the largest weight, of which float32 still holds the squares
 
 
 class CallFailed(Exception):
@@ -124,10 +127,12 @@ def check_values(returned: Any, n: int) -> list[float]:
     # A scalar of numpy or torch has an item.
     values = [value.item() if hasattr(value, "item") else value for value in returned]
     for index, value in enumerate(values):
-        if value is not None and not (isinstance(value, numbers.Real) and math.isfinite(value)):
+        if value is not None and not (
+            isinstance(value, numbers.Real) and abs(cast(float, value)) <= LARGEST_REWARD
+        ):
             raise CallFailed(
-                f"returned {value!r} for sample {index}; a value is a finite number, or None where the "
-                "reward does not apply",
+                f"returned {value!r} for sample {index}; a value is a finite number of at most "
+                f"{LARGEST_REWARD:g} in size, or None where the reward does not apply",
                 index,
             )
     return [math.nan if value is None else float(value) for value in values]

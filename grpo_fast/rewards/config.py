@@ -13,7 +13,9 @@ class RewardConfig(Section):
     """One reward function, and how it counts."""
 
     reward: str = Field(description="a built-in's name, or `module:function`, or `path/to/file.py:function`")
-    weight: float = Field(1.0, description="its factor in the sum of rewards; negative: a punishment")
+    weight: float = Field(
+        1.0, ge=-1e6, le=1e6, description="its factor in the sum of rewards; negative: a punishment"
+    )
     options: dict[str, Any] = Field({}, description="keyword arguments bound to the function")
     timeout: float = Field(60.0, gt=0, le=1e6, description="seconds one call may take")
     on_error: Literal["fail", "skip"] = Field(

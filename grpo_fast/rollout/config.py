@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from grpo_fast.section import LARGEST, Count, Fraction, Positive, PositiveInt, Section
+from grpo_fast.section import Count, Fraction, Positive, PositiveInt, Section
 
 Part = Literal["gradients", "optimizer", "master", "reference"]
 """What of a trainer can be offloaded; where not all of it needs to be, in this order: the cheapest first."""
@@ -61,7 +61,7 @@ class RolloutConfig(Section):
     engine: Literal["auto", "transformers", "vllm"] = Field(
         "auto", description="auto: vLLM where it is installed and the model on a GPU, else transformers"
     )
-    num_generations: Annotated[int, Field(ge=2, le=LARGEST)] | Literal["auto"] = Field(
+    num_generations: Annotated[int, Field(ge=2, le=2**16)] | Literal["auto"] = Field(
         "auto",
         description="completions of a prompt; auto: on a GPU as many as the update's memory holds, up to 64 "
         "and to 1,024 in a step, elsewhere 8",
@@ -69,8 +69,8 @@ class RolloutConfig(Section):
     max_completion_length: PositiveInt = Field(
         256, description="tokens; of all turns, what an environment writes included"
     )
-    # What vLLM would take instead of a smaller one.
-    temperature: Annotated[float, Field(ge=0.01)] = Field(
+    # What vLLM would take instead of a smaller one, and what draws as evenly as a higher one.
+    temperature: Annotated[float, Field(ge=0.01, le=100)] = Field(
         1.0, description="divides the logits, when sampling and in the loss"
     )
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(

@@ -21,7 +21,7 @@ from grpo_fast.trainer import Trainer
 
 
 def opening_lines(config: TrainConfig, trainer: Algorithm) -> list[str]:
-    """At most six and one for each further stage, with a name in front; the plan's on a GPU only."""
+    """At most seven and one for each further stage, with a name in front; the plan's on a GPU only."""
     lines = {"model": _model(config, trainer), "data": _data(config, trainer)}
     if isinstance(trainer, Trainer):
         rollout, prompts = trainer.config.rollout, trainer.config.prompts_per_step
@@ -41,6 +41,8 @@ def opening_lines(config: TrainConfig, trainer: Algorithm) -> list[str]:
     methods = [f"{stage}: {text}" if stage else text for text, stage in reversed(told.items()) if text]
     lines |= {"method": "; ".join(methods)} if methods else {}
     lines["run"] = _run(config)
+    if doubts := _doubts(config, trainer):
+        lines["caution"] = "; ".join(doubts)
     if trainer.policy.device.type == "cuda" and isinstance(trainer, Trainer):
         lines["plan"] = expected(trainer, replace(device_budget(), ranks=trainer.world.size))
     return [f"{name:<7} {text}" for name, text in lines.items()]
@@ -60,6 +62,17 @@ def _model(config: TrainConfig, trainer: Algorithm) -> str:
         where = f"{world.size} ranks ({config.distributed.mode}), each on {where}"
     precision = str(policy.base_model.dtype).removeprefix("torch.")
     return f"{config.model.path}: {parameters:,} parameters, {share}{kind}; {precision} on {where}"
+
+
+def _doubts(config: TrainConfig, trainer: Algorithm) -> list[str]:
+    """What is allowed, and seldom meant."""
+    lora, width = config.model.lora, trainer.policy.base_model.config.get_text_config().hidden_size
+    doubts = []
+    if trainer.policy.base_model.dtype == torch.float16:
+        doubts.append("model.dtype = float16 loses small gradients, which bfloat16 keeps")
+    if lora is not None and lora.r > width:
+        doubts.append(f"model.lora.r = {lora.r} is more than the model's width, {width}: no adapter needs it")
+    return doubts
 
 
 def _data(config: TrainConfig, trainer: Algorithm) -> str:

@@ -73,10 +73,18 @@ def _unwritable(run_dir: Path, error: OSError) -> OSError:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Replaces a file at once: whoever reads it, also after a kill, finds the old content or the new one."""
+    """Replaces a file at once: whoever reads it, also after a kill, finds the old content or the new one.
+
+    Raises:
+        OSError: the disk is full, or the folder cannot be written to; the error names the file.
+    """
     unfinished = path.with_name(f"{path.name}.tmp")
-    unfinished.write_bytes(content)
-    os.replace(unfinished, path)
+    try:
+        unfinished.write_bytes(content)
+        os.replace(unfinished, path)
+    except OSError as error:
+        unfinished.unlink(missing_ok=True)
+        raise OSError(error.errno, f"cannot be written ({error.strerror})", str(path)) from error
 
 
 def require_writable(path: Path) -> None:

@@ -199,9 +199,8 @@ class Recorder:
         except Exception as second:
             self.say(f"{problem}, and step {trainer.step} could not be saved: {second}")
         else:
-            step = trainer.step
-            go_on = f"step {step} is safe; continue with --resume" if step else "nothing is trained yet"
-            self.say(f"{problem}: {go_on}")
+            if trainer.step:
+                self.say(f"{problem}: step {trainer.step} is safe; continue with --resume")
 
     def diverged(self, error: BaseException, bad_gradient: bool, mid_step: bool) -> Diverged:
         """The error of a run whose numbers are no longer finite; it saves nothing that could be resumed.

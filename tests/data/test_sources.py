@@ -77,6 +77,12 @@ def test_a_source_knows_which_keys_only_others_read(source, idle):
 GOOD = b'{"prompt": "one"}\n'
 
 
+def test_rows_that_are_nested_without_end_are_refused_with_their_line(tmp_path):
+    (tmp_path / "rows.jsonl").write_bytes(GOOD + b'{"a": ' + 10**5 * b"[" + b"\n")
+    with pytest.raises(ValueError, match=r"rows\.jsonl, line 2: is nested too deeply"):
+        read_rows(DatasetConfig(source=str(tmp_path / "rows.jsonl")))
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [

@@ -45,6 +45,21 @@ def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch
     assert path.read_bytes() == (b"old and long" if error else b"new")
 
 
+def test_a_full_disk_is_told_with_the_file_that_it_has_no_room_for(tmp_path: Path):
+    def write_to_a_full_disk(result: Any) -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (40, 40))
+        try:
+            files.write_whole(tmp_path / "config.yaml", 100 * b"x")
+        except OSError as error:
+            result.send(str(error))
+
+    receiver, sender = FORK.Pipe(duplex=False)
+    FORK.Process(target=write_to_a_full_disk, args=(sender,)).start()
+    assert "cannot be written" in (message := receiver.recv()) and str(tmp_path / "config.yaml") in message
+    assert not [*tmp_path.iterdir()]
+
+
 def test_records_are_read_back_as_they_were_written_whole_and_as_numbers_or_null(tmp_path: Path):
     path = tmp_path / "log.jsonl"
     path.write_bytes(b'{"step": 1}\n{"step": 2, "re')
