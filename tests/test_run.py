@@ -27,7 +27,7 @@ from grpo_fast.groups.sampler import GroupSampler
 from grpo_fast.policy import load_tokenizer
 from grpo_fast.rewards import RewardError
 from grpo_fast.run import train
-from grpo_fast.run.build import build_stages
+from grpo_fast.run.build import build_stages, with_steps
 from grpo_fast.run.export import trained_policy
 from grpo_fast.run_record.checkpoint import CheckpointError, CheckpointSaveError, CheckpointStore
 from grpo_fast.run_record.files import read_jsonl
@@ -345,18 +345,19 @@ def test_a_run_whose_checkpoints_are_gone_keeps_its_records(toy, run_dir: Path):
 
 
 def test_epochs_become_steps_by_the_prompts_that_are_trained_on(toy, tmp_path: Path):
-    rows = [json.dumps({"prompt": f"w{2 + i} w3"}) for i in range(9)]
+    rows = [json.dumps({"prompt": f"w{2 + i} w3"}) for i in range(12)]
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))
     held_out = {"dataset": {"source": str(tmp_path / "rows.jsonl"), "size": 2}, "threshold": 0.5}
     data = {"dataset": {"source": str(tmp_path / "rows.jsonl")}, "evaluation": held_out}
     path = config_file({**toy, **data}, tmp_path / "run", prompts_per_step=4)
     train(load_config(path, ["epochs=1.5"]), display=False)
 
-    resumed = train(load_config(path, ["epochs=2"]), resume="latest", display=False)  # 14 of 7 prompts
+    resumed = train(load_config(path, ["epochs=2"]), resume="latest", display=False)  # 20 of 10 prompts
 
-    assert steps_of(resumed.run_dir) == [0, 1, 2, 3, 4]
+    assert steps_of(resumed.run_dir) == [0, 1, 2, 3, 4, 5]
     config = load_config(resumed.run_dir)
-    assert (config.max_steps, config.epochs) == (4, None)
+    assert (config.max_steps, config.epochs) == (5, None)
+    assert with_steps(load_config(path, ["epochs=1.1", "prompts_per_step=1"])).max_steps == 11
 
 
 def test_a_copied_or_moved_run_goes_on_where_it_lies_now(toy, run_dir: Path, finished: Path):

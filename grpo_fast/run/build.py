@@ -165,7 +165,8 @@ def with_steps(config: TrainConfig) -> TrainConfig:
         schemas = toolsets.schemas if toolsets else None
         held_out = load_held_out(config.evaluation.dataset, tokenizer, schemas)
     prompts = load_train_prompts(config, tokenizer, held_out)[1]
-    steps = ceil(config.epochs * len(prompts) / config.prompts_per_step)
+    # 1.1 x 10 is a little more than 11 in floating point.
+    steps = ceil(round(config.epochs * len(prompts) / config.prompts_per_step, 9))
     counted = f"{len(prompts):,} prompts, {config.prompts_per_step} a step"
     logger.warning("epochs = %g: max_steps = %d, for %s", config.epochs, steps, counted)
     return TrainConfig.model_validate(
