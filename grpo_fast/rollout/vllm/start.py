@@ -103,6 +103,12 @@ def choose(policy: Policy, config: VLLMConfig) -> Choices:
             f"rollout.vllm.sleep_level = {config.sleep_level} needs a GPU: on {policy.device.type} vLLM "
             "keeps its memory; leave it at auto"
         )
+    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")  # which torch takes
+    if not on_gpu and shutil.which(compiler) is None:
+        raise ValueError(
+            f"rollout.engine = 'vllm' compiles its sampler on a CPU, and there is no {compiler}: install it, "
+            "or set engine to transformers"
+        )
     obstacle = None
     if policy.sharded:
         obstacle = "distributed.mode = 'shard' leaves no rank a whole weight; set it to replicate"

@@ -210,6 +210,13 @@ def test_the_processes_that_vllm_joins_are_the_trainers(monkeypatch, processes):
         require_processes(World(size=2))
 
 
+def test_vllm_on_a_cpu_needs_a_compiler_and_on_a_gpu_none(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    assert choose(policy("cuda"), VLLMConfig()).shares
+    with pytest.raises(ValueError, match=r"no (g|clang)\+\+: install it, or set engine to transformers"):
+        choose(policy("cpu"), VLLMConfig())
+
+
 QLORA = {"rank": 8, "quantized": True}
 
 
