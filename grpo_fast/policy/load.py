@@ -283,6 +283,14 @@ def _add_lora(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
         adapted = peft.get_peft_model(model, lora, autocast_adapter_dtype=False)
     except ValueError as error:
         raise ValueError(f"model.lora.target_modules = {config.target_modules!r}: {error}") from error
+    fused = peft.tuners.lora.layer.ParamWrapper  # of a bare parameter, as of experts that are one tensor
+    names = [name for name, part in model.named_modules() if isinstance(part, fused)]
+    if names:
+        raise ValueError(
+            f"model.lora.target_modules = {config.target_modules!r} reaches {names[0]}, experts or their "
+            "router in one tensor, whose adapters can be neither merged nor written; name the attention's "
+            "modules, such as [q_proj, k_proj, v_proj, o_proj]"
+        )
     tied = model.config.get_text_config().tie_word_embeddings
     tables = [model.get_output_embeddings(), *([model.get_input_embeddings()] if tied else [])]
     if any(isinstance(table, peft.tuners.lora.LoraLayer) for table in tables):
