@@ -37,6 +37,7 @@ from grpo_fast.experience import (
 )
 from grpo_fast.groups.weights import AdaptiveWeights
 from grpo_fast.policy import Policy, PolicyOptimizer
+from grpo_fast.policy.architecture import rounding_nats
 from grpo_fast.rewards import RewardSet
 from grpo_fast.rollout import Engine, Rollout, generate_rollout, sampling_of
 from grpo_fast.rollout.handover import DeviceHandover
@@ -47,6 +48,7 @@ from grpo_fast.update import PolicyUpdate
 
 # Spaced so that no two draws of any two steps, nor of runs with neighbouring seeds, share a seed.
 SEEDS_PER_RUN, SEEDS_PER_STEP = 10**9, 10**3
+COMPARED = 64  # completions of the first step, at most, that are compared with the policy
 COMPARE_EVERY = 10  # steps between those that ask for log-probabilities of the sampler only to compare them
 
 
@@ -97,6 +99,7 @@ class Trainer:
         self.evaluated_by = evaluated_by
         self.held_out = held_out
         self.step = 0
+        self.sampler_seen = False  # whether this process has compared completions with the policy
         self.on_progress: Progress | None = None  # told how every generation goes
         self.handover = DeviceHandover(engine, policy, optimizer, config.memory)
         self.update = PolicyUpdate(
@@ -143,6 +146,8 @@ class Trainer:
             groups, metrics = self.collect(clock)
             samples, totals = make_samples(groups, self.config.advantage, self.config.loss)
             self.handover.to_trainer()
+            if groups and not self.sampler_seen:  # before anything is learnt from them
+                self.sampler_seen = self.require_own_completions(groups)
             metrics |= self.update.run(samples, totals, clock)
         self.step += 1
         self.optimizer.advance()
@@ -155,6 +160,30 @@ class Trainer:
         if seconds := [c.episode.environment_seconds for c in completions if c.episode is not None]:
             timings["environment/seconds"] = fmean(seconds)
         return StepResult(metrics, timings, self.pick_samples(groups[: self.config.logging.samples]))
+
+    def require_own_completions(self, groups: Sequence[Group]) -> bool:
+        """Whether there is nothing more to compare; False where the sampler has told no log-probabilities.
+
+        A user's own rollout may bring others, and those of a truncated distribution have other probabilities.
+
+        Raises:
+            ValueError: this process's first completions are not of the policy that it trains.
+        """
+        rollout, switched_off = self.config.rollout, self.config.alerts.sampler_drift is None
+        if switched_off or rollout.function is not None or rollout.truncations:
+            return True
+        completions = bare_samples(groups)
+        difference = self.update.sampler_difference(completions[:: -(-len(completions) // COMPARED)])
+        model, engine = self.policy.base_model, self.engine.name
+        allowed = rounding_nats(model.dtype, model.device.type)
+        if difference is None or difference <= allowed:
+            return difference is not None
+        raise ValueError(
+            f"the first completions are of another policy: rollout.engine = {engine!r} and the trainer are "
+            f"{difference:.2g} nats a token apart, where {allowed:g} is rounding in {model.dtype}; set "
+            f"rollout.engine to {'transformers' if engine == 'vllm' else 'vllm'}, or model.attention to "
+            "another, or, where it is meant so, alerts.sampler_drift to null"
+        )
 
     def collect(self, clock: Clock) -> tuple[list[Group], dict[str, float]]:
         """One batch of groups; with dynamic sampling (DAPO, arXiv:2503.14476) only those with spread."""

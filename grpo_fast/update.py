@@ -22,6 +22,7 @@ from grpo_fast.objective.types import present
 from grpo_fast.policy import PackedBatch, Policy, PolicyOptimizer, Sample, pack
 from grpo_fast.policy.out_of_memory import MicroBatchBudget, optimizer_step
 from grpo_fast.policy.packing import deal, empty_batch
+from grpo_fast.rollout.transformers import evaluation_mode
 from grpo_fast.run_record.logs import Clock
 
 Result = TypeVar("Result")
@@ -323,6 +324,24 @@ class PolicyUpdate:
             entropies = torch.zeros_like(old) if out.entropy is None else out.entropy
             values.append(torch.stack([out.logprob, old, batch.advantages, entropies], 1).cpu())
         return minibatch.by_sample(values)
+
+    def sampler_difference(self, samples: Sequence[Sample]) -> float | None:
+        """Mean nats a token between log-probabilities of sampler and policy; None: the sampler told none."""
+        if samples[0].sampler_logprobs is None:
+            return None
+        work = partial(self.fit, self.minibatch(samples, StepTotals(0, 0)), self._sampler_differences)
+        found = self.world.together("the sampler's log-probabilities", work)
+        return sum(total for total, _ in found) / sum(tokens for _, tokens in found)
+
+    @torch.no_grad()
+    def _sampler_differences(self, minibatch: Minibatch) -> tuple[float, int]:
+        """Their sum, and of how many tokens."""
+        with evaluation_mode(self.policy.model):  # without LoRA's dropout, as the engine
+            differences = [
+                (self.head_outputs(self.policy, batch).logprob - present(batch.sampler_logprobs)).abs()
+                for batch in minibatch.batches
+            ]
+        return sum(d.sum().item() for d in differences), sum(map(len, differences))
 
     def kl_penalties(self, samples: Sequence[Sample]) -> Tensor:
         """(S,) float32 on the CPU: beta times the KL to the reference, summed over each completion."""

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from grpo_fast.experience import make_samples
+from grpo_fast.rollout import decoder
 from grpo_fast.run_record.logs import Clock
 
 OWN = """
@@ -46,6 +47,39 @@ def test_training_raises_the_reward(make_trainer, seed):
     trainer = make_trainer(max_steps=12, seed=seed, optimizer={"learning_rate": 2e-2})
     rewards = [trainer.train_step().metrics["reward/mean"] for _ in range(12)]
     assert sum(rewards[-3:]) > 2 * sum(rewards[:3])
+
+
+@pytest.mark.parametrize(
+    "sections", [{}, {"old_logprobs": "sampler"}, {"model": {"dtype": "bfloat16"}}], ids=str
+)
+def test_first_completions_of_another_policy_are_an_error_before_any_step(
+    make_trainer, monkeypatch, sections
+):
+    """Whose logits stand the other way round."""
+    apart = {"value": True}
+
+    def other_logits(*arguments, **options):
+        logits = last_logits(*arguments, **options)
+        return logits.flip(-1) if apart["value"] else logits
+
+    last_logits = decoder.last_logits
+    monkeypatch.setattr(decoder, "last_logits", other_logits)
+    trainer = make_trainer(**sections)
+    trainer.policy.model.lm_head.weight.data *= 20  # peaked enough that another policy is told from rounding
+    before = {name: p.detach().clone() for name, p in trainer.policy.trainable().items()}
+
+    with pytest.raises(
+        ValueError, match=r"another policy: rollout\.engine = 'transformers' .* nats .*sampler_drift"
+    ):
+        trainer.train_step()
+
+    assert all(torch.equal(p, before[name]) for name, p in trainer.policy.trainable().items())
+    for changes in ({"alerts": {"sampler_drift": None}}, {"rollout": {"top_k": 5}}):
+        make_trainer(**{**sections, **changes, "old_logprobs": "recompute"}).train_step()
+    apart["value"] = False
+    for healthy in (trainer, make_trainer(**sections)):
+        healthy.train_step()
+        assert healthy.sampler_seen
 
 
 def test_truncated_completions_leave_the_loss_on_request(make_trainer):

@@ -214,6 +214,7 @@ def test_old_logprobs_cost_a_forward_only_for_minibatches_whose_turn_comes_after
 ):
     sections = {"num_iterations": 2, "minibatches": minibatches, "old_logprobs": old_logprobs}
     trainer = make_trainer(**sections, micro_batch_tokens=4096, optimizer={"learning_rate": 2e-2})
+    trainer.sampler_seen = True  # which takes one more, once
     calls = count_forwards(trainer, monkeypatch)
     metrics = trainer.train_step().metrics
     assert calls.count(True) == 2 * minibatches and calls.count(False) == extra

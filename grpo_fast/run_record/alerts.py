@@ -58,7 +58,8 @@ class AlertsConfig(Section):
     sampler_drift: Positive | None = Field(
         0.1,
         description="nats a token between the sampler's log-probabilities and the trainer's, at most; vLLM "
-        "is asked for its own at every tenth step where no loss reads them",
+        "is asked for its own at every tenth step where no loss reads them. More than rounding at the first "
+        "step is an error, which null switches off, too",
     )
     correction_weight: Annotated[float, Field(gt=0, lt=1)] | None = Field(
         0.5, description="mean weight that loss.sampler_correction leaves a token, at least"

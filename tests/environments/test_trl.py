@@ -104,6 +104,7 @@ def here(seen: Seen, environment: type, folder: str, out: Path) -> dict[str, flo
                 requests.give(request, Completion(ids, (0.0,) * len(ids), "", False))
 
     settings = {"prompts_per_step": 1, "max_steps": 1, "logging": {"tensorboard": False}, "display": False}
+    settings |= {"alerts": {"sampler_drift": None}}  # what is scripted is of no policy
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TransformersEngine, "serve", serve)
         run = grpo_fast.train(

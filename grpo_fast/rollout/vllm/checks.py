@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from grpo_fast.policy.architecture import rounding_nats
 from grpo_fast.rollout.transformers import evaluation_mode
 from grpo_fast.rollout.vllm.weights import storage_of
 
@@ -21,9 +22,6 @@ if TYPE_CHECKING:
 
 PROBE_LENGTH = 16
 COMPARED_TOKENS = 2000  # of two tokenizers
-# Mean nats between two ways of computing the same. float32: vLLM's attention on a GPU may use TF32.
-ROUNDING = {torch.float32: 5e-2}
-ROUNDING_16_BIT = 0.25
 
 
 def probe_tokens(policy: Policy) -> list[int]:
@@ -35,7 +33,7 @@ def probe_tokens(policy: Policy) -> list[int]:
 
 def agree(first: Tensor, second: Tensor, dtype: torch.dtype) -> bool:
     """Whether two (T,) log-probabilities of one text differ by rounding alone; NaN differs."""
-    return float((first - second).abs().mean()) <= ROUNDING.get(dtype, ROUNDING_16_BIT)
+    return float((first - second).abs().mean()) <= rounding_nats(dtype)
 
 
 @torch.no_grad()
