@@ -16,7 +16,9 @@ import torch
 import torch.distributed as dist
 from torch._subclasses import FakeTensorMode
 
-from grpo_fast.distributed.watch import Watch
+from grpo_fast.cli import main
+from grpo_fast.distributed.joining import meet, of_attempt
+from grpo_fast.distributed.watch import RankError, Watch
 from grpo_fast.distributed.world import started
 
 HERE = Path(__file__).resolve().parent
@@ -160,3 +162,19 @@ def test_each_ranks_device_is_named_and_exchanges_something_before_all_else(
 
     assert calls["device_id"] == (device if device.type == "cuda" else None)
     assert summed == [device]
+
+
+def test_a_rank_whose_configuration_is_wrong_tells_those_that_wait_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    place = {"WORLD_SIZE": 2, "RANK": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
+    for name, value in place.items():
+        monkeypatch.setenv(name, str(value))
+
+    assert main(["train", "quickstart", "no_such_key=1", f"output_dir={tmp_path}"]) == 2
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(
+        RankError, match=r"^rank 1 .* failed before it joined: ConfigError: (.|\n)*no_such_key"
+    ):
+        meet(of_attempt(store), timedelta(seconds=1))

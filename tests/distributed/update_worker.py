@@ -1,6 +1,8 @@
-"""Updates of one rank and of several: `python update_worker.py FOLDER RANKS`, the toy in FOLDER.
+"""Updates of one rank and of several: `python update_worker.py FOLDER RANKS [UPDATES EPS SEEDS]`.
 
-One process imports what takes seconds, and forks.
+FOLDER has toy.json, as test_ranks.py leaves one under `pytest --basetemp`. With UPDATES, so many of
+each case are measured for each seed below SEEDS, with Adam's `eps` as given: by how much weights are apart
+from those of one rank, the worst weight's `|a - b| / |b|`. One process imports what takes seconds, and forks.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ import json
 import random
 import sys
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +51,14 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def check(name: str, toy: dict[str, Any], world: World) -> None:
+def check(name: str, toy: dict[str, Any], world: World, updates: int, eps: float) -> None:
     """Updates of one rollout, which every rank has collected by itself, and their metrics."""
     draw = random.Random(f"{name} {toy['seed']}")
     seed, path = draw.randrange(2**31), draw.choice([toy["model"]["path"], toy["untied"]])
     toy = {**toy, "optimizer": ADAM, "model": toy["model"] | {"path": path}}
     merged = {k: {**toy.get(k, {}), **v} if isinstance(v, dict) else v for k, v in CASES[name].items()}
     settings = {key: value for key, value in (toy | {"seed": seed} | merged).items() if key != "untied"}
+    settings["optimizer"] = {**settings["optimizer"], "eps": eps}
     modes = [{"mode": "replicate"}, {"mode": "shard", "head": draw.choice(["gathered", "sharded"])}]
     alone, *several = (
         build_trainer(TrainConfig.model_validate(settings | {"distributed": mode}), ranks)
@@ -71,7 +75,8 @@ def check(name: str, toy: dict[str, Any], world: World) -> None:
     for trainer in (alone, *several):
         assert isinstance(trainer, Trainer)
         torch.manual_seed(seed)  # clip_cov draws
-        metrics = trainer.update.run(samples, totals, Clock())
+        for _ in range(updates or 1):
+            metrics = trainer.update.run(samples, totals, Clock())
         if name == "clipped":
             send_moments_away(trainer.optimizer)
             metrics = trainer.update.run(samples[:1], totals, Clock())  # other ranks have none
@@ -82,9 +87,12 @@ def check(name: str, toy: dict[str, Any], world: World) -> None:
     for mode, own, told in zip(modes, weights[1:], found[1:], strict=True):
         case = f"{name}, {path}, {mode}, seed {toy['seed']}"
         assert own.keys() == weights[0].keys(), case
-        for key, one in weights[0].items():
-            error = (one - own[key]).norm() / one.norm().clamp(min=1e-3)
-            assert error < 1e-6, f"{case}: {key} differs by {error:.1e}"
+        apart = {k: float((w - own[k]).norm() / w.norm().clamp(min=1e-3)) for k, w in weights[0].items()}
+        worst = max(apart, key=apart.__getitem__)
+        if updates:
+            print(f"{apart[worst]:.1e} {case}, {worst}\n" if world.leads else "", end="", flush=True)
+            continue
+        assert apart[worst] < 1e-6, f"{case}: {worst} differs by {apart[worst]:.1e}"
         assert told.keys() == found[0].keys(), f"{case}: {told.keys() ^ found[0].keys()}"
         for key, value in found[0].items():
             same = told[key] == value or abs(told[key] - value) <= 1e-5 * max(1, abs(value))
@@ -101,14 +109,15 @@ def send_moments_away(optimizer: PolicyOptimizer) -> None:
     assert not {place for place, _ in before} & {place for place, _ in after}
 
 
-def main(world: World, folder: str) -> None:
+def main(world: World, folder: str, updates: int, eps: float, seeds: int) -> None:
     optimizer_module.SMALLEST = 0
     toy = json.loads((Path(folder) / "toy.json").read_text())
     toy["untied"] = f"{folder}/untied"
     draw = random.Random(toy["seed"])
     shards.BUCKET = draw.choice([1, shards.BUCKET])  # a tensor alone, or many
-    for name in draw.sample([*CASES], 3):
-        check(name, toy, world)
+    names = draw.sample([*CASES], 3)
+    for seed, name in product(range(seeds), CASES) if updates else product([toy["seed"]], names):
+        check(name, toy | {"seed": seed}, world, updates, eps)
 
 
 def untie(toy: dict[str, Any], folder: str) -> None:
@@ -122,4 +131,5 @@ def untie(toy: dict[str, Any], folder: str) -> None:
 
 if __name__ == "__main__":
     untie(json.loads(Path(sys.argv[1], "toy.json").read_text()), f"{sys.argv[1]}/untied")
-    fork(main, int(sys.argv[2]), sys.argv[1])
+    folder, ranks, updates, eps, seeds = [*sys.argv[1:], *("0", str(ADAM["eps"]), "1")[len(sys.argv) - 3 :]]
+    fork(main, int(ranks), folder, int(updates), float(eps), int(seeds))
