@@ -107,12 +107,13 @@ def train(
             )
         asked = config.model_dump(mode="json", exclude={"output_dir"}) | {"resume": resume}
         require_alike(world, "the configuration", lambda: asked)
-        require_alike(world, "the code", lambda: {k: v[:16] for k, v in code_digests(asked).items()})
+        with world.agreed("the code"):
+            code = code_digests(asked)
+        require_alike(world, "the code", lambda: {place: digest[:16] for place, digest in code.items()})
         if world.from_lead("the run's folder", partial(world.begun, run_dir)):
             resume = "latest"
         config = world.from_lead("the length", partial(with_steps, config))
         config = world.from_lead("the plan", partial(resolve_auto, config, run_dir, ranks=world.size))
-        code = code_digests(config.model_dump(mode="json"))
         store = CheckpointStore(run_dir / CHECKPOINTS_DIR, config.checkpoint.keep, world)
         find = partial(find_checkpoint, run_dir, store, config, resume, code, changed_code=changed_code)
         checkpoint, changes = world.from_lead("the checkpoint", find)
