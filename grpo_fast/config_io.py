@@ -29,6 +29,7 @@ from grpo_fast.convert.verl import RULES as VERL
 from grpo_fast.lookup import choices
 from grpo_fast.methods import METHODS, method_remarks, without_sections
 from grpo_fast.run_record.files import CHECKPOINTS_DIR, CONFIG_FILE, INPUTS_DIR, LOCK_FILE, value_at
+from grpo_fast.secrets import masked, masked_command
 from grpo_fast.section import short
 from grpo_fast.stages import PART
 
@@ -48,7 +49,7 @@ class Problem:
     value: Any = ...  # `...`: nothing to show
 
     def __str__(self) -> str:
-        shown = "" if self.value is ... else f" = {short(self.value)}"
+        shown = "" if self.value is ... else f" = {short(masked(self.value, self.name))}"
         return f"{self.name}{shown}: {self.message}"
 
 
@@ -169,12 +170,13 @@ def check_filled_in(config: TrainConfig) -> None:
 
 
 def dump_config(config: TrainConfig) -> str:
-    """The whole configuration as YAML, defaults included; `load_config` gives the same one back.
+    """The whole configuration as YAML, defaults included; `load_config` gives the same one back, without
+    secrets that are written there.
 
     A comment marks what came from the method, and what is set otherwise.
     """
     lines, section, remarks = [], "", method_remarks(config)
-    for line in _dump_yaml(config.model_dump()).splitlines():
+    for line in _dump_yaml(masked(config.model_dump())).splitlines():
         key = line.partition(":")[0]
         section = section if line.startswith(" ") else f"{key}."
         remark = remarks.get(key if section == f"{key}." else f"{section}{key.removeprefix('  ')}")
@@ -290,7 +292,10 @@ def _apply(pairs: Pairs, tree: Any, siblings: Mapping[str, Any], problems: list[
             for leaf, item in flatten(places).items():
                 writer, earlier = written.setdefault(leaf, (name, item))
                 if earlier is not item and earlier != item:
-                    said = f"{writer} says {short(earlier)} and {name} says {short(item)}"
+                    said = " and ".join(
+                        f"{who} says {short(masked(what, leaf))}"
+                        for who, what in ((writer, earlier), (name, item))
+                    )
                     problems.append(Problem(leaf, f"is given twice: {said}; keep one"))
             for place, item in places.items():
                 tree = _with(tree, place, item)
@@ -304,7 +309,7 @@ def _for_another_method(tree: dict[str, Any], method: Any) -> dict[str, Any]:
     kept = without_sections(tree)
     replaced = flatten({key: tree[key] for key in tree.keys() - kept.keys()})
     if replaced:
-        listed = " ".join(f"{key}={short(value)}" for key, value in replaced.items())
+        listed = " ".join(f"{key}={short(masked(value, key))}" for key, value in replaced.items())
         logger.warning("method = %s replaces %s", method, listed)
     return kept
 
@@ -354,7 +359,7 @@ def _with(node: Any, place: str, value: Any, here: str = "") -> Any:
         changed[int(part)] = _with(node[int(part)], rest, value, below)
         return changed
     if node is not None and not isinstance(node, dict):
-        raise ValueError(f"{here} is {short(node)} and holds no keys; set the whole of {here}")
+        raise ValueError(f"{here} is {short(masked(node, here))} and holds no keys; set the whole of {here}")
     node = node or {}
     return {**node, part: _with(node.get(part), rest, value, below)}
 
@@ -381,7 +386,8 @@ def _parse_overrides(tokens: Sequence[str]) -> Pairs:
             if value is None or value.startswith("--"):
                 raise ConfigError("overrides", [Problem(token, f"is no assignment; write {name}=VALUE")])
             text = value
-        pairs.append((name, _parse_override(name, text, token)))
+        shown = masked_command([f"{name}={text}"])[0]
+        pairs.append((name, _parse_override(name, text, shown)))
     return pairs
 
 

@@ -18,6 +18,7 @@ from grpo_fast.config import TrainConfig
 from grpo_fast.config_io import ConfigError, dump_config, is_key, keys, load_config
 from grpo_fast.convert.names import ABSENT, MOVED
 from grpo_fast.objective.catalog import LOSS_TYPES
+from grpo_fast.secrets import masked, masked_command
 
 MINIMAL = "model: {path: some/model}\ndataset: {source: rows.jsonl}\nrewards: [{reward: exact_match}]\n"
 
@@ -456,3 +457,30 @@ def test_a_key_of_text_takes_braces_from_the_command_line_as_they_are(write):
     assert load_config(path, ["dataset.prompt_template=null"]).dataset.prompt_template is None
     with pytest.raises(ConfigError, match="line 1"):
         load_config(path, ["optimizer.betas=[0.9"])
+
+
+@pytest.mark.parametrize(
+    ("written", "shown"),
+    [
+        ({"api_key": "a", "clientSecret": "c", "x": 1}, {"api_key": "***", "clientSecret": "***", "x": 1}),
+        ({"HF_TOKEN": "b", "password": 1234}, {"HF_TOKEN": "***", "password": "***"}),
+        ({"token": {"value": "a", "of": ["b"]}}, {"token": {"value": "***", "of": ["***"]}}),
+        ([{"auth": {"key": "a"}}, "plain"], [{"auth": {"key": "***"}}, "plain"]),
+        ({"key": "${NAME}", "token": None, "secret": False}, ...),
+        ({"num_tokens": 5, "max_new_tokens": "7", "tokenizer": "t", "eos_token": "<e>"}, ...),
+        ({"url": "postgres://me:pw@host:5432/db"}, {"url": "postgres://me:***@host:5432/db"}),
+        ({"url": "https://host:80/a@b"}, ...),
+        ({"url": "https://host/?a=1&api_key=x&b=2"}, {"url": "https://host/?a=1&api_key=***&b=2"}),
+    ],
+)
+def test_what_is_secret_is_hidden_and_what_only_sounds_so_is_not(written: Any, shown: Any):
+    assert masked(written) == (written if shown is ... else shown)
+
+
+def test_a_command_line_is_shown_without_its_secrets():
+    options = "rewards.0.options"
+    command = ["grpo-fast", "train", f"{options}.api_key=x", f"--{options}.api-key", "x", "loss.beta=0.1"]
+    shown = ["grpo-fast", "train", f"{options}.api_key=***", f"--{options}.api-key", "***", "loss.beta=0.1"]
+    command += [f"--{options}.token=x", f"{options}={{key: x, n: 1}}", f"{options}={{key: x"]
+    shown += [f"--{options}.token=***", f'{options}={{"key": "***", "n": 1}}', f"{options}=***"]
+    assert masked_command(command) == shown

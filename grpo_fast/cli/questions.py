@@ -18,6 +18,7 @@ from grpo_fast.data.types import spoken
 from grpo_fast.rollout import Engine, Sampling, make_engine, require_engine, sampling_of
 from grpo_fast.run_record.files import CONFIG_FILE, require_writable
 from grpo_fast.run_record.summary import score_text
+from grpo_fast.secrets import masked
 
 if TYPE_CHECKING:
     from grpo_fast.data import Prompt, PromptDataset
@@ -67,7 +68,7 @@ def evaluate(args: argparse.Namespace, overrides: Sequence[str]) -> int:
             "model": config.model.path,
             "run": None if parts.step is None else args.config,
             "step": parts.step,
-            "dataset": parts.questions.config.model_dump(mode="json"),
+            "dataset": masked(parts.questions.config.model_dump(mode="json")),
             "held_out": held_out,
             "engine": engine_name,
             "sampling": asdict(sampling),

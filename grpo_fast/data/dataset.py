@@ -16,6 +16,7 @@ from grpo_fast.data.files import Row, place_of, row_named
 from grpo_fast.data.render import Renderer, Tools
 from grpo_fast.data.sources import read_rows
 from grpo_fast.data.types import Prompt, own_text
+from grpo_fast.secrets import masked
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -72,7 +73,8 @@ class PromptDataset(Sequence[Prompt]):
             "cut to max_prompt_length": report.truncated,
         }
         told = ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
-        return f"{self.config.source}: {len(self):,} prompts{told and f' of {report.rows:,} rows ({told})'}"
+        source = masked(self.config.source)
+        return f"{source}: {len(self):,} prompts{told and f' of {report.rows:,} rows ({told})'}"
 
 
 def load_prompts(

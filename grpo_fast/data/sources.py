@@ -12,6 +12,7 @@ from grpo_fast.data.config import PREFIX, SUFFIXES, VERIFIERS, DatasetConfig
 from grpo_fast.data.files import Row, file_rows, files_of
 from grpo_fast.data.tasksets import task_rows
 from grpo_fast.lookup import choices
+from grpo_fast.secrets import in_use, masked
 
 # Names that a reward function receives besides the columns.
 RESERVED = ("prompts", "completions", "completion_ids", "environments")
@@ -46,7 +47,8 @@ def read_rows(config: DatasetConfig) -> list[Row]:
 def _source_rows(config: DatasetConfig) -> Iterable[Row]:
     if config.source.startswith(PREFIX):
         task = config.source.removeprefix(PREFIX)
-        return generate_rows(task, seed=config.seed, size=config.size, options=config.options)
+        options = in_use(config.options, "dataset.options")
+        return generate_rows(task, seed=config.seed, size=config.size, options=options)
     if config.source.startswith(VERIFIERS):
         return task_rows(config)
     files = files_of(config)
@@ -125,6 +127,6 @@ def generate_rows(
     try:
         entries = list(create_dataset(task, seed=seed, **options))
     except (AssertionError, TypeError, ValueError) as error:
-        raise ValueError(f"{task} refuses dataset.options = {options}: {error}") from error
+        raise ValueError(f"{task} refuses dataset.options = {masked(options)}: {error}") from error
     own = ("question", "answer", "metadata")
     return [{"prompt": e["question"], **{name: e[name] for name in own}, "entry": e} for e in entries]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_fast.data.config import VERIFIERS, DatasetConfig
 from grpo_fast.data.files import Row
+from grpo_fast.secrets import in_use, masked
 
 if TYPE_CHECKING:
     from verifiers.v1 import AgentConfig, EnvConfig
@@ -45,6 +46,7 @@ def environment_config(source: str, options: Mapping[str, Any]) -> EnvConfig:
     from verifiers.v1.runtimes import SubprocessConfig, runtime_is_local
     from verifiers.v1.utils.loaders import harness_config_type, resolve_env_config
 
+    options = in_use(options, "dataset.options")
     env, _, taskset = source.removeprefix(VERIFIERS).rpartition("+")
     block = {key: value for key, value in options.items() if key not in OUTSIDE}
     block |= {"id": env, "taskset": {**block.get("taskset", {}), "id": taskset}}
@@ -54,7 +56,7 @@ def environment_config(source: str, options: Mapping[str, Any]) -> EnvConfig:
         default = vf.default_agent_harness(taskset)
     except (AttributeError, ImportError, TypeError, ValueError) as error:
         raise ValueError(
-            f"dataset.source = {source!r}, dataset.options = {dict(options)}: {error}"
+            f"dataset.source = {source!r}, dataset.options = {masked(options)}: {error}"
         ) from error
 
     def here(name: str, seat: AgentConfig) -> AgentConfig:

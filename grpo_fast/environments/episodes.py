@@ -154,6 +154,13 @@ class EpisodeRollout(CoroutineRollout):
         }
         self._renderer = Renderer(DatasetConfig(source=""), tokenizer, toolsets.schemas)
 
+    @asynccontextmanager
+    async def opened(self, requests: Requests, sampling: Sampling) -> AsyncIterator[None]:
+        for toolset in self._toolsets.by_name.values():
+            if toolset.instances is not None:
+                toolset.instances.begin()
+        yield
+
     async def play(self, prompt: Prompt, requests: Requests, sampling: Sampling) -> Completion:
         """One completion, turn after turn.
 
@@ -189,6 +196,8 @@ class EpisodeRollout(CoroutineRollout):
                 {"role": "tool", "name": name, "content": result}
                 for name, result in zip(names, results, strict=True)
             ]
+        if play.given_up and toolset.instances is not None:
+            toolset.instances.drop(environment)
         episode = Episode(
             prompt=turns,
             prompt_ids=play.prompt_ids,
@@ -206,11 +215,15 @@ class EpisodeRollout(CoroutineRollout):
         return Completion(tuple(play.token_ids), logprobs, text, truncated, episode)
 
     async def _begin(self, prompt: Prompt, toolset: Toolset, room: int) -> tuple[Any, list[Message], Play]:
-        """A fresh environment, the conversation that it begins, and its tokens."""
+        """An environment that is reset, the conversation that it begins, and its tokens."""
         turns, play = self._renderer.turns(prompt.prompt), Play(prompt.token_ids, room)
-        if toolset.factory is None:
+        instances = toolset.instances
+        if instances is None:
             return None, turns, play
-        environment = await self._own_call(play, "made", toolset.factory, {}, prompt)
+        environment = instances.take()
+        if environment is None:
+            environment = await self._own_call(play, "made", instances.factory, {}, prompt)
+            instances.add(environment)
         row = {name: value for name, value in prompt.columns.items() if name != ENVIRONMENT_COLUMN}
         said = await self._own_call(play, "reset", environment.reset, {**row, "prompt": turns}, prompt)
         if said is None:

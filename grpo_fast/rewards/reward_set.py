@@ -29,6 +29,7 @@ from grpo_fast.rewards.types import (
     weighted_sum,
 )
 from grpo_fast.rollout.types import Completion, Episode
+from grpo_fast.secrets import in_use
 
 logger = logging.getLogger(__name__)
 
@@ -58,8 +59,9 @@ def load_rewards(configs: Sequence[RewardConfig], environments: Sequence[type] =
         ValueError: an unknown name, or options that a reward does not take.
     """
     rewards = []
-    for config in configs:
-        name, function, options = load_function(config.reward, config.options)
+    for place, config in enumerate(configs):
+        given = in_use(config.options, f"rewards.{place}.options")
+        name, function, options = load_function(config.reward, given)
         how = config.model_dump(include={"weight", "timeout", "on_error", "per_group"})
         rewards.append(Reward(name, function, options=options, written=config.reward, **how))
     own = (kind for kind in environments if hasattr(kind, "get_reward"))

@@ -17,7 +17,7 @@ import torch
 
 from grpo_fast.config import TrainConfig, at
 from grpo_fast.data import PromptDataset, PromptSampler, exclude_overlap, load_held_out, load_prompts
-from grpo_fast.data.config import PREFIX
+from grpo_fast.data.config import PREFIX, VERIFIERS, DatasetConfig
 from grpo_fast.data.tasksets import library_prompts
 from grpo_fast.distributed.world import ALONE, World
 from grpo_fast.environments import Toolsets, load_toolsets, make_rollout
@@ -34,6 +34,7 @@ from grpo_fast.preference.trainer import PreferenceTrainer
 from grpo_fast.rewards import RewardError, RewardSet, load_rewards
 from grpo_fast.rewards.types import ENVIRONMENTS
 from grpo_fast.rollout import make_engine, require_engine
+from grpo_fast.rollout.config import RolloutConfig
 from grpo_fast.run_record.callbacks import Callbacks, load_callbacks
 from grpo_fast.run_record.files import differences
 from grpo_fast.run_record.hub import PushToHub
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
+LoadTools = Callable[[RolloutConfig, DatasetConfig], Toolsets | None]
 TOOLS = ("rollout.tools", "rollout.environment")  # what prompts tell of, and rewards are given
 # Spaced so that no two stages, nor runs with neighbouring seeds, draw in one order.
 SEEDS_PER_STAGE = 10**9
@@ -92,7 +94,8 @@ def build_grpo_trainer(config: TrainConfig, world: World = ALONE) -> Trainer:
             f"hub.push = {config.hub.push!r} writes the model on one rank, and with distributed.mode = "
             "'shard' none has it: leave hub out, and push what `grpo-fast export` writes of the run"
         )
-    toolsets = load_toolsets(config.rollout, config.evaluation.dataset or config.dataset)
+    load = _loading_once()
+    toolsets = load(config.rollout, config.evaluation.dataset or config.dataset)
     judges = load_rewards(config.rewards, toolsets.classes if toolsets else ())
     judges.position(config.evaluation.reward)  # refused before any work where there is no such reward
     stages = resolve_stages(config)
@@ -108,7 +111,7 @@ def build_grpo_trainer(config: TrainConfig, world: World = ALONE) -> Trainer:
             check_columns(judges, held_out, toolsets)
         except RewardError as error:
             raise ValueError(f"evaluation: {error}") from error
-    parts = build_stages(stages, tokenizer, held_out)
+    parts = build_stages(stages, tokenizer, held_out, load)
     require_alike(world, "the data", lambda: digests(parts, held_out))
     policy = load_policy(
         config.model, needs_reference=needs_reference, world=world, distributed=config.distributed
@@ -175,16 +178,36 @@ def with_steps(config: TrainConfig) -> TrainConfig:
 
 
 def load_train_prompts(
-    config: TrainConfig, tokenizer: PreTrainedTokenizerBase, held_out: PromptDataset | None
+    config: TrainConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    held_out: PromptDataset | None,
+    load: LoadTools = load_toolsets,
 ) -> tuple[Toolsets | None, PromptDataset]:
     """What the prompts of one stage tell of, and the prompts, without the questions that are held out."""
-    toolsets = load_toolsets(config.rollout, config.dataset)
+    toolsets = load(config.rollout, config.dataset)
     dataset = load_prompts(config.dataset, tokenizer, toolsets.schemas if toolsets else None)
     if held_out is not None:
         plays = toolsets is not None and bool(toolsets.classes)
         generated = config.dataset.source.startswith(PREFIX)  # whose prompts say all of a row
         dataset = exclude_overlap(dataset, held_out, by_columns=plays and not generated)
     return toolsets, dataset
+
+
+def _loading_once() -> LoadTools:
+    """`load_toolsets` for a run whose evaluation and stages play with the same instances where they have the
+    same tools: a server has sessions for those of a step, and not for several times as many."""
+    known: list[tuple[object, Toolsets | None]] = []
+
+    def load(rollout: RolloutConfig, dataset: DatasetConfig) -> Toolsets | None:
+        tasks = dataset if dataset.source.startswith(VERIFIERS) else None
+        asked = (rollout.tools, rollout.environment, rollout.function, tasks)
+        for before, toolsets in known:
+            if before == asked:
+                return toolsets
+        known.append((asked, load_toolsets(rollout, dataset)))
+        return known[-1][1]
+
+    return load
 
 
 def warm_up_head(policy: Policy, config: TrainConfig) -> None:
@@ -233,7 +256,10 @@ def build_preference_trainer(config: TrainConfig) -> PreferenceTrainer:
 
 
 def build_stages(
-    stages: Sequence[Stage], tokenizer: PreTrainedTokenizerBase, held_out: PromptDataset | None
+    stages: Sequence[Stage],
+    tokenizer: PreTrainedTokenizerBase,
+    held_out: PromptDataset | None,
+    load: LoadTools = load_toolsets,
 ) -> tuple[StageParts, ...]:
     """What each stage trains with; questions of the held-out set are left out of the prompts.
 
@@ -242,7 +268,8 @@ def build_stages(
     parts: list[StageParts] = []
     for index, stage in enumerate(stages):
         try:
-            parts.append(build_stage(stage, index, parts[-1] if parts else None, tokenizer, held_out))
+            before = parts[-1] if parts else None
+            parts.append(build_stage(stage, index, before, tokenizer, held_out, load))
         except ValueError as error:
             raise (ValueError(f"stage {stage.name!r}: {error}") if stage.name else error) from error
     return tuple(parts)
@@ -254,6 +281,7 @@ def build_stage(
     before: StageParts | None,
     tokenizer: PreTrainedTokenizerBase,
     held_out: PromptDataset | None,
+    load: LoadTools,
 ) -> StageParts:
     """A stage's rewards, their weights and its prompts: where its settings are those of the stage before, the
     same objects, which go on with what they have learnt."""
@@ -265,7 +293,7 @@ def build_stage(
     if before and same("dataset", *TOOLS):
         toolsets, dataset = before.toolsets, before.dataset
     else:
-        toolsets, dataset = load_train_prompts(config, tokenizer, held_out)
+        toolsets, dataset = load_train_prompts(config, tokenizer, held_out, load)
     if before and same("rewards", *TOOLS):
         rewards = before.rewards
     else:

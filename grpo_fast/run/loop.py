@@ -43,6 +43,7 @@ from grpo_fast.run_record.logs import METRICS_FILE
 from grpo_fast.run_record.mirrors import require_mirrors
 from grpo_fast.run_record.recorder import Recorder
 from grpo_fast.run_record.report import REPORT_FILE
+from grpo_fast.secrets import masked
 from grpo_fast.section import short
 from grpo_fast.trainer import Trainer
 
@@ -262,7 +263,10 @@ def find_checkpoint(
             f"max_steps = {config.max_steps}, and {checkpoint.path} has more: raise max_steps, or resume "
             "from an earlier checkpoint"
         )
-    before, now = (one.model_dump(mode="json") for one in (load_config(earlier), config))
+    # Another secret is no other run: the saved one is hidden.
+    before, now = (
+        masked(one.model_dump(mode="json"), variables=False) for one in (load_config(earlier), config)
+    )
     saved = checkpoint.state.get("code", {})
     edited = [f"{place} has changed" for place in code if saved.get(place, code[place]) != code[place]]
     changes: dict[str, str] = {}

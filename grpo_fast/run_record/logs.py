@@ -35,6 +35,7 @@ from grpo_fast.run_record.config import LoggingConfig
 from grpo_fast.run_record.files import JsonlLog, read_jsonl
 from grpo_fast.run_record.mirrors import open_mirrors, table_of
 from grpo_fast.run_record.summary import Interval, before_after
+from grpo_fast.secrets import masked_command
 
 METRICS_FILE = "metrics.jsonl"
 TIMINGS_FILE = "timings.jsonl"
@@ -193,7 +194,7 @@ def provenance() -> dict[str, Any]:
         device = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
     return {
         "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": sys.argv,
+        "command": masked_command(sys.argv),
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "device": device,

@@ -10,10 +10,10 @@ class Mute:
     """Numbers to guess."""
 
     def __init__(self) -> None:
-        self.guessed: list[int] = []
         self.lock = threading.Lock()  # which no other rank can be sent
 
     def reset(self, start: int, **row: object) -> str | None:
+        self.guessed: list[int] = []
         return f" w{start}" if start else None
 
     def guess(self, number: int) -> str:

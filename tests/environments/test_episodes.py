@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from itertools import compress
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -65,11 +65,8 @@ async def wait_for(seconds: float) -> str:
 class Game:
     """Remembers what was said to it."""
 
-    def __init__(self) -> None:
-        self.log: list[Any] = []
-
     def reset(self, **row: Any) -> str | None:
-        self.log.append(row)
+        self.log: list[Any] = [row]
         return row.get("begin")
 
     def guess(self, word: str) -> int:
@@ -427,3 +424,82 @@ def test_a_rank_without_prompts_serves_with_the_others(tokenizer) -> None:
     engine = SimpleNamespace(serve=lambda requests: served.append(requests) or requests.take("all"))
     assert rollout(engine, [], 2, SAMPLING) == []
     assert len(served) == 1
+
+
+class Session:
+    """A client as OpenEnv's: its connection holds one of the server's few sessions until it is closed."""
+
+    server: ClassVar[set[Session]] = set()
+
+    def connect(self) -> None:
+        self.server.add(self)
+        assert len(self.server) <= 4, "the server has no more sessions"
+
+    async def close(self) -> None:
+        self.server.discard(self)
+
+    async def __aenter__(self) -> Session:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.close()
+
+
+class Guided:
+    """As TRL's guide writes it: the client is made with the instance, and nothing closes it."""
+
+    def __init__(self) -> None:
+        self.client = Session()
+
+    def reset(self, **row: Any) -> str:
+        self.client.connect()
+        self.done = False
+        return " Look it up."
+
+    def look(self, key: str) -> str:
+        """Look.
+
+        Args:
+            key: where
+        """
+        assert not self.done, "it is reset for each completion"
+        self.done = True
+        if key == "slow":
+            time.sleep(1)
+        return key
+
+    def get_reward(self) -> float:
+        return float(self.done)
+
+
+def test_instances_are_made_once_reset_for_each_completion_and_closed_at_the_end(tokenizer) -> None:
+    with paths(Guided=Guided):
+        rollout, prompts = rollout_of(tokenizer, environment="m:Guided")
+
+    def say(context: Sequence[int]) -> list[int]:
+        answered = "<tool_response>" in str(tokenizer.decode(list(context)))
+        return [*tokenizer("Yes." if answered else call("look", key="x"))["input_ids"], END]
+
+    played = []
+    for _ in range(3):
+        ((*completions,),) = rollout(ScriptedEngine(say), prompts, 4, SAMPLING)
+        assert [c.episode.reward for c in completions] == [1.0] * 4
+        played.append([c.episode.environment for c in completions])
+    assert len({id(one) for one in played[0]}) == 4 and played[0] == played[1] == played[2]
+
+    assert len(Session.server) == 4
+    del rollout
+    assert not Session.server
+
+
+def test_an_instance_that_a_call_still_works_on_plays_no_more(tokenizer) -> None:
+    with paths(Guided=Guided):
+        rollout, prompts = rollout_of(tokenizer, environment="m:Guided", tool_timeout=0.1)
+
+    def say(context: Sequence[int]) -> list[int]:
+        answered = "<tool_response>" in str(tokenizer.decode(list(context)))
+        return [*tokenizer("Oh." if answered else call("look", key="slow"))["input_ids"], END]
+
+    ((one,),), ((two,),) = (rollout(ScriptedEngine(say), prompts, 1, SAMPLING) for _ in range(2))
+    assert one.episode.tools_given_up == 1
+    assert one.episode.environment is not two.episode.environment

@@ -129,6 +129,31 @@ def test_a_python_program_gives_tools_and_environments_as_objects(playing_toy, t
     assert run.policy.generate(["w1"])[0].episode is None
 
 
+def test_a_run_plays_and_evaluates_with_the_same_few_instances_and_leaves_them_at_its_end(
+    playing_toy, tmp_path
+):
+    guess = load_callable(playing_toy["rollout"]["environment"], "rollout.environment")
+    made: list[Any] = []
+    left: list[Any] = []
+
+    class Client(guess):  # type: ignore[valid-type,misc]
+        def __init__(self) -> None:
+            super().__init__()
+            made.append(id(self))
+
+        def __exit__(self, *error: object) -> None:
+            left.append(id(self))
+
+    rows = [{"prompt": "w1 w2", "start": 1}] * 4
+    call = {key: playing_toy[key] for key in ("model", "prompts_per_step", "logging")}
+    call |= {"dataset": rows, "evaluation": [rows[0] | {"start": 7}], "max_steps": 2, "display": False}
+    rollout = playing_toy["rollout"] | {"environment": Client, "num_generations": 2}
+    grpo_fast.train(**call, rollout=rollout, micro_batch_tokens=256, output_dir=tmp_path / "run")
+
+    assert len(made) == playing_toy["prompts_per_step"] * 2
+    assert sorted(left) == sorted(made)
+
+
 PROMPTS = [Prompt(i, f"question {i}", (1, 2), {}) for i in range(2)]
 ONE = Completion((7, 8), (-1.0, -2.0), "", False)
 PLAYED = Episode("", (1,), (True,), ())
