@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
 from itertools import islice
 from types import ModuleType
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from verifiers.v1 import AgentConfig, EnvConfig
 
 COLUMN = "task"  # of a row: the library's data of it, which a rollout makes the task of
+NEEDED = "0.4"  # of the library
 OUTSIDE = ("renderer", "select")  # options that are no part of the library's `env` block
 
 
@@ -23,6 +25,11 @@ def import_verifiers() -> ModuleType:
     try:
         import verifiers.v1
     except ImportError as error:
+        if error.name == "verifiers.v1":
+            raise ImportError(
+                f"dataset.source = '{VERIFIERS}…' needs verifiers {NEEDED} or newer, which has verifiers.v1, "
+                "and an older one is installed: pip install --upgrade 'grpo-fast[verifiers]'"
+            ) from error
         raise ImportError(
             f"dataset.source = '{VERIFIERS}…' needs that library (Python 3.11 or newer): "
             "pip install 'grpo-fast[verifiers]'"
@@ -55,6 +62,12 @@ def environment_config(source: str, options: Mapping[str, Any]) -> EnvConfig:
         null = harness_config_type("null").model_validate({"id": "null"})
         default = vf.default_agent_harness(taskset)
     except (AttributeError, ImportError, TypeError, ValueError) as error:
+        module = taskset.rpartition("/")[2].partition("@")[0].replace("-", "_").lower()
+        if hasattr(sys.modules.get(module), "load_environment"):  # the way before tasksets
+            raise ValueError(
+                f"dataset.source = {source!r} is a module for verifiers before v1, with load_environment; it "
+                f"needs one for verifiers {NEEDED} or newer, which exports a Taskset: upgrade {taskset}"
+            ) from error
         raise ValueError(
             f"dataset.source = {source!r}, dataset.options = {masked(options)}: {error}"
         ) from error

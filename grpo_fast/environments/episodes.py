@@ -25,6 +25,7 @@ from grpo_fast.rollout.config import RolloutConfig
 from grpo_fast.rollout.requests import Requests
 from grpo_fast.rollout.sampling import request_seed
 from grpo_fast.rollout.types import Collector, Completion, Engine, Episode, RolloutObserver, Sampling
+from grpo_fast.section import short
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -225,9 +226,17 @@ class EpisodeRollout(CoroutineRollout):
             environment = await self._own_call(play, "made", instances.factory, {}, prompt)
             instances.add(environment)
         row = {name: value for name, value in prompt.columns.items() if name != ENVIRONMENT_COLUMN}
-        said = await self._own_call(play, "reset", environment.reset, {**row, "prompt": turns}, prompt)
-        if said is None:
+        row["prompt"] = turns
+        instances.check_reset(row)
+        given = await self._own_call(play, "reset", environment.reset, row, prompt)
+        if given is None:
             return environment, turns, play
+        what = f"{type(environment).__name__}.reset"
+        if (said := text_of(given, what)) is None:
+            raise RuntimeError(
+                f"{what} returned {short(given)}, a {type(given).__name__}, for row {prompt.index}: return "
+                "the text that goes to the end of the prompt, or None"
+            )
         last = turns[-1]
         turns = [*turns[:-1], {**last, "content": f"{last['content']}{said}"}]
         text = self._renderer.text(turns, prompt.columns)
@@ -255,11 +264,13 @@ class EpisodeRollout(CoroutineRollout):
         try:
             if name not in tools:
                 raise CallError(f"there is no tool {name!r}: {choices(name, tools)}")
-            return str(await self._call(play, tools[name], function["arguments"]))
+            given = await self._call(play, tools[name], function["arguments"])
         except (Exception, SystemExit) as error:  # a tool may raise anything
             play.failures += 1
             play.given_up += isinstance(error, Overdue)
             return str({"error": str(error)})  # as TRL says it
+        text = text_of(given, f"the tool {name}")
+        return str(given) if text is None else text
 
     async def _own_call(
         self, play: Play, what: str, function: Callable[..., Any], row: Mapping[str, Any], prompt: Prompt
@@ -303,6 +314,28 @@ class EpisodeRollout(CoroutineRollout):
         finally:
             work.cancel()
             play.seconds += time.monotonic() - begun
+
+
+def text_of(given: Any, what: str) -> str | None:
+    """Text, or blocks of text joined; None of anything else.
+
+    Args:
+        what: gave it, for the error.
+
+    Raises:
+        RuntimeError: a block that is no text.
+    """
+    if isinstance(given, str):
+        return given
+    if not (given and isinstance(given, list) and all(isinstance(b, dict) and "type" in b for b in given)):
+        return None
+    for block in given:
+        if block["type"] != "text" or not isinstance(block.get("text"), str):
+            raise RuntimeError(
+                f"{what} returned a block of type {block['type']!r}, and a completion is of text alone: "
+                "return text, or blocks {'type': 'text', 'text': ...}"
+            )
+    return "".join(block["text"] for block in given)
 
 
 async def _without_exit(work: Awaitable[Any]) -> Any:

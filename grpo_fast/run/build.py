@@ -21,6 +21,7 @@ from grpo_fast.data.config import PREFIX, VERIFIERS, DatasetConfig
 from grpo_fast.data.tasksets import library_prompts
 from grpo_fast.distributed.world import ALONE, World
 from grpo_fast.environments import Toolsets, load_toolsets, make_rollout
+from grpo_fast.environments.tools import ENVIRONMENT_COLUMN
 from grpo_fast.groups.sampler import make_sampler
 from grpo_fast.groups.weights import AdaptiveWeights
 from grpo_fast.head import warm_up
@@ -339,6 +340,10 @@ def require_alike(world: World, what: str, own: Callable[[], Mapping[str, Any]])
 
 
 def check_columns(rewards: RewardSet, dataset: PromptDataset, toolsets: Toolsets | None) -> None:
-    """Raises RewardError for a reward that asks for what the run has not."""
+    """Raises RewardError for a reward that asks for what the run has not, ValueError for such a `reset`."""
+    first = dataset[0].columns
+    instances = toolsets.of(first).instances if toolsets else None
+    if instances is not None:
+        instances.check_reset({*first, "prompt"} - {ENVIRONMENT_COLUMN})
     environments = (ENVIRONMENTS,) if toolsets and toolsets.classes else ()
-    rewards.check_columns([*dataset[0].columns, *environments])
+    rewards.check_columns([*first, *environments])

@@ -199,3 +199,13 @@ def test_what_the_generator_cannot_do_is_refused(task, options, message):
     pytest.importorskip("reasoning_gym")
     with pytest.raises(ValueError, match=re.escape(message)):
         generate_rows(task, seed=0, options=options)
+
+
+def test_a_verifiers_of_before_v1_is_told_which_is_needed(tmp_path, monkeypatch):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "verifiers"]:
+        monkeypatch.delitem(sys.modules, name)
+    (tmp_path / "verifiers.py").write_text("def load_environment(name): ...")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ImportError, match=r"needs verifiers 0.4 or newer.* an older one is installed: pip"):
+        read_rows(DatasetConfig(source="verifiers:x"))
+    del sys.modules["verifiers"]

@@ -237,6 +237,52 @@ def test_what_reset_says_counts_and_must_leave_room(tokenizer) -> None:
             )
 
 
+class Blocks:
+    def reset(self, begin: Any, **row: Any) -> Any:
+        return begin
+
+    def look(self, image: bool) -> list[dict[str, str]]:
+        """Look.
+
+        Args:
+            image: also at the picture
+        """
+        seen = [{"type": "text", "text": "a "}, {"type": "text", "text": "door"}]
+        return [*seen, {"type": "image", "image": "..."}] if image else seen
+
+
+def test_blocks_of_text_are_joined_and_what_is_no_text_is_refused(tokenizer) -> None:
+    rows = [
+        {"prompt": "Who?", "begin": [{"type": "text", "text": " It"}, {"type": "text", "text": " begins."}]}
+    ]
+    with paths(Blocks=Blocks):
+        ((one,),), *_ = play(tokenizer, [call("look", image=False), "."], rows=rows, environment="m:Blocks")
+        assert one.episode.prompt[-1]["content"] == "Who? It begins."
+        assert one.episode.messages[1]["content"] == "a door"
+        with pytest.raises(
+            RuntimeError, match=r"the tool look returned a block of type 'image'.* text alone"
+        ):
+            play(tokenizer, [call("look", image=True), "."], rows=rows, environment="m:Blocks")
+        for given in (5, 0.5, ["a"], {"text": "a"}):
+            rows = [{"prompt": "Who?", "begin": given}]
+            with pytest.raises(RuntimeError, match=r"Blocks.reset returned .* for row 0: return the text"):
+                play(tokenizer, ["."], rows=rows, environment="m:Blocks")
+
+
+def test_a_reset_that_does_not_fit_the_columns_says_which_there_are(tokenizer) -> None:
+    class Narrow(Blocks):
+        def reset(self, prompt: Any) -> None:  # type: ignore[override]
+            pass
+
+    rows = [{"prompt": "Who?", "beginning": None, "answer": 4}]
+    with paths(Blocks=Blocks, Narrow=Narrow):
+        said = "Blocks.reset asks for 'begin'.*there are answer, beginning, prompt; did you mean 'beginning'"
+        with pytest.raises(ValueError, match=said):
+            play(tokenizer, ["."], rows=rows, environment="m:Blocks")
+        with pytest.raises(ValueError, match=r"Narrow.reset does not take the column 'answer': add \*\*row"):
+            play(tokenizer, ["."], rows=rows, environment="m:Narrow")
+
+
 def test_rows_choose_among_environments_and_see_the_tools_of_their_own(tokenizer) -> None:
     class Shop(Game):
         def buy(self, thing: str) -> str:

@@ -182,6 +182,13 @@ def test_a_step_trains_on_an_environment_and_its_own_reward(source, policy, tmp_
     assert any(not before[name].equal(weight) for name, weight in trainer.policy.trainable().items())
 
 
+def test_a_module_of_before_v1_is_told_which_version_it_needs(policy, tmp_path: Path, monkeypatch):
+    (tmp_path / "old_env.py").write_text("def load_environment(**options): ...")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match=r"before v1, with load_environment; .* 0.4 or newer"):
+        load_prompts(DatasetConfig(source="verifiers:old-env"), policy.tokenizer)
+
+
 @pytest.mark.parametrize(
     ("changed", "told"),
     [
