@@ -40,6 +40,7 @@ from grpo_fast.run_record.callbacks import Callbacks, load_callbacks
 from grpo_fast.run_record.files import differences
 from grpo_fast.run_record.hub import PushToHub
 from grpo_fast.run_record.recorder import Algorithm
+from grpo_fast.secrets import masked
 from grpo_fast.section import short
 from grpo_fast.stages import PART, Stage, resolve_stages, schedule_steps
 from grpo_fast.trainer import StageParts, Trainer
@@ -333,9 +334,10 @@ def require_alike(world: World, what: str, own: Callable[[], Mapping[str, Any]])
     first, *others = world.together(what, own)
     for rank, other in enumerate(others, 1):
         for key, value, here in differences(first, other):
+            there, at_first = (short(masked(one, key)) for one in (here, value))
             raise ValueError(
-                f"{what} of rank {rank} is not that of rank 0: {key} is {short(here)} there, and "
-                f"{short(value)} on rank 0; give all ranks the same files and settings"
+                f"{what} of rank {rank} is not that of rank 0: {key} is {there} there, and {at_first} on rank "
+                "0; give all ranks the same files and settings"
             )
 
 
