@@ -336,8 +336,8 @@ def require_alike(world: World, what: str, own: Callable[[], Mapping[str, Any]])
         for key, value, here in differences(first, other):
             there, at_first = (short(masked(one, key)) for one in (here, value))
             raise ValueError(
-                f"{what} of rank {rank} is not that of rank 0: {key} is {there} there, and {at_first} on rank "
-                "0; give all ranks the same files and settings"
+                f"{what} of rank {rank} is not that of rank 0: {key} is {there} there, and {at_first} on "
+                "rank 0; give all ranks the same files and settings"
             )
 
 

@@ -145,3 +145,37 @@ def test_rollout_and_update_have_the_rotary_positions_of_the_runs_longest_sequen
     with torch.no_grad():
         difference = (own(ids).logits - policy.base_model(ids).logits).abs().max()
     assert (difference < 1e-4) == (longest == BORDER)
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        *("apertus", "ernie4_5_moe", "gemma3_text", "glm4", "gpt_neox", "jetmoe", "minimax_m2", "olmo3"),
+        *("persimmon", "phi", "phi3", "seed_oss", "smollm3", "starcoder2", "vaultgemma"),
+    ],
+)
+@pytest.mark.drawn(4)
+def test_what_is_drawn_and_what_is_trained_have_the_models_own_logprobs(
+    load: Load, folder_of: Callable[..., Path], samples: list[Sample], family: str, seed: int
+) -> None:
+    policy, prompts = load(family), [sample.prompt_ids for sample in samples]
+    own = AutoModelForCausalLM.from_pretrained(folder_of(family), attn_implementation="eager")
+    with make_engine(RolloutConfig(engine="transformers"), policy, max_length=64) as engine:
+        groups = engine.generate(prompts, 2, Sampling(6, seed=seed))
+
+    drawn = [
+        Sample(prompt, completion.token_ids, 0.0, number, completion.logprobs)
+        for number, (prompt, group) in enumerate(zip(prompts, groups, strict=True))
+        for completion in group
+    ]
+    (batch,) = pack(drawn, max_tokens=10_000, device="cpu")
+    logprobs = policy.head.logits(policy.hidden_states(batch)).log_softmax(-1)
+    trained = logprobs.gather(1, batch.targets[:, None])[:, 0]
+    torch.testing.assert_close(trained, batch.sampler_logprobs, rtol=1e-4, atol=1e-4)
+    for index in (0, len(drawn) - 1):
+        one, rows = drawn[batch.sample_ids[index]], batch.sequence_ids == index
+        ids = torch.tensor([one.prompt_ids + one.completion_ids])
+        with torch.no_grad():
+            alone = own(ids).logits[0, len(one.prompt_ids) - 1 : -1].log_softmax(-1)
+        expected = alone.gather(1, torch.tensor(one.completion_ids)[:, None])[:, 0]
+        torch.testing.assert_close(trained[rows], expected, rtol=1e-4, atol=1e-4)
