@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from math import comb, isclose, isnan
 from statistics import fmean
@@ -48,6 +48,7 @@ class Evaluation:
     threshold: float  # the score from which an answer is right
     prompts: tuple[Prompt, ...]  # (Q,)
     completions: tuple[tuple[Completion, ...], ...]  # (Q, n)
+    logged: Mapping[str, float] = field(default_factory=dict)  # means of what rewards logged
 
     @property
     def n(self) -> int:
@@ -87,7 +88,8 @@ class Evaluation:
     @property
     def metrics(self) -> dict[str, float]:
         """What a run records beside `score`."""
-        return {"reward": self.mean_reward, "truncated": self.truncated}
+        logged = {f"logged/{name}": value for name, value in self.logged.items()}
+        return {"reward": self.mean_reward, "truncated": self.truncated, **logged}
 
     def pass_at(self, k: int) -> float:
         """Expected share of questions with at least one right answer among `k`.
@@ -167,11 +169,14 @@ def evaluate(
         own = world.share(questions)
         completions = rollout(engine, own, n, sampling, observer=observer)
         if own:
-            table = rewards.score_completions(own, completions).table
+            result = rewards.score_completions(own, completions)
+            table = result.table
             kept = [[completion.without_environment() for completion in group] for group in completions]
-            parts.append((kept, table[:, deciding].view(-1, n).tolist()))
-    completions = [group for found, _ in parts for group in found]
-    scores = [row for _, found in parts for row in found]
+            parts.append((kept, table[:, deciding].view(-1, n).tolist(), result.log.metrics))
+    completions = [group for found, _, _ in parts for group in found]
+    scores = [row for _, found, _ in parts for row in found]
+    names = dict.fromkeys(name for _, _, logged in parts for name in logged)
+    logged = {name: fmean(v for _, _, found in parts for v in found.get(name, ())) for name in names}
     if all(map(isnan, chain.from_iterable(scores))):
         raise ValueError(
             f"the reward {name} applies to no answer; name another one in evaluation.reward "
@@ -183,4 +188,5 @@ def evaluate(
         threshold=config.threshold,
         prompts=tuple(questions),
         completions=tuple(map(tuple, completions)),
+        logged=logged,
     )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from statistics import fmean
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,6 +35,8 @@ class Group:
     reward_table: Tensor  # (n, F) float32, NaN where a function does not apply
     advantages: tuple[Advantage, ...] = ()  # one for each completion, once the groups are compared
     flat: bool = False  # all rewards equal: nothing to learn
+    extra: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # columns that rewards logged, n values
+    logged: Mapping[str, Sequence[float]] = field(default_factory=dict)  # of its batch, by the first group
 
 
 @dataclass
@@ -90,10 +94,17 @@ def score(
     result = rewards.score_completions(prompts, completions, precomputed=precomputed)
     totals = result.total if weights is None else weighted_sum(result.table, weights)
     per_prompt = zip(prompts, completions, totals.split(n), result.table.split(n), strict=True)
-    return [
-        Group(prompt, tuple(completion.without_environment() for completion in group), total, table)
-        for prompt, group, total, table in per_prompt
+    scored = [
+        Group(
+            prompt,
+            tuple(completion.without_environment() for completion in group),
+            total,
+            table,
+            extra={name: values[n * place : n * (place + 1)] for name, values in result.log.extra.items()},
+        )
+        for place, (prompt, group, total, table) in enumerate(per_prompt)
     ]
+    return [replace(scored[0], logged=result.log.metrics), *scored[1:]]
 
 
 def compare(
@@ -229,6 +240,8 @@ def describe(groups: Sequence[Group], reward_names: Sequence[str]) -> dict[str, 
     correlation = length_reward_correlation(lengths.view(len(groups), -1), rewards.view(len(groups), -1))
     if correlation is not None:
         metrics["completion/length_reward_correlation"] = correlation
+    for name in dict.fromkeys(name for group in groups for name in group.logged):
+        metrics[f"logged/{name}"] = fmean(v for group in groups for v in group.logged.get(name, ()))
     episodes = [completion.episode for completion in completions if completion.episode is not None]
     if episodes:
         calls = sum(episode.tool_calls for episode in episodes)

@@ -98,7 +98,7 @@ class Trainer:
         self.judges = judges
         self.evaluated_by = evaluated_by
         self.held_out = held_out
-        self.step = 0
+        self.step, self.run_steps = 0, config.max_steps
         self.sampler_seen = False  # whether this process has compared completions with the policy
         self.on_progress: Progress | None = None  # told how every generation goes
         self.handover = DeviceHandover(engine, policy, optimizer, config.memory)
@@ -232,6 +232,7 @@ class Trainer:
         sampling = replace(self.sampling, seed=seed, logprobs=asked)
         n = int(self.config.rollout.num_generations)  # `auto` has become a number at the start
         weights = None if self.adaptive_weights is None else self.adaptive_weights.weights
+        self.rewards.step, self.rewards.max_steps = self.step, self.run_steps
         with clock("generate"):
             completions, early = generate(
                 self.engine,
@@ -271,6 +272,7 @@ class Trainer:
         self.handover.to_engine()
         questions, watch = self.held_out[:size], RolloutWatch(self.on_progress)
         config, sampling = self.evaluation, self.evaluation_sampling
+        self.judges.step, self.judges.max_steps = self.step, self.run_steps
         return evaluate(
             self.engine,
             questions,
@@ -295,6 +297,7 @@ class Trainer:
                 advantage=fmean(advantage if isinstance(advantage, tuple) else (advantage,)),
                 truncated=completion.truncated,
                 num_tokens=completion.num_sampled,
+                extra={name: values[i] for name, values in group.extra.items()},
                 messages=None if completion.episode is None else completion.episode.messages,
             )
             for number, group in enumerate(groups)

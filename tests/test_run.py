@@ -643,3 +643,40 @@ def test_a_variable_of_the_environment_stands_for_a_secret_and_the_run_keeps_its
     assert main(["train", str(run), "max_steps=2", "--resume"]) == 0
     assert yaml.safe_load((run / "config.yaml").read_text())["rewards"][0]["options"] == options
     assert not [path for path in run.rglob("*") if path.is_file() and b"sk-1234" in path.read_bytes()]
+
+
+LOGGING = """
+def logs(completions, trainer_state, log_metric, log_extra, **columns):
+    assert columns.keys() >= {"prompts", "completion_ids"} and trainer_state.max_steps == 2
+    log_metric("step", trainer_state.global_step)
+    log_metric("characters", sum(map(len, completions)) / len(completions))
+    log_extra("length", [len(completion) for completion in completions])
+    return [float(len(completion)) for completion in completions]
+
+def bad(completions, log_extra, **columns):
+    log_extra("length", [1])
+    return [0.0] * len(completions)
+"""
+
+
+@pytest.mark.parametrize("per_group", [False, True])
+def test_rewards_are_told_the_step_and_what_they_log_is_kept(
+    toy: dict[str, Any], tmp_path: Path, per_group: bool
+):
+    (tmp_path / "own.py").write_text(LOGGING)
+    rewards = [{"reward": f"{tmp_path / 'own.py'}:logs", "per_group": per_group}]
+    logging = {"tensorboard": False, "samples_every": 1}
+    config = {**toy, "rewards": rewards, "threads": 1, "max_steps": 2, "logging": logging}
+    run = train(TrainConfig(**config, output_dir=str(tmp_path / "run")), display=False).run_dir
+
+    before, *steps = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    assert before["eval/logged/step"] == 0 and steps[-1]["eval/logged/step"] == 2
+    assert [step["logged/step"] for step in steps] == [0, 1]
+    for step in steps:
+        assert step["logged/characters"] == pytest.approx(step["reward/logs/mean"])
+    samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    assert samples and all(sample["extra"] == {"length": sample["rewards"]["logs"]} for sample in samples)
+
+    rewards = [{"reward": f"{tmp_path / 'own.py'}:bad", "per_group": per_group}]
+    with pytest.raises(RewardError, match=r"log_extra\('length'\) has 1 values for \d+ completions"):
+        train(TrainConfig(**config | {"rewards": rewards}, output_dir=str(tmp_path / "bad")), display=False)

@@ -15,7 +15,10 @@ from grpo_fast.lookup import choices
 from grpo_fast.secrets import in_use, masked
 
 # Names that a reward function receives besides the columns.
-RESERVED = ("prompts", "completions", "completion_ids", "environments")
+RESERVED = (
+    *("prompts", "completions", "completion_ids", "environments"),
+    *("trainer_state", "log_metric", "log_extra"),
+)
 
 
 def read_rows(config: DatasetConfig) -> list[Row]:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 from grpo_fast.lookup import raised_at
 
 if TYPE_CHECKING:
-    from grpo_fast.rewards.types import RewardFunction
+    from grpo_fast.rewards.types import Log, RewardFunction
 
 
 LARGEST_REWARD = 1e12  # with the largest weight, of which float32 still holds the squares
@@ -43,6 +43,7 @@ class Call:
     future: Future[Any]
     timeout: float
     deadline: float  # on time.monotonic
+    log: Log | None = None
 
 
 class Runner:

@@ -22,6 +22,7 @@ from grpo_fast.rewards.config import RewardConfig
 from grpo_fast.rewards.loading import load_function
 from grpo_fast.rewards.types import (
     Batch,
+    Log,
     RewardError,
     RewardFunction,
     RewardResult,
@@ -90,6 +91,8 @@ class RewardSet:
             raise ValueError(f"each reward needs a name of its own; got {list(self.names)}")
         self.weights = tuple(reward.weight for reward in rewards)
         self._runner = Runner()
+        self.step, self.max_steps = 0, 0  # of the run, which functions are told as `trainer_state`
+        self.early: dict[str, Log] = {}  # of functions that have scored all completions already
 
     def position(self, name: str | None) -> int:
         """Which reward decides an evaluation: by its name or as `rewards` writes it; by default the first.
@@ -112,7 +115,7 @@ class RewardSet:
         for reward in self.rewards:
             if reward.environment is not None:
                 continue
-            empty.arguments(reward.name, reward.function, reward.options)
+            empty.arguments(reward.name, reward.function, reward.options, self._beside(Log(0)))
             for option, column in column_options(reward.function).items():
                 if column not in columns:
                     problem = f"reads the column {column!r} ({option}): {choices(column, columns)}"
@@ -143,12 +146,14 @@ class RewardSet:
             if reward.environment is not None:
                 values[reward.name] = _given(reward.environment, episodes)
         skipped: dict[str, str] = {}
+        logs = {name: self.early.pop(name) for name in list(self.early) if name in values}
         due = [reward for reward in self.rewards if reward.name not in values]
         running = {reward.name: self._start(reward, batch) for reward in due if is_async(reward.function)}
         for reward in sorted(due, key=lambda reward: reward.name in running):
             call = running.get(reward.name) or self._start(reward, batch)
             try:
                 values[reward.name] = check_values(self._runner.finish(call), len(batch))
+                logs[reward.name] = call.log or Log(len(batch))
             except CallFailed as failure:
                 if reward.on_error == "fail":
                     raise self._error(reward, failure, batch) from failure.__cause__
@@ -158,24 +163,32 @@ class RewardSet:
         table = torch.tensor([values[name] for name in self.names], dtype=torch.float64).T.contiguous()
         if not skipped:
             self._report_unscored(table, batch)
-        return RewardResult(table.float(), weighted_sum(table, self.weights), skipped)
+        return RewardResult(table.float(), weighted_sum(table, self.weights), _together(logs, batch), skipped)
 
     def score_group(
         self, name: str, prompt: Prompt, completions: Sequence[Completion], columns: Sequence[str]
-    ) -> list[float]:
-        """One function's values for one prompt's completions.
+    ) -> tuple[list[float], Log]:
+        """One function's values for one prompt's completions, and what it logged.
 
         Raises:
             CallFailed: it fails; scoring the whole batch then says how.
         """
         batch = Batch.of([prompt], [completions], columns)
         call = self._start(self.rewards[self.names.index(name)], batch)
-        return check_values(self._runner.finish(call), len(batch))
+        return check_values(self._runner.finish(call), len(batch)), call.log or Log(len(batch))
 
     def _start(self, reward: Reward, batch: Batch, timeout: float | None = None) -> Call:
-        arguments = batch.arguments(reward.name, reward.function, reward.options)
+        log = Log(len(batch))
+        arguments = batch.arguments(reward.name, reward.function, reward.options, self._beside(log))
         limit = reward.timeout if timeout is None else timeout
-        return self._runner.start(reward.name, reward.function, arguments, limit)
+        return replace(self._runner.start(reward.name, reward.function, arguments, limit), log=log)
+
+    def _beside(self, log: Log) -> dict[str, Any]:
+        """What functions may ask for besides the batch, as in TRL."""
+        from transformers import TrainerState
+
+        state = TrainerState(global_step=self.step, max_steps=self.max_steps)
+        return {"trainer_state": state, "log_metric": log.log_metric, "log_extra": log.log_extra}
 
     def _error(self, reward: Reward, failure: CallFailed, batch: Batch) -> RewardError:
         """Names the sample: the one with the wrong value, or the first that fails alone too."""
@@ -217,6 +230,23 @@ def _given(environment: type, episodes: Sequence[Episode | None]) -> list[float]
     return [math.nan if reward is None else reward for reward in given]
 
 
+def _together(logs: Mapping[str, Log], batch: Batch) -> Log:
+    """What several functions logged of one batch.
+
+    Raises:
+        RewardError: two have logged one column.
+    """
+    whole = Log(len(batch))
+    for name, log in logs.items():
+        for column, values in log.extra.items():
+            if column in whole.extra:
+                raise RewardError(name, f"logs the extra column {column!r}, as another does; rename one")
+            whole.extra[column] = values
+        for metric, numbers in log.metrics.items():
+            whole.metrics.setdefault(metric, []).extend(numbers)
+    return whole
+
+
 class EarlyScores:
     """Calls the functions marked `per_group` on each group as it completes, while others still decode.
 
@@ -229,6 +259,7 @@ class EarlyScores:
         self._prompts = prompts
         self._columns = column_names(prompts)
         self._values: dict[str, dict[int, list[float]]] = {r.name: {} for r in rewards.rewards if r.per_group}
+        self._logs: dict[tuple[str, int], Log] = {}
         self._due: queue.SimpleQueue[tuple[int, list[Completion]] | None] = queue.SimpleQueue()
         self._stopped = False
         # A daemon: an interrupted run does not wait for a reward that hangs.
@@ -245,6 +276,10 @@ class EarlyScores:
         self._thread.join()
         groups = range(len(self._prompts))
         complete = {name: scored for name, scored in self._values.items() if len(scored) == len(groups)}
+        for name in complete:
+            self._rewards.early[name] = whole = Log(0)
+            for index in groups:
+                whole.add(self._logs[name, index])
         return {name: [v for index in groups for v in scored[index]] for name, scored in complete.items()}
 
     def cancel(self) -> None:
@@ -257,7 +292,7 @@ class EarlyScores:
             index, completions = done
             for name in list(self._values):
                 try:
-                    values = self._rewards.score_group(name, self._prompts[index], completions, self._columns)
-                    self._values[name][index] = values
+                    scored = self._rewards.score_group(name, self._prompts[index], completions, self._columns)
+                    self._values[name][index], self._logs[name, index] = scored
                 except (CallFailed, RewardError):
                     del self._values[name]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,8 +15,9 @@ from grpo_fast.lookup import choices
 from grpo_fast.rollout.types import Completion, as_asked
 from grpo_fast.section import short
 
-# TRL's contract: f(prompts, completions, completion_ids, environments, **columns) -> one number or None a
-# completion. A function names the arguments that it wants. It may be async.
+# TRL's contract: f(prompts, completions, completion_ids, environments, trainer_state, log_metric, log_extra,
+# **columns) -> one number or None a completion. A function names the arguments that it wants. It may be
+# async.
 RewardFunction = Callable[..., Any]
 ANSWER_COLUMN = "answer"
 ENVIRONMENTS = "environments"
@@ -29,6 +30,40 @@ class RewardError(RuntimeError):
         super().__init__(f"reward {reward!r} {problem}")
         self.reward = reward
         self.sample = sample
+
+
+@dataclass
+class Log:
+    """What a function logs in one call, as in TRL: numbers of the batch, columns of a value a completion."""
+
+    size: int  # of the batch
+    metrics: dict[str, list[float]] = field(default_factory=dict)
+    extra: dict[str, list[Any]] = field(default_factory=dict)
+
+    def log_metric(self, name: str, value: float) -> None:
+        self.metrics.setdefault(name, []).append(float(value))
+
+    def log_extra(self, column: str, values: Sequence[Any]) -> None:
+        if len(values) != self.size:
+            raise ValueError(
+                f"log_extra({column!r}) has {len(values)} values for {self.size} completions; give one each"
+            )
+        self.extra[column] = [_plain(value) for value in values]
+
+    def add(self, other: Log) -> None:
+        """The same function's log of the next completions."""
+        for name, numbers in other.metrics.items():
+            self.metrics.setdefault(name, []).extend(numbers)
+        for column in {**self.extra, **other.extra}:
+            before = self.extra.get(column, [None] * self.size)
+            self.extra[column] = before + other.extra.get(column, [None] * other.size)
+        self.size += other.size
+
+
+def _plain(value: Any) -> Any:
+    """As JSON has it: numbers of NumPy and torch as numbers, whatever else as text."""
+    value = value.item() if hasattr(value, "item") else value
+    return value if value is None or isinstance(value, str | bool | int | float) else str(value)
 
 
 @dataclass(frozen=True)
@@ -75,11 +110,14 @@ class Batch:
         lines = [f"\n  {name}: {short(values[index], limit=300)}" for name, values in fields.items()]
         return f"sample {index}:{''.join(lines)}"
 
-    def arguments(self, name: str, function: RewardFunction, options: Mapping[str, Any]) -> dict[str, Any]:
+    def arguments(
+        self, name: str, function: RewardFunction, options: Mapping[str, Any], beside: Mapping[str, Any]
+    ) -> dict[str, Any]:
         """The keyword arguments of one call: what the signature asks for, everything for `**columns`.
 
         A parameter `labels` that no column provides is the answer column, and `context` the dict of all
-        columns, as in Axolotl. Options win over columns of their name.
+        columns, as in Axolotl. Options win over columns of their name. `beside` is what there is to ask for
+        besides the batch.
 
         Raises:
             RewardError: a parameter without default that nothing provides.
@@ -89,6 +127,7 @@ class Batch:
             "prompts": self.prompts,
             "completions": self.completions,
             "completion_ids": self.completion_ids,
+            **beside,
         }
         axolotls = {"context": self.columns, "labels": self.columns.get(ANSWER_COLUMN)}
         offered = {key: value for key, value in axolotls.items() if value is not None} | everything
@@ -121,6 +160,7 @@ class RewardResult:
 
     table: Tensor  # (N, F) float32 as the functions gave them, NaN where one does not apply
     total: Tensor  # (N,) float32 sum of weight × value over those that apply, NaN where none does
+    log: Log  # what the functions logged
     skipped: Mapping[str, str]  # function that failed and was left out by `on_error: skip` -> why
 
 

@@ -20,7 +20,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
@@ -63,6 +63,7 @@ class SampleRecord:
     advantage: float  # mean over the tokens
     truncated: bool  # stopped by max_completion_length
     num_tokens: int  # that the model wrote
+    extra: Mapping[str, Any] = field(default_factory=dict)  # what rewards logged beside, by column
     messages: Sequence[Message] | None = None  # the completion, where tools or an environment take part
 
 
