@@ -155,6 +155,12 @@ class EpisodeRollout(CoroutineRollout):
         }
         self._renderer = Renderer(DatasetConfig(source=""), tokenizer, toolsets.schemas)
 
+    def close(self) -> None:
+        """Close what the environments hold; nothing is played afterwards."""
+        for toolset in self._toolsets.by_name.values():
+            if toolset.instances is not None:
+                toolset.instances.close()
+
     @asynccontextmanager
     async def opened(self, requests: Requests, sampling: Sampling) -> AsyncIterator[None]:
         for toolset in self._toolsets.by_name.values():

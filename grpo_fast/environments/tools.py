@@ -31,7 +31,7 @@ class Instances:
     def __init__(self, factory: Callable[[], Any], first: Any) -> None:
         self.factory = factory
         self._made, self._usable, self._free = [first], [first], [first]
-        weakref.finalize(self, _close, self._made)
+        self.close = weakref.finalize(self, _close, self._made)
 
     def begin(self) -> None:
         """All are free again: what they played before is scored."""

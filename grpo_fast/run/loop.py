@@ -138,6 +138,8 @@ def train(
         engine = stack.enter_context(ExitStack())
         if isinstance(trainer, Trainer):
             engine.enter_context(trainer.engine)
+            for rollout in (trainer.evaluated_by, *(parts.rollout for parts in trainer.stages)):
+                stack.callback(getattr(rollout, "close", lambda: None))  # what environments hold
         if checkpoint is not None:
             trainer.optimizer.load_state_tensors(  # which exchanges rows when all ranks have read theirs
                 checkpoint.tensors,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -148,7 +149,11 @@ def test_a_run_plays_and_evaluates_with_the_same_few_instances_and_leaves_them_a
     call = {key: playing_toy[key] for key in ("model", "prompts_per_step", "logging")}
     call |= {"dataset": rows, "evaluation": [rows[0] | {"start": 7}], "max_steps": 2, "display": False}
     rollout = playing_toy["rollout"] | {"environment": Client, "num_generations": 2}
-    grpo_fast.train(**call, rollout=rollout, micro_batch_tokens=256, output_dir=tmp_path / "run")
+    gc.disable()  # which would close them, too, at a time of its own
+    try:
+        grpo_fast.train(**call, rollout=rollout, micro_batch_tokens=256, output_dir=tmp_path / "run")
+    finally:
+        gc.enable()
 
     assert len(made) == playing_toy["prompts_per_step"] * 2
     assert sorted(left) == sorted(made)
