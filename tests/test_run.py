@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
 import os
 import pty
@@ -26,6 +27,7 @@ from grpo_fast.groups.curriculum import DifficultySampler
 from grpo_fast.groups.sampler import GroupSampler
 from grpo_fast.policy import load_tokenizer
 from grpo_fast.rewards import RewardError
+from grpo_fast.rewards.types import Log
 from grpo_fast.run import train
 from grpo_fast.run.build import build_stages, with_steps
 from grpo_fast.run.export import trained_policy
@@ -680,3 +682,5 @@ def test_rewards_are_told_the_step_and_what_they_log_is_kept(
     rewards = [{"reward": f"{tmp_path / 'own.py'}:bad", "per_group": per_group}]
     with pytest.raises(RewardError, match=r"log_extra\('length'\) has 1 values for \d+ completions"):
         train(TrainConfig(**config | {"rewards": rewards}, output_dir=str(tmp_path / "bad")), display=False)
+    with pytest.raises(ValueError, match=r"log_metric\('ratio'\) has nan: log a finite number"):
+        Log(1).log_metric("ratio", math.nan)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,6 +42,8 @@ class Log:
     extra: dict[str, list[Any]] = field(default_factory=dict)
 
     def log_metric(self, name: str, value: float) -> None:
+        if not math.isfinite(value):
+            raise ValueError(f"log_metric({name!r}) has {value}: log a finite number")
         self.metrics.setdefault(name, []).append(float(value))
 
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
