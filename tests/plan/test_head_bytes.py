@@ -64,7 +64,7 @@ def compare(device: Device, call: Workload, adds: bool, rng: torch.Generator) ->
     if call.trainable and not adds:
         gradients += vocabulary * width * dtype.itemsize
 
-    slack = 64 * rows  # a few numbers a row come and go beside what is planned for
+    slack = 160 * rows  # what comes and goes beside what is planned for: more in Triton's interpreter on 3.13
     forward_peak = peak_bytes(operands, forward, CPU) - given
     assert abs(forward_peak - found.kept - found.forward) <= 0.05 * forward_peak + slack
     whole = peak_bytes(operands, lambda made: forward(made).backward(), CPU) - given
