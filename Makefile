@@ -2,6 +2,8 @@ PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 TEST := $(PY) -m pytest
+# Where a home cannot be written, what the quickstart converts stays here.
+export GRPO_FAST_CACHE ?= $(shell test -w "$$HOME" || echo "$(CURDIR)/$(VENV)/cache")
 
 .PHONY: train test test-cuda-build test-latest test-gpu lint clean
 
