@@ -6,7 +6,6 @@ from __future__ import annotations
 import ast
 import os
 import shutil
-import site
 import subprocess
 import sys
 import venv
@@ -65,7 +64,8 @@ def install(checkout: Path, folder: Path, *options: str) -> tuple[Path, Path]:
     venv.create(folder / "venv")
     python = folder / "venv" / "bin" / "python"
     packages = next((folder / "venv" / "lib").glob("python*/site-packages"))
-    (packages / "dependencies.pth").write_text("\n".join(site.getsitepackages()))
+    ours = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
+    (packages / "dependencies.pth").write_text("\n".join(ours))
     pip = [sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-build-isolation"]
     run(*pip, *options, checkout, cwd=folder)
     return python, packages
