@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import string
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -173,11 +174,13 @@ def plain_layouts(on_vllms_cpu: None) -> Callable[[], AbstractContextManager]:
 
 @pytest.fixture
 def amx(on_vllms_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM packs small weights as on a CPU with AMX. Its kernels for them need AVX-512 alone."""
+    """vLLM packs small weights as on a CPU with AMX. Without AVX-512's bfloat16 its kernels abort."""
     from vllm.model_executor.layers import utils
 
-    if not hasattr(torch.ops._C, "convert_weight_packed"):
-        pytest.skip("vLLM's kernels for weights packed for AMX need AVX-512")
+    switched_off = "ONEDNN_MAX_CPU_ISA" in os.environ
+    packs = hasattr(torch.ops._C, "convert_weight_packed") and torch.cpu._is_avx512_bf16_supported()
+    if switched_off or not packs:
+        pytest.skip("vLLM's kernels for weights packed for AMX need AVX-512 for bfloat16")
     chosen = utils.check_cpu_sgl_kernel
 
     def chosen_with_amx(*weight: object) -> bool:
