@@ -317,7 +317,8 @@ def test_layers_are_compiled_on_a_gpu_where_liger_does_not_compute_them_or_where
     assert resolve_compile(config, torch.device(device), liger=liger, experts=experts) == compiled
 
 
-@torch._dynamo.config.patch(recompile_limit=2, fail_on_recompile_limit_hit=True)
+# With gradients and without; from transformers 5.24 on a layer and its attention share a wrapper.
+@torch._dynamo.config.patch(recompile_limit=4, fail_on_recompile_limit_hit=True)
 def test_compiled_layers_are_compiled_once_for_batches_of_every_length(
     folder_of: Callable[..., Path], samples: list[Sample], seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
