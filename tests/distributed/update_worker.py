@@ -69,6 +69,8 @@ def check(name: str, toy: dict[str, Any], world: World, updates: int, eps: float
     groups, _ = alone.collect(Clock())
     samples, totals = make_samples(groups, config.advantage, config.loss)
     samples = samples[:23]
+    if not any(any(s.token_advantages) for s in samples):  # equal rewards, which would move nothing
+        samples = [replace(s, advantage=draw.uniform(-1, 1)) for s in samples]
     if name == "chosen":  # no two tokens alike: rounding would choose between them
         samples = [replace(s, prompt_ids=tuple(draw.choices(range(24), k=6))) for s in samples]
     weights, found = [], []
