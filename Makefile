@@ -2,8 +2,10 @@ PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 TEST := $(PY) -m pytest
-# Where a home cannot be written, what the quickstart converts stays here.
-export GRPO_FAST_CACHE ?= $(shell test -w "$$HOME" || echo "$(CURDIR)/$(VENV)/cache")
+# What libraries keep in a home stays here where it cannot be written.
+ifneq ($(shell test -w "$$HOME" && echo yes),yes)
+export HOME := $(CURDIR)/$(VENV)/home
+endif
 
 .PHONY: train test test-cuda-build test-latest test-gpu lint clean
 
