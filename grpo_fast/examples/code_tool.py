@@ -52,15 +52,8 @@ OWNERS = ((8, 15), (0x8901, 0x8902))
 # What the program reads beside Python itself, where the kernel has Landlock.
 READABLE = (
     *("/usr", "/lib", "/lib64", "/bin", "/etc", "/nix", "/sys/devices/system"),
-    *(
-        "/proc/self",
-        "/proc/cpuinfo",
-        "/proc/meminfo",
-        "/dev/null",
-        "/dev/zero",
-        "/dev/random",
-        "/dev/urandom",
-    ),
+    *("/proc/self", "/proc/cpuinfo", "/proc/meminfo"),
+    *("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom"),
 )
 # Numeric libraries would start threads, which are refused as processes are.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
