@@ -104,11 +104,12 @@ def main(options: argparse.Namespace) -> int:
 
     from grpo_fast.data import load_prompts
     from grpo_fast.data.config import DatasetConfig
-    from grpo_fast.policy import Sample, load_policy, pack
+    from grpo_fast.policy import load_policy, pack
     from grpo_fast.policy.config import ModelConfig
     from grpo_fast.policy.source import resolve_source
     from grpo_fast.rollout import Sampling
     from grpo_fast.rollout.transformers import TransformersEngine
+    from grpo_fast.table import Completions
 
     policy = load_policy(ModelConfig(path=options.model, dtype=options.dtype))
     head = policy.head
@@ -118,10 +119,7 @@ def main(options: argparse.Namespace) -> int:
     prompts = [prompt.token_ids for prompt in load_prompts(asked, policy.tokenizer)]
     with TransformersEngine(policy.model, policy.tokenizer, eos_ids=policy.eos_token_ids) as engine:
         groups = engine.generate(prompts, 1, Sampling(options.max_tokens, temperature=1.0, seed=options.seed))
-    samples = [
-        Sample(prompt, completion.token_ids, 0.0, 0, completion.logprobs)
-        for prompt, (completion,) in zip(prompts, groups, strict=True)
-    ]
+    samples = Completions.of(prompts, [completion.token_ids for (completion,) in groups])
     batches = pack(samples, max_tokens=8192, device=policy.device)
     hidden = torch.cat([policy.hidden_states(batch) for batch in batches])
     targets = torch.cat([batch.targets for batch in batches])

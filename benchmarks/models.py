@@ -22,9 +22,10 @@ from grpo_fast.objective import StepTotals
 from grpo_fast.plan import SHAPES
 from grpo_fast.plan.measure import random_policy
 from grpo_fast.plan.model_shape import with_layers
-from grpo_fast.policy import Policy, Sample
+from grpo_fast.policy import Policy
 from grpo_fast.policy.config import ModelConfig
 from grpo_fast.policy.load import resolve_attention
+from grpo_fast.table import Completions
 
 from .session import ByDevice, positive
 
@@ -176,24 +177,19 @@ def draw_lengths(prompts: int, group: int, seed: int) -> list[tuple[int, int]]:
 
 def make_samples(
     lengths: Sequence[tuple[int, int]], group: int, vocabulary: int, seed: int
-) -> tuple[list[Sample], StepTotals]:
+) -> tuple[Completions, StepTotals]:
     """Random tokens of the given lengths; a group shares its prompt, and half of it has a positive advantage.
 
     The two last tokens of the vocabulary, padding and end, are not drawn.
     """
     generator = random.Random(seed)
-    samples: list[Sample] = []
+    rows = []
     prompt: tuple[int, ...] = ()
     for index, (prompt_length, length) in enumerate(lengths):
         if index % group == 0:
             prompt = tuple(generator.choices(range(vocabulary - 2), k=prompt_length))
-        samples.append(
-            Sample(
-                prompt_ids=prompt,
-                completion_ids=tuple(generator.choices(range(vocabulary - 2), k=length)),
-                advantage=1.0 if index % 2 == 0 else -1.0,
-                group_id=index // group,
-                sampler_logprobs=(0.0,) * length,
-            )
-        )
-    return samples, StepTotals(num_tokens=sum(c for _, c in lengths), num_sequences=len(samples))
+        rows.append((prompt, tuple(generator.choices(range(vocabulary - 2), k=length)), index // group))
+    table = Completions.of(*zip(*rows, strict=True))
+    advantages = table.spread(1.0 - 2.0 * (torch.arange(len(rows)) % 2))
+    table = table.with_columns(advantages=advantages, sampler_logprobs=torch.zeros_like(advantages))
+    return table, StepTotals(num_tokens=len(table.token_ids), num_sequences=len(table))

@@ -73,7 +73,7 @@ def main(options: argparse.Namespace) -> int:
     contests = []
     for model in models.chosen_models(options):
         samples, _ = models.make_samples(lengths, 1, models.vocabulary_of(model["model"]), options.seed)
-        prompts = [sample.prompt_ids for sample in samples]
+        prompts = [samples.prompt_of(row).tolist() for row in range(len(samples))]
         common = (models.model_section(model["model"], options), model["layers"], options.seed, prompts)
         entrants = []
         for name in names:

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from grpo_fast.objective import GRPOLossConfig
-from grpo_fast.policy import Policy, Sample, pack
+from grpo_fast.policy import Policy, pack
+from grpo_fast.table import Completions
 from grpo_fast.update import packed_loss
 
 from .machine import environment
@@ -72,7 +73,7 @@ def train(
     """Train on what the rounded weights draw; how far they were from the policy, the mean over the steps."""
     found = dict.fromkeys(METRICS, 0.0)
 
-    def loss(samples: list[Sample]) -> Tensor:
+    def loss(samples: Completions) -> Tensor:
         (batch,) = pack(samples, max_tokens=1 << 20, device=policy.device)
         out = packed_loss(policy, batch, config)
         for name in METRICS:

@@ -129,7 +129,7 @@ def _packed(name: str, update: Update) -> Prepared:
                 hidden,
                 head.weight.detach(),
                 batch.targets,
-                batch.advantages,
+                batch.columns["advantages"],
                 sequence_ids=batch.sequence_ids,
                 num_sequences=batch.num_sequences,
                 totals=update.totals,
@@ -151,7 +151,7 @@ def full_logits_loss(
         entropy = -(log_p.exp() * log_p).sum(-1)
     inputs = LossInputs(
         logprobs=log_p.gather(-1, batch.targets[:, None]).squeeze(-1),
-        advantages=batch.advantages,
+        advantages=batch.columns["advantages"],
         sequence_ids=batch.sequence_ids,
         loss_mask=torch.ones_like(batch.targets, dtype=torch.bool),
         num_sequences=batch.num_sequences,
@@ -200,11 +200,11 @@ def _padded(update: Update) -> list[dict[str, Tensor]]:
 
     As many sequences at once as the budget of a micro-batch holds.
     """
-    samples = update.samples
+    table = update.samples
     padding = update.policy.base_model.config.pad_token_id
-    tensors = {"advantages": torch.tensor([sample.advantage for sample in samples])}
-    for part, side in (("prompt", "left"), ("completion", "right")):
-        rows = [torch.tensor(getattr(sample, f"{part}_ids")) for sample in samples]
+    tensors = {"advantages": table.columns["advantages"][table.offsets[:-1]]}
+    for part, side, of_row in (("prompt", "left", table.prompt_of), ("completion", "right", table.tokens_of)):
+        rows = [of_row(row) for row in range(len(table))]
         masks = [torch.ones_like(row) for row in rows]
         for name, of, filler in (("ids", rows, padding), ("mask", masks, 0)):
             tensors[f"{part}_{name}"] = pad_sequence(

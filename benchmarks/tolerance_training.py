@@ -32,11 +32,12 @@ from grpo_fast.config_io import load_config
 from grpo_fast.groups.advantages import group_advantages
 from grpo_fast.head import reference, selection
 from grpo_fast.head.plan import DEFAULT_TOLERANCE
-from grpo_fast.policy import Policy, PolicyOptimizer, Sample, pack
+from grpo_fast.policy import Policy, PolicyOptimizer, pack
 from grpo_fast.policy.config import ModelConfig, OptimizerConfig
 from grpo_fast.rollout import Completion, Sampling
 from grpo_fast.rollout.transformers import TransformersEngine
 from grpo_fast.run.build import build_grpo_trainer
+from grpo_fast.table import Completions
 
 from .machine import environment
 from .models import make_policy, make_tokenizer, vocabulary_of
@@ -123,13 +124,15 @@ def warm_start(policy: Policy, chance: random.Random) -> None:
         policy.trainable(), OptimizerConfig(learning_rate=1e-3, max_grad_norm=None), total_steps=WARM_STEPS
     )
     for _ in range(WARM_STEPS):
-        samples = []
+        rows = []
         for group_id in range(WARM_BATCH):
             prompt = draw_prompt(chance)
             wrong = (*chance.sample(prompt[:LENGTH], LENGTH), END)
             shown = answer(prompt) if chance.random() < 1 / 3 else wrong
-            samples.append(Sample(prompt, shown, 1.0, group_id, (0.0,) * len(shown)))
-        loss_of(None, policy, samples).backward()
+            rows.append((prompt, shown, group_id))
+        table = Completions.of(*zip(*rows, strict=True))
+        table = table.with_columns(advantages=torch.ones(len(table.token_ids)))
+        loss_of(None, policy, table).backward()
         optimizer.step()
 
 
@@ -142,22 +145,26 @@ def sample(
 
 def samples_of(
     prompts: Sequence[Tokens], groups: Sequence[Sequence[Completion]], advantages: Tensor
-) -> list[Sample]:
+) -> Completions:
     """With (prompts, group) advantages."""
-    return [
-        Sample(prompt, completion.token_ids, advantage, group_id, completion.logprobs)
-        for group_id, (prompt, group) in enumerate(zip(prompts, groups, strict=True))
-        for completion, advantage in zip(group, advantages[group_id].tolist(), strict=True)
-    ]
+    of_each = [number for number, group in enumerate(groups) for _ in group]
+    drawn = [completion for group in groups for completion in group]
+    table = Completions.of(
+        [prompts[number] for number in of_each],
+        [completion.token_ids for completion in drawn],
+        of_each,
+        sampler_logprobs=[completion.logprobs for completion in drawn],
+    )
+    return table.with_columns(advantages=table.spread(advantages.flatten()))
 
 
-def loss_of(tolerance: float | None, policy: Policy, samples: Sequence[Sample]) -> Tensor:
+def loss_of(tolerance: float | None, policy: Policy, samples: Completions) -> Tensor:
     """GRPO's, one update per sample: the ratio is one and its gradient the log-probability's.
 
     Args:
         tolerance: of the head's gradient; None for full logits.
     """
-    tokens = sum(len(sample.prompt_ids) + len(sample.completion_ids) for sample in samples)
+    tokens = int((samples.prompt_lengths + samples.lengths).sum())
     (batch,) = pack(samples, max_tokens=tokens, device=policy.device)
     hidden, head = policy.hidden_states(batch), policy.head
     if tolerance is None:
@@ -166,7 +173,7 @@ def loss_of(tolerance: float | None, policy: Policy, samples: Sequence[Sample]) 
         hidden,
         head.weight,
         batch.targets,
-        batch.advantages,
+        batch.columns["advantages"],
         sequence_ids=batch.sequence_ids,
         num_sequences=batch.num_sequences,
         config=LOSS,
@@ -177,7 +184,7 @@ def loss_of(tolerance: float | None, policy: Policy, samples: Sequence[Sample]) 
 def learn(
     policy: Policy,
     sampler: Callable[[], Policy],
-    loss: Callable[[list[Sample]], Tensor],
+    loss: Callable[[Completions], Tensor],
     steps: int,
     seed: int,
 ) -> list[float]:

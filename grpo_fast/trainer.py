@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -22,28 +20,26 @@ from grpo_fast.data import Prompt, PromptDataset, PromptSampler
 from grpo_fast.distributed.world import ALONE, World
 from grpo_fast.environments import Toolsets
 from grpo_fast.evaluate import Evaluation, evaluate
-from grpo_fast.experience import (
-    Group,
-    Progress,
-    RolloutWatch,
-    bare_samples,
-    compare,
-    describe,
-    generate,
-    make_samples,
-    overlong_penalties,
-    penalized,
-    score,
-)
 from grpo_fast.groups.weights import AdaptiveWeights
 from grpo_fast.policy import Policy, PolicyOptimizer
 from grpo_fast.policy.architecture import rounding_nats
 from grpo_fast.rewards import RewardSet
 from grpo_fast.rollout import Engine, Rollout, generate_rollout, sampling_of
 from grpo_fast.rollout.handover import DeviceHandover
-from grpo_fast.rollout.types import as_asked
 from grpo_fast.run_record.logs import Clock, SampleRecord, StepResult
+from grpo_fast.score import (
+    EXTRA,
+    Progress,
+    RolloutWatch,
+    describe,
+    generate,
+    overlong_penalties,
+    score,
+    to_train,
+    with_advantages,
+)
 from grpo_fast.stages import Stage, schedule_steps, stage_at
+from grpo_fast.table import Completions
 from grpo_fast.update import PolicyUpdate
 
 # Spaced so that no two draws of any two steps, nor of runs with neighbouring seeds, share a seed.
@@ -143,25 +139,25 @@ class Trainer:
         self.advance()
         clock = Clock()
         with clock("step"):
-            groups, metrics = self.collect(clock)
-            samples, totals = make_samples(groups, self.config.advantage, self.config.loss)
+            table, metrics = self.collect(clock)
+            trained, totals = to_train(table, self.config.advantage, self.config.loss)
             self.handover.to_trainer()
-            if groups and not self.sampler_seen:  # before anything is learnt from them
-                self.sampler_seen = self.require_own_completions(groups)
-            metrics |= self.update.run(samples, totals, clock)
+            if len(table) and not self.sampler_seen:  # before anything is learnt from them
+                self.sampler_seen = self.require_own_completions(table)
+            metrics |= self.update.run(trained, totals, clock)
         self.step += 1
         self.optimizer.advance()
-        completions = [completion for group in groups for completion in group.completions]
         timings = clock.seconds | self.handover.timings()
         timings |= {
-            "tokens_per_second": sum(c.num_sampled for c in completions) / timings["time/step"],
-            "memory/micro_batch_tokens": self.update.micro_batch_tokens,
+            "tokens_per_second": int(table.num_targets.sum()) / timings["time/step"],
+            "memory/micro_batch_tokens": self.update.annotator.micro_batch_tokens,
         }
-        if seconds := [c.episode.environment_seconds for c in completions if c.episode is not None]:
-            timings["environment/seconds"] = fmean(seconds)
-        return StepResult(metrics, timings, self.pick_samples(groups[: self.config.logging.samples]))
+        seconds = table.facts["episode"][:, -1] if len(table) else torch.zeros(0)
+        if len(seconds := seconds[~seconds.isnan()]):
+            timings["environment/seconds"] = seconds.mean().item()
+        return StepResult(metrics, timings, self.pick_samples(table, self.config.logging.samples))
 
-    def require_own_completions(self, groups: Sequence[Group]) -> bool:
+    def require_own_completions(self, table: Completions) -> bool:
         """Whether there is nothing more to compare; False where the sampler has told no log-probabilities.
 
         A user's own rollout may bring others, and those of a truncated distribution have other probabilities.
@@ -172,8 +168,8 @@ class Trainer:
         rollout, switched_off = self.config.rollout, self.config.alerts.sampler_drift is None
         if switched_off or rollout.function is not None or rollout.truncations:
             return True
-        completions = bare_samples(groups)
-        difference = self.update.sampler_difference(completions[:: -(-len(completions) // COMPARED)])
+        rows = range(0, len(table), -(-len(table) // COMPARED))
+        difference = self.update.sampler_difference(table.select(rows))
         model, engine = self.policy.base_model, self.engine.name
         allowed = rounding_nats(model.dtype, model.device.type)
         if difference is None or difference <= allowed:
@@ -185,45 +181,62 @@ class Trainer:
             "another, or, where it is meant so, alerts.sampler_drift to null"
         )
 
-    def collect(self, clock: Clock) -> tuple[list[Group], dict[str, float]]:
+    def collect(self, clock: Clock) -> tuple[Completions, dict[str, float]]:
         """One batch of groups; with dynamic sampling (DAPO, arXiv:2503.14476) only those with spread."""
         config = self.config.advantage
         wanted = self.config.prompts_per_step
-        drawn: list[Group] = []
+        prompts: list[Prompt] = []
+        draws: list[Completions] = []
         for draw in range(config.max_draws if config.dynamic_sampling else 1):
-            drawn = self.compared(drawn + self.rollout(self.prompts.next(), draw, clock), clock)
-            if sum(not group.flat for group in drawn) >= wanted:
+            prompts += (asked := self.prompts.next())
+            draws.append(self.rollout(asked, draw, clock))
+            drawn = self.with_advantages(prompts, Completions.join(draws), clock)
+            if (~drawn.by_group("flat")[:, 0]).sum() >= wanted:
                 break
-        earned, penalties = drawn, self.penalties(drawn, clock)
+        before_penalties, penalties = drawn, self.penalties(drawn, clock)
         if penalties is not None:
-            drawn = self.compared(penalized(drawn, penalties), clock)
-        metrics = describe(drawn, self.rewards.names) | self.learn(earned)
+            rewards = drawn.facts["reward"] - penalties
+            drawn = self.with_advantages(prompts, drawn.with_facts(reward=rewards), clock)
+        metrics = describe(drawn, self.rewards.names) | self.learn(prompts, before_penalties)
         if not config.dynamic_sampling:
             return drawn, metrics
         # A penalty makes no group worth training that the rewards left flat.
-        live = [group for group, before in zip(drawn, earned, strict=True) if not before.flat]
-        metrics |= {"groups/drawn": len(drawn), "groups/missing": max(0, wanted - len(live))}
+        live = (~before_penalties.by_group("flat")[:, 0]).nonzero()[:, 0].tolist()
+        metrics |= {"groups/drawn": len(prompts), "groups/missing": max(0, wanted - len(live))}
+        chosen = drawn.select_groups(live[:wanted])
+        if not len(chosen):
+            return chosen, metrics
         # Again, for a deviation of the batch is that of the groups that train.
-        return self.compared(live[:wanted], clock) if live else [], metrics
+        return self.with_advantages([prompts[group] for group in live[:wanted]], chosen, clock), metrics
 
-    def penalties(self, groups: Sequence[Group], clock: Clock) -> Tensor | None:
-        """(G, n) taken from the rewards for length and for KL; None where nothing is."""
+    def penalties(self, table: Completions, clock: Clock) -> Tensor | None:
+        """(S,) taken from the rewards for length and for KL; None where nothing is."""
         penalties, limit = None, self.config.rollout.max_completion_length
         if self.config.advantage.soft_overlong is not None:
-            penalties = overlong_penalties(groups, limit, self.config.advantage.soft_overlong)
+            penalties = overlong_penalties(table, limit, self.config.advantage.soft_overlong)
         if self.config.loss.kl_in_reward:
             self.handover.to_trainer()
             with clock("logprobs"):
-                kl = self.update.kl_penalties(bare_samples(groups)).view(len(groups), -1)
+                kl = self.update.kl_penalties(table)
             penalties = kl if penalties is None else penalties + kl
         return penalties
 
-    def rollout(self, prompts: Sequence[Prompt], draw: int, clock: Clock) -> list[Group]:
+    def rollout(self, prompts: Sequence[Prompt], draw: int, clock: Clock) -> Completions:
         """Completions of each prompt, and what they earned."""
-        own = partial(self.own_rollout, self.world.share(prompts), draw, clock)
-        return [group for groups in self.world.together("the rollout", own) for group in groups]
+        own: list[Completions] = []
 
-    def own_rollout(self, prompts: Sequence[Prompt], draw: int, clock: Clock) -> list[Group]:
+        def work() -> dict[str, Tensor]:
+            own.append(self.own_rollout(self.world.share(prompts), draw, clock))
+            return own[0].tensors()
+
+        tables = [*map(Completions.from_tensors, self.world.exchanged("the rollout", work))]
+        tables[self.world.rank] = own[0]
+        if self.world.size > 1 and self.config.advantage.function is not None:  # which reads texts
+            objects = self.world.together("the completions", lambda: own[0].objects)
+            tables = [replace(table, objects=found) for table, found in zip(tables, objects, strict=True)]
+        return Completions.join(tables)
+
+    def own_rollout(self, prompts: Sequence[Prompt], draw: int, clock: Clock) -> Completions:
         """What this rank has of a rollout."""
         seed = self.world.seed(self.config.seed * SEEDS_PER_RUN + self.step * SEEDS_PER_STEP + draw)
         self.handover.to_engine()
@@ -246,25 +259,22 @@ class Trainer:
         with clock("reward"):
             return score(prompts, completions, self.rewards, weights=weights, precomputed=early.values())
 
-    def compared(self, groups: Sequence[Group], clock: Clock) -> list[Group]:
-        """The groups with their completions' advantages."""
+    def with_advantages(self, prompts: Sequence[Prompt], table: Completions, clock: Clock) -> Completions:
+        """The table of these prompts' groups with its completions' advantages."""
         weights = (self.adaptive_weights or self.rewards).weights
         with clock("reward"):
-            baseline_groups = self.prompts.baseline_groups([group.prompt for group in groups])
-            return compare(groups, self.config.advantage, weights, baseline_groups)
+            baseline_groups = self.prompts.baseline_groups(prompts)
+            return with_advantages(table, self.config.advantage, weights, baseline_groups)
 
-    def learn(self, groups: Sequence[Group]) -> dict[str, float]:
+    def learn(self, prompts: Sequence[Prompt], table: Completions) -> dict[str, float]:
         """Let the sampler and the reward weights learn from what was earned; their metrics are of before."""
-        prompts = [group.prompt for group in groups]
         metrics = self.prompts.metrics(prompts[: self.config.prompts_per_step])
         if len(self.stages) > 1:
             metrics["stage"] = self.stage
-        rewards = torch.stack([group.rewards for group in groups])
-        table = torch.stack([group.reward_table for group in groups])
-        self.prompts.observe(prompts, rewards, table)
+        self.prompts.observe(prompts, table.by_group("reward"), table.by_group("reward_table"))
         if self.adaptive_weights is not None:
             metrics |= self.adaptive_weights.metrics()
-            self.adaptive_weights.update(table)
+            self.adaptive_weights.update(table.by_group("reward_table"))
         return metrics
 
     def evaluate(self, size: int | None = None) -> Evaluation:
@@ -284,26 +294,38 @@ class Trainer:
             observer=watch,
         )
 
-    def pick_samples(self, groups: Sequence[Group]) -> list[SampleRecord]:
+    def pick_samples(self, table: Completions, groups: int) -> list[SampleRecord]:
         """Every completion of the first group and the first of each other, for a person to read."""
-        return [
-            SampleRecord(
-                group=number,
-                question=(asked := as_asked(group.prompt, completion)).prompt,
-                prompt=str(self.policy.tokenizer.decode(list(asked.token_ids))),
-                completion=completion.text,
-                rewards=dict(zip(self.rewards.names, group.reward_table[i].tolist(), strict=True)),
-                reward=group.rewards[i].item(),
-                advantage=fmean(advantage if isinstance(advantage, tuple) else (advantage,)),
-                truncated=completion.truncated,
-                num_tokens=completion.num_sampled,
-                extra={name: values[i] for name, values in group.extra.items()},
-                messages=None if completion.episode is None else completion.episode.messages,
-            )
-            for number, group in enumerate(groups)
-            for i, (completion, advantage) in enumerate(zip(group.completions, group.advantages, strict=True))
-            if number == 0 or i == 0
-        ]
+        n = len(table) // max(1, table.num_groups)
+        rows = [row for row in range(min(groups, table.num_groups) * n) if row < n or row % n == 0]
+
+        def own() -> dict[int, SampleRecord]:
+            here = table.objects.get("completion", ())
+            return {row: self.sample(table, row) for row in rows if here[row] is not None}
+
+        found: dict[int, SampleRecord] = {}
+        for records in self.world.together("the samples", own):
+            found |= records
+        return [found[row] for row in rows]
+
+    def sample(self, table: Completions, row: int) -> SampleRecord:
+        """A completion of this rank."""
+        facts = {name: values[row] for name, values in table.facts.items()}
+        objects = {name: values[row] for name, values in table.objects.items()}
+        completion, asked = objects["completion"], objects["prompt"]
+        return SampleRecord(
+            group=int(table.groups[row]),
+            question=asked.prompt,
+            prompt=str(self.policy.tokenizer.decode(list(asked.token_ids))),
+            completion=completion.text,
+            rewards=dict(zip(self.rewards.names, facts["reward_table"].tolist(), strict=True)),
+            reward=facts["reward"].item(),
+            advantage=facts["advantage"].item(),
+            truncated=completion.truncated,
+            num_tokens=completion.num_sampled,
+            extra={name.removeprefix(EXTRA): v for name, v in objects.items() if name.startswith(EXTRA)},
+            messages=None if completion.episode is None else completion.episode.messages,
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able; what a resumed run needs besides the weights and the optimizer."""

@@ -12,11 +12,11 @@ import yaml
 
 from grpo_fast.config import TrainConfig
 from grpo_fast.config_io import ConfigError, dump_config, load_config
-from grpo_fast.experience import overlong_penalties
 from grpo_fast.methods import METHODS, account, departures
 from grpo_fast.objective import GRPOLossConfig
 from grpo_fast.objective.catalog import LOSS_TYPES
 from grpo_fast.run_record.logs import Clock
+from grpo_fast.score import overlong_penalties
 from grpo_fast.stages import resolve_stages
 
 MINIMAL: dict[str, Any] = {
@@ -152,11 +152,11 @@ def test_a_print_marks_what_is_the_methods_and_what_is_not():
 
 def test_a_soft_punishment_falls_over_the_last_share_of_the_limit(make_trainer):
     trainer = make_trainer(advantage={"soft_overlong": 0.5}, rollout={"max_completion_length": 8})
-    groups, _ = trainer.collect(Clock())
-    for group, row in zip(groups, overlong_penalties(groups, 8, 0.5), strict=True):
-        lengths = torch.tensor([len(completion.token_ids) for completion in group.completions])
-        torch.testing.assert_close(row, ((lengths - 4).clamp(min=0) / 4).float())  # DAPO, arXiv 2503.14476
-        torch.testing.assert_close(group.rewards, group.reward_table.sum(1) - row)
+    table, _ = trainer.collect(Clock())
+    penalties = overlong_penalties(table, 8, 0.5)
+    expected = (table.lengths - 4).clamp(min=0) / 4  # DAPO, arXiv 2503.14476
+    torch.testing.assert_close(penalties, expected.float())
+    torch.testing.assert_close(table.facts["reward"], table.facts["reward_table"].sum(1) - penalties)
 
 
 @pytest.mark.parametrize("name", METHODS)

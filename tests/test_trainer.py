@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo_fast.experience import make_samples
 from grpo_fast.rollout import decoder
 from grpo_fast.run_record.logs import Clock
+from grpo_fast.score import to_train
 
 OWN = """
 calls = 0
@@ -84,11 +84,10 @@ def test_first_completions_of_another_policy_are_an_error_before_any_step(
 
 def test_truncated_completions_leave_the_loss_on_request(make_trainer):
     trainer = make_trainer(advantage={"mask_truncated": True}, rollout={"max_completion_length": 3})
-    groups, _ = trainer.collect(Clock())
-    samples, totals = make_samples(groups, trainer.config.advantage, trainer.config.loss)
-    finished = [c for g in groups for c in g.completions if not c.truncated]
-    assert totals.num_tokens == sum(len(c.token_ids) for c in finished)
-    assert all(1 in sample.completion_ids for sample in samples)
+    table, _ = trainer.collect(Clock())
+    chosen, totals = to_train(table, trainer.config.advantage, trainer.config.loss)
+    assert totals.num_tokens == table.num_targets[~table.facts["truncated"]].sum()
+    assert all(1 in chosen.tokens_of(row) for row in range(len(chosen)))
 
 
 def test_dynamic_sampling_draws_until_the_batch_is_full_of_groups_with_spread(make_trainer, own):
@@ -99,8 +98,9 @@ def test_dynamic_sampling_draws_until_the_batch_is_full_of_groups_with_spread(ma
         advantage={"dynamic_sampling": True, "max_draws": 10},
     )
     for drawn in (32, 16):
-        groups, metrics = trainer.collect(Clock())
-        assert len(groups) == 16 and not any(group.flat for group in groups)
+        table, metrics = trainer.collect(Clock())
+        assert table.by_group("reward").shape == (16, 2)
+        assert not table.facts["flat"].any()
         assert (metrics["groups/drawn"], metrics["groups/missing"]) == (drawn, 0)
 
 
@@ -122,8 +122,8 @@ def test_groups_are_drawn_and_learnt_from_by_their_rewards_before_any_penalty(ma
         advantage={"dynamic_sampling": True, "max_draws": 2, "soft_overlong": 1.0},
         curriculum={"threshold": 0.0},
     )
-    groups, metrics = trainer.collect(Clock())
-    assert not groups and metrics["groups/missing"] == 4 and metrics["reward/mean"] < 0
+    table, metrics = trainer.collect(Clock())
+    assert not len(table) and metrics["groups/missing"] == 4 and metrics["reward/mean"] < 0
     _, metrics = trainer.collect(Clock())
     assert metrics["curriculum/pass_rate"] > 0.5  # where it starts
 
@@ -133,29 +133,31 @@ def test_a_kl_in_the_reward_takes_each_completions_sum_from_its_reward(make_trai
     trainer = make_trainer(loss=loss, optimizer={"learning_rate": 1e-2}, seed=seed)
     before = make_trainer(seed=seed)  # the same weights, untrained: the reference
     trainer.train_step()
-    groups, _ = trainer.collect(Clock())
+    table, _ = trainer.collect(Clock())
 
     def logprob(trainer, ids: torch.Tensor, start: int) -> torch.Tensor:
         logprobs = trainer.policy.model(ids).logits[0, start - 1 : -1].log_softmax(-1)
         return logprobs.gather(1, ids[0, start:, None]).sum()
 
-    for group in groups:
-        start = len(group.prompt.token_ids)
-        for completion, reward, parts in zip(
-            group.completions, group.rewards, group.reward_table, strict=True
-        ):
-            ids = torch.tensor([group.prompt.token_ids + completion.token_ids])
-            kl = logprob(trainer, ids, start) - logprob(before, ids, start)
-            assert reward.item() == pytest.approx((parts.sum() - 0.5 * kl).item(), abs=1e-4)
+    for row in range(len(table)):
+        prompt = table.prompt_of(row)
+        ids, start = torch.cat([prompt, table.tokens_of(row)])[None], len(prompt)
+        kl = logprob(trainer, ids, start) - logprob(before, ids, start)
+        expected = table.facts["reward_table"][row].sum() - 0.5 * kl
+        assert table.facts["reward"][row].item() == pytest.approx(expected.item(), abs=1e-4)
 
 
 def test_a_users_function_gives_each_token_its_advantage(make_trainer, own):
     trainer = make_trainer(advantage={"function": own("last_token")})
-    groups, _ = trainer.collect(Clock())
-    samples, _ = make_samples(groups, trainer.config.advantage, trainer.config.loss)
-    expected = torch.cat([group.rewards - group.rewards.mean() for group in groups if not group.flat])
-    torch.testing.assert_close(torch.tensor([s.token_advantages[-1] for s in samples]), expected)
-    assert not any(any(s.token_advantages[:-1]) for s in samples)
+    table, _ = trainer.collect(Clock())
+    chosen, _ = to_train(table, trainer.config.advantage, trainer.config.loss)
+    rewards = table.by_group("reward")
+    live = ~table.by_group("flat")[:, 0]
+    expected = (rewards - rewards.mean(1, keepdim=True))[live].flatten()
+    last = chosen.offsets[1:] - 1
+    torch.testing.assert_close(chosen.columns["advantages"][last], expected)
+    others = torch.ones_like(chosen.mask).index_fill(0, last, False)
+    assert not chosen.columns["advantages"][others].any()
 
 
 def test_rewards_begun_while_others_decode_change_no_step(toy, make_trainer, seed):
@@ -170,10 +172,10 @@ def test_a_generation_tells_how_far_it_is(make_trainer):
     trainer = make_trainer()
     seen: list[tuple[int, int, int]] = []
     trainer.on_progress = lambda *numbers: seen.append(numbers)
-    groups, _ = trainer.collect(Clock())
-    total = sum(len(group.completions) for group in groups)
+    table, _ = trainer.collect(Clock())
+    total = len(table)
     assert seen[0] == (0, 0, total) and seen[-1][1:] == (total, total)
-    assert seen[-1][0] == sum(len(c.token_ids) for group in groups for c in group.completions)
+    assert seen[-1][0] == len(table.token_ids)
     assert all(a[0] <= b[0] and a[1] <= b[1] for a, b in itertools.pairwise(seen))
     seen.clear()
     trainer.evaluate(3)
@@ -182,11 +184,11 @@ def test_a_generation_tells_how_far_it_is(make_trainer):
 
 def test_the_first_groups_completions_are_kept_side_by_side_and_one_of_each_other(make_trainer, seed):
     trainer = make_trainer(seed=seed, logging={"samples": 3})
-    groups, _ = trainer.collect(Clock())
-    samples = trainer.pick_samples(groups[:3])
+    table, _ = trainer.collect(Clock())
+    samples, completions = trainer.pick_samples(table, 3), table.objects["completion"]
     assert [sample.group for sample in samples] == [0] * 6 + [1, 2]
-    assert [sample.completion for sample in samples[:6]] == [c.text for c in groups[0].completions]
-    assert [sample.advantage for sample in samples[:6]] == list(groups[0].advantages)
-    assert samples[6].completion == groups[1].completions[0].text
-    assert samples[6].question == groups[1].prompt.prompt
+    assert [sample.completion for sample in samples[:6]] == [c.text for c in completions[:6]]
+    assert [sample.advantage for sample in samples[:6]] == table.facts["advantage"][:6].tolist()
+    assert samples[6].completion == completions[6].text
+    assert samples[6].question == table.objects["prompt"][6].prompt
     assert trainer.train_step().samples[-1].group == 2

@@ -6,7 +6,6 @@ import logging
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,45 +13,44 @@ import torch
 from transformers import AutoConfig
 
 from grpo_fast import update as update_module
-from grpo_fast.experience import make_samples
 from grpo_fast.objective import StepTotals
 from grpo_fast.objective.metrics import sum_metrics
 from grpo_fast.plan.measure import random_batches, random_policy
 from grpo_fast.plan.sizes import StepSizes
-from grpo_fast.policy import PolicyOptimizer, Sample, pack
+from grpo_fast.policy import PolicyOptimizer
 from grpo_fast.policy.config import LoraConfig, ModelConfig, OptimizerConfig
 from grpo_fast.policy.out_of_memory import is_out_of_memory, optimizer_step
 from grpo_fast.run_record.logs import Clock
+from grpo_fast.score import to_train
+from grpo_fast.table import Completions
 from grpo_fast.trainer import Trainer
-from grpo_fast.update import Minibatch, packed_loss
+from grpo_fast.update import packed_loss
 
 Gradients = dict[str, torch.Tensor]
 
 
-def collected(trainer: Trainer) -> tuple[list[Sample], StepTotals]:
-    """One batch's samples, and the counts that their loss is divided by."""
-    groups, _ = trainer.collect(Clock())
-    return make_samples(groups, trainer.config.advantage, trainer.config.loss)
+def collected(trainer: Trainer) -> tuple[Completions, StepTotals]:
+    """One batch's completions, and the counts that their loss is divided by."""
+    table, _ = trainer.collect(Clock())
+    return to_train(table, trainer.config.advantage, trainer.config.loss)
 
 
-def minibatch_of(trainer: Trainer, samples: Any, totals: Any) -> Minibatch:
-    """One optimiser step's samples, ready for its backward."""
-    return trainer.update.with_fixed_logprobs(trainer.update.minibatch(samples, totals))
+def ready(trainer: Trainer, table: Completions) -> Completions:
+    """One optimiser step's completions, ready for its gradient."""
+    return trainer.update.with_fixed_logprobs(trainer.update.local(table))
 
 
-def gradients(trainer: Trainer, samples: Any, totals: Any) -> tuple[float, Gradients]:
+def gradients(trainer: Trainer, table: Completions, totals: StepTotals) -> tuple[float, Gradients]:
     """Loss and gradient of one optimiser step, without taking it."""
-    _, shares = trainer.update.backward(minibatch_of(trainer, samples, totals), trainer.update.loss_config())
+    _, shares = trainer.update.gradient(ready(trainer, table), totals, trainer.update.loss_config())
     loss = sum(share["loss"].item() for share in shares)
     trained = trainer.policy.trainable().items()
     return loss, {name: p.grad.clone() for name, p in trained if p.grad is not None}
 
 
-def shifted(samples: Sequence[Sample], shift: float) -> list[Sample]:
+def shifted(table: Completions, shift: float | torch.Tensor) -> Completions:
     """With other log-probabilities of the sampler."""
-    return [
-        replace(s, sampler_logprobs=tuple(value + shift for value in s.sampler_logprobs)) for s in samples
-    ]
+    return table.with_columns(sampler_logprobs=table.columns["sampler_logprobs"] + shift)
 
 
 def assert_same(found: tuple[float, Gradients], expected: tuple[float, Gradients]) -> None:
@@ -81,7 +79,7 @@ def test_micro_batching_changes_neither_loss_nor_gradient(make_trainer, seed, lo
     counts, results = [], []
     for budget in (4096, 64, 16):
         trainer.update.configure(trainer.config.model_copy(update={"micro_batch_tokens": budget}))
-        counts.append(len(minibatch_of(trainer, samples, totals).batches))
+        counts.append(len(trainer.update.annotator.packed(samples)))
         results.append(gradients(trainer, samples, totals))
     assert 1 == counts[0] < counts[1] < counts[2]
     for found in results[1:]:
@@ -94,14 +92,14 @@ def test_a_completion_of_several_micro_batches_trains_with_its_layers_recomputed
     """In one micro-batch of its own, its MLPs in tiles: the gradient is that of a batch with room for it."""
     monkeypatch.setattr("grpo_fast.policy.layers.TILE_TOKENS", 10)
     dice, results = random.Random(seed), []
-    samples = [
-        Sample((1, 2), tuple(dice.choices(range(20), k=n)), (dice.gauss(0, 1),) * n, 0, (-3.0,) * n)
-        for n in (64, 5, 9)
-    ]
+    lengths = (64, 5, 9)
+    samples = Completions.of([(1, 2)] * 3, [dice.choices(range(20), k=n) for n in lengths])
+    advantages = torch.tensor([dice.gauss(0, 1) for _ in lengths])
+    samples = samples.with_columns(advantages=samples.spread(advantages))
     for budget, recomputed in ((4096, False), (16, True)):
         trainer = make_trainer(micro_batch_tokens=budget, model={"gradient_checkpointing": recomputed})
         results.append(gradients(trainer, samples, StepTotals(78, 3)))
-    assert minibatch_of(trainer, samples, StepTotals(78, 3)).batches[0].targets.numel() == 64
+    assert trainer.update.annotator.packed(samples)[0].targets.numel() == 64
     assert_same(results[1], results[0])
 
 
@@ -119,14 +117,12 @@ def test_a_steps_tokens_are_held_back_by_one_forward_however_the_step_is_cut(
     trainer = make_trainer(loss=loss, seed=seed, old_logprobs="sampler")
     samples, totals = collected(trainer)
     dice = random.Random(seed)  # ratios off one: a penalty has a gradient, and some are clipped
-    samples = [
-        replace(s, sampler_logprobs=tuple(value + dice.gauss(0, 0.3) for value in s.sampler_logprobs))
-        for s in samples
-    ]
+    noise = torch.tensor([dice.gauss(0, 0.3) for _ in samples.token_ids])
+    samples = shifted(samples, noise)
     results, batches = [], []
     for budget in (4096, 64, 16):
         trainer.update.configure(trainer.config.model_copy(update={"micro_batch_tokens": budget}))
-        batches.append(len(minibatch_of(trainer, samples, totals).batches))
+        batches.append(len(trainer.update.annotator.packed(samples)))
         torch.manual_seed(seed)  # clip_cov draws
         with monkeypatch.context() as patch:
             calls = count_forwards(trainer, patch)
@@ -142,12 +138,12 @@ def test_minibatches_share_whole_groups_and_the_counts(make_trainer):
     samples, totals = collected(trainer)
     parts = trainer.update.split(samples, totals)
 
-    groups = [{sample.group_id for sample in part.samples} for part in parts]
+    groups = [{*part.groups.tolist()} for part, _ in parts]
     assert sorted(map(len, groups)) == [1, 1, 2] and len(set.union(*groups)) == 4
     for name, share in (("num_tokens", totals.num_tokens), ("num_sequences", totals.num_sequences)):
-        assert [getattr(part.totals, name) for part in parts] == [pytest.approx(share / 3)] * 3
-    assert [part.totals.measured_sequences for part in parts] == [len(part.samples) for part in parts]
-    assert sum(part.totals.measured_tokens for part in parts) == totals.num_tokens
+        assert [getattr(counts, name) for _, counts in parts] == [pytest.approx(share / 3)] * 3
+    assert [counts.measured_sequences for _, counts in parts] == [len(part) for part, _ in parts]
+    assert sum(counts.measured_tokens for _, counts in parts) == totals.num_tokens
 
 
 @pytest.mark.parametrize("lora", [None, {"r": 4}], ids=["full", "lora"])
@@ -161,10 +157,10 @@ def test_a_trained_head_adds_its_own_gradient_in_every_micro_batch(make_trainer,
         return linear_grpo_loss(*args, weight_grad=weight_grad, **options)
 
     monkeypatch.setattr(update_module, "linear_grpo_loss", watched)
-    minibatch = minibatch_of(trainer, *collected(trainer))
-    trainer.update.backward(minibatch, trainer.update.loss_config())
+    table, totals = collected(trainer)
+    trainer.update.gradient(table, totals, trainer.update.loss_config())
 
-    assert len(given) == len(minibatch.batches) > 1
+    assert len(given) == len(trainer.update.annotator.packed(table)) > 1
     assert all(into is head.weight.grad for into in given)  # None with adapters
     assert (head.weight.grad is None) == (lora is not None)
 
@@ -173,19 +169,18 @@ def test_skipping_groups_without_spread_changes_no_gradient_and_metrics_are_of_w
     make_trainer, seed
 ):
     trainer = make_trainer(seed=seed)
-    groups, _ = trainer.collect(Clock())
-    flat = [
-        replace(g, flat=True, advantages=(0.0,) * len(g.advantages)) if i % 2 else g
-        for i, g in enumerate(groups)
-    ]
+    table, _ = trainer.collect(Clock())
+    odd = table.groups % 2 == 1
+    flat = table.with_facts(
+        flat=table.facts["flat"] | odd, advantage=table.facts["advantage"].where(~odd, 0.0)
+    )
     config, loss = trainer.config.advantage, trainer.config.loss
-    skipped, totals = make_samples(flat, config, loss)
-    kept, same_totals = make_samples(flat, config.model_copy(update={"skip_flat_groups": False}), loss)
+    skipped, totals = to_train(flat, config, loss)
+    kept, same_totals = to_train(flat, config.model_copy(update={"skip_flat_groups": False}), loss)
     assert len(skipped) < len(kept) and totals == same_totals
     assert_same(gradients(trainer, skipped, totals), gradients(trainer, kept, totals))
 
-    batches, policy = minibatch_of(trainer, skipped, totals).batches, trainer.policy
-    entropy = torch.cat([trainer.update.head_outputs(policy, b, "entropy").entropy for b in batches])
+    (entropy,) = trainer.update.annotator.columns(skipped, "entropy")
     metrics = trainer.update.run(skipped, totals, Clock())
     assert metrics["entropy"] == pytest.approx(entropy.mean().item(), rel=1e-4)
     assert metrics["policy/ratio_mean"] == pytest.approx(1.0, abs=1e-5)
@@ -223,24 +218,22 @@ def test_old_logprobs_cost_a_forward_only_for_minibatches_whose_turn_comes_after
 
 def test_old_logprobs_of_later_epochs_are_those_of_the_policy_that_sampled(make_trainer, seed):
     trainer = make_trainer(num_iterations=2, seed=seed)
-    minibatch = minibatch_of(trainer, *collected(trainer))
-    with torch.no_grad():
-        expected = [trainer.update.head_outputs(trainer.policy, batch).logprob for batch in minibatch.batches]
+    table, totals = collected(trainer)
+    (expected,) = trainer.update.annotator.columns(table)
     config, update = trainer.update.loss_config(), trainer.update
-    updated, shares = update.backward(minibatch, config)
+    old, shares = update.gradient(table, totals, config)
     update.step(shares, config)
-    again, _ = update.backward(updated, config)
-    for before, after, later in zip(expected, updated.batches, again.batches, strict=True):
-        torch.testing.assert_close(after.old_logprobs, before, rtol=0, atol=1e-6)
-        assert later.old_logprobs is after.old_logprobs
+    again, _ = update.gradient(table.with_columns(old_logprobs=old), totals, config)
+    torch.testing.assert_close(old, expected, rtol=0, atol=1e-6)
+    assert again is old
 
 
 def test_the_samplers_logprobs_as_old_ones_put_its_error_into_the_ratio(make_trainer, seed):
     trainer = make_trainer(old_logprobs="sampler", seed=seed)
     samples, totals = collected(trainer)
     for given, ratio in ((samples, 1.0), (shifted(samples, -0.5), math.exp(0.5))):
-        minibatch = minibatch_of(trainer, given, totals)
-        metrics = sum_metrics(trainer.update.backward(minibatch, trainer.update.loss_config())[1])
+        config = trainer.update.loss_config()
+        metrics = sum_metrics(trainer.update.gradient(ready(trainer, given), totals, config)[1])
         assert metrics["policy/ratio_max"] == pytest.approx(ratio, rel=1e-3)
         assert (metrics["clip_ratio/high_mean"] > 0) == (ratio > 1.2)
 
@@ -372,7 +365,7 @@ def test_a_step_after_out_of_memory_is_that_of_small_micro_batches_from_the_star
     trainer = make_trainer(seed=seed, micro_batch_tokens=4096, **sections)
     refused = limit_memory(trainer, 40, monkeypatch, backward=backward)
     found = trainer.train_step()
-    budget = trainer.update.budget.limit
+    budget = trainer.update.annotator.budget.limit
 
     assert refused and budget is not None and budget < min(refused)
     assert found.timings["memory/micro_batch_tokens"] == budget
@@ -405,7 +398,7 @@ def test_only_the_optimiser_step_that_failed_is_repeated(make_trainer, monkeypat
     monkeypatch.setattr(trainer.optimizer, "step", lambda: steps.append(True) or step())
 
     def late(policy: Any, batch: Any, *args: Any, **options: Any) -> Any:
-        if len(steps) == 3 and len(batch.sample_ids) == 12:  # the whole minibatch, two groups of six
+        if len(steps) == 3 and batch.num_sequences == 12:  # the whole minibatch, two groups of six
             raise torch.OutOfMemoryError("later than the first")
         return loss(policy, batch, *args, **options)
 
@@ -415,7 +408,7 @@ def test_only_the_optimiser_step_that_failed_is_repeated(make_trainer, monkeypat
         metrics = trainer.train_step().metrics
 
     expected = whole.train_step().metrics
-    assert len(steps) == 6 and trainer.update.budget.limit is not None
+    assert len(steps) == 6 and trainer.update.annotator.budget.limit is not None
     for name in ("kl", "entropy", "grad_norm"):
         assert metrics[name] == pytest.approx(expected[name], rel=1e-2)
     # In the norm: where a gradient is rounding noise, Adam steps by the full rate in either direction.
@@ -425,20 +418,19 @@ def test_only_the_optimiser_step_that_failed_is_repeated(make_trainer, monkeypat
 
 def test_known_log_probabilities_move_to_the_tokens_they_belong_to(make_trainer) -> None:
     trainer = make_trainer(micro_batch_tokens=4096)
-    minibatch = trainer.update.minibatch(*collected(trainer))
-    codes = [1000 * batch.sample_ids[batch.sequence_ids] + batch.targets for batch in minibatch.batches]
-    minibatch = minibatch.with_values("old_logprobs", [code.float() for code in codes])
+    table, _ = collected(trainer)
+    table = table.with_columns(old_logprobs=1000.0 * table.spread(torch.arange(len(table))) + table.token_ids)
+    annotator = trainer.update.annotator
+    whole = annotator.packed(table)
 
-    trainer.update.budget.limit = 30
-    smaller, largest, longest = trainer.update.fitted(minibatch)
+    annotator.budget.limit = 30
+    ((_, smaller),) = annotator.attempts(table)
 
-    alone = [pack([s], max_tokens=1, device="cpu")[0].input_ids.numel() for s in minibatch.samples]
-    assert (largest, longest) == (smaller.batches[0].input_ids.numel(), max(alone))
-    assert len(smaller.batches) > len(minibatch.batches)
-    for batch in smaller.batches:
-        expected = 1000 * batch.sample_ids[batch.sequence_ids] + batch.targets
-        assert torch.equal(batch.old_logprobs, expected.float()) and batch.ref_logprobs is None
-    assert trainer.update.fitted(smaller)[0] is smaller  # not laid out again where nothing changed
+    assert len(smaller) > len(whole)
+    for batch in (*whole, *smaller):
+        expected = 1000 * batch.rows[batch.sequence_ids] + batch.targets
+        assert torch.equal(batch.columns["old_logprobs"], expected.float())
+    assert annotator.packed(table)[0].targets is smaller[0].targets  # not laid out again
 
 
 def test_where_one_completion_does_not_fit_the_error_names_what_helps(make_trainer, monkeypatch) -> None:
@@ -458,21 +450,21 @@ def test_the_run_says_so_once_and_a_resumed_one_begins_with_what_fits(
         trainer.train_step()
         said = len(caplog.records)
         trainer.train_step()
-    assert f"micro_batch_tokens = {trainer.update.budget.limit}" in caplog.text
+    assert f"micro_batch_tokens = {trainer.update.annotator.budget.limit}" in caplog.text
     assert len(caplog.records) == said
 
     resumed = make_trainer(micro_batch_tokens=4096)
     resumed.load_state_dict(trainer.state_dict())
-    assert resumed.update.micro_batch_tokens == trainer.update.budget.limit < 60
+    assert resumed.update.annotator.micro_batch_tokens == trainer.update.annotator.budget.limit < 60
 
 
 def test_a_forward_for_fixed_log_probabilities_is_repeated_too(make_trainer, monkeypatch) -> None:
     trainer = make_trainer(loss={"beta": 0.1, "kl_in_reward": True}, micro_batch_tokens=4096)
     refused = limit_memory(trainer, 60, monkeypatch)
-    groups, _ = trainer.collect(Clock())
-    assert refused and trainer.update.budget.limit <= 60
-    totals = torch.stack([group.rewards - group.reward_table[:, 0] for group in groups])
-    assert totals.abs().max() < 1e-4  # the policy is its reference still
+    table, _ = trainer.collect(Clock())
+    assert refused and trainer.update.annotator.budget.limit <= 60
+    penalties = table.facts["reward"] - table.facts["reward_table"][:, 0]
+    assert penalties.abs().max() < 1e-4  # the policy is its reference still
 
 
 def test_other_errors_are_not_taken_for_it(make_trainer, monkeypatch) -> None:

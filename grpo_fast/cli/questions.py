@@ -23,10 +23,10 @@ from grpo_fast.secrets import masked
 if TYPE_CHECKING:
     from grpo_fast.data import Prompt, PromptDataset
     from grpo_fast.evaluate import Evaluation
-    from grpo_fast.experience import Group
     from grpo_fast.policy import Policy
     from grpo_fast.rewards import RewardSet
     from grpo_fast.rollout.types import Rollout
+    from grpo_fast.score import Group
 
 
 def evaluate(args: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -82,9 +82,8 @@ def evaluate(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 def preview(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     config = load_config(args.config, overrides)
     check_filled_in(config)
-    from grpo_fast.experience import compare, score
     from grpo_fast.plan import resolve_auto
-    from grpo_fast.rollout.types import as_asked
+    from grpo_fast.score import groups_of, score, with_advantages
 
     require_engine(config.rollout)
     config = resolve_auto(config)
@@ -97,11 +96,10 @@ def preview(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     sampling = sampling_of(config.rollout, config.seed)
     with parts.engine(prompts, sampling) as engine:
         completions = parts.rollout(engine, prompts, int(config.rollout.num_generations), sampling)
-    groups = score(prompts, completions, parts.rewards)
-    for group in compare(groups, config.advantage, parts.rewards.weights):
-        asked = as_asked(group.prompt, group.completions[0])
-        rendered = str(parts.policy.tokenizer.decode(list(asked.token_ids)))
-        print(group_text(replace(group, prompt=asked), parts.rewards.names, rendered))
+    table = score(prompts, completions, parts.rewards)
+    for group in groups_of(with_advantages(table, config.advantage, parts.rewards.weights)):
+        rendered = str(parts.policy.tokenizer.decode(list(group.prompt.token_ids)))
+        print(group_text(group, parts.rewards.names, rendered))
     return 0
 
 

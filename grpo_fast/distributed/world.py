@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load, save
 from torch import Tensor
 from torch.distributed import ProcessGroup, Store
 from torch.distributed.device_mesh import DeviceMesh
@@ -94,6 +95,29 @@ class World:
         with self.agreed(place) as results:
             results.append(work())
         return results
+
+    def exchanged(self, place: str, work: Callable[[], dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+        """`together` for tensors by name, which are sent as such, and are on the CPU then."""
+        own: dict[str, Tensor] = {}
+
+        def packed() -> int:
+            own.update((name, tensor.cpu()) for name, tensor in work().items())
+            if self.size == 1:
+                return 0
+            # Of their own memory each, as safetensors asks for.
+            buffers[self.rank] = bytearray(save({name: t.clone() for name, t in own.items()}))
+            return len(buffers[self.rank])
+
+        buffers = [bytearray()] * self.size
+        sizes = self.together(place, packed)
+        if self.size == 1:
+            return [own]
+        with self.at(place):
+            for rank, size in enumerate(sizes):
+                if rank != self.rank:
+                    buffers[rank] = bytearray(size)
+                dist.broadcast(torch.frombuffer(buffers[rank], dtype=torch.uint8), rank, self.objects)
+        return [load(bytes(buffer)) for buffer in buffers]
 
     @contextmanager
     def agreed(self, place: str) -> Iterator[list[Any]]:

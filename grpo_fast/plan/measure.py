@@ -15,9 +15,10 @@ from grpo_fast.plan.model_shape import random_model, with_layers
 from grpo_fast.plan.prediction import Predictor, transient_bytes
 from grpo_fast.plan.sizes import StepSizes
 from grpo_fast.plan.trace import Traces, textless_policy
-from grpo_fast.policy import PackedBatch, Policy, PolicyOptimizer, Sample, pack
+from grpo_fast.policy import PackedBatch, Policy, PolicyOptimizer, pack
 from grpo_fast.policy.attention import PACKED_ATTENTION, register
 from grpo_fast.policy.config import ModelConfig
+from grpo_fast.table import Completions
 from grpo_fast.update import packed_loss
 
 if TYPE_CHECKING:
@@ -135,10 +136,13 @@ def random_batches(policy: Policy, sizes: StepSizes) -> list[PackedBatch]:
     def draw(length: int) -> tuple[int, ...]:
         return tuple(torch.randint(vocabulary, (length,), generator=generator).tolist())
 
-    logprobs = (0.0,) * sizes.completion_length
-    samples = [
-        Sample(prompt, draw(sizes.completion_length), 1.0, group, sampler_logprobs=logprobs)
-        for group, prompt in enumerate(draw(sizes.prompt_length) for _ in range(sizes.groups))
+    rows = [
+        (prompt, draw(sizes.completion_length))
+        for prompt in [draw(sizes.prompt_length) for _ in range(sizes.groups)]
         for _ in range(sizes.generations)
     ]
-    return pack(samples, max_tokens=sizes.micro_batch_tokens, device=policy.device)
+    groups = [number for number in range(sizes.groups) for _ in range(sizes.generations)]
+    table = Completions.of([prompt for prompt, _ in rows], [own for _, own in rows], groups)
+    zeros = torch.zeros(len(table.token_ids))
+    table = table.with_columns(advantages=zeros + 1, sampler_logprobs=zeros)
+    return pack(table, max_tokens=sizes.micro_batch_tokens, device=policy.device)

@@ -35,8 +35,8 @@ from grpo_fast.plan.seconds import (
 )
 from grpo_fast.plan.sizes import Work
 from grpo_fast.plan.trace import Traces
-from grpo_fast.policy import Sample
-from grpo_fast.policy.packing import TokenCosts, deal
+from grpo_fast.policy.packing import TokenCosts, assign_to_ranks
+from grpo_fast.table import Completions
 
 Lengths = Sequence[Sequence[int]]
 """Tokens of each prompt's completions."""
@@ -164,13 +164,14 @@ def dealt(choice: Prediction, lengths: Lengths) -> list[Work]:
     predictor, prompt = choice.predictor, choice.sizes.prompt_length
     shape, ranks = predictor.shape, predictor.device.ranks
     ids = (0,) * prompt
-    samples = [Sample(ids, (0,) * n, 0.0, group) for group, row in enumerate(lengths) for n in row]
+    rows = [(group, n) for group, row in enumerate(lengths) for n in row]
+    table = Completions.of([ids] * len(rows), [(0,) * n for _, n in rows], [group for group, _ in rows])
     costs = TokenCosts(shape.active, shape.vocabulary * shape.hidden, 2 * shape.hidden * len(shape.layers))
     works = []
-    for numbers in deal(samples, ranks, costs):
+    for numbers in assign_to_ranks(table, ranks, costs):
         own: dict[int, list[int]] = {}
-        for i in numbers:
-            own.setdefault(samples[i].group_id, []).append(len(samples[i].completion_ids))
+        for group, n in (rows[i] for i in numbers):
+            own.setdefault(group, []).append(n)
         works.append(_work(own.values(), prompt, choice.sizes.micro_batch_tokens))
     count = max(work.count for work in works)
     return [replace(work, count=count) for work in works]

@@ -251,8 +251,8 @@ def _batch() -> PackedBatch:
         targets=empty(TARGETS),
         sequence_ids=empty(TARGETS),
         group_ids=empty(TARGETS),
-        advantages=empty(TARGETS, torch.float32),
-        sampler_logprobs=empty(TARGETS, torch.float32),
         num_sequences=1,
-        sample_ids=empty(1),
+        rows=empty(1),
+        token_index=empty(TARGETS),
+        columns={name: empty(TARGETS, torch.float32) for name in ("advantages", "sampler_logprobs")},
     )

@@ -8,7 +8,6 @@ __all__ = [
     "PackedBatch",
     "Policy",
     "PolicyOptimizer",
-    "Sample",
     "load_policy",
     "load_tokenizer",
     "longest_sequence",
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
     from grpo_fast.policy.architecture import longest_sequence
     from grpo_fast.policy.load import load_policy, load_tokenizer
     from grpo_fast.policy.optimizer import PolicyOptimizer
-    from grpo_fast.policy.packing import PackedBatch, Sample, pack
+    from grpo_fast.policy.packing import PackedBatch, pack
     from grpo_fast.policy.policy import Policy
 else:
     __getattr__ = lazy_names(
@@ -28,7 +27,7 @@ else:
             "architecture": ["longest_sequence"],
             "load": ["load_policy", "load_tokenizer"],
             "optimizer": ["PolicyOptimizer"],
-            "packing": ["PackedBatch", "Sample", "pack"],
+            "packing": ["PackedBatch", "pack"],
             "policy": ["Policy"],
         },
     )

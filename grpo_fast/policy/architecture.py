@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from grpo_fast.head import HeadParameters
 from grpo_fast.policy.layers import decoder_layers
-from grpo_fast.policy.packing import Sample, pack
+from grpo_fast.policy.packing import pack
 from grpo_fast.policy.quantization import is_quantized
+from grpo_fast.table import Completions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -190,10 +191,10 @@ def verify_policy(policy: Policy) -> None:
     Raises:
         ValueError: they differ by more than rounding.
     """
-    samples = _probes(policy.base_model.config.get_text_config().vocab_size)
-    (batch,) = pack(samples, max_tokens=10_000, device=policy.device)
+    prompts, completions = _probes(policy.base_model.config.get_text_config().vocab_size)
+    (batch,) = pack(Completions.of(prompts, completions), max_tokens=10_000, device=policy.device)
     model = policy.base_model
-    sequences = [(*sample.prompt_ids, *sample.completion_ids) for sample in samples]
+    sequences = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
     packed, own, allowed = policy.run(
         lambda: (
             policy.head.logits(policy.hidden_states(batch)),
@@ -202,7 +203,7 @@ def verify_policy(policy: Policy) -> None:
         ),
         whole_head=True,
     )
-    alone = [logits[len(s.prompt_ids) - 1 : -1] for logits, s in zip(own, samples, strict=True)]
+    alone = [logits[len(prompt) - 1 : -1] for logits, prompt in zip(own, prompts, strict=True)]
     error = distance(packed, torch.cat(alone))
     if not error <= allowed:
         raise ValueError(
@@ -254,15 +255,16 @@ def rounding_nats(dtype: torch.dtype, device_type: str = "cuda") -> float:
     return 1e-3 if device_type == "cpu" else 5e-2
 
 
-def _probes(vocab_size: int) -> list[Sample]:
-    """A shared prompt and a lone one; a completion of one token among them."""
+def _probes(vocab_size: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    """Prompts and completions: a shared prompt and a lone one; a completion of one token among them."""
     generator = torch.Generator().manual_seed(0)
-    samples = []
-    for group, (prompt, completions) in enumerate([(6, (4, 5)), (7, (3, 1)), (2, (6,))]):
+    prompts, found = [], []
+    for prompt, completions in [(6, (4, 5)), (7, (3, 1)), (2, (6,))]:
         tokens = torch.randint(vocab_size, (prompt + sum(completions),), generator=generator)
         prompt_ids, *own = (tuple(part.tolist()) for part in tokens.split([prompt, *completions]))
-        samples += [Sample(prompt_ids, ids, 0.0, group) for ids in own]
-    return samples
+        prompts += [prompt_ids] * len(own)
+        found += own
+    return prompts, found
 
 
 def _own_logits(model: PreTrainedModel, ids: Sequence[int]) -> Tensor:

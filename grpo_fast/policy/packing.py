@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -13,36 +13,9 @@ import torch
 from torch import Tensor
 
 from grpo_fast.distributed.shards import karmarkar_karp
+from grpo_fast.table import Completions, Integers, offsets_of, ranges
 
 EVEN = 1.01  # the busiest rank's work in units of the mean: more even is not worth a prompt computed twice
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One completion with everything the update needs. Lengths: P prompt tokens, C completion tokens."""
-
-    prompt_ids: tuple[int, ...]  # P
-    completion_ids: tuple[int, ...]  # C
-    advantage: float | tuple[float, ...]  # of the whole completion, or C: of each of its tokens
-    group_id: int
-    sampler_logprobs: tuple[float, ...] | None = None  # C
-    sampled: tuple[bool, ...] | None = None  # C: what the model wrote, and learns from; None: all of it
-
-    @property
-    def num_targets(self) -> int:
-        """Completion tokens that the loss is of."""
-        return len(self.completion_ids) if self.sampled is None else sum(self.sampled)
-
-    def targets(self, values: Sequence[Any]) -> Sequence[Any]:
-        """Of C values, those of the tokens that the loss is of."""
-        return values if self.sampled is None else [*itertools.compress(values, self.sampled)]
-
-    @property
-    def token_advantages(self) -> tuple[float, ...]:
-        """C floats."""
-        if isinstance(self.advantage, tuple):
-            return self.advantage
-        return (self.advantage,) * len(self.completion_ids)
 
 
 @dataclass(frozen=True)
@@ -64,25 +37,24 @@ class PackedBatch:
     targets: Tensor  # (N,) int64
     sequence_ids: Tensor  # (N,) int64 in [0, S)
     group_ids: Tensor  # (N,) int64
-    advantages: Tensor  # (N,) float32
-    sampler_logprobs: Tensor | None  # (N,) float32
     num_sequences: int
-    sample_ids: Tensor  # (S,) int64: which of the samples given to `pack` each sequence is
-    old_logprobs: Tensor | None = None  # (N,) float32
-    ref_logprobs: Tensor | None = None  # (N,) float32
-    held_back: Tensor | None = None  # (N,) bool, chosen over the step: see `LossInputs`
+    rows: Tensor  # (S,) int64: which completion of the table each sequence is
+    token_index: Tensor  # (N,) int64: which token of the table each target is
+    columns: Mapping[str, Tensor] = field(default_factory=dict)  # (N,) each, by name: the table's
 
     def to(self, device: torch.device | str) -> PackedBatch:
         """The same batch with its tensors on `device`."""
         moved: dict[str, Any] = {n: v.to(device) for n, v in vars(self).items() if isinstance(v, Tensor)}
-        return replace(self, **moved)
+        return replace(self, **moved, columns={n: v.to(device) for n, v in self.columns.items()})
 
-
-OF_TARGETS = (
-    *("targets", "sequence_ids", "group_ids", "advantages"),
-    *("sampler_logprobs", "old_logprobs", "ref_logprobs", "held_back"),
-)
-"""The fields of a `PackedBatch` that the loss reads, of N each."""
+    def with_columns(self, table: Completions) -> PackedBatch:
+        """With what the table it was packed of has for its targets."""
+        device = self.targets.device
+        values = {
+            name: column[self.token_index.to(column.device)].to(device)
+            for name, column in table.columns.items()
+        }
+        return replace(self, columns=values)
 
 
 @dataclass(frozen=True)
@@ -98,16 +70,20 @@ class TokenCosts:
         return inputs * (self.input + self.pair * (before + (inputs + 1) / 2))
 
 
-def deal(samples: Sequence[Sample], ranks: int, costs: TokenCosts) -> list[list[int]]:
-    """Which samples each rank computes, so that all finish together.
+def assign_to_ranks(table: Completions, ranks: int, costs: TokenCosts) -> list[list[int]]:
+    """Which completions each rank computes, so that all finish together.
 
-    Samples of one prompt go to one rank, or to as few as keep the busiest rank's work least: each of them
-    computes the prompt. The same samples are dealt alike everywhere.
+    Completions of one prompt go to one rank, or to as few as keep the busiest rank's work least: each of them
+    computes the prompt. The same table is dealt alike everywhere.
     """
     if ranks == 1:
-        return [[*range(len(samples))]]
-    families = [*_families(samples).values()]
-    own = [costs.more_inputs(len(s.prompt_ids), _inputs(s)) + costs.target * s.num_targets for s in samples]
+        return [[*range(len(table))]]
+    families = _families(table)
+    prompt_lengths, lengths = table.prompt_lengths.tolist(), table.lengths.tolist()
+    own = [
+        costs.more_inputs(prompt, length - 1) + costs.target * targets
+        for prompt, length, targets in zip(prompt_lengths, lengths, table.num_targets.tolist(), strict=True)
+    ]
     least, best = math.inf, []
     pieces, most = 1, max(map(len, families))
     while True:
@@ -115,7 +91,7 @@ def deal(samples: Sequence[Sample], ranks: int, costs: TokenCosts) -> list[list[
         for members in families:
             parts = karmarkar_karp([own[i] for i in members], min(pieces, len(members)))
             units += [[members[i] for i in part] for part in parts]
-        prompts = [costs.more_inputs(0, len(samples[unit[0]].prompt_ids)) for unit in units]
+        prompts = [costs.more_inputs(0, prompt_lengths[unit[0]]) for unit in units]
         work = [sum(own[i] for i in unit) + prompt for unit, prompt in zip(units, prompts, strict=True)]
         sets = karmarkar_karp(work, ranks)
         loads = [sum(work[i] for i in part) for part in sets]
@@ -126,90 +102,76 @@ def deal(samples: Sequence[Sample], ranks: int, costs: TokenCosts) -> list[list[
         pieces *= 2
 
 
-def _families(samples: Sequence[Sample]) -> dict[tuple[int, tuple[int, ...]], list[int]]:
-    """Indices of the samples that share a prompt."""
-    families: dict[tuple[int, tuple[int, ...]], list[int]] = {}
-    for i, sample in enumerate(samples):
-        families.setdefault((sample.group_id, sample.prompt_ids), []).append(i)
-    return families
+def _families(table: Completions) -> list[list[int]]:
+    """Rows of the completions that share a prompt."""
+    families: dict[int, list[int]] = {}
+    for row, prompt in enumerate(table.prompts.tolist()):
+        families.setdefault(prompt, []).append(row)
+    return [*families.values()]
 
 
-def _inputs(sample: Sample) -> int:
-    """Completion tokens that enter the model: all but the last."""
-    return len(sample.completion_ids) - 1
-
-
-def pack(samples: Sequence[Sample], *, max_tokens: int, device: torch.device | str) -> list[PackedBatch]:
-    """Lay samples out flat, in as few and as even micro-batches as `max_tokens` input tokens each allow.
+def pack(
+    table: Completions, *, max_tokens: int, device: torch.device | str, whole_prompts: bool = False
+) -> list[PackedBatch]:
+    """Lay completions out flat, in as few and as even micro-batches as `max_tokens` input tokens each allow.
 
     The largest micro-batch comes first, so that a budget too large for the memory fails at once. The same
-    samples give the same batches. A sequence is never split: one longer than the budget gets a micro-batch
+    table gives the same batches. A sequence is never split: one longer than the budget gets a micro-batch
     of its own.
 
     Args:
-        samples: in any order; a sample may be alone in its group.
+        table: completions in any order; one may be alone in its group. Its columns go along.
         max_tokens: input tokens of one micro-batch, shared prompts counted once.
         device: where the tensors go.
+        whole_prompts: all completions of a prompt are in one micro-batch, as one sequence is.
 
     Raises:
-        ValueError: no samples, a budget below one, an empty prompt or completion, per-token fields whose
-            length is not the completion's, or log-probabilities of the sampler for some samples only.
+        ValueError: no completions, or a budget below one.
     """
     if max_tokens < 1:
         raise ValueError(f"max_tokens = {max_tokens} leaves no room for a token; give at least 1")
-    if not samples:
-        raise ValueError("samples is empty; skip the update when no group is left")
-    for index, sample in enumerate(samples):
-        _check(sample, index)
-    if len({sample.sampler_logprobs is None for sample in samples}) > 1:
-        raise ValueError("sampler_logprobs is None for some samples only; give them for all, or for none")
-    documents, lengths = _documents(samples, max_tokens)
+    if not len(table):
+        raise ValueError("the table is empty; skip the update when no group is left")
+    documents, lengths = _documents(table, math.inf if whole_prompts else max_tokens)
     batches = balance(lengths, max_tokens)
-    return [_lay_out(samples, [documents[i] for i in batch]).to(device) for batch in batches]
+    # Prompts and completions are read from one array.
+    tokens = np.concatenate([table.prompt_ids.numpy(), table.token_ids.numpy()])
+    laid_out = (_lay_out(table, tokens, [documents[i] for i in batch]) for batch in batches)
+    return [batch.to(device).with_columns(table) for batch in laid_out]
 
 
-def empty_batch(device: torch.device | str, *, sampler_logprobs: bool) -> PackedBatch:
+def empty_batch(table: Completions, device: torch.device | str) -> PackedBatch:
     """A micro-batch of one input and no target: what a rank computes while another has more than it."""
-    sample = Sample((0,), (0,), 0.0, 0, sampler_logprobs=(0.0,) if sampler_logprobs else None)
-    (batch,) = pack([sample], max_tokens=1, device=device)
-    values = {name: getattr(batch, name) for name in (*OF_TARGETS, "loss_index", "sample_ids")}
-    none: dict[str, Any] = {name: value[:0] for name, value in values.items() if value is not None}
-    return replace(batch, num_sequences=0, **none)
+    zero, none = torch.zeros(1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
+    batch = PackedBatch(
+        input_ids=zero,
+        position_ids=zero,
+        segment_ids=zero,
+        cu_seqlens=torch.tensor([0, 1], dtype=torch.int32),
+        loss_index=none,
+        targets=none,
+        sequence_ids=none,
+        group_ids=none,
+        num_sequences=0,
+        rows=none,
+        token_index=none,
+    )
+    return batch.to(device).with_columns(table)
 
 
-def _check(sample: Sample, index: int) -> None:
-    length = len(sample.completion_ids)
-    if not sample.prompt_ids:
-        raise ValueError(f"samples[{index}].prompt_ids is empty: nothing predicts the first completion token")
-    if not sample.num_targets:
-        raise ValueError(
-            f"samples[{index}].completion_ids is empty, or nothing of it is sampled; leave the sample out"
-        )
-    for name, values in (
-        ("advantage", sample.token_advantages),
-        ("sampler_logprobs", sample.sampler_logprobs),
-        ("sampled", sample.sampled),
-    ):
-        if values is not None and len(values) != length:
-            raise ValueError(
-                f"samples[{index}].{name} has {len(values)} entries for {length} completion tokens; give one "
-                "for each"
-            )
-
-
-def _documents(samples: Sequence[Sample], max_tokens: int) -> tuple[list[list[int]], list[int]]:
-    """Indices of samples that share their prompt, as many as the budget holds, and each document's tokens."""
+def _documents(table: Completions, max_tokens: float) -> tuple[list[list[int]], list[int]]:
+    """Rows of completions that share their prompt, as many as the budget holds; each document's tokens."""
     documents: list[list[int]] = []
     lengths: list[int] = []
-    for (_, prompt_ids), members in _families(samples).items():
+    inputs, prompts = (table.lengths - 1).tolist(), table.prompt_lengths.tolist()
+    for members in _families(table):
         for place, i in enumerate(members):
-            more = _inputs(samples[i])
-            if place and lengths[-1] + more <= max_tokens:
+            if place and lengths[-1] + inputs[i] <= max_tokens:
                 documents[-1].append(i)
-                lengths[-1] += more
+                lengths[-1] += inputs[i]
             else:
                 documents.append([i])
-                lengths.append(len(prompt_ids) + more)
+                lengths.append(prompts[i] + inputs[i])
     return documents, lengths
 
 
@@ -241,51 +203,49 @@ def _longest_first(
     return [members for members in bins if members]
 
 
-def _lay_out(samples: Sequence[Sample], documents: Sequence[Sequence[int]]) -> PackedBatch:
-    input_ids: list[int] = []
-    position_ids: list[int] = []
-    segment_ids: list[int] = []
-    loss_index: list[int] = []
-    bounds = [0]
-    sample_ids = [i for document in documents for i in document]
-    ordered = [samples[i] for i in sample_ids]
-    for document in documents:
-        prompt_ids = samples[document[0]].prompt_ids
-        prompt = len(prompt_ids)
-        last_of_prompt = len(input_ids) + prompt - 1
-        input_ids += prompt_ids
-        position_ids += range(prompt)
-        segment_ids += [0] * prompt
-        for segment, i in enumerate(document, start=1):
-            length = _inputs(samples[i])
-            start = len(input_ids)
-            loss_index += samples[i].targets([last_of_prompt, *range(start, start + length)])
-            input_ids += samples[i].completion_ids[:-1]
-            position_ids += range(prompt, prompt + length)
-            segment_ids += [segment] * length
-        bounds.append(len(input_ids))
+def _lay_out(table: Completions, tokens: Integers, documents: Sequence[Sequence[int]]) -> PackedBatch:
+    """By runs of tokens: a document's prompt is one, what enters of each of its completions another."""
+    rows = np.array([row for document in documents for row in document], np.int64)
+    counts = np.array([len(document) for document in documents], np.int64)
+    first = offsets_of(counts)[:-1]  # of each document, among the sequences
+    starts, lengths = table.offsets.numpy()[rows], table.lengths.numpy()[rows]
+    prompts = table.prompts.numpy()[rows]
+    prompt_lengths = table.prompt_lengths.numpy()[rows]
+    # A run a prompt and a run a completion, in the order of the layout.
+    of_prompt = first + np.arange(len(documents))
+    of_completion = np.arange(len(rows)) + np.repeat(np.arange(len(documents)), counts) + 1
+    sizes = np.empty(len(rows) + len(documents), np.int64)
+    sizes[of_prompt], sizes[of_completion] = prompt_lengths[first], lengths - 1
+    runs = offsets_of(sizes)
+    sources, begins, segments = np.empty_like(sizes), np.zeros_like(sizes), np.zeros_like(sizes)
+    sources[of_prompt] = table.prompt_offsets.numpy()[prompts[first]]
+    sources[of_completion] = starts + len(table.prompt_ids)
+    begins[of_completion] = prompt_lengths
+    segments[of_completion] = np.arange(len(rows)) - np.repeat(first, counts) + 1
+    place = np.arange(runs[-1]) - np.repeat(runs[:-1], sizes)
 
-    def tensor(values: Sequence[float], dtype: type = np.int64) -> Tensor:
-        return torch.from_numpy(np.array(values, dtype))  # torch takes five times as long over a list
+    # The last prompt token predicts a completion's first token, and each of its own the next.
+    token_index = ranges(starts, lengths)
+    ends = runs[:-1][np.repeat(of_prompt, counts)] + prompt_lengths - 1
+    bounds = offsets_of(lengths)[:-1]
+    loss_index = np.repeat(runs[:-1][of_completion] - 1 - bounds, lengths) + np.arange(len(token_index))
+    loss_index[bounds] = ends
+    sequence_ids = np.repeat(np.arange(len(rows)), lengths)
+    written = table.mask.numpy()[token_index]
+    if not written.all():
+        token_index, loss_index, sequence_ids = (v[written] for v in (token_index, loss_index, sequence_ids))
 
-    def flat(name: str, dtype: type) -> Tensor:
-        values = (sample.targets(getattr(sample, name)) for sample in ordered)
-        return tensor([value for own in values for value in own], dtype)
-
-    lengths = tensor([sample.num_targets for sample in ordered])
+    tensor = torch.from_numpy
     return PackedBatch(
-        input_ids=tensor(input_ids),
-        position_ids=tensor(position_ids),
-        segment_ids=tensor(segment_ids),
-        cu_seqlens=tensor(bounds, np.int32),
+        input_ids=tensor(tokens[np.repeat(sources, sizes) + place]),
+        position_ids=tensor(np.repeat(begins, sizes) + place),
+        segment_ids=tensor(np.repeat(segments, sizes)),
+        cu_seqlens=tensor(np.append(runs[:-1][of_prompt], runs[-1]).astype(np.int32)),
         loss_index=tensor(loss_index),
-        targets=flat("completion_ids", np.int64),
-        sequence_ids=torch.repeat_interleave(torch.arange(len(ordered)), lengths),
-        group_ids=torch.repeat_interleave(tensor([sample.group_id for sample in ordered]), lengths),
-        advantages=flat("token_advantages", np.float32),
-        sampler_logprobs=None
-        if samples[0].sampler_logprobs is None
-        else flat("sampler_logprobs", np.float32),
-        num_sequences=len(ordered),
-        sample_ids=tensor(sample_ids),
+        targets=tensor(table.token_ids.numpy()[token_index]),
+        sequence_ids=tensor(sequence_ids),
+        group_ids=tensor(table.groups.numpy()[rows][sequence_ids]),
+        num_sequences=len(rows),
+        rows=tensor(rows),
+        token_index=tensor(token_index),
     )

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from grpo_fast.distributed.world import World
 from grpo_fast.policy.layers import decoder_layers
-from grpo_fast.policy.packing import OF_TARGETS, PackedBatch
+from grpo_fast.policy.packing import PackedBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -89,21 +89,26 @@ class ShardedModel(nn.Module):
             hidden: (N, H), this rank's; a gradient of all hidden states comes back as that of these.
 
         Returns:
-            (M, H) hidden states in rank order; the batch with the fields `OF_TARGETS` of length M, its other
-            tensors this rank's; which of the M are this rank's.
+            (M, H) hidden states in rank order; the batch with M targets, their ids and their columns, its
+            other tensors this rank's; which of the M are this rank's.
         """
         rank, ranks = self.world.rank, self.world.size
         sizes = torch.tensor([[len(hidden), batch.num_sequences]], device=hidden.device)
         counts, sequences = _below_each_other(sizes, [1] * ranks).T.tolist()
-        first = sum(sequences[:rank])
-        fields = {n: value for n in OF_TARGETS if (value := getattr(batch, n)) is not None}
+        ids = {
+            "targets": batch.targets,
+            "sequence_ids": batch.sequence_ids + sum(sequences[:rank]),
+            "group_ids": batch.group_ids,
+        }
+        fields = ids | {**batch.columns}
         # float64 holds every id and every float32.
-        columns = [(v + first if n == "sequence_ids" else v).double() for n, v in fields.items()]
-        found = _below_each_other(torch.stack(columns, 1), counts).unbind(1)
+        found = _below_each_other(torch.stack([v.double() for v in fields.values()], 1), counts).unbind(1)
         values: dict[str, Any] = {n: f.to(v.dtype) for (n, v), f in zip(fields.items(), found, strict=True)}
+        columns = {name: values.pop(name) for name in batch.columns}
         own = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
         everything: Any = _HiddenOfAll.apply(hidden, counts, own)
-        return everything, replace(batch, num_sequences=sum(sequences), **values), own
+        joined = replace(batch, num_sequences=sum(sequences), columns=columns, **values)
+        return everything, joined, own
 
 
 def _require_shardable(model: nn.Module, layers: Sequence[nn.Module]) -> None:

@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 from grpo_fast.head import linear_logprob
-from grpo_fast.policy import Policy, Sample, pack
+from grpo_fast.policy import Policy, pack
 from grpo_fast.policy.out_of_memory import MicroBatchBudget
 from grpo_fast.policy.packing import balance
 from grpo_fast.policy.source import cache_folder
 from grpo_fast.preference.comparison import Comparison
+from grpo_fast.table import Completions
 
 # Of the model's configuration; the dtype is the weights'.
 _UNRELATED = ("_name_or_path", "transformers_version", "dtype")
@@ -70,13 +71,14 @@ def sequence_logprobs(
         comparisons: with S completions, in this order.
         weight_grad: as of `linear_logprob`.
     """
-    samples = [
-        Sample(comparison.prompt.token_ids, completion, 0.0, group_id, (0.0,) * len(completion))
-        for group_id, comparison in enumerate(comparisons)
+    rows = [
+        (comparison.prompt.token_ids, completion, number)
+        for number, comparison in enumerate(comparisons)
         for completion in comparison.completion_ids
     ]
     everything = sum(comparison.num_tokens for comparison in comparisons)
-    (batch,) = pack(samples, max_tokens=everything, device=policy.device)
+    table = Completions.of(*zip(*rows, strict=True))
+    (batch,) = pack(table, max_tokens=everything, device=policy.device)
     head = policy.head
     tokens = linear_logprob(
         policy.hidden_states(batch),

@@ -77,12 +77,11 @@ def test_samples_share_the_prompt_of_their_group_and_their_counts_are_the_steps(
 
     samples, totals = make_samples(lengths, 2, vocabulary=50, seed=0)
 
-    assert samples[0].prompt_ids == samples[1].prompt_ids != samples[2].prompt_ids
-    assert [(len(s.prompt_ids), len(s.completion_ids)) for s in samples] == lengths
-    assert [s.group_id for s in samples] == [0, 0, 1, 1]
-    assert [s.advantage for s in samples] == [1, -1, 1, -1]
+    assert samples.prompts.tolist() == samples.groups.tolist() == [0, 0, 1, 1]
+    assert [*zip(samples.prompt_lengths.tolist(), samples.lengths.tolist(), strict=True)] == lengths
+    assert samples.columns["advantages"][samples.offsets[:-1]].tolist() == [1, -1, 1, -1]
     assert (totals.num_tokens, totals.num_sequences) == (308, 4)
-    tokens = {token for s in samples for token in (*s.prompt_ids, *s.completion_ids)}
+    tokens = {*samples.prompt_ids.tolist(), *samples.token_ids.tolist()}
     assert tokens <= {*range(48)} and len(tokens) > 40  # neither padding nor the end
 
 

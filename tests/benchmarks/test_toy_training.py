@@ -15,7 +15,8 @@ from benchmarks.readme import render
 from benchmarks.step import LOSS
 from benchmarks.tolerance_training import ARROW, END, STRIDE
 from grpo_fast import linear_logprob
-from grpo_fast.policy import Policy, Sample
+from grpo_fast.policy import Policy
+from grpo_fast.table import Completions
 
 
 @pytest.fixture(scope="module")
@@ -38,10 +39,10 @@ def test_the_answer_is_the_sorted_digits_and_the_end():
 def test_the_exact_head_has_the_gradient_of_full_logits_and_a_drawn_one_nearly(toy, seed):
     chance = random.Random(seed)  # not sampled: a group of equal completions would have no gradient
     prompts = [training.draw_prompt(chance) for _ in range(16)]
-    samples = [
-        Sample(prompt, tuple(chance.choices(range(2048), k=6)), chance.random(), i, (0.0,) * 6)
-        for i, prompt in enumerate(prompts)
-    ]
+    samples = Completions.of(prompts, [chance.choices(range(2048), k=6) for _ in prompts])
+    samples = samples.with_columns(
+        advantages=samples.spread(torch.tensor([chance.random() for _ in prompts]))
+    )
 
     def gradient(tolerance: float | None) -> Tensor:
         trained = [p for p in toy.model.parameters() if p.requires_grad]

@@ -15,7 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from grpo_fast.distributed import shards
 from grpo_fast.distributed.shards import all_gather, karmarkar_karp, reduce_scatter
 from grpo_fast.distributed.world import World
-from grpo_fast.policy.packing import Sample, TokenCosts, deal
+from grpo_fast.policy.packing import TokenCosts, assign_to_ranks
+from grpo_fast.table import Completions
 
 
 def test_largest_differencing_gives_its_authors_sums():
@@ -48,46 +49,47 @@ def test_tokens_cost_what_they_see():
         assert costs.more_inputs(before, inputs) == every
 
 
-def samples_of(groups: list[tuple[int, list[int]]]) -> list[Sample]:
-    return [
-        Sample((1,) * prompt, (2,) * length, 1.0, group)
+def table_of(groups: list[tuple[int, list[int]]]) -> Completions:
+    rows = [
+        ((1,) * prompt, (2,) * length, group)
         for group, (prompt, lengths) in enumerate(groups)
         for length in lengths
     ]
+    return Completions.of(*zip(*rows, strict=True))
 
 
-def work_of(samples: list[Sample], members: list[int], costs: TokenCosts) -> float:
+def work_of(table: Completions, members: list[int], costs: TokenCosts) -> float:
     """Prompts counted once for each rank that has a completion of them."""
-    own = [samples[i] for i in members]
-    prompts = {(s.group_id, len(s.prompt_ids)) for s in own}
+    own = table.select(members)
+    rows = [*zip(own.prompt_lengths.tolist(), own.lengths.tolist(), own.groups.tolist(), strict=True)]
+    prompts = {(group, prompt) for prompt, _, group in rows}
     return sum(costs.more_inputs(0, length) for _, length in prompts) + sum(
-        costs.more_inputs(len(s.prompt_ids), len(s.completion_ids) - 1) + costs.target * len(s.completion_ids)
-        for s in own
+        costs.more_inputs(prompt, length - 1) + costs.target * length for prompt, length, _ in rows
     )
 
 
 def test_groups_stay_whole_where_that_is_even_and_are_parted_where_it_is_not(seed):
     dice, costs = random.Random(seed), TokenCosts(input=100, target=30, pair=0.5)
-    even = samples_of([(40, [20] * 4)] * 6)
-    dealt = deal(even, 3, costs)
-    assert [len({even[i].group_id for i in part}) for part in dealt] == [2, 2, 2]
+    even = table_of([(40, [20] * 4)] * 6)
+    dealt = assign_to_ranks(even, 3, costs)
+    assert [len(even.groups[part].unique()) for part in dealt] == [2, 2, 2]
 
-    long = samples_of([(300, [5]), (5, [300]), (5, [150]), (150, [5])])  # prompts are work, too
-    assert sorted(deal(long, 2, costs)) == [[0, 2], [1, 3]]
+    long = table_of([(300, [5]), (5, [300]), (5, [150]), (150, [5])])  # prompts are work, too
+    assert sorted(assign_to_ranks(long, 2, costs)) == [[0, 2], [1, 3]]
 
     lengths = [dice.randrange(5, 300) for _ in range(16)]
-    uneven = samples_of([(20, lengths), (20, [4, 4])])
-    dealt = deal(uneven, 2, costs)
+    uneven = table_of([(20, lengths), (20, [4, 4])])
+    dealt = assign_to_ranks(uneven, 2, costs)
     assert sorted(i for part in dealt for i in part) == list(range(18))
-    assert dealt == deal(uneven, 2, costs) and all(part == sorted(part) for part in dealt)
+    assert dealt == assign_to_ranks(uneven, 2, costs) and all(part == sorted(part) for part in dealt)
     loads = [work_of(uneven, part, costs) for part in dealt]
     assert max(loads) <= 1.02 * sum(loads) / 2 + max(lengths) * 10
 
 
 def test_one_rank_has_everything_and_more_ranks_than_samples_leave_some_empty():
-    few, costs = samples_of([(3, [4, 5])]), TokenCosts(1, 1, 0)
-    assert deal(few, 1, costs) == [[0, 1]]
-    assert sorted(deal(few, 3, costs)) == [[], [0], [1]]
+    few, costs = table_of([(3, [4, 5])]), TokenCosts(1, 1, 0)
+    assert assign_to_ranks(few, 1, costs) == [[0, 1]]
+    assert sorted(assign_to_ranks(few, 3, costs)) == [[], [0], [1]]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8])

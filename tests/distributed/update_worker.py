@@ -23,11 +23,12 @@ from grpo_fast.config import TrainConfig
 from grpo_fast.distributed import shards
 from grpo_fast.distributed.shards import local
 from grpo_fast.distributed.world import ALONE, World
-from grpo_fast.experience import make_samples
 from grpo_fast.policy import PolicyOptimizer
 from grpo_fast.policy import optimizer as optimizer_module
 from grpo_fast.run import build_trainer
 from grpo_fast.run_record.logs import Clock
+from grpo_fast.score import to_train
+from grpo_fast.table import Completions
 from grpo_fast.trainer import Trainer
 
 # Adam's steps along gradients that are mere rounding are of full size, unless eps exceeds them.
@@ -66,13 +67,17 @@ def check(name: str, toy: dict[str, Any], world: World, updates: int, eps: float
     )
     assert isinstance(alone, Trainer)
     config = alone.config
-    groups, _ = alone.collect(Clock())
-    samples, totals = make_samples(groups, config.advantage, config.loss)
+    table, _ = alone.collect(Clock())
+    samples, totals = to_train(table, config.advantage, config.loss)
     samples = samples[:23]
-    if not any(any(s.token_advantages) for s in samples):  # equal rewards, which would move nothing
-        samples = [replace(s, advantage=draw.uniform(-1, 1)) for s in samples]
+    if not samples.columns["advantages"].any():  # equal rewards, which would move nothing
+        drawn = torch.tensor([draw.uniform(-1, 1) for _ in range(len(samples))])
+        samples = samples.with_columns(advantages=samples.spread(drawn))
     if name == "chosen":  # no two tokens alike: rounding would choose between them
-        samples = [replace(s, prompt_ids=tuple(draw.choices(range(24), k=6))) for s in samples]
+        prompts = [tuple(draw.choices(range(24), k=6)) for _ in range(len(samples))]
+        tokens = [samples.tokens_of(row).tolist() for row in range(len(samples))]
+        other = Completions.of(prompts, tokens, samples.groups.tolist())
+        samples = replace(other, columns=samples.columns)
     weights, found = [], []
     for trainer in (alone, *several):
         assert isinstance(trainer, Trainer)

@@ -13,14 +13,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from grpo_fast import table as tables
 from grpo_fast.data import Prompt
-from grpo_fast.experience import Group, make_samples
 from grpo_fast.methods import METHODS
 from grpo_fast.objective import GRPOLossConfig, LossInputs, policy_loss
 from grpo_fast.objective.catalog import CATALOG, LOSS_TYPES
 from grpo_fast.objective.surrogates import SURROGATES
-from grpo_fast.rollout import Completion
 from grpo_fast.run_record.logs import Clock
+from grpo_fast.score import to_train
 
 L_MAX = 8  # dr_grpo's constant; the limit of a completion in tokens
 Completions = list[
@@ -398,25 +398,31 @@ def test_a_methods_whole_update_is_its_papers(method, make_trainer, assert_same,
 
     rewards = [toy["rewards"][0] | {"weight": 2.0}, {"reward": "tag_format", "weight": -0.5}]
     trainer = make_trainer(method=method, rewards=rewards)
-    answers = [Completion(tuple(own.tolist()), None, "", False) for own in ids]
-    groups = [
-        Group(Prompt(g, "?", (1,), {}), tuple(answers[3 * g : 3 * g + 3]), weighted[g], table[g])
-        for g in range(5)
-    ]
+    drawn_once = tables.Completions.of(
+        [(1,)] * 15,
+        [own.tolist() for own in ids],
+        [i // 3 for i in range(15)],
+        facts={
+            "reward": weighted.flatten(),
+            "reward_table": table.flatten(0, 1),
+            "truncated": torch.zeros(15, dtype=torch.bool),
+            "episode": torch.full((15, 5), torch.nan),
+        },
+    )
 
-    def logprobs_of(policy: Any, batch: Any) -> Any:
+    def logprobs_of(policy: Any, batch: Any, *_: Any) -> Any:
         return SimpleNamespace(logprob=(old if policy is trainer.policy else ref)[batch.targets].float())
 
-    monkeypatch.setattr(trainer, "rollout", lambda *_: groups)
-    monkeypatch.setattr(trainer.update, "head_outputs", logprobs_of)
+    monkeypatch.setattr(trainer, "rollout", lambda *_: drawn_once)
+    monkeypatch.setattr(trainer.update.annotator, "head_outputs", logprobs_of)
     trainer.update.entropy_controller.update(0.1)  # below its target: then it acts
-    samples, step = make_samples(trainer.collect(Clock())[0], trainer.config.advantage, trainer.config.loss)
-    targets = torch.tensor([i for sample in samples for i in sample.completion_ids])
-    sequences = [s for s, sample in enumerate(samples) for _ in sample.completion_ids]
+    monkeypatch.setattr(trainer.prompts, "next", lambda: [Prompt(g, "?", (1,), {}) for g in range(5)])
+    samples, step = to_train(trainer.collect(Clock())[0], trainer.config.advantage, trainer.config.loss)
+    targets = samples.token_ids
     inputs = LossInputs(
         tokens.new[targets],
-        torch.tensor([a for sample in samples for a in sample.token_advantages], dtype=torch.float64),
-        torch.tensor(sequences),
+        samples.columns["advantages"].double(),
+        samples.spread(torch.arange(len(samples))),
         torch.ones_like(targets, dtype=torch.bool),
         len(samples),
         **{"old_logprobs": old[targets], "ref_logprobs": ref[targets], "entropy": nats[targets]},

@@ -8,20 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_fast.plan.sizes import StepSizes, largest, largest_micro_batch
-from grpo_fast.policy import PackedBatch, Sample, pack
+from grpo_fast.policy import PackedBatch, pack
 from grpo_fast.policy.attention import PackedLayout, visible_pairs
+from grpo_fast.table import Completions
 
 SIZES = StepSizes(prompts=5, generations=6, prompt_length=30, completion_length=20, micro_batch_tokens=10**6)
 
 
 def packed(sizes: StepSizes) -> list[PackedBatch]:
-    zeros = (0.0,) * sizes.completion_length
-    samples = [
-        Sample((group,) * sizes.prompt_length, (0,) * sizes.completion_length, 0.0, group, zeros)
-        for group in range(sizes.groups)
-        for _ in range(sizes.generations)
-    ]
-    return pack(samples, max_tokens=sizes.micro_batch_tokens, device="cpu")
+    groups = [group for group in range(sizes.groups) for _ in range(sizes.generations)]
+    prompts = [(group,) * sizes.prompt_length for group in groups]
+    table = Completions.of(prompts, [(0,) * sizes.completion_length] * len(groups), groups)
+    return pack(table, max_tokens=sizes.micro_batch_tokens, device="cpu")
 
 
 @pytest.mark.parametrize(

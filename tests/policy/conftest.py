@@ -11,8 +11,9 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from grpo_fast.policy import PackedBatch, Policy, Sample, load_policy, pack
+from grpo_fast.policy import PackedBatch, Policy, load_policy, pack
 from grpo_fast.policy.config import ModelConfig
+from grpo_fast.table import Completions
 
 VOCABULARY = 61
 SIZES = {
@@ -72,28 +73,22 @@ def save_model(folder: Path, family: str = "llama", **changes: object) -> Path:
 
 def make_samples(
     rng: torch.Generator, groups: int = 4, generations: int = 3, prompt: int = 9, completion: int = 6
-) -> list[Sample]:
+) -> Completions:
     """Prompts of 1 to `prompt` tokens, the first the longest; completions of 1 to `completion`; shuffled."""
 
     def integers(high: int, count: int) -> tuple[int, ...]:
         return tuple(torch.randint(0, high, (count,), generator=rng).tolist())
 
-    samples = []
+    rows = []
     for group in range(groups):
         prompt_ids = integers(VOCABULARY, 1 + integers(prompt, 1)[0] if group else prompt)
         for _ in range(generations):
             length = 1 + integers(completion, 1)[0]
-            samples.append(
-                Sample(
-                    prompt_ids=prompt_ids,
-                    completion_ids=integers(VOCABULARY, length),
-                    advantage=tuple(torch.randn(length, generator=rng).tolist()),
-                    group_id=group,
-                    sampler_logprobs=tuple(torch.randn(length, generator=rng).tolist()),
-                )
-            )
-    order = torch.randperm(len(samples), generator=rng).tolist()
-    return [samples[i] for i in order]
+            rows.append((prompt_ids, integers(VOCABULARY, length), group))
+    table = Completions.of(*zip(*rows, strict=True))
+    advantages, logprobs = torch.randn(2, len(table.token_ids), generator=rng)
+    table = table.with_columns(advantages=advantages, sampler_logprobs=logprobs)
+    return table.select(torch.randperm(len(rows), generator=rng))
 
 
 @pytest.fixture(scope="session")
@@ -119,11 +114,11 @@ def load(folder_of: Callable[..., Path]) -> Callable[..., Policy]:
 
 
 @pytest.fixture
-def samples(rng: torch.Generator) -> list[Sample]:
+def samples(rng: torch.Generator) -> Completions:
     return make_samples(rng)
 
 
 @pytest.fixture
-def batch(samples: list[Sample]) -> PackedBatch:
+def batch(samples: Completions) -> PackedBatch:
     (batch,) = pack(samples, max_tokens=10_000, device="cpu")
     return batch

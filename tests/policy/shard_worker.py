@@ -89,11 +89,11 @@ def check_step(alone: Policy, sharded: Policy, world: World, seed: int, toleranc
     """Of three micro-batches rank 0 computes two, rank 1 one and an empty one: a mean of the gradient is the
     moment after one step."""
     samples = make_samples(torch.Generator().manual_seed(seed))
-    totals = StepTotals(sum(len(s.completion_ids) for s in samples), len(samples))
+    totals = StepTotals(len(samples.token_ids), len(samples))
     parts = [samples[:5], samples[5:7], samples[7:]]
     batches = [pack(part, max_tokens=1000, device="cpu")[0] for part in parts]
     check_rows(alone, sharded, batches[0])
-    own = [batches[2], empty_batch("cpu", sampler_logprobs=True)] if world.rank else batches[:2]
+    own = [batches[2], empty_batch(samples, "cpu")] if world.rank else batches[:2]
 
     def loss_of(policy: Policy, optimizer: PolicyOptimizer, batch: PackedBatch) -> torch.Tensor:
         out = packed_loss(policy, batch, GRPOLossConfig("gspo"), totals=totals, optimizer=optimizer)

@@ -14,19 +14,22 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoConfig
 
 from grpo_fast.plan.measure import peak_bytes
-from grpo_fast.policy import PackedBatch, Policy, Sample, pack
+from grpo_fast.policy import PackedBatch, Policy, pack
 from grpo_fast.policy.architecture import verify_policy
 from grpo_fast.policy.attention import BLOCK, PackedLayout, flash_obstacle, packed_attention
+from grpo_fast.table import Completions
 
 Load = Callable[..., Policy]
 
 
-def packed(samples: list[Sample], max_tokens: int = 10**6) -> list[PackedBatch]:
+def packed(samples: Completions, max_tokens: int = 10**6) -> list[PackedBatch]:
     return pack(samples, max_tokens=max_tokens, device="cpu")
 
 
-def sample(group: int, prompt: int, completion: int) -> Sample:
-    return Sample((group,) * prompt, (1,) * completion, 0.0, group, (0.0,) * completion)
+def of_sizes(*sizes: tuple[int, int, int]) -> Completions:
+    """By group, prompt and completion."""
+    rows = [((group,) * prompt, (1,) * completion, group) for group, prompt, completion in sizes]
+    return Completions.of(*zip(*rows, strict=True))
 
 
 def outcome(
@@ -45,7 +48,7 @@ def outcome(
 @pytest.mark.parametrize("together", [True, False])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma2", "gemma4_text", "cohere", "granite"])
 def test_packed_logprobs_are_those_of_each_sequence_alone(
-    load: Load, samples: list[Sample], family: str, together: bool, monkeypatch: pytest.MonkeyPatch
+    load: Load, samples: Completions, family: str, together: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Short completions of a prompt in one call together, or each in one of its own."""
     monkeypatch.setattr("grpo_fast.policy.attention.PAIRS_A_CALL", 10**6 if together else -(10**6))
@@ -55,14 +58,14 @@ def test_packed_logprobs_are_those_of_each_sequence_alone(
     for batch in packed(samples, max_tokens=40):
         logprobs = policy.head.logits(policy.hidden_states(batch)).log_softmax(-1)
         rows = logprobs.split(batch.sequence_ids.bincount().tolist())
-        for index, actual in zip(batch.sample_ids.tolist(), rows, strict=True):
-            own = samples[index]
-            ids = torch.tensor([own.prompt_ids + own.completion_ids])
+        for row, actual in zip(batch.rows.tolist(), rows, strict=True):
+            prompt = samples.prompt_of(row)
+            ids = torch.cat([prompt, samples.tokens_of(row)])[None]
             logits = policy.model(input_ids=ids, use_cache=False).logits
-            alone = logits[0, len(own.prompt_ids) - 1 : -1].log_softmax(-1)
+            alone = logits[0, len(prompt) - 1 : -1].log_softmax(-1)
             torch.testing.assert_close(actual, alone, rtol=1e-4, atol=1e-4)
     # The window of Gemma 2 hides something, else the comparison would say nothing about windows.
-    assert family != "gemma2" or window < max(len(s.prompt_ids) for s in samples)
+    assert family != "gemma2" or window < int(samples.prompt_lengths.max())
 
 
 @pytest.mark.parametrize(
@@ -78,7 +81,7 @@ def test_packed_logprobs_are_those_of_each_sequence_alone(
 def test_completions_share_a_call_while_that_costs_less_than_one_more(
     kind: str, completion: int, pieces: list[tuple[int, int, int]]
 ) -> None:
-    (batch,) = packed([sample(group, 73, completion + 1) for group in (3, 4) for _ in range(4)])
+    (batch,) = packed(of_sizes(*[(group, 73, completion + 1) for group in (3, 4) for _ in range(4)]))
     assert PackedLayout(batch, kind).pieces == 2 * pieces
 
 
@@ -111,8 +114,8 @@ def test_flash_attention_shares_prompts_exactly(
     draw = random.Random(seed)
     lengths = range(1, longest + 1)
     prompts = draw.choices(lengths, k=3)
-    drawn = [sample(g, prompts[g], draw.choice((1, *lengths))) for g in (0, 0, 0, 1, 1, 2)]
-    (batch,) = packed(drawn)
+    drawn = [(g, prompts[g], draw.choice((1, *lengths))) for g in (0, 0, 0, 1, 1, 2)]
+    (batch,) = packed(of_sizes(*drawn))
     shapes = [(1, heads, len(batch.input_ids), 8) for heads in (4, 2, 2, 4)]
     operands = [torch.randn(shape, generator=rng, dtype=torch.float64) for shape in shapes]
 
@@ -162,7 +165,7 @@ def test_a_high_softcap_and_no_scale_is_plain_attention(rng: torch.Generator, qu
 
 @pytest.mark.parametrize("attention", [None, "sdpa", "flex_attention"])
 def test_attention_sinks_reach_flex_attention_alone(attention: str | None) -> None:
-    tokens, (batch,) = torch.zeros(1, 2, 4, 8), packed([sample(0, 3, 2)])
+    tokens, (batch,) = torch.zeros(1, 2, 4, 8), packed(of_sizes((0, 3, 2)))
     layout = attention and PackedLayout(batch, attention)
     transformers_own, ours = "sinks cannot be run on CPU", "use model.attention = flex_attention"
     with pytest.raises(ValueError, match=transformers_own if attention == "flex_attention" else ours):
@@ -176,8 +179,8 @@ def test_flash_attention_on_a_gpu_is_as_near_to_float32_as_flex_attention(
 ) -> None:
     """Longer than two blocks of either kernel; prompts and completions of one token among them."""
     lengths = ((400, (700, 1, 2, 300)), (1, (1, 500)), (129, (128,)))
-    drawn = [sample(group, prompt, own) for group, (prompt, all_own) in enumerate(lengths) for own in all_own]
-    (batch,) = (batch.to("cuda") for batch in packed(drawn))
+    drawn = [(group, prompt, own) for group, (prompt, all_own) in enumerate(lengths) for own in all_own]
+    (batch,) = (batch.to("cuda") for batch in packed(of_sizes(*drawn)))
     shapes = [(1, heads, len(batch.input_ids), 128) for heads in (4, 2, 2, 4)]
     operands = [torch.randn(shape, generator=rng).cuda().bfloat16() for shape in shapes]
 
@@ -190,7 +193,7 @@ def test_flash_attention_on_a_gpu_is_as_near_to_float32_as_flex_attention(
 
 
 @pytest.mark.gpu
-def test_flex_attention_on_a_gpu_agrees_with_sdpa(load: Load, samples: list[Sample]) -> None:
+def test_flex_attention_on_a_gpu_agrees_with_sdpa(load: Load, samples: Completions) -> None:
     results = []
     for attention in ("sdpa", "flex_attention"):
         policy = load("gemma2", device="cuda", attention=attention)
@@ -204,7 +207,7 @@ def test_flex_attention_on_a_gpu_agrees_with_sdpa(load: Load, samples: list[Samp
 
 
 def test_flex_attention_stays_compiled_whatever_the_lengths(
-    load: Load, samples: list[Sample], monkeypatch: pytest.MonkeyPatch
+    load: Load, samples: Completions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Past the limit torch would compute all T² scores; here it raises instead."""
     from torch.nn.attention.flex_attention import flex_attention
@@ -217,7 +220,7 @@ def test_flex_attention_stays_compiled_whatever_the_lengths(
     torch._dynamo.reset()
 
     with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True):
-        for some in (samples[:1], samples * 9):
+        for some in (samples[:1], Completions.join([samples] * 9)):
             (batch,) = packed(some)
             assert policy.hidden_states(batch).isfinite().all()
 
@@ -225,7 +228,7 @@ def test_flex_attention_stays_compiled_whatever_the_lengths(
 def test_the_flex_mask_is_made_without_asking_the_device_or_memory_for_every_pair(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    (batch,) = packed([sample(group, 4000, 4001) for group in range(2)])
+    (batch,) = packed(of_sizes((0, 4000, 4001), (1, 4000, 4001)))
     tokens = len(batch.input_ids)
 
     def refuse(*_: object) -> None:
@@ -253,7 +256,7 @@ def test_every_mask_says_what_visible_says_of_each_pair_of_tokens(windowed: bool
     for _ in range(6):
         prompts = {group: length() for group in range(draw.randint(1, 4))}
         groups = [group for group in prompts for _ in range(draw.randint(1, 4))]
-        (batch,) = packed([sample(group, prompts[group], length()) for group in groups])
+        (batch,) = packed(of_sizes(*[(group, prompts[group], length()) for group in groups]))
         lengths, total = batch.cu_seqlens.diff().tolist(), len(batch.input_ids)
         at_a_document = max(1, draw.choice(lengths) + draw.choice((-1, 0, 1)))
         window = draw.choice((1, at_a_document, draw.randint(1, 3 * BLOCK))) if windowed else None

@@ -22,7 +22,6 @@ from grpo_fast.policy import (
     PackedBatch,
     Policy,
     PolicyOptimizer,
-    Sample,
     host_memory,
     layers,
     load_policy,
@@ -30,6 +29,7 @@ from grpo_fast.policy import (
 )
 from grpo_fast.policy.config import ModelConfig, OptimizerConfig
 from grpo_fast.policy.layers import LIGER_TYPES, fuse_layers, resolve_compile, resolve_liger
+from grpo_fast.table import Completions
 
 Load = Callable[..., Policy]
 
@@ -166,7 +166,7 @@ class LateStream:
 
 @pytest.mark.parametrize("late", [False, True])
 def test_inputs_of_layers_wait_in_the_hosts_memory_and_come_back_to_the_bit(
-    folder_of: Callable[..., Path], samples: list[Sample], late: bool, monkeypatch: Any, seed: int
+    folder_of: Callable[..., Path], samples: Completions, late: bool, monkeypatch: Any, seed: int
 ) -> None:
     """Over several steps, of batches of several lengths, and two of them under way at one time."""
     monkeypatch.setattr(host_memory, "BLOCK_BYTES", 4 * random.Random(seed).randint(1, 2000))
@@ -320,7 +320,7 @@ def test_layers_are_compiled_on_a_gpu_where_liger_does_not_compute_them_or_where
 # With gradients and without; from transformers 5.24 on a layer and its attention share a wrapper.
 @torch._dynamo.config.patch(recompile_limit=4, fail_on_recompile_limit_hit=True)
 def test_compiled_layers_are_compiled_once_for_batches_of_every_length(
-    folder_of: Callable[..., Path], samples: list[Sample], seed: int, monkeypatch: pytest.MonkeyPatch
+    folder_of: Callable[..., Path], samples: Completions, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With gradients and without, and more layers than that; weights move to other memory, as vLLM's sharing
     moves them. Generation compiles nothing."""
@@ -339,7 +339,7 @@ def test_compiled_layers_are_compiled_once_for_batches_of_every_length(
     assert compiled.model.state_dict().keys() == plain.model.state_dict().keys()
 
     counts = []
-    for some in (samples[:2], samples * 9, samples[:1]):
+    for some in (samples[:2], Completions.join([samples] * 9), samples[:1]):
         (batch,) = pack(some, max_tokens=10**6, device="cpu")
         expected, found = (gradients_of(policy, batch, seed) for policy in (plain, compiled))
         for name, gradient in expected.items():
@@ -375,7 +375,7 @@ def test_a_compiled_reference_has_layers_of_its_own(
 @pytest.mark.parametrize("checkpointing", [False, "mlp", True])
 @pytest.mark.parametrize("lora", [None, {"r": 2}])
 def test_compiled_layers_on_a_gpu_round_as_plain_ones_do(
-    load: Load, samples: list[Sample], checkpointing: Any, lora: Any
+    load: Load, samples: Completions, checkpointing: Any, lora: Any
 ) -> None:
     """Else the log-probabilities of a forward with gradients would not be those of one without."""
     settings = {"device": "cuda", "dtype": "bfloat16", "lora": lora, "gradient_checkpointing": checkpointing}

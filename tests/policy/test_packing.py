@@ -1,32 +1,37 @@
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_fast.policy import PackedBatch, Sample, pack
+from grpo_fast.policy import PackedBatch, pack
+from grpo_fast.table import Completions
+
+Row = tuple[int, int, int]  # tokens of the prompt and of the completion, and the group
 
 
-def sample(prompt: int, completion: int, group: int = 0) -> Sample:
-    ids = tuple(range(10, 10 + completion))
-    return Sample(tuple(range(prompt)), ids, 1.0, group, (1.0,) * completion)
+def table_of(*rows: Row) -> Completions:
+    return Completions.of(
+        [range(prompt) for prompt, _, _ in rows],
+        [range(10, 10 + completion) for _, completion, _ in rows],
+        [group for _, _, group in rows],
+    )
 
 
 def sizes(batches: list[PackedBatch]) -> list[int]:
     return [len(batch.input_ids) for batch in batches]
 
 
-def packed(*samples: Sample, max_tokens: int = 10**6) -> dict[str, list]:
+def packed(table: Completions, max_tokens: int = 10**6) -> dict[str, list]:
     """The only batch's tensors as lists."""
-    (batch,) = pack(samples, max_tokens=max_tokens, device="cpu")
-    return {name: value.tolist() for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}
+    (batch,) = pack(table, max_tokens=max_tokens, device="cpu")
+    tensors = {**vars(batch), **batch.columns}
+    return {name: value.tolist() for name, value in tensors.items() if isinstance(value, torch.Tensor)}
 
 
 def test_a_shared_prompt_is_laid_out_once_and_predicts_the_first_token_of_each_completion() -> None:
-    batch = packed(sample(3, 2), sample(3, 3))
+    batch = packed(table_of((3, 2, 0), (3, 3, 0)))
 
     assert batch["input_ids"] == [0, 1, 2, 10, 10, 11]
     assert batch["position_ids"] == [0, 1, 2, 3, 3, 4]
@@ -38,14 +43,15 @@ def test_a_shared_prompt_is_laid_out_once_and_predicts_the_first_token_of_each_c
 
 
 def test_an_environments_tokens_are_inputs_and_never_targets() -> None:
-    turns = replace(
-        sample(3, 5),
-        sampled=(True, False, False, True, True),
-        advantage=(1.0, 9.0, 9.0, 2.0, 3.0),
-        sampler_logprobs=(-1.0, 0.0, 0.0, -2.0, -3.0),
+    table = Completions.of(
+        [range(3)] * 2,
+        [range(10, 15), range(10, 12)],
+        mask=[(True, False, False, True, True), None],
+        advantages=[(1.0, 9.0, 9.0, 2.0, 3.0), (1.0, 1.0)],
+        sampler_logprobs=[(-1.0, 0.0, 0.0, -2.0, -3.0), (1.0, 1.0)],
     )
 
-    batch = packed(turns, sample(3, 2))
+    batch = packed(table)
 
     assert batch["input_ids"] == [0, 1, 2, 10, 11, 12, 13, 10]
     assert batch["loss_index"] == [2, 5, 6, 2, 7]
@@ -56,11 +62,11 @@ def test_an_environments_tokens_are_inputs_and_never_targets() -> None:
 
 
 def test_a_document_is_of_one_group_and_as_long_as_the_budget_lets_it() -> None:
-    two_groups = packed(sample(3, 2, 0), sample(3, 3, 1))
+    two_groups = packed(table_of((3, 2, 0), (3, 3, 1)))
     assert two_groups["cu_seqlens"] == [0, 4, 9]
     assert two_groups["position_ids"] == [0, 1, 2, 3, 0, 1, 2, 3, 4]
     assert two_groups["group_ids"] == [0, 0, 1, 1, 1]
-    whole = packed(*[sample(10, 2000)] * 4, max_tokens=10 + 4 * 1999)
+    whole = packed(table_of(*[(10, 2000, 0)] * 4), max_tokens=10 + 4 * 1999)
     assert whole["cu_seqlens"] == [0, 10 + 4 * 1999]
 
 
@@ -74,17 +80,15 @@ def test_a_document_is_of_one_group_and_as_long_as_the_budget_lets_it() -> None:
 def test_every_sample_is_packed_once_within_the_budget(
     lengths: list[tuple[int, int, int]], max_tokens: int
 ) -> None:
-    samples = [
-        replace(sample(*own), advantage=tuple(number + token / 64 for token in range(own[1])))
-        for number, own in enumerate(lengths)
-    ]
-    samples[0] = replace(samples[0], advantage=-1.0)
+    table = table_of(*lengths)
+    table = table.with_columns(place=torch.arange(len(table.token_ids)))
 
-    batches = pack(samples, max_tokens=max_tokens, device="cpu")
+    batches = pack(table, max_tokens=max_tokens, device="cpu")
 
-    found = torch.cat([batch.advantages for batch in batches]).tolist()
-    assert sorted(found) == sorted(value for sample in samples for value in sample.token_advantages)
-    assert sum(batch.num_sequences for batch in batches) == len(samples)
+    found = torch.cat([batch.columns["place"] for batch in batches])
+    assert found.sort().values.tolist() == [*range(len(table.token_ids))]
+    assert all(torch.equal(batch.columns["place"], batch.token_index) for batch in batches)
+    assert sorted(row for batch in batches for row in batch.rows.tolist()) == [*range(len(table))]
     for batch in batches:
         assert len(batch.input_ids) <= max_tokens or len(batch.cu_seqlens) == 2
         assert torch.equal(batch.sequence_ids.unique(), torch.arange(batch.num_sequences))
@@ -110,28 +114,22 @@ GROUPS_OF_FIVE = [(10, 21, group) for group in range(4) for _ in range(5)]
 def test_micro_batches_are_as_few_and_as_even_as_they_can_be(
     samples: list[tuple[int, int, int]], budget: int, expected: list[int]
 ) -> None:
-    batches = pack([sample(*own) for own in samples], max_tokens=budget, device="cpu")
+    batches = pack(table_of(*samples), max_tokens=budget, device="cpu")
 
     assert sizes(batches) == expected
     assert all(len(batch.cu_seqlens) == 2 for batch in batches if len(batch.input_ids) > budget)
 
 
-@pytest.mark.parametrize(
-    ("samples", "max_tokens", "message"),
-    [
-        ([], 8, "samples is empty"),
-        ([sample(1, 1)], 0, "max_tokens = 0"),
-        ([sample(1, 1), sample(0, 1)], 8, r"samples\[1\]\.prompt_ids is empty"),
-        ([sample(1, 0)], 8, r"samples\[0\]\.completion_ids is empty"),
-        ([replace(sample(1, 2), advantage=(1.0,))], 8, r"advantage has 1 entries for 2 completion tokens"),
-        ([replace(sample(1, 2), sampler_logprobs=())], 8, r"sampler_logprobs has 0 entries for 2"),
-        (
-            [sample(1, 2), replace(sample(1, 2), sampler_logprobs=None)],
-            8,
-            "sampler_logprobs is None for some",
-        ),
-    ],
-)
-def test_bad_input_is_named(samples: list[Sample], max_tokens: int, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        pack(samples, max_tokens=max_tokens, device="cpu")
+def test_completions_of_a_prompt_stay_together_on_request() -> None:
+    """However many they are: as one sequence, they may exceed the budget."""
+    batches = pack(table_of(*GROUPS_OF_FIVE), max_tokens=70, device="cpu", whole_prompts=True)
+    assert sizes(batches) == [10 + 5 * 20] * 4
+    assert [len(batch.cu_seqlens) for batch in batches] == [2] * 4
+    assert len(pack(table_of(*GROUPS_OF_FIVE), max_tokens=220, device="cpu", whole_prompts=True)) == 2
+
+
+def test_bad_input_is_named() -> None:
+    with pytest.raises(ValueError, match="the table is empty"):
+        pack(table_of((1, 1, 0))[:0], max_tokens=8, device="cpu")
+    with pytest.raises(ValueError, match="max_tokens = 0"):
+        pack(table_of((1, 1, 0)), max_tokens=0, device="cpu")

@@ -8,10 +8,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from grpo_fast.policy import PackedBatch, Policy, Sample, load_policy, pack
+from grpo_fast.policy import PackedBatch, Policy, load_policy, pack
 from grpo_fast.policy.config import ModelConfig
 from grpo_fast.rollout import Sampling, make_engine
 from grpo_fast.rollout.config import RolloutConfig
+from grpo_fast.table import Completions
 from tests.policy.conftest import save_model
 
 LORA = {"r": 4, "alpha": 8.0}
@@ -113,33 +114,42 @@ def test_every_end_token_counts(load: Load) -> None:
 
 
 BORDER, LONGEST = 48, 180
+
+
+def drawn_of(prompts: list, groups: list) -> Completions:
+    """Two completions of each prompt, as an engine gives them."""
+    return Completions.of(
+        [prompt for prompt in prompts for _ in range(2)],
+        [completion.token_ids for group in groups for completion in group],
+        [number for number in range(len(prompts)) for _ in range(2)],
+        sampler_logprobs=[completion.logprobs for group in groups for completion in group],
+    )
+
+
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 4.0, 8.0]}
 
 
 @pytest.mark.parametrize("rope", [LONGROPE, {"rope_type": "dynamic", "factor": 4.0}], ids=["long", "dynamic"])
 @pytest.mark.parametrize("longest", [BORDER, LONGEST])
 def test_rollout_and_update_have_the_rotary_positions_of_the_runs_longest_sequence(
-    tmp_path: Path, samples: list[Sample], rope: dict, longest: int, seed: int
+    tmp_path: Path, samples: Completions, rope: dict, longest: int, seed: int
 ) -> None:
     """Alone and in company, on both sides of the border; of a run below it they are transformers' own."""
     rope = rope | {"rope_theta": 100.0, "original_max_position_embeddings": BORDER}
     folder = save_model(tmp_path, max_position_embeddings=BORDER, rope_parameters=rope)
     policy = load_policy(ModelConfig(path=str(folder), dtype="float32", device="cpu"), needs_reference=True)
-    prompts = [sample.prompt_ids for sample in samples[:4]] + [(7, 8, 9) * (3 if longest == BORDER else 50)]
+    prompts = [tuple(samples.prompt_of(row).tolist()) for row in range(4)]
+    prompts.append((7, 8, 9) * (3 if longest == BORDER else 50))
     with make_engine(RolloutConfig(engine="transformers"), policy, max_length=longest) as engine:
         groups = engine.generate(prompts, 2, Sampling(6, seed=seed))
 
-    drawn = [
-        Sample(prompt, completion.token_ids, 0.0, number, completion.logprobs)
-        for number, (prompt, group) in enumerate(zip(prompts, groups, strict=True))
-        for completion in group
-    ]
+    drawn = drawn_of(prompts, groups)
     with policy.reference() as reference:
         for some, of in ((drawn, policy), (drawn[:2], policy), (drawn, reference)):
             (batch,) = pack(some, max_tokens=10_000, device="cpu")
             logprobs = of.head.logits(of.hidden_states(batch)).log_softmax(-1)
             found = logprobs.gather(1, batch.targets[:, None])[:, 0]
-            torch.testing.assert_close(found, batch.sampler_logprobs, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(found, batch.columns["sampler_logprobs"], rtol=1e-4, atol=1e-4)
     own = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     ids = torch.arange(4, 4 + BORDER)[None]
     with torch.no_grad():
@@ -156,26 +166,22 @@ def test_rollout_and_update_have_the_rotary_positions_of_the_runs_longest_sequen
 )
 @pytest.mark.drawn(4)
 def test_what_is_drawn_and_what_is_trained_have_the_models_own_logprobs(
-    load: Load, folder_of: Callable[..., Path], samples: list[Sample], family: str, seed: int
+    load: Load, folder_of: Callable[..., Path], samples: Completions, family: str, seed: int
 ) -> None:
-    policy, prompts = load(family), [sample.prompt_ids for sample in samples]
+    policy, prompts = load(family), [samples.prompt_of(row).tolist() for row in range(len(samples))]
     own = AutoModelForCausalLM.from_pretrained(folder_of(family), attn_implementation="eager")
     with make_engine(RolloutConfig(engine="transformers"), policy, max_length=64) as engine:
         groups = engine.generate(prompts, 2, Sampling(6, seed=seed))
 
-    drawn = [
-        Sample(prompt, completion.token_ids, 0.0, number, completion.logprobs)
-        for number, (prompt, group) in enumerate(zip(prompts, groups, strict=True))
-        for completion in group
-    ]
+    drawn = drawn_of(prompts, groups)
     (batch,) = pack(drawn, max_tokens=10_000, device="cpu")
     logprobs = policy.head.logits(policy.hidden_states(batch)).log_softmax(-1)
     trained = logprobs.gather(1, batch.targets[:, None])[:, 0]
-    torch.testing.assert_close(trained, batch.sampler_logprobs, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(trained, batch.columns["sampler_logprobs"], rtol=1e-4, atol=1e-4)
     for index in (0, len(drawn) - 1):
-        one, rows = drawn[batch.sample_ids[index]], batch.sequence_ids == index
-        ids = torch.tensor([one.prompt_ids + one.completion_ids])
+        row, rows = int(batch.rows[index]), batch.sequence_ids == index
+        prompt, tokens = drawn.prompt_of(row), drawn.tokens_of(row)
         with torch.no_grad():
-            alone = own(ids).logits[0, len(one.prompt_ids) - 1 : -1].log_softmax(-1)
-        expected = alone.gather(1, torch.tensor(one.completion_ids)[:, None])[:, 0]
+            alone = own(torch.cat([prompt, tokens])[None]).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        expected = alone.gather(1, tokens[:, None])[:, 0]
         torch.testing.assert_close(trained[rows], expected, rtol=1e-4, atol=1e-4)

@@ -49,7 +49,7 @@ FORWARD = "grpo_fast.policy.policy.Policy.hidden_states"
 SYNC = "grpo_fast.rollout.transformers.TransformersEngine.sync"
 STEP = "grpo_fast.policy.optimizer.PolicyOptimizer.step"
 MOMENTS = "grpo_fast.policy.optimizer.PolicyOptimizer._make_moments"
-BACKWARD = "grpo_fast.update.PolicyUpdate.backward"
+BACKWARD = "grpo_fast.update.PolicyUpdate.gradient"
 SAMPLES = "grpo_fast.run_record.logs.RunLogs.samples"
 NAN = Diverged("the gradient norm is nan")
 

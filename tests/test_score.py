@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from grpo_fast.data import Prompt
-from grpo_fast.experience import compare, describe, generate, make_samples, score
 from grpo_fast.groups.advantages import decoupled_advantages, group_advantages
 from grpo_fast.groups.config import AdvantageConfig
 from grpo_fast.objective import GRPOLossConfig
 from grpo_fast.rewards import Reward, RewardSet
 from grpo_fast.rollout import Completion, Episode, Sampling
+from grpo_fast.score import describe, generate, groups_of, score, to_train, with_advantages
+from grpo_fast.table import Completions
 
 
 @pytest.fixture
@@ -36,9 +37,9 @@ def scored(table):
 
     rewards = RewardSet([Reward("first", column(0), 2.0), Reward("second", column(1), -0.5)])
 
-    def scored(config: AdvantageConfig, weights=None, baseline_groups=None):
-        groups = score(prompts, completions, rewards, weights=weights)
-        return compare(groups, config, weights or rewards.weights, baseline_groups)
+    def scored(config: AdvantageConfig, weights=None, baseline_groups=None) -> Completions:
+        found = score(prompts, completions, rewards, weights=weights)
+        return with_advantages(found, config, weights or rewards.weights, baseline_groups)
 
     return scored
 
@@ -58,16 +59,16 @@ PLAIN = {"baseline": "leave_one_out", "scale_rewards": "none"}
 def test_rewards_are_weighted_and_compared_within_each_baseline_group(
     table, scored, config, weights, baseline_groups
 ):
-    groups = scored(AdvantageConfig(**config), weights, baseline_groups)
+    found = scored(AdvantageConfig(**config), weights, baseline_groups)
 
     totals = (table * torch.tensor(weights or (2.0, -0.5))).sum(-1)
-    torch.testing.assert_close(torch.stack([group.rewards for group in groups]), totals)
+    torch.testing.assert_close(found.by_group("reward"), totals)
     if "multi_objective_aggregation" in config:
         expected = decoupled_advantages(table, (2.0, -0.5), baseline_groups=baseline_groups)
     else:
         lengths = torch.arange(1, 5)[:, None] + torch.arange(3)
         expected = group_advantages(totals, **config, baseline_groups=baseline_groups, lengths=lengths)
-    torch.testing.assert_close(torch.tensor([group.advantages for group in groups]), expected.advantages)
+    torch.testing.assert_close(found.by_group("advantage"), expected.advantages)
 
 
 @pytest.mark.parametrize(
@@ -91,17 +92,19 @@ def test_rewards_are_weighted_and_compared_within_each_baseline_group(
 def test_a_flat_group_leaves_where_it_would_change_nothing_but_the_cost(scored, table, advantage, loss, kept):
     table[1] = 0.25
     config = AdvantageConfig(**advantage)
-    samples, totals = make_samples(scored(config), config, GRPOLossConfig(**loss))
-    assert {sample.group_id for sample in samples} == {0, 2, 3} | ({1} if kept else set())
+    chosen, totals = to_train(scored(config), config, GRPOLossConfig(**loss))
+    assert {*chosen.groups.tolist()} == {0, 2, 3} | ({1} if kept else set())
     assert (totals.num_sequences, totals.num_tokens) == (12, 42)  # of all groups
 
 
 def test_the_last_group_with_spread_makes_up_for_all_and_none_for_none(scored, table):
     table[1:] = 0.25
-    plain, rescaled = (scored(AdvantageConfig(rescale_flat_groups=on))[0] for on in (False, True))
-    assert rescaled.advantages == pytest.approx([4 * advantage for advantage in plain.advantages])
+    plain, rescaled = (
+        scored(AdvantageConfig(rescale_flat_groups=on)).facts["advantage"][:3] for on in (False, True)
+    )
+    torch.testing.assert_close(rescaled, 4 * plain)
     table[:] = 0.25
-    assert not any(any(group.advantages) for group in scored(AdvantageConfig(rescale_flat_groups=True)))
+    assert not scored(AdvantageConfig(rescale_flat_groups=True)).facts["advantage"].any()
 
 
 @pytest.fixture
@@ -118,9 +121,14 @@ def function(tmp_path):
 
 def test_groups_are_flat_where_a_users_function_gives_nothing_but_zeros(scored, function):
     row = "[float(i == 0), [0.0] * (1 + i) + [float(i == 2)], 0]"  # of the 1 + i + j tokens of completion j
-    groups = scored(AdvantageConfig(function=function(row)))
-    assert [group.flat for group in groups] == [False, True, False, True]
-    assert groups[2].advantages == (0.0, (0.0, 0.0, 0.0, 1.0), 0.0)
+    config = AdvantageConfig(function=function(row), skip_flat_groups=False)
+    found = scored(config)
+    assert found.by_group("flat")[:, 0].tolist() == [False, True, False, True]
+    assert [group.flat for group in groups_of(found)] == [False, True, False, True]
+    chosen, _ = to_train(found, config, GRPOLossConfig())
+    third = chosen.select_groups([2])
+    assert third.columns["advantages"].tolist() == [0.0] * 3 + [0.0, 0.0, 0.0, 1.0] + [0.0] * 5
+    assert third.facts["advantage"].tolist() == [0.0, 0.25, 0.0]
 
 
 @pytest.mark.parametrize("row", ["[0.0] * 2", "[0.0] * 4", "[0.0, [0.0] * 2, [0.0] * 2]"])
@@ -130,13 +138,20 @@ def test_advantages_of_the_wrong_shape_are_refused(scored, function, row):
 
 
 def test_metrics_are_of_the_groups_and_tell_how_length_and_reward_go_together(scored, table):
-    groups = scored(AdvantageConfig())
-    first, _, third = groups[1].completions
-    groups[1] = replace(groups[1], flat=True, completions=(first, first, replace(third, truncated=True)))
-    lengths = torch.tensor([[len(c.token_ids) for c in group.completions] for group in groups]).double()
-    rewards = torch.stack([group.rewards for group in groups]).double()
+    found = scored(AdvantageConfig())
+    twice = found.select([0, 1, 2, 3, 3, 5, *range(6, 12)])  # the second group's first completion
+    flat, truncated = (torch.zeros(12, dtype=torch.bool) for _ in range(2))
+    flat[3:6] = truncated[5] = True
+    found = twice.with_facts(
+        flat=flat,
+        truncated=truncated,
+        reward=found.facts["reward"],
+        reward_table=found.facts["reward_table"],
+    )
+    lengths = found.lengths.view(4, 3).double()
+    rewards = found.by_group("reward").double()
     centred = [(values - values.mean(1, keepdim=True)).flatten() for values in (lengths, rewards)]
-    assert describe(groups, ("first", "second")) == pytest.approx(
+    assert describe(found, ("first", "second")) == pytest.approx(
         {
             "reward/mean": rewards.mean().item(),
             "reward/std": rewards.std(1).mean().item(),
@@ -166,18 +181,19 @@ def test_what_an_environment_wrote_is_no_token_of_the_model_and_the_environment_
     )
     rewards = RewardSet([Reward("one", lambda environments: [float(e is not None) for e in environments])])
 
-    groups = compare(score(prompts, [[played, single]], rewards), AdvantageConfig(), (1.0,))
-    metrics = describe(groups, ("one",))
-    samples, totals = make_samples(groups, AdvantageConfig(skip_flat_groups=False), GRPOLossConfig())
+    found = with_advantages(score(prompts, [[played, single]], rewards), AdvantageConfig(), (1.0,))
+    metrics = describe(found, ("one",))
+    samples, totals = to_train(found, AdvantageConfig(skip_flat_groups=False), GRPOLossConfig())
 
-    assert metrics["reward/mean"] == 1.0 and all(c.episode.environment is None for c in groups[0].completions)
+    assert metrics["reward/mean"] == 1.0 and all(
+        completion.episode.environment is None for completion in found.objects["completion"]
+    )
     assert (metrics["turns/mean"], metrics["tools/calls"], metrics["tools/failures"]) == (1.5, 1.5, 1 / 3)
     assert metrics["tools/given_up"] == 2 / 3
     assert (metrics["completion/length_mean"], totals.num_tokens) == (2.5, 5)
-    assert [(s.prompt_ids, s.sampled) for s in samples] == [
-        ((1, 2, 3), (True, False, True)),
-        ((1, 2, 3), (True,) * 3),
-    ]
+    assert samples.prompts.tolist() == [0, 0] and samples.prompt_ids.tolist() == [1, 2, 3]
+    assert samples.mask.tolist() == [True, False, True, True, True, True]
+    assert found.objects["prompt"][0].prompt == "longer?"
 
 
 def test_the_prefill_counts_as_generation_and_an_engine_that_fails_is_heard() -> None:

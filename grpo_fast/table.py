@@ -1,0 +1,277 @@
+"""Completions as columns: the one table that goes from the engine to the loss.
+
+An engine's completions become one flat array of tokens with offsets; whatever is known of a token (what the
+sampler assigned to it, its advantage, its log-probability under a reference) is a column beside it, and
+whatever is known of a completion (its reward, whether it was cut off) a fact. A new column is written where
+it is computed and read where it is used; packing, selecting and exchanging between ranks carry it along.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import chain
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+Integers = np.ndarray[Any, np.dtype[np.int64]]
+
+
+@dataclass(frozen=True)
+class Completions:
+    """S completions of G groups, N tokens after P prompts. A prompt's tokens are held once.
+
+    Structure is on the CPU; columns and facts are on any device.
+    """
+
+    prompt_ids: Tensor  # int64: the tokens of all prompts, one prompt after the other
+    prompt_offsets: Tensor  # (P + 1,) int64: where each prompt begins, and their end
+    prompts: Tensor  # (S,) int64 in [0, P): the prompt that a completion answers; a prompt is of one group
+    groups: Tensor  # (S,) int64: completions of one group are compared with one another
+    token_ids: Tensor  # (N,) int64
+    offsets: Tensor  # (S + 1,) int64: where each completion begins, and N
+    mask: Tensor  # (N,) bool: what the model wrote and learns from; an environment's tokens are false
+    columns: Mapping[str, Tensor] = field(default_factory=dict)  # by name (N,)
+    facts: Mapping[str, Tensor] = field(default_factory=dict)  # by name (S, ...)
+    objects: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # S each; None of other ranks
+    logged: Mapping[str, Tensor] = field(default_factory=dict)  # what rewards logged
+
+    @staticmethod
+    def of(
+        prompts: Iterable[Sequence[int]],
+        token_ids: Iterable[Sequence[int]],
+        groups: Sequence[int] | None = None,
+        *,
+        mask: Iterable[Sequence[bool] | None] | None = None,
+        facts: Mapping[str, Any] | None = None,
+        objects: Mapping[str, Iterable[Any]] | None = None,
+        **columns: Iterable[Sequence[float]] | None,
+    ) -> Completions:
+        """From a list for each of S completions.
+
+        Args:
+            prompts: the prompt's tokens of each.
+            token_ids: its own.
+            groups: an integer each; none: completions of one prompt are a group.
+            mask: which of its tokens the model wrote; none: all.
+            facts: S values each.
+            objects: S Python objects each.
+            columns: of each completion a number a token; a column that is None is left out.
+
+        Raises:
+            ValueError: an empty prompt or completion, nothing that the model wrote, or lengths that differ.
+        """
+        of_each, tokens = [*map(tuple, prompts)], [*token_ids]
+        places: dict[Any, int] = {}
+        keys = [*zip(of_each if groups is None else groups, of_each, strict=True)]
+        numbers = [places.setdefault(key, len(places)) for key in keys]
+        lengths = np.fromiter(map(len, tokens), np.int64, len(tokens))
+        written = None if mask is None else [one for one in mask]
+        flat_mask = np.ones(int(lengths.sum()), bool)
+        if written is not None and any(one is not None for one in written):
+            whole = [(True,) * len(t) if one is None else one for one, t in zip(written, tokens, strict=True)]
+            flat_mask = _flat("mask", whole, lengths, np.bool_)
+        found = {n: _flat(n, v, lengths, np.float32) for n, v in columns.items() if v is not None}
+        distinct = [prompt for _, prompt in places]
+        table = Completions(
+            prompt_ids=torch.from_numpy(np.fromiter(chain.from_iterable(distinct), np.int64)),
+            prompt_offsets=torch.from_numpy(offsets_of([len(prompt) for prompt in distinct])),
+            prompts=torch.tensor(numbers, dtype=torch.int64),
+            groups=torch.tensor(numbers if groups is None else list(groups), dtype=torch.int64),
+            token_ids=torch.from_numpy(_flat("token_ids", tokens, lengths, np.int64)),
+            offsets=torch.from_numpy(offsets_of(lengths)),
+            mask=torch.from_numpy(flat_mask),
+            columns={name: torch.from_numpy(values) for name, values in found.items()},
+            facts={name: torch.as_tensor(values) for name, values in (facts or {}).items()},
+            objects={name: tuple(values) for name, values in (objects or {}).items()},
+        )
+        table.check()
+        return table
+
+    def check(self) -> None:
+        """Raises ValueError for a completion without a prompt, or without a token of the model's."""
+        if empty := np.flatnonzero(np.diff(self.prompt_offsets.numpy()) == 0).tolist():
+            first = int(np.flatnonzero(np.isin(self.prompts.numpy(), empty))[0])
+            raise ValueError(f"prompts[{first}] is empty: nothing predicts the first completion token")
+        if len(bad := (self.num_targets == 0).nonzero()):
+            raise ValueError(
+                f"token_ids[{int(bad[0])}] is empty, or nothing of it is the model's; leave it out"
+            )
+
+    def __len__(self) -> int:
+        """Completions."""
+        return len(self.prompts)
+
+    def __getitem__(self, rows: slice) -> Completions:
+        return self.select(range(len(self))[rows])
+
+    @property
+    def num_groups(self) -> int:
+        """Where groups are numbered from 0."""
+        return int(self.groups[-1]) + 1 if len(self) else 0
+
+    @cached_property
+    def lengths(self) -> Tensor:
+        """(S,) int64 tokens of each completion."""
+        return self.offsets.diff()
+
+    @cached_property
+    def prompt_lengths(self) -> Tensor:
+        """(S,) int64 tokens of each completion's prompt."""
+        return self.prompt_offsets.diff()[self.prompts]
+
+    @cached_property
+    def num_targets(self) -> Tensor:
+        """(S,) int64 tokens of each completion that the model wrote: those that a loss is of."""
+        written = torch.cat([self.mask.new_zeros(1, dtype=torch.int64), self.mask.cumsum(0)])
+        return written[self.offsets].diff()
+
+    @cached_property
+    def layouts(self) -> dict[Any, Any]:
+        """Micro-batches of these rows, by what they were packed within: further columns do not move them."""
+        return {}
+
+    def prompt_of(self, row: int) -> Tensor:
+        """Tokens of the prompt that a completion answers."""
+        start, end = self.prompt_offsets[self.prompts[row] : self.prompts[row] + 2]
+        return self.prompt_ids[start:end]
+
+    def tokens_of(self, row: int) -> Tensor:
+        """Tokens of a completion."""
+        return self.token_ids[self.offsets[row] : self.offsets[row + 1]]
+
+    def with_columns(self, **columns: Tensor) -> Completions:
+        """With these columns, (N,) each, beside or in place of others."""
+        changed = replace(self, columns={**self.columns, **columns})
+        changed.__dict__["layouts"] = self.layouts
+        return changed
+
+    def with_facts(self, **facts: Tensor) -> Completions:
+        """With these facts, (S, ...) each, beside or in place of others."""
+        changed = replace(self, facts={**self.facts, **facts})
+        changed.__dict__["layouts"] = self.layouts
+        return changed
+
+    def spread(self, per_completion: Tensor) -> Tensor:
+        """(S,) -> (N,): every token gets its completion's value."""
+        return per_completion.repeat_interleave(self.lengths.to(per_completion.device))
+
+    def sums(self, per_token: Tensor) -> Tensor:
+        """(N,) -> (S,): over the tokens that the model wrote."""
+        rows = self.spread(torch.arange(len(self))).to(per_token.device)
+        kept = torch.where(self.mask.to(per_token.device), per_token, 0).double()
+        return kept.new_zeros(len(self)).index_add(0, rows, kept).to(per_token.dtype)
+
+    def by_group(self, fact: str) -> Tensor:
+        """(G, n, ...) of groups that lie one after the other, n completions each."""
+        values = self.facts[fact]
+        return values.view(self.num_groups, -1, *values.shape[1:])
+
+    def select(self, rows: Tensor | Sequence[int]) -> Completions:
+        """These completions, in this order; groups keep their numbers."""
+        chosen = torch.as_tensor(rows, dtype=torch.int64)
+        tokens = torch.from_numpy(ranges(self.offsets[chosen].numpy(), self.lengths[chosen].numpy()))
+        places = chosen.tolist()
+        return replace(
+            self,
+            prompts=self.prompts[chosen],
+            groups=self.groups[chosen],
+            token_ids=self.token_ids[tokens],
+            offsets=torch.from_numpy(offsets_of(self.lengths[chosen].numpy())),
+            mask=self.mask[tokens],
+            columns={name: values[tokens.to(values.device)] for name, values in self.columns.items()},
+            facts={name: values[chosen.to(values.device)] for name, values in self.facts.items()},
+            objects={name: tuple(values[i] for i in places) for name, values in self.objects.items()},
+        )
+
+    def select_groups(self, groups: Sequence[int]) -> Completions:
+        """These groups, in this order, numbered anew."""
+        rows = [(self.groups == group).nonzero()[:, 0] for group in groups]
+        chosen = self.select(torch.cat([*rows, torch.zeros(0, dtype=torch.int64)]))
+        sizes = torch.tensor([len(one) for one in rows], dtype=torch.int64)
+        return replace(chosen, groups=torch.arange(len(groups)).repeat_interleave(sizes))
+
+    @staticmethod
+    def join(tables: Sequence[Completions]) -> Completions:
+        """One after the other, groups numbered on. All have the same columns and facts."""
+        first = tables[0]
+        if len(tables) == 1:
+            return first
+
+        def shifted(values: Callable[[Completions], Tensor], sizes: Sequence[int]) -> Tensor:
+            before = offsets_of(sizes)[:-1].tolist()
+            return torch.cat([values(t) + start for t, start in zip(tables, before, strict=True)])
+
+        def ends(values: Callable[[Completions], Tensor]) -> Tensor:
+            joined = shifted(lambda t: values(t)[1:], [int(values(t)[-1]) for t in tables])
+            return torch.cat([joined.new_zeros(1), joined])
+
+        def together(values: Callable[[Completions], Mapping[str, Tensor]]) -> dict[str, Tensor]:
+            names = dict.fromkeys(name for t in tables for name in values(t))
+            return {name: torch.cat([values(t)[name] for t in tables if name in values(t)]) for name in names}
+
+        def objects(name: str) -> tuple[Any, ...]:
+            return tuple(value for t in tables for value in t.objects.get(name, (None,) * len(t)))
+
+        return Completions(
+            prompt_ids=torch.cat([t.prompt_ids for t in tables]),
+            prompt_offsets=ends(lambda t: t.prompt_offsets),
+            prompts=shifted(lambda t: t.prompts, [len(t.prompt_offsets) - 1 for t in tables]),
+            groups=shifted(lambda t: t.groups, [t.num_groups for t in tables]),
+            token_ids=torch.cat([t.token_ids for t in tables]),
+            offsets=ends(lambda t: t.offsets),
+            mask=torch.cat([t.mask for t in tables]),
+            columns=together(lambda t: t.columns),
+            facts=together(lambda t: t.facts),
+            objects={name: objects(name) for name in dict.fromkeys(n for t in tables for n in t.objects)},
+            logged=together(lambda t: t.logged),
+        )
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything but the objects, by name: what ranks exchange."""
+        parts: Any = {"columns": self.columns, "facts": self.facts, "logged": self.logged}
+        named = {f"{part}/{name}": v for part, values in parts.items() for name, v in values.items()}
+        return {name: getattr(self, name) for name in STRUCTURE} | named
+
+    @staticmethod
+    def from_tensors(tensors: Mapping[str, Tensor]) -> Completions:
+        """What `tensors` has given."""
+        parts: dict[str, Any] = {"columns": {}, "facts": {}, "logged": {}}
+        for name, values in tensors.items():
+            part, _, rest = name.partition("/")
+            if rest:
+                parts[part][rest] = values
+            else:
+                parts[name] = values
+        return Completions(**parts)
+
+
+STRUCTURE = ("prompt_ids", "prompt_offsets", "prompts", "groups", "token_ids", "offsets", "mask")
+
+
+def offsets_of(lengths: Sequence[int] | Integers) -> Integers:
+    """(n,) lengths -> (n + 1,): where each begins, and the end of all."""
+    return np.concatenate([[0], np.cumsum(np.asarray(lengths, np.int64))]).astype(np.int64)
+
+
+def ranges(starts: Integers, lengths: Integers) -> Integers:
+    """The integers from each start on, as many as its length, one range after the other."""
+    before = offsets_of(lengths)
+    return np.repeat(starts - before[:-1], lengths) + np.arange(before[-1])
+
+
+def _flat(name: str, values: Iterable[Sequence[Any]], lengths: Integers, dtype: type) -> Any:
+    """One array of what each completion has."""
+    listed = [*values]
+    found = [len(own) for own in listed]
+    for row, (own, length) in enumerate(zip(found, lengths.tolist(), strict=True)):
+        if own != length:
+            raise ValueError(
+                f"{name}[{row}] has {own} entries for {length} completion tokens; give one for each"
+            )
+    return np.fromiter(chain.from_iterable(listed), dtype, sum(found))
