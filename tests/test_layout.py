@@ -1,9 +1,10 @@
 """The folder `kernels/` must serve `grpo_fast.kernels` without shadowing the hub's `kernels` package,
-which transformers looks for by name; and an installed package holds what the sources do."""
+which transformers looks for by name; an installed package holds what the sources do; imports go one way."""
 
 from __future__ import annotations
 
 import ast
+import graphlib
 import os
 import shutil
 import subprocess
@@ -11,7 +12,9 @@ import sys
 import venv
 from pathlib import Path
 
+import grimp
 import pytest
+from importlinter.cli import lint_imports
 
 import grpo_fast
 
@@ -104,3 +107,25 @@ def test_type_checkers_see_the_public_names():
 
     assert ast.unparse(block.test) == "TYPE_CHECKING"
     assert sorted(seen) == sorted(grpo_fast.__all__)
+
+
+def test_no_room_imports_one_above_it(capsys):
+    assert lint_imports(str(ROOT / "pyproject.toml"), no_cache=True) == 0, capsys.readouterr().out
+
+
+def test_no_files_import_each_other_in_a_circle():
+    """Imports within functions count, and so do the names that a package finds when they are first used."""
+    roots = ("grpo_fast", "benchmarks")
+    at_run_time, all_of_them = (
+        grimp.build_graph(*roots, exclude_type_checking_imports=excluded, cache_dir=None)
+        for excluded in (True, False)
+    )
+    imports = {
+        module: (
+            all_of_them if at_run_time.find_children(module) else at_run_time
+        ).find_modules_directly_imported_by(module)
+        for module in at_run_time.modules
+    }
+
+    assert {"grpo_fast.kernels.select", "grpo_fast.trainer", "benchmarks.kernels"} <= imports.keys()
+    graphlib.TopologicalSorter(imports).prepare()  # a CycleError names the files

@@ -5,12 +5,15 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from grpo_fast.data.config import VERIFIERS, DatasetConfig
 from grpo_fast.environments.instances import Instances
 from grpo_fast.lookup import choices, load_callable
 from grpo_fast.rollout.config import RolloutConfig
+
+if TYPE_CHECKING:
+    import verifiers.v1 as vf
 
 ENVIRONMENT_COLUMN = "environment"  # names a row's environment where there are several
 OWN_METHODS = ("reset", "get_reward")  # of an environment: called by the rollout, and no tools
@@ -59,6 +62,17 @@ class Toolsets:
         return list(self.of(row).schemas)
 
 
+@dataclass(frozen=True)
+class Verifiers:
+    """What rewards are given as the environment of an episode of the verifiers library."""
+
+    trace: vf.Trace
+    reward: float | None  # None: the episode failed, and nothing scored it
+
+    def get_reward(self) -> float | None:
+        return self.reward
+
+
 def load_toolsets(config: RolloutConfig, dataset: DatasetConfig | None = None) -> Toolsets | None:
     """The tools and environments that `rollout` or the dataset names; None without any. Makes each once.
 
@@ -89,8 +103,6 @@ def load_toolsets(config: RolloutConfig, dataset: DatasetConfig | None = None) -
 
 
 def _tasks_of_library(config: RolloutConfig, dataset: DatasetConfig) -> Toolsets:
-    from grpo_fast.environments.verifiers import Verifiers
-
     if config.has_turns or config.function is not None:
         raise ValueError(
             f"dataset.source = {dataset.source!r} is an environment with a loop of its own; leave "

@@ -12,7 +12,6 @@ import os
 import weakref
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from importlib.metadata import version
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -22,6 +21,7 @@ from grpo_fast.data.tasksets import COLUMN, environment_config, import_verifiers
 from grpo_fast.data.types import Prompt
 from grpo_fast.environments.endpoint import MODEL, OVERFLOW, Endpoint
 from grpo_fast.environments.episodes import CoroutineRollout
+from grpo_fast.environments.tools import Verifiers
 from grpo_fast.rewards.calls import event_loop
 from grpo_fast.rollout.requests import Requests
 from grpo_fast.rollout.types import Completion, Episode, Sampling
@@ -31,17 +31,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Verifiers:
-    """What rewards are given as a completion's environment."""
-
-    trace: vf.Trace
-    reward: float | None  # None: the episode failed, and nothing scored it
-
-    def get_reward(self) -> float | None:
-        return self.reward
 
 
 def own_renderer(model: str, end_ids: Sequence[int]) -> dict[str, Any]:

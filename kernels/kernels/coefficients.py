@@ -34,6 +34,24 @@ class RowCoefficients:
     salts: Tensor  # (P,) int64, their sum: what sets the batch's draws apart
 
 
+@dataclass(frozen=True)
+class Masses:
+    """What says how much of the gradient every pair can hold."""
+
+    tile_lse: Tensor  # (N, T) float32: log-sum-exp of each row's logits over each tile of TILE columns
+    targets: Tensor  # (N,) int64
+    rows: RowCoefficients
+    vocabulary: int
+
+    @property
+    def arguments(self) -> tuple[object, ...]:
+        """As every kernel takes them."""
+        rows = self.rows
+        of_rows = rows.logsumexp, self.targets, rows.target, rows.mass, rows.slope
+        sizes = self.tile_lse.stride(0), self.tile_lse.shape[1], self.vocabulary
+        return self.tile_lse, *of_rows, rows.entropy, rows.entropy_gradient, *sizes
+
+
 def row_coefficients(
     problem: HeadProblem, statistics: RowStatistics, gradients: RowGradients
 ) -> RowCoefficients:

@@ -10,6 +10,7 @@ import ctypes
 import functools
 import math
 import warnings
+from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from torch import Tensor
 from . import BINS, TILE
 
 if TYPE_CHECKING:
-    from .select import Masses
+    from .coefficients import Masses
 
 LIBRARY = Path(str(files("grpo_fast"))) / "_cuda" / "libgrpo_fast.so"
 
@@ -73,15 +74,15 @@ _WARPS, _MOST_BLOCKS = 8, 512  # rows of a block at a time, and blocks
 
 
 @functools.cache
-def usable(device: torch.device) -> bool:
-    """Whether the library was built and agrees with Triton on this device; warns if it does not.
+def usable(device: torch.device, by_triton: Callable[[Masses], Tensor]) -> bool:
+    """Whether the library was built and agrees with Triton's count on this device; warns if it does not.
 
     Asked once, as it waits for the device. Where that is while a graph is captured, the answer is no.
     """
     if device.type != "cuda" or not LIBRARY.is_file() or torch.cuda.is_current_stream_capturing():
         return False
     try:
-        fault = disagreement(device)
+        fault = disagreement(device, by_triton)
     except (OSError, AttributeError, RuntimeError) as error:
         fault = f"{type(error).__name__}: {error}"
     if fault:
@@ -93,11 +94,9 @@ def usable(device: torch.device) -> bool:
     return not fault
 
 
-def disagreement(device: torch.device) -> str:
+def disagreement(device: torch.device, by_triton: Callable[[Masses], Tensor]) -> str:
     """What differs between the two counts of a fixed case; nothing where the library can be trusted."""
-    from .coefficients import RowCoefficients
-    from .select import Masses
-    from .select import count_pairs as counted
+    from .coefficients import Masses, RowCoefficients
 
     place = torch.arange(6 * 304, device=device).view(6, 304)
     octaves = (place * 7 % 151 + 0.5) / 4  # in the middle of a quarter octave, where rounding moves nothing
@@ -109,6 +108,6 @@ def disagreement(device: torch.device) -> str:
     squares = torch.ones(2, 1, dtype=torch.float64, device=device)
     rows = RowCoefficients(3 * ones, 0 * ones, work, ones, None, None, squares, squares.long())
     masses = Masses(tile_lse, targets, rows, vocabulary)
-    found, expected = (count(masses).sum(0).tolist() for count in (count_pairs, counted))
+    found, expected = (count(masses).sum(0).tolist() for count in (count_pairs, by_triton))
     wrong = [bin for bin, pair in enumerate(zip(found, expected, strict=True)) if len({*pair}) > 1]
     return f"the pairs of quarter octaves {wrong} of its first check differ" if wrong else ""

@@ -45,7 +45,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import BF16_ROUNDING, BINS, ENTRY_SHARE, LEAST_DENSITY, STRATUM, TILE, cuda
-from .coefficients import RowCoefficients
+from .coefficients import Masses, RowCoefficients
 from .hashing import mix, row_seed, spread
 from .product import LOG2E
 
@@ -56,24 +56,6 @@ _BINS = tl.constexpr(BINS)
 _STRATUM = tl.constexpr(STRATUM)
 _STRATUM_BITS = tl.constexpr(int(math.log2(STRATUM)))
 _LOG_TILE = tl.constexpr(math.log(TILE))
-
-
-@dataclass(frozen=True)
-class Masses:
-    """What says how much of the gradient every pair can hold."""
-
-    tile_lse: Tensor  # (N, T) float32: log-sum-exp of each row's logits over each tile of TILE columns
-    targets: Tensor  # (N,) int64
-    rows: RowCoefficients
-    vocabulary: int
-
-    @property
-    def arguments(self) -> tuple[object, ...]:
-        """As every kernel takes them."""
-        rows = self.rows
-        of_rows = rows.logsumexp, self.targets, rows.target, rows.mass, rows.slope
-        sizes = self.tile_lse.stride(0), self.tile_lse.shape[1], self.vocabulary
-        return self.tile_lse, *of_rows, rows.entropy, rows.entropy_gradient, *sizes
 
 
 @dataclass(frozen=True)
@@ -139,7 +121,7 @@ def select_live(problem: HeadProblem, rows: RowCoefficients, tile_lse: Tensor, *
 def choose_threshold(masses: Masses, tolerance: float) -> Threshold:
     """τ."""
     rows = masses.rows
-    count = cuda.count_pairs if cuda.usable(masses.tile_lse.device) else count_pairs
+    count = cuda.count_pairs if cuda.usable(masses.tile_lse.device, count_pairs) else count_pairs
     counts = count(masses)
     threshold = Threshold(masses.tile_lse.new_empty(4), rows.salts.new_empty(1, dtype=torch.uint32))
     _choose[(1,)](

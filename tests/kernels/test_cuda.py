@@ -41,7 +41,7 @@ def emulated(monkeypatch, compiled) -> torch.device:
     """The library's check runs here too, whichever device it asks for."""
     monkeypatch.setattr(cuda, "LIBRARY", compiled)
     check = cuda.disagreement
-    monkeypatch.setattr(cuda, "disagreement", lambda device: check(torch.device("cpu")))
+    monkeypatch.setattr(cuda, "disagreement", lambda _, by_triton: check(torch.device("cpu"), by_triton))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return torch.device("cpu")
 
@@ -99,7 +99,7 @@ def test_the_library_is_used_where_it_agrees_with_triton_and_else_triton_with_a_
 
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always", UserWarning)
-        answers = [cuda.usable(torch.device("cuda", 0)) for _ in range(2)]
+        answers = [cuda.usable(torch.device("cuda", 0), select.count_pairs) for _ in range(2)]
 
     assert answers == [wrong_bin is None] * 2
     told = [str(w.message) for w in said if w.category is UserWarning]
@@ -123,19 +123,20 @@ def test_a_library_that_does_not_run_is_not_used_and_the_warning_says_why(monkey
         monkeypatch.setattr(cuda, "_load", lambda: lambda call, stream: b"no kernel image")
 
     with pytest.warns(UserWarning, match=rf"on cuda:1: {reason}.* Build it again, .* or remove /.*\.so"):
-        assert not cuda.usable(torch.device("cuda", 1))
+        assert not cuda.usable(torch.device("cuda", 1), select.count_pairs)
 
 
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize("cause", ["nothing built", "no CUDA device", "a graph is captured"])
 def test_nothing_is_checked_and_triton_used_where(monkeypatch, tmp_path, cause):
-    monkeypatch.setattr(cuda, "disagreement", lambda device: pytest.fail("checked"))
+    monkeypatch.setattr(cuda, "disagreement", lambda *_: pytest.fail("checked"))
     if cause == "nothing built":
         monkeypatch.setattr(cuda, "LIBRARY", tmp_path / "libgrpo_fast.so")
     if cause == "a graph is captured":
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
 
-    assert not cuda.usable(torch.device("cpu") if cause == "no CUDA device" else torch.device("cuda", 0))
+    device = torch.device("cpu") if cause == "no CUDA device" else torch.device("cuda", 0)
+    assert not cuda.usable(device, select.count_pairs)
 
 
 @pytest.mark.usefixtures("emulated")
@@ -143,7 +144,7 @@ def test_the_same_pairs_are_kept_by_the_library(make_head, monkeypatch):
     head = make_head(24, 60 * TILE, 16, spread=4.0)
     coefficients = row_coefficients(head.problem, *head.upstream)
     expected = select.select_live(head.problem, coefficients, head.tile_lse, tolerance=4.0)
-    monkeypatch.setattr(cuda, "usable", lambda device: True)
+    monkeypatch.setattr(cuda, "usable", lambda *_: True)
     monkeypatch.setattr(select, "count_pairs", None)
 
     live = select.select_live(head.problem, coefficients, head.tile_lse, tolerance=4.0)
@@ -155,4 +156,7 @@ def test_the_same_pairs_are_kept_by_the_library(make_head, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.usefixtures("built")
 def test_the_built_library_is_used_on_every_gpu_here():
-    assert all(cuda.usable(torch.device("cuda", index)) for index in range(torch.cuda.device_count()))
+    assert all(
+        cuda.usable(torch.device("cuda", index), select.count_pairs)
+        for index in range(torch.cuda.device_count())
+    )
