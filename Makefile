@@ -25,9 +25,12 @@ test-cuda-build: $(VENV)/.installed-test  # with the torch that a package index 
 
 test-latest: LATEST := $(VENV)-latest
 test-latest:  # with what pip takes today instead of the locked set; peers that are not installed are skipped
+	@echo "The newest, also beyond the ceilings of pyproject.toml: pip's conflicts and its last table name those."
 	$(PYTHON) -m venv --clear $(LATEST)
 	$(LATEST)/bin/python -m pip install --quiet --editable ".[test,triton,liger,trl,gguf,tasks,quantization]"
 	$(LATEST)/bin/python -m pip install --quiet --no-deps -r .ci/requirements/no-deps.txt
+	$(LATEST)/bin/python -m pip install --quiet --upgrade torch transformers triton liger-kernel
+	$(LATEST)/bin/python -m pip list --outdated
 	$(LATEST)/bin/python -m pytest -n 2 --dist worksteal
 
 test-gpu: $(VENV)/.installed-test

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import graphlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 import grimp
 import pytest
 from importlinter.cli import lint_imports
+from packaging.requirements import Requirement
 
 import grpo_fast
 
@@ -129,3 +131,13 @@ def test_no_files_import_each_other_in_a_circle():
 
     assert {"grpo_fast.kernels.select", "grpo_fast.trainer", "benchmarks.kernels"} <= imports.keys()
     graphlib.TopologicalSorter(imports).prepare()  # a CycleError names the files
+
+
+@pytest.mark.parametrize("name", ["torch", "transformers", "triton", "liger-kernel", "trl", "vllm"])
+def test_a_library_whose_private_names_are_used_has_a_ceiling_and_the_locked_version_is_below_it(name):
+    asked = re.search(rf'"({name}[>=][^"]+)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    bounds = Requirement(asked[1].partition(";")[0]).specifier
+    locked = "".join(path.read_text(encoding="utf-8") for path in (ROOT / ".ci/requirements").glob("*.txt"))
+
+    assert {bound.operator for bound in bounds} == {">=", "<"}
+    assert bounds.contains(re.search(rf"^{name}(?:-cpu)?==(\S+)$", locked, re.M)[1])
