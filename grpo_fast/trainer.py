@@ -8,13 +8,14 @@ exactly on-policy, no tokens of groups that all earned the same.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from grpo_fast.algorithm import Algorithm
 from grpo_fast.config import TrainConfig
 from grpo_fast.data import Prompt, PromptDataset, PromptSampler
 from grpo_fast.distributed.world import ALONE, World
@@ -26,10 +27,9 @@ from grpo_fast.policy.architecture import rounding_nats
 from grpo_fast.rewards import RewardSet
 from grpo_fast.rollout import Engine, Rollout, generate_rollout, sampling_of
 from grpo_fast.rollout.handover import DeviceHandover
-from grpo_fast.run_record.logs import Clock, SampleRecord, StepResult
+from grpo_fast.run_record.logs import Clock, SampleRecord
 from grpo_fast.score import (
     EXTRA,
-    Progress,
     RolloutWatch,
     describe,
     generate,
@@ -61,8 +61,8 @@ class StageParts:
     rollout: Rollout = generate_rollout
 
 
-class Trainer:
-    """The state of a run, and the verbs that change it.
+class Trainer(Algorithm):
+    """Group-relative policy optimisation: what the loop collects is drawn, scored and compared.
 
     Args:
         config: the run's; evaluation goes by it in every stage.
@@ -86,21 +86,18 @@ class Trainer:
         held_out: Sequence[Prompt] = (),
         world: World = ALONE,
     ) -> None:
-        self.world = world
-        self.policy = policy
-        self.engine = engine
-        self.optimizer = optimizer
-        self.stages = stages
-        self.judges = judges
-        self.evaluated_by = evaluated_by
-        self.held_out = held_out
-        self.step, self.run_steps = 0, config.max_steps
-        self.sampler_seen = False  # whether this process has compared completions with the policy
-        self.on_progress: Progress | None = None  # told how every generation goes
         self.handover = DeviceHandover(engine, policy, optimizer, config.memory)
         self.update = PolicyUpdate(
             policy, optimizer, stages[0].stage.config, self.handover.await_reference, world
         )
+        super().__init__(policy, optimizer, self.update.annotator, stages[0].prompts, world)
+        self.engine: Engine = engine
+        self.stages = stages
+        self.judges = judges
+        self.evaluated_by = evaluated_by
+        self.held_out = held_out
+        self.run_steps = config.max_steps
+        self.sampler_seen = False  # whether this process has compared completions with the policy
         self.evaluation = config.evaluation
         self.evaluation_sampling = replace(
             sampling_of(config.rollout),
@@ -108,6 +105,9 @@ class Trainer:
             temperature=config.evaluation.temperature,
             seed=world.seed(config.seed),
         )
+        for rollout in (evaluated_by, *(parts.rollout for parts in stages)):
+            self.held.callback(getattr(rollout, "close", lambda: None))  # what environments hold
+        self.held.enter_context(engine)
         self.enter(0)
 
     def enter(self, index: int) -> None:
@@ -133,29 +133,40 @@ class Trainer:
         if self.stages[due].stage.fresh_optimizer:
             self.optimizer.forget()
 
-    def train_step(self) -> StepResult:
-        """Rollout, rewards, advantages, update."""
+    def described(self) -> dict[str, str]:
+        rollout, correction = self.config.rollout, self.config.loss.sampler_correction
+        corrected = "" if correction in (None, "none") else f", corrected by {correction}"
+        lines = {
+            "groups": (
+                f"{self.config.prompts_per_step} prompts a step, {rollout.num_generations} completions of "
+                f"each, at most {rollout.max_completion_length} tokens, by "
+                f"{type(self.engine).__name__}{corrected}; rewards: {', '.join(self.rewards.names)}"
+            )
+        }
+        told = getattr(self.drawn_by, "described", "")
+        return lines | ({"rollout": told} if told else {})
+
+    def begin(self) -> None:
         self.world.begin(self.step + 1, self.config.seed)
         self.advance()
-        clock = Clock()
-        with clock("step"):
-            table, metrics = self.collect(clock)
-            trained, totals = to_train(table, self.config.advantage, self.config.loss)
-            self.handover.to_trainer()
-            if len(table) and not self.sampler_seen:  # before anything is learnt from them
-                self.sampler_seen = self.require_own_completions(table)
-            metrics |= self.update.run(trained, totals, clock)
-        self.step += 1
-        self.optimizer.advance()
-        timings = clock.seconds | self.handover.timings()
-        timings |= {
-            "tokens_per_second": int(table.num_targets.sum()) / timings["time/step"],
-            "memory/micro_batch_tokens": self.update.annotator.micro_batch_tokens,
-        }
-        seconds = table.facts["episode"][:, -1] if len(table) else torch.zeros(0)
-        if len(seconds := seconds[~seconds.isnan()]):
-            timings["environment/seconds"] = seconds.mean().item()
-        return StepResult(metrics, timings, self.pick_samples(table, self.config.logging.samples))
+
+    def learn(self, table: Completions, clock: Clock) -> dict[str, float]:
+        trained, totals = to_train(table, self.config.advantage, self.config.loss)
+        self.handover.to_trainer()
+        if len(table) and not self.sampler_seen:  # before anything is learnt from them
+            self.sampler_seen = self.require_own_completions(table)
+        return self.update.run(trained, totals, clock)
+
+    def timings(self, table: Completions, seconds: float) -> dict[str, float]:
+        found = self.handover.timings()
+        found["tokens_per_second"] = int(table.num_targets.sum()) / seconds
+        taken = table.facts["episode"][:, -1] if len(table) else torch.zeros(0)
+        if len(taken := taken[~taken.isnan()]):
+            found["environment/seconds"] = taken.mean().item()
+        return found
+
+    def samples(self, table: Completions) -> list[SampleRecord]:
+        return self.pick_samples(table, self.config.logging.samples)
 
     def require_own_completions(self, table: Completions) -> bool:
         """Whether there is nothing more to compare; False where the sampler has told no log-probabilities.
@@ -197,7 +208,9 @@ class Trainer:
         if penalties is not None:
             rewards = drawn.facts["reward"] - penalties
             drawn = self.with_advantages(prompts, drawn.with_facts(reward=rewards), clock)
-        metrics = describe(drawn, self.rewards.names) | self.learn(prompts, before_penalties)
+        metrics = describe(drawn, self.rewards.names) | self.update_curriculum_and_weights(
+            prompts, before_penalties
+        )
         if not config.dynamic_sampling:
             return drawn, metrics
         # A penalty makes no group worth training that the rewards left flat.
@@ -266,7 +279,9 @@ class Trainer:
             baseline_groups = self.prompts.baseline_groups(prompts)
             return with_advantages(table, self.config.advantage, weights, baseline_groups)
 
-    def learn(self, prompts: Sequence[Prompt], table: Completions) -> dict[str, float]:
+    def update_curriculum_and_weights(
+        self, prompts: Sequence[Prompt], table: Completions
+    ) -> dict[str, float]:
         """Let the sampler and the reward weights learn from what was earned; their metrics are of before."""
         metrics = self.prompts.metrics(prompts[: self.config.prompts_per_step])
         if len(self.stages) > 1:
@@ -336,7 +351,7 @@ class Trainer:
             **self.update.state_dict(),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.enter(state["stage"])
         self.prompts.load_state_dict(state["prompts"])
         if self.adaptive_weights is not None:

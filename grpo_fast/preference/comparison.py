@@ -1,10 +1,10 @@
-"""A prompt with completions of known worth, and what the losses take of several of them."""
+"""A prompt with completions of known worth, as a row of data and in the table, and what the losses take."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -14,11 +14,12 @@ from grpo_fast.data.types import Prompt
 from grpo_fast.groups.advantages import group_advantages
 from grpo_fast.objective.pairs import PreferenceInputs, PreferenceTotals
 from grpo_fast.objective.ranking import RankedInputs
+from grpo_fast.table import Completions
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """n completions of one prompt: a pair (the chosen first), one with a label, or a ranked group."""
+    """A row of data: a pair (the chosen first), one completion with a label, or a ranked group of n."""
 
     prompt: Prompt
     completion_ids: tuple[tuple[int, ...], ...]  # n, the end token included
@@ -28,67 +29,98 @@ class Comparison:
     group_type: str | None = None
     behaviour_logprobs: tuple[float | None, ...] = ()  # n, of the policy that wrote them, summed
     mismatched_ids: tuple[int, ...] | None = None  # a completion of another prompt, for KTO's reference point
-    ref_logprobs: tuple[float, ...] = ()  # of `sequences` under the reference model; empty: no loss reads it
-
-    @property
-    def sequences(self) -> tuple[tuple[int, ...], ...]:
-        """Every completion that the reference model must score."""
-        return self.completion_ids + ((self.mismatched_ids,) if self.mismatched_ids else ())
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """(n,) tokens."""
-        return tuple(map(len, self.completion_ids))
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of the completions and of the prompt, which they share."""
-        return len(self.prompt.token_ids) + sum(self.lengths)
 
 
-def with_order(comparisons: Iterable[Comparison]) -> tuple[Comparison, ...]:
-    """The comparisons that have an order: a group whose grades all tie agrees with every order.
+def table_of(comparisons: Iterable[Comparison]) -> Completions:
+    """Each comparison is a group, in order.
+
+    Returns:
+        Facts of each completion: `grade` (float64), `behaviour_logprob` (NaN where the data do not say), and
+        its group's `margin` and `weight`; objects: its group's `group_type`.
+    """
+    rows = [
+        (number, comparison, ids, grade, logprob)
+        for number, comparison in enumerate(comparisons)
+        for ids, grade, logprob in zip(
+            comparison.completion_ids,
+            comparison.grades,
+            comparison.behaviour_logprobs or (None,) * len(comparison.grades),
+            strict=True,
+        )
+    ]
+    told = [math.nan if logprob is None else logprob for *_, logprob in rows]
+    return Completions.of(
+        [comparison.prompt.token_ids for _, comparison, *_ in rows],
+        [ids for _, _, ids, *_ in rows],
+        [number for number, *_ in rows],
+        facts={
+            "grade": torch.tensor([grade for *_, grade, _ in rows], dtype=torch.float64),
+            "behaviour_logprob": torch.tensor(told),
+            "margin": torch.tensor([comparison.margin for _, comparison, *_ in rows]),
+            "weight": torch.tensor([comparison.weight for _, comparison, *_ in rows]),
+        },
+        objects={"group_type": [comparison.group_type for _, comparison, *_ in rows]},
+    )
+
+
+def mismatched(comparisons: Iterable[Comparison]) -> Completions:
+    """Each prompt with a completion that is not its own, in order."""
+    return table_of(
+        replace(c, completion_ids=(c.mismatched_ids,)) for c in comparisons if c.mismatched_ids is not None
+    )
+
+
+def with_order(table: Completions) -> Completions:
+    """The groups that have an order: one whose grades all tie agrees with every order.
 
     Raises:
         ValueError: none is left.
     """
-    ordered = tuple(comparison for comparison in comparisons if len(set(comparison.grades)) > 1)
+    grades = table.facts["grade"].split(group_sizes(table))
+    ordered = [number for number, own in enumerate(grades) if len(own.unique()) > 1]
     if not ordered:
         raise ValueError(
             "evaluation.dataset: all responses of every group tie; there is no order to agree with"
         )
-    return ordered
+    return table.select_groups(ordered)
 
 
-def preference_totals(comparisons: Sequence[Comparison]) -> PreferenceTotals:
+def group_sizes(table: Completions) -> list[int]:
+    """Completions of each group; a group's are contiguous."""
+    return table.groups.unique_consecutive(return_counts=True)[1].tolist()
+
+
+def preference_totals(table: Completions) -> PreferenceTotals:
     """Counts over the comparisons of a step."""
-    desirable = _desirable(comparisons)
-    chosen = [length for length, good in zip(_lengths(comparisons), desirable, strict=True) if good]
-    return PreferenceTotals(len(chosen), len(desirable) - len(chosen), sum(chosen))
+    desirable = table.facts["grade"] > 0
+    chosen = int(desirable.sum())
+    return PreferenceTotals(chosen, len(table) - chosen, int(table.lengths[desirable].sum()))
 
 
 def preference_inputs(
-    comparisons: Sequence[Comparison], logprobs: Tensor, totals: PreferenceTotals, kl: Tensor | None = None
+    table: Completions, logprobs: Tensor, totals: PreferenceTotals, kl: Tensor | None = None
 ) -> PreferenceInputs:
     """Pairs, or for KTO single completions.
 
     Args:
-        comparisons: P of them.
+        table: P of them.
         logprobs: (S,) of all their completions, in order.
         totals: of the whole step.
         kl: () KTO's reference point.
     """
-    desirable = torch.tensor(_desirable(comparisons), device=logprobs.device)
+    desirable = (table.facts["grade"] > 0).to(logprobs.device)
 
     def split(values: Tensor) -> tuple[Tensor, Tensor]:
+        values = values.to(logprobs)
         return values[desirable], values[~desirable]
 
     chosen, rejected = split(logprobs)
-    chosen_lengths, rejected_lengths = split(logprobs.new_tensor(_lengths(comparisons)))
-    reference = _reference(comparisons, logprobs)
+    chosen_lengths, rejected_lengths = split(table.lengths)
+    reference = table.facts.get("ref_logprob")
     ref_chosen, ref_rejected = (None, None) if reference is None else split(reference)
-    weights = logprobs.new_tensor([comparison.weight for comparison in comparisons])
-    margins = logprobs.new_tensor([comparison.margin for comparison in comparisons])
+    margins, _ = split(table.facts["margin"])
+    weights = split(table.facts["weight"])  # of a pair both are the same
+    plain = bool((table.facts["weight"] == 1).all())
     return PreferenceInputs(
         chosen_logprobs=chosen,
         rejected_logprobs=rejected,
@@ -96,48 +128,29 @@ def preference_inputs(
         rejected_lengths=rejected_lengths,
         ref_chosen_logprobs=ref_chosen,
         ref_rejected_logprobs=ref_rejected,
-        margins=margins if margins.any() else None,
-        weights=None if (weights == 1).all() else weights if kl is None else torch.cat(split(weights)),
+        margins=margins if table.facts["margin"].any() else None,
+        weights=None if plain else weights[0] if kl is None else torch.cat(weights),
         kl=kl,
         totals=totals,
     )
 
 
-def ranked_inputs(comparisons: Sequence[Comparison], logprobs: Tensor, total_groups: int) -> RankedInputs:
+def ranked_inputs(table: Completions, logprobs: Tensor, total_groups: int) -> RankedInputs:
     """Groups of any sizes; arguments as of `preference_inputs`, `total_groups` of the whole step."""
-    device = logprobs.device
-    sizes = torch.tensor([len(comparison.completion_ids) for comparison in comparisons], device=device)
-    padded = pad_sequence([torch.tensor(c.grades, dtype=torch.float64) for c in comparisons], True, math.nan)
+    device, sizes = logprobs.device, group_sizes(table)
+    padded = pad_sequence([*table.facts["grade"].split(sizes)], True, math.nan)
     given = padded.isfinite()
-    behaviour = [
-        math.nan if logprob is None else logprob  # NaN where the data do not say
-        for c in comparisons
-        for logprob in c.behaviour_logprobs or (None,) * len(c.completion_ids)
-    ]
+    reference = table.facts.get("ref_logprob")
+    first = torch.tensor([0, *sizes]).cumsum(0)[:-1]
     return RankedInputs(
         logprobs=logprobs,
-        lengths=logprobs.new_tensor(_lengths(comparisons)),
+        lengths=table.lengths.to(logprobs),
         grades=padded[given].to(device),
         advantages=group_advantages(padded).advantages[given].to(logprobs),
-        group_ids=torch.repeat_interleave(torch.arange(len(comparisons), device=device), sizes),
-        num_groups=len(comparisons),
-        ref_logprobs=_reference(comparisons, logprobs),
-        behaviour_logprobs=logprobs.new_tensor(behaviour),
-        weights=logprobs.new_tensor([comparison.weight for comparison in comparisons]),
+        group_ids=torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes)).to(device),
+        num_groups=len(sizes),
+        ref_logprobs=None if reference is None else reference.to(logprobs),
+        behaviour_logprobs=table.facts["behaviour_logprob"].to(logprobs),
+        weights=table.facts["weight"][first].to(logprobs),
         total_groups=total_groups,
     )
-
-
-def _lengths(comparisons: Sequence[Comparison]) -> list[int]:
-    return [length for comparison in comparisons for length in comparison.lengths]
-
-
-def _desirable(comparisons: Sequence[Comparison]) -> list[bool]:
-    return [grade > 0 for comparison in comparisons for grade in comparison.grades]
-
-
-def _reference(comparisons: Sequence[Comparison], like: Tensor) -> Tensor | None:
-    """(S,) of the completions under the reference model, where the loss has one."""
-    if not comparisons[0].ref_logprobs:
-        return None
-    return like.new_tensor([x for c in comparisons for x in c.ref_logprobs[: len(c.completion_ids)]])

@@ -8,8 +8,12 @@ from dataclasses import dataclass
 from itertools import combinations
 from statistics import fmean, pstdev
 
-from grpo_fast.preference.comparison import Comparison
+import torch
+from torch import Tensor
+
+from grpo_fast.preference.comparison import group_sizes
 from grpo_fast.run_record.summary import Interval, mean_interval
+from grpo_fast.table import Completions
 
 
 def kendall_tau_b(a: Sequence[float], b: Sequence[float]) -> float:
@@ -36,15 +40,15 @@ def top1_accuracy(grades: Sequence[float], scores: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class RankingEvaluation:
-    """Agreement of log-probabilities with the grades of G comparisons, in none of which all grades tie."""
+    """Agreement of log-probabilities with the grades of G groups, in none of which all grades tie."""
 
-    comparisons: tuple[Comparison, ...]
-    logprobs: tuple[tuple[float, ...], ...]  # of each comparison's completions, summed over their tokens
+    table: Completions
+    logprobs: Tensor  # (S,) of each completion, summed over its tokens
     averaged: bool  # whether `score` compares log-probabilities per token
 
     @property
     def n(self) -> int:
-        return len(self.comparisons)
+        return self.table.num_groups
 
     @property
     def score(self) -> float:
@@ -70,22 +74,21 @@ class RankingEvaluation:
                 found[f"ranking/{kind}/{name}"] = fmean(self._measure(measure, averaged))
         accuracies: dict[str, list[float]] = {}
         measured = self._measure(pairwise_accuracy, self.averaged)
-        for comparison, accuracy in zip(self.comparisons, measured, strict=True):
-            if comparison.group_type is not None:
-                accuracies.setdefault(comparison.group_type, []).append(accuracy)
+        first = torch.tensor([0, *group_sizes(self.table)]).cumsum(0)[:-1].tolist()
+        for row, accuracy in zip(first, measured, strict=True):
+            if (kind := self.table.objects["group_type"][row]) is not None:
+                accuracies.setdefault(kind, []).append(accuracy)
         for kind, values in sorted(accuracies.items()):
             found[f"ranking/pairwise_accuracy/{kind}"] = fmean(values)
             found[f"ranking/consistency/{kind}"] = 1.0 - pstdev(values)
         return found
 
     def _measure(self, measure: Measure, averaged: bool) -> list[float]:
-        """Of the grades and the scores of each comparison."""
-        values = []
-        for comparison, scores in zip(self.comparisons, self.logprobs, strict=True):
-            if averaged:
-                scores = tuple(logprob / n for logprob, n in zip(scores, comparison.lengths, strict=True))
-            values.append(measure(comparison.grades, scores))
-        return values
+        """Of the grades and the scores of each group."""
+        scores = self.logprobs / self.table.lengths if averaged else self.logprobs
+        sizes = group_sizes(self.table)
+        rows = zip(self.table.facts["grade"].split(sizes), scores.split(sizes), strict=True)
+        return [measure(grades.tolist(), own.tolist()) for grades, own in rows]
 
 
 Measure = Callable[[Sequence[float], Sequence[float]], float]

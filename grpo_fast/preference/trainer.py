@@ -1,8 +1,8 @@
 """Training on fixed completions of known worth: preferences and ranked groups.
 
-Draw prompts with their completions, compute the policy's log-probability of each, let the loss compare them,
-step. The reference's log-probabilities are known before the first step, so its model is not in memory, and
-nothing is generated.
+The loop of all algorithms: a step's groups are drawn from a table that is there, nothing is generated, and
+the loss compares the log-probabilities of whole completions. Those of the reference are a fact of the table
+before the first step, so its model is not in memory.
 """
 
 from __future__ import annotations
@@ -10,91 +10,89 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from grpo_fast.algorithm import Algorithm
+from grpo_fast.annotate import Annotator
 from grpo_fast.data import PromptSampler
+from grpo_fast.head import linear_logprob
 from grpo_fast.objective.metrics import sum_metrics
 from grpo_fast.objective.pairs import kto_reference_point, preference_loss
 from grpo_fast.objective.ranking import ranking_loss
 from grpo_fast.objective.types import LossOutputs, present
-from grpo_fast.policy import Policy, PolicyOptimizer
+from grpo_fast.policy import PackedBatch, PolicyOptimizer
 from grpo_fast.policy.host_memory import bytes_in_use
 from grpo_fast.policy.out_of_memory import optimizer_step
-from grpo_fast.preference.comparison import Comparison, preference_inputs, preference_totals, ranked_inputs
-from grpo_fast.preference.config import BetaConfig, PreferenceConfig
+from grpo_fast.preference.comparison import preference_inputs, preference_totals, ranked_inputs
+from grpo_fast.preference.config import BetaConfig
 from grpo_fast.preference.evaluation import RankingEvaluation
-from grpo_fast.preference.scoring import ComparisonBatches, score, sequence_logprobs
-from grpo_fast.run_record.logs import Clock, StepResult
+from grpo_fast.run_record.logs import Clock
+from grpo_fast.table import Completions
 
-StepLoss = Callable[[Sequence[Comparison], Tensor], LossOutputs]
-"""Some of a step's comparisons and the (S,) log-probabilities of their completions, in order, to their share
-of the step's loss."""
+if TYPE_CHECKING:
+    from grpo_fast.config import TrainConfig
+
+StepLoss = Callable[[Completions, Tensor], LossOutputs]
+"""Some of a step's groups and the (S,) log-probabilities of their completions, in order, to their share of
+the step's loss."""
 
 
-class PreferenceTrainer:
-    """A preference or ranking run: its state, its optimiser steps and its evaluation.
+class PreferenceTrainer(Algorithm):
+    """The state of a run, and the verbs that change it.
 
     Args:
-        preference: the losses, and how beta moves.
-        ranks: whether ranked groups are compared, instead of pairs or labelled completions.
-        total_steps: optimiser steps of the whole run.
-        micro_batch_tokens: tokens of a micro-batch, while the memory holds them.
+        config: the run's.
+        annotator: of the policy, which keeps the completions of a prompt together.
         prompts: draws what a step compares.
-        comparisons: the completions of each prompt, by its row.
-        held_out: comparisons for evaluation, each with an order to agree with.
+        comparisons: the completions of every prompt, a group each, in the order of the prompts' dataset.
+        mismatched: for KTO each prompt with a completion that is not its own.
+        held_out: groups for evaluation, each with an order to agree with.
     """
 
     def __init__(
         self,
-        preference: PreferenceConfig,
+        config: TrainConfig,
         *,
-        ranks: bool,
-        total_steps: int,
-        micro_batch_tokens: int,
-        policy: Policy,
+        annotator: Annotator,
         optimizer: PolicyOptimizer,
         prompts: PromptSampler,
-        comparisons: Mapping[int, Comparison],
-        held_out: Sequence[Comparison] = (),
+        comparisons: Completions,
+        mismatched: Completions | None = None,
+        held_out: Completions | None = None,
     ) -> None:
-        self.preference = preference
-        self.policy = policy
-        self.optimizer = optimizer
-        self.prompts = prompts
+        super().__init__(annotator.policy, optimizer, annotator, prompts)
+        self.config, self.preference = config, config.preference
         self.comparisons = comparisons
-        self.held_out = held_out
-        self.batches = ComparisonBatches(policy, micro_batch_tokens)
-        self.step = 0
-        self.ranks = ranks
-        self.beta = BetaController(present(preference.loss.beta), preference.beta, total_steps=total_steps)
+        self.mismatched = mismatched
+        self.compared = held_out
+        self.held_out = range(0 if held_out is None else held_out.num_groups)
+        self.groups = {prompt.index: number for number, prompt in enumerate(prompts.dataset)}
+        self.drawn: list[int] = []  # the groups of the step
+        self.ranks = config.algorithm == "rank"  # groups, instead of pairs or labelled completions
+        beta = present(self.preference.loss.beta)
+        self.beta = BetaController(beta, self.preference.beta, total_steps=config.max_steps)
 
-    def train_step(self) -> StepResult:
-        clock = Clock()
-        with clock("step"):
-            comparisons = [self.comparisons[prompt.index] for prompt in self.prompts.next()]
-            metrics = self.update(comparisons, clock)
-        self.step += 1
-        self.optimizer.advance()
-        tokens = sum(comparison.num_tokens for comparison in comparisons)
-        timings = {
-            "tokens_per_second": tokens / clock.seconds["time/step"],
-            "memory/micro_batch_tokens": self.batches.max_tokens,
-            "memory/peak_bytes": bytes_in_use(self.policy.device),
-        }
-        return StepResult(metrics, clock.seconds | timings)
+    def described(self) -> dict[str, str]:
+        kind = "ranked groups" if self.ranks else "comparisons"
+        return {"groups": f"{self.config.prompts_per_step} {kind} a step"}
 
-    def update(self, comparisons: Sequence[Comparison], clock: Clock) -> dict[str, float]:
-        """The gradient of the step's comparisons in micro-batches that fit, then the step."""
+    def collect(self, clock: Clock) -> tuple[Completions, dict[str, float]]:
+        """The groups that the step compares."""
+        self.drawn = [self.groups[prompt.index] for prompt in self.prompts.next()]
+        return self.comparisons.select_groups(self.drawn), {}
+
+    def learn(self, table: Completions, clock: Clock) -> dict[str, float]:
+        """The gradient of the step's groups in micro-batches that fit, then the step."""
         beta = self.beta.value(self.step)
         with clock("logprobs"):
-            loss = self.step_loss(comparisons, beta)
+            loss = self.step_loss(table, beta)
         with clock("update"):
-            for attempt, parts in self.batches.attempts_at(comparisons):
+            for attempt, batches in self.annotator.attempts(table):
                 with attempt:
-                    shares, learns = self.gradient(comparisons, loss, parts)
+                    shares, learns = self.gradient(table, loss, batches)
             metrics = sum_metrics(shares)
             metrics |= {"learning_rate": self.optimizer.learning_rate, "update/skipped": float(not learns)}
             if learns:
@@ -104,33 +102,32 @@ class PreferenceTrainer:
             self.beta.observe(metrics["rewards/margins"] / beta)
         return metrics
 
-    def step_loss(self, comparisons: Sequence[Comparison], beta: float) -> StepLoss:
+    def step_loss(self, table: Completions, beta: float) -> StepLoss:
         """The loss of a step, with its counts, its beta and, for KTO, its reference point."""
         if self.ranks:
-            config, total = self.preference.ranking, len(comparisons)
+            config, total = self.preference.ranking, table.num_groups
             return lambda some, logprobs: ranking_loss(ranked_inputs(some, logprobs, total), config)
-        loss, totals, kl = replace(self.preference.loss, beta=beta), preference_totals(comparisons), None
+        loss, totals, kl = replace(self.preference.loss, beta=beta), preference_totals(table), None
         if not loss.paired:
-            pairs = [replace(c, completion_ids=(present(c.mismatched_ids),)) for c in comparisons]
-            now = torch.cat(score(pairs, self.batches))
-            before = now.new_tensor([c.ref_logprobs[-1] for c in comparisons])
-            kl = kto_reference_point(now, before).to(self.policy.device)
+            others = present(self.mismatched).select_groups(self.drawn)
+            now = others.sums(self.annotator.columns(others)[0].cpu())
+            kl = kto_reference_point(now, others.facts["ref_logprob"]).to(self.policy.device)
         return lambda some, logprobs: preference_loss(preference_inputs(some, logprobs, totals, kl), loss)
 
     def gradient(
-        self, comparisons: Sequence[Comparison], loss: StepLoss, parts: Sequence[Sequence[int]]
+        self, table: Completions, loss: StepLoss, batches: Sequence[PackedBatch]
     ) -> tuple[list[dict[str, Tensor]], bool]:
         """Backward through every micro-batch: their shares of the metrics, and whether any has a gradient.
 
         The losses of the micro-batches add up; groups that are all ties have no gradient.
         """
         self.optimizer.zero_grad()  # of an attempt that failed
-        chosen = [[comparisons[i] for i in part] for part in parts]
+        parts = [table.select(batch.rows.sort().values) for batch in batches]
         if self.preference.loss.couples and len(parts) > 1 and not self.ranks:
-            return self.backward_coupled(chosen, loss), True
+            return self.backward_coupled(parts, batches, loss), True
         shares, learns = [], False
-        for part in chosen:
-            out = loss(part, self.logprobs(part))
+        for part, batch in zip(parts, batches, strict=True):
+            out = loss(part, self.logprobs(batch))
             if out.loss.requires_grad:
                 out.loss.backward()
                 learns = True
@@ -138,7 +135,7 @@ class PreferenceTrainer:
         return shares, learns
 
     def backward_coupled(
-        self, parts: Sequence[Sequence[Comparison]], loss: StepLoss
+        self, parts: Sequence[Completions], batches: Sequence[PackedBatch], loss: StepLoss
     ) -> list[dict[str, Tensor]]:
         """For a loss that compares all pairs of the step, at the price of one forward more.
 
@@ -146,39 +143,55 @@ class PreferenceTrainer:
         arXiv 2101.06983).
         """
         with torch.no_grad():
-            values = [self.logprobs(part) for part in parts]
+            values = [self.logprobs(batch) for batch in batches]
         leaves = torch.cat(values).requires_grad_()
-        out = loss([comparison for part in parts for comparison in part], leaves)
+        out = loss(Completions.join(parts), leaves)
         (gradient,) = torch.autograd.grad(out.loss, leaves)
-        for part, share in zip(parts, gradient.split([len(v) for v in values]), strict=True):
-            (self.logprobs(part) * share).sum().backward()
+        for batch, share in zip(batches, gradient.split([len(v) for v in values]), strict=True):
+            (self.logprobs(batch) * share).sum().backward()
         return [out.metrics | {"loss": out.loss.detach()}]
 
-    def logprobs(self, comparisons: Sequence[Comparison]) -> Tensor:
-        """(S,) log-probability of every completion, with gradient where that is enabled."""
-        weight = self.policy.head.weight
-        weight_grad = self.optimizer.gradient_of(weight) if torch.is_grad_enabled() else None
-        return sequence_logprobs(self.policy, comparisons, weight_grad)
+    def logprobs(self, batch: PackedBatch) -> Tensor:
+        """(S,) log-probability of every completion in the order of the table, with gradient where enabled."""
+        head, weight_grad = self.policy.head, None
+        if torch.is_grad_enabled():
+            weight_grad = self.optimizer.gradient_of(head.weight)
+        tokens = linear_logprob(
+            self.policy.hidden_states(batch),
+            head.weight if weight_grad is None else head.weight.detach(),
+            batch.targets,
+            weight_grad=weight_grad,
+            **head.options,
+        ).logprob
+        summed = tokens.new_zeros(batch.num_sequences).index_add(0, batch.sequence_ids, tokens)
+        return summed[batch.rows.argsort()]
+
+    def timings(self, table: Completions, seconds: float) -> dict[str, float]:
+        tokens = int(table.lengths.sum() + table.prompt_offsets.diff()[table.prompts.unique()].sum())
+        return {
+            "tokens_per_second": tokens / seconds,
+            "memory/peak_bytes": bytes_in_use(self.policy.device),
+        }
 
     def evaluate(self, size: int | None = None) -> RankingEvaluation:
         """How log-probabilities order the held-out completions, or those of the first `size` prompts."""
-        chosen = self.held_out[:size]
-        logprobs = tuple(tuple(found.tolist()) for found in score(chosen, self.batches))
+        table = present(self.compared).select_groups(self.held_out[:size])
+        logprobs = table.sums(self.annotator.columns(table)[0].cpu())
         config = self.preference.ranking if self.ranks else self.preference.loss
-        return RankingEvaluation(tuple(chosen), logprobs, config.averaged)
+        return RankingEvaluation(table, logprobs, config.averaged)
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able; what a resumed run needs besides the optimizer's tensors."""
         return {
             "prompts": self.prompts.state_dict(),
             "beta": self.beta.state_dict(),
-            "micro_batch_limit": self.batches.limit,
+            "micro_batch_limit": self.annotator.budget.limit,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.prompts.load_state_dict(state["prompts"])
         self.beta.load_state_dict(state["beta"])
-        self.batches.limit = state["micro_batch_limit"]
+        self.annotator.budget.limit = state["micro_batch_limit"]
 
 
 class BetaController:

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from grpo_fast.algorithm import Algorithm
+from grpo_fast.annotate import Annotator
 from grpo_fast.config import TrainConfig, at
 from grpo_fast.data import PromptDataset, PromptSampler, exclude_overlap, load_held_out, load_prompts
 from grpo_fast.data.config import PREFIX, VERIFIERS, DatasetConfig
@@ -28,9 +30,9 @@ from grpo_fast.head import warm_up
 from grpo_fast.objective import resolve_loss
 from grpo_fast.policy import Policy, PolicyOptimizer, load_policy, load_tokenizer, longest_sequence
 from grpo_fast.policy.quantization import require_bitsandbytes
-from grpo_fast.preference.comparison import Comparison, with_order
+from grpo_fast.preference.comparison import mismatched, table_of, with_order
 from grpo_fast.preference.data import load_comparisons
-from grpo_fast.preference.scoring import ComparisonBatches, with_reference
+from grpo_fast.preference.reference import with_reference
 from grpo_fast.preference.trainer import PreferenceTrainer
 from grpo_fast.rewards import RewardError, RewardSet, load_rewards
 from grpo_fast.rewards.types import ENVIRONMENTS
@@ -39,7 +41,6 @@ from grpo_fast.rollout.config import RolloutConfig
 from grpo_fast.run_record.callbacks import Callbacks, load_callbacks
 from grpo_fast.run_record.files import differences
 from grpo_fast.run_record.hub import PushToHub
-from grpo_fast.run_record.recorder import Algorithm
 from grpo_fast.secrets import masked
 from grpo_fast.section import short
 from grpo_fast.stages import PART, Stage, resolve_stages, schedule_steps
@@ -232,27 +233,31 @@ def build_preference_trainer(config: TrainConfig) -> PreferenceTrainer:
         seed=config.seed,
         end_ids=policy.eos_token_ids,
     )
-    held_out: tuple[Comparison, ...] = ()
+    held_out = None
     if config.evaluation.dataset is not None:
         questions = load_held_out(config.evaluation.dataset, tokenizer)
         prompts = exclude_overlap(prompts, questions)
-        held_out = with_order(load(questions, held_out=True).values())
-    comparisons = load(prompts)
-    compared = (c.prompt.token_ids + ids for c in (*comparisons.values(), *held_out) for ids in c.sequences)
-    policy.fix_rope(longest_sequence(policy, compared))
+        held_out = with_order(table_of(load(questions, held_out=True).values()))
+    rows = load(prompts).values()
+    tables = [table_of(rows), *([] if ranks or section.loss.paired else [mismatched(rows)])]
+    sequences = (
+        torch.cat([table.prompt_of(row), table.tokens_of(row)]).tolist()
+        for table in (*tables, *([] if held_out is None else [held_out]))
+        for row in range(len(table))
+    )
+    policy.fix_rope(longest_sequence(policy, sequences))
+    tokens = int(config.micro_batch_tokens)
+    annotator = Annotator(policy, micro_batch_tokens=tokens, whole_prompts=True)
     if (section.ranking if ranks else section.loss).needs_reference:
         folder = None if section.reference_cache is None else Path(section.reference_cache).expanduser()
-        batches = ComparisonBatches(policy, int(config.micro_batch_tokens))
-        comparisons = with_reference(comparisons, batches, folder)
+        tables = [with_reference(table, annotator, folder) for table in tables]
     return PreferenceTrainer(
-        section,
-        ranks=ranks,
-        total_steps=config.max_steps,
-        micro_batch_tokens=int(config.micro_batch_tokens),
-        policy=policy,
+        config,
+        annotator=annotator,
         optimizer=PolicyOptimizer(policy.trainable(), config.optimizer, total_steps=config.max_steps),
         prompts=PromptSampler(prompts, config.prompts_per_step, seed=config.seed),
-        comparisons=comparisons,
+        comparisons=tables[0],
+        mismatched=tables[1] if len(tables) > 1 else None,
         held_out=held_out,
     )
 

@@ -45,7 +45,6 @@ from grpo_fast.run_record.recorder import Recorder
 from grpo_fast.run_record.report import REPORT_FILE
 from grpo_fast.secrets import masked
 from grpo_fast.section import short
-from grpo_fast.trainer import Trainer
 
 # What a resumed run may do differently and still be the same run: what follows from today's device, and the
 # rate, for one that has diverged.
@@ -136,10 +135,7 @@ def train(
         saves = math.ceil(config.max_steps / (config.checkpoint.every or config.max_steps))
         world.from_lead("the room for checkpoints", partial(store.check_room, size, saves))
         engine = stack.enter_context(ExitStack())
-        if isinstance(trainer, Trainer):
-            engine.enter_context(trainer.engine)
-            for rollout in (trainer.evaluated_by, *(parts.rollout for parts in trainer.stages)):
-                stack.callback(getattr(rollout, "close", lambda: None))  # what environments hold
+        engine.enter_context(trainer)
         if checkpoint is not None:
             trainer.optimizer.load_state_tensors(  # which exchanges rows when all ranks have read theirs
                 checkpoint.tensors,
@@ -157,8 +153,7 @@ def train(
                 trainer, config, store, checkpoint=checkpoint, show=display, callbacks=callbacks, code=code
             )
         )
-        if isinstance(trainer, Trainer):
-            trainer.on_progress = recorder.display.rollout
+        trainer.on_progress = recorder.display.rollout
         for line in opening_lines(config, trainer) if world.leads else ():
             recorder.say(line)
         if resume is not None:

@@ -7,43 +7,27 @@ from pathlib import Path
 
 import torch
 
+from grpo_fast.algorithm import Algorithm
 from grpo_fast.config import TrainConfig
 from grpo_fast.data import PromptDataset
-from grpo_fast.distributed.world import ALONE
 from grpo_fast.methods import account
 from grpo_fast.plan import device_budget, step_sizes, traces_of
 from grpo_fast.plan.devices import DeviceBudget
 from grpo_fast.plan.prediction import Predictor
-from grpo_fast.run_record.recorder import Algorithm
 from grpo_fast.run_record.summary import bytes_text, duration_text
 from grpo_fast.stages import resolve_stages
-from grpo_fast.trainer import Trainer
 
 
 def opening_lines(config: TrainConfig, trainer: Algorithm) -> list[str]:
     """At most seven and one for each further stage, with a name in front; the plan's on a GPU only."""
-    lines = {"model": _model(config, trainer), "data": _data(config, trainer)}
-    if isinstance(trainer, Trainer):
-        rollout, prompts = trainer.config.rollout, trainer.config.prompts_per_step
-        correction = trainer.config.loss.sampler_correction
-        corrected = "" if correction in (None, "none") else f", corrected by {correction}"
-        lines["groups"] = (
-            f"{prompts} prompts a step, {rollout.num_generations} completions of each, "
-            f"at most {rollout.max_completion_length} tokens, by {type(trainer.engine).__name__}{corrected}; "
-            f"rewards: {', '.join(trainer.rewards.names)}"
-        )
-        if told := getattr(trainer.drawn_by, "described", ""):
-            lines["rollout"] = told
-    else:
-        kind = "ranked groups" if config.algorithm == "rank" else "comparisons"
-        lines["groups"] = f"{config.prompts_per_step} {kind} a step"
+    lines = {"model": _model(config, trainer), "data": _data(config, trainer)} | trainer.described()
     told = {account(stage.config): stage.name for stage in reversed(resolve_stages(config))}
     methods = [f"{stage}: {text}" if stage else text for text, stage in reversed(told.items()) if text]
     lines |= {"method": "; ".join(methods)} if methods else {}
     lines["run"] = _run(config)
     if doubts := _doubts(config, trainer):
         lines["caution"] = "; ".join(doubts)
-    if trainer.policy.device.type == "cuda" and isinstance(trainer, Trainer):
+    if trainer.policy.device.type == "cuda" and trainer.engine is not None:
         lines["plan"] = expected(trainer, replace(device_budget(), ranks=trainer.world.size))
     return [f"{name:<7} {text}" for name, text in lines.items()]
 
@@ -57,7 +41,7 @@ def _model(config: TrainConfig, trainer: Algorithm) -> str:
     where = f"CPU, {(threads := torch.get_num_threads())} thread{'s' * (threads > 1)}"
     if policy.device.type == "cuda":
         where = torch.cuda.get_device_name(policy.device)
-    world = getattr(trainer, "world", ALONE)
+    world = trainer.world
     if world.size > 1:
         where = f"{world.size} ranks ({config.distributed.mode}), each on {where}"
     precision = str(policy.base_model.dtype).removeprefix("torch.")
@@ -97,10 +81,9 @@ def _every(steps: int) -> str:
     return f"every {steps} steps" if steps > 1 else "every step"
 
 
-def expected(trainer: Trainer, device: DeviceBudget) -> str:
+def expected(trainer: Algorithm, device: DeviceBudget) -> str:
     """Bytes at the highest, and seconds of a step, of the stage that comes."""
-    with_engine = trainer.config.rollout.model_copy(update={"engine": trainer.engine.name})
-    config = trainer.config.model_copy(update={"rollout": with_engine})
+    config = trainer.config
     longest = max(len(prompt.token_ids) for prompt in trainer.prompts.dataset)
     try:
         sizes = step_sizes(config, prompt_length=longest, ranks=device.ranks)

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from signal import Signals
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
 
-from grpo_fast.data import PromptSampler
 from grpo_fast.distributed.world import RankError
-from grpo_fast.policy import Policy, PolicyOptimizer
 from grpo_fast.policy.finite import Diverged
 from grpo_fast.policy.random_state import capture_rng
 from grpo_fast.run_record.alerts import AlertMonitor
@@ -31,28 +29,8 @@ from grpo_fast.run_record.logs import RunLogs, StepResult, held_out_outcome
 from grpo_fast.run_record.report import write_report
 
 if TYPE_CHECKING:
+    from grpo_fast.algorithm import Algorithm
     from grpo_fast.config import TrainConfig
-
-
-class Algorithm(Protocol):
-    """A trainer of any algorithm."""
-
-    policy: Policy
-    optimizer: PolicyOptimizer
-    prompts: PromptSampler
-    step: int
-
-    @property
-    def held_out(self) -> Sequence[Any]: ...
-
-    def train_step(self) -> StepResult: ...
-
-    def evaluate(self, size: int | None = None) -> Any:
-        """A score with its `interval`, the `n` it is of, and `metrics` beside it."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 class Recorder:

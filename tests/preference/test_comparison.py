@@ -6,10 +6,22 @@ import torch
 
 from grpo_fast.data import Prompt
 from grpo_fast.objective.pairs import PreferenceTotals
-from grpo_fast.preference.comparison import Comparison, preference_inputs, preference_totals, ranked_inputs
+from grpo_fast.preference.comparison import (
+    Comparison,
+    mismatched,
+    preference_inputs,
+    preference_totals,
+    ranked_inputs,
+    table_of,
+)
+from grpo_fast.table import Completions
 
 PROMPT = Prompt(0, "p", (1,), {})
 LOGPROBS = -torch.arange(1.0, 5.0)
+
+
+def scored(comparisons: list[Comparison], *ref_logprobs: float) -> Completions:
+    return table_of(comparisons).with_facts(ref_logprob=torch.tensor(ref_logprobs))
 
 
 def ids(*lengths: int) -> tuple[tuple[int, ...], ...]:
@@ -18,13 +30,14 @@ def ids(*lengths: int) -> tuple[tuple[int, ...], ...]:
 
 def test_pairs_are_split_into_chosen_and_rejected():
     pairs = [
-        Comparison(PROMPT, ids(3, 2), (1.0, 0.0), margin=0.5, ref_logprobs=(-5.0, -6.0)),
-        Comparison(PROMPT, ids(5, 4), (1.0, 0.0), weight=2.0, ref_logprobs=(-7.0, -8.0)),
+        Comparison(PROMPT, ids(3, 2), (1.0, 0.0), margin=0.5),
+        Comparison(PROMPT, ids(5, 4), (1.0, 0.0), weight=2.0),
     ]
-    totals = preference_totals(pairs)
+    table = scored(pairs, -5.0, -6.0, -7.0, -8.0)
+    totals = preference_totals(table)
     assert totals == PreferenceTotals(num_chosen=2, num_rejected=2, chosen_tokens=8)
 
-    found = preference_inputs(pairs, LOGPROBS, totals)
+    found = preference_inputs(table, LOGPROBS, totals)
 
     lists = {name: value.tolist() for name, value in vars(found).items() if torch.is_tensor(value)}
     assert lists == {
@@ -32,17 +45,19 @@ def test_pairs_are_split_into_chosen_and_rejected():
         **{"rejected_logprobs": [-2, -4], "rejected_lengths": [2, 4], "ref_rejected_logprobs": [-6, -8]},
         **{"margins": [0.5, 0], "weights": [1, 2]},
     }
-    plain = preference_inputs([Comparison(PROMPT, ids(3, 2), (1.0, 0.0))], LOGPROBS[:2], totals)
+    plain = preference_inputs(table_of([Comparison(PROMPT, ids(3, 2), (1.0, 0.0))]), LOGPROBS[:2], totals)
     assert plain.margins is plain.weights is plain.ref_chosen_logprobs is plain.ref_rejected_logprobs is None
 
 
 def test_weights_of_labelled_completions_stand_in_the_order_of_the_loss_the_chosen_first():
     grades, weights = (0.0, 1.0, 0.0, 1.0), (1.0, 2.0, 3.0, 4.0)
     labelled = [
-        Comparison(PROMPT, ids(2), (g,), weight=w, mismatched_ids=(7,), ref_logprobs=(-g, -9.0))
+        Comparison(PROMPT, ids(2), (g,), weight=w, mismatched_ids=(7, 8))
         for g, w in zip(grades, weights, strict=True)
     ]
-    found = preference_inputs(labelled, LOGPROBS, preference_totals(labelled), torch.tensor(0.1))
+    table = scored(labelled, *(-g for g in grades))
+    found = preference_inputs(table, LOGPROBS, preference_totals(table), torch.tensor(0.1))
+    assert mismatched(labelled).token_ids.tolist() == [7, 8] * 4
     assert (found.chosen_logprobs.tolist(), found.rejected_logprobs.tolist()) == ([-2, -4], [-1, -3])
     assert (found.ref_chosen_logprobs.tolist(), found.ref_rejected_logprobs.tolist()) == ([-1, -1], [0, 0])
     assert found.weights.tolist() == [2, 4, 1, 3]
@@ -55,11 +70,10 @@ def test_groups_are_flat_with_their_ids_and_what_is_not_recorded_is_nan():
             ids(1, 2, 3),
             (3.0, 2.0, 2.0),
             behaviour_logprobs=(-1.5, None, -2.5),
-            ref_logprobs=(-5, -6, -7),
         ),
-        Comparison(PROMPT, ids(4), (0.0,), weight=0.5, ref_logprobs=(-8,)),
+        Comparison(PROMPT, ids(4), (0.0,), weight=0.5),
     ]
-    found = ranked_inputs(groups, LOGPROBS, 9)
+    found = ranked_inputs(scored(groups, -5, -6, -7, -8), LOGPROBS, 9)
     assert found.logprobs is LOGPROBS and found.ref_logprobs.tolist() == [-5, -6, -7, -8]
     assert (found.lengths.tolist(), found.grades.tolist()) == ([1, 2, 3, 4], [3, 2, 2, 0])
     assert (found.group_ids.tolist(), found.num_groups, found.total_groups) == ([0, 0, 0, 1], 2, 9)

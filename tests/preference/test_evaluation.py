@@ -6,9 +6,10 @@ import math
 import random
 
 import pytest
+import torch
 
 from grpo_fast.data import Prompt
-from grpo_fast.preference.comparison import Comparison
+from grpo_fast.preference.comparison import Comparison, table_of
 from grpo_fast.preference.evaluation import (
     RankingEvaluation,
     kendall_tau_b,
@@ -42,12 +43,12 @@ def test_accuracies_leave_tied_grades_out_and_halve_tied_scores():
 
 def test_an_evaluation_reports_summed_and_normalised_scores_and_consistency_by_type():
     # Summed, the short wrong answer of the first wins; per token the long right one does.
-    lengths, logprobs = ((12, 2), (2, 2)), ((-6.0, -3.0), (-1.0, -3.0))
-    comparisons = tuple(
+    lengths, logprobs = ((12, 2), (2, 2)), torch.tensor([-6.0, -3.0, -1.0, -3.0])
+    table = table_of(
         Comparison(Prompt(0, "p", (1,), {}), ((7,) * a, (7,) * b), (1.0, 0.0), group_type="sums")
         for a, b in lengths
     )
-    summed, averaged = (RankingEvaluation(comparisons, logprobs, averaged) for averaged in (False, True))
+    summed, averaged = (RankingEvaluation(table, logprobs, averaged) for averaged in (False, True))
     assert (summed.score, averaged.score, summed.n) == (0.5, 1.0, 2)
     assert summed.interval[0] < 0.5 < summed.interval[1]
     of_both = {
@@ -58,5 +59,5 @@ def test_an_evaluation_reports_summed_and_normalised_scores_and_consistency_by_t
     by_type = {"ranking/pairwise_accuracy/sums": 0.5, "ranking/consistency/sums": 0.5}
     assert summed.metrics == of_both | by_type
     assert averaged.metrics == of_both | dict.fromkeys(by_type, 1.0)
-    undecided = RankingEvaluation(comparisons[:1], ((-2.0, -2.0),), averaged=False)
+    undecided = RankingEvaluation(table[:2], torch.tensor([-2.0, -2.0]), averaged=False)
     assert undecided.metrics["ranking/sum/kendall_tau"] == 0.0

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from grpo_fast.annotate import Annotator
 from grpo_fast.policy import load_policy
 from grpo_fast.policy.config import LoraConfig
-from grpo_fast.preference import scoring as module
-from grpo_fast.preference.scoring import ComparisonBatches, fingerprint, score, with_reference
+from grpo_fast.preference.reference import fingerprint, with_reference
 from grpo_fast.preference.trainer import PreferenceTrainer
 from grpo_fast.run import train
 from grpo_fast.run.build import build_preference_trainer
@@ -27,7 +27,8 @@ KTO, AOT = ({"loss": {"loss_type": name}} for name in ("kto", "aot"))
 def gradients(trainer: PreferenceTrainer, monkeypatch: pytest.MonkeyPatch) -> tuple[dict, dict[str, float]]:
     """Of a step on fixed comparisons, and its metrics; no weight moves."""
     monkeypatch.setattr(trainer.optimizer, "step", lambda: 0.0)
-    metrics = trainer.update(list(trainer.comparisons.values())[:8], Clock())
+    trainer.drawn = [*range(8)]
+    metrics = trainer.learn(trainer.comparisons.select_groups(trainer.drawn), Clock())
     return {name: p.grad.clone() for name, p in trainer.policy.trainable().items()}, metrics
 
 
@@ -105,7 +106,7 @@ def test_a_step_after_out_of_memory_is_that_of_small_micro_batches_from_the_star
     monkeypatch.setattr(trainer.policy, "hidden_states", bounded)
     with caplog.at_level(logging.WARNING):
         found = trainer.train_step()
-    budget = trainer.batches.limit
+    budget = trainer.annotator.budget.limit
 
     ((largest, limit),) = (record.args for record in caplog.records if "micro_batch_tokens" in record.msg)
     assert largest // 2 <= limit == budget < largest
@@ -116,7 +117,7 @@ def test_a_step_after_out_of_memory_is_that_of_small_micro_batches_from_the_star
         assert parameter.equal(trainer.policy.trainable()[name]), name
     resumed = build_preference_trainer(config)
     resumed.load_state_dict(trainer.state_dict())
-    assert resumed.batches.limit == budget
+    assert resumed.annotator.budget.limit == budget
 
 
 def test_a_resumed_run_is_the_one_that_was_not_stopped(make_run, tmp_path):
@@ -166,38 +167,34 @@ def trainer(config):
 
 def test_completions_are_scored_in_order_as_the_model_scores_each_alone(make_run):
     trainer = build_preference_trainer(make_run("rank", {}))
-    comparisons = list(trainer.comparisons.values())[:8]
-    first = comparisons[0]
-    prompt, lengths = len(first.prompt.token_ids), sum(map(len, first.completion_ids))
-    assert first.num_tokens == prompt + lengths
+    table = trainer.comparisons.select_groups(range(8))
 
-    scores = score(comparisons, ComparisonBatches(trainer.policy, 70))
+    annotator = Annotator(trainer.policy, micro_batch_tokens=70, whole_prompts=True)
+    scores = table.sums(annotator.columns(table)[0])
 
-    for found, comparison in zip(scores, comparisons, strict=True):
-        prompt_ids = comparison.prompt.token_ids
-        for value, completion in zip(found, comparison.completion_ids, strict=True):
-            logits = trainer.policy.model(torch.tensor([prompt_ids + completion])).logits[0]
-            logprobs = logits.log_softmax(-1)[len(prompt_ids) - 1 : -1]
-            alone = logprobs.gather(1, torch.tensor(completion)[:, None]).sum()
-            torch.testing.assert_close(value, alone, rtol=1e-4, atol=1e-4)
+    assert len(annotator.packed(table)) > 1
+    for row, value in enumerate(scores):
+        prompt, tokens = table.prompt_of(row), table.tokens_of(row)
+        logits = trainer.policy.model(torch.cat([prompt, tokens])[None]).logits[0]
+        logprobs = logits.log_softmax(-1)[len(prompt) - 1 : -1]
+        torch.testing.assert_close(value, logprobs.gather(1, tokens[:, None]).sum(), rtol=1e-4, atol=1e-4)
 
 
 def test_the_second_run_reads_what_the_first_has_computed(trainer, tmp_path, monkeypatch):
-    assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".safetensors"]
-    monkeypatch.setattr(module, "score", lambda *_: pytest.fail("computed again"))
+    # Of the completions, and of those that answer other prompts.
+    assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".safetensors"] * 2
+    monkeypatch.setattr(trainer.annotator, "columns", lambda *_: pytest.fail("computed again"))
 
-    again = with_reference(trainer.comparisons, trainer.batches, tmp_path / "cache")
-
-    assert again == trainer.comparisons
-    for comparison in again.values():  # its own completion and the mismatched one
-        assert len(comparison.ref_logprobs) == len(comparison.sequences) == 2
+    for table in (trainer.comparisons, trainer.mismatched):
+        again = with_reference(table, trainer.annotator, tmp_path / "cache")
+        assert torch.equal(again.facts["ref_logprob"], table.facts["ref_logprob"])
 
 
 def test_the_reference_is_of_these_weights_and_tokens_and_not_of_new_adapters(config, trainer):
     first = fingerprint(trainer.policy, trainer.comparisons)
     adapted = load_policy(config.model.model_copy(update={"lora": LoraConfig(r=2)}))
     assert fingerprint(adapted, trainer.comparisons) == first
-    fewer = dict(list(trainer.comparisons.items())[1:])
+    fewer = trainer.comparisons[1:]
     assert fingerprint(trainer.policy, fewer) != first
     with torch.no_grad():
         next(iter(trainer.policy.trainable().values())).view(-1)[0].add_(1e-3)
@@ -207,17 +204,17 @@ def test_the_reference_is_of_these_weights_and_tokens_and_not_of_new_adapters(co
 def test_no_reference_is_computed_for_a_loss_without_one(make_run, tmp_path):
     trainer = build_preference_trainer(make_run("dpo", {"loss": {"loss_type": "simpo"}}))
     assert not (tmp_path / "cache").exists()
-    assert all(comparison.ref_logprobs == () for comparison in trainer.comparisons.values())
+    assert "ref_logprob" not in trainer.comparisons.facts
 
 
 def test_a_damaged_file_and_a_folder_that_cannot_be_written_are_named(trainer, tmp_path):
-    (path,) = (tmp_path / "cache").iterdir()
-    fewer = dict(list(trainer.comparisons.items())[1:])
-    assert with_reference(fewer, trainer.batches, tmp_path / "other") == fewer
+    name = fingerprint(trainer.policy, trainer.comparisons)
+    path, fewer = tmp_path / "cache" / f"{name}.safetensors", trainer.comparisons[1:]
+    with_reference(fewer, trainer.annotator, tmp_path / "other")
     (of_fewer,) = (tmp_path / "other").iterdir()
     for content in (b"", b"not safetensors at all", of_fewer.read_bytes()):
         path.write_bytes(content)
         with pytest.raises(ValueError, match=str(path)):
-            with_reference(trainer.comparisons, trainer.batches, tmp_path / "cache")
+            with_reference(trainer.comparisons, trainer.annotator, tmp_path / "cache")
     with pytest.raises(OSError, match=r"GRPO_FAST_CACHE"):
-        with_reference(trainer.comparisons, trainer.batches, path / "cache")
+        with_reference(trainer.comparisons, trainer.annotator, path / "cache")

@@ -1,0 +1,98 @@
+"""The one loop of all algorithms: a step's completions are collected, learnt from, and told of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+from grpo_fast.annotate import Annotator
+from grpo_fast.data import PromptSampler
+from grpo_fast.distributed.world import ALONE, World
+from grpo_fast.policy import Policy, PolicyOptimizer
+from grpo_fast.run_record.logs import Clock, SampleRecord, StepResult
+from grpo_fast.table import Completions
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from grpo_fast.config import TrainConfig
+    from grpo_fast.rollout import Engine
+
+
+class Algorithm:
+    """The state of a run. An algorithm says what a step's completions are and how they are learnt from."""
+
+    config: TrainConfig  # of the run, or of its stage
+    engine: Engine | None = None  # what generates, where anything does
+    held_out: Sequence[Any] = ()  # what an evaluation is of
+
+    def __init__(
+        self,
+        policy: Policy,
+        optimizer: PolicyOptimizer,
+        annotator: Annotator,
+        prompts: PromptSampler,
+        world: World = ALONE,
+    ) -> None:
+        self.policy = policy
+        self.optimizer = optimizer
+        self.annotator = annotator
+        self.prompts = prompts
+        self.world = world
+        self.step = 0
+        self.on_progress: Callable[[int, int, int], None] | None = None  # told how every generation goes
+        self.held = ExitStack()  # what ends with the run
+
+    def train_step(self) -> StepResult:
+        """One step of the loop."""
+        self.begin()
+        clock = Clock()
+        with clock("step"):
+            table, metrics = self.collect(clock)
+            metrics |= self.learn(table, clock)
+        self.step += 1
+        self.optimizer.advance()
+        timings = clock.seconds | self.timings(table, clock.seconds["time/step"])
+        timings["memory/micro_batch_tokens"] = self.annotator.micro_batch_tokens
+        return StepResult(metrics, timings, self.samples(table))
+
+    def described(self) -> dict[str, str]:
+        """What a user reads of a step before the first, each line by its name."""
+        raise NotImplementedError
+
+    def begin(self) -> None:
+        """Before a step."""
+
+    def collect(self, clock: Clock) -> tuple[Completions, dict[str, float]]:
+        """The step's completions with what is known of them, and metrics of it."""
+        raise NotImplementedError
+
+    def learn(self, table: Completions, clock: Clock) -> dict[str, float]:
+        """Change the policy; metrics of the change."""
+        raise NotImplementedError
+
+    def timings(self, table: Completions, seconds: float) -> dict[str, float]:
+        """What else a step took, of `seconds` in all."""
+        raise NotImplementedError
+
+    def samples(self, table: Completions) -> list[SampleRecord]:
+        """Completions for a person to read."""
+        return []
+
+    def evaluate(self, size: int | None = None) -> Any:
+        """A score with its `interval`, the `n` it is of, and `metrics` beside it."""
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-able; what a resumed run needs besides the weights and the optimizer."""
+        raise NotImplementedError
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        raise NotImplementedError
+
+    def __enter__(self) -> Algorithm:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.held.close()
