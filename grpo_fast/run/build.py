@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from itertools import chain
 from math import ceil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -38,11 +38,9 @@ from grpo_fast.rewards import RewardError, RewardSet, load_rewards
 from grpo_fast.rewards.types import ENVIRONMENTS
 from grpo_fast.rollout import make_engine, require_engine
 from grpo_fast.rollout.config import RolloutConfig
+from grpo_fast.run.alike import require_alike
 from grpo_fast.run_record.callbacks import Callbacks, load_callbacks
-from grpo_fast.run_record.files import differences
 from grpo_fast.run_record.hub import PushToHub
-from grpo_fast.secrets import masked
-from grpo_fast.section import short
 from grpo_fast.stages import PART, Stage, resolve_stages, schedule_steps
 from grpo_fast.trainer import StageParts, Trainer
 
@@ -330,20 +328,6 @@ def digests(parts: Sequence[StageParts], held_out: PromptDataset | None) -> dict
     if held_out is not None:
         found[f"evaluation.dataset.source = {held_out.config.source!r}"] = held_out.digest
     return found
-
-
-def require_alike(world: World, what: str, own: Callable[[], Mapping[str, Any]]) -> None:
-    """Raises ValueError where a rank has another tree than rank 0; the message names it and a difference."""
-    if world.size == 1:
-        return
-    first, *others = world.together(what, own)
-    for rank, other in enumerate(others, 1):
-        for key, value, here in differences(first, other):
-            there, at_first = (short(masked(one, key)) for one in (here, value))
-            raise ValueError(
-                f"{what} of rank {rank} is not that of rank 0: {key} is {there} there, and {at_first} on "
-                "rank 0; give all ranks the same files and settings"
-            )
 
 
 def check_columns(rewards: RewardSet, dataset: PromptDataset, toolsets: Toolsets | None) -> None:

@@ -1,0 +1,126 @@
+"""What has to be alike: settings, code and data of all ranks, and of a resumed run and its checkpoint."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from grpo_fast.config import TrainConfig
+from grpo_fast.config_io import load_config
+from grpo_fast.distributed.world import World
+from grpo_fast.lookup import OBJECT_MARK
+from grpo_fast.run_record.checkpoint import Checkpoint, CheckpointError, CheckpointStore
+from grpo_fast.run_record.files import CONFIG_FILE, INPUTS_DIR, differences, read_jsonl
+from grpo_fast.run_record.logs import METRICS_FILE
+from grpo_fast.run_record.report import REPORT_FILE
+from grpo_fast.secrets import masked
+from grpo_fast.section import short
+
+# What a resumed run may do differently and still be the same run: what follows from today's device, and the
+# rate, for one that has diverged.
+CHANGEABLE = (
+    *("output_dir", "max_steps", "threads", "checkpoint", "logging", "alerts", "callbacks", "hub"),
+    *("memory", "distributed"),
+    *("micro_batch_tokens", "model.gradient_checkpointing", "rollout.vllm", "optimizer.learning_rate"),
+)
+# As `Inputs.name` writes it.
+OBJECT = re.compile(rf"([\w.]+:.+){OBJECT_MARK}([0-9a-f]{{16}}|no source)(\+\d+)?")
+
+
+def require_alike(world: World, what: str, own: Callable[[], Mapping[str, Any]]) -> None:
+    """Raises ValueError where a rank has another tree than rank 0; the message names it and a difference."""
+    if world.size == 1:
+        return
+    first, *others = world.together(what, own)
+    for rank, other in enumerate(others, 1):
+        for key, value, here in differences(first, other):
+            there, at_first = (short(masked(one, key)) for one in (here, value))
+            raise ValueError(
+                f"{what} of rank {rank} is not that of rank 0: {key} is {there} there, and {at_first} on "
+                "rank 0; give all ranks the same files and settings"
+            )
+
+
+def find_checkpoint(
+    run_dir: Path,
+    store: CheckpointStore,
+    config: TrainConfig,
+    resume: str | None,
+    code: Mapping[str, str],
+    *,
+    changed_code: bool,
+) -> tuple[Checkpoint | None, list[str]]:
+    """The checkpoint to continue from, and what has changed since, a sentence for each key and file of code.
+
+    There is no checkpoint for a new run, nor for one that was stopped before its first. The latter may go on
+    with any configuration: nothing that it has trained is kept.
+    """
+    earlier = run_dir / CONFIG_FILE
+    if resume is None:
+        if store.paths() or any(record["step"] for record in read_jsonl(run_dir / METRICS_FILE)):
+            raise CheckpointError(
+                f"output_dir = {str(run_dir)!r} already holds a run; continue it with --resume (from Python: "
+                "resume=True), or choose another"
+            )
+        return None, []
+    if not earlier.exists():
+        raise CheckpointError(
+            f"output_dir = {str(run_dir)!r} holds no run to resume; start it without --resume, or name the "
+            "folder that the run has been moved to in the place of its configuration"
+        )
+    checkpoint = store.load_intact() if resume == "latest" else store.load(resume)
+    if checkpoint is None:
+        steps = max((record["step"] for record in read_jsonl(run_dir / METRICS_FILE)), default=0)
+        every = load_config(earlier).checkpoint.every
+        if steps and (steps > every > 0 or (run_dir / REPORT_FILE).exists()):
+            raise CheckpointError(
+                f"{run_dir / METRICS_FILE} has {steps} steps, and {store.root} no checkpoint of them, of "
+                "which one was saved: bring it back, or start anew in another output_dir"
+            )
+        return None, []
+    if checkpoint.path.resolve().parent != store.root.resolve():
+        raise CheckpointError(f"{resume} is a checkpoint of another run than output_dir = {str(run_dir)!r}")
+    if not checkpoint.state:
+        raise CheckpointError(f"{resume} holds weights alone: it can be exported, and not be resumed")
+    if checkpoint.step > config.max_steps:
+        raise CheckpointError(
+            f"max_steps = {config.max_steps}, and {checkpoint.path} has more: raise max_steps, or resume "
+            "from an earlier checkpoint"
+        )
+    # Another secret is no other run: the saved one is hidden.
+    before, now = (
+        masked(one.model_dump(mode="json"), variables=False) for one in (load_config(earlier), config)
+    )
+    saved = checkpoint.state.get("code", {})
+    edited = [f"{place} has changed" for place in code if saved.get(place, code[place]) != code[place]]
+    changes: dict[str, str] = {}
+    for key, old, new in differences(before, now):
+        if same_object(old, new) and not key.startswith(CHANGEABLE):
+            edited.append(f"{key} = {new!r} has changed")
+        elif not same_input(old, new):
+            changes[key] = f"{key} was {short(old)}, is {short(new)}"
+    if refused := [text for key, text in changes.items() if not key.startswith(CHANGEABLE)]:
+        raise CheckpointError(
+            f"the run in {str(run_dir)!r} was started with another configuration ({'; '.join(refused)}): "
+            f"resume it with its own ({earlier}), or start a new run in another output_dir"
+        )
+    if edited and not changed_code:
+        raise CheckpointError(
+            f"{checkpoint.path} was trained with other code ({'; '.join(edited)}): bring back what it was, "
+            "or go on with what is there by --changed-code (from Python: changed_code=True)"
+        )
+    return checkpoint, [*(text for key, text in changes.items() if key != "output_dir"), *edited]
+
+
+def same_object(old: Any, new: Any) -> bool:
+    """Whether two names are of one object of a Python program, whose source is another."""
+    name, other = (OBJECT.fullmatch(str(one)) for one in (old, new))
+    return name is not None and other is not None and name[1] == other[1]
+
+
+def same_input(old: Any, new: Any) -> bool:
+    """Whether two paths lead to the same rows in a run's folder that has moved: names there hold a digest."""
+    ends = [Path(one).parts[-2:] if isinstance(one, str) else () for one in (old, new)]
+    return ends[0] == ends[1] and ends[0][:1] == (INPUTS_DIR,)

@@ -1,0 +1,223 @@
+"""Around the loop of a run: its ranks, its folder, its checkpoint, and what becomes of it."""
+
+from __future__ import annotations
+
+import math
+import signal
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from signal import SIGHUP, SIGINT, SIGTERM, Signals
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from grpo_fast.algorithm import Algorithm
+from grpo_fast.config import TrainConfig
+from grpo_fast.config_io import dump_config
+from grpo_fast.distributed.joining import awaited
+from grpo_fast.distributed.world import World, joined
+from grpo_fast.lookup import code_digests
+from grpo_fast.plan import resolve_auto
+from grpo_fast.policy.load import resolve_device
+from grpo_fast.policy.random_state import restore_rng
+from grpo_fast.run.alike import find_checkpoint, require_alike
+from grpo_fast.run.build import build_callbacks, build_trainer, with_steps
+from grpo_fast.run.opening import opening_lines
+from grpo_fast.run_record.checkpoint import Checkpoint, CheckpointError, CheckpointStore
+from grpo_fast.run_record.config import LoggingConfig
+from grpo_fast.run_record.files import CHECKPOINTS_DIR, CONFIG_FILE, LOCK_FILE, opened, write_whole
+from grpo_fast.run_record.logs import StepResult
+from grpo_fast.run_record.mirrors import require_mirrors
+from grpo_fast.run_record.recorder import Recorder
+
+
+@dataclass(frozen=True)
+class RunOutcome:
+    """A run that has trained and saved."""
+
+    run_dir: Path
+    stopped_by: Signals | None  # before its last step
+
+
+@dataclass
+class PreparedRun:
+    """A run whose next step may come. What one rank meets, all leave for."""
+
+    run_dir: Path
+    trainer: Algorithm
+    recorder: Recorder
+    world: World
+    signals: list[Signals]  # that came
+    stopped_by: Signals | None = None
+
+    def begin(self) -> None:
+        """Score the held-out questions before the first step."""
+        with self.world.agreed("the beginning"):
+            self.recorder.begin()
+
+    def goes_on(self) -> bool:
+        """Whether there is another step, and no signal nor callback stops the run."""
+        if self.trainer.step >= self.recorder.config.max_steps:
+            return False
+        self.world.step = self.trainer.step + 1
+        asks = self.recorder.callbacks
+        heard = self.world.together("the start", lambda: (self.signals[:1], asks.stopped_by))
+        self.stopped_by = next((first for received, _ in heard for first in received), None)
+        return not (self.stopped_by or any(asked for _, asked in heard))
+
+    def step(self) -> StepResult:
+        with self.world.agreed("the step"):
+            return self.trainer.train_step()
+
+    def record(self, result: StepResult) -> None:
+        with self.world.agreed("the record"):
+            self.recorder.record(result)
+
+    def finish(self) -> RunOutcome:
+        """Save, free the device, and let rank 0 do alone what takes as long as it takes."""
+        with self.world.agreed("the last checkpoint"):
+            self.recorder.save_last()
+        self.trainer.__exit__()
+        self.world.leave()
+        if self.world.leads:
+            self.recorder.finish(self.stopped_by)
+        return RunOutcome(self.run_dir, self.stopped_by)
+
+
+@contextmanager
+def prepared(
+    config: TrainConfig,
+    resume: str | None,
+    *,
+    changed_code: bool,
+    display: bool,
+    files: Mapping[str, bytes],
+) -> Iterator[PreparedRun]:
+    """A run as `train` is asked for it, everything checked, built and restored. Raises as `train`."""
+    run_dir = Path(config.output_dir)
+    with ExitStack() as stack:
+        world = stack.enter_context(joined_ranks(config))
+        world.from_lead("the run's folder", lambda: stack.enter_context(opened(run_dir)))
+        require_one_folder(world, run_dir)
+        code = require_alike_ranks(world, config, resume)
+        if world.from_lead("the run's folder", partial(world.begun, run_dir)):
+            resume = "latest"
+        config = world.from_lead("the length", partial(with_steps, config))
+        config = world.from_lead("the plan", partial(resolve_auto, config, run_dir, ranks=world.size))
+        store = CheckpointStore(run_dir / CHECKPOINTS_DIR, config.checkpoint.keep, world)
+        find = partial(find_checkpoint, run_dir, store, config, resume, code, changed_code=changed_code)
+        checkpoint, changes = world.from_lead("the checkpoint", find)
+        own_dir = run_dir
+        if not world.leads:  # rank 0's are the run's files: what the others write, nobody keeps
+            own_dir = Path(stack.enter_context(TemporaryDirectory(prefix="grpo-fast-rank-")))
+            quiet = {"output_dir": str(own_dir), "logging": LoggingConfig(), "callbacks": [], "hub": None}
+            config, display = config.model_copy(update=quiet), False
+            if checkpoint is not None:
+                checkpoint = replace(checkpoint, state={**checkpoint.state, "offsets": {}, "callbacks": {}})
+        with world.agreed("the callbacks"):
+            callbacks = build_callbacks(config)
+        require_mirrors(config.logging)
+        world.from_lead("the call's objects", partial(keep, files, run_dir))
+        with world.agreed("the model and the data"):
+            trainer = build_trainer(config, world)
+        require_room(world, store, config, trainer)
+        stack.enter_context(trainer)
+        if checkpoint is not None:
+            restore(trainer, checkpoint)
+        write_whole(own_dir / CONFIG_FILE, dump_config(config).encode())
+        world.began(run_dir)
+        signals = stack.enter_context(noting_signals())
+        options: Any = {"checkpoint": checkpoint, "show": display, "callbacks": callbacks, "code": code}
+        recorder = stack.enter_context(Recorder(trainer, config, store, **options))
+        trainer.on_progress = recorder.display.rollout
+        for line in opening_lines(config, trainer) if world.leads else ():
+            recorder.say(line)
+        if resume is not None:
+            origin = "the beginning, without a checkpoint" if checkpoint is None else checkpoint.path
+            if trainer.step == config.max_steps:
+                changes += ["all steps are done, raise max_steps to go on"]
+            recorder.say("; ".join([f"resumed after step {trainer.step} from {origin}", *changes]))
+        yield PreparedRun(run_dir, trainer, recorder, world, signals)
+
+
+@contextmanager
+def joined_ranks(config: TrainConfig) -> Iterator[World]:
+    with awaited():
+        device = resolve_device(config.model.device)
+    waits = timedelta(minutes=config.distributed.timeout)
+    with joined(device, waits, config.distributed.heartbeat_timeout) as world:
+        yield world
+
+
+def require_one_folder(world: World, run_dir: Path) -> None:
+    """Raises CheckpointError where ranks see different folders under one name."""
+    lock = run_dir / LOCK_FILE  # of other ranks' hosts, it may not be there
+    if len({*world.together("the run's lock", lambda: lock.exists() and lock.read_text())}) > 1:
+        raise CheckpointError(
+            f"output_dir = {str(run_dir)!r} is not the same folder on all ranks; name one on a file "
+            "system that their hosts share"
+        )
+
+
+def require_alike_ranks(world: World, config: TrainConfig, resume: str | None) -> dict[str, str]:
+    """What the rewards and the like were loaded from, by `code_digests`; raises as `require_alike`."""
+    asked = config.model_dump(mode="json", exclude={"output_dir"}) | {"resume": resume}
+    require_alike(world, "the configuration", lambda: asked)
+    with world.agreed("the code"):
+        code = code_digests(asked)
+    require_alike(world, "the code", lambda: {place: digest[:16] for place, digest in code.items()})
+    return code
+
+
+def require_room(world: World, store: CheckpointStore, config: TrainConfig, trainer: Algorithm) -> None:
+    # A checkpoint has of each weight two moments and itself or its master, in 32 bits at least.
+    size = sum(3 * w.numel() * max(w.itemsize, 4) for w in trainer.policy.trainable().values())
+    saves = math.ceil(config.max_steps / (config.checkpoint.every or config.max_steps))
+    world.from_lead("the room for checkpoints", partial(store.check_room, size, saves))
+
+
+def restore(trainer: Algorithm, checkpoint: Checkpoint) -> None:
+    """Go on where the checkpoint was saved."""
+    trainer.optimizer.load_state_tensors(  # which exchanges rows when all ranks have read theirs
+        checkpoint.tensors,
+        lambda into: trainer.world.together("the checkpoint", partial(checkpoint.load, into)),
+    )
+    trainer.optimizer.load_state(checkpoint.state["optimizer"])
+    trainer.load_state_dict(checkpoint.state["trainer"])
+    restore_rng(checkpoint.state["rng"])
+    trainer.step = checkpoint.step
+
+
+def keep(files: Mapping[str, bytes], run_dir: Path) -> None:
+    for name, content in files.items():
+        (run_dir / name).parent.mkdir(exist_ok=True)
+        write_whole(run_dir / name, content)
+
+
+@contextmanager
+def noting_signals() -> Iterator[list[Signals]]:
+    """SIGINTs, SIGTERMs and SIGHUPs that came: at the first a run finishes its step, saves and leaves.
+
+    A second SIGINT interrupts at once. Only a process's main thread hears of signals, and one that `nohup`
+    started of no SIGHUP.
+    """
+    received: list[Signals] = []
+
+    def note(number: int, _frame: object) -> None:
+        if received and number == SIGINT:
+            raise KeyboardInterrupt
+        received.append(Signals(number))
+
+    heard = [] if threading.current_thread() is not threading.main_thread() else [SIGINT, SIGTERM]
+    if heard and signal.getsignal(SIGHUP) is not signal.SIG_IGN:
+        heard.append(SIGHUP)
+    previous = {number: signal.signal(number, note) for number in heard}
+    try:
+        yield received
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
