@@ -21,8 +21,8 @@ from grpo_fast.kernels import TILE
 from torch import Tensor
 from torch.nn.functional import pad
 
+from grpo_fast.head.call import HeadCall, LogitGradient, RowGradients, RowStatistics
 from grpo_fast.head.plan import DEFAULT_TOLERANCE
-from grpo_fast.head.problem import HeadProblem, LogitGradient, RowGradients, RowStatistics
 from grpo_fast.head.selection import Selection, choose, salt_of, within_tolerance
 
 from .live_tiles import HISTOGRAM, load_histogram
@@ -71,7 +71,7 @@ class Batch(NamedTuple):
     """N tokens of a model's rows, and the gradient that GRPO sends into their log-probabilities."""
 
     place: Tensor  # (N,) of the model's rows
-    problem: HeadProblem
+    problem: HeadCall
     rows: LogitGradient
     tile_lse: Tensor  # (N, T)
 
@@ -100,7 +100,7 @@ class Batch(NamedTuple):
         advantage = torch.where(torch.arange(len(lengths)) % GROUP == 0, right, -1 / right)
         length = torch.tensor(lengths)
         upstream = -advantage / (length * len(lengths) if mean == SEQUENCE else count)
-        problem, tile_lse = HeadProblem(model.hidden[place], model.weight, targets), model.tile_lse[place]
+        problem, tile_lse = HeadCall(model.hidden[place], model.weight, targets), model.tile_lse[place]
         statistics = RowStatistics(logprob, tile_lse.logsumexp(1), *5 * [torch.empty(0)])
         gradients = RowGradients(upstream.repeat_interleave(length))
         return cls(place, problem, LogitGradient.of(problem, statistics, gradients), tile_lse)
@@ -197,7 +197,7 @@ def filtered(model: Model, batch: Batch) -> tuple[Selection, Iterator[Pairs], Te
     return selection, kept_pairs(problem, batch.rows, selection), words
 
 
-def kept_pairs(problem: HeadProblem, rows: LogitGradient, selection: Selection) -> Iterator[Pairs]:
+def kept_pairs(problem: HeadCall, rows: LogitGradient, selection: Selection) -> Iterator[Pairs]:
     tile, row = selection.scale.T.nonzero(as_tuple=True)
     for t, part in enumerate(row.split(tile.bincount(minlength=selection.scale.shape[1]).tolist())):
         columns = slice(t * TILE, min((t + 1) * TILE, problem.vocabulary))

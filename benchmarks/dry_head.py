@@ -16,10 +16,10 @@ import torch
 from grpo_fast.kernels import TILE
 from torch import Tensor, nn
 
+from grpo_fast.head.call import HeadCall, RowGradients, Wanted
 from grpo_fast.head.operator import scaled_jacobian
 from grpo_fast.head.outputs import Certificate
 from grpo_fast.head.plan import Device, HeadPlan, Workload, plan_head
-from grpo_fast.head.problem import HeadProblem, Request, RowGradients, Wanted
 from grpo_fast.head.tuning import SHARED_MEMORY
 from grpo_fast.plan.trace import Recorder
 
@@ -40,8 +40,8 @@ class Batch:
     softcap: float | None = None
 
     @property
-    def problem(self) -> HeadProblem:
-        return HeadProblem(
+    def problem(self) -> HeadCall:
+        return HeadCall(
             meta(self.rows, self.depth, dtype=self.dtype),
             meta(self.vocabulary, self.depth, dtype=self.dtype),
             meta(self.rows, dtype=torch.int64),
@@ -102,6 +102,7 @@ def step(
     pairs = round(DENSITY * batch.rows * -(-batch.vocabulary // TILE))
     options: dict[str, Any] = {"tolerance": 0.0 if exact else None, "trainable": weight}
     jacobian = not (everything or weight)
+    asked = dict.fromkeys(("entropy", "mean_logit", "max_logit", "log_sum_sq"), everything)
     plan = batch.plan(architecture, extra_statistics=4 * everything, keep=keep, jacobian=jacobian, **options)
     with (
         mock.patch.object(Tensor, "is_cuda", True),  # products take half precision
@@ -109,7 +110,7 @@ def step(
         mock.patch.object(accelerated, "_capturing", lambda _: False),
         mock.patch.object(accelerated, "_read_later", lambda _: lambda: ask(pairs)),
     ):
-        statistics, state = accelerated.forward(problem, Request(*4 * [everything]), plan)
+        statistics, state = accelerated.forward(problem._replace(**asked), plan)
         if plan.jacobian:
             gradients = scaled_jacobian(problem, upstream, state.jacobian)
         else:

@@ -24,18 +24,17 @@ from grpo_fast.kernels import TILE, cuda
 from torch import Tensor
 
 from grpo_fast.head import reference
+from grpo_fast.head.call import (
+    HeadCall,
+    HeadGradients,
+    RowGradients,
+    RowStatistics,
+    SavedForBackward,
+    Wanted,
+)
 from grpo_fast.head.operator import device_facts
 from grpo_fast.head.outputs import Certificate
 from grpo_fast.head.plan import HeadPlan, Workload, plan_head
-from grpo_fast.head.problem import (
-    HeadGradients,
-    HeadProblem,
-    Request,
-    RowGradients,
-    RowStatistics,
-    State,
-    Wanted,
-)
 
 from . import machine
 from .contest import BYTES, FLOPS, Contest, Entrant, Prepared
@@ -60,7 +59,7 @@ class Head:
     """The forward and the backward of one batch, as its plan has them, and their kernels alone."""
 
     def __init__(self, source: Problem) -> None:
-        self.problem = HeadProblem(source.hidden.detach(), source.weight.detach(), source.targets)
+        self.problem = HeadCall(source.hidden.detach(), source.weight.detach(), source.targets)
         self.rows, self.depth = self.problem.hidden.shape
         self.tiles = -(-self.problem.vocabulary // TILE)
         self.gradients = RowGradients(-source.advantages / self.rows)
@@ -68,13 +67,13 @@ class Head:
         work = Workload(self.rows, self.problem.vocabulary, dtype, tolerance=1.0, hidden_size=self.depth)
         self.plan: HeadPlan = plan_head(device_facts(device.type, device.index), work)
 
-    def forward(self) -> tuple[RowStatistics, State]:
+    def forward(self) -> tuple[RowStatistics, SavedForBackward]:
         from grpo_fast.head import accelerated
 
-        return accelerated.forward(self.problem, Request(), self.plan)
+        return accelerated.forward(self.problem, self.plan)
 
     def backward(
-        self, forward: tuple[RowStatistics, State], wanted: Wanted = _BOTH, *, exact: bool = False
+        self, forward: tuple[RowStatistics, SavedForBackward], wanted: Wanted = _BOTH, *, exact: bool = False
     ) -> HeadGradients:
         from grpo_fast.head import accelerated
 
@@ -125,7 +124,7 @@ class Head:
         call.func(problem, gradient, _wanted(*names), **call.keywords)
 
     def torch_forward(self, *, jacobian: bool = False) -> RowStatistics:
-        return reference.forward(self.problem, Request(jacobian=jacobian), self.plan.chunks)[0]
+        return reference.forward(self.problem._replace(jacobian=jacobian), self.plan.chunks)[0]
 
     def torch_backward(self, *names: str) -> None:
         """Of the statistics of one forward."""

@@ -25,8 +25,8 @@ from unittest import mock
 import torch
 
 from grpo_fast.head import tuning
+from grpo_fast.head.call import Wanted
 from grpo_fast.head.operator import device_facts
-from grpo_fast.head.problem import Wanted
 from grpo_fast.head.tuning import Rule, Sizes, Table
 
 from . import aot

@@ -173,7 +173,7 @@ def _try_head() -> str:
     hidden = torch.ones(4, 64, dtype=torch.bfloat16, device=where, requires_grad=True)
     weight = torch.ones(256, 64, dtype=torch.bfloat16, device=where, requires_grad=True)
     linear_logprob(hidden, weight, torch.arange(4, device=where)).logprob.sum().backward()
-    return f"{plan.path} path on {where}, {plan.backward} backward"
+    return f"{plan.backend} path on {where}, {plan.backward} backward"
 
 
 def _kernels_name() -> Finding:

@@ -17,124 +17,123 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from grpo_fast.head.outputs import Certificate
-from grpo_fast.head.plan import HeadPlan
-from grpo_fast.head.problem import (
+from grpo_fast.head.call import (
+    HeadCall,
     HeadGradients,
-    HeadProblem,
     LogitGradient,
-    Request,
     RowGradients,
     RowStatistics,
-    State,
+    SavedForBackward,
     Wanted,
 )
+from grpo_fast.head.outputs import Certificate
+from grpo_fast.head.plan import HeadPlan
 from grpo_fast.kernels import TILE
 from grpo_fast.kernels.coefficients import row_coefficients
 from grpo_fast.kernels.dense import dense_backward, row_aligned
-from grpo_fast.kernels.exponentials import Kept, kept_backward, settle
+from grpo_fast.kernels.exponentials import SavedExp, kept_backward, normalise
 from grpo_fast.kernels.finalise import row_results
 from grpo_fast.kernels.forward import gather_rows, tile_statistics
 from grpo_fast.kernels.select import select_live
 from grpo_fast.kernels.sparse import SparseGradients, sparse_backward
 
 
-def allocate_state(problem: HeadProblem, plan: HeadPlan) -> State:
+def allocate_saved(call: HeadCall, plan: HeadPlan) -> SavedForBackward:
     """What `forward` returns, not yet filled."""
     if plan.jacobian:
-        return State.empty(problem, jacobian=True)
-    rows, tiles = problem.hidden.shape[0], -(-problem.vocabulary // TILE)
+        return SavedForBackward.empty(call, jacobian=True)
+    rows, tiles = call.hidden.shape[0], -(-call.vocabulary // TILE)
     float32 = torch.float32
-    state = State.empty(problem)._replace(tile_lse=row_aligned(rows, tiles, problem.hidden, float32))
+    saved = SavedForBackward.empty(call)._replace(tile_lse=row_aligned(rows, tiles, call.hidden, float32))
     if not plan.keep:
-        return state
-    return state._replace(
-        exponentials=row_aligned(rows, problem.vocabulary, problem.hidden),
-        share=problem.hidden.new_empty(rows, dtype=float32),
+        return saved
+    return saved._replace(
+        exponentials=row_aligned(rows, call.vocabulary, call.hidden),
+        share=call.hidden.new_empty(rows, dtype=float32),
     )
 
 
-def forward(problem: HeadProblem, request: Request, plan: HeadPlan) -> tuple[RowStatistics, State]:
+def forward(call: HeadCall, plan: HeadPlan) -> tuple[RowStatistics, SavedForBackward]:
     """Every row's statistics, zero for ignored rows."""
-    if problem.hidden.shape[0] == 0:
-        return RowStatistics.allocate(problem, request), allocate_state(problem, plan)
-    problem = _with_unit_stride(problem)
+    if call.hidden.shape[0] == 0:
+        return RowStatistics.allocate(call), allocate_saved(call, plan)
+    call = _with_unit_stride(call)
     if not plan.jacobian:
-        return _forward(problem, request, plan)
-    state, statistics = State.empty(problem, jacobian=True), []
-    for start in range(0, problem.hidden.shape[0], plan.jacobian_rows):
+        return _forward(call, plan)
+    saved, statistics = SavedForBackward.empty(call, jacobian=True), []
+    for start in range(0, call.hidden.shape[0], plan.jacobian_rows):
         part = slice(start, start + plan.jacobian_rows)
-        found, state.jacobian[part] = _with_jacobian(problem.rows(part), request, plan)
+        found, saved.jacobian[part] = _with_jacobian(call.rows(part), plan)
         statistics.append(found)
-    return RowStatistics(*map(torch.cat, zip(*statistics, strict=True))), state
+    return RowStatistics(*map(torch.cat, zip(*statistics, strict=True))), saved
 
 
-def _with_jacobian(problem: HeadProblem, request: Request, plan: HeadPlan) -> tuple[RowStatistics, Tensor]:
-    statistics, state = _forward(problem, request, plan)
+def _with_jacobian(call: HeadCall, plan: HeadPlan) -> tuple[RowStatistics, Tensor]:
+    statistics, saved = _forward(call, plan)
     logprob = statistics.logprob
-    mass = (problem.targets < problem.vocabulary).to(logprob.dtype).neg()
+    mass = (call.targets < call.vocabulary).to(logprob.dtype).neg()
     rows = LogitGradient(statistics.logsumexp, mass=mass, target=-logprob.expm1(), logprob=logprob)
-    kept = Kept(state.exponentials, state.share)
+    kept = SavedExp(saved.exponentials, saved.share)
     wanted = Wanted(hidden=True, weight=False, bias=False)
-    return statistics, kept_backward(problem, rows, wanted, kept, hidden_dtype=torch.float32)[0]
+    return statistics, kept_backward(call, rows, wanted, kept, hidden_dtype=torch.float32)[0]
 
 
-def _forward(problem: HeadProblem, request: Request, plan: HeadPlan) -> tuple[RowStatistics, State]:
-    gathered = gather_rows(problem)
+def _forward(call: HeadCall, plan: HeadPlan) -> tuple[RowStatistics, SavedForBackward]:
+    gathered = gather_rows(call)
     keep = None
     if plan.keep or plan.jacobian:
-        exponentials = row_aligned(problem.hidden.shape[0], problem.vocabulary, problem.hidden)
+        exponentials = row_aligned(call.hidden.shape[0], call.vocabulary, call.hidden)
         keep = exponentials, gathered.target_logit
     tiles = tile_statistics(
-        problem,
+        call,
         gathered,
         tile=plan.forward_tile,
-        entropy=request.entropy,
-        mean=request.mean_logit,
-        maximum=request.max_logit,
-        squares=request.log_sum_sq,
+        entropy=call.entropy,
+        mean=call.mean_logit,
+        maximum=call.max_logit,
+        squares=call.log_sum_sq,
         keep=keep,
     )
-    statistics = RowStatistics(*row_results(tiles, problem, gathered.target_logit))
-    state = State.empty(problem)._replace(tile_lse=tiles.lse)
+    statistics = RowStatistics(*row_results(tiles, call, gathered.target_logit))
+    saved = SavedForBackward.empty(call)._replace(tile_lse=tiles.lse)
     if keep is not None:
         del gathered
-        exponentials, share = settle(problem, *keep, statistics.logsumexp, plan.forward_tile)
-        state = state._replace(exponentials=exponentials, share=share)
-    return statistics, state
+        exponentials, share = normalise(call, *keep, statistics.logsumexp, plan.forward_tile)
+        saved = saved._replace(exponentials=exponentials, share=share)
+    return statistics, saved
 
 
 def backward(
-    problem: HeadProblem,
+    call: HeadCall,
     statistics: RowStatistics,
     gradients: RowGradients,
     wanted: Wanted,
-    state: State,
+    saved: SavedForBackward,
     certificate: Certificate,
     plan: HeadPlan,
 ) -> HeadGradients:
     """Gradients; fills the certificate."""
-    problem = _with_unit_stride(problem)
-    if state.exponentials.numel() and gradients.follows_softmax:
+    call = _with_unit_stride(call)
+    if saved.exponentials.numel() and gradients.follows_softmax:
         certificate.fill(None)
-        of_rows = LogitGradient.of(problem, statistics, gradients)
-        kept = Kept(state.exponentials, state.share)
-        return HeadGradients(*kept_backward(problem, of_rows, wanted, kept))
-    if plan.backward == "sparse" and problem.hidden.shape[0] and not _capturing(problem.hidden):
-        return _sparse(problem, statistics, gradients, state.tile_lse, plan, wanted, certificate)
+        of_rows = LogitGradient.of(call, statistics, gradients)
+        kept = SavedExp(saved.exponentials, saved.share)
+        return HeadGradients(*kept_backward(call, of_rows, wanted, kept))
+    if plan.backward == "sparse" and call.hidden.shape[0] and not _capturing(call.hidden):
+        return _sparse(call, statistics, gradients, saved.tile_lse, plan, wanted, certificate)
     certificate.fill(None)
-    return _dense(problem, LogitGradient.of(problem, statistics, gradients), plan, wanted)
+    return _dense(call, LogitGradient.of(call, statistics, gradients), plan, wanted)
 
 
-def _dense(problem: HeadProblem, of_rows: LogitGradient, plan: HeadPlan, wanted: Wanted) -> HeadGradients:
+def _dense(call: HeadCall, of_rows: LogitGradient, plan: HeadPlan, wanted: Wanted) -> HeadGradients:
     """Exact, over the rows with a gradient; in a captured graph over all rows, for nobody can be asked."""
-    chosen, like, index = problem, problem.hidden, None
+    chosen, like, index = call, call.hidden, None
     if _capturing(like):
         # What an ignored row holds is anything, and zero times NaN is not zero.
-        chosen = problem._replace(hidden=like.masked_fill(~of_rows.live()[:, None], 0))
+        chosen = call._replace(hidden=like.masked_fill(~of_rows.live()[:, None], 0))
     else:
         index = of_rows.live().nonzero().squeeze(1)
-        chosen, of_rows = problem.rows(index), of_rows.rows(index)
+        chosen, of_rows = call.rows(index), of_rows.rows(index)
     tile, columns = plan.backward_tile, plan.dense_columns
     result = HeadGradients(*dense_backward(chosen, of_rows, wanted, tile=tile, columns=columns))
     if result.hidden is None:
@@ -146,7 +145,7 @@ def _dense(problem: HeadProblem, of_rows: LogitGradient, plan: HeadPlan, wanted:
 
 
 def _sparse(
-    problem: HeadProblem,
+    call: HeadCall,
     statistics: RowStatistics,
     gradients: RowGradients,
     tile_lse: Tensor,
@@ -156,13 +155,13 @@ def _sparse(
 ) -> HeadGradients:
     """From the pairs that are kept, or exactly where that would be too many."""
     (rows, tiles), config = tile_lse.shape, plan.sparse
-    coefficients = row_coefficients(problem, statistics, gradients)
-    live = select_live(problem, coefficients, tile_lse, tolerance=plan.tolerance)
+    coefficients = row_coefficients(call, statistics, gradients)
+    live = select_live(call, coefficients, tile_lse, tolerance=plan.tolerance)
     room = _read_later(live.row_ends[-1])
 
     def form(capacity: int) -> SparseGradients:
         return sparse_backward(
-            problem, coefficients, live, wanted, certificate.values, capacity=capacity, config=config
+            call, coefficients, live, wanted, certificate.values, capacity=capacity, config=config
         )
 
     usual, most = config.usual_pairs(rows, tiles), config.most_pairs(rows, tiles)
@@ -171,7 +170,7 @@ def _sparse(
         del result
         if pairs > most:
             certificate.fill(None)
-            return _dense(problem, LogitGradient.of(problem, statistics, gradients), plan, wanted)
+            return _dense(call, LogitGradient.of(call, statistics, gradients), plan, wanted)
         result = form(pairs)
     return HeadGradients(result.hidden, result.weight, result.bias)
 
@@ -193,10 +192,10 @@ def _read_later(number: Tensor) -> Callable[[], int]:
     return wait
 
 
-def _with_unit_stride(problem: HeadProblem) -> HeadProblem:
+def _with_unit_stride(call: HeadCall) -> HeadCall:
     """The kernels read along H; operands with another layout are copied."""
-    hidden, weight = (t if t.stride(1) == 1 else t.contiguous() for t in problem[:2])
-    return problem._replace(hidden=hidden, weight=weight)
+    hidden, weight = (t if t.stride(1) == 1 else t.contiguous() for t in call[:2])
+    return call._replace(hidden=hidden, weight=weight)
 
 
 def _capturing(tensor: Tensor) -> bool:

@@ -2,48 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
-from typing import Any
+import inspect
+from collections.abc import Callable, Sequence, Set
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
-from grpo_fast.head.checks import (
-    check_outputs,
-    check_policy_loss,
-    check_weight_grad,
-    flat_problem,
-    is_number,
-)
+from grpo_fast.head.call import HeadCall, RowStatistics, Shard
+from grpo_fast.head.checks import IGNORE_INDEX, check_outputs, check_policy_loss, head_call, is_number
 from grpo_fast.head.fused_loss import fused_policy_loss, fuses
-from grpo_fast.head.operator import head_statistics, path_of
+from grpo_fast.head.operator import backend_of, head_statistics
 from grpo_fast.head.outputs import Certificate, GRPOLossOutput, HeadOutput
-from grpo_fast.head.parallel import parallel_statistics, shard_bounds
-from grpo_fast.head.problem import HeadProblem, Request, RowStatistics
+from grpo_fast.head.parallel import parallel_statistics
 from grpo_fast.head.topk import top_entries
 from grpo_fast.objective import GRPOLossConfig, LossInputs, StepTotals, policy_loss
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from grpo_fast.head.call import HeadOptions
+
+F = TypeVar("F", bound=Callable[..., Any])
+_DEFAULT_LOSS = GRPOLossConfig()
 _DIFFERENTIABLE = frozenset({"logprob", "entropy", "logsumexp", "mean_logit"})
 
 
+def _with_options(function: F) -> F:
+    """Lets `help` and shells list the options of `head_call`, which the function takes by name."""
+    own, options = (inspect.signature(each).parameters.values() for each in (function, head_call))
+    named = [each for each in own if each.kind is not each.VAR_KEYWORD]
+    keywords = [each for each in options if each.kind is each.KEYWORD_ONLY]
+    function.__signature__ = inspect.Signature([*named, *keywords])  # type: ignore[attr-defined]
+    return function
+
+
+@_with_options
 def linear_logprob(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
     *,
-    bias: Tensor | None = None,
-    temperature: float | Tensor = 1.0,
-    logit_scale: float = 1.0,
-    softcap: float | None = None,
-    ignore_index: int = -100,
     outputs: Sequence[str] = ("logprob",),
     topk: int = 0,
-    tolerance: float | None = None,
-    deterministic: bool = False,
-    weight_grad: Tensor | None = None,
-    recompute: bool = True,
-    process_group: ProcessGroup | None = None,
+    **options: Unpack[HeadOptions],
 ) -> HeadOutput:
     """Log-probability of each target under softmax(softcap·tanh((X Wᵀ + bias)·logit_scale/softcap) /
     temperature).
@@ -100,20 +102,19 @@ def linear_logprob(
             log-probability NaN.
     """
     wanted = check_outputs(outputs)
-    problem, rows, certificate = _statistics(
-        hidden, weight, targets, bias, temperature, logit_scale, softcap, ignore_index, tolerance,
-        weight_grad, recompute, process_group, wanted, wanted & _DIFFERENTIABLE,
-    )  # fmt: skip
+    call, shard = head_call(hidden, weight, targets, wanted, **options)
+    rows, certificate = _statistics(call, shard, wanted & _DIFFERENTIABLE)
     found = {"log_sum_sq_probs": rows.log_sum_sq} | rows._asdict()
     if "argmax_is_target" in wanted:
-        found["argmax_is_target"] = (rows.target_logit >= rows.max_logit) & (problem.targets >= 0)
+        found["argmax_is_target"] = (rows.target_logit >= rows.max_logit) & (call.targets >= 0)
     shaped = {name: found[name].reshape(targets.shape) for name in wanted | {"logprob"}}
     if topk:
-        top = top_entries(problem, rows.logsumexp.detach(), topk, process_group)
+        top = top_entries(call, rows.logsumexp.detach(), topk, shard)
         shaped["topk_ids"], shaped["topk_logprobs"] = (part.reshape(*targets.shape, topk) for part in top)
     return HeadOutput(**shaped, certificate=certificate)
 
 
+@_with_options
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -122,16 +123,7 @@ def linear_cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
-    bias: Tensor | None = None,
-    temperature: float | Tensor = 1.0,
-    logit_scale: float = 1.0,
-    softcap: float | None = None,
-    ignore_index: int = -100,
-    tolerance: float | None = None,
-    deterministic: bool = False,
-    weight_grad: Tensor | None = None,
-    recompute: bool = True,
-    process_group: ProcessGroup | None = None,
+    **options: Unpack[HeadOptions],
 ) -> Tensor:
     """Cross-entropy as `torch.nn.functional.cross_entropy` of the logits, without the logits.
 
@@ -160,10 +152,8 @@ def linear_cross_entropy(
         wanted.add("logsumexp")
     if label_smoothing:
         wanted.add("mean_logit")
-    problem, s, _ = _statistics(
-        hidden, weight, targets, bias, temperature, logit_scale, softcap, ignore_index, tolerance,
-        weight_grad, recompute, process_group, wanted, wanted,
-    )  # fmt: skip
+    call, shard = head_call(hidden, weight, targets, wanted, **options)
+    s, _ = _statistics(call, shard, wanted)
     losses = -(1 - label_smoothing) * s.logprob
     if label_smoothing:
         losses = losses + label_smoothing * (s.logsumexp - s.mean_logit)
@@ -173,9 +163,10 @@ def linear_cross_entropy(
         return losses.reshape(targets.shape)
     if reduction == "sum":
         return losses.sum()
-    return losses.sum() / (problem.targets >= 0).sum().clamp(min=1)
+    return losses.sum() / (call.targets >= 0).sum().clamp(min=1)
 
 
+@_with_options
 def linear_grpo_loss(
     hidden: Tensor,
     weight: Tensor,
@@ -192,17 +183,8 @@ def linear_grpo_loss(
     num_sequences: int | None = None,
     totals: StepTotals | None = None,
     config: GRPOLossConfig | None = None,
-    bias: Tensor | None = None,
-    temperature: float | Tensor = 1.0,
-    logit_scale: float = 1.0,
-    softcap: float | None = None,
-    ignore_index: int = -100,
     entropy: bool = False,
-    tolerance: float | None = None,
-    deterministic: bool = False,
-    weight_grad: Tensor | None = None,
-    recompute: bool = True,
-    process_group: ProcessGroup | None = None,
+    **options: Unpack[HeadOptions],
 ) -> GRPOLossOutput:
     """A policy loss of the packed batch: N completion tokens, each with the hidden state that predicts it.
 
@@ -230,7 +212,7 @@ def linear_grpo_loss(
     Raises:
         TypeError, ValueError: as `linear_logprob`, or an input that the loss needs is missing.
     """
-    config = GRPOLossConfig() if config is None else config
+    config = _DEFAULT_LOSS if config is None else config
     per_token: dict[str, Any] = {
         "advantages": advantages, "sequence_ids": sequence_ids, "old_logprobs": old_logprobs,
         "ref_logprobs": ref_logprobs, "sampler_logprobs": sampler_logprobs, "group_ids": group_ids,
@@ -238,15 +220,14 @@ def linear_grpo_loss(
     }  # fmt: skip
     packed = per_token | {"targets": targets, "loss_mask": loss_mask}
     check_policy_loss(hidden, packed, num_sequences, config, totals)
+    ignore_index = options.get("ignore_index", IGNORE_INDEX)
     counted = targets != ignore_index
     loss_mask = counted if loss_mask is None else loss_mask.bool() & counted
     targets = torch.where(loss_mask, targets, ignore_index)
     needs_entropy = config.needs_entropy
     wanted = {"logprob", "entropy"} if entropy or needs_entropy else {"logprob"}
-    problem, rows, certificate = _statistics(
-        hidden, weight, targets, bias, temperature, logit_scale, softcap, ignore_index, tolerance,
-        weight_grad, recompute, process_group, wanted, wanted if needs_entropy else {"logprob"},
-    )  # fmt: skip
+    call, shard = head_call(hidden, weight, targets, wanted, **options)
+    rows, certificate = _statistics(call, shard, wanted if needs_entropy else {"logprob"})
     token_entropy = rows.entropy if "entropy" in wanted else None
     if token_entropy is not None and not needs_entropy:
         token_entropy = token_entropy.detach()
@@ -260,7 +241,7 @@ def linear_grpo_loss(
         totals=totals,
         **per_token,
     )
-    fused = path_of(problem) == "triton" and fuses(inputs, config)
+    fused = backend_of(call) == "triton" and fuses(inputs, config)
     result = fused_policy_loss(inputs, config) if fused else policy_loss(inputs, config)
     return GRPOLossOutput(
         loss=result.loss,
@@ -272,47 +253,10 @@ def linear_grpo_loss(
 
 
 def _statistics(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    bias: Tensor | None,
-    temperature: float | Tensor,
-    logit_scale: float,
-    softcap: float | None,
-    ignore_index: int,
-    tolerance: float | None,
-    weight_grad: Tensor | None,
-    recompute: bool,
-    process_group: ProcessGroup | None,
-    wanted: Set[str],
-    differentiable: Set[str],
-) -> tuple[HeadProblem, RowStatistics, Certificate]:
-    """What the public functions share: their arguments judged, and the statistics that they are made of."""
-    if not isinstance(process_group, ProcessGroup | None):
-        raise TypeError(f"process_group must be a torch.distributed ProcessGroup, got {process_group!r}")
-    bounds = None if process_group is None else shard_bounds(weight, process_group)
-    problem = flat_problem(
-        hidden,
-        weight,
-        targets,
-        bias,
-        temperature,
-        logit_scale,
-        softcap,
-        ignore_index,
-        None if bounds is None else bounds[1],
-    )
-    check_weight_grad(weight, weight_grad)
-    if tolerance is not None and not is_number(tolerance):
-        raise ValueError(f"tolerance must be 0 (exact) or more, or None for the default, got {tolerance!r}")
-    request = Request(
-        entropy="entropy" in wanted,
-        mean_logit="mean_logit" in wanted,
-        max_logit="argmax_is_target" in wanted,
-        log_sum_sq="log_sum_sq_probs" in wanted,
-        keep=not recompute,
-        tolerance=tolerance,
-    )
-    if process_group is None or bounds is None:
-        return problem, *head_statistics(problem, request, differentiable, weight_grad)
-    return problem, *parallel_statistics(problem, request, differentiable, weight_grad, process_group, bounds)
+    call: HeadCall, shard: Shard | None, differentiable: Set[str]
+) -> tuple[RowStatistics, Certificate]:
+    """Of the whole vocabulary; `differentiable` names those that a gradient may come back through."""
+    if shard is not None:
+        return parallel_statistics(call, shard)
+    # Of the log-probability alone a frozen head's gradient can be prepared by the forward.
+    return head_statistics(call._replace(jacobian=differentiable <= {"logprob"}))

@@ -1,19 +1,21 @@
-"""Arguments of the public functions in, a `HeadProblem` out: the one place that judges them."""
+"""Arguments of the public functions in, a `HeadCall` out: the one place that judges them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from numbers import Integral, Real
 from typing import TypeGuard
 
 import torch
 from torch import Tensor
 from torch.amp import is_autocast_available
+from torch.distributed import ProcessGroup
 
-from grpo_fast.head.problem import ROW_IGNORED, ROW_INVALID, HeadProblem
+from grpo_fast.head.call import ROW_IGNORED, ROW_INVALID, HeadCall, Shard
 from grpo_fast.objective import GRPOLossConfig, StepTotals
 
+IGNORE_INDEX = -100  # as torch's cross-entropy has it
 OUTPUTS = ("logprob", "entropy", "logsumexp", "mean_logit", "argmax_is_target", "log_sum_sq_probs")
 
 _INTEGERS = (torch.int64, torch.int32)
@@ -27,26 +29,38 @@ _PER_TOKEN = {
 _NEEDED = ("targets", "advantages", "sequence_ids")
 
 
-def flat_problem(
+def head_call(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
-    bias: Tensor | None,
-    temperature: float | Tensor,
-    logit_scale: float,
-    softcap: float | None,
-    ignore_index: int,
-    vocabulary: Tensor | None = None,
-) -> HeadProblem:
-    """Flattens the leading dimensions, settles the compute dtype and marks ignored and invalid targets.
+    wanted: Set[str],
+    *,
+    bias: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    ignore_index: int = IGNORE_INDEX,
+    tolerance: float | None = None,
+    deterministic: bool = False,
+    weight_grad: Tensor | None = None,
+    recompute: bool = True,
+    process_group: ProcessGroup | None = None,
+) -> tuple[HeadCall, Shard | None]:
+    """Flattens the leading dimensions, fixes the compute dtype and marks ignored and invalid targets.
 
     Args:
-        vocabulary: entries over all shards, when `weight` is one of several; None: `weight` is whole.
+        wanted: names of statistics, of `OUTPUTS`.
+
+    Returns:
+        The call, and of a weight that is one of several which; collective then.
 
     Raises:
         TypeError: not a tensor of the right kind.
         ValueError: shapes or values that do not fit together.
     """
+    if not isinstance(process_group, ProcessGroup | None):
+        raise TypeError(f"process_group must be a torch.distributed ProcessGroup, got {process_group!r}")
+    shard = None if process_group is None else Shard.of(weight, process_group)
     _check_operands(hidden, weight, targets, bias)
     if not (is_number(logit_scale) and logit_scale > 0):
         raise ValueError(f"logit_scale must be a positive number, got {logit_scale!r}")
@@ -57,18 +71,30 @@ def flat_problem(
             f"ignore_index must be an integer, got {ignore_index!r}: give one that is no token, such as -100"
         )
     kind = _compute_dtype(hidden, weight)
+    inverse = _inverse_temperature(temperature, targets, kind)
+    _check_weight_grad(weight, weight_grad)
+    if tolerance is not None and not is_number(tolerance):
+        raise ValueError(f"tolerance must be 0 (exact) or more, or None for the default, got {tolerance!r}")
     flat = targets.reshape(-1).to(torch.int64)
-    inside = (flat >= 0) & (flat < (weight.shape[0] if vocabulary is None else vocabulary))
+    inside = (flat >= 0) & (flat < (weight.shape[0] if shard is None else shard.vocabulary))
     marked = torch.where(inside, flat, ROW_INVALID)
-    return HeadProblem(
+    call = HeadCall(
         hidden=hidden.reshape(-1, hidden.shape[-1]).to(kind),
         weight=weight.to(kind),
         targets=torch.where(flat == ignore_index, ROW_IGNORED, marked),
         bias=bias,
-        inv_temperature=_inverse_temperature(temperature, targets, kind),
+        inv_temperature=inverse,
         logit_scale=float(logit_scale),
         softcap=None if softcap is None else float(softcap),
+        entropy="entropy" in wanted,
+        mean_logit="mean_logit" in wanted,
+        max_logit="argmax_is_target" in wanted,
+        log_sum_sq="log_sum_sq_probs" in wanted,
+        keep=not recompute,
+        tolerance=tolerance,
+        weight_grad=weight_grad,
     )
+    return call, shard
 
 
 def check_outputs(outputs: Iterable[str]) -> frozenset[str]:
@@ -90,23 +116,6 @@ def is_number(value: object, least: float = 0.0, most: float = math.inf) -> Type
     """Whether it is a finite real number within the bounds, by comparisons, which a compiler can trace."""
     # `Real` declares no comparison with a float, though each of its numbers has one.
     return isinstance(value, Real) and least <= value <= most and value < math.inf  # type: ignore[operator]
-
-
-def check_weight_grad(weight: Tensor, weight_grad: Tensor | None) -> None:
-    """
-    Raises:
-        TypeError, ValueError: `weight_grad` cannot take the weight's gradient, or a hook would miss it.
-    """
-    if weight_grad is None:
-        return
-    _check("weight_grad", weight_grad, _FLOATS, weight.shape, weight.device, "(V, H) as weight")
-    if weight_grad.stride(1) != 1 or weight_grad.requires_grad:
-        raise ValueError("weight_grad must have unit stride along H and require no gradient: make a new one")
-    if weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None):
-        raise ValueError(
-            "weight has gradient hooks, which a gradient added to weight_grad in place would not reach: "
-            "remove them, or leave weight_grad out"
-        )
 
 
 def check_policy_loss(
@@ -151,7 +160,7 @@ def check_policy_loss(
         raise ValueError("loss_mask must hold zeros and ones: scale advantages to weigh tokens")
 
 
-def check_values(problem: HeadProblem) -> None:
+def check_values(call: HeadCall) -> None:
     """Targets and temperatures, where looking at them does not stall a device.
 
     On an accelerator nothing is raised; a wrong target or temperature makes its row's log-probability NaN.
@@ -159,15 +168,15 @@ def check_values(problem: HeadProblem) -> None:
     Raises:
         ValueError: a target outside the vocabulary, or a temperature that is not positive.
     """
-    if problem.targets.device.type != "cpu":
+    if call.targets.device.type != "cpu":
         return
-    if (invalid := problem.targets == ROW_INVALID).any():
+    if (invalid := call.targets == ROW_INVALID).any():
         row = int(invalid.nonzero()[0])
         raise ValueError(
             f"targets must lie in [0, V) or equal ignore_index, but row {row}, targets.flatten()[{row}], is "
             "outside: check that the tokenizer fits the weight, or set ignore_index to what pads the targets"
         )
-    if problem.inv_temperature is not None and (invalid := problem.inv_temperature.isnan()).any():
+    if call.inv_temperature is not None and (invalid := call.inv_temperature.isnan()).any():
         row = int(invalid.nonzero()[0])
         raise ValueError(
             f"temperature must be positive and finite, but row {row}, temperature.flatten()[{row}], is not"
@@ -211,6 +220,20 @@ def _check_operands(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tenso
     _check("targets", targets, _INTEGERS, leading, hidden.device, "of hidden's leading dimensions")
     if bias is not None:
         _check("bias", bias, _FLOATS, weight.shape[:1], hidden.device, "(V,) as in weight")
+
+
+def _check_weight_grad(weight: Tensor, weight_grad: Tensor | None) -> None:
+    """Raises where it cannot take the weight's gradient, or a hook would miss it."""
+    if weight_grad is None:
+        return
+    _check("weight_grad", weight_grad, _FLOATS, weight.shape, weight.device, "(V, H) as weight")
+    if weight_grad.stride(1) != 1 or weight_grad.requires_grad:
+        raise ValueError("weight_grad must have unit stride along H and require no gradient: make a new one")
+    if weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None):
+        raise ValueError(
+            "weight has gradient hooks, which a gradient added to weight_grad in place would not reach: "
+            "remove them, or leave weight_grad out"
+        )
 
 
 def _check_sequences(ids: Tensor, num_sequences: int | None) -> None:

@@ -1,7 +1,7 @@
 """The head as two opaque operators with autograd between them.
 
 `torch.compile` and CUDA graphs see `grpo_fast::head_forward` and `grpo_fast::head_backward`; which path runs
-inside is the plan's affair. Besides its statistics the forward returns state for the backward, since an
+inside is the plan's affair. Besides its statistics the forward returns saved for the backward, since an
 operator's results are all that autograd may keep. Kernels start on the current device, so the operators make
 it that of their tensors.
 """
@@ -10,222 +10,200 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Set
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from grpo_fast.head import reference
-from grpo_fast.head.checks import check_values
-from grpo_fast.head.outputs import Certificate
-from grpo_fast.head.plan import Device, HeadPlan, Path, Workload, head_path, plan_head
-from grpo_fast.head.problem import (
+from grpo_fast.head.call import (
     ROW_INVALID,
+    HeadCall,
     HeadGradients,
-    HeadProblem,
-    Request,
     RowGradients,
     RowStatistics,
-    State,
+    SavedForBackward,
     Wanted,
+    schema_of,
 )
+from grpo_fast.head.checks import check_values
+from grpo_fast.head.outputs import Certificate
+from grpo_fast.head.plan import Backend, Device, HeadPlan, Workload, head_backend, plan_head
 from grpo_fast.head.tuning import SHARED_MEMORY
 
-_NUM_PROBLEM, _NUM_STATISTICS, _NUM_STATE = (len(t._fields) for t in (HeadProblem, RowStatistics, State))
-_NUM_DIFFERENTIABLE = len(RowGradients._fields)  # the first statistics
-_AT_WANTED = _NUM_PROBLEM + _NUM_DIFFERENTIABLE  # place among the backward's arguments
-
-_PROBLEM = (
-    "Tensor hidden, Tensor weight, Tensor targets, Tensor? bias, Tensor? inv_temperature, "
-    "float logit_scale, float? softcap"
+_NUM_CALL, _NUM_STATISTICS, _NUM_SAVED, _NUM_DIFFERENTIABLE = (
+    len(kind._fields) for kind in (HeadCall, RowStatistics, SavedForBackward, RowGradients)
 )
-_FORWARD = (
-    f"({_PROBLEM}, bool entropy, bool mean_logit, bool max_logit, bool log_sum_sq, bool jacobian, bool keep, "
-    "float? tolerance, Tensor? weight_gradient) -> "
-    f"({', '.join(['Tensor'] * (_NUM_STATISTICS + _NUM_STATE + 1))})"
-)
+_NUM_OPERANDS = HeadCall._fields.index("logit_scale")  # tensors that a backward reads
+_CALL = schema_of(HeadCall)
+_RETURNED = ", ".join(["Tensor"] * (_NUM_STATISTICS + _NUM_SAVED + 1))
 _BACKWARD = (
-    f"({_PROBLEM}, Tensor? g_logprob, Tensor? g_logsumexp, Tensor? g_entropy, Tensor? g_mean_logit, "
-    "bool want_hidden, bool want_weight, bool want_bias, Tensor(a!)? weight_gradient, "
-    "Tensor[] statistics, Tensor[] state, Tensor(b!) certificate, float? tolerance) -> "
-    "(Tensor, Tensor, Tensor)"
+    f"({_CALL.replace('Tensor? weight_grad', 'Tensor(a!)? weight_grad')}, {schema_of(RowGradients, 'g_')}, "
+    "bool want_hidden, bool want_weight, bool want_bias, Tensor[] statistics, Tensor[] saved, "
+    "Tensor(b!) certificate) -> (Tensor, Tensor, Tensor)"
 )
 
 
-def head_statistics(
-    problem: HeadProblem, request: Request, differentiable: Set[str], weight_gradient: Tensor | None
-) -> tuple[RowStatistics, Certificate]:
+def head_statistics(call: HeadCall) -> tuple[RowStatistics, Certificate]:
     """Per-row statistics, differentiable in hidden, weight and bias.
 
-    Args:
-        request: what to compute. `keep` holds where anything is differentiated, `jacobian` is decided here.
-        differentiable: names of the statistics a gradient may come back through. With the log-probability
-            alone and a frozen weight, an exact gradient is prepared by the forward.
-        weight_gradient: (V, H), what the backward adds the weight's gradient to in place of returning it.
+    `call.keep` and `call.jacobian` say what the forward may prepare: the one holds where anything is
+    differentiated, the other where that is the hidden states alone.
     """
-    parameters = (problem.weight, problem.bias)
-    trained = weight_gradient is not None or any(p is not None and p.requires_grad for p in parameters)
-    of_hidden = torch.is_grad_enabled() and problem.hidden.requires_grad
-    request = request._replace(
-        jacobian=of_hidden and not trained and differentiable <= {"logprob"},
-        keep=request.keep and (of_hidden or (torch.is_grad_enabled() and trained)),
+    parameters = (call.weight, call.bias)
+    trained = call.weight_grad is not None or any(p is not None and p.requires_grad for p in parameters)
+    of_hidden = torch.is_grad_enabled() and call.hidden.requires_grad
+    call = call._replace(
+        jacobian=call.jacobian and of_hidden and not trained,
+        keep=call.keep and (of_hidden or (torch.is_grad_enabled() and trained)),
     )
-    results = _head_forward(*problem, *request, weight_gradient)
+    results = _head_forward(*call)
     return RowStatistics(*results[:_NUM_STATISTICS]), Certificate(results[-1])
 
 
-def path_of(problem: HeadProblem) -> Path:
-    """Which path this problem takes."""
-    return _path_on(problem.hidden.device.type, problem.hidden.device.index, problem.hidden.dtype)
+def backend_of(call: HeadCall) -> Backend:
+    """Which backend runs this call."""
+    return _backend_on(call.hidden.device.type, call.hidden.device.index, call.hidden.dtype)
 
 
 @torch.compiler.assume_constant_result
-def _path_on(kind: str, index: int | None, dtype: torch.dtype) -> Path:
+def _backend_on(kind: str, index: int | None, dtype: torch.dtype) -> Backend:
     """Of a device's facts alone, which a compiler need not trace."""
-    return head_path(device_facts(kind, index), dtype)
+    return head_backend(device_facts(kind, index), dtype)
 
 
-@torch.library.custom_op("grpo_fast::head_forward", mutates_args=(), schema=_FORWARD)
+@torch.library.custom_op("grpo_fast::head_forward", mutates_args=(), schema=f"({_CALL}) -> ({_RETURNED})")
 def _head_forward(*arguments: Any) -> tuple[Tensor, ...]:
-    problem, request = _forward_call(arguments)
-    check_values(problem)
-    device = problem.hidden.device
-    plan = _plan_forward(problem, request)
-    request = request._replace(jacobian=plan.jacobian)
-    with torch.cuda.device_of(problem.hidden), torch.autocast(device.type, enabled=False):
-        if plan.path == "triton":
+    call = HeadCall(*arguments)
+    check_values(call)
+    device = call.hidden.device
+    plan = _plan_forward(call)
+    call = call._replace(jacobian=plan.jacobian)
+    with torch.cuda.device_of(call.hidden), torch.autocast(device.type, enabled=False):
+        if plan.backend == "triton":
             from grpo_fast.head import accelerated
 
-            statistics, state = accelerated.forward(problem, request, plan)
+            statistics, saved = accelerated.forward(call, plan)
         else:
-            statistics, state = reference.forward(problem, request, plan.chunks)
+            statistics, saved = reference.forward(call, plan.chunks)
     if device.type != "cpu":
-        statistics.logprob.masked_fill_(problem.targets == ROW_INVALID, torch.nan)
-    return (*statistics, *state, Certificate.pending(device).values)
+        statistics.logprob.masked_fill_(call.targets == ROW_INVALID, torch.nan)
+    return (*statistics, *saved, Certificate.pending(device).values)
 
 
 @_head_forward.register_fake
 def _head_forward_fake(*arguments: Any) -> tuple[Tensor, ...]:
-    problem, request = _forward_call(arguments)
-    plan = _plan_forward(problem, request, aligned=True)
-    if plan.path == "triton":
+    call = HeadCall(*arguments)
+    plan = _plan_forward(call, aligned=True)
+    if plan.backend == "triton":
         from grpo_fast.head import accelerated
 
-        state = accelerated.allocate_state(problem, plan)
+        saved = accelerated.allocate_saved(call, plan)
     else:
-        state = State.empty(problem, jacobian=plan.jacobian)
-    certificate = problem.hidden.new_empty(Certificate.SIZE, dtype=torch.float32)
-    return (*RowStatistics.allocate(problem, request), *state, certificate)
-
-
-def _forward_call(arguments: tuple[Any, ...]) -> tuple[HeadProblem, Request]:
-    return HeadProblem(*arguments[:_NUM_PROBLEM]), Request(*arguments[_NUM_PROBLEM:-1])
+        saved = SavedForBackward.empty(call, jacobian=plan.jacobian)
+    certificate = call.hidden.new_empty(Certificate.SIZE, dtype=torch.float32)
+    return (*RowStatistics.allocate(call), *saved, certificate)
 
 
 @torch.library.custom_op(
-    "grpo_fast::head_backward", mutates_args=("certificate", "weight_gradient"), schema=_BACKWARD
+    "grpo_fast::head_backward", mutates_args=("certificate", "weight_grad"), schema=_BACKWARD
 )
 def _head_backward(*arguments: Any) -> tuple[Tensor, ...]:
-    problem, gradients, wanted = _backward_call(arguments)
-    statistics, state, certificate, tolerance = arguments[-4:]
-    call = (problem, RowStatistics(*statistics), gradients, wanted)
-    state, certificate = State(*state), Certificate(certificate)
+    call, gradients, wanted = _backward_call(arguments)
+    statistics, saved = RowStatistics(*arguments[-3]), SavedForBackward(*arguments[-2])
+    certificate = Certificate(arguments[-1])
     of_entropy, of_mean = gradients.entropy is not None, gradients.mean_logit is not None
-    facts = {"entropy_gradient": of_entropy, "mean_gradient": of_mean, "trainable": wanted.weight}
-    plan = _plan(problem, tolerance, **facts)
-    with torch.cuda.device_of(problem.hidden), torch.autocast(problem.hidden.device.type, enabled=False):
-        if state.jacobian.numel():
-            result = scaled_jacobian(problem, gradients, state.jacobian)
+    plan = _plan(call, entropy_gradient=of_entropy, mean_gradient=of_mean, trainable=wanted.weight)
+    with torch.cuda.device_of(call.hidden), torch.autocast(call.hidden.device.type, enabled=False):
+        if saved.jacobian.numel():
+            result = scaled_jacobian(call, gradients, saved.jacobian)
             certificate.fill(None)
-        elif plan.path == "triton":
+        elif plan.backend == "triton":
             from grpo_fast.head import accelerated
 
-            result = accelerated.backward(*call, state, certificate, plan)
+            result = accelerated.backward(call, statistics, gradients, wanted, saved, certificate, plan)
         else:
-            result = reference.backward(*call, certificate, plan.chunks, plan.tolerance)
+            result = reference.backward(
+                call, statistics, gradients, wanted, certificate, plan.chunks, plan.tolerance
+            )
     if wanted.into_weight is not None:
         result = result._replace(weight=None)
     # An operator returns tensors: what was not asked for is empty.
-    return tuple(problem.hidden.new_empty(0) if gradient is None else gradient for gradient in result)
+    return tuple(call.hidden.new_empty(0) if gradient is None else gradient for gradient in result)
 
 
-def scaled_jacobian(problem: HeadProblem, gradients: RowGradients, jacobian: Tensor) -> HeadGradients:
+def scaled_jacobian(call: HeadCall, gradients: RowGradients, jacobian: Tensor) -> HeadGradients:
     """The whole gradient, as the log-probability alone was differentiable, in the hidden states alone."""
     assert gradients.logprob is not None
-    upstream = torch.where(problem.targets >= 0, gradients.logprob, 0)[:, None]
+    upstream = torch.where(call.targets >= 0, gradients.logprob, 0)[:, None]
     hidden = (jacobian * upstream).masked_fill_(upstream == 0, 0)  # there the jacobian may be NaN
-    return HeadGradients(hidden.to(problem.hidden.dtype), None, None)
+    return HeadGradients(hidden.to(call.hidden.dtype), None, None)
 
 
 @_head_backward.register_fake
 def _head_backward_fake(*arguments: Any) -> tuple[Tensor, ...]:
-    problem, _, wanted = _backward_call(arguments)
+    call, _, wanted = _backward_call(arguments)
     of_weight = wanted.weight and wanted.into_weight is None
 
     def like(tensor: Tensor | None, want: bool) -> Tensor:
-        return tensor.new_empty(tensor.shape) if want and tensor is not None else problem.hidden.new_empty(0)
+        return tensor.new_empty(tensor.shape) if want and tensor is not None else call.hidden.new_empty(0)
 
-    asked = (problem.hidden, wanted.hidden), (problem.weight, of_weight), (problem.bias, wanted.bias)
+    asked = (call.hidden, wanted.hidden), (call.weight, of_weight), (call.bias, wanted.bias)
     return tuple(like(tensor, want) for tensor, want in asked)
 
 
-def _backward_call(arguments: tuple[Any, ...]) -> tuple[HeadProblem, RowGradients, Wanted]:
-    gradients = RowGradients(*arguments[_NUM_PROBLEM:_AT_WANTED])
-    return HeadProblem(*arguments[:_NUM_PROBLEM]), gradients, Wanted(*arguments[_AT_WANTED:-4])
+def _backward_call(arguments: tuple[Any, ...]) -> tuple[HeadCall, RowGradients, Wanted]:
+    call, others = HeadCall(*arguments[:_NUM_CALL]), arguments[_NUM_CALL:-3]
+    gradients, wants = others[:_NUM_DIFFERENTIABLE], others[_NUM_DIFFERENTIABLE:]
+    return call, RowGradients(*gradients), Wanted(*wants)._replace(into_weight=call.weight_grad)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    problem, request = _forward_call(inputs)
     *kept, ctx.certificate = output
-    # Not saved for backward: another head's backward may add to it in between, which saved tensors forbid.
-    ctx.weight_gradient = inputs[-1]
-    ctx.constants, ctx.tolerance = (problem.logit_scale, problem.softcap), request.tolerance
-    ctx.save_for_backward(*problem[:5], *kept)
+    # With weight_grad, which is not saved for backward: another head's backward may add to it in between,
+    # which saved tensors forbid.
+    ctx.others = inputs[_NUM_OPERANDS:]
+    ctx.save_for_backward(*inputs[:_NUM_OPERANDS], *kept)
     ctx.mark_non_differentiable(*output[_NUM_DIFFERENTIABLE:])
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-    tensors, kept = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
-    want_hidden, want_weight, _, want_bias, *others = ctx.needs_input_grad
-    into_weight = ctx.weight_gradient
+    operands, kept = ctx.saved_tensors[:_NUM_OPERANDS], list(ctx.saved_tensors[_NUM_OPERANDS:])
+    call, wants = HeadCall(*operands, *ctx.others), HeadCall(*ctx.needs_input_grad)
+    in_place = call.weight_grad is not None
     of_hidden, of_weight, of_bias = _head_backward(
-        *HeadProblem(*tensors, *ctx.constants),
-        *gradients[:_NUM_DIFFERENTIABLE],
-        *(want_hidden, want_weight or into_weight is not None, want_bias, into_weight),
-        *(list(kept[:_NUM_STATISTICS]), list(kept[_NUM_STATISTICS:]), ctx.certificate, ctx.tolerance),
+        *(*call, *gradients[:_NUM_DIFFERENTIABLE], wants.hidden, wants.weight or in_place, wants.bias),
+        *(kept[:_NUM_STATISTICS], kept[_NUM_STATISTICS:], ctx.certificate),
     )
     return (
-        of_hidden if want_hidden else None,
-        of_weight if want_weight and into_weight is None else None,
+        of_hidden if wants.hidden else None,
+        of_weight if wants.weight and not in_place else None,
         None,
-        of_bias if want_bias else None,
-        *(None for _ in others),
+        of_bias if wants.bias else None,
+        *(None for _ in call[4:]),
     )
 
 
 _head_forward.register_autograd(_backward, setup_context=_setup_context)
 
 
-def _plan_forward(problem: HeadProblem, request: Request, *, aligned: bool | None = None) -> HeadPlan:
-    facts = {"extra_statistics": request.extra_statistics, "keep": request.keep, "jacobian": request.jacobian}
-    return _plan(problem, request.tolerance, aligned=aligned, **facts)
+def _plan_forward(call: HeadCall, *, aligned: bool | None = None) -> HeadPlan:
+    facts = {"extra_statistics": call.extra_statistics, "keep": call.keep, "jacobian": call.jacobian}
+    return _plan(call, aligned=aligned, **facts)
 
 
-def _plan(
-    problem: HeadProblem, tolerance: float | None, *, aligned: bool | None = None, **facts: Any
-) -> HeadPlan:
+def _plan(call: HeadCall, *, aligned: bool | None = None, **facts: Any) -> HeadPlan:
     """The plan, with facts of the call named as `Workload` names them; `aligned` is read off the weight."""
-    (rows, depth), device = problem.hidden.shape, problem.hidden.device
+    (rows, depth), device = call.hidden.shape, call.hidden.device
     work = Workload(
         rows=rows,
-        vocabulary=problem.vocabulary,
-        dtype=problem.hidden.dtype,
-        softcap=problem.softcap is not None,
-        tolerance=tolerance,
+        vocabulary=call.vocabulary,
+        dtype=call.hidden.dtype,
+        softcap=call.softcap is not None,
+        tolerance=call.tolerance,
         hidden_size=depth,
-        aligned=_fits_descriptors(problem.weight) if aligned is None else aligned,
+        aligned=_fits_descriptors(call.weight) if aligned is None else aligned,
         **facts,
     )
     return plan_head(device_facts(device.type, device.index), work)

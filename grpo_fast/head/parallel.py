@@ -14,7 +14,6 @@ gradient of the hidden states is summed over ranks.
 
 from __future__ import annotations
 
-from collections.abc import Set
 from typing import Any
 
 import torch
@@ -22,50 +21,24 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
+from grpo_fast.head.call import ROW_IGNORED, HeadCall, RowStatistics, Shard
 from grpo_fast.head.operator import head_statistics
 from grpo_fast.head.outputs import Certificate
-from grpo_fast.head.problem import ROW_IGNORED, HeadProblem, Request, RowStatistics
 
 
-def shard_bounds(weight: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor]:
-    """Where this rank's rows begin, and the whole vocabulary, () int64 each.
-
-    Collective at every call: what a rank remembers of its own size says nothing of the others', and who has
-    to ask must not be for each to decide. Nothing waits for the host.
-    """
-    own = torch.full((1,), weight.shape[0], device=weight.device)
-    sizes = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(sizes, own, group=group)
-    entries = torch.cat(sizes)
-    return entries[: dist.get_rank(group)].sum(), entries.sum()
-
-
-def parallel_statistics(
-    problem: HeadProblem,
-    request: Request,
-    differentiable: Set[str],
-    weight_gradient: Tensor | None,
-    group: ProcessGroup,
-    bounds: tuple[Tensor, Tensor],
-) -> tuple[RowStatistics, Certificate]:
+def parallel_statistics(call: HeadCall, shard: Shard) -> tuple[RowStatistics, Certificate]:
     """`head_statistics` of the whole vocabulary.
 
-    `problem.weight` and `.bias` are this rank's rows, its targets are global. Each rank draws on its own, in
+    `call.weight` and `.bias` are this rank's rows, its targets are global. Each rank draws on its own, in
     units of what rounding costs among its rows, so that all together keep to the tolerance.
-
-    Args:
-        bounds: of `shard_bounds`.
     """
-    entries, targets = problem.vocabulary, problem.targets
-    start, total = bounds
+    entries, targets, group, start = call.vocabulary, call.targets, shard.group, shard.start
     local, certificate = head_statistics(
-        problem._replace(
-            hidden=_SumOfGradients.apply(problem.hidden, group),
+        call._replace(
+            hidden=_SumOfGradients.apply(call.hidden, group),
             targets=_local_targets(targets, start, entries),
-        ),
-        request,
-        differentiable | {"logsumexp"},
-        weight_gradient,
+            jacobian=False,  # the log-sum-exp is differentiated too
+        )
     )
     here = (targets >= start) & (targets < start + entries)
     base = _finite_maximum(local.logsumexp, group)
@@ -76,14 +49,14 @@ def parallel_statistics(
         "logprob": _LogProb.apply(local.logprob, local.logsumexp, behind, here, group),
         "logsumexp": logsumexp,
     }
-    if request.entropy:
+    if call.entropy:
         whole["entropy"] = _Entropy.apply(local.entropy, local.logsumexp, behind, group)
-    if request.mean_logit:
-        whole["mean_logit"] = _Sum.apply(local.mean_logit * (entries / total), group)
-    if request.max_logit:
+    if call.mean_logit:
+        whole["mean_logit"] = _Sum.apply(local.mean_logit * (entries / shard.vocabulary), group)
+    if call.max_logit:
         whole["max_logit"] = _all_reduce(local.max_logit, ReduceOp.MAX, group)
         whole["target_logit"] = _all_reduce(local.target_logit, ReduceOp.SUM, group)
-    if request.log_sum_sq:
+    if call.log_sum_sq:
         squares = torch.where(behind.isinf(), 0, local.log_sum_sq) - 2 * behind
         base = _finite_maximum(squares, group)
         whole["log_sum_sq"] = base + _all_reduce((squares - base).exp(), ReduceOp.SUM, group).log()

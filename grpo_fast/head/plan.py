@@ -13,7 +13,7 @@ import torch
 from grpo_fast.head.tuning import SHARED_MEMORY, Sizes, sizes_for
 from grpo_fast.kernels import MOST_TILES, TILE, ProductTile, SparseConfig
 
-Path = Literal["reference", "triton"]
+Backend = Literal["reference", "triton"]
 
 DEFAULT_TOLERANCE = 2.5
 """Error of the drawn gradient at most, in units of what rounding the logit gradient to bfloat16 costs anyway.
@@ -81,7 +81,7 @@ class Chunks:
 
 @dataclass(frozen=True)
 class HeadPlan:
-    path: Path
+    backend: Backend
     tolerance: float  # 0 too where nothing is drawn
     keep: bool  # the forward keeps exponentials, and the backward takes them up
     jacobian: bool  # the forward forms dlogprob/dhidden, and the backward scales it
@@ -100,16 +100,16 @@ class HeadPlan:
 
 def plan_head(device: Device, work: Workload) -> HeadPlan:
     """The plan for one call."""
-    path = head_path(device, work.dtype)
+    backend = head_backend(device, work.dtype)
     # Three statistics, or one and a softcap or the store of what is kept, need the registers of half a tile;
     # so does the entropy's gradient.
     most = MOST_TILES * TILE  # entries
     tolerance = (
-        0.0 if work.mean_gradient or work.vocabulary > most else tolerance_in_force(path, work.tolerance)
+        0.0 if work.mean_gradient or work.vocabulary > most else tolerance_in_force(backend, work.tolerance)
     )
-    stores = path == "triton" and not work.softcap
+    stores = backend == "triton" and not work.softcap
     exact = tolerance == 0 or (work.keep and stores)
-    jacobian = work.jacobian and exact and (stores or path == "reference")
+    jacobian = work.jacobian and exact and (stores or backend == "reference")
     keep = work.keep and stores and not jacobian
     forward_wide = work.extra_statistics < 3
     if work.softcap or keep or jacobian:  # with tensor memory these spill in a wide tile by themselves
@@ -121,7 +121,7 @@ def plan_head(device: Device, work: Workload) -> HeadPlan:
     row_bytes = max(work.vocabulary, 1) * work.dtype.itemsize
     most_rows = min(_JACOBIAN_ROWS, _JACOBIAN_BYTES // row_bytes)
     return HeadPlan(
-        path=path,
+        backend=backend,
         tolerance=tolerance,
         keep=keep,
         jacobian=jacobian,
@@ -134,14 +134,14 @@ def plan_head(device: Device, work: Workload) -> HeadPlan:
     )
 
 
-def tolerance_in_force(path: Path, tolerance: float | None) -> float:
+def tolerance_in_force(backend: Backend, tolerance: float | None) -> float:
     """The tolerance itself, or what None stands for."""
     if tolerance is not None:
         return tolerance
-    return DEFAULT_TOLERANCE if path == "triton" else 0.0
+    return DEFAULT_TOLERANCE if backend == "triton" else 0.0
 
 
-def head_path(device: Device, dtype: torch.dtype) -> Path:
+def head_backend(device: Device, dtype: torch.dtype) -> Backend:
     """Kernels where they run: of AMD's GPUs, on those with a table."""
     known = device.gfx in SHARED_MEMORY if device.gfx else device.capability >= (8, 0)
     usable = device.kind == "cuda" and device.has_triton and known

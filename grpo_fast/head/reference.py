@@ -13,45 +13,44 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from grpo_fast.head.outputs import Certificate
-from grpo_fast.head.plan import Chunks
-from grpo_fast.head.problem import (
+from grpo_fast.head.call import (
     LOG_ZERO,
+    HeadCall,
     HeadGradients,
-    HeadProblem,
     LogitGradient,
-    Request,
     RowGradients,
     RowStatistics,
-    State,
+    SavedForBackward,
     Wanted,
 )
+from grpo_fast.head.outputs import Certificate
+from grpo_fast.head.plan import Chunks
 from grpo_fast.head.selection import salt_of, select
 from grpo_fast.kernels import TILE
 
 
-def forward(problem: HeadProblem, request: Request, chunks: Chunks) -> tuple[RowStatistics, State]:
-    """Every row's statistics, and the state with dlogprob/dhidden where the request has `jacobian`.
+def forward(call: HeadCall, chunks: Chunks) -> tuple[RowStatistics, SavedForBackward]:
+    """Every row's statistics, and the saved with dlogprob/dhidden where the call has `jacobian`.
 
     The same pass forms dlogprob/dhidden = Σ_v (onehot - p)_v dz_v/dhidden, as flash attention forms its
     output. A head whose weight is frozen then needs two vocabulary-wide products in all, not three.
     """
-    statistics = RowStatistics.allocate(problem, request)
-    state = State.empty(problem, jacobian=request.jacobian)
-    worked = (problem.targets >= 0).nonzero().squeeze(1)
-    with _exact_bf16_products(problem):
+    statistics = RowStatistics.allocate(call)
+    saved = SavedForBackward.empty(call, jacobian=call.jacobian)
+    worked = (call.targets >= 0).nonzero().squeeze(1)
+    with _exact_bf16_products(call):
         for index in worked.split(chunks.rows):
-            softmax = _OnlineSoftmax(problem.rows(index), request)
-            for columns in chunks.of_columns(problem.vocabulary):
+            softmax = _OnlineSoftmax(call.rows(index))
+            for columns in chunks.of_columns(call.vocabulary):
                 softmax.absorb(columns)
             softmax.write(index, statistics)
-            if request.jacobian:
-                state.jacobian[index] = softmax.jacobian()
-    return statistics, state
+            if call.jacobian:
+                saved.jacobian[index] = softmax.jacobian()
+    return statistics, saved
 
 
 def backward(
-    problem: HeadProblem,
+    call: HeadCall,
     statistics: RowStatistics,
     gradients: RowGradients,
     wanted: Wanted,
@@ -65,22 +64,22 @@ def backward(
         tolerance: as the kernels take it. Not with gradients of the mean logit.
     """
     certificate.fill(None)
-    rows, kind = LogitGradient.of(problem, statistics, gradients), problem.accumulator
+    rows, kind = LogitGradient.of(call, statistics, gradients), call.accumulator
     index = rows.live().nonzero().squeeze(1)
-    live, rows = problem.rows(index), rows.rows(index)
+    live, rows = call.rows(index), rows.rows(index)
     hidden = torch.zeros_like(live.hidden, dtype=kind) if wanted.hidden else None
     weight = bias = selection = None
     if wanted.weight:
-        weight = torch.zeros_like(problem.weight) if wanted.into_weight is None else wanted.into_weight
-    if wanted.bias and problem.bias is not None:
-        bias = torch.zeros_like(problem.bias)
+        weight = torch.zeros_like(call.weight) if wanted.into_weight is None else wanted.into_weight
+    if wanted.bias and call.bias is not None:
+        bias = torch.zeros_like(call.bias)
     parameters = [total for total in (weight, bias) if total is not None]
     small_entries = rows.mass.new_zeros(())
-    with _exact_bf16_products(problem):
+    with _exact_bf16_products(call):
         if tolerance:
-            salt = salt_of(statistics.logsumexp, problem.targets)
+            salt = salt_of(statistics.logsumexp, call.targets)
             selection = select(live, rows, index, salt, wanted, tolerance, chunks)
-        for columns in chunks.of_columns(problem.vocabulary):
+        for columns in chunks.of_columns(call.vocabulary):
             sums = [torch.zeros_like(total[columns], dtype=kind) for total in parameters]
             for part in chunks.of_rows(index.numel()):
                 block = live.rows(part)
@@ -91,7 +90,7 @@ def backward(
                         of_hidden, small = selection.of_hidden(gradient, part, columns)
                         small_entries += small
                 if hidden is not None:
-                    hidden[part].addmm_(of_hidden, problem.weight[columns].to(kind))
+                    hidden[part].addmm_(of_hidden, call.weight[columns].to(kind))
                 if weight is not None:
                     sums[0].addmm_(gradient.t(), block.hidden.to(kind))
                 if bias is not None:
@@ -99,29 +98,29 @@ def backward(
             for total, part_of_it in zip(parameters, sums, strict=True):
                 total[columns] += part_of_it  # rounded once
     if hidden is not None:
-        everywhere = torch.zeros_like(problem.hidden, memory_format=torch.contiguous_format)
+        everywhere = torch.zeros_like(call.hidden, memory_format=torch.contiguous_format)
         hidden = everywhere.index_copy_(0, index, hidden.to(everywhere.dtype))
-    tiles = -(-problem.vocabulary // TILE)
+    tiles = -(-call.vocabulary // TILE)
     if selection is not None:
-        certificate.fill(selection.metrics(small_entries, problem.targets.numel() * tiles))
+        certificate.fill(selection.metrics(small_entries, call.targets.numel() * tiles))
     return HeadGradients(hidden, weight, bias)
 
 
 class _OnlineSoftmax:
     """What n rows have seen of the vocabulary, relative to the largest logit, without the target's entry."""
 
-    def __init__(self, block: HeadProblem, request: Request) -> None:
+    def __init__(self, block: HeadCall) -> None:
         self.block = block
         rows = block.targets
         zeros = torch.zeros_like(rows, dtype=block.accumulator)
         self.maximum = torch.full_like(zeros, -torch.inf)  # (n,) over every entry seen, the target's too
         self.others = zeros  # (n,) Σ e, e = exp(z - maximum)
         self.target = torch.full_like(zeros, -torch.inf)  # (n,) the target's logit, -inf until seen
-        self.weighted = zeros if request.entropy else None  # (n,) Σ e (z - maximum)
-        self.squares = zeros if request.log_sum_sq else None  # (n,) Σ e²
-        self.total = zeros if request.mean_logit else None  # (n,) Σ z, with the target's
+        self.weighted = zeros if block.entropy else None  # (n,) Σ e (z - maximum)
+        self.squares = zeros if block.log_sum_sq else None  # (n,) Σ e²
+        self.total = zeros if block.mean_logit else None  # (n,) Σ z, with the target's
         # (n, H) Σ e dz/dhidden
-        self.pull = torch.zeros_like(block.hidden, dtype=block.accumulator) if request.jacobian else None
+        self.pull = torch.zeros_like(block.hidden, dtype=block.accumulator) if block.jacobian else None
 
     def absorb(self, columns: slice) -> None:
         """Adds one chunk of the vocabulary."""
@@ -190,7 +189,7 @@ class _OnlineSoftmax:
 
     def jacobian(self) -> Tensor:
         """(1 - p_t) dz_t/dhidden - Σ_{v≠t} p_v dz_v/dhidden; zero without a target of this weight."""
-        assert self.pull is not None, "the request had no jacobian"
+        assert self.pull is not None, "the call had no jacobian"
         block = self.block
         e = (self.target - _finite_or_zero(self.maximum)).exp()
         total = self.others + e
@@ -211,7 +210,7 @@ def _finite_or_zero(maximum: Tensor) -> Tensor:
 
 
 @contextmanager
-def _exact_bf16_products(problem: HeadProblem) -> Iterator[None]:
+def _exact_bf16_products(call: HeadCall) -> Iterator[None]:
     """Lets oneDNN multiply bfloat16 values held in float32 at bfloat16 speed, with a float32 result.
 
     A bfloat16 matmul would round its output, the logits, to bfloat16. Here the operands of the logit product
@@ -219,7 +218,7 @@ def _exact_bf16_products(problem: HeadProblem) -> Iterator[None]:
     tensor cores.
     """
     matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # torch sets it as it is imported
-    if problem.hidden.device.type != "cpu" or problem.hidden.dtype != torch.bfloat16:
+    if call.hidden.device.type != "cpu" or call.hidden.dtype != torch.bfloat16:
         yield
         return
     before = matmul.fp32_precision

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from grpo_fast.head.call import HeadCall, LogitGradient, Wanted
 from grpo_fast.head.plan import Chunks
-from grpo_fast.head.problem import HeadProblem, LogitGradient, Wanted
 from grpo_fast.kernels import BF16_ROUNDING, BINS, ENTRY_SHARE, GOLDEN, LEAST_DENSITY, STRATUM, TILE
 
 _WORD = 0xFFFFFFFF
@@ -73,7 +73,7 @@ class Selection:
 
 
 def select(
-    problem: HeadProblem,
+    call: HeadCall,
     rows: LogitGradient,
     numbers: Tensor,
     salt: Tensor,
@@ -84,43 +84,43 @@ def select(
     """For gradients through log-probability, log-sum-exp and entropy; that of the mean logit is not sparse.
 
     Args:
-        problem: the rows with a gradient, (n,), and `numbers` their places in the batch.
+        call: the rows with a gradient, (n,), and `numbers` their places in the batch.
         salt: () int64 of the batch, `salt_of`.
     """
-    count, tiles = problem.targets.numel(), -(-problem.vocabulary // TILE)
+    count, tiles = call.targets.numel(), -(-call.vocabulary // TILE)
     tile_lse = rows.mass.new_empty(count, tiles)
-    blocks = list(product(chunks.of_rows(count), chunks.of_columns(problem.vocabulary)))
+    blocks = list(product(chunks.of_rows(count), chunks.of_columns(call.vocabulary)))
     for part, columns in blocks:
         z = F.pad(
-            problem.rows(part).logits(columns), (0, columns.start - columns.stop & TILE - 1), value=-torch.inf
+            call.rows(part).logits(columns), (0, columns.start - columns.stop & TILE - 1), value=-torch.inf
         )
         place = slice(columns.start // TILE, -(-columns.stop // TILE))
         tile_lse[part, place] = z.unflatten(1, (-1, TILE)).logsumexp(2)
-    selection = choose(problem, rows, numbers, salt, tolerance, tile_lse)
+    selection = choose(call, rows, numbers, salt, tolerance, tile_lse)
     if not wanted.hidden:
         return selection
     sums = torch.zeros_like(selection.entry)
     for part, columns in blocks:
-        of_pairs = selection.of_pairs(rows.rows(part).of_products(problem.rows(part), columns), part, columns)
+        of_pairs = selection.of_pairs(rows.rows(part).of_products(call.rows(part), columns), part, columns)
         row, column = selection.small_entries(of_pairs, part, columns)
         sums[part, 0] += torch.zeros_like(sums[part, 0]).index_add_(0, row, of_pairs[row, column].abs())
-    return within_tolerance(selection, problem, rows, sums, tolerance)
+    return within_tolerance(selection, call, rows, sums, tolerance)
 
 
 def within_tolerance(
-    selection: Selection, problem: HeadProblem, rows: LogitGradient, sums: Tensor, tolerance: float
+    selection: Selection, call: HeadCall, rows: LogitGradient, sums: Tensor, tolerance: float
 ) -> Selection:
     """A row whose small entries, (n, 1) Σ a of them, would cost more than its part of the tolerance has a
     lower threshold of them.
     """
     unit = selection.unit * BF16_ROUNDING * ENTRY_SHARE
-    active = (norms_of(problem, rows) > 0).sum()
+    active = (norms_of(call, rows) > 0).sum()
     most = (tolerance * BF16_ROUNDING / unit) ** 2 / active
     return replace(selection, entry=selection.entry / (sums / selection.entry / most).clamp(min=1))
 
 
 def choose(
-    problem: HeadProblem,
+    call: HeadCall,
     rows: LogitGradient,
     numbers: Tensor,
     salt: Tensor,
@@ -128,10 +128,10 @@ def choose(
     tile_lse: Tensor,
 ) -> Selection:
     """`select`, given the log-sum-exp of each tile, (n, T)."""
-    targets, tile = problem.targets, torch.arange(tile_lse.shape[1], device=tile_lse.device)
-    has_target = (tile == targets[:, None] // TILE) & (targets < problem.vocabulary)[:, None]
-    weight = pair_weights(problem, rows, tile_lse)
-    norm = norm_of(problem, rows)
+    targets, tile = call.targets, torch.arange(tile_lse.shape[1], device=tile_lse.device)
+    has_target = (tile == targets[:, None] // TILE) & (targets < call.vocabulary)[:, None]
+    weight = pair_weights(call, rows, tile_lse)
+    norm = norm_of(call, rows)
     threshold = norm * _relative_threshold(weight.where(~has_target, torch.inf) / norm, tolerance)
     seed = _mix(_bits(rows.logsumexp) + numbers * GOLDEN + salt)
     scale, small = draw(weight / threshold, has_target, seed)
@@ -148,14 +148,14 @@ def salt_of(logsumexp: Tensor, targets: Tensor) -> Tensor:
     return of_rows.where(targets >= 0, 0).sum() & _WORD
 
 
-def pair_weights(problem: HeadProblem, rows: LogitGradient, tile_lse: Tensor) -> Tensor:
+def pair_weights(call: HeadCall, rows: LogitGradient, tile_lse: Tensor) -> Tensor:
     """(n, T): at least Σ |dL/d(x·w)| over each tile."""
     log_mass = tile_lse - rows.logsumexp[:, None]
     size = rows.mass.abs()[:, None]
     if rows.entropy is not None and rows.entropy_gradient is not None:
         surprise = (log_mass + rows.entropy[:, None]).abs().nan_to_num(posinf=0) + math.log(TILE)
         size = size + rows.entropy_gradient.abs()[:, None] * surprise
-    return log_mass.exp() * size * _steepest(problem, size.dtype)
+    return log_mass.exp() * size * _steepest(call, size.dtype)
 
 
 def draw(ratio: Tensor, certain: Tensor, seed: Tensor) -> tuple[Tensor, Tensor]:
@@ -194,29 +194,27 @@ def _relative_threshold(weight: Tensor, tolerance: float) -> Tensor:
     return within.minimum(edge[1:].where(kept[1:] >= LEAST_DENSITY * counts.sum(), 0).amax())
 
 
-def norm_of(problem: HeadProblem, rows: LogitGradient) -> Tensor:
+def norm_of(call: HeadCall, rows: LogitGradient) -> Tensor:
     """() of all rows."""
-    return norms_of(problem, rows).double().square().sum().sqrt().to(rows.mass.dtype)
+    return norms_of(call, rows).double().square().sum().sqrt().to(rows.mass.dtype)
 
 
-def norms_of(problem: HeadProblem, rows: LogitGradient) -> Tensor:
+def norms_of(call: HeadCall, rows: LogitGradient) -> Tensor:
     """(n,) half of Σ|dL/d(x·w)|, at least: the target's entry is as large as all the others together."""
-    here = problem.targets < problem.vocabulary
-    size = (
-        torch.where(here, rows.target.abs(), rows.mass.abs() / 2) * _steepest(problem, rows.mass.dtype)[:, 0]
-    )
-    if problem.softcap is not None:
-        inverse = 1.0 if problem.inv_temperature is None else problem.inv_temperature
-        capped = (rows.logprob + rows.logsumexp) / (inverse * problem.softcap)
+    here = call.targets < call.vocabulary
+    size = torch.where(here, rows.target.abs(), rows.mass.abs() / 2) * _steepest(call, rows.mass.dtype)[:, 0]
+    if call.softcap is not None:
+        inverse = 1.0 if call.inv_temperature is None else call.inv_temperature
+        capped = (rows.logprob + rows.logsumexp) / (inverse * call.softcap)
         size = size * torch.where(here, 1 - capped.square(), 1).clamp(min=0)
     return size.where(size.isfinite(), 0)
 
 
-def _steepest(problem: HeadProblem, kind: torch.dtype) -> Tensor:
+def _steepest(call: HeadCall, kind: torch.dtype) -> Tensor:
     """(n, 1) or (1, 1): the largest dz/d(x·w)."""
-    if problem.inv_temperature is None:
-        return torch.full((1, 1), abs(problem.logit_scale), dtype=kind, device=problem.targets.device)
-    return (problem.inv_temperature.to(kind) * abs(problem.logit_scale))[:, None]
+    if call.inv_temperature is None:
+        return torch.full((1, 1), abs(call.logit_scale), dtype=kind, device=call.targets.device)
+    return (call.inv_temperature.to(kind) * abs(call.logit_scale))[:, None]
 
 
 def _bits(values: Tensor) -> Tensor:

@@ -6,42 +6,39 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grpo_fast.head.parallel import shard_bounds
-from grpo_fast.head.problem import HeadProblem
+from grpo_fast.head.call import HeadCall, Shard
 
 _CHUNK_ENTRIES = 32 << 20
 
 
 @torch.no_grad()
-def top_entries(
-    problem: HeadProblem, logsumexp: Tensor, k: int, group: dist.ProcessGroup | None
-) -> tuple[Tensor, Tensor]:
+def top_entries(call: HeadCall, logsumexp: Tensor, k: int, shard: Shard | None) -> tuple[Tensor, Tensor]:
     """Ids (N, k) int64 and log-probabilities (N, k), most probable first; -1 and 0 in ignored rows.
 
     Args:
         logsumexp: (N,) over the whole vocabulary.
-        group: of the shards, when `problem.weight` is one of several.
+        shard: when `call.weight` is one of several.
 
     Raises:
         ValueError: `k` is no number of entries of the vocabulary.
     """
-    start, vocabulary = (0, problem.vocabulary) if group is None else shard_bounds(problem.weight, group)
+    vocabulary = call.vocabulary if shard is None else int(shard.vocabulary)
     if not isinstance(k, int) or isinstance(k, bool) or not 0 <= k <= vocabulary:
-        raise ValueError(f"topk must be 0 for none, or a number of the {int(vocabulary)} entries, got {k!r}")
-    values, ids = _local_top(problem, k)
-    if group is not None:
-        values, ids = _select(_gather(values, group), _gather(ids + start, group), k)
-    ignored = (problem.targets < 0)[:, None]
+        raise ValueError(f"topk must be 0 for none, or a number of the {vocabulary} entries, got {k!r}")
+    values, ids = _local_top(call, k)
+    if shard is not None:
+        values, ids = _select(_gather(values, shard.group), _gather(ids + shard.start, shard.group), k)
+    ignored = (call.targets < 0)[:, None]
     return ids.masked_fill(ignored, -1), (values - logsumexp[:, None]).masked_fill(ignored, 0)
 
 
-def _local_top(problem: HeadProblem, k: int) -> tuple[Tensor, Tensor]:
-    rows = problem.hidden.shape[0]
+def _local_top(call: HeadCall, k: int) -> tuple[Tensor, Tensor]:
+    rows = call.hidden.shape[0]
     width = max(k, _CHUNK_ENTRIES // max(rows, 1))
-    values = problem.hidden.new_empty((rows, 0), dtype=problem.accumulator)
-    ids = problem.targets.new_empty((rows, 0))
-    for start in range(0, problem.vocabulary, width):
-        z = problem.logits(slice(start, min(start + width, problem.vocabulary)))
+    values = call.hidden.new_empty((rows, 0), dtype=call.accumulator)
+    ids = call.targets.new_empty((rows, 0))
+    for start in range(0, call.vocabulary, width):
+        z = call.logits(slice(start, min(start + width, call.vocabulary)))
         columns = torch.arange(start, start + z.shape[1], device=z.device).expand(z.shape)
         values, ids = _select(torch.cat([values, z], 1), torch.cat([ids, columns], 1), k)
     return values, ids

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from grpo_fast.head.api import linear_grpo_loss, linear_logprob
-from grpo_fast.head.operator import path_of
+from grpo_fast.head.call import HeadCall
+from grpo_fast.head.operator import backend_of
 from grpo_fast.head.outputs import HeadParameters
-from grpo_fast.head.problem import HeadProblem
 from grpo_fast.objective import GRPOLossConfig
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ def warm_up(
     rows = min(_ROWS, head.weight.shape[0])
     hidden = head.weight[:rows].detach().clone().requires_grad_()
     targets = torch.arange(rows, device=hidden.device)
-    if path_of(HeadProblem(hidden, head.weight, targets)) != "triton":
+    if backend_of(HeadCall(hidden, head.weight, targets)) != "triton":
         return
     logger.warning("the head's kernels are compiled, which takes up to a minute the first time")
     began = time.perf_counter()

@@ -34,9 +34,9 @@ def head_bytes(device: Device, call: Workload, *, weight_grad: bool = False) -> 
         weight_grad: the weight's gradient is added to an existing float32 one.
     """
     plan = plan_head(device, replace(call, jacobian=not (call.trainable or call.entropy_gradient)))
-    if plan.path == "triton" and plan.jacobian:
+    if plan.backend == "triton" and plan.jacobian:
         return _jacobian(call, plan)
-    of_path = _triton if plan.path == "triton" else _reference
+    of_path = _triton if plan.backend == "triton" else _reference
     return of_path(call, plan, new_weight=call.trainable and not weight_grad)
 
 

@@ -14,7 +14,7 @@ from .hashing import bits_of, mix, spread
 from .policy_terms import expm1
 
 if TYPE_CHECKING:
-    from grpo_fast.head.problem import HeadProblem, RowGradients, RowStatistics
+    from grpo_fast.head.call import HeadCall, RowGradients, RowStatistics
 
 
 @dataclass(frozen=True)
@@ -52,14 +52,12 @@ class Masses:
         return self.tile_lse, *of_rows, rows.entropy, rows.entropy_gradient, *sizes
 
 
-def row_coefficients(
-    problem: HeadProblem, statistics: RowStatistics, gradients: RowGradients
-) -> RowCoefficients:
+def row_coefficients(call: HeadCall, statistics: RowStatistics, gradients: RowGradients) -> RowCoefficients:
     """Of upstream gradients of the log-probability, the log-sum-exp and the entropy.
 
     A gradient of the mean logit is not sparse in the probability: it goes to the dense path.
     """
-    rows = problem.targets.numel()
+    rows = call.targets.numel()
     programs = triton.cdiv(rows, _ROWS)
     upstream = [None if g is None else g.contiguous() for g in gradients[:3]]  # autograd expands
     entropy = None if upstream[2] is None else statistics.entropy
@@ -69,9 +67,9 @@ def row_coefficients(
     salts = mass.new_empty(programs, dtype=torch.int64)
     if rows:
         _row_coefficients[(programs,)](
-            problem.targets, statistics.logprob, statistics.logsumexp, entropy, *upstream,
-            problem.inv_temperature, float(problem.logit_scale), problem.softcap,
-            target, mass, slope, of_entropy, squares, salts, rows, problem.vocabulary, BLOCK=_ROWS,
+            call.targets, statistics.logprob, statistics.logsumexp, entropy, *upstream,
+            call.inv_temperature, float(call.logit_scale), call.softcap,
+            target, mass, slope, of_entropy, squares, salts, rows, call.vocabulary, BLOCK=_ROWS,
             num_warps=8,
         )  # fmt: skip
     return RowCoefficients(statistics.logsumexp, target, mass, slope, entropy, of_entropy, squares, salts)

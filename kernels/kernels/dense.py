@@ -32,7 +32,7 @@ from .product import (
 )
 
 if TYPE_CHECKING:
-    from grpo_fast.head.problem import HeadProblem, LogitGradient, Wanted
+    from grpo_fast.head.call import HeadCall, LogitGradient, Wanted
 
 
 def row_aligned(rows: int, columns: int, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -121,7 +121,7 @@ def logit_gradient_kernel(
 
 
 def dense_backward(
-    problem: HeadProblem,
+    call: HeadCall,
     rows: LogitGradient,
     wanted: Wanted,
     *,
@@ -131,10 +131,10 @@ def dense_backward(
     """Exact gradients of N rows, all of which take part: float32 dX, dW and dbias; None where not wanted.
 
     Args:
-        problem: its operands have unit stride along H.
+        call: its operands have unit stride along H.
         columns: vocabulary entries per chunk; a multiple of `tile.columns`, or at least V.
     """
-    hidden, weight, vocabulary = problem.hidden, problem.weight, problem.vocabulary
+    hidden, weight, vocabulary = call.hidden, call.weight, call.vocabulary
     count = hidden.shape[0]
     of_hidden = hidden.new_zeros(hidden.shape, dtype=torch.float32) if wanted.hidden else None
     of_weight, of_bias = wanted.into_weight, wanted.into_bias
@@ -142,15 +142,15 @@ def dense_backward(
     if wanted.weight and of_weight is None:
         of_weight = new(weight, memory_format=torch.contiguous_format)
     if wanted.bias and of_bias is None:
-        of_bias = new(problem.bias)
+        of_bias = new(call.bias)
     if count == 0:
         return of_hidden, of_weight, of_bias
-    scale = float16_scale(problem, rows)
+    scale = float16_scale(call, rows)
     workspace = row_aligned(count, min(columns, vocabulary), hidden)
     for start in range(0, vocabulary, columns):
         part = slice(start, min(start + columns, vocabulary))
         gradient = workspace[:, : part.stop - start]
-        _logit_gradient(problem, rows, tile, None if scale is None else scale.reciprocal(), gradient, start)
+        _logit_gradient(call, rows, tile, None if scale is None else scale.reciprocal(), gradient, start)
         if of_hidden is not None:
             _accumulate(of_hidden, gradient, weight[part])
         if wanted.weight:
@@ -168,7 +168,7 @@ def dense_backward(
 
 
 def _logit_gradient(
-    problem: HeadProblem,
+    call: HeadCall,
     rows: LogitGradient,
     tile: ProductTile,
     inv_scale: Tensor | None,
@@ -176,25 +176,25 @@ def _logit_gradient(
     start: int,
 ) -> None:
     """Fills `out`, (N, width), with dL/d(x·w + bias)·inv_scale of the columns from `start` on."""
-    programs = program_count(problem.hidden.device)
+    programs = program_count(call.hidden.device)
     logit_gradient_kernel[(programs,)](
-        **product_arguments(problem, tile),
-        targets=problem.targets, logsumexp_in=rows.logsumexp, mass_in=rows.mass, target_in=rows.target,
+        **product_arguments(call, tile),
+        targets=call.targets, logsumexp_in=rows.logsumexp, mass_in=rows.mass, target_in=rows.target,
         entropy_in=rows.entropy, entropy_gradient_in=rows.entropy_gradient, mean_in=rows.mean,
-        inv_scale=inv_scale, gradient_out=out, rows=problem.targets.numel(), start=start,
+        inv_scale=inv_scale, gradient_out=out, rows=call.targets.numel(), start=start,
         width=out.shape[1], gradient_stride=out.stride(0), programs=programs,
     )  # fmt: skip
 
 
-def float16_scale(problem: HeadProblem, rows: LogitGradient) -> Tensor | None:
+def float16_scale(call: HeadCall, rows: LogitGradient) -> Tensor | None:
     """() float32 power of two at or above the largest coefficient, or one; None where not in float16."""
-    if problem.hidden.dtype != torch.float16:
+    if call.hidden.dtype != torch.float16:
         return None
     coefficients = [rows.mass, rows.target]
     coefficients += [c for c in (rows.entropy_gradient, rows.mean) if c is not None]
-    magnitude = torch.stack(coefficients).abs().amax(0) * problem.logit_scale
-    if problem.inv_temperature is not None:
-        magnitude = magnitude * problem.inv_temperature
+    magnitude = torch.stack(coefficients).abs().amax(0) * call.logit_scale
+    if call.inv_temperature is not None:
+        magnitude = magnitude * call.inv_temperature
     largest = magnitude.amax()
     usable = (largest > 0) & largest.isfinite()
     return torch.where(usable, largest.log2().ceil().clamp(min=-100).exp2(), torch.ones_like(largest))

@@ -27,13 +27,13 @@ from .dense import float16_scale, product, put
 from .forward import gather_rows, tile_statistics
 
 if TYPE_CHECKING:
-    from grpo_fast.head.problem import HeadProblem, LogitGradient, Wanted
+    from grpo_fast.head.call import HeadCall, LogitGradient, Wanted
 
 REACH = {torch.float16: 5.0, torch.bfloat16: 60.0, torch.float32: 60.0}
 """Nats from r to the log-sum-exp within which E and its sums stay finite, and s keeps its digits."""
 
 
-class Kept(NamedTuple):
+class SavedExp(NamedTuple):
     """p = share·E but at the targets. E is zero there, and in rows without work or a finite log-sum-exp."""
 
     exponentials: Tensor  # (N, V) in the operands' dtype: E, rows begin on 32 bytes
@@ -210,43 +210,43 @@ def _sum_of_run(
     return total
 
 
-def settle(
-    problem: HeadProblem, exponentials: Tensor, reference: Tensor, logsumexp: Tensor, tile: ProductTile
-) -> Kept:
+def normalise(
+    call: HeadCall, exponentials: Tensor, reference: Tensor, logsumexp: Tensor, tile: ProductTile
+) -> SavedExp:
     """What `kept_backward` reads, of exp(z - reference) as a forward stored it; the reference is spoilt."""
-    targets, share, rows = torch.empty_like(problem.targets), torch.empty_like(logsumexp), logsumexp.numel()
+    targets, share, rows = torch.empty_like(call.targets), torch.empty_like(logsumexp), logsumexp.numel()
     share_kernel[(triton.cdiv(rows, _WIDTH),)](
-        problem.targets, logsumexp, reference, targets, share, rows, REACH[exponentials.dtype],
+        call.targets, logsumexp, reference, targets, share, rows, REACH[exponentials.dtype],
         BLOCK=_WIDTH, num_warps=4,
     )  # fmt: skip
-    far = gather_rows(problem._replace(targets=targets))
-    tile_statistics(problem, far, tile=tile, keep=(exponentials, reference))
+    far = gather_rows(call._replace(targets=targets))
+    tile_statistics(call, far, tile=tile, keep=(exponentials, reference))
     settle_kernel[(rows,)](
-        exponentials, share, exponentials.stride(0), problem.vocabulary, WIDTH=_WIDTH, num_warps=4
+        exponentials, share, exponentials.stride(0), call.vocabulary, WIDTH=_WIDTH, num_warps=4
     )  # fmt: skip
-    return Kept(exponentials, share)
+    return SavedExp(exponentials, share)
 
 
 def kept_backward(
-    problem: HeadProblem,
+    call: HeadCall,
     rows: LogitGradient,
     wanted: Wanted,
-    kept: Kept,
+    kept: SavedExp,
     *,
     hidden_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Exact dX, dW and dbias, None where not wanted.
 
     Args:
-        problem: at least one row, no softcap; the weight has unit stride along H.
+        call: at least one row, no softcap; the weight has unit stride along H.
         rows: without gradients of the entropy or the mean.
         hidden_dtype: of dX; None for the hidden states'.
     """
-    hidden, weight, targets = problem.hidden, problem.weight, problem.targets
+    hidden, weight, targets = call.hidden, call.weight, call.targets
     # Where there is no gradient the share may be NaN.
     scale, at_target = torch.where(rows.mass == 0, 0, rows.mass * kept.share), rows.target
-    if not problem.is_plain:
-        slope = problem.slope(scale[:, None]).expand(-1, 1)[:, 0]
+    if not call.is_plain:
+        slope = call.slope(scale[:, None]).expand(-1, 1)[:, 0]
         scale, at_target = scale * slope, at_target * slope
     of_hidden = of_weight = of_bias = None
     if wanted.hidden:
@@ -254,10 +254,10 @@ def kept_backward(
         for part in _chunks(*hidden.shape):
             hidden_kernel[(targets[part].numel(),)](
                 product(kept.exponentials[part], weight), weight, targets[part], scale[part],
-                at_target[part], of_hidden[part], problem.vocabulary, hidden.shape[1], weight.stride(0),
+                at_target[part], of_hidden[part], call.vocabulary, hidden.shape[1], weight.stride(0),
                 WIDTH=_WIDTH, num_warps=4,
             )  # fmt: skip
-    unit = float16_scale(problem, rows)
+    unit = float16_scale(call, rows)
     if unit is not None:
         scale, at_target = scale / unit, at_target / unit
     if wanted.weight or wanted.bias:
@@ -266,9 +266,9 @@ def kept_backward(
         )
     if wanted.weight:
         of_weight = gradient(hidden, weight, wanted.into_weight)
-    if wanted.bias and problem.bias is not None:
+    if wanted.bias and call.bias is not None:
         into = None if wanted.into_bias is None else wanted.into_bias[:, None]
-        of_bias = gradient(torch.ones_like(scale)[:, None], problem.bias[:, None], into).squeeze(1)
+        of_bias = gradient(torch.ones_like(scale)[:, None], call.bias[:, None], into).squeeze(1)
     return of_hidden, of_weight, of_bias
 
 

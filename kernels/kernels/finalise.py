@@ -21,7 +21,7 @@ from torch import Tensor
 from .product import LOG2E, register_bound
 
 if TYPE_CHECKING:
-    from grpo_fast.head.problem import HeadProblem
+    from grpo_fast.head.call import HeadCall
 
     from .forward import TileStatistics
 
@@ -149,7 +149,7 @@ def finalise_kernel(
             tl.store(squares_out + row, tl.where(live, tl.log(squares + p * p), 0.0), mask=inside)
 
 
-def row_results(tiles: TileStatistics, problem: HeadProblem, target_logit: Tensor) -> tuple[Tensor, ...]:
+def row_results(tiles: TileStatistics, call: HeadCall, target_logit: Tensor) -> tuple[Tensor, ...]:
     """Folds the tiles into per-row results.
 
     Args:
@@ -159,11 +159,11 @@ def row_results(tiles: TileStatistics, problem: HeadProblem, target_logit: Tenso
         (N,) float32 each: log-probability, log-sum-exp, entropy, mean logit, largest logit, target's logit,
         log Σ p²; zero for rows without work, (0,) for what the tiles do not have.
     """
-    rows = problem.targets.numel()
+    rows = call.targets.numel()
     of = (tiles.lse, tiles.lse, tiles.entropy, tiles.total, tiles.maximum, tiles.maximum, tiles.squares)
     results = tuple(tiles.lse.new_empty(0 if part is None else rows) for part in of)
     finalise_kernel[(triton.cdiv(rows, _ROWS),)](
-        *tiles, target_logit, problem.targets, *results, tiles.lse.stride(0), rows, problem.vocabulary,
+        *tiles, target_logit, call.targets, *results, tiles.lse.stride(0), rows, call.vocabulary,
         tiles.lse.shape[1], ROWS=_ROWS, TILES=_TILES, num_warps=8, **register_bound(128),
     )  # fmt: skip
     return results

@@ -36,7 +36,7 @@ from .product import (
 )
 
 if TYPE_CHECKING:
-    from grpo_fast.head.problem import HeadProblem
+    from grpo_fast.head.call import HeadCall
 
 
 class Gathered(NamedTuple):
@@ -226,9 +226,9 @@ def gather_kernel(
         tl.store(inv_temperature_out + place, tl.load(inv_temperature + row, mask=live), mask=live)
 
 
-def gather_rows(problem: HeadProblem) -> Gathered:
+def gather_rows(call: HeadCall) -> Gathered:
     """The rows with work, for `tile_statistics`. No host synchronisation."""
-    hidden, targets, inv_temperature = problem.hidden, problem.targets, problem.inv_temperature
+    hidden, targets, inv_temperature = call.hidden, call.targets, call.inv_temperature
     rows, depth = hidden.shape
     gathered = Gathered(
         hidden=torch.empty_like(hidden, memory_format=torch.contiguous_format),
@@ -240,18 +240,18 @@ def gather_rows(problem: HeadProblem) -> Gathered:
     )
     order_kernel[(1,)](targets, gathered.order, gathered.count, rows, BLOCK=_ORDER_ROWS, num_warps=8)
     gather_kernel[(triton.cdiv(rows, _TARGET_ROWS),)](
-        hidden, problem.weight, targets=targets, order=gathered.order, count=gathered.count,
+        hidden, call.weight, targets=targets, order=gathered.order, count=gathered.count,
         hidden_out=gathered.hidden, inv_temperature_out=gathered.inv_temperature,
         targets_out=gathered.targets, logit_out=gathered.target_logit, rows=rows,
-        vocabulary=problem.vocabulary, hidden_size=depth, hidden_stride=hidden.stride(0),
-        weight_stride=problem.weight.stride(0), **transform_arguments(problem), ROWS=_TARGET_ROWS,
+        vocabulary=call.vocabulary, hidden_size=depth, hidden_stride=hidden.stride(0),
+        weight_stride=call.weight.stride(0), **transform_arguments(call), ROWS=_TARGET_ROWS,
         DEPTH=128 if hidden.element_size() == 2 else 32, PRECISION=precision(hidden.dtype), num_warps=4,
     )  # fmt: skip
     return gathered
 
 
 def tile_statistics(
-    problem: HeadProblem,
+    call: HeadCall,
     gathered: Gathered,
     *,
     tile: ProductTile,
@@ -264,26 +264,26 @@ def tile_statistics(
     """Launches the product. No host synchronisation.
 
     Args:
-        problem: its operands have unit stride along H.
+        call: its operands have unit stride along H.
         gathered: its rows.
         keep: (N, V) that receives exponentials relative to a number of the row, (N,) float32: `exponentials`.
     """
-    rows, vocabulary = problem.targets.numel(), problem.vocabulary
+    rows, vocabulary = call.targets.numel(), call.vocabulary
     tiles = triton.cdiv(vocabulary, TILE)
 
     def per_tile(present: bool) -> Tensor | None:
-        return row_aligned(rows, tiles, problem.hidden, torch.float32) if present else None
+        return row_aligned(rows, tiles, call.hidden, torch.float32) if present else None
 
     result = TileStatistics(
-        lse=row_aligned(rows, tiles, problem.hidden, torch.float32),
+        lse=row_aligned(rows, tiles, call.hidden, torch.float32),
         entropy=per_tile(entropy),
         total=per_tile(mean),
         maximum=per_tile(maximum),
         squares=per_tile(squares),
     )
     kept, reference = keep or (None, None)
-    programs = program_count(problem.hidden.device)
-    of_work = problem._replace(hidden=gathered.hidden, inv_temperature=gathered.inv_temperature)
+    programs = program_count(call.hidden.device)
+    of_work = call._replace(hidden=gathered.hidden, inv_temperature=gathered.inv_temperature)
     forward_kernel[(programs,)](
         **product_arguments(of_work, tile), targets=gathered.targets, order=gathered.order,
         count=gathered.count, lse_out=result.lse, entropy_out=result.entropy, total_out=result.total,

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import STRATUM, TILE
-from .select import Live, draw_length, is_certain, log2_weight, word_of_tile
+from .select import ActivePairs, draw_length, is_certain, log2_weight, word_of_tile
 
 if TYPE_CHECKING:
     from . import SparseConfig
@@ -38,7 +38,7 @@ class Pairs:
         return self.rows.numel()
 
 
-def list_pairs(live: Live, capacity: int, config: SparseConfig) -> Pairs:
+def list_pairs(live: ActivePairs, capacity: int, config: SparseConfig) -> Pairs:
     """The lists, where all that the rows have room for is at most `capacity`."""
     rows, tiles = live.count.numel(), live.tile_counts.numel()
 

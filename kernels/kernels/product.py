@@ -31,7 +31,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from . import ProductTile
 
 if TYPE_CHECKING:
-    from grpo_fast.head.problem import HeadProblem
+    from grpo_fast.head.call import HeadCall
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -215,32 +215,32 @@ def _reciprocal(x):
     return tl.rsqrt(x * x)
 
 
-def transform_arguments(problem: HeadProblem) -> dict[str, object]:
+def transform_arguments(call: HeadCall) -> dict[str, object]:
     """The way from a product to a logit, by the kernels' names."""
-    inv_temperature = problem.inv_temperature
-    if inv_temperature is None and problem.logit_scale != 1.0:
-        inv_temperature = problem.hidden.new_ones(problem.hidden.shape[0], dtype=torch.float32)
+    inv_temperature = call.inv_temperature
+    if inv_temperature is None and call.logit_scale != 1.0:
+        inv_temperature = call.hidden.new_ones(call.hidden.shape[0], dtype=torch.float32)
     return {
-        "bias": problem.bias,
+        "bias": call.bias,
         "inv_temperature": inv_temperature,
-        "logit_scale": float(problem.logit_scale),
-        "softcap": problem.softcap,
+        "logit_scale": float(call.logit_scale),
+        "softcap": call.softcap,
     }
 
 
-def product_arguments(problem: HeadProblem, tile: ProductTile) -> dict[str, object]:
-    """What a kernel with `tile_products` takes of the problem and the tile, by the kernel's names.
+def product_arguments(call: HeadCall, tile: ProductTile) -> dict[str, object]:
+    """What a kernel with `tile_products` takes of the call and the tile, by the kernel's names.
 
     Both operands must have unit stride along H.
     """
-    hidden, weight = problem.hidden, problem.weight
+    hidden, weight = call.hidden, call.weight
     operands: tuple = hidden, weight
     if tile.descriptors:
         operands = (
             TensorDescriptor.from_tensor(hidden, [tile.rows, tile.depth]),
             TensorDescriptor.from_tensor(weight, [tile.columns, tile.depth]),
         )
-    return transform_arguments(problem) | {
+    return transform_arguments(call) | {
         "hidden": operands[0],
         "weight": operands[1],
         "vocabulary": weight.shape[0],

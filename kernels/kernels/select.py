@@ -50,7 +50,7 @@ from .hashing import mix, row_seed, spread
 from .product import LOG2E
 
 if TYPE_CHECKING:
-    from grpo_fast.head.problem import HeadProblem
+    from grpo_fast.head.call import HeadCall
 
 _BINS = tl.constexpr(BINS)
 _STRATUM = tl.constexpr(STRATUM)
@@ -70,7 +70,7 @@ class Threshold:
 
 
 @dataclass(frozen=True)
-class Live:
+class ActivePairs:
     """Which pairs of N rows and T tiles are kept."""
 
     masses: Masses
@@ -86,7 +86,7 @@ class Live:
     largest: Tensor  # (N,) float32: the largest scale of a small pair that was kept
 
 
-def select_live(problem: HeadProblem, rows: RowCoefficients, tile_lse: Tensor, *, tolerance: float) -> Live:
+def select_live(call: HeadCall, rows: RowCoefficients, tile_lse: Tensor, *, tolerance: float) -> ActivePairs:
     """
     Args:
         tile_lse: (N, T) float32, T at most MOST_TILES, log-sum-exp of each row's logits over each tile of
@@ -95,14 +95,14 @@ def select_live(problem: HeadProblem, rows: RowCoefficients, tile_lse: Tensor, *
             keeps all.
     """
     count, tiles = tile_lse.shape
-    masses = Masses(tile_lse, problem.targets, rows, problem.vocabulary)
+    masses = Masses(tile_lse, call.targets, rows, call.vocabulary)
     threshold = choose_threshold(masses, tolerance)
 
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return tile_lse.new_empty(shape, dtype=dtype)
 
     words = -(-tiles // 32)
-    live = Live(
+    live = ActivePairs(
         masses, threshold, empty(words, count), empty(words, count), empty(words, count), empty(count),
         empty(count), empty(count, dtype=torch.int64), empty(tiles), tile_lse.new_empty(count),
         tile_lse.new_empty(count),

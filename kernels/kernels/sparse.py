@@ -18,13 +18,13 @@ from torch import Tensor
 from . import ENTRY_SHARE
 from .coefficients import RowCoefficients
 from .pairs import list_pairs
-from .select import Live
+from .select import ActivePairs
 from .sparse_pairs import SparseOperands, pair_gradients
 from .sparse_rows import hidden_gradient, keep_entries
 from .sparse_weight import bias_gradient, weight_gradient
 
 if TYPE_CHECKING:
-    from grpo_fast.head.problem import HeadProblem, Wanted
+    from grpo_fast.head.call import HeadCall, Wanted
 
     from . import SparseConfig
 
@@ -39,9 +39,9 @@ class SparseGradients:
 
 
 def sparse_backward(
-    problem: HeadProblem,
+    call: HeadCall,
     rows: RowCoefficients,
-    live: Live,
+    live: ActivePairs,
     wanted: Wanted,
     certificate: Tensor,
     *,
@@ -51,20 +51,20 @@ def sparse_backward(
     """Gradients of Σ g·logprob (and what else went into `rows`) from at most `capacity` kept pairs.
 
     Args:
-        problem: its operands have unit stride along H.
+        call: its operands have unit stride along H.
         live: from `select_live` of the same batch.
         certificate: (4,) float32, filled as `certify` does.
     """
-    operands = SparseOperands.of(problem, rows, live, list_pairs(live, capacity, config), config)
+    operands = SparseOperands.of(call, rows, live, list_pairs(live, capacity, config), config)
     gradients = pair_gradients(operands)
     weight, bias, hidden, small = wanted.into_weight, wanted.into_bias, None, None
     if wanted.weight:
         if weight is None:
-            weight = torch.empty_like(problem.weight, memory_format=torch.contiguous_format)
+            weight = torch.empty_like(call.weight, memory_format=torch.contiguous_format)
         weight_gradient(operands, gradients, weight, wanted.into_weight is not None)
     if wanted.bias:
         if bias is None:
-            bias = torch.empty_like(problem.bias, memory_format=torch.contiguous_format)
+            bias = torch.empty_like(call.bias, memory_format=torch.contiguous_format)
         bias_gradient(operands, gradients, bias, wanted.into_bias is not None)
     if wanted.hidden:
         kept, least, small = keep_entries(operands, gradients)

@@ -29,10 +29,10 @@ from .product import (
     transform_logits,
     untransform_gradient,
 )
-from .select import Live
+from .select import ActivePairs
 
 if TYPE_CHECKING:
-    from grpo_fast.head.problem import HeadProblem
+    from grpo_fast.head.call import HeadCall
 
     from . import SparseConfig
 
@@ -41,22 +41,22 @@ if TYPE_CHECKING:
 class SparseOperands:
     """What every kernel of one backward reads."""
 
-    problem: HeadProblem  # its operands have unit stride along H
+    call: HeadCall  # its operands have unit stride along H
     rows: RowCoefficients
-    live: Live
+    live: ActivePairs
     pairs: Pairs
     config: SparseConfig
     unit: Tensor | None  # (1,) float32 power of two: factor of the stored logit gradients; None: one
 
     @classmethod
     def of(
-        cls, problem: HeadProblem, rows: RowCoefficients, live: Live, pairs: Pairs, config: SparseConfig
+        cls, call: HeadCall, rows: RowCoefficients, live: ActivePairs, pairs: Pairs, config: SparseConfig
     ) -> SparseOperands:
         """float16 ends at 6e-8: there the largest gradient is brought near 2^13, so that a probability of
         1e-6 stays normal.
         """
         unit = None
-        if problem.hidden.dtype == torch.float16 and rows.mass.numel():
+        if call.hidden.dtype == torch.float16 and rows.mass.numel():
             size = torch.maximum(rows.mass.abs(), rows.target.abs())
             if rows.entropy_gradient is not None:
                 size = size + rows.entropy_gradient.abs() * (1 + rows.entropy)
@@ -65,26 +65,26 @@ class SparseOperands:
             largest = torch.maximum((size * rows.slope).nan_to_num(0, 0).amax(), drawn)
             exponent = torch.floor(13 - torch.log2(largest.clamp(min=2.0**-100))).clamp(-100, 100)
             unit = torch.exp2(exponent).reshape(1)
-        return cls(problem, rows, live, pairs, config, unit)
+        return cls(call, rows, live, pairs, config, unit)
 
 
 def pair_gradients(operands: SparseOperands) -> Tensor:
     """(capacity, TILE) in the dtype of hidden: unit·scale·dL/d(x·w) of every pair, at its place."""
-    problem, rows, pairs, config = operands.problem, operands.rows, operands.pairs, operands.config
-    hidden, weight = problem.hidden, problem.weight
+    call, rows, pairs, config = operands.call, operands.rows, operands.pairs, operands.config
+    hidden, weight = call.hidden, call.weight
     gradients = hidden.new_empty((pairs.capacity, TILE))
     # A bias, a softcap, an entropy, and rows not known to be aligned need the registers of half a block.
     sizes = hidden.shape[1], hidden.stride(0), weight.stride(0), hidden.data_ptr(), weight.data_ptr()
     aligned = all(size % 16 == 0 for size in sizes)
-    whole = aligned and problem.bias is None and problem.softcap is None and rows.entropy is None
+    whole = aligned and call.bias is None and call.softcap is None and rows.entropy is None
     _pair_gradients[(program_count(hidden.device, config.pair_programs),)](
-        **transform_arguments(problem),
-        hidden=hidden, weight=weight, targets=problem.targets, logsumexp=rows.logsumexp,
+        **transform_arguments(call),
+        hidden=hidden, weight=weight, targets=call.targets, logsumexp=rows.logsumexp,
         target_gradient=rows.target, mass_gradient=rows.mass, entropy=rows.entropy,
         entropy_gradient=rows.entropy_gradient, pair_rows=pairs.rows, pair_places=pairs.places,
         pair_scales=pairs.scales, offsets=pairs.offsets, block_offsets=pairs.block_offsets,
         block_tile=pairs.block_tile, gradients=gradients, unit=operands.unit,
-        rows=problem.targets.numel(), vocabulary=weight.shape[0], hidden_size=hidden.shape[1],
+        rows=call.targets.numel(), vocabulary=weight.shape[0], hidden_size=hidden.shape[1],
         hidden_stride=hidden.stride(0), weight_stride=weight.stride(0),
         TILE=TILE, PRECISION=precision(hidden.dtype), BLOCK=config.pair_rows, PARTS=1 if whole else 2,
         DEPTH=config.pair_depth, EVEN_DEPTH=hidden.shape[1] % config.pair_depth == 0,

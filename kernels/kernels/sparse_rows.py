@@ -46,8 +46,8 @@ def keep_entries(operands: SparseOperands, gradients: Tensor) -> tuple[Tensor, T
     if count:
         _keep_entries[(count, segments)](
             gradients, pairs.tiles, live.row_ends, live.room, live.count, pairs.fits, rows.logsumexp,
-            operands.problem.targets, live.threshold.numbers, live.threshold.salt, operands.unit,
-            operands.problem.vocabulary, _slots(gradients), kept, least, small,
+            operands.call.targets, live.threshold.numbers, live.threshold.salt, operands.unit,
+            operands.call.vocabulary, _slots(gradients), kept, least, small,
             TILE=TILE, SEGMENT=SEGMENT, BLOCK=_SCAN, num_warps=4,
         )  # fmt: skip
     return kept, least, small
@@ -61,16 +61,16 @@ def hidden_gradient(operands: SparseOperands, slots: Tensor, kept: Tensor, least
         kept: (N, S) int32, how many each segment of a row has.
         least: (N, S) float32, what a smaller one of them counts as.
     """
-    problem, config = operands.problem, operands.config
+    call, config = operands.call, operands.config
     rows, live, pairs = operands.rows, operands.live, operands.pairs
-    hidden, weight = problem.hidden, problem.weight
+    hidden, weight = call.hidden, call.weight
     gradient = torch.empty_like(hidden, memory_format=torch.contiguous_format)
     count, depth = hidden.shape
     block = triton.next_power_of_2(depth)
     if count:
         _hidden_gradient[(2 * count,)](
-            **transform_arguments(problem),
-            hidden=hidden, weight=weight, targets=problem.targets, logsumexp=rows.logsumexp,
+            **transform_arguments(call),
+            hidden=hidden, weight=weight, targets=call.targets, logsumexp=rows.logsumexp,
             mass_gradient=rows.mass, target_gradient=rows.target,
             entropy=rows.entropy, entropy_gradient=rows.entropy_gradient,
             least_of=least, slots=_slots(slots), kept=kept, segments=kept.shape[1],

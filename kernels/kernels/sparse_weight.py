@@ -20,7 +20,7 @@ from .sparse_pairs import SparseOperands
 
 def weight_gradient(operands: SparseOperands, gradients: Tensor, into: Tensor, accumulate: bool) -> None:
     """Writes (V, H) `into`, or adds to it; leaves it alone where the pairs did not fit."""
-    hidden, pairs, config = operands.problem.hidden, operands.pairs, operands.config
+    hidden, pairs, config = operands.call.hidden, operands.pairs, operands.config
     grid = pairs.offsets.numel() - 1, triton.cdiv(hidden.shape[1], config.weight_columns)
     _weight_gradient[(grid[0] * grid[1],)](
         hidden, gradients, operands.unit, pairs.rows, pairs.places, pairs.offsets, pairs.fits, into,

@@ -29,9 +29,9 @@ from benchmarks.bias import (
 from benchmarks.readme import render
 from benchmarks.rows import RealRows
 from grpo_fast.head import reference
+from grpo_fast.head.call import RowGradients, RowStatistics, Wanted
 from grpo_fast.head.outputs import Certificate
 from grpo_fast.head.plan import DEFAULT_TOLERANCE, Chunks
-from grpo_fast.head.problem import RowGradients, RowStatistics, Wanted
 
 VOCABULARY, HIDDEN = 1500, 24
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -20,6 +22,14 @@ def test_a_sure_target_keeps_the_digits_of_its_small_gradient(oracle):
     rest = torch.tensor(-16.0, dtype=torch.float64).exp()
     expected = 16 * rest / (1 + rest)
     torch.testing.assert_close(gradient.double(), expected.reshape(1, 1), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("function", [linear_logprob, linear_cross_entropy, linear_grpo_loss])
+def test_help_lists_every_option(function):
+    named = inspect.signature(function).parameters
+
+    assert {"bias", "temperature", "tolerance", "weight_grad", "process_group"} <= named.keys()
+    assert named["ignore_index"].default == -100 and "options" not in named
 
 
 @pytest.mark.parametrize("shape", [(0,), (1,), (2, 0), ()])

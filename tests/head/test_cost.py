@@ -44,9 +44,9 @@ def test_what_is_held_and_what_is_done_in_between_is_counted_once_each(monkeypat
     batch, forward, held = Batch(rows=256, depth=64, vocabulary=1024), accelerated.forward, []
     before = head_cost(batch)
 
-    def forward_that_holds(problem, *more):
-        held.append(problem.hidden.new_empty(1 << 19)[:1000].t().fill_(1))  # 1 MiB of bfloat16, one operation
-        return forward(problem, *more)
+    def forward_that_holds(call, *more):
+        held.append(call.hidden.new_empty(1 << 19)[:1000].t().fill_(1))  # 1 MiB of bfloat16, one operation
+        return forward(call, *more)
 
     monkeypatch.setattr(accelerated, "forward", forward_that_holds)
     after = head_cost(batch)

@@ -12,8 +12,8 @@ import torch
 from grpo_fast.kernels import ProductTile
 
 from grpo_fast.head import operator, tuning
+from grpo_fast.head.call import HeadCall
 from grpo_fast.head.plan import DEFAULT_TOLERANCE, Device, Workload, plan_head
-from grpo_fast.head.problem import Request
 
 H200 = Device("cuda", (9, 0), shared_memory=232_448, has_triton=True)
 A100 = Device("cuda", (8, 0), shared_memory=166_912, has_triton=True)
@@ -38,7 +38,7 @@ WORK = Workload(rows=16_384, vocabulary=151_936, dtype=torch.bfloat16)
     ],
 )
 def test_the_reference_runs_where_the_kernels_cannot(device, dtype, path):
-    assert plan_head(device, replace(WORK, dtype=dtype)).path == path
+    assert plan_head(device, replace(WORK, dtype=dtype)).backend == path
 
 
 def test_an_amd_gpu_is_known_by_its_name_and_not_by_a_capability_like_nvidias(monkeypatch):
@@ -94,7 +94,7 @@ def test_datacentre_gpus_since_hopper_read_through_descriptors_unless_the_operan
 
 def test_what_takes_many_registers_takes_half_a_tile():
     def columns(**wanted: bool) -> int:
-        work = replace(WORK, extra_statistics=Request(**wanted).extra_statistics)
+        work = replace(WORK, extra_statistics=HeadCall(*3 * [torch.empty(0)], **wanted).extra_statistics)
         return plan_head(H200, work).forward_tile.columns
 
     three = {"entropy": True, "log_sum_sq": True, "max_logit": True}

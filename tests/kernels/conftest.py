@@ -10,7 +10,7 @@ import torch
 from grpo_fast.kernels import TILE
 from torch import Tensor
 
-from grpo_fast.head.problem import HeadProblem, LogitGradient, RowGradients, RowStatistics
+from grpo_fast.head.call import HeadCall, LogitGradient, RowGradients, RowStatistics
 
 collect_ignore_glob = ["test_*.py"] if find_spec("triton") is None else []
 
@@ -40,9 +40,9 @@ class Head:
     d_bias: Tensor
 
     @property
-    def problem(self) -> HeadProblem:
+    def call(self) -> HeadCall:
         transform = self.bias, self.inv_temperature, self.logit_scale, self.softcap
-        return HeadProblem(self.hidden, self.weight, self.targets, *transform)
+        return HeadCall(self.hidden, self.weight, self.targets, *transform)
 
     @property
     def upstream(self) -> tuple[RowStatistics, RowGradients]:
@@ -52,7 +52,7 @@ class Head:
 
     @property
     def gradient(self) -> LogitGradient:
-        return LogitGradient.of(self.problem, *self.upstream)
+        return LogitGradient.of(self.call, *self.upstream)
 
 
 @pytest.fixture(autouse=True)

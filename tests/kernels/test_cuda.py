@@ -142,12 +142,12 @@ def test_nothing_is_checked_and_triton_used_where(monkeypatch, tmp_path, cause):
 @pytest.mark.usefixtures("emulated")
 def test_the_same_pairs_are_kept_by_the_library(make_head, monkeypatch):
     head = make_head(24, 60 * TILE, 16, spread=4.0)
-    coefficients = row_coefficients(head.problem, *head.upstream)
-    expected = select.select_live(head.problem, coefficients, head.tile_lse, tolerance=4.0)
+    coefficients = row_coefficients(head.call, *head.upstream)
+    expected = select.select_live(head.call, coefficients, head.tile_lse, tolerance=4.0)
     monkeypatch.setattr(cuda, "usable", lambda *_: True)
     monkeypatch.setattr(select, "count_pairs", None)
 
-    live = select.select_live(head.problem, coefficients, head.tile_lse, tolerance=4.0)
+    live = select.select_live(head.call, coefficients, head.tile_lse, tolerance=4.0)
 
     torch.testing.assert_close(live.threshold.numbers, expected.threshold.numbers, rtol=0.02, atol=0.02)
     assert 0 < live.count.sum() < live.masses.tile_lse.numel()

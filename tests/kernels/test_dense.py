@@ -9,7 +9,7 @@ import torch
 from grpo_fast.kernels import ProductTile, dense
 from grpo_fast.kernels.dense import dense_backward
 
-from grpo_fast.head.problem import HeadGradients, Wanted
+from grpo_fast.head.call import HeadGradients, Wanted
 
 POINTERS = ProductTile(16, 128, 16, warps=4, stages=2, group=2, descriptors=False)
 DESCRIPTORS = ProductTile(32, 256, 16, warps=4, stages=2, group=2, descriptors=True)
@@ -19,7 +19,7 @@ def run(head, *, tile=DESCRIPTORS, columns=256, g=None, **wanted) -> HeadGradien
     head = head if g is None else replace(head, g=g)
     wanted = {"hidden": True, "weight": True, "bias": head.bias is not None} | wanted
     return HeadGradients(
-        *dense_backward(head.problem, head.gradient, Wanted(**wanted), tile=tile, columns=columns)
+        *dense_backward(head.call, head.gradient, Wanted(**wanted), tile=tile, columns=columns)
     )
 
 

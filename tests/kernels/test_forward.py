@@ -8,7 +8,7 @@ from grpo_fast.kernels import TILE, ProductTile
 from grpo_fast.kernels.finalise import row_results
 from grpo_fast.kernels.forward import TileStatistics, gather_rows, tile_statistics
 
-from grpo_fast.head.problem import HeadProblem, RowStatistics
+from grpo_fast.head.call import HeadCall, RowStatistics
 
 EVERY = ("entropy", "mean", "maximum", "squares")
 POINTERS = ProductTile(16, 128, 16, warps=4, stages=2, group=2, descriptors=False)
@@ -16,10 +16,10 @@ DESCRIPTORS = ProductTile(32, 256, 16, warps=4, stages=2, group=2, descriptors=T
 TILES = {"pointers": POINTERS, "descriptors": DESCRIPTORS}
 
 
-def run(problem: HeadProblem, *, wanted=EVERY, tile=DESCRIPTORS) -> tuple[TileStatistics, RowStatistics]:
-    gathered = gather_rows(problem)
-    tiles = tile_statistics(problem, gathered, tile=tile, **dict.fromkeys(wanted, True))
-    return tiles, RowStatistics(*row_results(tiles, problem, gathered.target_logit))
+def run(call: HeadCall, *, wanted=EVERY, tile=DESCRIPTORS) -> tuple[TileStatistics, RowStatistics]:
+    gathered = gather_rows(call)
+    tiles = tile_statistics(call, gathered, tile=tile, **dict.fromkeys(wanted, True))
+    return tiles, RowStatistics(*row_results(tiles, call, gathered.target_logit))
 
 
 def lse_of_others(head) -> torch.Tensor:
@@ -44,7 +44,7 @@ def test_tile_masses_match_at_every_tile_edge_and_any_hidden_size(
     if depth * head.hidden.element_size() % 16:  # no descriptor takes such rows
         tile = POINTERS
 
-    tiles, rows = run(head.problem, tile=tile)
+    tiles, rows = run(head.call, tile=tile)
 
     works = head.targets >= 0
     assert tiles.lse.shape == (37, -(-vocabulary // TILE))
@@ -59,7 +59,7 @@ def test_the_entropy_of_huge_logits_errs_no_more_than_their_rounding(device, rng
     bias = 1e4 + torch.rand(300, generator=rng).to(device)
     probability = bias.double().softmax(0)
 
-    _, rows = run(HeadProblem(hidden, weight, torch.zeros(4, dtype=torch.int64, device=device), bias))
+    _, rows = run(HeadCall(hidden, weight, torch.zeros(4, dtype=torch.int64, device=device), bias))
 
     expected = -(probability * probability.log()).sum().float().expand(4)
     spacing_of_floats = 2.0**-10  # the log-sum-exp and the mean logit are each summed and rounded at it
@@ -71,7 +71,7 @@ def test_a_capped_logit_keeps_its_digits_from_near_zero_to_saturation(device, rn
     sides = torch.tensor([[1.0], [-1.0]], device=device)
     targets = torch.randint(0, 2, (300,), generator=rng).to(device)
 
-    _, rows = run(HeadProblem(hidden, sides, targets, softcap=30.0), wanted=("maximum",), tile=POINTERS)
+    _, rows = run(HeadCall(hidden, sides, targets, softcap=30.0), wanted=("maximum",), tile=POINTERS)
 
     expected = 30 * (hidden.double() * sides[targets] / 30).tanh()
     torch.testing.assert_close(rows.target_logit.double(), expected[:, 0], rtol=5e-7, atol=0)
@@ -83,7 +83,7 @@ def test_tiles_of_minus_infinity_weigh_nothing(device, rng):
     bias[128:256] = -torch.inf
     targets = torch.tensor([0, 127, 128, 399, -1], device=device)
 
-    tiles, rows = run(HeadProblem(hidden, weight, targets, bias))
+    tiles, rows = run(HeadCall(hidden, weight, targets, bias))
 
     expected = (hidden.double() @ weight.double().T + bias.double()).log_softmax(1)
     assert (tiles.lse[:4, 1] == -torch.inf).all()
@@ -100,7 +100,7 @@ def test_a_sure_target_has_no_positive_logprob_and_a_nan_reaches_its_own_row_alo
     hidden = 50 * weight[:40]
     hidden[7] = torch.nan
 
-    _, rows = run(HeadProblem(hidden, weight, torch.arange(40, device=device)))
+    _, rows = run(HeadCall(hidden, weight, torch.arange(40, device=device)))
 
     assert rows.logprob.isnan().nonzero().flatten().tolist() == [7]
     assert (rows.logprob.nan_to_num(nan=0.0) <= 0).all()
@@ -113,13 +113,13 @@ def test_rows_without_work_are_neither_read_nor_written_however_they_lie_among_t
     head = make_head(40, 300, 40, transformed=True)
     targets = head.targets.masked_fill((torch.rand(40, generator=rng) < 0.5).to(head.targets.device), -1)
     works = targets >= 0
-    problem = head.problem._replace(
+    call = head.call._replace(
         targets=targets,
         hidden=head.hidden.masked_fill(~works[:, None], torch.nan),
         inv_temperature=head.inv_temperature.masked_fill(~works, torch.nan),
     )
 
-    tiles, rows = run(problem, wanted=("maximum",) if maximum else ())
+    tiles, rows = run(call, wanted=("maximum",) if maximum else ())
 
     torch.testing.assert_close(rows.logprob[works], head.logprob[works], rtol=1e-5, atol=1e-5)
     assert tiles.lse[~works].isnan().all()
@@ -130,7 +130,7 @@ def test_the_order_of_many_rows_is_that_of_those_with_work(device, rng):
     targets = torch.randint(-1, 1, (5000,), generator=rng).to(device)
     hidden = torch.randn(5000, 1, generator=rng).to(device)
 
-    gathered = gather_rows(HeadProblem(hidden, torch.ones(1, 1, device=device), targets))
+    gathered = gather_rows(HeadCall(hidden, torch.ones(1, 1, device=device), targets))
 
     expected = (targets >= 0).nonzero().flatten()
     count = int(gathered.count)
@@ -143,7 +143,7 @@ def test_a_target_of_another_shard_has_no_logprob_but_a_log_sum_exp(make_head):
     head = make_head(20, 300, 40)
     elsewhere = torch.full_like(head.targets, 300)
 
-    _, rows = run(head.problem._replace(targets=elsewhere), wanted=())
+    _, rows = run(head.call._replace(targets=elsewhere), wanted=())
 
     assert (rows.logprob == 0).all()
     torch.testing.assert_close(rows.logsumexp, head.logsumexp, rtol=1e-5, atol=1e-5)
@@ -157,7 +157,7 @@ def test_more_than_two_to_the_31_logits_are_addressed(device, rng):
     targets = torch.randint(0, vocabulary, (rows,), generator=rng).to(device)
 
     _, results = run(
-        HeadProblem(hidden, weight, targets), wanted=(), tile=ProductTile(128, 256, 64, 8, 3, 16, True)
+        HeadCall(hidden, weight, targets), wanted=(), tile=ProductTile(128, 256, 64, 8, 3, 16, True)
     )
 
     chosen = torch.tensor([0, 1, rows // 2, rows - 1], device=device)

@@ -11,7 +11,7 @@ import torch
 from grpo_fast.kernels import BF16_ROUNDING, BINS, ENTRY_SHARE, LEAST_DENSITY, TILE, SparseConfig
 from grpo_fast.kernels.coefficients import RowCoefficients, row_coefficients
 from grpo_fast.kernels.pairs import Pairs, list_pairs
-from grpo_fast.kernels.select import Live, Masses, choose_threshold, count_pairs, select_live
+from grpo_fast.kernels.select import ActivePairs, Masses, choose_threshold, count_pairs, select_live
 
 from grpo_fast.head import selection
 
@@ -28,14 +28,14 @@ SHAPES = {
 
 class Selected(NamedTuple):
     rows: RowCoefficients
-    live: Live
+    live: ActivePairs
     pairs: Pairs
 
 
 def select(head, tolerance: float = 1.0, *, capacity: int = 1 << 20, config=HALF) -> Selected:
     """As many pairs as there are, unless told otherwise."""
-    rows = row_coefficients(head.problem, *head.upstream)
-    live = select_live(head.problem, rows, head.tile_lse, tolerance=tolerance)
+    rows = row_coefficients(head.call, *head.upstream)
+    live = select_live(head.call, rows, head.tile_lse, tolerance=tolerance)
     pairs = list_pairs(live, min(capacity, 2 * head.tile_lse.numel()), config)
     return Selected(rows, live, pairs)
 
@@ -70,8 +70,8 @@ def in_torch(head, tolerance: float) -> selection.Selection:
     """The choice of `head/selection.py` on the same tiles."""
     index = head.gradient.live().nonzero().squeeze(1)
     salt = selection.salt_of(head.logsumexp, head.targets)
-    problem, rows = head.problem.rows(index), head.gradient.rows(index)
-    return selection.choose(problem, rows, index, salt, tolerance, head.tile_lse[index])
+    call, rows = head.call.rows(index), head.gradient.rows(index)
+    return selection.choose(call, rows, index, salt, tolerance, head.tile_lse[index])
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -108,7 +108,7 @@ def test_large_pairs_and_targets_are_kept_and_no_pair_holds_more_than_its_weight
     index = head.gradient.live().nonzero().squeeze(1)
     weights = torch.zeros_like(sizes)
     weights[index.cpu()] = selection.pair_weights(
-        head.problem.rows(index), head.gradient.rows(index), head.tile_lse[index]
+        head.call.rows(index), head.gradient.rows(index), head.tile_lse[index]
     ).double().cpu()  # fmt: skip
     assert (sizes <= weights * (1 + 1e-4) + 1e-12)[others].all()
     assert (found[others & (weights > threshold * 1.001)] == 1).all()
@@ -147,7 +147,7 @@ def test_the_threshold_spends_the_budget_to_a_quarter_octave(make_head):
     head = make_head(50, 3000, peak=20.0)
     for tolerance in (0.5, 4.0):
         threshold = in_torch(head, tolerance)
-        weights = selection.pair_weights(head.problem, head.gradient, head.tile_lse)
+        weights = selection.pair_weights(head.call, head.gradient, head.tile_lse)
         others = ~target_tiles(head).to(weights.device) & head.gradient.live()[:, None]
         tau = threshold.threshold
         larger = 2**0.5 * tau
@@ -179,11 +179,11 @@ def test_pairs_are_counted_by_quarter_octaves_below_the_norm(make_head, rng):
     head = make_head(24, 9000, peak=0.0)
     head.tile_lse.sub_(18 * torch.rand(head.tile_lse.shape, generator=rng).to(head.tile_lse.device))
     head.tile_lse[:, 5] = -torch.inf
-    rows = row_coefficients(head.problem, *head.upstream)
+    rows = row_coefficients(head.call, *head.upstream)
 
     counts = count_pairs(Masses(head.tile_lse, head.targets, rows, 9000)).sum(0).cpu()
 
-    weights = selection.pair_weights(head.problem, head.gradient, head.tile_lse).double().cpu()
+    weights = selection.pair_weights(head.call, head.gradient, head.tile_lse).double().cpu()
     others = ~target_tiles(head) & head.gradient.live().cpu()[:, None] & (weights > 0)
     octaves = -4 * (weights[others] / rows.squares[0].sum().sqrt().cpu()).log2()
     clear = (octaves - octaves.round()).abs() > 1e-3
@@ -261,7 +261,7 @@ def test_a_row_that_is_not_finite_keeps_all_and_its_neighbours_keep_what_they_di
 
 
 def _masses(head) -> Masses:
-    rows = row_coefficients(head.problem, *head.upstream)
+    rows = row_coefficients(head.call, *head.upstream)
     return Masses(head.tile_lse, head.targets, rows, head.weight.shape[0])
 
 
@@ -279,7 +279,7 @@ def test_a_target_in_another_shard_has_no_tile_of_its_own_and_counts_by_half(mak
     head = make_head(20, 200, peak=0.0, g_logsumexp=True)
     shard = replace(head, targets=head.targets.masked_fill(head.targets >= 0, 200))
 
-    rows = row_coefficients(shard.problem, *shard.upstream)
+    rows = row_coefficients(shard.call, *shard.upstream)
 
     works = shard.targets >= 0
     assert (
@@ -343,7 +343,7 @@ def test_rows_have_the_coefficients_of_their_logit_gradient(make_head, options):
     head.logprob[0] = -1e-7  # 1 − p is rounding noise here
     expected = head.gradient
 
-    rows = row_coefficients(head.problem, *head.upstream)
+    rows = row_coefficients(head.call, *head.upstream)
 
     terms = 1e-6 if head.g_logsumexp is not None or head.g_entropy is not None else 0  # two, that may cancel
     torch.testing.assert_close(rows.target, expected.target, rtol=1e-5, atol=terms)
@@ -353,6 +353,6 @@ def test_rows_have_the_coefficients_of_their_logit_gradient(make_head, options):
     works = head.targets >= 0
     slope = head.logit_scale if head.inv_temperature is None else head.inv_temperature * head.logit_scale
     torch.testing.assert_close(rows.slope[works], torch.as_tensor(slope).expand_as(rows.slope)[works])
-    norm = selection.norm_of(head.problem, expected)
+    norm = selection.norm_of(head.call, expected)
     torch.testing.assert_close(rows.squares[0].sum().sqrt().float(), norm, rtol=1e-4, atol=0)
     assert rows.salts.sum() & 0xFFFFFFFF == selection.salt_of(head.logsumexp, head.targets)

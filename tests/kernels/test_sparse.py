@@ -9,10 +9,10 @@ import pytest
 import torch
 from grpo_fast.kernels import BF16_ROUNDING, SparseConfig, sparse_rows
 from grpo_fast.kernels.coefficients import RowCoefficients, row_coefficients
-from grpo_fast.kernels.select import Live, select_live
+from grpo_fast.kernels.select import ActivePairs, select_live
 from grpo_fast.kernels.sparse import SparseGradients, sparse_backward
 
-from grpo_fast.head.problem import Wanted
+from grpo_fast.head.call import Wanted
 from grpo_fast.head.tuning import sizes_for
 
 # Small blocks and many entries at a time: the interpreter pays per program and per step.
@@ -21,7 +21,7 @@ QUICK = SparseConfig(pair_rows=32, pair_depth=32, row_entries=64, weight_depth=3
 
 class Ran(NamedTuple):
     rows: RowCoefficients
-    live: Live
+    live: ActivePairs
     got: SparseGradients
     certificate: torch.Tensor
 
@@ -30,11 +30,11 @@ def run(
     head, tolerance: float = 0.0, *, config: SparseConfig = QUICK, capacity: int | None = None, **wanted
 ) -> Ran:
     wanted = Wanted(**{"hidden": True, "weight": True, "bias": False} | wanted)
-    rows = row_coefficients(head.problem, *head.upstream)
-    live = select_live(head.problem, rows, head.tile_lse, tolerance=tolerance)
+    rows = row_coefficients(head.call, *head.upstream)
+    live = select_live(head.call, rows, head.tile_lse, tolerance=tolerance)
     capacity = 2 * head.tile_lse.numel() if capacity is None else capacity
     certificate = torch.empty(4, device=rows.mass.device)
-    got = sparse_backward(head.problem, rows, live, wanted, certificate, capacity=capacity, config=config)
+    got = sparse_backward(head.call, rows, live, wanted, certificate, capacity=capacity, config=config)
     return Ran(rows, live, got, certificate)
 
 

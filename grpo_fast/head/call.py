@@ -1,14 +1,34 @@
-"""What the head computes: a problem, its statistics and gradients, and a chunk of its logits in plain torch.
+"""What the head computes: a call, its statistics and gradients, and a chunk of its logits in plain torch.
 
 Tuples, as torch's operators are given their arguments and return their results.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, get_type_hints
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
+
+if TYPE_CHECKING:
+    from typing_extensions import TypedDict
+
+    class HeadOptions(TypedDict, total=False):
+        """What every public function of the head takes beside its operands; `linear_logprob` explains it."""
+
+        bias: Tensor | None
+        temperature: float | Tensor
+        logit_scale: float
+        softcap: float | None
+        ignore_index: int
+        tolerance: float | None
+        deterministic: bool
+        weight_grad: Tensor | None
+        recompute: bool
+        process_group: ProcessGroup | None
+
 
 ROW_IGNORED = -1
 """Target of a row without work; its outputs and gradients are zero."""
@@ -22,8 +42,11 @@ LOG_ZERO = -500.0
 Rows = Tensor | slice  # which rows: indices, a mask or a range
 
 
-class HeadProblem(NamedTuple):
-    """N rows against V entries: z = softcap·tanh((x·w + bias)·logit_scale/softcap)·inv_temperature."""
+class HeadCall(NamedTuple):
+    """N rows against V entries: z = softcap·tanh((x·w + bias)·logit_scale/softcap)·inv_temperature.
+
+    And which statistics are wanted of them. The operators take and keep these fields as they stand here.
+    """
 
     hidden: Tensor  # (N, H)
     weight: Tensor  # (V, H), same dtype
@@ -32,6 +55,21 @@ class HeadProblem(NamedTuple):
     inv_temperature: Tensor | None = None  # (N,) float32 or float64; None: one
     logit_scale: float = 1.0
     softcap: float | None = None
+    # Statistics beside log-probability and log-sum-exp; those that are not asked for come back empty, (0,).
+    entropy: bool = False
+    mean_logit: bool = False
+    max_logit: bool = False  # and the target's
+    log_sum_sq: bool = False
+    # What the forward prepares for the backward.
+    jacobian: bool = False  # dlogprob/dhidden
+    keep: bool = False  # the exponentials, N·V elements, on the kernels' path
+    tolerance: float | None = None  # of the backward
+    weight_grad: Tensor | None = None  # (V, H), what the backward adds the weight's gradient to in place
+
+    @property
+    def extra_statistics(self) -> int:
+        """How many optional ones are asked for."""
+        return self.entropy + self.mean_logit + self.max_logit + self.log_sum_sq
 
     @property
     def accumulator(self) -> torch.dtype:
@@ -47,8 +85,8 @@ class HeadProblem(NamedTuple):
         """Whether a logit's slope in the dot product is one."""
         return self.inv_temperature is None and self.logit_scale == 1.0 and self.softcap is None
 
-    def rows(self, which: Rows) -> HeadProblem:
-        """The same problem for a selection of its rows."""
+    def rows(self, which: Rows) -> HeadCall:
+        """The same call for a selection of its rows."""
         return self._replace(
             hidden=self.hidden[which],
             targets=self.targets[which],
@@ -92,26 +130,6 @@ class HeadProblem(NamedTuple):
         return row, self.targets[row] - columns.start
 
 
-class Request(NamedTuple):
-    """What a forward computes beside log-probability and log-sum-exp, and what it prepares for its backward.
-
-    Statistics that are not asked for come back empty, (0,).
-    """
-
-    entropy: bool = False
-    mean_logit: bool = False
-    max_logit: bool = False  # and the target's
-    log_sum_sq: bool = False
-    jacobian: bool = False  # dlogprob/dhidden
-    keep: bool = False  # the exponentials, N·V elements, on the kernels' path
-    tolerance: float | None = None  # of the backward
-
-    @property
-    def extra_statistics(self) -> int:
-        """How many optional ones are asked for."""
-        return sum(self[:4])
-
-
 class RowStatistics(NamedTuple):
     """Per row, in the accumulator's dtype; zero for ignored rows. All differentiable but the last three."""
 
@@ -124,15 +142,15 @@ class RowStatistics(NamedTuple):
     log_sum_sq: Tensor  # (N,) log Σ p²
 
     @classmethod
-    def allocate(cls, problem: HeadProblem, request: Request) -> RowStatistics:
+    def allocate(cls, call: HeadCall) -> RowStatistics:
         """Zeros for what is asked for."""
-        extremes = (request.max_logit, request.max_logit, request.log_sum_sq)
-        wanted = (True, True, request.entropy, request.mean_logit, *extremes)
-        rows, kind = problem.targets.numel(), problem.accumulator
-        return cls(*(problem.hidden.new_zeros(rows if want else 0, dtype=kind) for want in wanted))
+        extremes = (call.max_logit, call.max_logit, call.log_sum_sq)
+        wanted = (True, True, call.entropy, call.mean_logit, *extremes)
+        rows, kind = call.targets.numel(), call.accumulator
+        return cls(*(call.hidden.new_zeros(rows if want else 0, dtype=kind) for want in wanted))
 
 
-class State(NamedTuple):
+class SavedForBackward(NamedTuple):
     """What a forward keeps for its backward; empty where its path has no use for it."""
 
     jacobian: Tensor  # (N, H) dlogprob/dhidden; the others are the kernels'
@@ -141,13 +159,11 @@ class State(NamedTuple):
     share: Tensor  # (N,) float32, beside them
 
     @classmethod
-    def empty(cls, problem: HeadProblem, *, jacobian: bool = False) -> State:
+    def empty(cls, call: HeadCall, *, jacobian: bool = False) -> SavedForBackward:
         """Zeros for the jacobian where it is wanted."""
-        new, float32 = problem.hidden.new_empty, torch.float32
+        new, float32 = call.hidden.new_empty, torch.float32
         return cls(
-            jacobian=problem.hidden.new_zeros(
-                problem.hidden.shape if jacobian else 0, dtype=problem.accumulator
-            ),
+            jacobian=call.hidden.new_zeros(call.hidden.shape if jacobian else 0, dtype=call.accumulator),
             tile_lse=new(0, dtype=float32),
             exponentials=new(0),
             share=new(0, dtype=float32),
@@ -167,10 +183,10 @@ class RowGradients(NamedTuple):
         """Whether they are one multiple of a row's probabilities, but at the target."""
         return self.entropy is None and self.mean_logit is None
 
-    def live(self, problem: HeadProblem) -> Tensor:
+    def live(self, call: HeadCall) -> Tensor:
         """(N,) bool: rows with work and any upstream gradient."""
         given = [gradient != 0 for gradient in self if gradient is not None]
-        working = problem.targets >= 0
+        working = call.targets >= 0
         return working & torch.stack(given).any(0) if given else torch.zeros_like(working)
 
 
@@ -189,14 +205,14 @@ class LogitGradient(NamedTuple):
     mean: Tensor | None = None  # g_mean_logit / V
 
     @classmethod
-    def of(cls, problem: HeadProblem, statistics: RowStatistics, gradients: RowGradients) -> LogitGradient:
+    def of(cls, call: HeadCall, statistics: RowStatistics, gradients: RowGradients) -> LogitGradient:
         logprob = statistics.logprob
-        zero, live = torch.zeros_like(logprob), gradients.live(problem)
+        zero, live = torch.zeros_like(logprob), gradients.live(call)
 
         def upstream(gradient: Tensor | None, where: Tensor = live) -> Tensor:
             return zero if gradient is None else torch.where(where, gradient, zero)
 
-        of_logprob = upstream(gradients.logprob, live & (problem.targets < problem.vocabulary))
+        of_logprob = upstream(gradients.logprob, live & (call.targets < call.vocabulary))
         of_logsumexp = upstream(gradients.logsumexp)
         p = logprob.exp()
         target = of_logprob * -logprob.expm1() + of_logsumexp * p  # near p = 1, 1 - p is rounding noise
@@ -205,7 +221,7 @@ class LogitGradient(NamedTuple):
             entropy, of_entropy = statistics.entropy, upstream(gradients.entropy)
             target = target - of_entropy * p * (logprob.clamp_min(LOG_ZERO) + entropy)
         if gradients.mean_logit is not None:
-            mean = upstream(gradients.mean_logit) / problem.vocabulary
+            mean = upstream(gradients.mean_logit) / call.vocabulary
         target = torch.where(live, target, zero)  # a row without work may hold NaN
         mass = of_logsumexp - of_logprob
         return cls(statistics.logsumexp, mass, target, logprob, entropy, of_entropy, mean)
@@ -215,18 +231,18 @@ class LogitGradient(NamedTuple):
         coefficients = (self.mass, self.target, self.entropy_gradient, self.mean)
         return torch.stack([c != 0 for c in coefficients if c is not None]).any(0)
 
-    def of_products(self, problem: HeadProblem, columns: slice) -> Tensor:
+    def of_products(self, call: HeadCall, columns: slice) -> Tensor:
         """dL/d(x·w + bias) of some columns, (N, columns)."""
-        products = problem.products(columns)
-        slope = None if problem.is_plain else problem.slope(products)
-        z = problem.transform_(products)
+        products = call.products(columns)
+        slope = None if call.is_plain else call.slope(products)
+        z = call.transform_(products)
         z -= self.logsumexp[:, None]
         if self.entropy is None or self.entropy_gradient is None:
             gradient = z.exp_().mul_(self.mass[:, None])
         else:
             surprise = self.entropy_gradient[:, None] * (z.clamp_min(LOG_ZERO) + self.entropy[:, None])
             gradient = z.exp_() * (self.mass[:, None] - surprise)
-        row, column = problem.targets_within(columns)
+        row, column = call.targets_within(columns)
         gradient[row, column] = self.target[row]
         if self.mean is not None:
             gradient += self.mean[:, None]
@@ -235,6 +251,25 @@ class LogitGradient(NamedTuple):
     def rows(self, which: Rows) -> LogitGradient:
         given, optional = self[:4], self[4:]
         return LogitGradient(*(t[which] for t in given), *(_of_rows(t, which) for t in optional))
+
+
+class Shard(NamedTuple):
+    """A weight that is this rank's part of the vocabulary's rows."""
+
+    group: ProcessGroup
+    start: Tensor  # () int64, where its rows begin
+    vocabulary: Tensor  # () int64, entries over all ranks
+
+    @classmethod
+    def of(cls, weight: Tensor, group: ProcessGroup) -> Shard:
+        """Collective at every call: what a rank remembers of its own size says nothing of the others', and
+        who has to ask must not be for each to decide. Nothing waits for the host.
+        """
+        own = torch.full((1,), weight.shape[0], device=weight.device)
+        sizes = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(sizes, own, group=group)
+        entries = torch.cat(sizes)
+        return cls(group, entries[: dist.get_rank(group)].sum(), entries.sum())
 
 
 class Wanted(NamedTuple):
@@ -256,6 +291,17 @@ class HeadGradients(NamedTuple):
     hidden: Tensor | None  # (N, H), dtype of hidden
     weight: Tensor | None  # (V, H), dtype of weight
     bias: Tensor | None  # (V,), dtype of bias
+
+
+_KINDS: dict[object, str] = {
+    Tensor: "Tensor", Tensor | None: "Tensor?", float: "float", float | None: "float?", bool: "bool",
+    int: "int", str: "str",
+}  # fmt: skip
+
+
+def schema_of(kind: type, prefix: str = "") -> str:
+    """A tuple's fields as the arguments of an operator of torch, by its names and types."""
+    return ", ".join(f"{_KINDS[hint]} {prefix}{name}" for name, hint in get_type_hints(kind).items())
 
 
 def _of_rows(tensor: Tensor | None, which: Rows) -> Tensor | None:
