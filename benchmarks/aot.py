@@ -49,6 +49,7 @@ COUNTS = ("registers", "spills", "shared", "ctas", "step", "epilogue", "instruct
 
 def policy_loss(options: dict[str, Any], tokens: int = 16_384, sequences: int = 64) -> None:
     """The policy loss with these fields of its configuration."""
+    from grpo_fast.kernels.policy_facts import PolicyBatch
     from grpo_fast.kernels.policy_loss import policy_loss as launch
 
     from grpo_fast.head.fused_loss import loss_constants
@@ -57,7 +58,8 @@ def policy_loss(options: dict[str, Any], tokens: int = 16_384, sequences: int = 
     config = GRPOLossConfig(**options)
     row, ids, mask = (meta(tokens, dtype=dtype) for dtype in (torch.float32, torch.int64, torch.bool))
     reference, sampler = (row if given else None for given in (config.needs_reference, config.needs_sampler))
-    launch(row, row, ids, mask, row, reference, sampler, row, sequences, loss_constants(config, None))
+    batch = PolicyBatch(row, row, ids, mask, row, reference, sampler, row, sequences)
+    launch(batch, loss_constants(config, None))
 
 
 _ALL = Batch(bias=True, temperature=True, softcap=30.0)

@@ -27,7 +27,8 @@ from grpo_fast.convert.references import flatten, with_defaults
 from grpo_fast.convert.rules import Rule, translate
 from grpo_fast.convert.verl import RULES as VERL
 from grpo_fast.lookup import choices
-from grpo_fast.methods import METHODS, method_remarks, without_sections
+from grpo_fast.methods import method_remarks, without_sections
+from grpo_fast.objective.catalog import METHODS
 from grpo_fast.run_record.files import CHECKPOINTS_DIR, CONFIG_FILE, INPUTS_DIR, LOCK_FILE, value_at
 from grpo_fast.secrets import masked, masked_command
 from grpo_fast.section import short

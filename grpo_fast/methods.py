@@ -1,6 +1,6 @@
 """A method by one word: what its paper, or its authors' recipe, sets beside the surrogate.
 
-`methods.yaml` holds keys of the configuration and their values, which lie below what the user sets. The
+`METHODS` has keys of the configuration and their values, which lie below what the user sets. The
 configuration then holds all of them, so what is the method's and what is not follows from the values.
 """
 
@@ -8,30 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from operator import attrgetter
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import yaml
 from pydantic import AfterValidator, WithJsonSchema
 
 from grpo_fast.groups.config import AdvantageConfig
 from grpo_fast.lookup import choices
-from grpo_fast.objective.catalog import GRPOLossConfig
+from grpo_fast.objective.catalog import CATALOG, METHODS, GRPOLossConfig
 from grpo_fast.section import short
 
 if TYPE_CHECKING:
     from grpo_fast.config import TrainConfig
 
-METHODS: dict[str, dict[str, Any]] = yaml.safe_load(
-    Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
-)
 # The sections that a method fills; another method replaces them.
 SECTIONS: dict[str, Any] = {"loss": GRPOLossConfig, "advantage": AdvantageConfig}
 # What turns rewards into advantages.
-ESTIMATOR = (
-    *("advantage.scale_rewards", "advantage.baseline", "advantage.multi_objective_aggregation"),
-    "advantage.rescale_flat_groups",
-)
+ESTIMATOR = {"advantage.multi_objective_aggregation"}.union(*(facts.estimator for facts in CATALOG.values()))
 # Follow from the engine, from lengths and from cost: with another value of them a method is still itself.
 _OF_THE_RUN = {
     *("loss.sampler_correction", "loss.sampler_clip_min", "loss.sampler_clip_max"),
@@ -117,7 +109,7 @@ def _surrogate_alone(config: TrainConfig) -> str:
     name = config.loss.loss_type
     if name not in METHODS or config.advantage.function is not None:
         return ""
-    read = [*ESTIMATOR, *(["loss.kl_in_reward"] if config.loss.beta else [])]
+    read = ESTIMATOR | ({"loss.kl_in_reward"} if config.loss.beta else set())
     beside = [(key, *pair) for key, *pair in _beside(config, METHODS[name]) if key in read]
     changed = {key: (value, wanted) for key, value, wanted in beside if value != wanted}
     if not changed:

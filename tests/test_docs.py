@@ -18,8 +18,7 @@ from grpo_fast import cli
 from grpo_fast.config import TrainConfig
 from grpo_fast.config_io import load_config
 from grpo_fast.integrations.host import KNOWN
-from grpo_fast.methods import METHODS
-from grpo_fast.objective.catalog import CATALOG
+from grpo_fast.objective.catalog import CATALOG, METHODS
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import math
 from typing import Any
@@ -12,9 +13,9 @@ import yaml
 
 from grpo_fast.config import TrainConfig
 from grpo_fast.config_io import ConfigError, dump_config, load_config
-from grpo_fast.methods import METHODS, account, departures
+from grpo_fast.methods import account, departures
 from grpo_fast.objective import GRPOLossConfig
-from grpo_fast.objective.catalog import LOSS_TYPES
+from grpo_fast.objective.catalog import CATALOG, LOSS_TYPES, METHODS
 from grpo_fast.run_record.logs import Clock
 from grpo_fast.score import overlong_penalties
 from grpo_fast.stages import resolve_stages
@@ -157,6 +158,34 @@ def test_a_soft_punishment_falls_over_the_last_share_of_the_limit(make_trainer):
     expected = (table.lengths - 4).clamp(min=0) / 4  # DAPO, arXiv 2503.14476
     torch.testing.assert_close(penalties, expected.float())
     torch.testing.assert_close(table.facts["reward"], table.facts["reward_table"].sum(1) - penalties)
+
+
+OWN = """
+from grpo_fast.objective import LossOutputs
+from grpo_fast.objective.catalog import CATALOG, LossFacts
+from grpo_fast.objective.surrogates import Surrogate
+
+def whole(inputs):
+    return LossOutputs(-(inputs.logprobs * inputs.advantages)[inputs.loss_mask].mean())
+
+def squared(tokens, config):
+    return Surrogate(-tokens.advantages * tokens.logprobs.square(), tokens.log_ratio.detach().exp())
+
+CATALOG["squared"] = LossFacts("none", "token_mean", __name__ + ":squared", advantages="any")
+"""
+
+
+@pytest.mark.parametrize("loss_type", ["own_losses:whole", "squared"])
+def test_a_loss_of_ones_own_a_whole_one_or_a_row_of_the_catalogue_trains(
+    loss_type, make_trainer, tmp_path, monkeypatch
+):
+    (tmp_path / "own_losses.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(CATALOG, "squared", None)  # to be taken out again
+    importlib.reload(importlib.import_module("own_losses"))
+    trainer = make_trainer(loss={"loss_type": loss_type}, rollout={"num_generations": 2})
+    metrics = trainer.train_step().metrics
+    assert math.isfinite(metrics["loss"]) and metrics["grad_norm"] > 0
 
 
 @pytest.mark.parametrize("name", METHODS)

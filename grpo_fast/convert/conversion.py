@@ -9,14 +9,14 @@ from operator import attrgetter
 from typing import Any, Literal
 
 from grpo_fast.convert.rules import NOTHING, Absent, NotApplicable, Places, Rule, translate
-from grpo_fast.objective.catalog import CATALOG
+from grpo_fast.objective.catalog import CATALOG, loss_specific
 from grpo_fast.section import short
 
 FILL_IN = "FILL_IN"
 REQUIRED = {"model.path": FILL_IN, "dataset.source": FILL_IN, "rewards": [{"reward": FILL_IN}]}
 # Sections that only training on the policy's own completions reads.
 SAMPLING = frozenset({"rewards", "rollout", "advantage", "loss", "num_iterations", "minibatches"})
-_LOSS_SPECIFIC = frozenset().union(*(facts.fields for facts in CATALOG.values()))
+_LOSS_SPECIFIC = loss_specific()
 
 Outcome = Literal["taken", "renamed", "written for a default", "not applicable", "needs a decision"]
 LEFT: tuple[Outcome, ...] = (

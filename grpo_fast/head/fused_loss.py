@@ -6,42 +6,23 @@
 from __future__ import annotations
 
 import math
-from typing import Any, get_type_hints
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from grpo_fast.kernels.policy_facts import RESULTS, PolicyLoss
+from grpo_fast.head.call import schema_of
+from grpo_fast.kernels.policy_facts import RESULTS, LossConstants, PolicyBatch
 from grpo_fast.objective import GRPOLossConfig, LossInputs, StepTotals
 from grpo_fast.objective.metrics import RATIO_BAND
-from grpo_fast.objective.types import LossOutputs
-
-_CUTS = {
-    "clip": ("low", "high", "delta"),
-    "cispo": ("high",),
-    "sapo": (),
-    "reinforce": (),
-    "dppo_tv": ("low", "high"),
-    "dppo_kl": ("low", "high"),
-}
-"""The surrogates that the kernel knows, and where each cuts a ratio."""
+from grpo_fast.objective.types import LossOutputs, present
 
 _UNKNOWN = -1.0
-
-_TOKENS = (
-    *("logprobs", "advantages", "sequence_ids", "loss_mask"),
-    *("old_logprobs", "ref_logprobs", "sampler_logprobs", "entropy"),
-)
-_ARGUMENTS = (
-    *(f"Tensor{'?' * (place > 3)} {name}" for place, name in enumerate(_TOKENS)),
-    "int sequences",
-    *(f"{kind.__name__} {name}" for name, kind in get_type_hints(PolicyLoss).items()),
-)
 
 
 def fuses(inputs: LossInputs, config: GRPOLossConfig) -> bool:
     """Whether the kernel computes this loss of these inputs; where an input is missing, it does not."""
-    if config.is_custom or config.facts.surrogate not in _CUTS:
+    if config.is_custom or config.facts.fused is None:
         return False
     plain = config.top_entropy_quantile == 1 and inputs.policy_weights is None
     length_known = config.aggregation_kind != "constant_length" or config.max_completion_length is not None
@@ -50,8 +31,8 @@ def fuses(inputs: LossInputs, config: GRPOLossConfig) -> bool:
         and (inputs.entropy is not None or not config.needs_entropy)
         and (inputs.sampler_logprobs is not None or not config.needs_sampler)
     )
-    constants = [getattr(inputs, name) for name in _TOKENS[1:-1]]
-    differentiable = any(tensor is not None and tensor.requires_grad for tensor in constants)
+    constants = [getattr(inputs, name) for name in PolicyBatch._fields if name not in ("logprobs", "entropy")]
+    differentiable = any(getattr(constant, "requires_grad", False) for constant in constants)
     filled = inputs.logprobs.numel() > 0 and inputs.num_sequences > 0
     float32 = inputs.logprobs.dtype == torch.float32
     return plain and length_known and given and not differentiable and filled and float32
@@ -59,23 +40,22 @@ def fuses(inputs: LossInputs, config: GRPOLossConfig) -> bool:
 
 def fused_policy_loss(inputs: LossInputs, config: GRPOLossConfig) -> LossOutputs:
     """`policy_loss` of inputs that `fuses`, differentiable once in the log-probabilities and the entropy."""
-    loss = loss_constants(config, inputs.totals)
-    tensors = (getattr(inputs, name) for name in _TOKENS)
-    total, result, _, _ = _policy_loss(*tensors, inputs.num_sequences, *loss)
+    batch = PolicyBatch(*(getattr(inputs, name) for name in PolicyBatch._fields))
+    total, result, _, _ = _policy_loss(*batch, *loss_constants(config, inputs.totals))
     return LossOutputs(total, _metrics(result, inputs, config))
 
 
-def loss_constants(config: GRPOLossConfig, totals: StepTotals | None) -> PolicyLoss:
-    surrogate = config.facts.surrogate
-    low, high, cap = _bounds(surrogate, config)
+def loss_constants(config: GRPOLossConfig, totals: StepTotals | None) -> LossConstants:
+    """A loss that the kernel has a branch for."""
+    low, high, cap = present(config.facts.fused)(config)
     level, _, action = (config.sampler_correction or "none").partition("_")
 
     def of_step(name: str) -> float:
         return float(_or(getattr(totals, name, None), _UNKNOWN))
 
     in_loss = not config.kl_in_reward
-    return PolicyLoss(
-        surrogate, config.ratio_level, config.aggregation_kind, low, high, cap,
+    return LossConstants(
+        config.facts.surrogate, config.ratio_level, config.aggregation_kind, low, high, cap,
         kl=config.kl_kind, beta=config.beta if in_loss else 0.0, correct_kl=config.use_bias_correction_kl,
         entropy_coef=config.entropy_coef, correction_level=level, correction_masks=action == "mask",
         correction_min=_or(config.sampler_clip_min, -math.inf),
@@ -87,54 +67,42 @@ def loss_constants(config: GRPOLossConfig, totals: StepTotals | None) -> PolicyL
     )  # fmt: skip
 
 
-def _bounds(surrogate: str, config: GRPOLossConfig) -> tuple[float, float, float]:
-    """`PolicyLoss.low`, `.high` and `.cap`."""
-    low, high = _or(config.epsilon_low, 0.0), _or(config.epsilon_high, 0.0)
-    if surrogate == "clip":
-        cap = math.inf if config.delta is None else math.log(config.delta)
-        return math.log1p(-low) if low < 1 else -math.inf, math.log1p(high), cap
-    if surrogate == "sapo":
-        return config.sapo_temperature_neg, config.sapo_temperature_pos, 0.0
-    return low, high, config.dppo_ratio_max
-
-
 def _or(value: float | None, otherwise: float) -> float:
     return otherwise if value is None else value
 
 
 def _metrics(result: Tensor, inputs: LossInputs, config: GRPOLossConfig) -> dict[str, Tensor]:
     """Views of the kernel's results, of what the loss has."""
-    cuts = [cut for cut in _CUTS[config.facts.surrogate] if cut != "delta" or config.delta is not None]
-    has = {f"clip_ratio/{cut}" for cut in cuts} | {"policy"}
-    if "low" in cuts:
-        has.add("clip_ratio/region")
-    optional = {"entropy": inputs.entropy, "kl": inputs.ref_logprobs, "sampling": inputs.sampler_logprobs}
-    has |= {name for name, given in optional.items() if given is not None}
+    cuts = {cut for cut in config.facts.cuts if cut != "delta" or config.delta is not None}
+    cuts |= {"region"} if "low" in cuts else set()
+    optional = {"entropy": inputs.entropy, "kl": inputs.ref_logprobs, "sampling/": inputs.sampler_logprobs}
+    absent = ["loss", *(name for name, given in optional.items() if given is None)]
+    absent += [f"clip_ratio/{cut}" for cut in ("low", "high", "delta", "region") if cut not in cuts]
+    found = dict(zip(RESULTS, result.unbind(), strict=True))
+    return {name: value for name, value in found.items() if not name.startswith(tuple(absent))}
 
-    def kind(name: str) -> str:
-        return name.partition("_m")[0] if name.startswith("clip_ratio") else name.partition("/")[0]
 
-    return {name: value for name, value in zip(RESULTS, result.unbind(), strict=True) if kind(name) in has}
+_ARGUMENTS = f"{schema_of(PolicyBatch)}, {schema_of(LossConstants, 'c_')}"
 
 
 @torch.library.custom_op(
     "grpo_fast::policy_loss",
     mutates_args=(),
-    schema=f"({', '.join(_ARGUMENTS)}) -> (Tensor, Tensor, Tensor, Tensor)",
+    schema=f"({_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def _policy_loss(*arguments: Any) -> tuple[Tensor, ...]:
     from grpo_fast.kernels.policy_loss import policy_loss
 
-    *tensors, sequences = arguments[: len(_TOKENS) + 1]
-    given = (None if tensor is None else tensor.contiguous() for tensor in tensors)
-    with torch.cuda.device_of(tensors[0]):
-        return policy_loss(*given, sequences, PolicyLoss(*arguments[len(_TOKENS) + 1 :]))
+    batch, loss = _call(arguments)
+    given = {name: t.contiguous() for name, t in batch._asdict().items() if isinstance(t, Tensor)}
+    with torch.cuda.device_of(batch.logprobs):
+        return policy_loss(batch._replace(**given), loss)
 
 
 @_policy_loss.register_fake
-def _policy_loss_fake(logprobs: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    entropy, _, *constants = arguments[len(_TOKENS) - 2 :]
-    bonus = entropy is not None and PolicyLoss(*constants).entropy_coef != 0
+def _policy_loss_fake(*arguments: Any) -> tuple[Tensor, ...]:
+    batch, loss = _call(arguments)
+    logprobs, bonus = batch.logprobs, batch.entropy is not None and loss.entropy_coef != 0
     return (
         logprobs.new_empty(()),
         logprobs.new_empty(len(RESULTS)),
@@ -143,12 +111,16 @@ def _policy_loss_fake(logprobs: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     )
 
 
+def _call(arguments: tuple[Any, ...]) -> tuple[PolicyBatch, LossConstants]:
+    of_batch = len(PolicyBatch._fields)
+    return PolicyBatch(*arguments[:of_batch]), LossConstants(*arguments[of_batch:])
+
+
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     _, result, gradient, of_entropy = output
     ctx.save_for_backward(gradient, of_entropy)
     ctx.mark_non_differentiable(result, gradient, of_entropy)
     ctx.set_materialize_grads(False)
-    ctx.constants = len(inputs) - len(_TOKENS)
 
 
 def _backward(ctx: Any, upstream: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -156,8 +128,9 @@ def _backward(ctx: Any, upstream: Tensor | None, *_: Tensor | None) -> tuple[Ten
         raise RuntimeError("the policy loss has no second derivative: call backward without create_graph")
     gradient, of_entropy = (None if upstream is None else saved * upstream for saved in ctx.saved_tensors)
     bonus = of_entropy if of_entropy is not None and of_entropy.numel() else None
-    between = (None,) * (len(_TOKENS) - 2)
-    return gradient, *between, bonus, *(None,) * ctx.constants
+    found = {"logprobs": gradient, "entropy": bonus}
+    names = (*PolicyBatch._fields, *(f"c_{name}" for name in LossConstants._fields))
+    return tuple(found.get(name) for name in names)
 
 
 _policy_loss.register_autograd(_backward, setup_context=_setup_context)

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from grpo_fast.objective import GRPOLossConfig, LossInputs, LossOutputs, StepTotals, policy_loss
-from grpo_fast.objective.catalog import CATALOG
+from grpo_fast.objective.catalog import CATALOG, loss_specific
 
 # What TRL and Liger offer, and the fields of `GRPOLossConfig` that both call the same.
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
-LOSS_CONSTANTS = frozenset().union(*(CATALOG[name].fields for name in LOSS_TYPES))
+LOSS_CONSTANTS = loss_specific(LOSS_TYPES)
 # Those that both divide by the tokens of the whole step (bnpo: by the micro-batch's).
 TOKEN_MEANS = ("cispo", "dapo", "vespo")
 _TERMS = {

@@ -9,15 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
-from functools import partial
-from operator import ge, gt, le, lt
-from typing import Any, ClassVar, Literal
+from functools import cache, partial
+from typing import Any, ClassVar, Literal, get_type_hints
 
-from pydantic import ConfigDict
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from grpo_fast.lookup import OBJECT_MARK
 from grpo_fast.section import EXACT, LARGEST
 
+Settings = dict[str, Any]  # values by key of the configuration, such as "loss.beta"
 Aggregation = Literal["sequence_mean", "token_mean", "constant_length", "sequence_sum"]
 RatioLevel = Literal["token", "sequence", "sequence_token", "product"]
 KLEstimator = Literal["k1", "k2", "k3"]
@@ -28,13 +28,18 @@ SamplerCorrection = Literal[
 ]  # fmt: skip
 
 
+Bounds = tuple[float, float, float]  # as `LossConstants` has them: low, high, cap
+
+
 @dataclass(frozen=True)
 class LossFacts:
-    """One row of the catalogue."""
+    """One row of the catalogue: a policy loss, and what its paper sets beside it where it is a method."""
 
     paper: str
     aggregation: Aggregation
-    surrogate: str  # its name in `surrogates.SURROGATES`
+    surrogate: str  # a function of `surrogates.py`, or `module:function` of one's own
+    cuts: tuple[str, ...] = ()  # where it cuts a ratio: the metrics clip_ratio/*
+    fused: Callable[[GRPOLossConfig], Bounds] | None = None  # of the kernel's branch of that name; None: none
     epsilon: tuple[float | None, float | None] | None = None  # (low, high) by default; None: no clipping
     fields: tuple[str, ...] = ()  # of the configuration, that not every loss reads
     choosable_levels: tuple[RatioLevel, ...] = ("token",)  # of the importance ratio; the first by default
@@ -42,6 +47,25 @@ class LossFacts:
     forbids_kl: str = ""  # why a KL term is refused
     holds_back: bool = False  # tokens of the step whose covariance is high, see `surrogates.held_back`
     advantages: str = "reward minus the group's mean, divided by the group's standard deviation"
+    estimator: Settings = field(default_factory=dict)  # what makes them of rewards, keys of the configuration
+    sets: Settings = field(default_factory=dict)  # the method's other settings
+
+
+def _clip_bounds(config: GRPOLossConfig) -> Bounds:
+    """Of the log-ratio."""
+    low, high = config.epsilon_low or 0.0, config.epsilon_high or 0.0
+    cap = math.inf if config.delta is None else math.log(config.delta)
+    return math.log1p(-low) if low < 1 else -math.inf, math.log1p(high), cap
+
+
+def _plain_bounds(config: GRPOLossConfig) -> Bounds:
+    """Of the ratio itself, or of the divergence."""
+    return config.epsilon_low or 0.0, config.epsilon_high or 0.0, config.dppo_ratio_max
+
+
+def _sapo_bounds(config: GRPOLossConfig) -> Bounds:
+    """Its two temperatures."""
+    return config.sapo_temperature_neg, config.sapo_temperature_pos, 0.0
 
 
 _RANGE = ("epsilon_low", "epsilon_high")
@@ -51,79 +75,191 @@ _CLIP_COV = ("clip_cov_ratio", "clip_cov_low", "clip_cov_high")
 _KL_COV = ("kl_cov_ratio", "kl_cov_coef")
 _DPPO = (*_RANGE, "dppo_ratio_max")
 _CENTRED = "reward minus the group's mean"
+_UNSCALED = {"advantage.scale_rewards": "none"}
+_RESAMPLED = {"advantage.dynamic_sampling": True, "advantage.max_draws": 10}
 _ANY: tuple[RatioLevel, ...] = ("token", "sequence", "sequence_token")
-_clip = partial(LossFacts, surrogate="clip", epsilon=(0.2, 0.2), fields=(*_RANGE, "delta"))
-_dppo = partial(LossFacts, aggregation="token_mean", fields=_DPPO, advantages=_CENTRED)
+_clip = partial(
+    LossFacts,
+    surrogate="clip",
+    cuts=("low", "high", "delta"),
+    fused=_clip_bounds,
+    epsilon=(0.2, 0.2),
+    fields=(*_RANGE, "delta"),
+)
 _gspo = partial(_clip, aggregation="sequence_mean", epsilon=(3e-4, 4e-4))
+# The settings: verl's examples/dppo_trainer/run_qwen30b_dppo.sh, written by its authors.
+_dppo = partial(
+    LossFacts,
+    aggregation="token_mean",
+    cuts=("low", "high"),
+    fused=_plain_bounds,
+    fields=_DPPO,
+    advantages=_CENTRED,
+    estimator=_UNSCALED,
+    sets={"loss.aggregation": "constant_length", "loss.dppo_ratio_max": 10000, "old_logprobs": "sampler"},
+)
 
+# A comment says whose values a row's settings are, where they are not the paper's equations.
 CATALOG: dict[str, LossFacts] = {
-    "grpo": _clip("DeepSeekMath, arXiv 2402.03300, eq. 3", "sequence_mean", choosable_levels=_ANY),
+    # Section 4.2: the KL coefficient; epsilon is not stated there, 0.2 is PPO's.
+    "grpo": _clip(
+        "DeepSeekMath, arXiv 2402.03300, eq. 3",
+        "sequence_mean",
+        choosable_levels=_ANY,
+        sets={"loss.beta": 0.04},
+    ),
     "bnpo": _clip("as in TRL: over a batch what dapo is over a step", "token_mean", choosable_levels=_ANY),
+    # And train_zero_math.py of sail-sg/understand-r1-zero.
     "dr_grpo": _clip(
         "Dr. GRPO, arXiv 2503.20783, section 3.2",
         "constant_length",
         choosable_levels=_ANY,
         advantages=_CENTRED,
+        estimator=_UNSCALED,
     ),
-    "dapo": _clip("DAPO, arXiv 2503.14476, eq. 8", "token_mean", choosable_levels=_ANY),
+    # Section 4.1, and verl's recipe/dapo/run_dapo_qwen2.5_32b.sh.
+    "dapo": _clip(
+        "DAPO, arXiv 2503.14476, eq. 8",
+        "token_mean",
+        choosable_levels=_ANY,
+        sets={"loss.epsilon_low": 0.2, "loss.epsilon_high": 0.28}
+        | _RESAMPLED
+        | {"advantage.soft_overlong": 0.2},
+    ),
     "gspo": _gspo("GSPO, arXiv 2507.18071, eq. 5 and 7", choosable_levels=("sequence",)),
     "gspo_token": _gspo("GSPO-token, arXiv 2507.18071, eq. 13 and 14", choosable_levels=("sequence_token",)),
+    # As TRL's paper index quotes it; the paper was not readable.
     "luspo": _clip(
         "LUSPO, arXiv 2602.05261",
         aggregation="sequence_sum",
         epsilon=(2e-3, 2.5e-3),
         choosable_levels=("sequence", "sequence_token"),
     ),
+    # Appendix C: a beta of 0.03 for TL;DR, 0.1 for Anthropic-HH.
     "rloo": _clip(
         "RLOO, arXiv 2402.14740, section 2.3, with PPO's clip on the ratio of the whole completion",
         aggregation="sequence_mean",
         choosable_levels=("product",),
         advantages="reward, the KL already taken from it, minus the mean of the group's others",
+        estimator={"advantage.baseline": "leave_one_out"} | _UNSCALED,
+        sets={"loss.beta": 0.03, "loss.kl_estimator": "k1", "loss.kl_in_reward": True},
     ),
+    # The rest by OpenRLHF's train_reinforce_baseline_hybrid_engine.sh.
     "reinforce_plus_plus_baseline": _clip(
         "REINFORCE++-baseline, arXiv 2501.03262, eq. 6 to 8",
         aggregation="token_mean",
         choosable_levels=_ANY,
         kl_estimator="k2",
         advantages=f"{_CENTRED}, whitened over the batch's tokens",
+        estimator={"advantage.scale_rewards": "whiten"},
+        sets={"loss.beta": 1e-5, "advantage.dynamic_sampling": True},
     ),
-    "gmpo": LossFacts("GMPO, arXiv 2507.20673", "sequence_mean", "geometric_mean", (0.4, 0.4), _RANGE),
+    # And scripts/qwen2.5-math-7b-gmpo.sh of callsys/GMPO.
+    "gmpo": LossFacts(
+        "GMPO, arXiv 2507.20673",
+        "sequence_mean",
+        "geometric_mean",
+        cuts=("low", "high"),
+        epsilon=(0.4, 0.4),
+        fields=_RANGE,
+    ),
+    # Section 3.1 of MiniMax-M1; the ceiling is not stated there.
     "cispo": LossFacts(
         "CISPO, MiniMax-M1, arXiv 2506.13585, eq. 4 and 5; the ceiling is absolute as in arXiv 2510.13786",
         aggregation="token_mean",
         surrogate="cispo",
+        cuts=("high",),
+        fused=_plain_bounds,
         epsilon=(None, 5.0),
         fields=("epsilon_high",),
+        sets={"advantage.dynamic_sampling": True, "advantage.soft_overlong": 0.2},
     ),
-    "sapo": LossFacts("SAPO, arXiv 2511.20347, eq. 5 and 6", "sequence_mean", "sapo", fields=_SAPO),
+    "sapo": LossFacts(
+        "SAPO, arXiv 2511.20347, eq. 5 and 6", "sequence_mean", "sapo", fused=_sapo_bounds, fields=_SAPO
+    ),
+    # And recipe/vespo/run of FloyedShen/VESPO.
     "vespo": LossFacts("VESPO, arXiv 2602.10693", "token_mean", "vespo", fields=_VESPO),
     "gpg": LossFacts(
         "GPG, arXiv 2504.02546, eq. 5",
         aggregation="token_mean",
         surrogate="reinforce",
+        fused=_plain_bounds,
         forbids_kl="GPG is defined without a reference model; use loss_type='reinforce' to add one",
         advantages=f"{_CENTRED}, times B / (B - M), M of the B groups flat",
+        estimator=_UNSCALED | {"advantage.rescale_flat_groups": True},  # F_norm = 1, alpha = B / (B - M)
     ),
+    # A baseline may not depend on the completion it is for.
     "reinforce": LossFacts(
-        "REINFORCE, Williams 1992", "sequence_sum", "reinforce", advantages="reward minus any baseline"
+        "REINFORCE, Williams 1992",
+        "sequence_sum",
+        "reinforce",
+        fused=_plain_bounds,
+        advantages="reward minus any baseline",
+        estimator={"advantage.baseline": "leave_one_out"} | _UNSCALED,
     ),
+    # And recipe/dapo/7b_clip_cov.sh of PRIME-RL/Entropy-Mechanism-of-RL.
     "clip_cov": _clip(
         "Clip-Cov, arXiv 2505.22617, eq. 11 and 12",
         "token_mean",
         surrogate="clip_cov",
+        cuts=("low", "high", "covariance"),
+        fused=None,
         fields=(*_RANGE, *_CLIP_COV),
         holds_back=True,
+        sets={"loss.epsilon_low": 1.0, "loss.epsilon_high": 1.0} | _RESAMPLED,
     ),
+    # And verl's recipe/entropy/7b_kl_cov.sh; 32b_kl_cov.sh has a share of 2e-4.
     "kl_cov": LossFacts(
-        "KL-Cov, arXiv 2505.22617, eq. 13 and 14", "token_mean", "kl_cov", fields=_KL_COV, holds_back=True
+        "KL-Cov, arXiv 2505.22617, eq. 13 and 14",
+        "token_mean",
+        "kl_cov",
+        cuts=("covariance",),
+        fields=_KL_COV,
+        holds_back=True,
+        sets={"loss.kl_cov_ratio": 2e-3} | _RESAMPLED,
     ),
     "dppo_tv": _dppo("DPPO-Binary-TV, arXiv 2602.04879", surrogate="dppo_tv", epsilon=(0.15, 0.15)),
     "dppo_kl": _dppo("DPPO-Binary-KL, arXiv 2602.04879", surrogate="dppo_kl", epsilon=(0.05, 0.05)),
 }
 
+METHODS: dict[str, Settings] = {
+    **{name: {"loss.loss_type": name} | facts.sets | facts.estimator for name, facts in CATALOG.items()},
+    # Lite PPO, arXiv 2508.08221: the group's mean, the batch's deviation, token-level loss; and ROLL's
+    # LitePPO.md.
+    "lite_ppo": {"loss.loss_type": "dapo", "advantage.scale_rewards": "batch"},
+    # GDPO, arXiv 2601.05242, and verl-GDPO/train_gdpo.sh of NVlabs/GDPO.
+    "gdpo": {
+        "loss.loss_type": "dapo",
+        "advantage.multi_objective_aggregation": "normalize_then_sum",
+    },
+    # INTELLECT-2, arXiv 2505.07291: prime-rl's configs/training/intellect2_qwq.toml at 3c38caf9; the KL by
+    # TRL's paper index.
+    "intellect_2": {
+        "loss.loss_type": "dapo",
+        "loss.delta": 4.0,
+        "loss.beta": 0.001,
+        "loss.entropy_coef": 0.001,
+        "advantage.dynamic_sampling": True,
+    },
+    # Skywork-OR1, arXiv 2505.22312, sections 3.1 and 3.2.5, and or1_scripts/train/7b_8k.sh of
+    # SkyworkAI/Skywork-OR1.
+    "skywork_or1": {
+        "loss.loss_type": "dapo",
+        "loss.use_adaptive_entropy": True,
+        "loss.entropy_target": 0.2,
+        "loss.entropy_coef_max": 0.005,
+        "loss.entropy_coef_delta": 1e-4,
+        "advantage.skip_flat_groups": True,
+    },
+}
+"""What each method sets over the defaults: every loss, and those that take another's surrogate."""
+
 LOSS_TYPES = tuple(CATALOG)
 
-_LOSS_SPECIFIC = frozenset[str]().union(*(facts.fields for facts in CATALOG.values()))
+
+def loss_specific(names: Iterable[str] | None = None) -> frozenset[str]:
+    """Fields of the configuration that not every loss reads, of these losses or of all."""
+    return frozenset[str]().union(*(CATALOG[name].fields for name in names or CATALOG))
 
 
 def option(default: Any, description: str, **bounds: float) -> Any:
@@ -139,20 +275,24 @@ def refuse_unread(config: Any, names: Iterable[str], why: str) -> None:
             raise ValueError(f"{f.name} = {value} {why}; leave it out")
 
 
-_BOUNDS: dict[str, Callable[[float, float], bool]] = {"ge": ge, "gt": gt, "le": le, "lt": lt}
-_IN_WORDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+@cache
+def _fields_of(kind: type) -> type[BaseModel]:
+    """Its fields and their bounds without what it does once they are there."""
+    hints = get_type_hints(kind)
+    given: dict[str, Any] = {f.name: (hints[f.name], Field(**f.metadata)) for f in fields(kind)}
+    return create_model(kind.__name__, __config__=ConfigDict(**EXACT, strict=True), **given)
 
 
-def check_bounds(config: Any) -> None:
-    """Raise ValueError when a number of a dataclass is not finite, or beyond the bounds of its `option`."""
-    for f in fields(config):
-        value = getattr(config, f.name)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            continue
-        bounds = {name: limit for name, limit in f.metadata.items() if name in _BOUNDS}
-        if not (math.isfinite(value) and all(_BOUNDS[name](value, limit) for name, limit in bounds.items())):
-            wanted = " and ".join(f"{_IN_WORDS[name]} {limit}" for name, limit in bounds.items())
-            raise ValueError(f"{f.name} = {value} is out of range; give a finite number {wanted}".rstrip())
+def check_fields(config: Any) -> None:
+    """Raise ValueError when a field of a dataclass is of another type, not finite, or beyond its bounds."""
+    kind: type = type(config)
+    given = {name: tuple(value) if isinstance(value, list) else value for name, value in vars(config).items()}
+    try:
+        _fields_of(kind).model_validate(given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name, message = str(first["loc"][0]), first["msg"]
+        raise ValueError(f"{name} = {given[name]!r}: {message[0].lower()}{message[1:]}") from error
 
 
 @dataclass(frozen=True)
@@ -254,6 +394,7 @@ class GRPOLossConfig:
     dppo_ratio_max: float = option(20.0, "dppo: ceiling of the ratio that multiplies the gradient", gt=0)
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.is_custom:
             self._check_custom()
         elif self.loss_type not in CATALOG:
@@ -314,7 +455,7 @@ class GRPOLossConfig:
 
     def _resolve(self) -> None:
         facts = self.facts
-        unread = _LOSS_SPECIFIC.difference(facts.fields)
+        unread = loss_specific().difference(facts.fields)
         refuse_unread(self, unread, f"is not read by loss_type = {self.loss_type!r}")
         if facts.epsilon is not None:
             low, high = facts.epsilon if self.epsilon_low is None else (self.epsilon_low, self.epsilon_low)
@@ -350,7 +491,6 @@ class GRPOLossConfig:
         refuse_unread(self, others, "is not read by a loss of your own, which gets LossInputs only")
 
     def _check_ranges(self) -> None:
-        check_bounds(self)
         if self.kl_in_reward and self.use_bias_correction_kl:
             raise ValueError(
                 "use_bias_correction_kl = True corrects the gradient of a KL in the loss, but kl_in_reward = "

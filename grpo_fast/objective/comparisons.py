@@ -12,7 +12,7 @@ from typing import ClassVar, Literal
 
 from pydantic import ConfigDict
 
-from grpo_fast.objective.catalog import check_bounds, option, refuse_unread
+from grpo_fast.objective.catalog import check_fields, option, refuse_unread
 from grpo_fast.section import EXACT
 
 
@@ -89,6 +89,7 @@ class PreferenceLossConfig:
     cpo_alpha: float = option(1.0, "cpo: weight of the chosen completions' likelihood", ge=0)
 
     def __post_init__(self) -> None:
+        check_fields(self)
         for name in self.loss_types:
             if name not in PREFERENCE_LOSSES:
                 raise ValueError(
@@ -99,7 +100,6 @@ class PreferenceLossConfig:
         refuse_unread(self, _LOSS_SPECIFIC - read, f"is not read by loss_type = {self.loss_type!r}")
         if self.beta is None:
             object.__setattr__(self, "beta", self._usual_beta())
-        check_bounds(self)
 
     @property
     def loss_types(self) -> tuple[str, ...]:
@@ -218,6 +218,7 @@ class RankingLossConfig:
     epsilon_high: float = option(0.2, "advantage: how far it may rise above 1", gt=0)
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.objective not in _READS:
             raise ValueError(f"objective = {self.objective!r} is unknown; choose among {', '.join(_READS)}")
         unread = {f.name for f in fields(self)} - _READS[self.objective] - {"objective"}
@@ -225,7 +226,6 @@ class RankingLossConfig:
         if self.temperature is None and self.objective != "advantage":
             summed = self.objective != "advantage_likelihood" and not self.length_normalised
             object.__setattr__(self, "temperature", 10.0 if summed else 1.0)
-        check_bounds(self)
 
     @property
     def needs_reference(self) -> bool:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from grpo_fast.lookup import OBJECT_MARK, load_callable
-from grpo_fast.objective.catalog import GRPOLossConfig
+from grpo_fast.objective.catalog import GRPOLossConfig, RatioLevel
 from grpo_fast.objective.metrics import policy_metrics
-from grpo_fast.objective.surrogates import SURROGATES, PolicyTokens, held_back
+from grpo_fast.objective.surrogates import PolicyTokens, Surrogate, held_back, log_importance, surrogate_of
 from grpo_fast.objective.terms import entropy_threshold, kl_estimate, off_policy_keep, sampler_weights
 from grpo_fast.objective.types import (
     LossFunction,
@@ -48,28 +48,44 @@ def policy_loss(inputs: LossInputs, config: GRPOLossConfig) -> LossOutputs:
     inputs = _cleaned(inputs)
     tokens = _tokens(inputs, config)
     keep, entropy_mean = _kept(inputs, tokens, totals, config)
-    surrogate = SURROGATES[config.facts.surrogate](tokens, config)
-
-    terms = surrogate.loss
-    if config.needs_sampler and not surrogate.uses_sampler_weight:
-        terms = terms * present(tokens.sampler_weight)
-    if inputs.policy_weights is not None:
-        terms = terms * inputs.policy_weights
-    terms = torch.where(keep, terms, 0)
-
-    kl = None
-    if inputs.ref_logprobs is not None:
-        kl = kl_estimate(tokens.logprobs, inputs.ref_logprobs, config.kl_kind)
-        if config.beta > 0 and not config.kl_in_reward:
-            # Of each token's own ratio, at whichever level the surrogate's is: DeepSeek-V3.2,
-            # arXiv 2512.02556, eq. 7.
-            ratio = tokens.log_ratio.exp() if config.use_bias_correction_kl else 1
-            terms = terms + config.beta * ratio * kl
+    terms, surrogate, kl = token_terms(tokens, config, keep, inputs.ref_logprobs, inputs.policy_weights)
     weights = token_weights(config.aggregation_kind, tokens.segments, totals, config.max_completion_length)
     loss = (weights * terms).sum()
     if config.entropy_coef > 0:
         loss = loss - config.entropy_coef * (entropy_mean * present(inputs.entropy)).sum()
     return LossOutputs(loss, policy_metrics(surrogate, tokens, inputs, keep, kl, totals, config))
+
+
+def token_terms(
+    tokens: PolicyTokens,
+    config: GRPOLossConfig,
+    keep: Tensor | None,
+    ref_logprobs: Tensor | None,
+    policy_weights: Tensor | None,
+    kl_level: RatioLevel = "token",
+) -> tuple[Tensor, Surrogate, Tensor | None]:
+    """keep_t · c_t · surrogate_t + β · kl_t of each token, (N,), and the surrogate and the KL in it.
+
+    Args:
+        keep: (N,) bool; None: all.
+        kl_level: of the ratio that corrects the KL. Each token's own, at whichever level the surrogate's is:
+            DeepSeek-V3.2, arXiv 2512.02556, eq. 7.
+    """
+    surrogate = surrogate_of(config)(tokens, config)
+    terms = surrogate.loss
+    if config.needs_sampler and not surrogate.uses_sampler_weight:
+        terms = terms * present(tokens.sampler_weight)
+    if policy_weights is not None:
+        terms = terms * policy_weights
+    if keep is not None:
+        terms = torch.where(keep, terms, 0)
+    if ref_logprobs is None:
+        return terms, surrogate, None
+    kl = kl_estimate(tokens.logprobs, ref_logprobs, config.kl_kind)
+    if config.beta > 0 and not config.kl_in_reward:
+        ratio = log_importance(tokens, kl_level).exp() if config.use_bias_correction_kl else 1
+        terms = terms + config.beta * ratio * kl
+    return terms, surrogate, kl
 
 
 def resolve_loss(loss: str | GRPOLossConfig) -> LossFunction:

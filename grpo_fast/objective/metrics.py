@@ -98,14 +98,16 @@ def masked_extreme(values: Tensor, mask: Tensor, which: str) -> Tensor:
 
 def sum_metrics(shares: Sequence[Mapping[str, Tensor | float]]) -> dict[str, float]:
     """A step's metrics from the shares of its micro-batches, or of its ranks: they add up, but for extremes
-    (`_max`, `_min`)."""
-    combined = {}
-    for name in {name: None for share in shares for name in share}:
-        values = torch.stack([torch.as_tensor(s[name]).float().cpu() for s in shares if name in s])
-        if name.endswith("_max"):
-            combined[name] = values.max().item()
-        elif name.endswith("_min"):
-            combined[name] = values.min().item()
-        else:
-            combined[name] = values.sum().item()
-    return combined
+    (`_max`, `_min`). They come from the device in one copy."""
+    names = {name: None for share in shares for name in share}
+    found = {name: [torch.as_tensor(s[name]).float() for s in shares if name in s] for name in names}
+    values = [value for many in found.values() for value in many]
+    if not values:
+        return {}
+    device = next((value.device for value in values if value.device.type != "cpu"), values[0].device)
+    on_host = torch.stack([value.to(device) for value in values]).cpu()
+    parts = on_host.split([len(many) for many in found.values()])
+    combine = {"_max": torch.amax, "_min": torch.amin}
+    return {
+        name: combine.get(name[-4:], torch.sum)(part).item() for name, part in zip(found, parts, strict=True)
+    }

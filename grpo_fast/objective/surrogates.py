@@ -1,6 +1,6 @@
 """The policy term of each loss, per token: what is minimised in place of the expected reward.
 
-Each of `SURROGATES` maps `PolicyTokens` to a `Surrogate`. Papers and equations stand in `catalog.py`.
+Each maps `PolicyTokens` to a `Surrogate`. Papers and equations stand in `catalog.py`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from grpo_fast.lookup import load_callable
 from grpo_fast.objective.catalog import GRPOLossConfig, RatioLevel
 from grpo_fast.objective.types import Segments, present
 
@@ -212,13 +213,13 @@ def _trust_region(
     return Surrogate(-weight * tokens.advantages * tokens.logprobs, ratio, {"low": low, "high": high})
 
 
-SURROGATES: dict[str, Callable[[PolicyTokens, GRPOLossConfig], Surrogate]] = {
-    function.__name__: function
-    for function in (
-        *(clip, geometric_mean, cispo, sapo, vespo, reinforce),
-        *(clip_cov, kl_cov, dppo_tv, dppo_kl),
-    )
-}
+SurrogateFunction = Callable[[PolicyTokens, GRPOLossConfig], Surrogate]
+
+
+def surrogate_of(config: GRPOLossConfig) -> SurrogateFunction:
+    """The function that the catalogue's row names: of this module, or by import path."""
+    name = config.facts.surrogate
+    return load_callable(name, "surrogate") if ":" in name else globals()[name]
 
 
 def _clamp_by_sign(values: Tensor, negative: Tensor, floor: float, cap: float, ceiling: float) -> Tensor:

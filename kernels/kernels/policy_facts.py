@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from torch import Tensor
+
 SUMS = (
     "loss", "policy/ratio_mean", "policy/masked_mean", "clip_ratio/low_mean", "clip_ratio/high_mean",
     "clip_ratio/delta_mean", "clip_ratio/region_mean", "entropy", "kl", "sampling/logp_difference_mean",
@@ -16,11 +18,25 @@ MAXIMA = (
     *("sampling/logp_difference_max", "sampling/importance_ratio_max"),
 )
 RESULTS = (*SUMS, *MINIMA, *MAXIMA)
-"""What every program hands over for its sequence, in this order, by the objective's names of the metrics;
-extremes of no token are infinite."""
+"""What every program hands over for its sequence, by the objective's names of the metrics; extremes of no
+token are infinite."""
 
 
-class PolicyLoss(NamedTuple):
+class PolicyBatch(NamedTuple):
+    """N tokens of S sequences, by the names that the objective's `LossInputs` has for them."""
+
+    logprobs: Tensor  # (N,) float32
+    advantages: Tensor  # (N,) of any float dtype, as all below
+    sequence_ids: Tensor  # (N,) int64 in [0, S), a sequence's tokens contiguous: else the loss is NaN
+    loss_mask: Tensor  # (N,) bool
+    old_logprobs: Tensor | None
+    ref_logprobs: Tensor | None
+    sampler_logprobs: Tensor | None
+    entropy: Tensor | None
+    num_sequences: int  # S, at least 1
+
+
+class LossConstants(NamedTuple):
     """Which loss, and its constants, as the kernels take them. Names and meanings are the objective's."""
 
     surrogate: str  # "clip", "cispo", "sapo", "reinforce", "dppo_tv" or "dppo_kl"

@@ -14,50 +14,34 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime.jit import constexpr_function
 
-from .policy_facts import MINIMA, RESULTS, SUMS, PolicyLoss
+from .policy_facts import MINIMA, RESULTS, SUMS, LossConstants, PolicyBatch
 from .policy_terms import at_most, exp_beyond_linear, kl_term, surrogate_term
 from .product import register_bound
 
 
-def policy_loss(
-    logprobs: Tensor,
-    advantages: Tensor,
-    sequence_ids: Tensor,
-    loss_mask: Tensor,
-    old_logprobs: Tensor | None,
-    ref_logprobs: Tensor | None,
-    sampler_logprobs: Tensor | None,
-    entropy: Tensor | None,
-    num_sequences: int,
-    loss: PolicyLoss,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def policy_loss(batch: PolicyBatch, loss: LossConstants) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The loss (), `RESULTS` as a vector, dL/dlogp (N,) and dL/dentropy (N,), all float32.
 
     The last is empty, (0,), when the loss has no entropy term.
-
-    Args:
-        logprobs: (N,) float32.
-        advantages, old_logprobs, ref_logprobs, sampler_logprobs, entropy: (N,) of any float dtype.
-        sequence_ids: (N,) int64 in [0, num_sequences), each sequence's tokens contiguous; where they are not,
-            the loss is NaN.
-        loss_mask: (N,) bool.
-        num_sequences: S, at least 1.
     """
+    logprobs, ids, num_sequences = batch.logprobs, batch.sequence_ids, batch.num_sequences
+    optional = batch.old_logprobs, batch.ref_logprobs, batch.sampler_logprobs, batch.entropy
     count = logprobs.numel()
     blocks = max(1, triton.cdiv(count, _BLOCK))
-    bounds = sequence_ids.new_zeros((2, num_sequences))
+    bounds = ids.new_zeros((2, num_sequences))
     tokens = torch.empty(blocks, dtype=torch.int32, device=logprobs.device)
     partial = logprobs.new_empty((len(RESULTS), num_sequences))
     # A token that no sequence covers keeps its NaN.
     gradient = torch.full_like(logprobs, torch.nan)
-    has_bonus = entropy is not None and loss.entropy_coef != 0
+    has_bonus = batch.entropy is not None and loss.entropy_coef != 0
     of_entropy = torch.full_like(logprobs, torch.nan) if has_bonus else logprobs.new_empty(0)
     result, total = logprobs.new_empty(len(RESULTS)), logprobs.new_empty(())
-    config = PolicyLoss(*(value if isinstance(value, float) else tl.constexpr(value) for value in loss))
-    _find_sequences[(blocks,)](sequence_ids, loss_mask, bounds, tokens, num_sequences, count, BLOCK=_BLOCK)
+    config = LossConstants(*(value if isinstance(value, float) else tl.constexpr(value) for value in loss))
+    _find_sequences[(blocks,)](ids, batch.loss_mask, bounds, tokens, num_sequences, count, BLOCK=_BLOCK)
     _sequence_loss[(num_sequences,)](
-        logprobs, advantages, loss_mask, old_logprobs, ref_logprobs, sampler_logprobs, entropy,
+        logprobs, batch.advantages, batch.loss_mask, *optional,
         bounds, tokens, partial, gradient, of_entropy, num_sequences, blocks, config,
         HAS_BONUS=has_bonus, BLOCK=_SEQUENCE_BLOCK, **register_bound(160),
     )  # fmt: skip
@@ -73,10 +57,7 @@ _SEQUENCE_BLOCK = 512  # all options together spill at twice as many
 
 
 # What a micro-batch slices out of a step starts anywhere: its alignment must not compile the kernels anew.
-_SLICED = (
-    *("logprobs", "advantages", "sequence_ids", "loss_mask"),
-    *("old_logprobs", "ref_logprobs", "sampler_logprobs", "entropies"),
-)
+_SLICED = PolicyBatch._fields[:-1]
 
 
 @triton.jit(do_not_specialize=["sequences", "count"], do_not_specialize_on_alignment=_SLICED)
@@ -116,6 +97,19 @@ def _largest(values, counted):
     return tl.max(tl.where(counted, values, float("-inf")))
 
 
+_PLACES = {name: place for place, name in enumerate(RESULTS)}
+
+
+@constexpr_function
+def _place_of(name):
+    return _PLACES[name]
+
+
+@triton.jit
+def _hand_over(row, sequences, value, NAME: tl.constexpr):
+    tl.store(row + _place_of(NAME) * sequences, value)
+
+
 @triton.jit(do_not_specialize=["sequences", "blocks"], do_not_specialize_on_alignment=_SLICED)
 def _sequence_loss(
     logprobs,  # (N,) as the next six, of which the last four may be None
@@ -124,7 +118,7 @@ def _sequence_loss(
     old_logprobs,
     ref_logprobs,
     sampler_logprobs,
-    entropies,
+    entropy,
     bounds,  # (2, S) int64
     tokens,  # (blocks,) int32
     partial,  # (RESULTS, S) float32, written
@@ -132,7 +126,7 @@ def _sequence_loss(
     entropy_gradient,  # (N,) float32, written when HAS_BONUS
     sequences,
     blocks,
-    config,  # `PolicyLoss`: numbers, and constants that choose the code
+    config,  # `LossConstants`: numbers, and constants that choose the code
     HAS_BONUS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -241,8 +235,8 @@ def _sequence_loss(
         if HAS_BONUS:
             bonus = tl.where(counted, -config.entropy_coef / in_step, 0.0)
             tl.store(entropy_gradient + place, bonus, mask=place < last)
-        if entropies is not None:
-            entropy_sum += tl.sum(_load(entropies, place, counted))
+        if entropy is not None:
+            entropy_sum += tl.sum(_load(entropy, place, counted))
         ratio_sum += tl.sum(tl.where(counted, ratio, 0.0))
         ratio_min = tl.minimum(ratio_min, _smallest(ratio, counted))
         ratio_max = tl.maximum(ratio_max, _largest(ratio, counted))
@@ -262,17 +256,29 @@ def _sequence_loss(
     if HAS_BONUS:
         loss -= config.entropy_coef / in_step * entropy_sum
     nothing = ratio_max == float("-inf")
-    of_sequence = (  # `RESULTS`
-        loss, ratio_sum * mean, masked * token_mean,
-        lows * mean, highs * mean, deltas * mean, (lows + highs) * mean,
-        entropy_sum * token_mean, kl_sum * token_mean,
-        differences * token_mean, sampling_kl * token_mean, sampling_k1 * token_mean,
-        outside_sum * token_mean, weight_sum * token_mean, rejected * token_mean,
-        ratio_min, tl.where(nothing, float("inf"), lows / length), weight_min,
-        ratio_max, tl.where(nothing, float("-inf"), highs / length), difference_max, weight_max,
-    )  # fmt: skip
-    for which in tl.static_range(len(of_sequence)):
-        tl.store(partial + which * sequences + sequence, of_sequence[which])
+    row = partial + sequence
+    _hand_over(row, sequences, loss, "loss")
+    _hand_over(row, sequences, ratio_sum * mean, "policy/ratio_mean")
+    _hand_over(row, sequences, masked * token_mean, "policy/masked_mean")
+    _hand_over(row, sequences, lows * mean, "clip_ratio/low_mean")
+    _hand_over(row, sequences, highs * mean, "clip_ratio/high_mean")
+    _hand_over(row, sequences, deltas * mean, "clip_ratio/delta_mean")
+    _hand_over(row, sequences, (lows + highs) * mean, "clip_ratio/region_mean")
+    _hand_over(row, sequences, entropy_sum * token_mean, "entropy")
+    _hand_over(row, sequences, kl_sum * token_mean, "kl")
+    _hand_over(row, sequences, differences * token_mean, "sampling/logp_difference_mean")
+    _hand_over(row, sequences, sampling_kl * token_mean, "sampling/kl")
+    _hand_over(row, sequences, sampling_k1 * token_mean, "sampling/kl_k1")
+    _hand_over(row, sequences, outside_sum * token_mean, "sampling/ratio_outside_mean")
+    _hand_over(row, sequences, weight_sum * token_mean, "sampling/importance_ratio_mean")
+    _hand_over(row, sequences, rejected * token_mean, "sampling/rejected_mean")
+    _hand_over(row, sequences, ratio_min, "policy/ratio_min")
+    _hand_over(row, sequences, tl.where(nothing, float("inf"), lows / length), "clip_ratio/low_min")
+    _hand_over(row, sequences, weight_min, "sampling/importance_ratio_min")
+    _hand_over(row, sequences, ratio_max, "policy/ratio_max")
+    _hand_over(row, sequences, tl.where(nothing, float("-inf"), highs / length), "clip_ratio/high_max")
+    _hand_over(row, sequences, difference_max, "sampling/logp_difference_max")
+    _hand_over(row, sequences, weight_max, "sampling/importance_ratio_max")
 
 
 @triton.jit(do_not_specialize=["sequences", "count"])

@@ -44,6 +44,7 @@ from benchmarks.dry_head import step
 from benchmarks.machine_code import read
 from grpo_fast.head import tuning
 from grpo_fast.head.fused_loss import loss_constants
+from grpo_fast.kernels.policy_facts import PolicyBatch
 from grpo_fast.kernels.policy_loss import policy_loss as launch
 from grpo_fast.objective import GRPOLossConfig
 
@@ -94,7 +95,7 @@ def loss_of_slice(start):
     part, dtypes = slice(start, 20 + 2 * start), (torch.float32, torch.int64, torch.bool)
     row, ids, mask = (torch.zeros(64, dtype=dtype)[part] for dtype in dtypes)
     constants = loss_constants(GRPOLossConfig(loss_type="grpo", beta=0.1), None)
-    launch(row, row, ids, mask, row, row, row, row, 1 + start, constants)
+    launch(PolicyBatch(row, row, ids, mask, row, row, row, row, 1 + start), constants)
 
 
 names = ("bfloat16", "temperature", "bias, temperature, softcap")

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from grpo_fast.methods import ESTIMATOR, METHODS
+from grpo_fast.methods import ESTIMATOR
 from grpo_fast.objective import GRPOLossConfig
-from grpo_fast.objective.catalog import CATALOG, LOSS_TYPES
+from grpo_fast.objective.catalog import CATALOG, LOSS_TYPES, METHODS
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
@@ -43,15 +43,17 @@ FIXED_LEVEL = ("cispo", "sapo", "vespo", "gpg", "reinforce", "gmpo", "kl_cov", "
     [
         ({"loss_type": "ppo"}, "loss_type = 'ppo'", "choose one of"),
         ({"loss_type": "my loss:f g"}, "loss_type = 'my loss:f g'", "package.module:function"),
-        ({"epsilon_low": -0.1}, "epsilon_low = -0.1", "at least 0"),
+        ({"epsilon_low": -0.1}, "epsilon_low = -0.1", "greater than or equal to 0"),
         ({"epsilon_high": float("nan")}, "epsilon_high = nan", "finite"),
-        ({"beta": -0.04}, "beta = -0.04", "at least 0"),
+        ({"beta": -0.04}, "beta = -0.04", "greater than or equal to 0"),
         ({"delta": 1.1}, "delta = 1.1", "raise delta"),
         ({"loss_type": "cispo", "epsilon_high": 0.2}, "epsilon_high = 0.2", "what verl writes as 0.2 is 1.2"),
         ({"loss_type": "cispo", "epsilon_high": 1.0}, "epsilon_high = 1.0", "is 2.0"),
-        ({"top_entropy_quantile": 1.5}, "top_entropy_quantile = 1.5", "at least 0 and at most 1"),
-        ({"max_completion_length": 0}, "max_completion_length = 0", "above 0"),
-        ({"loss_type": "sapo", "sapo_temperature_pos": 0.0}, "sapo_temperature_pos = 0.0", "above 0"),
+        ({"top_entropy_quantile": 1.5}, "top_entropy_quantile = 1.5", "less than or equal to 1"),
+        ({"aggregation": "mean"}, "aggregation = 'mean'", "'token_mean'"),
+        ({"beta": "0.1"}, "beta = '0.1'", "valid number"),
+        ({"max_completion_length": 0}, "max_completion_length = 0", "greater than 0"),
+        ({"loss_type": "sapo", "sapo_temperature_pos": 0.0}, "sapo_temperature_pos = 0.0", "greater than 0"),
         ({"loss_type": "gpg", "beta": 0.1}, "beta = 0.1", "set beta = 0"),
         ({"loss_type": "sapo", "epsilon_low": 0.2}, "epsilon_low = 0.2", "leave it out"),
         ({"loss_type": "cispo", "epsilon_low": 0.2}, "epsilon_low = 0.2", "leave it out"),

@@ -12,6 +12,7 @@ import torch
 from grpo_fast.lookup import given
 from grpo_fast.objective import GRPOLossConfig, LossOutputs, StepTotals, policy_loss, resolve_loss
 from grpo_fast.objective.catalog import CATALOG, LOSS_TYPES, Aggregation
+from grpo_fast.objective.metrics import sum_metrics
 from grpo_fast.objective.surrogates import held_back
 from grpo_fast.objective.terms import entropy_threshold, kl_estimate
 
@@ -186,6 +187,17 @@ def test_an_input_that_the_config_needs_and_is_missing_is_named(changes, missing
 
     with pytest.raises(ValueError, match=missing):
         policy_loss(inputs, GRPOLossConfig(**changes))
+
+
+def test_a_steps_metrics_come_to_the_host_in_one_copy(monkeypatch):
+    copies, copy = [], torch.Tensor.cpu
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: copies.append(tensor) or copy(tensor))
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda _: pytest.fail("a second copy"))
+    first = {"kl": torch.tensor(1.0), "ratio_max": torch.tensor(3.0), "ratio_min": torch.tensor(-torch.inf)}
+    second = {"kl": torch.tensor(0.5), "ratio_max": torch.tensor(2.0), "ratio_min": 1.0, "loss": 4}
+
+    assert sum_metrics([first, second]) == {"kl": 1.5, "ratio_max": 3, "ratio_min": -math.inf, "loss": 4}
+    assert len(copies) == 1 and sum_metrics([]) == {}
 
 
 def test_an_empty_micro_batch_has_no_loss_and_no_gradient(make_batch):

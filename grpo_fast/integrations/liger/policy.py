@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from grpo_fast.head import linear_logprob
 from grpo_fast.integrations.losses import LOSS_CONSTANTS, TOKEN_MEANS, live_values, shared_config
 from grpo_fast.objective import GRPOLossConfig, StepTotals
-from grpo_fast.objective.surrogates import SURROGATES, PolicyTokens, log_importance
-from grpo_fast.objective.terms import kl_estimate
+from grpo_fast.objective.loss import token_terms
+from grpo_fast.objective.surrogates import PolicyTokens, log_importance
 from grpo_fast.objective.types import Segments, token_weights
 
 
@@ -102,10 +102,10 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         logprobs = self._logprobs(_input[scored], lin_weight, ids, bias)
         old = logprobs if old_per_token_logps is None else old_per_token_logps[scored]
         segments = Segments.of(scored.nonzero()[:, 0], mask[scored], len(mask), logprobs.dtype)
-        ratio = None
+        ratio, vespo = None, self.loss_type == "vespo"
         if vllm_is_ratio is not None:
             ratio = live_values(vllm_is_ratio, scored)
-            if self.loss_type == "vespo" and vllm_is_ratio.shape != mask.shape:
+            if vespo and vllm_is_ratio.shape != mask.shape:
                 # Vespo multiplies the ratios of its tokens: one of a whole sequence must count once.
                 ratio = ratio.pow(1 / segments.spread(segments.counts))
         tokens = PolicyTokens(
@@ -113,31 +113,29 @@ class LigerFusedLinearGRPOLoss(nn.Module):
             old_logprobs=old.detach(),
             advantages=live_values(advantages, scored).to(logprobs.dtype),
             segments=segments,
-            sampler_weight=ratio,
+            sampler_weight=ratio if vespo else None,
         )
-        surrogate = SURROGATES[config.facts.surrogate](tokens, config)
-        terms = surrogate.loss
-        if ratio is not None and not surrogate.uses_sampler_weight:
-            terms = terms * ratio
-        sides = [surrogate.clipped[side] for side in ("low", "high") if side in surrogate.clipped]
-        metrics = [sum(sides, torch.zeros_like(logprobs))]
+        reference = None
         if self.beta != 0:
             if not self.use_ref_model:
-                reference = logprobs
+                reference = logprobs.detach()
             elif ref_per_token_logps is not None:
-                reference = ref_per_token_logps[scored]
+                reference = ref_per_token_logps[scored].detach()
             elif ref_input is not None and ref_weight is not None:
-                reference = self._logprobs(ref_input[scored], ref_weight, ids, ref_bias)
+                reference = self._logprobs(ref_input[scored], ref_weight, ids, ref_bias).detach()
             else:
                 raise ValueError(
                     f"beta = {self.beta} weighs a KL to a reference model: give ref_per_token_logps, or "
                     "ref_input and ref_weight, or set use_ref_model=False"
                 )
-            kl = kl_estimate(logprobs, reference.detach(), "k3")
-            if self.use_bias_correction_kl:
-                kl = kl * log_importance(tokens, config.ratio_level).exp()
-            terms = terms + self.beta * kl
-            metrics.insert(0, kl.detach())
+        terms, surrogate, kl = token_terms(
+            tokens, config, None, reference, None if vespo else ratio, kl_level=config.ratio_level
+        )
+        sides = [surrogate.clipped[side] for side in ("low", "high") if side in surrogate.clipped]
+        if kl is not None and self.use_bias_correction_kl:
+            kl = kl * log_importance(tokens, config.ratio_level).exp()  # as Liger reports it
+        metrics = [] if kl is None else [kl.detach()]
+        metrics.append(sum(sides, torch.zeros_like(logprobs)))
         if over_padding:
             weights = live_values(mask.sum(1), scored) / mask.numel()
         else:
@@ -160,7 +158,8 @@ class LigerFusedLinearGRPOLoss(nn.Module):
                 "importance_sampling_level='token'"
             )
         constants = {name: getattr(self, name) for name in LOSS_CONSTANTS}
-        return shared_config(kind, level, self.max_completion_length, constants)
+        kl = {"beta": self.beta, "use_bias_correction_kl": self.use_bias_correction_kl}
+        return shared_config(kind, level, self.max_completion_length, constants, **kl)
 
     def _step_tokens(self, mask: Tensor, num_items_in_batch: Tensor | float | None) -> float:
         """The normaliser of a token mean, per process."""
