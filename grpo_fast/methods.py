@@ -10,12 +10,9 @@ from collections.abc import Iterator, Mapping
 from operator import attrgetter
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import AfterValidator, WithJsonSchema
-
 from grpo_fast.groups.config import AdvantageConfig
-from grpo_fast.lookup import choices
 from grpo_fast.objective.catalog import CATALOG, METHODS, GRPOLossConfig
-from grpo_fast.section import short
+from grpo_fast.section import one_of, short, words
 
 if TYPE_CHECKING:
     from grpo_fast.config import TrainConfig
@@ -31,13 +28,7 @@ _OF_THE_RUN = {
 }
 
 
-def _known(name: str) -> str:
-    if name not in METHODS:
-        raise ValueError(f"is no method; {choices(name, METHODS)}")
-    return name
-
-
-MethodName = Annotated[str, AfterValidator(_known), WithJsonSchema({"enum": [*METHODS]})]
+MethodName = Annotated[str, one_of(METHODS, "method"), words(METHODS)]
 
 
 def with_method(settings: Any) -> Any:

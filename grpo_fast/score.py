@@ -16,6 +16,7 @@ from grpo_fast.groups.advantages import decoupled_advantages, group_advantages, 
 from grpo_fast.groups.config import AdvantageConfig
 from grpo_fast.lookup import load_callable
 from grpo_fast.objective import GRPOLossConfig, StepTotals
+from grpo_fast.objective.types import KNOWN_COLUMNS
 from grpo_fast.rewards import EarlyScores, RewardSet, weighted_sum
 from grpo_fast.rewards.builtins import BUILTINS
 from grpo_fast.rollout.types import Completion, Engine, Rollout, Sampling, as_asked, generate_rollout
@@ -93,7 +94,7 @@ def score(
     Returns:
         The table with the column `sampler_logprobs` where the sampler told them, the facts `reward` (S,),
         `reward_table` (S, F; NaN where a function does not apply), `truncated` (S,) and `episode`, and the
-        objects `prompt` (as it was asked) and `completion`.
+        objects `prompt` (as it was asked) and `completion`; and the columns of the rollout's own.
     """
     result = rewards.score_completions(prompts, completions, precomputed=precomputed)
     flat = [completion.without_environment() for group in completions for completion in group]
@@ -103,6 +104,11 @@ def score(
         raise ValueError(
             "log-probabilities are None for some completions only; give them for all, or for none"
         )
+    names = {frozenset(completion.columns) for completion in flat}
+    if len(names) > 1:
+        raise ValueError(f"the rollout's completions have different columns, {sorted(map(sorted, names))}")
+    if taken := names.pop() & KNOWN_COLUMNS:
+        raise ValueError(f"the rollout names columns {sorted(taken)}, which have a meaning here; rename them")
     table = Completions.of(
         [prompt.token_ids for prompt in asked],
         [completion.token_ids for completion in flat],
@@ -120,6 +126,7 @@ def score(
             **{EXTRA + name: values for name, values in result.log.extra.items()},
         },
         sampler_logprobs=None if told[0] is None else told,  # type: ignore[arg-type]
+        **{name: [completion.columns[name] for completion in flat] for name in flat[0].columns},
     )
     logged = {n: torch.tensor(v, dtype=torch.float64) for n, v in result.log.metrics.items()}
     return replace(table, logged=logged)

@@ -13,14 +13,18 @@ from numbers import Real
 from typing import Annotated, Any
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
     ValidationError,
     ValidatorFunctionWrapHandler,
+    WithJsonSchema,
     field_validator,
 )
 from pydantic_core import InitErrorDetails, PydanticCustomError
+
+from grpo_fast.lookup import choices
 
 LARGEST = 2**31 - 1  # of a whole number: what torch, NumPy and vLLM all take
 
@@ -73,6 +77,22 @@ def _kind(value: Any) -> str:
     if isinstance(value, Real):
         return "a number"
     return "text" if isinstance(value, str) else type(value).__name__
+
+
+def one_of(table: Mapping[str, Any], kind: str) -> AfterValidator:
+    """Beside `str`: the rows of a table, those that are added to it too."""
+
+    def known(name: str) -> str:
+        if name not in table:
+            raise ValueError(f"is no {kind}; {choices(name, table)}")
+        return name
+
+    return AfterValidator(known)
+
+
+def words(table: Mapping[str, Any]) -> WithJsonSchema:
+    """Beside `one_of`: what the reference lists."""
+    return WithJsonSchema({"enum": [*table]})
 
 
 def short(value: Any, limit: int = 70) -> str:

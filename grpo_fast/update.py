@@ -19,7 +19,7 @@ from grpo_fast.objective import GRPOLossConfig, StepTotals
 from grpo_fast.objective.metrics import sum_metrics
 from grpo_fast.objective.surrogates import held_back
 from grpo_fast.objective.terms import EntropyController, entropy_threshold, kl_estimate
-from grpo_fast.objective.types import present
+from grpo_fast.objective.types import KNOWN_COLUMNS, present
 from grpo_fast.policy import PackedBatch, Policy, PolicyOptimizer
 from grpo_fast.policy.out_of_memory import optimizer_step
 from grpo_fast.policy.packing import assign_to_ranks
@@ -291,9 +291,10 @@ def packed_loss(
         totals: what the losses of a step's micro-batches are divided by; none: the batch's own counts.
         optimizer: to whose gradient of the head the backward adds; none: to the parameter's own.
     """
-    hidden, batch, own = policy.at_head(batch)
+    hidden, batch, local = policy.at_head(batch)
     head = policy.head
-    columns: dict[str, Any] = {**batch.columns}
+    known: dict[str, Any] = {n: v for n, v in batch.columns.items() if n in KNOWN_COLUMNS}
+    others = {name: values for name, values in batch.columns.items() if name not in KNOWN_COLUMNS}
     weight_grad = None if optimizer is None else optimizer.gradient_of(policy.head_weight)
     out = linear_grpo_loss(
         hidden,
@@ -303,7 +304,8 @@ def packed_loss(
         sequence_ids=batch.sequence_ids,
         num_sequences=batch.num_sequences,
         group_ids=batch.group_ids,
-        **columns,
+        **known,
+        columns=others,
         totals=totals,
         config=config or GRPOLossConfig(),
         temperature=temperature,
@@ -311,4 +313,4 @@ def packed_loss(
         weight_grad=weight_grad,
         **head.options,
     )
-    return replace(out, logprobs=present(out.logprobs)[own])
+    return replace(out, logprobs=present(out.logprobs)[local])

@@ -56,7 +56,8 @@ def _problem(found: Any, sampling: Sampling) -> str | None:
         return f"{own}; give at least one, and at most sampling.max_completion_length = {limit}"
     if found.logprobs is None and sampling.logprobs:
         return "no logprobs, which sampling.logprobs asks for"
-    for name, values in (("logprobs", found.logprobs), ("sampled", found.episode and found.episode.sampled)):
+    told = {"logprobs": found.logprobs, "sampled": found.episode and found.episode.sampled, **found.columns}
+    for name, values in told.items():
         if isinstance(values, Sequence) and len(values) != size:
             return f"{len(values)} {name} for {size} tokens; give each token its own"
     return None

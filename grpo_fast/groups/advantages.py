@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
-
-from grpo_fast.groups.config import Baseline, Scale
 
 # Rewards are float32 sums of a few terms: a spread below this is rounding, not a difference.
 FLAT_SPREAD = 1e-6
@@ -27,8 +25,8 @@ class Advantages:
 def group_advantages(
     rewards: Tensor,
     *,
-    scale_rewards: Scale = "group",
-    baseline: Baseline = "mean",
+    scale_rewards: str = "group",
+    baseline: str = "mean",
     eps: float = 1e-4,
     baseline_groups: Sequence[int] | Tensor | None = None,
     lengths: Tensor | None = None,
@@ -46,8 +44,8 @@ def group_advantages(
     Args:
         rewards: (G, n) float, NaN where no reward applies to a completion. float64 stays float64, all else
             becomes float32.
-        scale_rewards: divide by the group's deviation, the whole batch's, or not at all; or whiten.
-        baseline: the group's mean, or for each completion the mean of the others.
+        scale_rewards: a word of `SCALES`.
+        baseline: a word of `BASELINES`.
         eps: added to the deviation before dividing.
         baseline_groups: G integers; prompts with the same one are one group of all their completions. None:
             each prompt is its own.
@@ -88,20 +86,58 @@ def group_advantages(
     # A flat group's deviations from its rounded mean are noise that the division would blow up.
     centred = (rewards - mean).where(valid & ~flat[:, None], 0.0)
 
-    advantages = centred
-    if baseline == "leave_one_out":
-        # r_i minus the mean of the others is the centred reward times n / (n - 1).
-        advantages = advantages * (count / (count - 1).clamp(min=1))
-    if scale_rewards == "group":
-        advantages = advantages / ((total(centred.square()) / (count - 1).clamp(min=1)).sqrt() + eps)
-    elif scale_rewards == "batch":
-        advantages = advantages / (_deviation(rewards[valid]) + eps)
-    elif scale_rewards == "whiten":
-        tokens = (torch.ones_like(rewards) if lengths is None else lengths.to(rewards)).where(valid, 0.0)
-        shifted = advantages - (tokens * advantages).sum() / tokens.sum().clamp(min=1)
-        variance = (tokens * shifted.square()).sum() / (tokens.sum() - 1).clamp(min=1)
-        advantages = shifted.where(valid, 0.0) * (variance + eps**2).rsqrt()
-    return Advantages(advantages, flat)
+    of = Groups(rewards, centred, valid, count, total, lengths, eps)
+    return Advantages(SCALES[scale_rewards](BASELINES[baseline](centred, of), of), flat)
+
+
+@dataclass(frozen=True)
+class Groups:
+    """What a baseline or a scale may read beside the advantages so far."""
+
+    rewards: Tensor  # (G, n)
+    centred: Tensor  # (G, n) about the group's mean; zero where there is none, and in flat groups
+    valid: Tensor  # (G, n) bool: where a reward is a number
+    count: Tensor  # (G, 1) of them in the group
+    total: Callable[[Tensor], Tensor]  # (G, n) -> (G, 1): summed over the group
+    lengths: Tensor | None  # (G, n) tokens
+    eps: float
+
+
+Estimator = Callable[[Tensor, Groups], Tensor]
+"""Advantages so far, (G, n), at first the centred rewards, to advantages (G, n)."""
+
+
+def leave_one_out(advantages: Tensor, of: Groups) -> Tensor:
+    """r_i minus the mean of the others is the centred reward times n / (n - 1)."""
+    return advantages * (of.count / (of.count - 1).clamp(min=1))
+
+
+def by_group(advantages: Tensor, of: Groups) -> Tensor:
+    return advantages / ((of.total(of.centred.square()) / (of.count - 1).clamp(min=1)).sqrt() + of.eps)
+
+
+def by_batch(advantages: Tensor, of: Groups) -> Tensor:
+    return advantages / (_deviation(of.rewards[of.valid]) + of.eps)
+
+
+def whitened(advantages: Tensor, of: Groups) -> Tensor:
+    tokens = torch.ones_like(of.rewards) if of.lengths is None else of.lengths.to(of.rewards)
+    tokens = tokens.where(of.valid, 0.0)
+    shifted = advantages - (tokens * advantages).sum() / tokens.sum().clamp(min=1)
+    variance = (tokens * shifted.square()).sum() / (tokens.sum() - 1).clamp(min=1)
+    return shifted.where(of.valid, 0.0) * (variance + of.eps**2).rsqrt()
+
+
+BASELINES: dict[str, Estimator] = {"mean": lambda advantages, _: advantages, "leave_one_out": leave_one_out}
+"""Of each completion: the group's mean, or the mean of the others. A row more is a word more."""
+
+SCALES: dict[str, Estimator] = {
+    "group": by_group,
+    "batch": by_batch,
+    "whiten": whitened,
+    "none": lambda advantages, _: advantages,
+}
+"""By the deviation of the group, of the whole batch, of all tokens about their mean, or not at all."""
 
 
 def decoupled_advantages(

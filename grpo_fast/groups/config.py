@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from grpo_fast.section import Fraction, Positive, PositiveInt, Section
+from grpo_fast.groups.advantages import BASELINES, SCALES
+from grpo_fast.section import Fraction, Positive, PositiveInt, Section, one_of, words
 
 
 class CriterionConfig(Section):
@@ -19,8 +20,8 @@ class CriterionConfig(Section):
     weight: Positive = Field(1.0, description="of its distance among all criteria")
 
 
-Scale = Literal["group", "batch", "whiten", "none"]
-Baseline = Literal["mean", "leave_one_out"]
+Scale = Annotated[str, one_of(SCALES, "scale"), words(SCALES)]
+Baseline = Annotated[str, one_of(BASELINES, "baseline"), words(BASELINES)]
 STRATEGIES = ("prompt", "similarity", "prefix", "combined")
 
 

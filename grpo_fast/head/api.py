@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -180,6 +180,7 @@ def linear_grpo_loss(
     loss_mask: Tensor | None = None,
     group_ids: Tensor | None = None,
     held_back: Tensor | None = None,
+    columns: Mapping[str, Tensor] | None = None,
     num_sequences: int | None = None,
     totals: StepTotals | None = None,
     config: GRPOLossConfig | None = None,
@@ -203,6 +204,7 @@ def linear_grpo_loss(
         group_ids: (N,) int64; completions of one prompt share a group.
         held_back: (N,) bool, the tokens that clip_cov or kl_cov holds back, chosen over the optimiser step.
             None: chosen over this batch.
+        columns: (N,) each by name, for a loss of one's own.
         num_sequences: None reads it off `sequence_ids`, which waits for the device: give it on a GPU.
         totals: `grpo_fast.StepTotals`, counts over the optimiser step, when this batch is only part of it.
         config: the loss and its constants; None for `GRPOLossConfig()`.
@@ -239,6 +241,7 @@ def linear_grpo_loss(
         num_sequences=num_sequences,
         entropy=token_entropy,
         totals=totals,
+        columns=columns or {},
         **per_token,
     )
     fused = backend_of(call) == "triton" and fuses(inputs, config)

@@ -81,12 +81,13 @@ def padded_policy_loss(
         tensors: fields of `LossInputs` by name, each (B, T), (B, 1) or (B,).
     """
     given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    flat: dict[str, Any] = {name: _per_token(tensor, mask).flatten() for name, tensor in given.items()}
     inputs = LossInputs(
         sequence_ids=torch.arange(len(mask), device=mask.device).repeat_interleave(mask.shape[1]),
         loss_mask=(mask != 0).flatten(),
         num_sequences=len(mask),
         totals=totals,
-        **{name: _per_token(tensor, mask).flatten() for name, tensor in given.items()},
+        **flat,
     )
     return policy_loss(inputs, config)
 

@@ -5,8 +5,8 @@ Everything is flat: one entry per completion token.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 from typing import TypeVar
 
 import torch
@@ -49,6 +49,11 @@ class LossInputs:
     totals: StepTotals | None = None  # None: this micro-batch is the whole step
     policy_weights: Tensor | None = None  # (N,) float32, detached: factor of each token's policy term
     held_back: Tensor | None = None  # (N,) bool, see `surrogates.held_back`; None: chosen of this micro-batch
+    columns: Mapping[str, Tensor] = field(default_factory=dict)  # (N,) each: what else a rollout has told
+
+
+KNOWN_COLUMNS = frozenset(field.name for field in fields(LossInputs))
+"""Names that a column of a rollout's own cannot have."""
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 from pydantic import Field
@@ -70,6 +70,8 @@ class Completion:
     text: str  # decoded, special tokens removed
     truncated: bool  # stopped by a limit of tokens, turns or calls
     episode: Episode | None = None  # of several turns: an environment's tokens have logprob 0
+    # Of a rollout's own, by name a number for each token: a loss of one's own finds them in its inputs.
+    columns: Mapping[str, Sequence[float]] = dataclasses.field(default_factory=dict)
 
     @property
     def num_sampled(self) -> int:
