@@ -1,8 +1,6 @@
-"""Losses, advantages and packing at a CPU's size, by pytest-benchmark: see benchmarks/README.md."""
+"""Losses and advantages at a CPU's size, by pytest-benchmark: see benchmarks/README.md."""
 
 from __future__ import annotations
-
-import random
 
 import pytest
 import torch
@@ -11,9 +9,6 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from grpo_fast.groups.advantages import group_advantages
 from grpo_fast.objective import GRPOLossConfig, LossInputs, policy_loss
 from grpo_fast.objective.catalog import LOSS_TYPES
-from grpo_fast.policy.packing import pack
-
-from .models import make_samples
 
 SEQUENCES, LENGTH, GROUP = 64, 128, 8
 TOKENS = SEQUENCES * LENGTH
@@ -43,12 +38,3 @@ def test_loss(benchmark: BenchmarkFixture, loss_type: str) -> None:
 @pytest.mark.parametrize("scale_rewards", ["group", "batch", "none"])
 def test_advantages(benchmark: BenchmarkFixture, scale_rewards: str) -> None:
     benchmark(group_advantages, torch.rand(1024, GROUP), scale_rewards=scale_rewards)
-
-
-@pytest.mark.benchmark(group=f"packing, {SEQUENCES} completions of up to {LENGTH} tokens")
-def test_packing(benchmark: BenchmarkFixture) -> None:
-    chance = random.Random(0)
-    lengths = [(20 + 25 * (i // GROUP), chance.randint(2, LENGTH)) for i in range(SEQUENCES)]
-    samples, _ = make_samples(lengths, GROUP, 1000, seed=0)
-
-    benchmark(pack, samples, max_tokens=2048, device="cpu")

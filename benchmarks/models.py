@@ -36,11 +36,8 @@ LENGTHS = Path(__file__).with_name("lengths_gsm8k.json")
 _SMALL = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 _TOY = _SMALL | {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "tie_word_embeddings": True}
 _WORDS = _SMALL | {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "initializer_range": 0.3}
-_SORT = _SMALL | {"vocab_size": 2048, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3,
-                  "tie_word_embeddings": True}  # fmt: skip
 ARCHITECTURES = SHAPES | {
     "toy": ("llama", _TOY | {"max_position_embeddings": 32_768}),
-    "sort": ("qwen2", _SORT),
     "words": ("llama", _WORDS),  # its weights are large enough for rewards to move them
 }
 

@@ -20,4 +20,3 @@ def test_each_of_them_runs():
         bench_cpu.test_loss(once, loss_type)
     for scale_rewards in ("group", "batch", "none"):
         bench_cpu.test_advantages(once, scale_rewards)
-    bench_cpu.test_packing(once)

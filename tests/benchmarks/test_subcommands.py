@@ -54,6 +54,15 @@ def test_an_update_is_the_same_for_all_implementations(tmp_path):
         assert {"forward", "head and loss", "backward", "optimizer"} <= set(found[name].phases)
 
 
+def test_a_step_is_laid_out_in_whole_groups(tmp_path):
+    sizes = ["--tokens", "100", "--group", "3", "--prompt", "5", "--completion", "9"]
+    record = run(tmp_path, "pack", *sizes, "--micro-batch-tokens", "16", "40")
+
+    assert [cell.shape["micro_batch_tokens"] for cell in record.cells] == [16, 16, 40, 40]
+    assert all(cell.shape["tokens"] >= 100 and cell.status == OK for cell in record.cells)
+    assert all(cell.metrics["nanoseconds_a_token"] > 0 for cell in record.cells)
+
+
 def test_an_engines_cycle_is_timed_phase_by_phase(tmp_path):
     record = run(
         tmp_path, "rollout", "--model", "toy", "--group", "3", "--completion", "4", "--impl", "transformers"
