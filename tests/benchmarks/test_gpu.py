@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
+import math
+import os
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+from grpo_fast.kernels import cuda
 
-from benchmarks import gpu
+from benchmarks import gpu, kernels, tune
+from benchmarks.contest import Contest
 from benchmarks.gpu import DONE, FAILED, LATE, PARTS, SKIPPED, Part
+from benchmarks.problem import Setting
+from benchmarks.rows import make_problem
+from grpo_fast.head import tuning
+from grpo_fast.head.plan import Device
+
+CPU = torch.device("cpu")
 
 WRITES = "import sys; open(sys.argv[1], 'w').write('[1, 2]'); open(sys.argv[2], 'w').write('half [')"
 
@@ -113,26 +123,88 @@ def test_a_second_run_adds_to_the_folder_and_keeps_what_it_has_no_time_for(tmp_p
     assert [result["state"] for result in results(tmp_path).values()] == [DONE, DONE]
 
 
-@pytest.mark.parametrize(
-    "chosen",
-    [p for p in PARTS if p.command[1] == "-m" and p.command[2] != "pytest"],
-    ids=lambda part: part.name,
-)
-def test_a_parts_command_line_is_one_that_its_program_takes(chosen, monkeypatch, tmp_path):
-    values = {"{json}": str(tmp_path / "out.json"), "{log}": str(tmp_path / "log"), "{minutes}": "0.5"}
-    _, _, module, *arguments = (values.get(word, word) for word in chosen.command)
-    parsed = []
+HEAD = "--tokens 32 --hidden 16 --vocab 300 --impl ours --dtype float32"
+STEP = "--model toy --prompts 1 --group 2"
+TINY = {
+    "head": f"{HEAD} --histogram benchmarks/results/live_tiles_qwen2.5_coder_1.5b.json",
+    "crossover": f"{HEAD} --factors 1",
+    "kernels": HEAD.replace("--impl ours", ""),
+    "scaling": "--tokens 16 --vocab 200 --at-tokens 16 --at-vocab 200 --hidden 16 --impl ours",
+    "train": f"{STEP} --prompt 4 --completion 4 --steps 1 --engine transformers --impl ours",
+    "group": "--model toy --prompt 4 --completion 4 --largest 2 --impl ours",
+    "step": f"{STEP} --micro-batch-tokens 300 --impl ours",
+    "rollout": f"{STEP} --completion 4",
+}
+"""What a part's command is given besides, to be done on a CPU in seconds."""
+NEED_A_GPU = ("profile", "tune")
 
-    def stop(self, *given):
-        parsed.append(parse(self, *given))
-        raise KeyError
 
-    parse = argparse.ArgumentParser.parse_args
-    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", stop)
-    program = importlib.import_module(f"{module}.__main__" if module == "benchmarks" else module)
-    with pytest.raises(KeyError):
-        program.main(arguments)
-    assert parsed and ("{minutes}" not in chosen.command or parsed[0].minutes == 0.5)
+@pytest.mark.parametrize("chosen", PARTS, ids=lambda part: part.name)
+def test_every_part_starts_and_ends(chosen, monkeypatch, tmp_path):
+    if chosen.name in NEED_A_GPU and torch.cuda.is_available():
+        pytest.skip("the part itself runs here")
+    monkeypatch.chdir(gpu.ROOT)
+    out = tmp_path / "out.json"
+    values = {"{json}": str(out), "{log}": str(tmp_path / "log"), "{minutes}": "3"}
+    words = [values.get(word, word) for word in chosen.command]
+    if "pytest" in words or "setup.py" in words:
+        assert all((gpu.ROOT / word).exists() for word in words if word.startswith(("tests", "setup")))
+        return
+    module, *arguments = words[2:]
+    if module == "benchmarks":
+        module, tiny = "benchmarks.__main__", TINY.get(arguments[0], "").split()
+        arguments += [*tiny, "--device", "cpu", "--repeats", "1"]
+
+    code = importlib.import_module(module).main(arguments)
+
+    assert code == (2 if chosen.name in NEED_A_GPU else 0)
+    cells = json.loads(out.read_text()).get("cells", []) if code == 0 else []
+    assert {cell["status"] for cell in cells} <= {"ok", "skipped"}
+    assert any(cell["status"] == "ok" for cell in cells) == (module == "benchmarks.__main__")
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """The kernels in place of the torch path, on the CPU."""
+    pytest.importorskip("triton")
+    if os.environ["TRITON_INTERPRET"] != "1":
+        pytest.skip("a GPU is there: the benchmarks themselves run on it")
+    hopper = Device("cuda", (9, 0), shared_memory=232_448, has_triton=True)
+    monkeypatch.setattr(kernels, "device_facts", lambda kind, index: hopper)
+    monkeypatch.setattr(cuda, "LIBRARY", Path("not built"))
+
+
+def test_each_kernel_is_measured_and_its_work_counted(interpreted):
+    tokens, hidden, vocabulary = 4, 16, 130
+    setting = Setting("peaked", tokens, hidden, vocabulary, "forward_backward", True, "bfloat16")
+    entrants = kernels.entrants_of([*kernels.ON_CUDA], lambda: [make_problem(setting, CPU, 0)])
+    contest = Contest({}, entrants, CPU, memory=False)
+    contest.measure(math.inf, 1)
+
+    found = {one.implementation: one for one in contest.results()}
+    assert {name for name, one in found.items() if one.status != "ok"} == {"histogram, CUDA C++"}  # not built
+    entries = found[kernels.SPARSE].metrics["entries_per_row"] * tokens
+    product = 2 * tokens * hidden * vocabulary
+    for name, flops in (
+        ("forward", product),
+        ("dX and dW, dense", 3 * product),
+        (kernels.SPARSE, 4 * entries * hidden),
+    ):
+        assert found[name].metrics["flops_per_second"] == pytest.approx(1e3 * flops / found[name].time.median)
+
+
+def test_the_tuner_times_a_change_and_refuses_a_wrong_one(interpreted, monkeypatch):
+    for name, value in {"TOKENS": 4, "ROUNDS": 1, "WORST_GRADIENT": 0.05}.items():
+        monkeypatch.setattr(tune, name, value)
+    sizes = tuning.load_tables()["sm_90"].sizes("half", 2048, True)
+    overflowing = tune.changed(sizes, tune.PAIRS, {"usual_density": 0.0, "least_pairs": 1})
+    with tune.planned_with(sizes):
+        bench = tune.Bench(tune.Shape(3072, 16, 130, True), CPU)
+
+    before, after, fault = bench.compare(tune.PAIRS, sizes, overflowing)
+    assert before > 0 and after > 0 and fault is None
+    monkeypatch.setattr(tune, "WORST_GRADIENT", -1.0)
+    assert "relative error" in bench.compare(tune.PAIRS, sizes, overflowing)[2]
 
 
 def test_what_decides_the_goals_comes_first_and_fits_in_eight_minutes(tmp_path, monkeypatch):
