@@ -29,7 +29,7 @@ import torch
 
 from grpo_fast.head.tuning import SHARED_MEMORY
 
-from . import dry_head, estimate
+from . import dry_head
 from .dry_head import Batch, meta, step
 from .machine import environment
 from .machine_code import read, read_amd, resident_programs
@@ -351,12 +351,6 @@ def check(architecture: str, rows: list[Report], options: argparse.Namespace) ->
 One forward and backward of the head, bfloat16, N = 16,384, {100 * dry_head.DENSITY:.1f} % of the pairs kept.
 
 {dry_head.table(architecture)}
-"""
-    if architecture == estimate.ARCHITECTURE and alone and options.only == [""]:
-        found += f"""
-Estimated, not measured: the sparse head on an H200, {dry_head.ENTRIES} entries of dX a row, in products X Wᵀ.
-
-{estimate.table(rows)}
 """
     if options.record:
         path.write_text(found)

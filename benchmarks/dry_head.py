@@ -23,8 +23,8 @@ from grpo_fast.head.plan import Device, HeadPlan, Workload, plan_head
 from grpo_fast.head.tuning import SHARED_MEMORY
 from grpo_fast.plan.trace import Recorder
 
-DENSITY, ENTRIES = 0.0078, 24
-"""Kept pairs of all, and entries of dX a row, as rows of Qwen2.5-Coder-1.5B have them at the default."""
+DENSITY = 0.0078
+"""Kept pairs of all, as rows of Qwen2.5-Coder-1.5B have them at the default."""
 
 
 @dataclass(frozen=True)

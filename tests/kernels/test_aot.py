@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import estimate
 from benchmarks.__main__ import main
 from benchmarks.aot import Report, compile_only, read_record, record_path, save, table, verdict
 from benchmarks.machine_code import Loops, loops, resident_programs
@@ -259,24 +258,6 @@ def test_summaries_of_other_compilers_stay_and_stand_beside_one_another(tmp_path
     shown = render(path, "link").splitlines()
     assert shown[0] == "| architecture | Triton 3.5.0 | Triton 3.9.0 |"
     assert shown[2:4] == ["| gfx942 | 125 · 1 | 125 · 3 |", f"| sm_90 | 125 · 0 | {DASH} |"]
-
-
-def test_an_estimate_grows_with_the_instructions_and_is_the_sum_of_its_parts():
-    def made(**epilogues: int) -> list[Report]:
-        kernels = {"forward_kernel": 1000, "_count_pairs": 0, "_mark_live": 0} | epilogues
-        given = {"case": estimate.CASE, "step": 500}
-        return [replace(SOUND, kernel=name, epilogue=size, **given) for name, size in kernels.items()]
-
-    parts, slower = (estimate.seconds(made(forward_kernel=size), 2048, 151_936) for size in (1118, 2236))
-
-    product = 2 * 16_384 * 151_936 * 2048 / estimate.UNIT
-    assert parts["forward"] / product == pytest.approx(1.038)
-    assert slower["forward"] / product == pytest.approx(1.076)
-    *lines, together, _ = estimate.table(made(forward_kernel=1118)).splitlines()
-    columns = zip(*(map(float, line.split("|")[2:-1]) for line in lines[2:]), strict=True)
-    assert [sum(column) for column in columns] == pytest.approx(
-        [*map(float, together.split("|")[2:-1])], abs=0.01
-    )
 
 
 @pytest.mark.parametrize(
