@@ -30,7 +30,7 @@ import torch
 from grpo_fast.head.tuning import SHARED_MEMORY
 
 from . import dry_head
-from .dry_head import Batch, meta, step
+from .dry_head import BatchSizes, meta, step
 from .machine import environment
 from .machine_code import read, read_amd, resident_programs
 from .record import write_json
@@ -62,19 +62,19 @@ def policy_loss(options: dict[str, Any], tokens: int = 16_384, sequences: int = 
     launch(batch, loss_constants(config, None))
 
 
-_ALL = Batch(bias=True, temperature=True, softcap=30.0)
+_ALL = BatchSizes(bias=True, temperature=True, softcap=30.0)
 BATCHES = {
-    "bfloat16": Batch(),
-    "float16": Batch(dtype=torch.float16),
-    "float32": Batch(dtype=torch.float32),
-    "H=1000": Batch(depth=1000),
-    "H=2044": Batch(depth=2044),
-    "H=4096 V=128256": Batch(depth=4096, vocabulary=128_256),
-    "H=7168 V=129280": Batch(depth=7168, vocabulary=129_280),
-    "H=640 V=262144 softcap": Batch(depth=640, vocabulary=262_144, softcap=30.0),
-    "V=50257": Batch(depth=768, vocabulary=50_257),
-    "temperature": Batch(temperature=True),
-    "bias, temperature": Batch(bias=True, temperature=True),
+    "bfloat16": BatchSizes(),
+    "float16": BatchSizes(dtype=torch.float16),
+    "float32": BatchSizes(dtype=torch.float32),
+    "H=1000": BatchSizes(depth=1000),
+    "H=2044": BatchSizes(depth=2044),
+    "H=4096 V=128256": BatchSizes(depth=4096, vocabulary=128_256),
+    "H=7168 V=129280": BatchSizes(depth=7168, vocabulary=129_280),
+    "H=640 V=262144 softcap": BatchSizes(depth=640, vocabulary=262_144, softcap=30.0),
+    "V=50257": BatchSizes(depth=768, vocabulary=50_257),
+    "temperature": BatchSizes(temperature=True),
+    "bias, temperature": BatchSizes(bias=True, temperature=True),
     "bias, temperature, softcap": _ALL,
     "float32, bias, temperature, softcap": replace(_ALL, dtype=torch.float32),
     "H=2044, bias, temperature, softcap": replace(_ALL, depth=2044),
@@ -115,7 +115,7 @@ def shipped_cases(architecture: str) -> dict[str, Callable[[], object]]:
                 f"exact, frozen head, {name}": partial(run, exact=True, weight=False),
                 f"frozen body, {name}": partial(run, hidden=False),
             }
-    plain = partial(step, Batch(), architecture)
+    plain = partial(step, BatchSizes(), architecture)
     cases["all statistics, kept"] = partial(plain, everything=True, keep=True)
     cases["into a float32 gradient"] = partial(plain, accumulate=True)
     return cases | {f"policy loss, {name}": partial(policy_loss, options) for name, options in LOSSES.items()}
@@ -251,7 +251,7 @@ def _inspect(
 
 # The record -----------------------------------------------------------------------------------------------
 
-Record = dict[tuple[str, str], dict[str, int]]  # by case and kernel
+Counts = dict[tuple[str, str], dict[str, int]]  # by case and kernel
 
 
 def table(rows: list[Report], verdicts: list[str]) -> str:
@@ -264,7 +264,7 @@ def table(rows: list[Report], verdicts: list[str]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def verdict(row: Report, record: Record | None) -> str:
+def verdict(row: Report, record: Counts | None) -> str:
     """`yes`, `new` where a record does not know the kernel, or what is wrong."""
     earlier = record and record.get((row.case, row.kernel))
     wrong = row.faults() + (row.regressions(earlier) if earlier else [])
@@ -279,7 +279,7 @@ def record_path(architecture: str) -> Path:
     return Path(__file__).with_name("results") / f"aot_{architecture}_triton{version}.md"
 
 
-def read_record(text: str) -> Record:
+def read_record(text: str) -> Counts:
     """The first table of what `main` wrote."""
     lines = text.split("\n\n")[1].splitlines()
     heads, _, *rows = [[cell.strip("` ") for cell in line.split("|")[1:-1]] for line in lines]

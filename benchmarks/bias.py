@@ -42,7 +42,7 @@ NUMBERS = (*ERRORS, "density", "entries", "hidden_certificate", "weight_certific
 TOLERANCES = (0.25, 0.5, 1.0, 1.5, 2.0, 4.0, 8.0, 16.0)
 LENGTHS = ("400,7600", "1,15999")
 _CHUNK_BYTES = 128 << 20
-Cell = dict[str, Any]
+Variant = dict[str, Any]
 Pairs = tuple[Tensor, slice, Tensor]  # of a tile: rows (b,), columns, what goes into dW (b, w)
 
 
@@ -235,7 +235,7 @@ def compare(
 
 def measure(
     model: Model, lengths: Sequence[int], mean: str, tolerances: Sequence[float], batches: int
-) -> list[Cell]:
+) -> list[Variant]:
     """One cell for rounding, one for the filter, and two for every tolerance."""
     found = defaultdict(list)
     for seed in range(batches):
@@ -258,7 +258,7 @@ def measure(
     return cells
 
 
-def mean_of_draws(model: Model, tokens: int, tolerance: float, draws: int) -> Cell:
+def mean_of_draws(model: Model, tokens: int, tolerance: float, draws: int) -> dict[str, Any]:
     """Of one batch n·|mean error|² / mean |error|² over n draws: 1 where they are unbiased, give or take the
     `spread` that it has over tenths of the draws.
     """
@@ -325,7 +325,11 @@ def main(options: argparse.Namespace) -> int:
     Raises:
         ValueError: not as many batches as sizes.
     """
-    found: Cell = {"environment": environment(torch.device("cpu")), "default": DEFAULT_TOLERANCE, "bias": []}
+    found: dict[str, Any] = {
+        "environment": environment(torch.device("cpu")),
+        "default": DEFAULT_TOLERANCE,
+        "bias": [],
+    }
     *of_tokens, of_lengths = options.batches
     if len(of_tokens) != len(options.tokens):
         raise ValueError(
@@ -338,7 +342,7 @@ def main(options: argparse.Namespace) -> int:
         cases += [([int(word) for word in words.split(",")], mean, of_lengths) for mean in (SEQUENCE, TOKEN)]
     for source in map(load_real_rows, options.rows) if options.rows else [made_rows()]:
         model = Model.of(source)
-        of_model: Cell = {"rows": source.name, "vocabulary": len(model.weight), "cells": []}
+        of_model: dict[str, Any] = {"rows": source.name, "vocabulary": len(model.weight), "cells": []}
         found["bias"].append(of_model)
         del source
         for lengths, mean, batches in cases:
@@ -353,7 +357,7 @@ def main(options: argparse.Namespace) -> int:
     return 0
 
 
-def say(cells: Sequence[Cell]) -> None:
+def say(cells: Sequence[Variant]) -> None:
     """Errors in units of rounding's, too."""
     rounded = cells[0]
     print(f"{rounded['tokens']:,} tokens, {rounded['mean']} mean, lengths {rounded['lengths']}")
@@ -364,6 +368,6 @@ def say(cells: Sequence[Cell]) -> None:
         print(f"  {name:<28} {errors}  {kept}", flush=True)
 
 
-def save(path: Path | None, found: Cell) -> None:
+def save(path: Path | None, found: dict[str, Any]) -> None:
     if path is not None:
         write_json(path, found)

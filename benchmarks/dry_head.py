@@ -28,7 +28,7 @@ DENSITY = 0.0078
 
 
 @dataclass(frozen=True)
-class Batch:
+class BatchSizes:
     """The sizes of one head. `depth` not a multiple of 8 has rows that no tensor descriptor can take."""
 
     dtype: torch.dtype = torch.bfloat16
@@ -72,7 +72,7 @@ def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def step(
-    batch: Batch,
+    batch: BatchSizes,
     architecture: str,
     *,
     exact: bool = False,
@@ -164,7 +164,7 @@ class HeadCost(Recorder):
         return answer
 
 
-def head_cost(batch: Batch, architecture: str = "sm_90", **options: bool) -> HeadCost:
+def head_cost(batch: BatchSizes, architecture: str = "sm_90", **options: bool) -> HeadCost:
     """Of a `step` with these options."""
     from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction
@@ -188,7 +188,7 @@ def table(architecture: str) -> str:
     lines = [f"| | {' | '.join(heads)} |", "|---" * (1 + len(heads)) + "|"]
     for depth, vocabulary in SIZES:
         for case, options in CASES.items():
-            found = head_cost(Batch(depth=depth, vocabulary=vocabulary), architecture, **options)
+            found = head_cost(BatchSizes(depth=depth, vocabulary=vocabulary), architecture, **options)
             reads, peak = found.steps.count(HOST), found.peak / 2**20
             counts = f"{found.launches} | {found.operations} | {reads} | {peak:,.0f}"
             lines.append(f"| H={depth} V={vocabulary}, {case} | {counts} |")

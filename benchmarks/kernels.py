@@ -151,7 +151,7 @@ def _wanted(*names: str) -> Wanted:
     return Wanted("hidden" in names, "weight" in names, False)
 
 
-Run, Work = Callable[[Head], object], Callable[[Head], dict[str, float]]
+Call, Work = Callable[[Head], object], Callable[[Head], dict[str, float]]
 """A kernel alone, and the work of one batch by the name of its rate."""
 
 
@@ -182,7 +182,7 @@ def _entry_work(head: Head) -> dict[str, float]:
     return {FLOPS: 4.0 * head.entries * head.depth, BYTES: read + 2 * hidden.nbytes}
 
 
-def _gradients(run: Callable[..., object], *names: str) -> tuple[Run, Work]:
+def _gradients(run: Callable[..., object], *names: str) -> tuple[Call, Work]:
     """A product for the logits, one more for each gradient."""
 
     def work(head: Head) -> dict[str, float]:
@@ -191,12 +191,12 @@ def _gradients(run: Callable[..., object], *names: str) -> tuple[Run, Work]:
     return lambda head: run(head, *names), work
 
 
-def _kernel(name: str, work: Work) -> tuple[Run, Work]:
+def _kernel(name: str, work: Work) -> tuple[Call, Work]:
     return lambda head: head.calls[name](), work
 
 
 SPARSE = "dX, sparse"
-ON_CUDA: dict[str, tuple[Run, Work]] = {
+ON_CUDA: dict[str, tuple[Call, Work]] = {
     "rows gathered": _kernel("gather_rows", lambda head: {BYTES: 3 * head.problem.hidden.nbytes}),
     "forward": _kernel("tile_statistics", _forward_work),
     "finalise": _kernel("row_results", _statistics_work),
@@ -211,7 +211,7 @@ ON_CUDA: dict[str, tuple[Run, Work]] = {
     "dX, dense": _gradients(Head.dense, "hidden"),
     "dX and dW, dense": _gradients(Head.dense, "hidden", "weight"),
 }
-ON_CPU: dict[str, tuple[Run, Work]] = {
+ON_CPU: dict[str, tuple[Call, Work]] = {
     "forward, torch": (Head.torch_forward, _product_work),
     "forward with dlogp/dX, torch": (
         partial(Head.torch_forward, jacobian=True),

@@ -55,7 +55,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @dataclass(frozen=True)
-class Setting:
+class TrainingSetup:
     """How a trainer with TRL's interface is compared with another."""
 
     loss_type: str
@@ -69,7 +69,7 @@ class Setting:
 
 
 @dataclass
-class Run:
+class History:
     """What one trainer logged."""
 
     history: list[dict[str, float]]  # one entry a step
@@ -79,12 +79,12 @@ class Run:
 
 
 def train(
-    setting: Setting,
+    setup: TrainingSetup,
     trainer: Callable[..., GRPOTrainer],
     task: Task,
     steps: int,
     samples: list[Tensor] | None = None,
-) -> Run:
+) -> History:
     """One run of one trainer class, from the same weights and seed as any other.
 
     Two micro-batches a step, two steps a generation, KL, a clip range that is reached.
@@ -95,34 +95,36 @@ def train(
     options = {
         "max_steps": steps,
         "use_cpu": DEVICE.type == "cpu",
-        "loss_type": setting.loss_type,
-        "importance_sampling_level": "sequence" if setting.loss_type == "luspo" else "token",
+        "loss_type": setup.loss_type,
+        "importance_sampling_level": "sequence" if setup.loss_type == "luspo" else "token",
         "beta": 0.05,
         "epsilon": 0.05,
-        "epsilon_high": 1.05 if setting.loss_type == "cispo" else 0.08,
+        "epsilon_high": 1.05 if setup.loss_type == "cispo" else 0.08,
         "per_device_train_batch_size": 4,
         "gradient_accumulation_steps": 2,
         "steps_per_generation": 4,
         "num_generations": 4,
-        "bf16": setting.precision == "bfloat16",
+        "bf16": setup.precision == "bfloat16",
         "logging_steps": 1,
         "seed": SEED,
         **task.options,
-        **(task.lora_options if setting.lora else {}),
-        **setting.options,
+        **(task.lora_options if setup.lora else {}),
+        **setup.options,
     }
-    found: list[Run] = []
+    found: list[History] = []
 
     def run() -> None:
         with tempfile.TemporaryDirectory() as folder:
             set_seed(SEED)
-            given = {"prompts": task.prompts, "reward": task.reward, "lora": setting.lora, **options}
+            given = {"prompts": task.prompts, "reward": task.reward, "lora": setup.lora, **options}
             built = trl_trainer(trainer, folder, task.model, **given)
             sampled = watch_sampling(built.model, samples)
             start = time.perf_counter()
             built.train()
             seconds = time.perf_counter() - start
-        found.append(Run([entry for entry in built.state.log_history if "loss" in entry], sampled, seconds))
+        found.append(
+            History([entry for entry in built.state.log_history if "loss" in entry], sampled, seconds)
+        )
 
     memory = memory_of(run, DEVICE)
     (one,) = found
@@ -146,15 +148,15 @@ def watch_sampling(model: Any, samples: list[Tensor] | None) -> list[Tensor]:
     return seen
 
 
-def side_by_side(setting: Setting, task: Task, steps: int) -> dict[str, dict[str, Any]]:
+def side_by_side(setup: TrainingSetup, task: Task, steps: int) -> dict[str, dict[str, Any]]:
     """The three trainers beside TRL's own; in bfloat16 TRL's in float32 too, for the size of rounding."""
-    runs: dict[str, Run] = {}
+    runs: dict[str, History] = {}
     for name, (trainer, context) in VARIANTS.items():
         with context():
-            runs[name] = train(setting, trainer, task, steps)
+            runs[name] = train(setup, trainer, task, steps)
         gc.collect()
-    if setting.precision == "bfloat16":
-        exact = replace(setting, precision="float32")
+    if setup.precision == "bfloat16":
+        exact = replace(setup, precision="float32")
         runs["TRL in float32"] = train(exact, GRPOTrainer, task, steps, runs[TRL].samples)
     return {name: compared(runs[TRL], run) for name, run in runs.items()}
 
@@ -183,7 +185,7 @@ def _gap(mine: float | None, other: float | None) -> float:
     return abs(mine - other) / max(1.0, abs(mine))
 
 
-def compared(base: Run, run: Run) -> dict[str, Any]:
+def compared(base: History, run: History) -> dict[str, Any]:
     """A run's numbers beside those of the run it should equal, up to the first other token sampled."""
     equal = [torch.equal(mine, other) for mine, other in zip(base.samples, run.samples, strict=True)]
     per_generation = -(-len(base.history) // max(1, len(equal)))
@@ -201,7 +203,7 @@ def compared(base: Run, run: Run) -> dict[str, Any]:
 
 
 def run_cells(
-    settings: Sequence[Setting], task: Task, model: str, steps: int, path: Path | None
+    setups: Sequence[TrainingSetup], task: Task, model: str, steps: int, path: Path | None
 ) -> Iterator[dict[str, Any]]:
     """Cell by cell; those that `path` has already come first.
 
@@ -217,11 +219,11 @@ def run_cells(
     yield from cells
     done = [(cell["name"], cell["steps"]) for cell in cells]
     document["environment"] = environment(DEVICE)
-    for setting in settings:
-        if (setting.name, steps) in done:
+    for setup in setups:
+        if (setup.name, steps) in done:
             continue
-        variants = side_by_side(setting, task, steps)
-        cells.append({**asdict(setting), "name": setting.name, "steps": steps, "variants": variants})
+        variants = side_by_side(setup, task, steps)
+        cells.append({**asdict(setup), "name": setup.name, "steps": steps, "variants": variants})
         if path is not None:
             write_json(path, document)
         yield cells[-1]
@@ -252,8 +254,8 @@ def main(given: Sequence[str] | None = None) -> None:
     options = parser.parse_args(given)
     disable_progress_bars()
     disable_progress_bar()
-    settings = [
-        Setting(loss_type, tuning == "lora", precision)
+    setups = [
+        TrainingSetup(loss_type, tuning == "lora", precision)
         for precision in options.precision
         for loss_type in options.loss
         for tuning in options.tuning
@@ -262,7 +264,7 @@ def main(given: Sequence[str] | None = None) -> None:
         if options.model == "random":
             save_model(Path(folder))
         task = words_task(Path(folder)) if options.model == "random" else sums_task(options.model)
-        for cell in run_cells(settings, task, options.model, options.steps, options.json):
+        for cell in run_cells(setups, task, options.model, options.steps, options.json):
             print(*lines(cell), sep="\n", flush=True)
 
 

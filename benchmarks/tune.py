@@ -31,7 +31,7 @@ from grpo_fast.head.tuning import Rule, Sizes, Table
 
 from . import aot
 from .contest import Contest, Entrant, Prepared
-from .dry_head import Batch, step
+from .dry_head import BatchSizes, step
 from .kernels import Head
 from .live_tiles import HISTOGRAM, load_histogram
 from .machine import environment
@@ -90,7 +90,7 @@ def candidates(sizes: Sizes, architecture: str) -> Iterator[tuple[str, dict[str,
         for change in changes:
             tried = changed(sizes, stage, change)
             with planned_with(tried):
-                planned = Batch().plan(architecture).forward_tile  # another one where this does not fit
+                planned = BatchSizes().plan(architecture).forward_tile  # another one where this does not fit
             if stage != FORWARD or planned == tried.wide:
                 yield stage, change, tried
 
@@ -108,7 +108,7 @@ def compile_one(architecture: str, shape: Shape, sizes: Sizes, exact: bool = Fal
 
     Runs in a process of its own: Triton's driver is replaced by one without a GPU.
     """
-    batch = Batch(rows=TOKENS, depth=shape.hidden, vocabulary=shape.vocabulary)
+    batch = BatchSizes(rows=TOKENS, depth=shape.hidden, vocabulary=shape.vocabulary)
     launch = partial(step, batch, architecture, weight=shape.trainable, exact=exact)
     try:
         with planned_with(sizes):

@@ -17,12 +17,12 @@ if importlib.metadata.version("trl").split(".")[:2] != ["1", "16"] and not torch
 
 from benchmarks import trl_side_by_side
 from benchmarks.trainers import words_task
-from benchmarks.trl_side_by_side import Run, Setting, compared, differences, watch_sampling
+from benchmarks.trl_side_by_side import History, TrainingSetup, compared, differences, watch_sampling
 
 
-def run_of(losses: list[float], *samples: list[int]) -> Run:
+def run_of(losses: list[float], *samples: list[int]) -> History:
     history = [{"loss": loss, "grad_norm": 1.0} for loss in losses]
-    return Run(history, [torch.tensor([sample]) for sample in samples], 1.0)
+    return History(history, [torch.tensor([sample]) for sample in samples], 1.0)
 
 
 def test_a_difference_is_the_largest_over_the_steps_and_relative_above_one():
@@ -84,8 +84,8 @@ def test_the_command_compares_each_trainer_and_completes_its_record(tmp_path: Pa
     assert all(f"grpo, full, bfloat16, {name}: " in printed for name in cell["variants"])
     assert cell["variants"]["patched"]["differences"]["loss"] < 0.05
 
-    def side_by_side(setting: Setting, *_: object) -> dict[str, dict]:
-        assert setting.name == "grpo, full, float32"
+    def side_by_side(setup: TrainingSetup, *_: object) -> dict[str, dict]:
+        assert setup.name == "grpo, full, float32"
         run = run_of([0.0], [1])
         return {"TRL": compared(run, run)}
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast, set_seed  # noqa: E402
 from trl.trainer import utils  # noqa: E402
 
 from benchmarks.trainers import small_words, words_task  # noqa: E402
-from benchmarks.trl_side_by_side import Setting, differences, train  # noqa: E402
+from benchmarks.trl_side_by_side import TrainingSetup, differences, train  # noqa: E402
 from grpo_fast.integrations.losses import LOSS_TYPES  # noqa: E402
 from grpo_fast.integrations.trl import FastGRPOTrainer, patched  # noqa: E402
 
@@ -27,7 +27,7 @@ NOISE = 2e-5
 @pytest.mark.parametrize(("loss_type", "lora"), [("grpo", True), ("dapo", False)])
 def test_steps_of_training_are_the_same(loss_type, lora, model_folder):
     """Gradient accumulation over two micro-batches, two optimiser steps a generation, KL, clipping."""
-    setting, task = Setting(loss_type, lora=lora), words_task(model_folder)
+    setting, task = TrainingSetup(loss_type, lora=lora), words_task(model_folder)
     theirs = train(setting, trl.GRPOTrainer, task, steps=3)
     ours = [train(setting, FastGRPOTrainer, task, steps=3)]
     if lora:
@@ -51,7 +51,7 @@ def test_a_second_iteration_needs_no_scoring_before_the_first(model_folder, monk
     monkeypatch.setattr(trl.GRPOTrainer, "_get_per_token_logps_and_entropies", counting)
     options = {"num_iterations": 2, "steps_per_generation": 2, "beta": 0.0}
     runs = [
-        train(Setting("dapo", options=options), kind, words_task(model_folder), steps=4)
+        train(TrainingSetup("dapo", options=options), kind, words_task(model_folder), steps=4)
         for kind in (trl.GRPOTrainer, FastGRPOTrainer)
     ]
 

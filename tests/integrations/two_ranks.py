@@ -57,7 +57,7 @@ def trl(rank: int, folder: Path) -> None:
     from trl.trainer.utils import add_fused_lm_head
 
     from benchmarks.trainers import words_task
-    from benchmarks.trl_side_by_side import Setting, differences, train
+    from benchmarks.trl_side_by_side import TrainingSetup, differences, train
     from grpo_fast import GRPOLossConfig
     from grpo_fast.integrations.trl import FastGRPOTrainer
     from grpo_fast.integrations.trl.trainer import LossAtHead, add_loss_to_forward, step_scale
@@ -100,7 +100,7 @@ def trl(rank: int, folder: Path) -> None:
 
     options = {"ddp_backend": "gloo", "per_device_train_batch_size": 2, "num_generations": 2}
     theirs, ours = (
-        train(Setting("dapo", options=options), kind, words_task(folder), steps=1).history
+        train(TrainingSetup("dapo", options=options), kind, words_task(folder), steps=1).history
         for kind in (GRPOTrainer, FastGRPOTrainer)
     )
     gaps = differences(theirs, ours) if rank == 0 else {"": 0.0}
