@@ -25,7 +25,6 @@ from benchmarks.measure import (
     in_a_process,
     memory_of,
     preload,
-    summarise,
 )
 
 
@@ -109,12 +108,6 @@ def test_what_takes_too_long_is_interrupted_and_an_alarm_set_before_still_rings(
     finally:
         signal.signal(signal.SIGALRM, handler)
         signal.setitimer(signal.ITIMER_REAL, *timer)
-
-
-def test_a_spread_is_the_median_and_the_quartiles_in_milliseconds():
-    assert vars(summarise([0.004, 0.001, 0.003, 0.002, 0.005])) == pytest.approx(
-        {"median": 3.0, "lower": 2.0, "upper": 4.0, "samples": 5}
-    )
 
 
 @pytest.mark.parametrize(

@@ -26,17 +26,6 @@ def by_name(record: Record) -> dict[str, Measurement]:
     return {found.implementation: found for found in record.cells}
 
 
-def test_kernels_are_measured_against_a_product_and_a_copy(tmp_path):
-    record = run(tmp_path, "kernels", "--tokens", "32", "--hidden", "16", "--vocab", "300")
-
-    assert record.kind == "kernels"
-    assert {found.status for found in record.cells} == {OK}
-    both = by_name(record)["dX and dW, torch"]
-    assert set(both.ceilings) == {"flops_per_second", "bytes_per_second"}
-    assert both.metrics["share_of_ceiling"] > 0
-    assert both.shape == {"tokens": 32, "hidden": 16, "vocabulary": 300, "rows": "peaked", "dtype": "float32"}
-
-
 def test_an_update_is_the_same_for_all_implementations(tmp_path):
     pytest.importorskip("trl")
     record = run(

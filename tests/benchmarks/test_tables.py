@@ -1,26 +1,30 @@
-"""What shapes have in common, what tells them apart, and the tables of their measurements."""
+"""How shapes and numbers are said, the tables of measurements, and the page that shows records."""
 
 from __future__ import annotations
 
+import base64
+import re
+from dataclasses import replace
+from xml.etree import ElementTree
+
 import pytest
 
-from benchmarks.measure import FAILED, SKIPPED, Memory, Spread
-from benchmarks.record import Measurement
+from benchmarks.__main__ import main
+from benchmarks.measure import Memory, Spread
+from benchmarks.problem import Setting
+from benchmarks.record import Measurement, Record, write_json
 from benchmarks.tables import DASH, console, label, number, print_measurements, shape_tables, skipped
+
+SETTING = vars(Setting("peaked", 64, 32, 300, "forward_backward", True, "float32"))
 
 
 @pytest.mark.parametrize(
     ("shape", "names", "text"),
     [
-        (
-            {"rows": "peaked", "tokens": 16_384, "mode": "forward_backward", "trainable": False},
-            None,
-            "peaked rows, N 16,384, forward + backward, frozen head",
-        ),
-        ({"rows": "flat", "dtype": "float32", "loss": "dpo"}, ["rows", "loss"], "flat rows, DPO"),
+        ({"mode": "forward_backward", "trainable": False}, None, "forward + backward, frozen head"),
         ({"mode": "forward", "trainable": False}, None, "forward"),
-        ({"model": "toy", "lora": None, "checkpointing": False, "prompts": 4}, None, "toy, prompts 4"),
-        ({"checkpointing": True, "memory_gib": 1.5}, None, "checkpointing, memory gib 1.50"),
+        ({"rows": "flat", "dtype": "float32", "loss": "dpo"}, ["rows", "loss"], "flat rows, DPO"),
+        ({"model": "toy", "lora": None, "kept": True, "tokens": 16_384}, None, "toy, kept, N 16,384"),
     ],
 )
 def test_a_shape_reads_as_a_person_would_say_it(shape, names, text):
@@ -28,45 +32,72 @@ def test_a_shape_reads_as_a_person_would_say_it(shape, names, text):
 
 
 def test_numbers_have_three_digits():
-    texts = [number(value) for value in (16_384, 18.0, 146.2, 0.01234, 1234.5, 7)]
-
-    assert texts == ["16,384", "18.0", "146", "0.0123", "1,234", "7"]
+    assert [number(value) for value in (16_384, 18.0, 146.2, 0.01234)] == ["16,384", "18.0", "146", "0.0123"]
 
 
-def test_a_row_has_its_time_rates_memory_errors_phases_and_metrics_with_their_intervals():
-    found = Measurement(
-        "ours",
-        {"model": "toy", "micro_batch_tokens": 16_384},
-        time=Spread(12.5, 12.0, 13.0, 5),
-        memory=Memory(3 << 20, None),
-        accuracy={"logprob": 0.25},
+def at(name: str, milliseconds: float, error: float = 1e-6, **shape: object) -> Measurement:
+    return Measurement(
+        name,
+        SETTING | shape,
+        time=Spread(milliseconds, 0.9 * milliseconds, 1.1 * milliseconds, 9),
+        memory=Memory(5 << 20, None),
+        accuracy={"logprob": error, "hidden_gradient": error},
         phases={"forward": 0.0101},
-        metrics={"tokens_per_second": 5e3, "fit": 1.02, "fit_lower": 0.9, "fit_upper": 1.14},
-        ceilings={"product_seconds": 5e-3},
+        metrics=Setting(**(SETTING | shape)).rates(milliseconds / 1e3) | {"fit": 1.02, "fit_lower": 0.9},
+        ceilings={"product_seconds": 1e-3, "flops_per_second": 1e12},
     )
 
-    (table,) = shape_tables([found])
 
-    assert table.title == "toy, micro batch tokens 16,384"
-    remark = "INACCURATE; forward 10.1 ms; fit 1.02 (0.90 to 1.14)"
-    quartiles = f"12.0{DASH}13.0"
-    assert table.rows == [["ours", "12.5", quartiles, "2.50", "5,000", "3", "2.5e-01", remark]]
-    assert table.heads[-4:] == ["tokens/s", "allocator MiB", "|Δlogp|", "remark"]
+FULL = replace(at("TRL", 1.0, tokens=256), status="oom", time=None, memory=None, accuracy={}, metrics={})
+BROKEN = replace(FULL, implementation="broken", status="failed", reason="no [file] <boom>")
+ABSENT = Measurement("absent", SETTING, status="skipped", reason="not installed")
+CELLS = [at("ours", 12.5), at("fast", 1.5, 0.3), at("ours", 7.0, tokens=256), FULL, BROKEN, ABSENT]
 
 
 def test_each_shape_is_a_table_the_fastest_first_and_who_was_skipped_stands_elsewhere(capsys):
-    absent = Measurement("c", {"n": 1}, SKIPPED, "not installed")
-    broken = Measurement("z", {"n": 1}, FAILED, "ValueError: no [file] at a_b/c_d")
-    slow, fast = (
-        Measurement(name, {"n": 1}, time=Spread(ms, ms, ms, 1)) for name, ms in (("a", 2), ("b", 1))
-    )
-    cells = [slow, Measurement("a", {"n": 2}), broken, fast, absent]
+    small, large = shape_tables(CELLS, ["tokens"])
 
-    tables = shape_tables(cells)
+    assert (small.title, large.title) == ("N 64", "N 256")
+    assert [[row[0] for row in table.rows] for table in (small, large)] == [
+        ["fast", "ours"], ["ours", "TRL", "broken"]
+    ]  # fmt: skip
+    fast, ours = (dict(zip(small.heads, row, strict=True)) for row in small.rows)
+    assert (ours["ms"], ours["quartiles"], ours["allocator MiB"]) == ("12.5", f"11.2{DASH}13.8", "5")
+    assert (ours["|Δlogp|"], ours["remark"]) == ("1.0e-06", "forward 10.1 ms; fit 1.02 (0.90)")
+    assert fast["remark"].startswith("INACCURATE") and "tokens/s" not in small.heads
+    assert list(skipped(CELLS)) == [("absent", "not installed")]
+    print_measurements(console(), [ABSENT, BROKEN])
+    assert "failed no [file] <boom>" in capsys.readouterr().out
 
-    assert [[row[0] for row in table.rows] for table in tables] == [["b", "a", "z"], ["a"]]
-    assert list(skipped(cells)) == [("c", "not installed")]
-    print_measurements(console(), [absent])
-    assert capsys.readouterr().out == ""
-    print_measurements(console(), [broken])
-    assert "failed ValueError: no [file] at a_b/c_d" in capsys.readouterr().out
+
+def test_a_page_of_several_records_has_plots_every_measurement_and_provenance_and_works_offline(tmp_path):
+    about = {"benchmark_device": "a <machine>", "copy_gigabytes_per_second": 40.0, "command": ["python", "x"]}
+    group = Measurement("ours", {"model": "toy"}, metrics={"largest_group": 9.0})
+    records = {
+        "head.json": Record("head", CELLS, about, gpu_states=[{"clocks.sm": "1980 MHz"}]),
+        "empty.json": Record("train", [], about),
+        "group.json": Record("group", [group], about, stopped="interrupted", not_measured=[SETTING]),
+    }
+    for name, record in records.items():
+        write_json(tmp_path / name, record)
+
+    out = tmp_path / "out.html"
+    assert main(["report", *(str(tmp_path / name) for name in records), f"--html={out}"]) == 0
+
+    page = out.read_text()
+    for text in ("out of memory", "no [file] &lt;boom&gt;", "not installed", "python x", "1980 MHz",
+                 "a &lt;machine&gt;", "interrupted", "1 shapes were not measured"):  # fmt: skip
+        assert text in page
+    assert "<script" not in page and not re.search(r'(src|href)="(?!data:)', page)
+    titles = re.findall(r'alt="(.*?)"', page)
+    for kind in ("Time, ms, N 64", "Time, ms, against tokens", "Error of dX, against time, N 64",
+                 "Peak memory", "TFLOP/s, against FLOPs per byte", "Largest group"):  # fmt: skip
+        assert any(title.startswith(kind) for title in titles), kind
+    drawn = [ElementTree.fromstring(base64.b64decode(data)) for data in re.findall(r"base64,([^\"]+)", page)]
+    assert {"ours", "fast"} <= {text.strip() for text in drawn[0].itertext()}
+
+
+@pytest.mark.parametrize(("record", "html"), [("none.json", "o.html"), ("", "no/o.html")])
+def test_what_cannot_be_read_or_written_is_named(tmp_path, capsys, record, html):
+    assert main(["report", str(tmp_path / record), f"--html={tmp_path / html}"]) == 2
+    assert ("none.json" if record else "its folder does not exist") in capsys.readouterr().err
