@@ -17,7 +17,7 @@ from benchmarks.__main__ import main as benchmarks
 from grpo_fast import cli
 from grpo_fast.config import TrainConfig
 from grpo_fast.config_io import load_config
-from grpo_fast.integrations.host import KNOWN
+from grpo_fast.integrations.compat import HOSTS
 from grpo_fast.objective.catalog import CATALOG, METHODS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -102,11 +102,12 @@ def test_the_versions_of_the_drop_in_table_are_those_that_the_adapters_know():
     told = dict(re.findall(r"^\| ([\w-]+) (\d[\w., ]*?)(?::[^|]*)? \|", README, re.M))
     versions = {name.lower().replace("-", "_"): re.findall(r"[\d.]+", text) for name, text in told.items()}
 
-    assert versions.keys() == KNOWN.keys()
+    assert versions.keys() == HOSTS.keys()
     for name, numbers in versions.items():
+        known = HOSTS[name].versions
         for number in numbers:
-            oldest = re.match(rf">={re.escape(number)}\.", KNOWN[name])  # "0.11" for 0.11.2 and later
-            assert oldest or SpecifierSet(KNOWN[name]).contains(number), f"{name} {number}"
+            oldest = re.match(rf">={re.escape(number)}\.", known)  # "0.11" for 0.11.2 and later
+            assert oldest or SpecifierSet(known).contains(number), f"{name} {number}"
 
 
 # ------------------------------------------------------------------------------------------- the methods

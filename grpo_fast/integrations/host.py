@@ -1,49 +1,18 @@
-"""What adapters do with a host library: know its version, replace its attributes, stand in for its logits."""
+"""What adapters do with a host library: replace its attributes, stand in for its logits."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from importlib import metadata
 from typing import Any
 
-from packaging.specifiers import SpecifierSet
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from grpo_fast.head import HeadParameters, linear_logprob
 from grpo_fast.policy.architecture import head_parameters
 
-# Versions of the host libraries that the adapters were tested with.
-KNOWN = {
-    "nemo_rl": ">=0.6,<0.8",
-    "openrlhf": ">=0.11.2,<0.12",
-    "prime_rl": ">=0.8,<0.10",
-    "trl": ">=1.16,<1.17",
-    "verl": ">=0.9,<0.10",
-}
 _ABSENT = object()
-
-
-def require(module: str) -> None:
-    """Import a host library, one of `KNOWN`, which is installed under the same name, with hyphens.
-
-    Raises:
-        ImportError: the library is missing, or of a version that is not known.
-    """
-    distribution = module.replace("_", "-")
-    wanted = f"{distribution}{KNOWN[module]}"
-    try:
-        version = getattr(importlib.import_module(module), "__version__", None)
-        version = metadata.version(distribution) if version is None else version
-    except ModuleNotFoundError as error:
-        raise ImportError(f"{module} cannot be imported ({error}); this adapter needs '{wanted}'") from error
-    if not SpecifierSet(KNOWN[module]).contains(version, prereleases=True):
-        raise ImportError(
-            f"{distribution} is version {version}, which this adapter does not know; install '{wanted}', or "
-            "a newer grpo-fast"
-        )
 
 
 class Replacements(ExitStack):

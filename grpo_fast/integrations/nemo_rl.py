@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from grpo_fast.head import linear_logprob
-from grpo_fast.integrations.host import Replacements, require
+from grpo_fast.integrations.compat import private
+from grpo_fast.integrations.host import Replacements
 from grpo_fast.integrations.losses import padded_policy_loss, require_loss
 from grpo_fast.objective import GRPOLossConfig, StepTotals
 
@@ -57,9 +58,7 @@ class PolicyLoss:
         self, config: GRPOLossConfig, use_fused_linear_logprobs: bool = False, exactly_on_policy: bool = False
     ) -> None:
         require_loss(config, "NeMo-RL", "entropy")
-        require("nemo_rl")
-        from nemo_rl.algorithms.loss import interfaces
-
+        interfaces = private("nemo_rl", "algorithms.loss.interfaces")
         self.config = config
         # NeMo-RL's names, here and below; the second is its main branch's.
         self.use_linear_ce_fusion = self.use_fused_linear_logprobs = use_fused_linear_logprobs
@@ -119,9 +118,7 @@ class PolicyLoss:
 
 def patch() -> None:
     """Compute NeMo-RL's fused log-probabilities (Megatron) by `linear_logprob`. Idempotent."""
-    require("nemo_rl")
-    from nemo_rl.distributed import model_utils
-
+    model_utils = private("nemo_rl", "distributed.model_utils")
     unpatch()
     replaced = inspect.signature(model_utils.from_parallel_hidden_states_to_logprobs)
     ours = _with_tied_weight if "output_weight" in replaced.parameters else hidden_states_to_logprobs

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from grpo_fast.head import HeadParameters, linear_logprob
-from grpo_fast.integrations.host import Replacements, require, tapped_head
+from grpo_fast.integrations.compat import private
+from grpo_fast.integrations.host import Replacements, tapped_head
 from grpo_fast.integrations.losses import local_totals, padded_policy_loss, require_loss
 from grpo_fast.objective import GRPOLossConfig
 
@@ -36,14 +37,11 @@ def patch(loss: GRPOLossConfig | None = None) -> None:
     """
     if loss is not None:
         require_loss(loss, "OpenRLHF", "reference", "entropy")
-    require("openrlhf")
-    from openrlhf.models import actor
-    from openrlhf.models.loss import PolicyLoss
-
+    actor, losses = private("openrlhf", "models.actor"), private("openrlhf", "models.loss")
     unpatch()
     _patch.replace(actor.Actor, "forward", _actor_forward(actor, actor.Actor.forward))
     if loss is not None:
-        _patch.replace(PolicyLoss, "forward", functools.partialmethod(_policy_loss, loss))
+        _patch.replace(losses.PolicyLoss, "forward", functools.partialmethod(_policy_loss, loss))
 
 
 unpatch = _patch.close

@@ -12,7 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
-from grpo_fast.integrations.host import Replacements, logprob_and_entropy, require
+from grpo_fast.integrations.compat import private
+from grpo_fast.integrations.host import Replacements, logprob_and_entropy
 from grpo_fast.integrations.losses import local_totals, padded_policy_loss, require_loss
 from grpo_fast.objective import GRPOLossConfig
 
@@ -37,8 +38,7 @@ def policy_loss(inputs: Any, **config: Any) -> Any:
         ValueError: the loss cannot be had from what prime-rl hands over: it averages over sequences, needs
             the entropy, or a correction from π_old to the sampler.
     """
-    outputs = _host_outputs()
-    loss = GRPOLossConfig(**config)
+    outputs, loss = _loss_outputs(), GRPOLossConfig(**config)
     require_loss(loss, "prime-rl", "entropy", "sampler")
     if not loss.is_custom and loss.aggregation_kind != "token_mean":
         raise ValueError(
@@ -65,21 +65,15 @@ def policy_loss(inputs: Any, **config: Any) -> Any:
 
 
 @functools.cache
-def _host_outputs() -> type:
-    require("prime_rl")
-    from prime_rl.trainer.rl.loss import LossOutputs
-
-    return LossOutputs
+def _loss_outputs() -> Any:
+    return private("prime_rl", "trainer.rl.loss").LossOutputs
 
 
 def patch() -> None:
     """Compute prime-rl's fused output layers, Gemma's softcapped one too, by `linear_logprob`. Idempotent."""
-    require("prime_rl")
-    from prime_rl.trainer.models.layers.lm_head import FusedOutputLinear
-    from prime_rl.trainer.models.layers.lm_head_gemma import GemmaFusedOutputLinear
-
+    heads, gemmas = (private("prime_rl", f"trainer.models.layers.lm_head{end}") for end in ("", "_gemma"))
     unpatch()
-    for layer in (FusedOutputLinear, GemmaFusedOutputLinear):
+    for layer in (heads.FusedOutputLinear, gemmas.GemmaFusedOutputLinear):
         _patch.replace(layer, "forward", _output_layer_forward)
 
 

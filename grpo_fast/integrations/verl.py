@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grpo_fast.integrations.host import Replacements, logprob_and_entropy, require
+from grpo_fast.integrations.compat import private
+from grpo_fast.integrations.host import Replacements, logprob_and_entropy
 from grpo_fast.integrations.losses import local_totals, padded_policy_loss
 from grpo_fast.objective import GRPOLossConfig
 from grpo_fast.objective.catalog import CATALOG, LOSS_TYPES, Aggregation
@@ -38,19 +39,17 @@ def patch() -> None:
     Raises:
         ImportError: verl is missing, or of a version this adapter does not know.
     """
-    require("verl")
-    from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
-    from verl.utils.experimental.torch_functional import FusedLinearForPPO
-    from verl.utils.kernel import linear_cross_entropy as kernel
-
+    losses = private("verl", "trainer.ppo.core_algos").POLICY_LOSS_REGISTRY
+    fused = private("verl", "utils.experimental.torch_functional").FusedLinearForPPO
+    kernel = private("verl", f"utils.kernel.{_KERNEL}")
     unpatch()
     theirs = getattr(kernel, _KERNEL)
     _rebind(theirs, fused_linear_cross_entropy)
     _patch.callback(_rebind, fused_linear_cross_entropy, theirs)
-    _patch.replace(FusedLinearForPPO, "forward", _fused_linear_for_ppo)
+    _patch.replace(fused, "forward", _fused_linear_for_ppo)
     for name in LOSS_TYPES:
-        POLICY_LOSS_REGISTRY[PREFIX + name] = functools.partial(_policy_loss, name)
-        _patch.callback(POLICY_LOSS_REGISTRY.pop, PREFIX + name, None)
+        losses[PREFIX + name] = functools.partial(_policy_loss, name)
+        _patch.callback(losses.pop, PREFIX + name, None)
 
 
 unpatch = _patch.close

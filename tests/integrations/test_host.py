@@ -2,37 +2,59 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from types import ModuleType, SimpleNamespace
 
 import pytest
 
 from grpo_fast import GRPOLossConfig
-from grpo_fast.integrations.host import KNOWN, Replacements, require
+from grpo_fast.integrations.compat import HOSTS, Host, private
+from grpo_fast.integrations.host import Replacements
 from grpo_fast.integrations.losses import require_loss
 
 
-def test_a_missing_library_is_named_with_the_versions_that_fit(monkeypatch):
-    monkeypatch.setitem(KNOWN, "no_such_thing", ">=1.2")
-    with pytest.raises(ImportError, match=r"no-such-thing>=1\.2"):
-        require("no_such_thing")
+@pytest.fixture
+def some_host(monkeypatch) -> ModuleType:
+    """A library of version 1.2.3, with a module in which one of the adapter's two names stands."""
+    names = {"inner": ("present", "Class.method")}
+    monkeypatch.setitem(HOSTS, "some_host", Host(">=1.2.3,<1.10", "it is slow", names))
+    module, inner = ModuleType("some_host"), ModuleType("some_host.inner")
+    module.__version__, inner.present, inner.Class = "1.2.3", 1, SimpleNamespace(method=2)
+    monkeypatch.setitem(sys.modules, "some_host", module)
+    monkeypatch.setitem(sys.modules, "some_host.inner", inner)
+    return module
 
 
 @pytest.mark.parametrize(
     ("version", "fits"),
     [("1.2.3", True), ("1.9.dev1", True), ("1.2.2", False), ("1.10.0", False), (None, False)],
 )
-def test_a_version_fits_by_whole_parts_and_an_unknown_one_does_not(version, fits, monkeypatch):
-    monkeypatch.setitem(KNOWN, "some_host", ">=1.2.3,<1.10")
-    module = ModuleType("some_host")
+def test_a_version_fits_by_whole_parts_and_an_unknown_one_does_not(some_host, version, fits):
+    del some_host.__version__
     if version is not None:
-        module.__version__ = version
-    monkeypatch.setitem(sys.modules, "some_host", module)
+        some_host.__version__ = version
     if fits:
-        require("some_host")
+        assert private("some_host", "inner") is sys.modules["some_host.inner"]
         return
-    with pytest.raises(ImportError, match="some-host"):
-        require("some_host")
+    with pytest.raises(ImportError, match=r"install 'some-host>=1\.2\.3,<1\.10'.* until then it is slow"):
+        private("some_host", "inner")
+
+
+def test_a_private_name_that_is_gone_is_told_with_what_is_lost(some_host):
+    del sys.modules["some_host.inner"].Class.method
+    with pytest.raises(ImportError, match=r"some-host 1\.2\.3 lacks a name of inner .*'method'.* it is slow"):
+        private("some_host", "inner")
+
+
+@pytest.mark.parametrize("library", HOSTS)
+def test_no_host_is_used_in_a_version_that_is_not_known(library, monkeypatch):
+    module = ModuleType(library)
+    module.__version__ = "0.0.1"
+    monkeypatch.setitem(sys.modules, library, module)
+    for name in HOSTS[library].names:
+        with pytest.raises(ImportError, match=re.escape(HOSTS[library].versions)):
+            private(library, name)
 
 
 @pytest.mark.parametrize(

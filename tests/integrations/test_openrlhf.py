@@ -6,7 +6,6 @@ they are not installed, and flash-attn's padding helpers are written out in torc
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
@@ -19,7 +18,6 @@ from host_stubs import importable
 from torch import Tensor
 
 from grpo_fast import GRPOLossConfig
-from grpo_fast.integrations.host import KNOWN
 
 if find_spec("openrlhf") is None:
     pytest.skip("openrlhf is not importable", allow_module_level=True)
@@ -171,14 +169,10 @@ def test_the_policy_loss_is_the_hosts(host, padded, name, step):
         torch.testing.assert_close(found[2:], expected[2:], check_dtype=False, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("version", ["0.11.1", "0.12.1"])
-def test_terms_that_openrlhf_adds_itself_and_an_unknown_version_are_refused(host, monkeypatch, version):
+def test_terms_that_openrlhf_adds_itself_are_refused(host):
     for term in ("beta", "entropy_coef"):
         with pytest.raises(ValueError, match=term):
             host.adapter.patch(GRPOLossConfig("dapo", **{term: 0.1}))
-    monkeypatch.setattr(sys.modules["openrlhf"], "__version__", version, raising=False)
-    with pytest.raises(ImportError, match=re.escape(KNOWN["openrlhf"])):
-        host.adapter.patch()
 
 
 def test_the_example_runs_as_it_stands(host, run_example):

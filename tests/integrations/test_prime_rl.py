@@ -7,8 +7,6 @@ and the like offer is stubbed where they are not installed, and its list of mode
 
 from __future__ import annotations
 
-import re
-import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -18,8 +16,6 @@ import pytest
 import torch
 from host_stubs import importable, use_checkout
 from torch import Tensor
-
-from grpo_fast.integrations.host import KNOWN
 
 use_checkout("prime_rl", "src", "packages/prime-rl-configs/src")
 if any(find_spec(name) is None for name in ("prime_rl", "jaxtyping", "beartype", "pydantic_config")):
@@ -125,7 +121,7 @@ def test_the_fused_output_layer_is_the_hosts(host, rng, softcap):
     torch.testing.assert_close(evaluate(), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_unpatching_restores_the_layers_and_an_unknown_version_is_refused(host, monkeypatch):
+def test_unpatching_restores_the_layers(host):
     layers = host.head.FusedOutputLinear, host.gemma.GemmaFusedOutputLinear
     before = [layer.forward for layer in layers]
     host.adapter.patch()
@@ -133,9 +129,6 @@ def test_unpatching_restores_the_layers_and_an_unknown_version_is_refused(host, 
     assert [layer.forward for layer in layers] != before
     host.adapter.unpatch()
     assert [layer.forward for layer in layers] == before
-    monkeypatch.setattr(sys.modules["prime_rl"], "__version__", "0.10.0", raising=False)
-    with pytest.raises(ImportError, match=re.escape(KNOWN["prime_rl"])):
-        host.adapter.patch()
 
 
 def test_the_example_runs_as_it_stands(host, run_example):

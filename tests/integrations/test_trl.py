@@ -22,7 +22,7 @@ from trl.trainer import utils  # noqa: E402
 
 from benchmarks.trainers import small_words  # noqa: E402
 from benchmarks.trl_side_by_side import differences  # noqa: E402
-from grpo_fast.integrations.host import KNOWN  # noqa: E402
+from grpo_fast.integrations.compat import HOSTS  # noqa: E402
 from grpo_fast.integrations.trl import patch, patched, unpatch  # noqa: E402
 from grpo_fast.integrations.trl.patch import FusedHead  # noqa: E402
 
@@ -140,7 +140,7 @@ def test_importing_without_a_known_trl_says_what_to_install(monkeypatch):
     for name in [name for name in sys.modules if name.startswith("grpo_fast.integrations.trl")]:
         monkeypatch.delitem(sys.modules, name)
 
-    with pytest.raises(ImportError, match=re.escape(KNOWN["trl"])):
+    with pytest.raises(ImportError, match=re.escape(HOSTS["trl"].versions)):
         __import__("grpo_fast.integrations.trl")
 
 

@@ -5,7 +5,6 @@ The real verl runs here; what it imports beside (ray, tensordict, ...) is stubbe
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -18,7 +17,6 @@ from host_stubs import importable
 from torch import Tensor
 
 from grpo_fast.groups.advantages import group_advantages
-from grpo_fast.integrations.host import KNOWN
 from grpo_fast.objective.catalog import CATALOG
 
 if find_spec("verl") is None:
@@ -62,7 +60,7 @@ def gradients(outputs: tuple[Tensor, Tensor], leaves: tuple[Tensor, ...]) -> lis
     return [logprobs.detach(), entropy.detach(), *torch.autograd.grad(loss, leaves)]
 
 
-def test_importing_the_adapter_patches_and_unpatching_restores(verl, monkeypatch):
+def test_importing_the_adapter_patches_and_unpatching_restores(verl):
     forward, kernel = verl.before
     assert verl.kernel.linear_cross_entropy is verl.adapter.fused_linear_cross_entropy
     assert verl.fused.FusedLinearForPPO.forward is not forward
@@ -72,9 +70,6 @@ def test_importing_the_adapter_patches_and_unpatching_restores(verl, monkeypatch
     assert verl.fused.FusedLinearForPPO.forward is forward
     assert not [name for name in verl.algos.POLICY_LOSS_REGISTRY if name.startswith("grpo_fast_")]
 
-    with monkeypatch.context() as context, pytest.raises(ImportError, match=re.escape(KNOWN["verl"])):
-        context.setattr(sys.modules["verl"], "__version__", "0.10.0")
-        verl.adapter.patch()
     verl.adapter.patch()
     verl.adapter.patch()
     assert verl.algos.get_policy_loss_fn("grpo_fast_dapo")

@@ -16,10 +16,10 @@ from torch import Tensor
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from grpo_fast.head import linear_logprob
-from grpo_fast.integrations.host import Replacements, require
+from grpo_fast.integrations.compat import private
+from grpo_fast.integrations.host import Replacements
 
-require("trl")
-from trl.trainer import utils  # noqa: E402
+utils = private("trl", "trainer.utils")
 
 HeadResults = tuple[Tensor | None, ...]  # five
 Score = Callable[[Tensor, Tensor, Tensor | None], HeadResults]  # of hidden states, weight and bias

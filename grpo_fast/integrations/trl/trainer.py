@@ -16,12 +16,14 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from trl import GRPOConfig, GRPOTrainer
 
 from grpo_fast.head import linear_grpo_loss
+from grpo_fast.integrations.compat import private
 from grpo_fast.integrations.losses import LOSS_CONSTANTS, TOKEN_MEANS, live_values, shared_config
 from grpo_fast.integrations.trl.patch import HeadResults, patched, replace_head
 from grpo_fast.objective import GRPOLossConfig
 from grpo_fast.objective.types import present
 
 logger = logging.getLogger(__name__)
+private("trl", "trainer.grpo_trainer")
 
 Batch = dict[str, Tensor | Any]
 _PER_TOKEN = ("old_per_token_logps", "ref_per_token_logps", "tool_mask")
