@@ -11,14 +11,14 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import cache
+from functools import cache, reduce
 from pathlib import Path
 from typing import Any
 
 import yaml
 from pydantic import ValidationError
 
-from grpo_fast.config import TrainConfig, at, unread
+from grpo_fast.config import TrainConfig, unread
 from grpo_fast.convert import Conversion, convert
 from grpo_fast.convert.command import read_command
 from grpo_fast.convert.conversion import FILL_IN
@@ -96,8 +96,7 @@ def load_config(path: str | Path | None, overrides: Sequence[str] | Mapping[str,
     method = dict(pairs).get("method", below.get("method"))
     if method != below.get("method") and str(method) in METHODS:
         below = _for_another_method(below, method)
-    tree = _without_idle(_apply(pairs, below, siblings, problems), below)
-    return _validated(tree, str(path or source), problems)
+    return _validated(_apply(pairs, below, siblings, problems), str(path or source), problems, below)
 
 
 def convert_file(path: str | Path, *, source: str | None = None) -> tuple[Conversion, str]:
@@ -214,8 +213,12 @@ def _in_folder(tree: dict[str, Any], folder: Path) -> dict[str, Any]:
     return tree
 
 
-def _validated(tree: Any, source: str, problems: Sequence[Problem]) -> TrainConfig:
+def _validated(tree: Any, source: str, problems: Sequence[Problem], below: Any = None) -> TrainConfig:
     """The configuration that nested mappings hold, unless there are problems already.
+
+    Args:
+        below: an earlier layer, whose keys are left out where the ones above it leave them unread: so another
+            dataset leaves the `split` of the one before behind, and none at all leaves `evaluation.every`.
 
     Raises:
         ConfigError: these and all further ones.
@@ -225,8 +228,20 @@ def _validated(tree: Any, source: str, problems: Sequence[Problem]) -> TrainConf
         if not problems:
             return config
     except ValidationError as error:
+        idle = [".".join(map(str, one["loc"])) for one in error.errors() if one["type"] == "unread"]
+        if left := _read_alone(below, [key for key in idle if value_at(below, key) == value_at(tree, key)]):
+            return _validated(reduce(_without, left, tree), source, problems)
         problems = [*problems, *_problems(error, tree)]
     raise ConfigError(source, problems)
+
+
+def _read_alone(layer: Any, names: Sequence[str]) -> list[str]:
+    """Of the keys that a layer sets those that it would read if there were no other."""
+    try:
+        idle = unread(TrainConfig.model_validate(layer, context=PART)) if names else {}
+    except ValueError:  # the layer is no whole configuration
+        return []
+    return [name for name in names if name not in idle]
 
 
 @cache
@@ -313,22 +328,6 @@ def _for_another_method(tree: dict[str, Any], method: Any) -> dict[str, Any]:
         listed = " ".join(f"{key}={short(masked(value, key))}" for key, value in replaced.items())
         logger.warning("method = %s replaces %s", method, listed)
     return kept
-
-
-def _without_idle(tree: Any, before: Any) -> Any:
-    """The tree without the keys that an earlier layer set, and read, and that this one reads no more.
-
-    So another dataset leaves the `split` of the one before behind, and none at all leaves `evaluation.every`.
-    """
-    try:
-        parts = [TrainConfig.model_validate(layer, context=PART) for layer in (before, tree)]
-        idle_before, idle = map(unread, parts)
-    except ValueError:  # reported when the whole is validated
-        return tree
-    for name in idle.keys() - idle_before.keys():
-        if at(parts[0], name) == at(parts[1], name):
-            tree = _without(tree, name)
-    return tree
 
 
 def _without(node: Any, place: str) -> Any:

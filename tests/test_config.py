@@ -14,9 +14,12 @@ import yaml
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from grpo_fast import config as config_module
+from grpo_fast.cli import main
 from grpo_fast.config import TrainConfig
 from grpo_fast.config_io import ConfigError, dump_config, is_key, keys, load_config
 from grpo_fast.convert.names import ABSENT, MOVED
+from grpo_fast.methods import with_method
 from grpo_fast.objective.catalog import LOSS_TYPES
 from grpo_fast.secrets import masked, masked_command
 
@@ -378,6 +381,30 @@ def test_overrides_leave_behind_what_the_file_set_and_they_leave_unread(write):
     )
     assert load_config("gsm8k", ["evaluation.dataset=null"]).evaluation.every == 0
     assert list(problems_of(write(MINIMAL + "evaluation: {every: 3}"), ["seed=1"])) == ["evaluation.every"]
+
+
+@pytest.fixture
+def validated(monkeypatch) -> list[Any]:
+    """What has been validated as a whole configuration."""
+    found: list[Any] = []
+    monkeypatch.setattr(config_module, "with_method", lambda tree: (found.append(tree), with_method(tree))[1])
+    return found
+
+
+def test_files_and_overrides_are_put_together_first_and_validated_once(write, validated):
+    load_config(write(MINIMAL + RATE), ["max_steps=7", "method=gspo", "learning_rate=1e-5"])
+    assert len(validated) == 1
+    load_config("gsm8k", ["evaluation.dataset=null"])  # which leaves keys of the file unread
+    assert len(validated) == 1 + 3
+
+
+def test_a_run_of_the_command_validates_once_and_again_only_where_the_plan_fills_it_in(
+    toy, write, validated, tmp_path: Path
+):
+    command = ["train", str(write(yaml.safe_dump(toy))), "max_steps=1", f"output_dir={tmp_path / 'run'}"]
+    assert main(command) == 0 and len(validated) <= 4
+    validated.clear()
+    assert main([*command, "--resume"]) == 0 and len(validated) <= 7  # with the run's own, to compare
 
 
 @pytest.mark.parametrize("recipe", ["quickstart", "gsm8k", "dpo", "rank"])
