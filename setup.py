@@ -17,13 +17,8 @@ from setuptools.errors import CompileError, SetupError
 MAPPED = ["grpo_fast.kernels", "grpo_fast.benchmarks", "grpo_fast.benchmarks.peers"]  # by package-dir
 SOURCES = ["csrc/count_pairs.cu"]
 OPTIONS = [
-    "-std=c++17",
-    "-O3",
-    "-ftz=true",
-    "-arch=all-major",
-    "-shared",
-    "-Xcompiler=-fPIC",
-    "-cudart=static",
+    *("-std=c++17", "-O3", "-ftz=true", "-arch=all-major"),
+    *("-shared", "-Xcompiler=-fPIC", "-cudart=static"),
 ]
 WANTED = os.environ.get("GRPO_FAST_CUDA", "")
 

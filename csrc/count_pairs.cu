@@ -13,7 +13,7 @@ constexpr int LANES = 32;
 constexpr int WARPS = 8;
 constexpr int LOADS = 8;  // in flight per lane
 
-struct CountPairs {
+struct CountPairs {  // of numbers of 64 bits alone, as the caller hands over an array of them
   const float* tile_lse;          // (rows, tiles), rows `stride` elements apart: log-sum-exp of each tile
   const float* logsumexp;         // (rows,), as all up to the squares
   const int64_t* targets;
@@ -26,10 +26,10 @@ struct CountPairs {
   int32_t* counts;                // (blocks, BINS), written
   int64_t stride;
   int64_t vocabulary;
-  int32_t rows;
-  int32_t tiles;
-  int32_t parts;
-  int32_t blocks;
+  int64_t rows;
+  int64_t tiles;
+  int64_t parts;
+  int64_t blocks;
 };
 
 namespace {
@@ -38,6 +38,7 @@ __global__ void __launch_bounds__(LANES * WARPS) count_pairs(const CountPairs ca
   __shared__ int histograms[WARPS][BINS];
   const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
   int* histogram = histograms[warp];
+  const int rows = call.rows, tiles = call.tiles, stride = call.blocks * WARPS;
   for (int bin = lane; bin < BINS; bin += LANES) histogram[bin] = 0;
   __syncwarp();
 
@@ -47,7 +48,7 @@ __global__ void __launch_bounds__(LANES * WARPS) count_pairs(const CountPairs ca
   const float fraction = total > 0.0 ? static_cast<float>(frexp(total, &exponent)) : 0.5f;
   const float norm = 0.5f * (exponent + log2f(fraction));
 
-  for (int row = blockIdx.x * WARPS + warp; row < call.rows; row += call.blocks * WARPS) {
+  for (int row = blockIdx.x * WARPS + warp; row < rows; row += stride) {
     const float mass = call.mass_gradient[row];
     const float pull = call.entropy_gradient ? call.entropy_gradient[row] : 0.0f;
     if (call.target_gradient[row] == 0.0f && mass == 0.0f && pull == 0.0f) continue;  // false for NaN
@@ -57,12 +58,12 @@ __global__ void __launch_bounds__(LANES * WARPS) count_pairs(const CountPairs ca
     const float plain = log2f(fabsf(mass) * slope);
     const int64_t target = call.targets[row];
     const int target_tile = target >= 0 && target < call.vocabulary ? static_cast<int>(target / TILE) : -1;
-    for (int first = lane; first < call.tiles; first += LANES * LOADS) {
+    for (int first = lane; first < tiles; first += LANES * LOADS) {
       float lse[LOADS];
 #pragma unroll
       for (int k = 0; k < LOADS; ++k) {
         const int tile = first + k * LANES;
-        lse[k] = tile < call.tiles && tile != target_tile ? tile_lse[tile] : -INFINITY;
+        lse[k] = tile < tiles && tile != target_tile ? tile_lse[tile] : -INFINITY;
       }
 #pragma unroll
       for (int k = 0; k < LOADS; ++k) {
@@ -88,10 +89,10 @@ __global__ void __launch_bounds__(LANES * WARPS) count_pairs(const CountPairs ca
 }  // namespace
 
 // Null, or why nothing was launched on the current device. The name changes with the arguments.
-extern "C" const char* grpo_fast_count_pairs_1(CountPairs call, cudaStream_t stream) {
-  if (call.blocks == 0) return nullptr;
-  void* arguments[] = {&call};
-  const dim3 blocks{static_cast<unsigned>(call.blocks)}, threads{LANES * WARPS};
+extern "C" const char* grpo_fast_count_pairs_2(CountPairs* call, cudaStream_t stream) {
+  if (call->blocks == 0) return nullptr;
+  void* arguments[] = {call};
+  const dim3 blocks{static_cast<unsigned>(call->blocks)}, threads{LANES * WARPS};
   const cudaError_t error = cudaLaunchKernel(count_pairs, blocks, threads, arguments, 0, stream);
   return error ? cudaGetErrorString(error) : nullptr;
 }

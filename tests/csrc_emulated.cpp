@@ -66,10 +66,10 @@ int main() {
   for (size_t i = 0; i < lse.size(); ++i) lse[i] = -0.01f * static_cast<float>(i * 37 % 2003);
   const std::vector<int64_t> targets(rows, 5);
   const double squares = 11.0;
-  const CountPairs call{lse.data(), ones.data(), targets.data(), ones.data(), ones.data(), ones.data(),
+  CountPairs call{lse.data(), ones.data(), targets.data(), ones.data(), ones.data(), ones.data(),
                         ones.data(), ones.data(), &squares, counts.data(), stride, tiles * TILE,
                         rows, tiles, 1, blocks};
-  grpo_fast_count_pairs_1(call, nullptr);
+  grpo_fast_count_pairs_2(&call, nullptr);
   int total = 0;
   for (const int count : counts) total += count;
   std::puts(total == rows * (tiles - 1) ? "ran" : "miscounted");

@@ -26,19 +26,6 @@ if TYPE_CHECKING:
 LIBRARY = Path(str(files("grpo_fast"))) / "_cuda" / "libgrpo_fast.so"
 
 
-class _CountPairs(ctypes.Structure):
-    """`CountPairs` of `csrc/count_pairs.cu`."""
-
-    _fields_ = [
-        ("tile_lse", ctypes.c_void_p), ("logsumexp", ctypes.c_void_p), ("targets", ctypes.c_void_p),
-        ("target_gradient", ctypes.c_void_p), ("mass_gradient", ctypes.c_void_p), ("slope", ctypes.c_void_p),
-        ("entropy", ctypes.c_void_p), ("entropy_gradient", ctypes.c_void_p), ("squares", ctypes.c_void_p),
-        ("counts", ctypes.c_void_p), ("stride", ctypes.c_int64), ("vocabulary", ctypes.c_int64),
-        ("rows", ctypes.c_int32), ("tiles", ctypes.c_int32), ("parts", ctypes.c_int32),
-        ("blocks", ctypes.c_int32),
-    ]  # fmt: skip
-
-
 @functools.cache
 def _load() -> Any:
     """
@@ -46,8 +33,8 @@ def _load() -> Any:
         OSError: the library cannot be loaded.
         AttributeError: it was built from other sources: the function's name changes with its arguments.
     """
-    function = ctypes.CDLL(str(LIBRARY)).grpo_fast_count_pairs_1
-    function.argtypes, function.restype = (_CountPairs, ctypes.c_void_p), ctypes.c_char_p
+    function = ctypes.CDLL(str(LIBRARY)).grpo_fast_count_pairs_2
+    function.argtypes, function.restype = (ctypes.c_void_p, ctypes.c_void_p), ctypes.c_char_p
     return function
 
 
@@ -61,16 +48,17 @@ def count_pairs(masses: Masses) -> Tensor:
     counts = masses.tile_lse.new_empty((min(-(-count // _WARPS), _MOST_BLOCKS), BINS), dtype=torch.int32)
     of_rows = rows.logsumexp, masses.targets, rows.target, rows.mass, rows.slope, rows.entropy
     tensors = masses.tile_lse, *of_rows, rows.entropy_gradient, rows.squares, counts
-    addresses = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
+    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
     sizes = masses.tile_lse.stride(0), masses.vocabulary, count, tiles, rows.squares.shape[1], counts.shape[0]
     stream = torch.cuda.current_stream(counts.device).cuda_stream if counts.is_cuda else None
-    error = _load()(_CountPairs(*addresses, *sizes), stream)
+    error = _load()(_Call(*addresses, *sizes), stream)
     if error:
         raise RuntimeError(error.decode())
     return counts
 
 
 _WARPS, _MOST_BLOCKS = 8, 512  # rows of a block at a time, and blocks
+_Call = ctypes.c_int64 * 16  # `CountPairs` of `csrc/count_pairs.cu`
 
 
 @functools.cache
