@@ -165,7 +165,7 @@ class PolicyUpdate:
                     )
                     out = self.policy.run(loss)
                     out.loss.backward()
-                    if self.world.leads or not self.policy.shares_head:  # else all have the same
+                    if self.world.leads or not self.policy.vocab_parallel:  # else all have the same
                         shares.append(out.metrics | {"loss": out.loss.detach()})
                     logprobs[batch.token_index] = present(out.logprobs)
         return table.columns.get("old_logprobs", logprobs), shares

@@ -18,7 +18,7 @@ from grpo_fast.policy.architecture import check_architecture
 from grpo_fast.policy.config import ModelConfig
 from grpo_fast.policy.layers import fuse_layers
 from grpo_fast.policy.load import prepare_to_train, resolve_dtype
-from grpo_fast.policy.quantization import count_numbers, is_quantized, loading_settings, quantizes, settle
+from grpo_fast.policy.quantization import cast_rest, count_numbers, is_quantized, loading_settings, quantizes
 from grpo_fast.policy.source import PREFIX, resolve_source
 
 if TYPE_CHECKING:
@@ -187,7 +187,7 @@ def _quantized(model: PreTrainedModel, settings: Any, device: torch.device | str
             layer.weight = Params4bit(numbers, **vars(layer.weight))._quantize(device)
             if layer.bias is not None:
                 layer.bias = nn.Parameter(numbers.new_zeros(layer.bias.shape), requires_grad=False)
-    return settle(quantizer.postprocess_model(model), model.dtype)
+    return cast_rest(quantizer.postprocess_model(model), model.dtype)
 
 
 def model_shape(model: PreTrainedModel | PeftModel) -> ModelShape:

@@ -19,7 +19,7 @@ from grpo_fast.policy.attention import PACKED_ATTENTION, flash_obstacle, registe
 from grpo_fast.policy.config import LoraConfig, ModelConfig
 from grpo_fast.policy.layers import fuse_layers, recompute, resolve_liger, tile_mlps
 from grpo_fast.policy.policy import Policy
-from grpo_fast.policy.quantization import loading_settings, quantizes, settle
+from grpo_fast.policy.quantization import cast_rest, loading_settings, quantizes
 from grpo_fast.policy.source import load_whole, loading, resolve_source
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def load_policy(
         **_origin(config),
         **(loading_settings(config, home) if quantized else {}),
     )
-    model = settle(model, getattr(torch, config.dtype)) if quantized else model.to(home)
+    model = cast_rest(model, getattr(torch, config.dtype)) if quantized else model.to(home)
     require_vocabulary(tokenizer, model, config.path)
     reference = None
     if needs_reference and config.lora is None:

@@ -88,9 +88,9 @@ class Policy:
         return self._shards is not None
 
     @property
-    def shares_head(self) -> bool:
+    def vocab_parallel(self) -> bool:
         """Whether each rank computes its rows of the vocabulary for the tokens of all ranks."""
-        return self._shards is not None and self._shards.shares_head
+        return self._shards is not None and self._shards.vocab_parallel
 
     def run(self, work: Callable[[], T], *, whole_head: bool = False) -> T:
         """What `work` returns. All that reads weights is called in here: `hidden_states`, `head`, the model.
@@ -173,7 +173,7 @@ class Policy:
         Of a sharded head: those of all ranks, see `ShardedModel.tokens_of_all`.
         """
         hidden = self.hidden_states(batch)
-        if self._shards is None or not self._shards.shares_head:
+        if self._shards is None or not self._shards.vocab_parallel:
             return hidden, batch, slice(None)
         return self._shards.tokens_of_all(hidden, batch)
 

@@ -82,7 +82,7 @@ def loading_settings(model: ModelConfig, device: torch.device) -> dict[str, Any]
     return settings
 
 
-def settle(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+def cast_rest(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     """Let every layer compute in `dtype`, whatever it was saved with; quantised weights keep one layout."""
     if model.dtype != dtype:  # transformers 5.23 leaves what is not quantised as it was saved
         for parameter in model.parameters():

@@ -56,7 +56,7 @@ class ShardedModel(nn.Module):
                 "give replicate, or a model that transformers itself implements"
             )
         tied = embedding.weight is self.head.weight
-        self.shares_head = not (tied or gathers_head)
+        self.vocab_parallel = not (tied or gathers_head)
         tables = [] if tied else [embedding, self.head]
         for unit in (*layers, *tables, self):
             shared: Any = fully_shard(
@@ -69,7 +69,7 @@ class ShardedModel(nn.Module):
                 shared.set_reduce_scatter_unused_params(True, recurse=False)
 
     def forward(self, work: Callable[[], T], whole_head: bool) -> T:
-        if isinstance(self.head, FSDPModule) and (whole_head or not self.shares_head):
+        if isinstance(self.head, FSDPModule) and (whole_head or not self.vocab_parallel):
             self.head.unshard()
         return work()
 
