@@ -23,6 +23,7 @@ RTX = Device("cuda", (12, 0), shared_memory=101_376, has_triton=True)
 MI300 = Device("cuda", shared_memory=65_536, has_triton=True, gfx="gfx942")
 CPU = Device("cpu")
 WORK = Workload(rows=16_384, vocabulary=151_936, dtype=torch.bfloat16)
+EXACT, FROZEN = {"tolerance": 0.0}, {"jacobian": True}
 
 
 @pytest.mark.parametrize(
@@ -101,41 +102,34 @@ def test_what_takes_many_registers_takes_half_a_tile():
     assert columns(entropy=True, max_logit=True) == columns() == 2 * columns(**three)
 
 
-def test_the_backward_is_sparse_unless_exactness_or_the_mean_logits_gradient_is_asked_for():
-    assert plan_head(H200, WORK).backward == "sparse"
-    assert plan_head(H200, WORK).tolerance == DEFAULT_TOLERANCE
-    for exact in ({"tolerance": 0.0}, {"mean_gradient": True}, {"vocabulary": 600_000}):
-        assert plan_head(H200, replace(WORK, **exact)).backward == "dense"
-    assert plan_head(H200, replace(WORK, entropy_gradient=True)).backward == "sparse"
-    assert plan_head(CPU, WORK).backward == "dense"
-    assert plan_head(CPU, replace(WORK, tolerance=0.5)).tolerance == 0.5
+@pytest.mark.parametrize(
+    ("device", "asked", "found"),
+    [
+        (H200, {}, {"backward": "sparse", "tolerance": DEFAULT_TOLERANCE, "keep": False}),
+        (H200, {"entropy_gradient": True}, {"backward": "sparse"}),
+        *((H200, exact, {"backward": "dense"}) for exact in (EXACT, {"mean_gradient": True})),
+        (H200, {"vocabulary": 600_000}, {"backward": "dense"}),
+        (CPU, {}, {"backward": "dense"}),
+        (CPU, {"tolerance": 0.5}, {"tolerance": 0.5}),
+        # Only kernels without a softcap keep what the backward would recompute.
+        (H200, {"keep": True}, {"keep": True}),
+        (H200, {"keep": True, "softcap": True}, {"keep": False}),
+        (CPU, {"keep": True}, {"keep": False}),
+        # The exact gradient of a frozen head is formed by the forward, in chunks of rows.
+        (H200, FROZEN, {"jacobian": False}),
+        (H200, FROZEN | EXACT, {"jacobian": True, "keep": False, "jacobian_rows": 2048}),
+        (H200, FROZEN | EXACT | {"softcap": True}, {"jacobian": False}),
+        (H200, FROZEN | {"keep": True}, {"jacobian": True, "keep": False}),
+        (CPU, FROZEN | {"softcap": True}, {"jacobian": True}),
+        (CPU, FROZEN | {"tolerance": 1.0}, {"jacobian": False}),
+    ],
+    ids=str,
+)
+def test_a_backward_draws_takes_up_or_is_formed_by_the_forward_as_the_call_allows(device, asked, found):
+    plan = plan_head(device, replace(WORK, **asked))
 
-
-def test_only_kernels_without_a_softcap_keep_what_the_backward_would_recompute():
-    assert not plan_head(H200, WORK).keep
-    assert plan_head(H200, replace(WORK, keep=True)).keep
-    assert not plan_head(H200, replace(WORK, keep=True, softcap=True)).keep
-    assert not plan_head(CPU, replace(WORK, keep=True)).keep
-
-
-def test_the_exact_gradient_of_a_frozen_head_is_formed_by_the_forward_in_chunks_of_rows():
-    frozen = replace(WORK, jacobian=True)
-    exact = replace(frozen, tolerance=0.0)
-
-    for device, work, formed in (
-        (H200, frozen, False),
-        (H200, exact, True),
-        (H200, replace(exact, softcap=True), False),
-        (H200, replace(frozen, keep=True), True),
-        (CPU, replace(frozen, softcap=True), True),
-        (CPU, replace(frozen, tolerance=1.0), False),
-    ):
-        plan = plan_head(device, work)
-        assert plan.jacobian == formed
-        assert not (plan.jacobian and plan.keep)
-    plan = plan_head(H200, exact)
+    assert {name: getattr(plan, name) for name in found} == found
     assert plan.jacobian_rows % plan.forward_tile.rows == 0
-    assert plan.jacobian_rows == 2048
 
 
 @pytest.mark.parametrize("rows", [0, 1, 100, 16_384, 1 << 20])
