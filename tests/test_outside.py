@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from grpo_fast.groups.advantages import BASELINES, SCALES
+from grpo_fast.groups.estimators import BASELINES, SCALES
 from grpo_fast.objective.catalog import CATALOG, METHODS
 from grpo_fast.run_record.logs import Clock
 
 OWN = """
 import dataclasses
 
-from grpo_fast.groups.advantages import BASELINES, SCALES
+from grpo_fast.groups.estimators import BASELINES, SCALES
 from grpo_fast.objective import LossOutputs
 from grpo_fast.objective.catalog import CATALOG, METHODS, LossFacts
 from grpo_fast.objective.surrogates import Surrogate

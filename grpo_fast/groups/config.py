@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from grpo_fast.groups.advantages import BASELINES, SCALES
+from grpo_fast.groups.estimators import BASELINES, SCALES
 from grpo_fast.section import Fraction, Positive, PositiveInt, Section, one_of, words
 
 
