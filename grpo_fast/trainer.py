@@ -67,8 +67,8 @@ class Trainer(Algorithm):
     Args:
         config: the run's; evaluation goes by it in every stage.
         stages: at least one; each brings the configuration, rewards and prompts that it trains with.
-        judges: the rewards of evaluation, the same in every stage.
-        evaluated_by: the rollout of evaluation, the same in every stage.
+        eval_rewards: the rewards of evaluation, the same in every stage.
+        eval_rollout_fn: the rollout of evaluation, the same in every stage.
         world: the ranks that train together. Each answers and scores its share of a step's prompts; then all
             have all groups, and what follows is the same everywhere up to the update.
     """
@@ -81,8 +81,8 @@ class Trainer(Algorithm):
         engine: Engine,
         optimizer: PolicyOptimizer,
         stages: Sequence[StageParts],
-        judges: RewardSet,
-        evaluated_by: Rollout = generate_rollout,
+        eval_rewards: RewardSet,
+        eval_rollout_fn: Rollout = generate_rollout,
         held_out: Sequence[Prompt] = (),
         world: World = ALONE,
     ) -> None:
@@ -93,8 +93,8 @@ class Trainer(Algorithm):
         super().__init__(policy, optimizer, self.update.annotator, stages[0].prompts, world)
         self.engine: Engine = engine
         self.stages = stages
-        self.judges = judges
-        self.evaluated_by = evaluated_by
+        self.eval_rewards = eval_rewards
+        self.eval_rollout_fn = eval_rollout_fn
         self.held_out = held_out
         self.run_steps = config.max_steps
         self.sampler_seen = False  # whether this process has compared completions with the policy
@@ -105,7 +105,7 @@ class Trainer(Algorithm):
             temperature=config.evaluation.temperature,
             seed=world.seed(config.seed),
         )
-        for rollout in (evaluated_by, *(parts.rollout for parts in stages)):
+        for rollout in (eval_rollout_fn, *(parts.rollout for parts in stages)):
             self.held.callback(getattr(rollout, "close", lambda: None))  # what environments hold
         self.held.enter_context(engine)
         self.enter(0)
@@ -117,7 +117,7 @@ class Trainer(Algorithm):
         self.config = parts.stage.config.with_engine(self.engine.name)
         self.rewards = parts.rewards
         self.prompts = parts.prompts
-        self.drawn_by = parts.rollout
+        self.rollout_fn = parts.rollout
         self.adaptive_weights = parts.adaptive_weights
         self.sampling = sampling_of(self.config.rollout)
         self.update.configure(self.config)
@@ -143,7 +143,7 @@ class Trainer(Algorithm):
                 f"{type(self.engine).__name__}{corrected}; rewards: {', '.join(self.rewards.names)}"
             )
         }
-        told = getattr(self.drawn_by, "described", "")
+        told = getattr(self.rollout_fn, "described", "")
         return lines | ({"rollout": told} if told else {})
 
     def begin(self) -> None:
@@ -266,7 +266,7 @@ class Trainer(Algorithm):
                 n,
                 sampling,
                 self.rewards,
-                rollout=self.drawn_by,
+                rollout=self.rollout_fn,
                 progress=self.on_progress,
             )
         with clock("reward"):
@@ -297,15 +297,15 @@ class Trainer(Algorithm):
         self.handover.to_engine()
         questions, watch = self.held_out[:size], RolloutWatch(self.on_progress)
         config, sampling = self.evaluation, self.evaluation_sampling
-        self.judges.step, self.judges.max_steps = self.step, self.run_steps
+        self.eval_rewards.step, self.eval_rewards.max_steps = self.step, self.run_steps
         return evaluate(
             self.engine,
             questions,
-            self.judges,
+            self.eval_rewards,
             config,
             sampling,
             world=self.world,
-            rollout=self.evaluated_by,
+            rollout=self.eval_rollout_fn,
             observer=watch,
         )
 

@@ -97,8 +97,8 @@ def build_grpo_trainer(config: TrainConfig, world: World = ALONE) -> Trainer:
         )
     load = _loading_once()
     toolsets = load(config.rollout, config.evaluation.dataset or config.dataset)
-    judges = load_rewards(config.rewards, toolsets.classes if toolsets else ())
-    judges.position(config.evaluation.reward)  # refused before any work where there is no such reward
+    eval_rewards = load_rewards(config.rewards, toolsets.classes if toolsets else ())
+    eval_rewards.position(config.evaluation.reward)  # refused before any work where there is no such reward
     stages = resolve_stages(config)
     for stage in stages:
         resolve_loss(stage.config.loss)  # one of the user's own is found here, or refused before any work
@@ -109,7 +109,7 @@ def build_grpo_trainer(config: TrainConfig, world: World = ALONE) -> Trainer:
         schemas = toolsets.schemas if toolsets else None
         held_out = load_held_out(config.evaluation.dataset, tokenizer, schemas)
         try:
-            check_columns(judges, held_out, toolsets)
+            check_columns(eval_rewards, held_out, toolsets)
         except RewardError as error:
             raise ValueError(f"evaluation: {error}") from error
     parts = build_stages(stages, tokenizer, held_out, load)
@@ -120,8 +120,10 @@ def build_grpo_trainer(config: TrainConfig, world: World = ALONE) -> Trainer:
     if policy.head_weight.is_cuda:  # before gradients and the optimizer take their memory
         for stage in stages:
             policy.run(partial(warm_up_head, policy, stage.config))
-    drawn_by = partial(make_rollout, tokenizer=tokenizer, end_ids=policy.eos_token_ids)
-    parts = tuple(replace(part, rollout=drawn_by(part.stage.config.rollout, part.toolsets)) for part in parts)
+    rollout_fn = partial(make_rollout, tokenizer=tokenizer, end_ids=policy.eos_token_ids)
+    parts = tuple(
+        replace(part, rollout=rollout_fn(part.stage.config.rollout, part.toolsets)) for part in parts
+    )
     prompts = chain(held_out or (), *(part.dataset for part in parts))
     ids = (prompt.token_ids for prompt in prompts)
     datasets = [config.evaluation.dataset, *(part.dataset.config for part in parts)]
@@ -145,8 +147,8 @@ def build_grpo_trainer(config: TrainConfig, world: World = ALONE) -> Trainer:
             engine=engine,
             optimizer=optimizer,
             stages=parts,
-            judges=judges,
-            evaluated_by=drawn_by(config.rollout, toolsets),
+            eval_rewards=eval_rewards,
+            eval_rollout_fn=rollout_of(config.rollout, toolsets),
             held_out=held_out or (),
             world=world,
         )

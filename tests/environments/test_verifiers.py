@@ -174,7 +174,7 @@ def test_a_step_trains_on_an_environment_and_its_own_reward(source, policy, tmp_
         }
     )
     trainer = build_trainer(config)
-    assert "agent by the harness letters-env in subprocess" in trainer.drawn_by.described
+    assert "agent by the harness letters-env in subprocess" in trainer.rollout_fn.described
     before = {name: weight.clone() for name, weight in trainer.policy.trainable().items()}
     with trainer.engine:
         metrics = trainer.train_step().metrics
