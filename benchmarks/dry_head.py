@@ -6,22 +6,23 @@ The head's own host code works on meta tensors of a real shape. Who patches Trit
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import torch
 from grpo_fast.kernels import TILE
-from torch import Tensor, nn
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from grpo_fast.head.call import HeadCall, RowGradients, Wanted
 from grpo_fast.head.operator import scaled_jacobian
 from grpo_fast.head.outputs import Certificate
 from grpo_fast.head.plan import Device, HeadPlan, Workload, plan_head
 from grpo_fast.head.tuning import SHARED_MEMORY
-from grpo_fast.plan.trace import Recorder
 
 DENSITY = 0.0078
 """Kept pairs of all, as rows of Qwen2.5-Coder-1.5B have them at the default."""
@@ -134,22 +135,37 @@ CASES: dict[str, dict[str, bool]] = {
 _ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 
 
-class HeadCost(Recorder):
+class HeadCost(TorchDispatchMode):
     """`steps`: in order, names of kernels, `aten.` operations without views and allocations, and `HOST`."""
 
     def __init__(self) -> None:
-        super().__init__(nn.Module())
+        super().__init__()
         self.steps: list[str] = []
-        self.peak = 0  # bytes besides inputs, statistics and gradients
+        self.peak = self._live = 0  # bytes besides inputs; in the end statistics and gradients are left out
+        self._alive: dict[int, object] = {}  # storages that operators made
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = super().__torch_dispatch__(func, types, args, kwargs)
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in self._alive:
+                self._note(leaf.untyped_storage())
         name = func._schema.name.split("::")[1]
         is_view = any(each.alias_info and not each.alias_info.is_write for each in func._schema.returns)
         is_empty = isinstance(result, Tensor) and not result.numel()
         if not (is_empty or is_view or name in _ALLOCATIONS):
             self.steps.append(f"aten.{name}")
         return result
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+
+        def gone(_: object) -> None:
+            del self._alive[key]
+            self._live -= size
+
+        self._live += size
+        self.peak = max(self.peak, self._live)
+        self._alive[key] = weakref.ref(storage, gone)
 
     @property
     def operations(self) -> int:
@@ -178,8 +194,7 @@ def head_cost(batch: BatchSizes, architecture: str = "sm_90", **options: bool) -
         HeadCost() as cost,
     ):
         own = step(batch, architecture, **options, ask=cost.ask)
-        alive = np.cumsum([event.sign * event.bytes for event in cost.events])
-        cost.peak = int(alive.max()) - sum(tensor.nbytes for tensor in own)
+        cost.peak -= sum(tensor.nbytes for tensor in own)
     return cost
 
 

@@ -102,7 +102,7 @@ def _bound(budget: int, device: torch.device) -> None:
 def predict_group(probe: Probe) -> int | None:
     """Completions of one prompt whose update the memory planner sees fit; None where not even two do."""
     from grpo_fast.config import TrainConfig
-    from grpo_fast.plan import Traces, device_budget
+    from grpo_fast.plan import Shapes, device_budget
     from grpo_fast.plan.prediction import Predictor
     from grpo_fast.plan.search import MOST_GENERATIONS
     from grpo_fast.plan.sizes import StepSizes, largest
@@ -116,7 +116,7 @@ def predict_group(probe: Probe) -> int | None:
         }
     )
     budget = replace(device_budget(), total=probe.budget)
-    predictor = Predictor(config, Traces(architecture(probe.model.path, probe.layers)), budget)
+    predictor = Predictor(config, Shapes(architecture(probe.model.path, probe.layers)), budget)
 
     def fits(size: int) -> bool:
         group = StepSizes(1, size, probe.prompt, probe.completion, micro_batch_tokens=1 << 40)

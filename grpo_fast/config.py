@@ -29,6 +29,7 @@ from grpo_fast.policy.config import ModelConfig, OptimizerConfig
 from grpo_fast.preference.config import PreferenceConfig
 from grpo_fast.rewards.config import RewardConfig
 from grpo_fast.rollout.config import MemoryConfig, RolloutConfig, VLLMConfig
+from grpo_fast.rollout.engines import draws_with_policy
 from grpo_fast.run_record.alerts import AlertsConfig
 from grpo_fast.run_record.config import CheckpointConfig, HubConfig, LoggingConfig
 from grpo_fast.section import Positive, PositiveInt, Section, Seed
@@ -187,8 +188,7 @@ class TrainConfig(Section):
         if loss.sampler_correction is not None or loss.is_custom:
             return self
         correction: SamplerCorrection = "token_truncate" if loss.loss_type == "vespo" else "sequence_mask"
-        # The transformers engine draws with the trainer's own forward.
-        if name != "vllm" or self.old_logprobs == "sampler" or self.rollout.truncations:
+        if draws_with_policy(name) or self.old_logprobs == "sampler" or self.rollout.truncations:
             correction = "none"
         return self.model_copy(update={"loss": replace(loss, sampler_correction=correction)})
 

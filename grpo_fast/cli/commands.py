@@ -83,7 +83,7 @@ def plan(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     config = plan_config(args, overrides)
     from rich.console import Console
 
-    from grpo_fast.plan import calibrated, device_budget, longest_prompt, step_sizes, traces_of
+    from grpo_fast.plan import calibrated, device_budget, longest_prompt, shapes_of, step_sizes
     from grpo_fast.plan import plan as make_plan
     from grpo_fast.plan.report import record, render
     from grpo_fast.plan.scaling import render_scaling, scaling
@@ -91,24 +91,24 @@ def plan(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     if args.calibrate and args.gpu is not None:
         raise ConfigError("plan", [Problem("--calibrate", "measures the device at hand; leave --gpu out")])
     device = device_budget(args.gpu)
-    traces = traces_of(config.model.path, config.model.revision)
+    shapes = shapes_of(config.model.path, config.model.revision)
     prompt_length = args.prompt_length or config.dataset.max_prompt_length
     if prompt_length is None:
         if args.config is None:
             raise ConfigError("plan", [Problem("--prompt-length", "is required, or CONFIG with its data")])
         prompt_length = longest_prompt(config.dataset, config.model, config.rollout)
     if args.calibrate:
-        device = calibrated(config, traces, device, step_sizes(config, prompt_length=prompt_length))
+        device = calibrated(config, shapes, device, step_sizes(config, prompt_length=prompt_length))
     devices = [replace(device, ranks=ranks, node=args.gpus_per_node) for ranks in sorted(args.gpus)]
     console = Console(width=None if sys.stdout.isatty() else 120, markup=False)
     if len(devices) > 1:
-        steps = scaling(config, traces, devices, prompt_length=prompt_length)
+        steps = scaling(config, shapes, devices, prompt_length=prompt_length)
         if args.json:
             print(json.dumps([asdict(step) for step in steps], indent=1))
         else:
             console.print(render_scaling(steps, device))
         return 0
-    found = make_plan(config, traces, devices[0], prompt_length=prompt_length)
+    found = make_plan(config, shapes, devices[0], prompt_length=prompt_length)
     if args.json:
         print(json.dumps(record(found), indent=1))
     else:

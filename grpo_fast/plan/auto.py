@@ -16,7 +16,7 @@ from grpo_fast.data import load_prompts
 from grpo_fast.data.config import DatasetConfig
 from grpo_fast.environments import load_toolsets
 from grpo_fast.plan.devices import DeviceBudget, device_budget
-from grpo_fast.plan.model_shape import model_config
+from grpo_fast.plan.model_shape import Shapes, model_config
 from grpo_fast.plan.prediction import Prediction, with_dtype
 from grpo_fast.plan.room import cheapest_change
 from grpo_fast.plan.search import (
@@ -28,7 +28,6 @@ from grpo_fast.plan.search import (
     with_values,
     written,
 )
-from grpo_fast.plan.trace import Traces
 from grpo_fast.policy import load_tokenizer
 from grpo_fast.policy.config import ModelConfig
 from grpo_fast.policy.load import resolve_device
@@ -36,7 +35,7 @@ from grpo_fast.rollout import chosen_engine
 from grpo_fast.rollout.config import RolloutConfig
 from grpo_fast.run_record.files import CONFIG_FILE
 from grpo_fast.run_record.summary import bytes_text
-from grpo_fast.stages import PART, resolve_stages
+from grpo_fast.stages import resolve_stages
 
 logger = logging.getLogger(__name__)
 GROUP = "rollout.num_generations"
@@ -77,7 +76,7 @@ def resolve_auto(config: TrainConfig, run_dir: Path | None = None, *, ranks: int
     engine = chosen_engine(config.rollout, on)
     config = _with_corrections(config, engine)
     if before is not None:
-        started = [rollout.get("num_generations") for rollout in _rollouts(before.model_dump())]
+        started = _groups(before)
         config = _with_groups(config, started if len(started) == 1 + len(config.stages) else started[:1])
     constants = _with_groups(with_constants(config), [CONSTANTS[GROUP]] * (1 + len(config.stages)))
     device = device_budget("cpu") if on.type == "cpu" else device_budget()
@@ -90,10 +89,10 @@ def resolve_auto(config: TrainConfig, run_dir: Path | None = None, *, ranks: int
         return constants
     lengths = _prompt_lengths(config)
     try:
-        traces = traces_of(config.model.path, config.model.revision)
+        shapes = shapes_of(config.model.path, config.model.revision)
         found = [
-            _chosen(one, partial(_searches, traces, device, engine, lengths))
-            for one in divisions(config, traces.config, device)
+            _chosen(one, partial(_searches, shapes, device, engine, lengths))
+            for one in divisions(config, shapes.config, device)
         ]
     except (ValueError, RuntimeError) as error:  # a model that trains, but that the plan cannot trace
         logger.warning("nothing is planned, and `auto` is what it is on a CPU: %s", error)
@@ -130,9 +129,9 @@ def longest_prompt(dataset: DatasetConfig, model: ModelConfig, rollout: RolloutC
 
 
 @lru_cache(maxsize=1)
-def traces_of(path: str, revision: str | None) -> Traces:
+def shapes_of(path: str, revision: str | None) -> Shapes:
     """Of the model that this process trains."""
-    return Traces(model_config(path, revision=revision))
+    return Shapes(model_config(path, revision=revision))
 
 
 def _chosen(
@@ -140,15 +139,15 @@ def _chosen(
 ) -> tuple[TrainConfig, list[Search], list[Prediction | None]]:
     """The configuration with its groups, and for each stage what is the fastest; None: nothing fits."""
     found = [search.generations() or 2 for search in searches_of(config)]
-    own = _rollouts(config.model_dump())[1:] or [{}]
-    inherited = [size for size, told in zip(found, own, strict=True) if "num_generations" not in told]
+    own = _groups(config)[1:] or [None]
+    inherited = [size for size, told in zip(found, own, strict=True) if told is None]
     with_groups = _with_groups(config, [min(inherited or found), *found])
     searches = searches_of(with_groups)
     return with_groups, searches, [search.fastest(search.generations() or 2) for search in searches]
 
 
 def _searches(
-    traces: Traces,
+    shapes: Shapes,
     device: DeviceBudget,
     engine: str,
     lengths: Sequence[tuple[int, int | None]],
@@ -159,7 +158,7 @@ def _searches(
     for stage, (prompt, question) in zip(resolve_stages(config), lengths, strict=True):
         rollout = stage.config.rollout.model_copy(update={"engine": engine})
         run = stage.config.model_copy(update={"rollout": rollout})
-        found.append(Search(run, traces, device, prompt, question))
+        found.append(Search(run, shapes, device, prompt, question))
     return found
 
 
@@ -179,29 +178,38 @@ def _prompt_lengths(config: TrainConfig) -> list[tuple[int, int | None]]:
     return [(longest(run.dataset, run.rollout), question) for run in runs]
 
 
-def _rollouts(tree: dict[str, Any]) -> list[dict[str, Any]]:
-    """The run's section and what each stage overrides of it: each may name a group's size."""
-    return [tree["rollout"], *(stage["overrides"].get("rollout", {}) for stage in tree["stages"])]
+def _groups(config: TrainConfig) -> list[int | str | None]:
+    """`num_generations` of the run, and of each stage; None: as the run's."""
+    own = (stage.overrides.get("rollout", {}).get("num_generations") for stage in config.stages)
+    return [config.rollout.num_generations, *own]
+
+
+def _with_groups(config: TrainConfig, sizes: Sequence[int | str | None]) -> TrainConfig:
+    """With these, of the run and of each stage, for every `num_generations: auto`."""
+    if config.rollout.num_generations == "auto":
+        config = with_values(config, {GROUP: sizes[0]})
+    stages = list(config.stages)
+    for index, (stage, size) in enumerate(zip(config.stages, sizes[1:], strict=False)):
+        if stage.overrides.get("rollout", {}).get("num_generations") == "auto" and size is not None:
+            overrides = _over(stage.overrides, "rollout", num_generations=size)
+            stages[index] = stage.model_copy(update={"overrides": overrides})
+    return config.model_copy(update={"stages": stages})
 
 
 def _with_corrections(config: TrainConfig, engine: str) -> TrainConfig:
     """With what a null `loss.sampler_correction` means for this engine, of the run and of each stage."""
-    tree = config.model_dump()
-    value = tree["loss"]["sampler_correction"] = config.with_engine(engine).loss.sampler_correction
-    for stage, resolved in zip(tree["stages"], resolve_stages(config), strict=False):
-        own, overrides = resolved.config.with_engine(engine).loss.sampler_correction, stage["overrides"]
-        if own != value or overrides.keys() & {"loss", "method"}:  # which may replace the section
-            overrides["loss"] = overrides.get("loss", {}) | {"sampler_correction": own}
-    return TrainConfig.model_validate(tree, context=PART)
+    whole, stages = config.with_engine(engine), []
+    for stage, resolved in zip(config.stages, resolve_stages(config), strict=False):
+        own, overrides = resolved.config.with_engine(engine).loss.sampler_correction, stage.overrides
+        # Either may replace the section.
+        if own != whole.loss.sampler_correction or overrides.keys() & {"loss", "method"}:
+            overrides = _over(overrides, "loss", sampler_correction=own)
+        stages.append(stage.model_copy(update={"overrides": overrides}))
+    return whole.model_copy(update={"stages": stages})
 
 
-def _with_groups(config: TrainConfig, sizes: Sequence[int | None]) -> TrainConfig:
-    """With these, of the run and of each stage, for every `num_generations: auto`."""
-    tree = config.model_dump()
-    for rollout, size in zip(_rollouts(tree), sizes, strict=False):
-        if rollout.get("num_generations") == "auto" and size is not None:
-            rollout["num_generations"] = size
-    return TrainConfig.model_validate(tree)
+def _over(overrides: dict[str, Any], section: str, **values: Any) -> dict[str, Any]:
+    return overrides | {section: overrides.get(section, {}) | values}
 
 
 def _too_large(search: Search) -> str:

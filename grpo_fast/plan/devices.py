@@ -24,6 +24,9 @@ SIZE = TypeAdapter(Annotated[ByteSize, Field(ge=1)])
 CUDA_CONTEXT = int(0.51 * GIB)
 """Of a process that has loaded torch's kernels. Seen on an H200 with CUDA 13."""
 
+CPU_LIBRARIES = 50 << 20
+"""Of a process that trains on a CPU: buffers and code of torch's libraries. Seen with torch 2.13."""
+
 CGROUP = Path("/sys/fs/cgroup")
 
 TABLES: dict[str, Any] = yaml.safe_load(files(__package__).joinpath("tables.yaml").read_text("utf-8"))
@@ -45,7 +48,7 @@ class DeviceBudget:
     host: int = sys.maxsize  # bytes that may be offloaded by all ranks of its node
     ranks: int = 1  # with a device like this each
     node: int = 8  # of them at most, that `link` joins
-    context: int = CUDA_CONTEXT  # bytes of a GPU's process beside torch's allocator
+    context: int = CUDA_CONTEXT  # bytes of the process beside torch's allocator
     transient: float = 1.0  # factor of the predicted bytes of a micro-batch: see `calibrated`
     gfx: str = ""  # an AMD GPU's architecture
 
@@ -125,7 +128,8 @@ def _gpu_at_hand() -> DeviceBudget:
 
 def _cpu_at_hand() -> DeviceBudget:
     """Available memory: of the machine, or of the control group that a container lives in."""
-    return DeviceBudget("cpu", "cpu", min(psutil.virtual_memory().available, _left_by_control_group()))
+    total = min(psutil.virtual_memory().available, _left_by_control_group())
+    return DeviceBudget("cpu", "cpu", total, context=CPU_LIBRARIES)
 
 
 def _left_by_control_group() -> int:

@@ -5,16 +5,15 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
 
 from grpo_fast.config import TrainConfig
 from grpo_fast.plan.devices import DeviceBudget
-from grpo_fast.plan.model_shape import random_model, with_layers
+from grpo_fast.plan.model_shape import Shapes, random_model, with_layers
 from grpo_fast.plan.prediction import Predictor, transient_bytes
 from grpo_fast.plan.sizes import StepSizes
-from grpo_fast.plan.trace import Traces, textless_policy
 from grpo_fast.policy import PackedBatch, Policy, PolicyOptimizer, pack
 from grpo_fast.policy.attention import PACKED_ATTENTION, register
 from grpo_fast.policy.config import ModelConfig
@@ -22,7 +21,7 @@ from grpo_fast.table import Completions
 from grpo_fast.update import packed_loss
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 T = TypeVar("T")
 CALIBRATED_LAYERS = 4  # of the model: its layers repeat
@@ -30,7 +29,7 @@ CALIBRATED_TOKENS = 4096
 _START = "grpo_fast: watched from here"
 
 
-def calibrated(run: TrainConfig, traces: Traces, device: DeviceBudget, sizes: StepSizes) -> DeviceBudget:
+def calibrated(run: TrainConfig, shapes: Shapes, device: DeviceBudget, sizes: StepSizes) -> DeviceBudget:
     """This machine's device with what an update of a few of the model's layers on it corrects.
 
     Weights and optimizer are known exactly; the correction is of the bytes of a micro-batch and, on a GPU, of
@@ -42,8 +41,8 @@ def calibrated(run: TrainConfig, traces: Traces, device: DeviceBudget, sizes: St
     Raises:
         torch.OutOfMemoryError: not even this fits.
     """
-    layers = min(CALIBRATED_LAYERS, traces.config.get_text_config().num_hidden_layers)
-    small = Predictor(run, Traces(with_layers(traces.config, layers)), device)
+    layers = min(CALIBRATED_LAYERS, shapes.config.get_text_config().num_hidden_layers)
+    small = Predictor(run, Shapes(with_layers(shapes.config, layers)), device)
     length = min(sizes.sequence_length, CALIBRATED_TOKENS // 2)
     prompt = max(1, length * sizes.prompt_length // sizes.sequence_length)
     probe = StepSizes(1, 2, prompt, max(1, length - prompt), micro_batch_tokens=CALIBRATED_TOKENS)
@@ -71,7 +70,7 @@ def measured_update(predictor: Predictor, sizes: StepSizes) -> int:
     run, device = predictor.run, torch.device(predictor.device.kind)
 
     def prepare() -> tuple[Policy, PolicyOptimizer, list[PackedBatch]]:
-        config, attention, offload = predictor.traces.config, predictor.attention, run.memory.offload
+        config, attention, offload = predictor.shapes.config, predictor.attention, run.memory.offload
         policy = random_policy(config, run.model, attention=attention, device=device)
         optimizer = PolicyOptimizer(policy.trainable(), run.optimizer, total_steps=2, on_host=offload)
         return policy, optimizer, random_batches(policy, sizes)
@@ -125,7 +124,7 @@ def random_policy(
     """A policy as `load_policy` makes it, with random weights and no tokenizer."""
     register()
     found = random_model(model_config, model, attention=PACKED_ATTENTION, device=device)
-    return textless_policy(found, attention)
+    return Policy(found, cast("PreTrainedTokenizerBase", None), attention=attention)
 
 
 def random_batches(policy: Policy, sizes: StepSizes) -> list[PackedBatch]:

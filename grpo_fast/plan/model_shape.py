@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from grpo_fast.plan.devices import TABLES
-from grpo_fast.plan.stand_ins import PLANNED_ATTENTION, register
 from grpo_fast.policy.architecture import check_architecture
+from grpo_fast.policy.attention import PRICED_ATTENTION, register
 from grpo_fast.policy.config import ModelConfig
-from grpo_fast.policy.layers import fuse_layers
+from grpo_fast.policy.layers import decoder_layers, fuse_layers
 from grpo_fast.policy.load import prepare_to_train, resolve_dtype
+from grpo_fast.policy.price import LayersPrice, price_layers
 from grpo_fast.policy.quantization import cast_rest, count_numbers, is_quantized, loading_settings, quantizes
 from grpo_fast.policy.source import PREFIX, resolve_source
 
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
 
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = TABLES["models"]
 """name: (transformers' model type, what its published config.json says)"""
-
-BLOCK_TOKENS = 16  # of one page of vLLM's KV cache
 
 _LEAST_8BIT = 4096  # numbers of a tensor from which on bitsandbytes' moments are 8 bits, with a scale for 256
 
@@ -68,16 +67,22 @@ class ModelShape:
     moments_8bit: int  # bytes of Adam's moments in 8 bits
     neighbours: int  # numbers of the three trained tensors in a row that are largest together
     largest: int  # numbers of the largest trained tensor
+    largest_quantized: int  # numbers of the largest tensor in 4 bits, which a product makes anew
     layer: int  # bytes of the largest layer
     layer_trained: int  # trained numbers of the largest layer
+    layer_tensor: int  # numbers of the largest trained tensor within a layer
     head_trained: bool
+    embedding_trained: bool
     softcap: bool
     vocabulary: int
     hidden: int
     heads: int  # query heads
+    head_dim: int
     layers: tuple[KvLayer, ...]  # as transformers keeps keys and values
     paged_kv_bytes_per_token: int  # in vLLM's pages, which layers with a window share with those without
     itemsize: int  # bytes of one number of the model's dtype
+    plain: LayersPrice  # bytes of a token in the layers
+    fused: LayersPrice  # the same where Liger's kernels or torch.compile compute them
 
     def moments(self, kind: str) -> int:
         """Bytes of Adam's moments with an optimizer of this kind."""
@@ -124,14 +129,14 @@ def model_config(
 
 
 def skeleton(config: PretrainedConfig, model: ModelConfig) -> PreTrainedModel | PeftModel:
-    """The model on the meta device, its attention a stand-in.
+    """The model on the meta device, with `priced_attention`.
 
     Raises:
         ValueError: as `random_model`, or experts in another dtype than bfloat16.
         ImportError: as `random_model`.
     """
     register()
-    found = random_model(config, model, attention=PLANNED_ATTENTION, device="meta")
+    found = random_model(config, model, attention=PRICED_ATTENTION, device="meta")
     if not any("expert" in name for name, _ in found.named_parameters()):
         return found
     if found.dtype != torch.bfloat16:  # the only one whose shapes torch's grouped product knows
@@ -193,11 +198,10 @@ def _quantized(model: PreTrainedModel, settings: Any, device: torch.device | str
 def model_shape(model: PreTrainedModel | PeftModel) -> ModelShape:
     """Counts of a model that `skeleton` made."""
     from transformers import PreTrainedModel
-    from transformers.modeling_layers import GradientCheckpointingLayer
 
     base = model if isinstance(model, PreTrainedModel) else cast(PreTrainedModel, model.get_base_model())
     config = base.config.get_text_config()
-    head = base.get_output_embeddings()
+    head, embedding = base.get_output_embeddings(), cast(nn.Embedding, base.get_input_embeddings())
     parameters: Counter[str] = Counter()
     for name, parameter in model.named_parameters():
         parameters[_part(base, name, parameter)] += count_numbers(parameter)
@@ -209,7 +213,9 @@ def model_shape(model: PreTrainedModel | PeftModel) -> ModelShape:
     visited = {"embedding": 0, "head": 0, "experts": _chosen_experts(config)}
     active = {part: int(count * visited.get(part, 1)) for part, count in parameters.items()}
     sizes = [p.numel() for p in trained]
-    of_layers = [[*m.parameters()] for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    of_layers = [[*layer.parameters()] for layer in decoder_layers(model)]
+    trained_in_layers = [[p.numel() for p in own if p.requires_grad] for own in of_layers]
+    plain, fused = (price_layers(base, base.base_model, fused=fused) for fused in (False, True))
     return ModelShape(
         parameters={part: parameters[part] for part in PARTS if part in parameters},
         active=sum(active.values()),
@@ -223,17 +229,42 @@ def model_shape(model: PreTrainedModel | PeftModel) -> ModelShape:
         moments_8bit=sum(8 * n if n < _LEAST_8BIT else 2 * (n + 4 * -(-n // 256)) for n in sizes),
         neighbours=max((sum(sizes[i : i + 3]) for i in range(len(sizes))), default=0),
         largest=max(sizes, default=0),
+        largest_quantized=max(map(count_numbers, filter(is_quantized, model.parameters())), default=0),
         layer=max((sum(map(_nbytes, own)) for own in of_layers), default=0),
-        layer_trained=max((sum(p.numel() for p in own if p.requires_grad) for own in of_layers), default=0),
+        layer_trained=max(map(sum, trained_in_layers), default=0),
+        layer_tensor=max((size for own in trained_in_layers for size in own), default=0),
         head_trained=head.weight.requires_grad,
+        embedding_trained=embedding.weight.requires_grad,
         softcap=getattr(config, "final_logit_softcapping", None) is not None,
         vocabulary=head.weight.shape[0],
         hidden=head.weight.shape[1],
         heads=config.num_attention_heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
         layers=layers,
         paged_kv_bytes_per_token=itemsize * paged,
         itemsize=itemsize,
+        plain=plain,
+        fused=fused,
     )
+
+
+class Shapes:
+    """Shapes of one architecture, trained in one way or several: each takes seconds, once."""
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        self.config = config
+        self._made: dict[str, ModelShape] = {}
+
+    def of(self, model: ModelConfig) -> ModelShape:
+        """
+        Raises:
+            ValueError, ImportError: as `skeleton`.
+        """
+        model = model.model_copy(update={"gradient_checkpointing": False})  # which changes no counts
+        key = model.model_dump_json(include={"dtype", "quantization", "lora", "train_lm_head"})
+        if key not in self._made:
+            self._made[key] = model_shape(skeleton(self.config, model))
+        return self._made[key]
 
 
 def _chosen_experts(config: PretrainedConfig) -> float:

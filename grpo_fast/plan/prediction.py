@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -15,7 +15,7 @@ from grpo_fast.distributed.shards import BUCKET
 from grpo_fast.head.plan import Workload
 from grpo_fast.plan.devices import GIB, DeviceBudget, device_budget
 from grpo_fast.plan.head_bytes import head_bytes
-from grpo_fast.plan.model_shape import BLOCK_TOKENS
+from grpo_fast.plan.model_shape import Shapes
 from grpo_fast.plan.seconds import (
     SLEEP_SECONDS,
     rollout_seconds,
@@ -25,14 +25,13 @@ from grpo_fast.plan.seconds import (
     update_seconds,
 )
 from grpo_fast.plan.sizes import MicroBatch, StepSizes, largest, largest_micro_batch, whole_step
-from grpo_fast.plan.trace import Traces
-from grpo_fast.policy import layers
+from grpo_fast.policy.attention import PackedPrice
+from grpo_fast.policy.attention import price as attention_price
 from grpo_fast.policy.load import resolve_attention, resolve_dtype
 from grpo_fast.policy.quantization import quantizes
 from grpo_fast.rollout.config import Part
+from grpo_fast.rollout.engines import Demand, EnginePrice, Trained, engine_kind
 from grpo_fast.rollout.handover import MARGIN, PARTS
-from grpo_fast.rollout.sampling import SLICE, SLICE_ELSEWHERE
-from grpo_fast.rollout.transformers import CPU_BATCH_TOKENS
 
 Phase = Literal["update", "rollout"]
 PHASES: tuple[Phase, ...] = ("update", "rollout")
@@ -44,27 +43,18 @@ CUBLAS_WORKSPACE, SMALL_CUBLAS_WORKSPACE = {9: 32 << 20, 10: 32 << 20}, 8 << 20
 
 FRAGMENTATION = 0.05  # of the transient bytes, which the allocator may waste
 
-SOFTCAP_BYTES_PER_SCORE = 18
-"""Transient bytes of each attention score of one sequence on a CPU with a softcap (measured; Gemma 2 within
-7 %)."""
-
-ENGINE_RESIDUE = int(0.4 * GIB)
-"""Of vLLM, awake or asleep: graphs, handles. Seen on an H200 with vLLM 0.26 and Qwen2.5-1.5B's shape."""
-
 BUSY = 8_192  # tokens of a micro-batch that keep a GPU busy
 
-_LARGE_GPU = 70 * GIB  # from here on vLLM takes the larger of its two defaults
-_BATCHED_TOKENS = (8192, 16384)  # tokens of one forward of vLLM
 _STATE: tuple[Part, ...] = ("optimizer", "master")  # what an optimiser step alone reads
 _STEP_8BIT = 20  # transient bytes of a number whose 8-bit moments a CPU steps
-_SAMPLER_COPIES = 3  # of float32 logits in vLLM's sampler: logits, probabilities, sorted or masked ones
-_DRAW_COPIES = 4  # of a slice of float32 logits in ours
 
 _TRANSIENT = (
     *("activations", "gradients in flight", "head", "masks", "packed batches", "engine workspace"),
     *("gathered", "exchange"),
 )
-_OUTSIDE_THE_ALLOCATOR = ("CUDA context", "engine residue", "fragmentation", "left free")
+_OUTSIDE_THE_ALLOCATOR = (
+    *("CUDA context", "engine residue", "fragmentation", "left free", "kept when freed", "libraries"),
+)
 
 
 @dataclass(frozen=True)
@@ -143,7 +133,7 @@ class Prediction:
             "model.gradient_checkpointing": run.model.gradient_checkpointing,
             "memory.offload": list(predictor.offloaded),
         }
-        if predictor.engine == "vllm" and predictor.on_gpu:
+        if predictor.engine.name == "vllm" and predictor.on_gpu:
             values["rollout.vllm.sleep_level"] = vllm.sleep_level
             values["rollout.vllm.max_sequences"] = sizes.in_flight
             if vllm.gpu_memory_utilization is None:
@@ -168,40 +158,34 @@ class Predictor:
     On a device that is one of several, of each rank; `distributed.mode` says what it shares.
 
     Args:
-        traces: of the run's model; making them takes seconds, so runs of one model share them.
+        shapes: of the run's model; making them takes seconds, so runs of one model share them.
 
     Raises:
         ValueError: a model that packing does not know, or LoRA modules that it does not have.
     """
 
-    def __init__(self, run: TrainConfig, traces: Traces, device: DeviceBudget) -> None:
+    def __init__(self, run: TrainConfig, shapes: Shapes, device: DeviceBudget) -> None:
         run = with_dtype(run, device.kind)
-        self.run, self.traces, self.device = run, traces, device
-        self.shape = traces.shape(run.model)
+        self.run, self.shapes, self.device = run, shapes, device
+        self.shape = shapes.of(run.model)
         self.dtype: torch.dtype = getattr(torch, run.model.dtype)
         self.on_gpu = device.kind == "cuda"
         self.sharded = device.ranks > 1 and run.distributed.mode == "shard"
         self.attention: str = run.model.attention
         if self.attention == "auto":
             target = torch.device(device.kind)
-            self.attention = resolve_attention("auto", target, run.model.dtype, traces.config)
-        self.engine = run.rollout.engine
-        if self.engine == "auto":  # a plan for another machine does not ask what is installed on this one
-            self.engine = "vllm" if self.on_gpu else "transformers"
-        vllm, adapted = run.rollout.vllm, run.model.lora is not None
-        self.sleeps = self.engine == "vllm" and self.on_gpu and vllm.sleep_level != 0
-        # Adapters are merged into vLLM's weights, or stay beside them: beside those of 4 bits always.
-        self.quantized = quantizes(run.model, traces.config)
-        self.keeps_adapters = adapted and (vllm.lora_sync == "adapter" or self.quantized)
-        wanted = self.on_gpu if vllm.share_weights == "auto" else vllm.share_weights
-        merged = adapted and not self.keeps_adapters
-        separate = merged or self.sharded or "experts" in self.shape.parameters
-        self.shares_weights = wanted and not separate and vllm.tensor_parallel_size == 1
-        # vLLM's own copy of the weights is in full precision.
-        copied = self.engine == "vllm" and not self.shares_weights
-        self.engine_shape = replace(self.shape, quantized=0) if copied else self.shape
-        # Its weights or, with adapters that it keeps beside them, what it never gets again.
-        self.sends_weights = not self.shares_weights and not self.keeps_adapters
+            self.attention = resolve_attention("auto", target, run.model.dtype, shapes.config)
+        name = run.rollout.engine
+        if name == "auto":  # a plan for another machine does not ask what is installed on this one
+            name = "vllm" if self.on_gpu else "transformers"
+        self.engine = engine_kind(name)
+        self.quantized = quantizes(run.model, shapes.config)
+        adapted, experts = run.model.lora is not None, "experts" in self.shape.parameters
+        self.trained = Trained(self.on_gpu, adapted, self.quantized, self.sharded, experts)
+        self.sleeps = self.engine.sleeps(run.rollout, self.on_gpu)
+        self.weights = self.engine.weights(run.rollout, self.trained)
+        # An engine's own copy of the weights is in full precision.
+        self.engine_shape = self.shape if self.weights.shared else replace(self.shape, quantized=0)
         # What of the trainer can be offloaded, the cheapest first.
         resident = self._resident(accumulates=False)
         stays = STAYS_SHARDED if self.sharded else None
@@ -233,23 +217,10 @@ class Predictor:
         resident = self._resident(accumulates=False) | {"gradients": 0}
         return sum(resident[part] for part in parts)
 
-    def rows_in_flight(self, sizes: StepSizes) -> int:
-        """Completions that the engine decodes at once."""
-        if self.engine == "vllm":
-            return sizes.in_flight
-        read = self._read_at_once(sizes)
-
-        def tokens(rows: int) -> int:
-            if not self._shares_prefix:
-                return rows * read.sequence_length
-            return -(-rows // read.generations) * read.prompt_length + rows * read.completion_length
-
-        budget = self.run.rollout.max_batch_tokens
-        if budget is None:
-            if self.on_gpu:
-                return sizes.completions
-            budget = max(CPU_BATCH_TOKENS, tokens(1))
-        return largest(1, sizes.completions, lambda rows: tokens(rows) <= budget) or 1
+    def engine_price(self, sizes: StepSizes) -> EnginePrice:
+        """What the engine holds, and how many completions it decodes at once."""
+        given = self.run.rollout, self.trained, self.shape, sizes
+        return self.engine.price(Demand(*given, self.device.total, self._shares_prefix))
 
     def _update(self, sizes: StepSizes, batch: MicroBatch) -> dict[str, int]:
         """Bytes by part of the backward or, where something comes for it alone, of the optimiser's step."""
@@ -257,10 +228,9 @@ class Predictor:
         # Gradients outlive the backward that makes them until they are exchanged, or sharded.
         accumulates = batch.count > 1 or several
         resident = self._resident(accumulates=accumulates) | {"packed batches": sizes.packed_bytes}
-        if self.engine == "vllm":
-            engine = self._vllm(sizes)
-            stays = ("engine residue",) if self.sleeps else ("engine weights", "KV cache", "engine residue")
-            resident |= {part: engine[part] for part in stays}
+        stays = ("engine residue",) if self.sleeps else self.engine.stays
+        engine = self._engine(sizes)
+        resident |= {part: engine[part] for part in stays}
         away = [part for part in _STATE if part in self.offloaded]
         backward = self._micro_batch(batch, first=not accumulates) | self._gathered()
         moments = [resident | dict.fromkeys(away, 0) | backward]
@@ -283,8 +253,7 @@ class Predictor:
 
     def _rollout(self, sizes: StepSizes) -> dict[str, int]:
         """Bytes by part while the engine generates."""
-        engine = self._vllm(sizes) if self.engine == "vllm" else self._transformers(sizes)
-        parts = self._resident(accumulates=False) | engine | dict.fromkeys(self.offloaded, 0)
+        parts = self._resident(accumulates=False) | self._engine(sizes) | dict.fromkeys(self.offloaded, 0)
         adapts = self.run.memory.offload != "none" and self.offloaded != self.parts
         if self.sleeps and adapts:  # else the hand-over offloads more
             parts["left free"] = max(0, MARGIN - parts["engine workspace"])
@@ -332,13 +301,18 @@ class Predictor:
         return {"exchange": self._own(4 * trained) + max(2 * BUCKET, 4 * self.shape.largest)}
 
     def _micro_batch(self, batch: MicroBatch, *, first: bool) -> dict[str, int]:
-        """Transient bytes of a micro-batch, at the moment when their sum is largest."""
-        shape, model = self.shape, self.run.model
+        """Transient bytes of a micro-batch, at the moment when their sum is largest.
+
+        Args:
+            first: gradients of float32 parameters are allocated during this backward, and stay.
+        """
+        shape, model, tokens = self.shape, self.run.model, batch.inputs
+        recomputes = model.gradient_checkpointing not in (False, "auto") and model.gradient_checkpointing
         dense = "experts" not in shape.parameters
         fused = self.on_gpu and (model.liger_kernels is True or (dense and model.compile is not False))
-        recomputes = model.gradient_checkpointing not in (False, "auto")
-        tiles = -(-batch.inputs // layers.TILE_TOKENS) if recomputes else 1
-        timeline = self.traces.update(model, self.attention, first=first, fused=fused, in_tiles=tiles > 1)
+        layers = shape.fused if fused else shape.plain
+        attention = self._attention(batch)
+        masks = sum(one.kept for one in attention[: 1 if recomputes in (True, "offload") else None])
         ranks = self.device.ranks if self._head_sharded else 1
         call = Workload(
             rows=batch.targets * ranks,
@@ -352,102 +326,90 @@ class Predictor:
             trainable=shape.head_trained,
         )
         head = head_bytes(self.device.head_device, call, weight_grad=shape.head_trained)
-        heads = {f"head_{when}": size for when, size in asdict(head).items()}
-        if self._head_sharded:
-            heads["head_kept"] += shape.itemsize * call.rows * shape.hidden  # all ranks' hidden states
-        square = batch.sequence**2  # of the scores of one call
-        per_score = 2 * 4 + (shape.itemsize if shape.itemsize < 4 else 0)
-        masks = {
-            "joined": batch.joined * (batch.sequence if self.attention == "sdpa" else batch.prompt),
-            "mask": shape.itemsize * batch.masked,
-            "scores": shape.heads * (batch.documents * square + batch.masked) * per_score,
-            "scores_transient": shape.heads * square * SOFTCAP_BYTES_PER_SCORE,
-        }
-        sizes = {"tokens": batch.inputs, "targets": batch.targets, "tile": -(-batch.inputs // tiles)}
-        plain, with_masks, with_head, whole = (
-            timeline.live(sizes | more) for more in ({}, masks, heads, masks | heads)
-        )
-        peak = whole.argmax()
-        activations = min(plain[timeline.forward_end - 1], plain[peak])
-        found = {
-            "activations": activations,
-            "gradients in flight": plain[peak] - activations,
-            "head": with_head[peak] - plain[peak],
-            "masks": with_masks[peak] - plain[peak],
-        }
-        return {part: int(size * self.device.transient) for part, size in found.items()}
+        of_all_ranks = shape.itemsize * call.rows * shape.hidden * self._head_sharded  # hidden states
+        table = shape.vocabulary * shape.hidden
+        of_hidden = shape.itemsize * shape.hidden * (tokens + batch.targets)
+        # What a float32 parameter has of its gradient so far: the head's first, at the end all.
+        head_grad = 4 * table * (first and shape.head_trained and shape.itemsize == 4)
+        all_grads = 4 * shape.wide * first
+        embedding = shape.itemsize * table * shape.embedding_trained * (head_grad > 0 or not first)
+        dequantized = shape.itemsize * shape.largest_quantized
+        kept = layers.kept(recomputes, tokens)
+        transient = max((one.transient for one in attention), default=0)
+        # Gradients of queries that are wider than the hidden states, whose own are in place of what is freed.
+        transient += shape.itemsize * tokens * max(0, shape.heads * shape.head_dim - shape.hidden)
+        of_layer = layers.layer(recomputes, tokens, transient)
+        of_layer += shape.itemsize * shape.layer_tensor + dequantized
+        moments: list[dict[str, float]] = [
+            {
+                "activations": kept + shape.itemsize * shape.hidden * batch.targets,
+                "gradients in flight": head_grad,
+                "head": head.kept + of_all_ranks + max(head.forward, head.backward),
+                "masks": masks,
+            },
+            {
+                "activations": kept,
+                "gradients in flight": head_grad + of_layer,
+                "masks": masks,
+            },
+            {"activations": of_hidden, "gradients in flight": all_grads + embedding},
+        ]
+        highest = max(moments, key=lambda moment: sum(moment.values()))
+        if not self.on_gpu:  # its C library keeps what is freed: each part counts at its own highest
+            parts = dict.fromkeys(moments[0], 0.0)
+            own = {part: max(moment.get(part, 0.0) for moment in moments) for part in parts}
+            highest = highest | {"kept when freed": sum(own.values()) - sum(highest.values())}
+        return {part: int(size * self.device.transient) for part, size in highest.items()}
 
-    def _vllm(self, sizes: StepSizes) -> dict[str, int]:
-        """Bytes of vLLM awake, with as many completions in flight as it may have."""
-        shape, vllm, sequences = self.shape, self.run.rollout.vllm, sizes.in_flight
-        most, read = _BATCHED_TOKENS[self.device.total >= _LARGE_GPU], self._read_at_once(sizes)
-        prefill_tokens = min(most, read.prompts * read.prompt_length)
-        prefill = int(self.traces.forward(self.run.model).live({"tokens": prefill_tokens}).max())
-        # Each of them at its longest, none preempted. A group shares the full pages of its prompt.
-        shared = sizes.prompt_length // BLOCK_TOKENS
-        own = -(-sizes.sequence_length // BLOCK_TOKENS) - shared
-        pages = min(sizes.prompts, sequences) * shared + sequences * own
-        pages = max(pages, -(-sizes.longest // BLOCK_TOKENS)) + 1  # vLLM's null page
-        needed = pages * BLOCK_TOKENS * shape.paged_kv_bytes_per_token
-        adapters = shape.itemsize * shape.parameters.get("adapters", 0)
+    def _attention(self, batch: MicroBatch) -> list[PackedPrice]:
+        """Of each layer, beyond its share of `LayersPrice`."""
+        shape, square = self.shape, batch.sequence**2
+        return [
+            attention_price(
+                self.attention,
+                tokens=batch.inputs,
+                joined=batch.joined * batch.prompt,
+                copied=batch.joined * batch.sequence,
+                masked=batch.masked,
+                scores=batch.documents * square + batch.masked,
+                largest=square,
+                heads=shape.heads,
+                head_dim=shape.head_dim,
+                kv_numbers=layer.numbers,
+                itemsize=shape.itemsize,
+                softcap=self._softcap,
+            )
+            for layer in shape.layers
+        ]
+
+    def _engine(self, sizes: StepSizes) -> dict[str, int]:
+        price = self.engine_price(sizes)
         return {
-            "engine weights": self._base_bytes * (not self.shares_weights) + adapters * self.keeps_adapters,
-            "KV cache": needed if vllm.kv_cache_gib is None else int(vllm.kv_cache_gib * GIB),
-            "engine workspace": prefill + 4 * _SAMPLER_COPIES * sequences * shape.vocabulary,
-            "engine residue": ENGINE_RESIDUE,
+            "engine weights": price.weights,
+            "KV cache": price.kv_cache,
+            "engine workspace": price.workspace,
+            "engine residue": price.residue,
         }
-
-    def _transformers(self, sizes: StepSizes) -> dict[str, int]:
-        """Bytes of our own engine at the end of its longest batch, when the cache is full."""
-        shape, length, rows = self.shape, sizes.completion_length, self.rows_in_flight(sizes)
-        read = self._read_at_once(sizes)
-        prompts = -(-rows // read.generations)
-        batch = {"tokens": prompts * read.prompt_length, "targets": prompts}
-        prefill = self.traces.forward(self.run.model).live(batch).max()
-        prefill += shape.itemsize * prompts * shape.vocabulary
-        scores = 4 * rows * shape.heads * (read.prompt_length + 2 * length)
-        drawn = min(rows * shape.vocabulary, SLICE.get(self.device.kind, SLICE_ELSEWHERE))
-        decode = rows * shape.vocabulary * shape.itemsize + 4 * _DRAW_COPIES * drawn + scores
-        kv_cache = rows * shape.kv_bytes(read.sequence_length)
-        if self._shares_prefix:
-            numbers = [layer.numbers for layer in shape.layers]
-            growing = rows * max(numbers) * length // 2  # a buffer that grows is copied
-            itemsize = shape.itemsize if self.on_gpu else 4  # CPUs decode in float32
-            kv_cache = itemsize * ((batch["tokens"] + rows * length) * sum(numbers) + growing)
-        return {
-            "engine weights": self._base_bytes * self.sharded,
-            "KV cache": kv_cache,
-            "engine workspace": max(int(prefill), decode),
-        }
-
-    def _read_at_once(self, sizes: StepSizes) -> StepSizes:
-        """With turns, completions come back as prompts of their own, as long as the longest of a batch."""
-        if not self.run.rollout.has_turns:
-            return sizes
-        own = {"prompts": sizes.completions, "generations": 1, "prompt_length": sizes.sequence_length}
-        return replace(sizes, **own)
-
-    @property
-    def _base_bytes(self) -> int:
-        """Of the model without adapters, whole, and in full precision."""
-        parameters = self.shape.parameters
-        return self.shape.itemsize * (sum(parameters.values()) - parameters.get("adapters", 0))
 
     @property
     def _head_sharded(self) -> bool:
         return self.sharded and self.run.distributed.head == "sharded"
 
     @property
+    def _softcap(self) -> bool:
+        return getattr(self.shapes.config.get_text_config(), "attn_logit_softcapping", None) is not None
+
+    @property
     def _shares_prefix(self) -> bool:
-        """As `SharedPrefixDecoder.supports`: plain full attention in every layer."""
-        capped = getattr(self.traces.config.get_text_config(), "attn_logit_softcapping", None)
-        return all(layer.window is None for layer in self.shape.layers) and not capped
+        return all(layer.window is None for layer in self.shape.layers) and not self._softcap
 
     def _with_overheads(self, parts: dict[str, int]) -> dict[str, int]:
         """A phase's parts with what lies outside torch's allocator; parts of no bytes are left out."""
         if self.on_gpu:
             workspace = CUBLAS_WORKSPACE.get(self.device.capability[0], SMALL_CUBLAS_WORKSPACE)
             parts = parts | {"cuBLAS workspace": workspace, "CUDA context": self.device.context}
+        else:
+            parts = parts | {"libraries": self.device.context}
         parts = parts | {"fragmentation": int(FRAGMENTATION * transient_bytes(parts))}
         return {part: size for part, size in parts.items() if size}
 

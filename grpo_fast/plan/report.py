@@ -13,12 +13,11 @@ from rich.text import Text
 from grpo_fast.config import TrainConfig
 from grpo_fast.distributed.config import DistributedConfig
 from grpo_fast.plan.devices import device_budget
-from grpo_fast.plan.model_shape import model_config
+from grpo_fast.plan.model_shape import Shapes, model_config
 from grpo_fast.plan.prediction import PHASES, Phase, Prediction
 from grpo_fast.plan.room import cheapest_change, turned_knobs
 from grpo_fast.plan.search import MOST_GENERATIONS, Context, Plan, Search, flow, with_values, written
 from grpo_fast.plan.sizes import StepSizes
-from grpo_fast.plan.trace import Traces
 from grpo_fast.policy.config import LoraConfig
 from grpo_fast.run_record.summary import bytes_text, duration_text
 
@@ -37,10 +36,6 @@ TURNS = (
     "turns: max_completion_length bounds the tokens of all, what tools and an environment say included, and "
     "so the bytes; seconds leave tools out; a completion that waits for one keeps no place in the KV cache: "
 )
-RECOMPUTED_AFTER_A_TOOL = {
-    "vllm": "what of it is evicted meanwhile is computed again",
-    "transformers": "all of it is computed again, in a batch padded to the longest",
-}
 
 
 @dataclass(frozen=True)
@@ -83,7 +78,7 @@ def record(plan: Plan) -> dict[str, Any]:
         "trainable_parameters": shape.narrow + shape.wide,
         "kv_bytes_per_token": shape.paged_kv_bytes_per_token,
         "device": {"name": device.name, "bytes": device.total},
-        "engine": predictor.engine,
+        "engine": predictor.engine.name,
         "attention": predictor.attention,
         "step": asdict(choice.sizes),
         "values": choice.values,
@@ -125,12 +120,12 @@ def table(
     """
     devices = [device_budget(gpu) for gpu in gpus]
     for model in models:
-        traces = Traces(model_config(model))
+        shapes = Shapes(model_config(model))
         for training, values in TRAININGS.items():
             run = with_values(config, values | {"model.path": model})
             for device in devices:
                 budget = replace(device, host=HOST * device.total)
-                search = Search(run, traces, budget, sizes.prompt_length)
+                search = Search(run, shapes, budget, sizes.prompt_length)
                 group = search.largest_generations(at_once=True)
                 context = search.largest_context(sizes.generations)
                 yield Cell(model, training, device.name, device.total, group, context)
@@ -175,7 +170,8 @@ def _heading(choice: Prediction) -> str:
     return (
         f"{model.path} in {model.dtype}: {sum(shape.parameters.values()):,} parameters, "
         f"{shape.narrow + shape.wide:,} trained\n"
-        f"{device.name}, {bytes_text(device.total)}{several}: {predictor.engine}, {predictor.attention}\n"
+        f"{device.name}, {bytes_text(device.total)}{several}: {predictor.engine.name}, "
+        f"{predictor.attention}\n"
         f"{sizes.prompts} prompts, {sizes.generations} completions of each, up to {sizes.prompt_length} + "
         f"{sizes.completion_length} tokens\n"
         f"largest micro-batch: {batch.inputs:,} tokens, {batch.groups:.2g} groups, one of {batch.count}\n"
@@ -223,7 +219,7 @@ def _answers(plan: Plan) -> str:
             why = f"{rival.mode} needs {bytes_text(lacks - short)} more"
         lines.append(f"{choice.mode} is chosen: {why}")
     if config.rollout.has_turns:
-        lines.append(TURNS + RECOMPUTED_AFTER_A_TOOL[choice.predictor.engine])
+        lines.append(TURNS + choice.predictor.engine.after_a_tool)
     if not choice.mode and config.distributed != DistributedConfig():
         lines.append("distributed: read under torchrun alone; --gpus plans for several")
     return "\n".join(lines)

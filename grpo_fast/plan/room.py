@@ -34,7 +34,7 @@ def turned_knobs(plan: Plan) -> tuple[Knob, ...]:
             micro_batch_tokens=values.get("micro_batch_tokens", choice.sizes.micro_batch_tokens),
         )
         run = with_values(choice.predictor.run, values)
-        then = Predictor(run, search.traces, search.device).predict(sizes)
+        then = Predictor(run, search.shapes, search.device).predict(sizes)
         saves = {phase: choice.total(phase) - then.total(phase) for phase in PHASES}
         if max(saves.values()) > 0:
             found.append(Knob(written(values), saves, cost))
@@ -71,14 +71,14 @@ def _changed(search: Search, values: Mapping[str, Any]) -> Search:
 def _possible_knobs(config: TrainConfig, predictor: Predictor) -> Iterator[tuple[dict[str, Any], str]]:
     """(values, cost) of what the configuration has not turned yet, nor leaves to the plan; by price."""
     model, vllm, kind = config.model, config.rollout.vllm, config.optimizer.kind
-    if predictor.engine == "vllm":
+    if predictor.engine.name == "vllm":
         if vllm.share_weights is False:
             yield {"rollout.vllm.share_weights": "auto"}, "nothing"
         if vllm.sleep_level == 0:
             yield {"rollout.vllm.sleep_level": "auto"}, "milliseconds at every step"
     if config.memory.offload != "auto" and predictor.on_gpu and predictor.offloaded != predictor.parts:
         yield {"memory.offload": list(predictor.parts)}, "copies at every step"
-    if predictor.engine == "vllm" and not predictor.shares_weights and model.lora is not None:
+    if predictor.engine.name == "vllm" and not predictor.weights.shared and model.lora is not None:
         yield {"rollout.vllm.lora_sync": "adapter"}, "LoRA kernels while decoding"
     if model.gradient_checkpointing in (False, "mlp"):
         yield {"model.gradient_checkpointing": True}, "a second forward of every layer"

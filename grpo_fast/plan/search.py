@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import cached_property, reduce
-from operator import getitem
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, is_dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, cast
 
 import yaml
 
 from grpo_fast.config import TrainConfig, at
 from grpo_fast.plan.devices import DeviceBudget
+from grpo_fast.plan.model_shape import Shapes
 from grpo_fast.plan.prediction import PHASES, STAYS_SHARDED, Prediction, Predictor
 from grpo_fast.plan.sizes import MOST_IN_FLIGHT, StepSizes, step_sizes
-from grpo_fast.plan.trace import Traces
 from grpo_fast.policy.architecture import positions
 from grpo_fast.policy.quantization import quantizes
-from grpo_fast.stages import PART, resolve_stages
+from grpo_fast.stages import resolve_stages
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -83,7 +82,7 @@ class Search:
     """What fits of one run on one device. Methods raise ValueError for a model that cannot be planned."""
 
     config: TrainConfig  # what it leaves to `auto` is tried, the rest is as it is
-    traces: Traces
+    shapes: Shapes
     device: DeviceBudget
     prompt_length: int | None = None  # as of `step_sizes`
     question_length: int | None = None
@@ -154,7 +153,7 @@ class Search:
         grown = Counter(then.parts[phase]) - Counter(short.parts[phase])
         part, _ = grown.most_common(1)[0]
         bound = f"{part} in the {phase}" if then.total(phase) > self.device.total else "the host's memory"
-        limit = positions(self.traces.config.get_text_config())
+        limit = positions(self.shapes.config.get_text_config())
         return Context(sizes.prompt_length + most, bound, limit)
 
     @property
@@ -176,7 +175,7 @@ class Search:
                 "memory": run.memory.model_copy(update={"offload": offload}),
                 "rollout": run.rollout.model_copy(update={"vllm": asleep}),
             }
-            return Predictor(run.model_copy(update=sections), self.traces, self.device)
+            return Predictor(run.model_copy(update=sections), self.shapes, self.device)
 
         asked = run.model.gradient_checkpointing
         for recomputed in RECOMPUTED if asked == "auto" else [asked]:
@@ -185,7 +184,7 @@ class Search:
                 continue
             levels: list[Any] = [vllm.sleep_level]
             if levels == ["auto"] and plain.sleeps:
-                levels = [0, 2 if plain.sends_weights else 1]
+                levels = [0, 2 if plain.weights.sent else 1]
             lists: list[Any] = [run.memory.offload]
             if lists == ["auto"]:
                 lists = [list(plain.parts[:count]) for count in range(len(plain.parts) + 1)]
@@ -212,7 +211,7 @@ class Search:
 
 
 def plan(
-    config: TrainConfig, traces: Traces, device: DeviceBudget, *, prompt_length: int | None = None
+    config: TrainConfig, shapes: Shapes, device: DeviceBudget, *, prompt_length: int | None = None
 ) -> Plan:
     """What to choose for a run on a device; no weights are read.
 
@@ -225,8 +224,8 @@ def plan(
     """
     tried = with_constants(config) if device.kind == "cpu" else config
     best: dict[str, tuple[Prediction, Search]] = {}  # by mode
-    for divided in divisions(tried, traces.config, device):
-        search = Search(divided, traces, device, prompt_length)
+    for divided in divisions(tried, shapes.config, device):
+        search = Search(divided, shapes, device, prompt_length)
         generations, mode = search.generations(), divided.distributed.mode
         found = (search.fastest(generations) if generations else None) or search.least()
         if mode not in best or found.cost < best[mode][0].cost:
@@ -296,9 +295,27 @@ def with_constants(config: TrainConfig) -> TrainConfig:
 
 
 def with_values(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
-    """The configuration with other values of some dotted keys."""
-    tree = config.model_dump()
+    """The configuration with other values of some dotted keys.
+
+    Raises:
+        ValueError: values that one section cannot have together.
+    """
+    own = {key: value for key, value in values.items() if "." not in key}
+    sections: dict[str, dict[str, Any]] = defaultdict(dict)
     for key, value in values.items():
-        *path, last = key.split(".")
-        reduce(getitem, path, tree)[last] = value
-    return TrainConfig.model_validate(tree, context=PART)
+        if "." in key:
+            section, _, rest = key.partition(".")
+            sections[section][rest] = value
+    changed = {name: _with_keys(getattr(config, name), keys) for name, keys in sections.items()}
+    return config.model_copy(update=own | changed)
+
+
+def _with_keys(section: Any, values: Mapping[str, Any]) -> Any:
+    if is_dataclass(section):
+        return replace(cast(Any, section), **values)
+    inner = {key: value for key, value in values.items() if "." in key}
+    own = {key: value for key, value in values.items() if "." not in key}
+    for key, value in inner.items():
+        name, _, rest = key.partition(".")
+        own[name] = _with_keys(own.get(name, getattr(section, name)), {rest: value})
+    return type(section).model_validate(dict(section) | own)

@@ -28,8 +28,7 @@ SLEEP_SECONDS = 0.2  # of vLLM's falling asleep and waking, a step
 
 FUSED_4_BITS = 4  # rows up to which bitsandbytes multiplies 4-bit weights as they are on every GPU
 
-HOST_SECONDS = {"vllm": 2e-3, "transformers": 7e-4}
-"""The least that a decoded token takes: vLLM's scheduler and graph; the launches of one layer."""
+LAYER_SECONDS = 7e-4  # the least that a layer takes: its launches
 
 
 def update_seconds(of: Predictor, work: Work) -> float:
@@ -46,7 +45,7 @@ def update_seconds(of: Predictor, work: Work) -> float:
     launches = (run.num_iterations * passes + forwards) * work.count * len(shape.layers)
     # Each micro-batch's gradient is written and read, and its float32 sum is read and written.
     moved = run.num_iterations * work.count * (2 * shape.itemsize + 8) * (shape.narrow + shape.wide)
-    computing = max(flops / (REACHED_FLOPS * device.flops), launches * HOST_SECONDS["transformers"])
+    computing = max(flops / (REACHED_FLOPS * device.flops), launches * LAYER_SECONDS)
     if run.model.gradient_checkpointing == "offload":  # inputs leave and come back beside it
         computing = max(computing, 2 * run.num_iterations * shape.inputs(work.inputs) / _host_link(device))
     return computing + moved / (REACHED_BANDWIDTH * device.bandwidth)
@@ -67,7 +66,7 @@ def rollout_seconds(of: Predictor, sizes: StepSizes) -> float:
 
     It takes as long as reading weights, keys and values, these half-way, or as its products.
     """
-    length, in_flight = sizes.completion_length, of.rows_in_flight(sizes)
+    length, in_flight = sizes.completion_length, of.engine_price(sizes).rows
     seen, (waves, rest) = sizes.prompt_length + length // 2, divmod(sizes.completions, in_flight)
     token = waves * token_seconds(of, seen, in_flight) + (token_seconds(of, seen, rest) if rest else 0)
     return prefill_seconds(of, sizes) + length * token
@@ -87,7 +86,7 @@ def token_seconds(of: Predictor, seen: int, rows: int) -> float:
     read = shape.itemsize * (weights - shape.quantized) + in_4_bits * shape.quantized
     read += rows * shape.kv_bytes(seen)
     computing = 2 * rows * weights / (REACHED_FLOPS * device.flops)
-    host = HOST_SECONDS[of.engine] * (1 if of.engine == "vllm" else len(shape.layers))
+    host = of.engine.token_seconds + of.engine.layer_seconds * len(shape.layers)
     return max(read / (REACHED_BANDWIDTH * device.bandwidth), computing, host)
 
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 
 from grpo_fast.config import TrainConfig
+from grpo_fast.policy.packing import balance
 
 # Bytes of a packed batch: token, position and segment of every input; of every target its index, id, sequence
 # and group, its advantage, sampler's, old and reference log-probability.
 BYTES_PER_INPUT, BYTES_PER_TARGET = 3 * 8, 4 * 8 + 4 * 4
+
+MOST_PACKED = 128  # documents that are laid out to see how large a step's micro-batches become
 
 MOST_IN_FLIGHT = 1024  # what vLLM runs at once on a large GPU: its decoding gains little beyond
 
@@ -125,22 +126,17 @@ class MicroBatch(Work):
 
 
 def largest_micro_batch(sizes: StepSizes) -> MicroBatch:
-    """As even as `pack` makes them, all completions as long as they may be."""
-    budget = sizes.micro_batch_tokens
-    documents = sorted(Counter(_documents_of_a_group(sizes)).items(), reverse=True)
-    ends = [0, *accumulate(number * sizes.groups for _, number in documents)]
+    """The first that `pack` makes, all completions as long as they may be.
 
-    def every(count: int) -> list[tuple[int, int]]:
-        """Of a step's documents, the longest first, each `count`-th."""
-        places = [-(-end // count) for end in ends]
-        taken = (after - before for before, after in pairwise(places))
-        return [document for (document, _), n in zip(documents, taken, strict=True) for _ in range(n)]
-
-    fewest = -(-sizes.groups * sum(inputs * number for (inputs, _), number in documents) // budget)
-    counts = range(fewest, ends[-1])  # in the order of which a micro-batch shrinks
-    fitting = bisect_left(counts, True, key=lambda n: sum(inputs for inputs, _ in every(n)) <= budget)
-    count = min(fewest + fitting, ends[-1])
-    return _micro_batch(every(count), sizes, count)
+    Of a step with very many documents, that of a part of its groups: the number of micro-batches grows with
+    them, and their size hardly changes.
+    """
+    of_group = _documents_of_a_group(sizes)
+    groups = min(sizes.groups, max(1, MOST_PACKED // len(of_group)))
+    documents = of_group[-MOST_PACKED:] * groups
+    batches = balance([inputs for inputs, _ in documents], sizes.micro_batch_tokens)
+    count = -(-len(batches) * sizes.groups * len(of_group) // len(documents))
+    return _micro_batch([documents[i] for i in batches[0]], sizes, count)
 
 
 def whole_step(sizes: StepSizes, count: float = 1) -> MicroBatch:

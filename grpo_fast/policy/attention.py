@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from grpo_fast.policy.packing import PackedBatch
 
 PACKED_ATTENTION = "grpo_fast_packed"  # the name under which transformers finds `packed_attention`
+PRICED_ATTENTION = "grpo_fast_priced"  # and `priced_attention`
+SOFTCAP_BYTES_PER_SCORE = 18
+"""Transient bytes of each attention score of one sequence with a softcap (measured on a CPU; Gemma 2 within
+7 %)."""
 BLOCK = 128  # tokens of a block of FlexAttention's mask, its default
 _GRAPHS = 64
 """Forms of FlexAttention that torch may compile: one block or many, one document or many, a window,
@@ -292,6 +296,75 @@ class _Repeated(torch.autograd.Function):
         return total.index_add_(0, index, gradient.to(wide)).to(gradient.dtype), None
 
 
+def priced_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
+) -> tuple[Tensor, None]:
+    """`packed_attention` of no numbers, on the meta device: what bytes are counted with."""
+    return _Priced.apply(query, key, value), None
+
+
+class _Priced(torch.autograd.Function):
+    """Keeps what every fused attention does: its operands, its result, and a number a row."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        batch, heads, tokens = query.shape[:3]
+        result = value.new_empty(batch, tokens, heads, value.shape[-1])
+        of_rows = query.new_empty(query.shape[:3], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, result, of_rows)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        raise NotImplementedError("there is nothing to differentiate on the meta device")
+
+
+class PackedPrice(NamedTuple):
+    """Bytes of one layer's attention beyond `priced_attention`'s."""
+
+    kept: int
+    transient: int
+
+
+def price(
+    attention: str,
+    *,
+    tokens: int,
+    joined: int,
+    copied: int,
+    masked: int,
+    scores: int,
+    largest: int,
+    heads: int,
+    head_dim: int,
+    kv_numbers: int,
+    itemsize: int,
+    softcap: bool,
+) -> PackedPrice:
+    """Of `packed_attention` in a micro-batch.
+
+    Args:
+        attention: as `resolve_attention` gives it.
+        tokens: of the micro-batch.
+        joined: keys that are copied for completions that share a prompt: the prompt's.
+        copied: these, and the completions' own behind them.
+        masked: elements of SDPA's masks.
+        scores: pairs of a query and a key that SDPA looks at, and `largest` those of one call.
+        kv_numbers: of a token's keys and values.
+    """
+    if attention == "flex_attention":
+        return PackedPrice(0, 0)
+    if attention == "flash_attention_2":  # queries' gradients in float32; keys' and values' for every head
+        per_head = 2 * itemsize * heads * head_dim * (tokens + joined)
+        return PackedPrice(itemsize * kv_numbers * joined, per_head + 4 * tokens * heads * head_dim)
+    kept = itemsize * (kv_numbers * copied + heads * head_dim * tokens)  # the pieces' results are joined
+    if not softcap:
+        return PackedPrice(kept + itemsize * masked, 0)  # masks are converted for each layer anew
+    kept += itemsize * 2 * heads * head_dim * (tokens + copied)  # keys and values for every head
+    per_score = 2 * 4 + (itemsize if itemsize < 4 else 0)
+    return PackedPrice(kept + heads * scores * per_score, heads * largest * SOFTCAP_BYTES_PER_SCORE)
+
+
 def flash_obstacle(config: PreTrainedConfig) -> str | None:
     """Why torch's flash-attention cannot compute this model's attention; None: it can."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -339,10 +412,12 @@ def _attend(
 
 
 def register() -> None:
-    """Make `PACKED_ATTENTION` known to transformers; calling it again changes nothing."""
+    """Make our attentions known to transformers; calling it again changes nothing."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
     # FlexAttention is compiled by itself, whatever is compiled around it.
     AttentionInterface.register(PACKED_ATTENTION, torch.compiler.disable(packed_attention))
-    AttentionMaskInterface.register(PACKED_ATTENTION, sdpa_mask)
+    AttentionInterface.register(PRICED_ATTENTION, priced_attention)
+    for name in (PACKED_ATTENTION, PRICED_ATTENTION):
+        AttentionMaskInterface.register(name, sdpa_mask)

@@ -179,8 +179,6 @@ def _unpack(kept: Tensor | _LayerInput) -> Tensor:
 
 
 def _blocks(tensor: Tensor) -> Sequence[Tensor]:
-    if tensor.is_meta:  # the plan's, which has no content to move
-        return ()
     return tensor.reshape(-1).split(BLOCK_BYTES // tensor.itemsize)
 
 

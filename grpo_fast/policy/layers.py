@@ -79,9 +79,12 @@ def decoder_layers(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
+def layer_mlps(layer: nn.Module) -> list[Any]:
+    return [child for name, child in layer.named_children() if name in _MLPS]
+
+
 def _mlps(model: nn.Module) -> list[Any]:
-    layers = decoder_layers(model)
-    return [child for layer in layers for name, child in layer.named_children() if name in _MLPS]
+    return [mlp for layer in decoder_layers(model) for mlp in layer_mlps(layer)]
 
 
 def token_wise_mlps(model: nn.Module) -> list[Any]:
@@ -172,9 +175,9 @@ def _result(mlp: Any, hidden: Tensor) -> Tensor:
 
 
 def _tiles(tensor: Tensor) -> list[Tensor]:
-    """(B, T, H) as (1, TILE_TOKENS or fewer, H) each, all about as long; on the meta device as one."""
+    """(B, T, H) as (1, TILE_TOKENS or fewer, H) each, all about as long."""
     tokens = tensor.reshape(-1, tensor.shape[-1])
-    count = 1 if tensor.is_meta else max(1, -(-len(tokens) // TILE_TOKENS))
+    count = max(1, -(-len(tokens) // TILE_TOKENS))
     return [tile[None] for tile in tokens.tensor_split(count)]  # with strides of their own: one graph
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING
 
+from grpo_fast.rollout.engines import EngineKind, engine_kind
 from grpo_fast.rollout.requests import Requests
 from grpo_fast.rollout.types import (
     Completion,
@@ -26,12 +27,14 @@ if TYPE_CHECKING:
 __all__ = [
     "Completion",
     "Engine",
+    "EngineKind",
     "Episode",
     "Requests",
     "Rollout",
     "RolloutObserver",
     "Sampling",
     "chosen_engine",
+    "engine_kind",
     "generate_rollout",
     "make_engine",
     "require_engine",
@@ -47,8 +50,10 @@ def sampling_of(config: RolloutConfig, seed: int | None = None) -> Sampling:
 
 def chosen_engine(config: RolloutConfig, device: torch.device) -> str:
     """`config.engine`, where `auto` is vLLM on a GPU where it is installed, else transformers."""
-    if config.engine != "auto" or device.type != "cuda":
-        return "vllm" if config.engine == "vllm" else "transformers"
+    if config.engine != "auto":
+        return config.engine
+    if device.type != "cuda":
+        return "transformers"
     from grpo_fast.rollout.vllm import installed_version, version_problem
 
     version = installed_version()
@@ -62,24 +67,16 @@ def require_engine(config: RolloutConfig, ranks: int = 1) -> None:
     """Fail before the policy is loaded where `make_engine` would afterwards.
 
     Raises:
-        ValueError: the environment, the ranks or a setting contradict `config.engine`.
-        ImportError: vLLM is asked for and not installed, or of an unknown version.
+        ValueError: the ranks contradict `config`, or as `EngineKind.needs`.
+        ImportError: as `EngineKind.needs`.
     """
     if ranks % (parallel := config.vllm.tensor_parallel_size):
         raise ValueError(
             f"rollout.vllm.tensor_parallel_size = {parallel} does not divide the run's ranks, of which there "
             f"are {ranks}; set it to 1, or torchrun --nproc-per-node to a multiple of it"
         )
-    if config.engine != "vllm":
-        return
-    if config.max_batch_tokens is not None:
-        raise ValueError(
-            f"rollout.max_batch_tokens = {config.max_batch_tokens} is not read by rollout.engine = 'vllm'; "
-            "set rollout.vllm.kv_cache_gib instead"
-        )
-    from grpo_fast.rollout.vllm import require_vllm
-
-    require_vllm()
+    if config.engine != "auto":
+        engine_kind(config.engine).needs(config)
 
 
 def make_engine(
@@ -103,16 +100,5 @@ def make_engine(
 
     world = world or ALONE
     require_engine(config, world.size)
-    if chosen_engine(config, policy.device) == "vllm":
-        from grpo_fast.rollout.vllm.engine import VLLMEngine
-
-        return VLLMEngine(policy, config.vllm, max_length=max_length, world=world)
-    from grpo_fast.rollout.transformers import OwnCopyEngine, TransformersEngine
-
-    tokens = config.max_batch_tokens
-    if max_length is not None:
-        policy.fix_rope(max_length)
-    if policy.sharded:
-        return OwnCopyEngine(policy, max_batch_tokens=tokens, max_length=max_length)
-    eos_ids = policy.eos_token_ids
-    return TransformersEngine(policy.model, policy.tokenizer, eos_ids=eos_ids, max_batch_tokens=tokens)
+    kind = engine_kind(chosen_engine(config, policy.device))
+    return kind.make(config, policy, max_length=max_length, world=world)

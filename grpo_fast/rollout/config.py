@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from grpo_fast.section import Count, Fraction, Positive, PositiveInt, Section
 
+EnginePath = Annotated[str, Field(pattern=":")]
 Part = Literal["gradients", "optimizer", "master", "reference"]
 """What of a trainer can be offloaded; where not all of it needs to be, in this order: the cheapest first."""
 
@@ -58,8 +59,10 @@ class VLLMConfig(Section):
 class RolloutConfig(Section):
     """How completions are drawn."""
 
-    engine: Literal["auto", "transformers", "vllm"] = Field(
-        "auto", description="auto: vLLM where it is installed and the model on a GPU, else transformers"
+    engine: Literal["auto", "transformers", "vllm"] | EnginePath = Field(
+        "auto",
+        description="auto: vLLM where it is installed and the model on a GPU, else transformers; or one of "
+        "your own, an `EngineKind` as `module:Class` or `path/to/file.py:Class`",
     )
     num_generations: Annotated[int, Field(ge=2, le=2**16)] | Literal["auto"] = Field(
         "auto",

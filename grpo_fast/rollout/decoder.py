@@ -25,6 +25,8 @@ from grpo_fast.policy.attention import register as register_packed_attention
 from grpo_fast.policy.out_of_memory import is_out_of_memory
 
 Prompt = Sequence[int]
+KvLayer = tuple[int, int | None]
+"""Numbers of a token's keys and values in one layer, and the tokens that a window keeps; None: all."""
 
 SHARED_PREFIX_ATTENTION = "grpo_fast_shared_prefix"  # among transformers' implementations
 WORTH_SHARING = 16  # tokens: a shorter common beginning is not worth a forward of its own
@@ -53,6 +55,22 @@ class ExpandedDecoder:
     def kv_tokens(prompts: int, longest: int, rows: int, max_new: int) -> int:
         """Tokens whose keys and values are held at once for `rows` completions of `prompts` prompts."""
         return rows * (longest + max_new)
+
+    @classmethod
+    def kv_bytes(
+        cls,
+        layers: Sequence[KvLayer],
+        *,
+        prompts: int,
+        longest: int,
+        rows: int,
+        max_new: int,
+        itemsize: int,
+        on_cpu: bool,
+    ) -> int:
+        """Bytes of keys and values at the end of the longest completion."""
+        tokens = longest + max_new
+        return itemsize * rows * sum(numbers * min(tokens, window or tokens) for numbers, window in layers)
 
     @staticmethod
     def held_once(prompts: Sequence[Prompt]) -> int:
@@ -139,6 +157,23 @@ class SharedPrefixDecoder(ExpandedDecoder):
     @staticmethod
     def kv_tokens(prompts: int, longest: int, rows: int, max_new: int) -> int:
         return prompts * longest + rows * max_new
+
+    @classmethod
+    def kv_bytes(
+        cls,
+        layers: Sequence[KvLayer],
+        *,
+        prompts: int,
+        longest: int,
+        rows: int,
+        max_new: int,
+        itemsize: int,
+        on_cpu: bool,
+    ) -> int:
+        widths = [numbers for numbers, _ in layers]
+        growing = rows * max(widths) * max_new // 2  # a buffer that grows is copied
+        held = cls.kv_tokens(prompts, longest, rows, max_new) * sum(widths)
+        return (4 if on_cpu else itemsize) * (held + growing)
 
     @staticmethod
     def held_once(prompts: Sequence[Prompt]) -> int:

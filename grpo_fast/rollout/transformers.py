@@ -201,9 +201,7 @@ class TransformersEngine:
         """Consecutive rows, as many at once as the budget allows. Rows come with ascending lengths."""
         kv_tokens, max_new = self._decoder_type.kv_tokens, max(len(row.uniforms) for row in rows)
         once = self._decoder_type.held_once([row.prompt for row in rows])
-        budget: float = inf if self.max_batch_tokens is None else self.max_batch_tokens
-        if self.max_batch_tokens is None and self._base.device.type == "cpu":
-            budget = CPU_BATCH_TOKENS
+        budget = tokens_at_once(self.max_batch_tokens, self._base.device.type)
         chunk: list[Row] = []
         distinct = 0
         for row in rows:
@@ -332,6 +330,13 @@ class OwnCopyEngine(TransformersEngine):
         return sum(
             weight.nbytes for weight in self._weights.values() if not weight.untyped_storage().nbytes()
         )
+
+
+def tokens_at_once(max_batch_tokens: int | None, device: str) -> float:
+    """Tokens whose keys and values are held at once: `rollout.max_batch_tokens`, or what suits the device."""
+    if max_batch_tokens is not None:
+        return max_batch_tokens
+    return CPU_BATCH_TOKENS if device == "cpu" else inf
 
 
 def _order(prompt: Prompt) -> tuple[int, tuple[int, ...]]:

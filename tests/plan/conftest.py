@@ -10,8 +10,8 @@ from transformers import AutoConfig, PretrainedConfig
 
 from grpo_fast.config import TrainConfig
 from grpo_fast.plan.devices import DeviceBudget
+from grpo_fast.plan.model_shape import Shapes
 from grpo_fast.plan.prediction import Predictor
-from grpo_fast.plan.trace import Traces
 
 SIZES = {
     "vocab_size": 1000,
@@ -51,13 +51,13 @@ def config() -> Callable[..., PretrainedConfig]:
 
 @pytest.fixture(scope="session")
 def predictor() -> Callable[..., Predictor]:
-    """`predictor(config, dtype="bfloat16")`: of a model trained on a CPU, or of its traces.
+    """`predictor(config, dtype="bfloat16")`: of a model trained on a CPU, or of its shapes.
 
     The keywords are keys of `model`; `sections` are others of the run's.
     """
 
     def make(
-        model: PretrainedConfig | Traces,
+        model: PretrainedConfig | Shapes,
         device: DeviceBudget = CPU,
         sections: dict[str, Any] | None = None,
         **keys: Any,
@@ -65,7 +65,7 @@ def predictor() -> Callable[..., Predictor]:
         anything = {"dataset": {"source": "-"}, "rewards": [{"reward": "length"}]}
         keys = {"path": "-", "dtype": "float32"} | keys
         run = TrainConfig.model_validate({"model": keys, **anything, **(sections or {})})
-        traces = model if isinstance(model, Traces) else Traces(model)
-        return Predictor(run, traces, device)
+        shapes = model if isinstance(model, Shapes) else Shapes(model)
+        return Predictor(run, shapes, device)
 
     return make

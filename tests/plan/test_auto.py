@@ -13,9 +13,8 @@ from grpo_fast.config_io import dump_config
 from grpo_fast.plan import auto, longest_prompt
 from grpo_fast.plan.auto import GROUP, OF_ALL_STAGES, resolve_auto
 from grpo_fast.plan.devices import GIB, device_budget
-from grpo_fast.plan.model_shape import model_config
+from grpo_fast.plan.model_shape import Shapes, model_config
 from grpo_fast.plan.search import CONSTANTS, Search
-from grpo_fast.plan.trace import Traces
 from grpo_fast.policy import load
 from grpo_fast.policy.config import OptimizerConfig
 from grpo_fast.rollout import vllm
@@ -34,19 +33,19 @@ def auto_run(toy: dict[str, Any], **changes: Any) -> TrainConfig:
 
 
 @pytest.fixture(scope="module")
-def traces(toy: dict[str, Any]) -> Traces:
-    return Traces(model_config(toy["model"]["path"]))
+def shapes(toy: dict[str, Any]) -> Shapes:
+    return Shapes(model_config(toy["model"]["path"]))
 
 
 @pytest.fixture
-def memory(monkeypatch: pytest.MonkeyPatch, toy: dict[str, Any], traces: Traces) -> Any:
+def memory(monkeypatch: pytest.MonkeyPatch, toy: dict[str, Any], shapes: Shapes) -> Any:
     """`memory(10**6)`: there are vLLM and a GPU with so much more than the toy's smallest step takes."""
-    monkeypatch.setattr(auto, "traces_of", lambda *_: traces)
+    monkeypatch.setattr(auto, "shapes_of", lambda *_: shapes)
     monkeypatch.setattr(auto, "resolve_device", lambda _: torch.device("cuda"))
     monkeypatch.setattr(vllm, "installed_version", lambda: "0.33.0")
 
     def give(more: int) -> None:
-        search = Search(auto_run(toy), traces, GPU)
+        search = Search(auto_run(toy), shapes, GPU)
         total = GPU.total - search.least().free + more
         monkeypatch.setattr(auto, "device_budget", lambda: replace(GPU, total=total))
 
@@ -70,7 +69,7 @@ def test_a_cpu_and_training_without_rollouts_take_constants_and_numbers_stay(toy
 
 
 def test_a_gpu_takes_what_the_plan_chooses_and_what_is_set_by_hand_stays(
-    toy: dict[str, Any], memory: Any, traces: Traces, caplog: pytest.LogCaptureFixture
+    toy: dict[str, Any], memory: Any, shapes: Shapes, caplog: pytest.LogCaptureFixture
 ) -> None:
     memory(10**9)
 
@@ -165,7 +164,7 @@ def test_a_model_that_cannot_be_planned_trains_with_constants(
     def unknown(*_: object) -> None:
         raise RuntimeError("this model allocates what grows otherwise")
 
-    monkeypatch.setattr(auto, "traces_of", unknown)
+    monkeypatch.setattr(auto, "shapes_of", unknown)
     found = resolve_auto(auto_run(toy))
 
     assert (found.rollout.num_generations, found.micro_batch_tokens) == (8, 16_384)

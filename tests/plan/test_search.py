@@ -8,7 +8,7 @@ import pytest
 
 from grpo_fast.config import TrainConfig
 from grpo_fast.plan.devices import GIB, DeviceBudget, device_budget
-from grpo_fast.plan.model_shape import model_config, with_layers
+from grpo_fast.plan.model_shape import Shapes, model_config, with_layers
 from grpo_fast.plan.prediction import BUSY, Prediction
 from grpo_fast.plan.room import cheapest_change, turned_knobs
 from grpo_fast.plan.search import (
@@ -21,7 +21,6 @@ from grpo_fast.plan.search import (
     with_values,
 )
 from grpo_fast.plan.sizes import step_sizes
-from grpo_fast.plan.trace import Traces
 
 ANY = {
     "model": {"path": "-", "dtype": "bfloat16", "attention": "flash_attention_2"},
@@ -40,46 +39,46 @@ def gpu(total: int) -> DeviceBudget:
     return replace(device_budget("H200"), total=total)
 
 
-def search(config: TrainConfig, traces: Traces, total: int = 2 << 30) -> Search:
-    return Search(config, traces, gpu(total))
+def search(config: TrainConfig, shapes: Shapes, total: int = 2 << 30) -> Search:
+    return Search(config, shapes, gpu(total))
 
 
-def least(config: TrainConfig, traces: Traces, more: int = 0) -> int:
+def least(config: TrainConfig, shapes: Shapes, more: int = 0) -> int:
     """Bytes that the smallest step takes, and so many MiB more."""
-    return search(config, traces).least().total("update") + (more << 20)
+    return search(config, shapes).least().total("update") + (more << 20)
 
 
 @pytest.fixture(scope="module")
-def traces(config: Any) -> Traces:
-    return Traces(config("llama", num_hidden_layers=2))
+def shapes(config: Any) -> Shapes:
+    return Shapes(config("llama", num_hidden_layers=2))
 
 
-def test_a_group_is_bounded_by_what_is_usual_by_one_wave_and_by_the_memory(traces: Traces) -> None:
+def test_a_group_is_bounded_by_what_is_usual_by_one_wave_and_by_the_memory(shapes: Shapes) -> None:
     def group(total: int, **changes: Any) -> int | None:
-        return search(run("auto", **changes), traces, total).generations()
+        return search(run("auto", **changes), shapes, total).generations()
 
     assert group(2 << 30) == AUTO_MOST
     assert group(2 << 30, prompts_per_step=30) == 1024 // 30
     assert group(2 << 30, prompts_per_step=200) == 8
-    needed, packed = least(run(2), traces), step_sizes(run(8)).packed_bytes
+    needed, packed = least(run(2), shapes), step_sizes(run(8)).packed_bytes
     scarce = needed + int(10.5 * 1.05 * packed / 8)  # ten more of each, with fragmentation
-    assert group(scarce) == search(run(2), traces, scarce).largest_generations() == 12
+    assert group(scarce) == search(run(2), shapes, scarce).largest_generations() == 12
     assert group(needed - 1) is None
-    assert plan(run(), traces, gpu(2 << 30)).largest_generations == MOST_GENERATIONS
-    too_large = plan(run(), traces, gpu(1 << 20))
+    assert plan(run(), shapes, gpu(2 << 30)).largest_generations == MOST_GENERATIONS
+    too_large = plan(run(), shapes, gpu(1 << 20))
     assert too_large.choice.free < 0 and too_large.largest_generations is None
 
 
-def test_the_choice_is_the_fastest_of_all_that_fit(traces: Traces) -> None:
+def test_the_choice_is_the_fastest_of_all_that_fit(shapes: Shapes) -> None:
     """Beside every other way with its own largest micro-batch, on budgets from plenty to next to nothing."""
     keys = ("model.gradient_checkpointing", "memory.offload", LEVEL)
     parts = ["gradients", "optimizer", "master"]
     ways = list(product(RECOMPUTED, (parts[:count] for count in range(4)), (0, 1)))
-    scarce = least(run(), traces, 20)
+    scarce = least(run(), shapes, 20)
     for total in (scarce, 2 * scarce, 4 << 30):
-        chosen = search(run(), traces, total).fastest(8)
+        chosen = search(run(), shapes, total).fastest(8)
         others = [
-            search(with_values(run(), dict(zip(keys, way, strict=True))), traces, total).fastest(8)
+            search(with_values(run(), dict(zip(keys, way, strict=True))), shapes, total).fastest(8)
             for way in ways
         ]
 
@@ -97,11 +96,11 @@ def is_let(choice: Prediction) -> bool:
 
 @pytest.mark.parametrize(("more", "share"), [(8, 0), (50, 0.03)], ids=["scarce", "a share is left"])
 def test_no_more_in_flight_and_no_larger_micro_batch_would_fit(
-    more: int, share: float, traces: Traces
+    more: int, share: float, shapes: Shapes
 ) -> None:
-    total = least(run(64), traces, more)
+    total = least(run(64), shapes, more)
 
-    found = search(run(64), traces, total).fastest(64)
+    found = search(run(64), shapes, total).fastest(64)
 
     sizes, spare = found.sizes, int(share * total)
     assert found.free >= spare and sizes.in_flight < 1024 and found.values[LEVEL] == 1
@@ -113,8 +112,8 @@ def test_no_more_in_flight_and_no_larger_micro_batch_would_fit(
         assert found.predictor.predict(replace(sizes, **larger)).free < spare
 
 
-def test_what_never_sleeps_has_all_completions_in_flight_and_full_micro_batches(traces: Traces) -> None:
-    found = [search(run(64), traces, total << 20).fastest(64) for total in range(1000, 1400, 100)]
+def test_what_never_sleeps_has_all_completions_in_flight_and_full_micro_batches(shapes: Shapes) -> None:
+    found = [search(run(64), shapes, total << 20).fastest(64) for total in range(1000, 1400, 100)]
 
     levels = [choice.values[LEVEL] for choice in found]
     assert levels == sorted(levels, reverse=True) and {*levels} == {0, 1}
@@ -123,11 +122,11 @@ def test_what_never_sleeps_has_all_completions_in_flight_and_full_micro_batches(
     )
 
 
-def test_a_micro_batch_set_by_hand_is_planned_as_the_trainer_would_halve_it(traces: Traces) -> None:
-    halved = search(run(micro_batch_tokens=50_000), traces, least(run(), traces, 50)).fastest(8)
-    by_hand = search(run(micro_batch_tokens=300), traces).fastest(8)
+def test_a_micro_batch_set_by_hand_is_planned_as_the_trainer_would_halve_it(shapes: Shapes) -> None:
+    halved = search(run(micro_batch_tokens=50_000), shapes, least(run(), shapes, 50)).fastest(8)
+    by_hand = search(run(micro_batch_tokens=300), shapes).fastest(8)
     rollout = {"rollout": {"engine": "transformers", "max_completion_length": 64}}  # which cannot sleep
-    small = search(run(**rollout), traces, least(run(**rollout), traces, 8)).fastest(8)
+    small = search(run(**rollout), shapes, least(run(**rollout), shapes, 8)).fastest(8)
 
     assert 128 <= halved.sizes.micro_batch_tokens < 50_000
     assert by_hand.sizes.micro_batch_tokens == 300
@@ -135,13 +134,13 @@ def test_a_micro_batch_set_by_hand_is_planned_as_the_trainer_would_halve_it(trac
     assert 128 <= small.sizes.micro_batch_tokens < BUSY
 
 
-def test_no_more_is_offloaded_than_the_host_holds(traces: Traces) -> None:
-    predictor = search(run(), traces).least().predictor
+def test_no_more_is_offloaded_than_the_host_holds(shapes: Shapes) -> None:
+    predictor = search(run(), shapes).least().predictor
     state = predictor.on_host(["gradients", "optimizer"])
-    scarce = gpu(least(run(), traces, 8))
+    scarce = gpu(least(run(), shapes, 8))
 
     def offloaded(host: int) -> list[str]:
-        return Search(run(), traces, replace(scarce, host=host)).least().values["memory.offload"]
+        return Search(run(), shapes, replace(scarce, host=host)).least().values["memory.offload"]
 
     shape = predictor.shape
     assert state == 8 * (shape.narrow + shape.wide) + 512 * shape.trainable_tensors
@@ -149,9 +148,9 @@ def test_no_more_is_offloaded_than_the_host_holds(traces: Traces) -> None:
     assert offloaded(state - 1) == ["gradients"]
 
 
-def test_a_cpu_is_planned_with_its_constants(traces: Traces) -> None:
+def test_a_cpu_is_planned_with_its_constants(shapes: Shapes) -> None:
     model = ANY["model"] | {"attention": "sdpa"}
-    found = plan(run("auto", model=model), traces, DeviceBudget("cpu", "cpu", 8 << 30))
+    found = plan(run("auto", model=model), shapes, DeviceBudget("cpu", "cpu", 8 << 30))
 
     assert found.choice.values == CONSTANTS | {"memory.offload": []}
     assert found.by_hand == []
@@ -164,8 +163,8 @@ def test_an_engine_must_hold_a_sequence_of_the_length_that_it_is_started_for() -
     assert (sizes.longest, sizes.in_flight) == (4096, 7)
 
 
-def test_every_knob_saves_something_and_what_buys_most_comes_first(traces: Traces) -> None:
-    found = plan(run(loss={"beta": 0.1}), traces, gpu(2 << 30))
+def test_every_knob_saves_something_and_what_buys_most_comes_first(shapes: Shapes) -> None:
+    found = plan(run(loss={"beta": 0.1}), shapes, gpu(2 << 30))
 
     knobs = turned_knobs(found)
     changes = {knob.change: knob for knob in knobs}
@@ -176,9 +175,9 @@ def test_every_knob_saves_something_and_what_buys_most_comes_first(traces: Trace
     assert changes["loss.beta=0.0"].saves == {"update": weights, "rollout": weights}
 
 
-def test_what_the_plan_turns_by_itself_is_offered_only_where_it_is_set_by_hand(traces: Traces) -> None:
+def test_what_the_plan_turns_by_itself_is_offered_only_where_it_is_set_by_hand(shapes: Shapes) -> None:
     def offered(**changes: Any) -> set[str]:
-        found = plan(run(**changes), traces, gpu(2 << 30))
+        found = plan(run(**changes), shapes, gpu(2 << 30))
         return {knob.change.partition("=")[0] for knob in turned_knobs(found)}
 
     with_adapters = offered(model=ANY["model"] | {"lora": {"r": 16}})
@@ -190,15 +189,15 @@ def test_what_the_plan_turns_by_itself_is_offered_only_where_it_is_set_by_hand(t
     assert own <= by_hand and not own & offered()
 
 
-def test_only_rollouts_of_known_length_can_be_planned(traces: Traces) -> None:
+def test_only_rollouts_of_known_length_can_be_planned(shapes: Shapes) -> None:
     config = run(dataset={"source": "any.jsonl"})
     without_rollouts = {key: ANY[key] for key in ("model", "dataset")} | {"algorithm": "dpo"}
 
     with pytest.raises(ValueError, match=r"dataset\.max_prompt_length"):
-        plan(config, traces, gpu(1 << 30))
+        plan(config, shapes, gpu(1 << 30))
     with pytest.raises(ValueError, match="algorithm"):
-        plan(TrainConfig.model_validate(without_rollouts), traces, gpu(1 << 30))
-    found = plan(config, traces, gpu(2 << 30), prompt_length=64)
+        plan(TrainConfig.model_validate(without_rollouts), shapes, gpu(1 << 30))
+    found = plan(config, shapes, gpu(2 << 30), prompt_length=64)
     assert found.choice.sizes.prompt_length == 64
 
 
@@ -211,14 +210,14 @@ BY_HAND = {
 
 
 @pytest.fixture(scope="module")
-def wide() -> Traces:
-    return Traces(with_layers(model_config("Qwen3-8B"), 2))
+def wide() -> Shapes:
+    return Shapes(with_layers(model_config("Qwen3-8B"), 2))
 
 
-def wide_search(traces: Traces, gib: float, **values: Any) -> Search:
+def wide_search(shapes: Shapes, gib: float, **values: Any) -> Search:
     dataset, rollout = {"source": "-", "max_prompt_length": 512}, {"max_completion_length": 4096}
     config = run(8, model={"path": "-"}, dataset=dataset, rollout=rollout | {"num_generations": 8})
-    return search(with_values(config, values), traces, int(gib * GIB))
+    return search(with_values(config, values), shapes, int(gib * GIB))
 
 
 @pytest.mark.parametrize(
@@ -232,7 +231,7 @@ def wide_search(traces: Traces, gib: float, **values: Any) -> Search:
     ],
 )
 def test_the_cheapest_changes_that_fit_are_combined_and_none_of_them_is_needless(
-    wide: Traces, gib: int, keys: list[str]
+    wide: Shapes, gib: int, keys: list[str]
 ) -> None:
     def fits(values: dict[str, Any]) -> bool:
         return wide_search(wide, gib, **BY_HAND | values).least().free >= 0
@@ -244,7 +243,7 @@ def test_the_cheapest_changes_that_fit_are_combined_and_none_of_them_is_needless
     assert not any(fits({key: value for key, value in found.items() if key != left}) for left in found)
 
 
-def test_the_longest_completion_fits_and_one_token_more_does_not(wide: Traces) -> None:
+def test_the_longest_completion_fits_and_one_token_more_does_not(wide: Shapes) -> None:
     found = wide_search(wide, 20).largest_context(8)
 
     def fits(tokens: int) -> bool:

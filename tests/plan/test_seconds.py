@@ -6,10 +6,9 @@ from typing import Any
 import pytest
 
 from grpo_fast.plan.devices import device_budget
-from grpo_fast.plan.model_shape import model_config
+from grpo_fast.plan.model_shape import Shapes, model_config
 from grpo_fast.plan.seconds import rollout_seconds, token_seconds, transfer_seconds, update_seconds
 from grpo_fast.plan.sizes import MicroBatch, StepSizes, whole_step
-from grpo_fast.plan.trace import Traces
 
 STEP = StepSizes(
     prompts=16, generations=8, prompt_length=512, completion_length=512, micro_batch_tokens=16384
@@ -17,8 +16,8 @@ STEP = StepSizes(
 
 
 def test_a_step_of_llama_8b_on_an_h100_takes_what_arithmetic_by_hand_says(predictor: Any) -> None:
-    traces = Traces(model_config("Llama-3.1-8B"))
-    planned = predictor(traces, device_budget("H100"), dtype="bfloat16")
+    shapes = Shapes(model_config("Llama-3.1-8B"))
+    planned = predictor(shapes, device_budget("H100"), dtype="bfloat16")
     shape = planned.shape
 
     update = update_seconds(planned, whole_step(STEP))
@@ -42,10 +41,10 @@ def test_a_step_of_llama_8b_on_an_h100_takes_what_arithmetic_by_hand_says(predic
 
 
 def test_what_is_trained_and_asked_for_makes_a_step_longer(config: Any, predictor: Any) -> None:
-    traces = Traces(config())
+    shapes = Shapes(config())
 
     def seconds(sections: dict[str, Any] | None = None, **keys: Any) -> float:
-        made = predictor(traces, device_budget("H100"), sections, dtype="bfloat16", **keys)
+        made = predictor(shapes, device_budget("H100"), sections, dtype="bfloat16", **keys)
         return update_seconds(made, whole_step(STEP))
 
     mlps = seconds(gradient_checkpointing="mlp")
@@ -61,7 +60,7 @@ def test_a_base_in_4_bits_is_read_as_it_is_for_few_rows_and_made_anew_for_many(
     config: Any, predictor: Any
 ) -> None:
     gpu = device_budget("H100")
-    planned = predictor(Traces(config()), gpu, dtype="bfloat16", attention="sdpa")
+    planned = predictor(Shapes(config()), gpu, dtype="bfloat16", attention="sdpa")
     small = planned.shape
     plain = replace(small, active=10**10, layers=())
     quantised = replace(plain, quantized=8 * 10**9)
@@ -77,11 +76,11 @@ def test_a_base_in_4_bits_is_read_as_it_is_for_few_rows_and_made_anew_for_many(
 
 
 def test_inputs_of_layers_leave_and_come_back_beside_the_computing(config: Any, predictor: Any) -> None:
-    traces = Traces(config())
+    shapes = Shapes(config())
 
     def seconds(flops: float, recomputed: Any) -> float:
         gpu = replace(device_budget("H100"), flops=flops)
-        made = predictor(traces, gpu, dtype="bfloat16", gradient_checkpointing=recomputed)
+        made = predictor(shapes, gpu, dtype="bfloat16", gradient_checkpointing=recomputed)
         return update_seconds(made, replace(whole_step(STEP), count=0))
 
     assert seconds(1e12, "offload") == seconds(1e12, True)
@@ -90,18 +89,18 @@ def test_inputs_of_layers_leave_and_come_back_beside_the_computing(config: Any, 
 
 
 def test_a_token_of_a_mixture_visits_the_experts_it_chooses(config: Any, predictor: Any) -> None:
-    shape = predictor(Traces(config("qwen3_moe")), dtype="bfloat16").shape
+    shape = predictor(Shapes(config("qwen3_moe")), dtype="bfloat16").shape
 
     others = sum(shape.parameters[part] for part in ("attention", "mlp", "norms") if part in shape.parameters)
     assert shape.active == others + shape.parameters["experts"] // 2
 
 
 def test_only_16_bits_on_a_gpu_with_published_speeds_have_an_estimate(config: Any, predictor: Any) -> None:
-    traces = Traces(config())
+    shapes = Shapes(config())
 
     def timed(gpu: str | None, dtype: str) -> bool:
         budget = {"device": device_budget(gpu)} if gpu else {}
-        return predictor(traces, **budget, dtype=dtype, attention="sdpa").timed
+        return predictor(shapes, **budget, dtype=dtype, attention="sdpa").timed
 
     assert timed("H100", "bfloat16")
     assert not (timed("H100", "float32") or timed("80GiB", "bfloat16") or timed(None, "bfloat16"))
@@ -110,12 +109,12 @@ def test_only_16_bits_on_a_gpu_with_published_speeds_have_an_estimate(config: An
 def test_what_is_recomputed_launched_and_moved_takes_what_arithmetic_by_hand_says(
     config: Any, predictor: Any
 ) -> None:
-    traces, h100 = Traces(config("llama")), device_budget("H100")
+    shapes, h100 = Shapes(config("llama")), device_budget("H100")
     step = whole_step(STEP)  # a thousand times, for the model is small
     many = replace(step, **{name: 1000 * getattr(step, name) for name in ("inputs", "pairs", "targets")})
 
     def made(sections: dict[str, Any] | None = None, **keys: Any) -> Any:
-        return predictor(traces, h100, sections, dtype="bfloat16", **keys)
+        return predictor(shapes, h100, sections, dtype="bfloat16", **keys)
 
     def update(found: Any, work: MicroBatch = many) -> float:
         return update_seconds(found, work)
@@ -135,15 +134,15 @@ def test_what_is_recomputed_launched_and_moved_takes_what_arithmetic_by_hand_say
     assert transfer_seconds(made({"memory": {"offload": ["gradients"]}})) == 0
     assert transfer_seconds(made({"memory": {"offload": ["optimizer"]}})) == 8 * trained / 50e9
     sections = steps | {"memory": {"offload": ["optimizer", "master", "reference"]}, "loss": {"beta": 0.1}}
-    both = transfer_seconds(predictor(traces, device_budget("L4"), sections, dtype="bfloat16"))
+    both = transfer_seconds(predictor(shapes, device_budget("L4"), sections, dtype="bfloat16"))
     assert both == pytest.approx((6 * 12 * trained + weights) / 25e9)
 
 
 def test_minibatches_waves_and_sleep_take_their_time(config: Any, predictor: Any) -> None:
-    traces, h100 = Traces(config("llama")), device_budget("H100")
+    shapes, h100 = Shapes(config("llama")), device_budget("H100")
 
     def seconds(sections: dict[str, Any], **sizes: int) -> dict[str, float]:
-        planned = predictor(traces, h100, sections, dtype="bfloat16", attention="flex_attention")
+        planned = predictor(shapes, h100, sections, dtype="bfloat16", attention="flex_attention")
         return planned.predict(replace(STEP, **sizes)).seconds
 
     def rollout(level: int, in_flight: int) -> float:

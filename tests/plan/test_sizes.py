@@ -1,10 +1,10 @@
 from __future__ import annotations
 
-from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_fast.plan.sizes import StepSizes, largest, largest_micro_batch
@@ -22,39 +22,44 @@ def packed(sizes: StepSizes) -> list[PackedBatch]:
     return pack(table, max_tokens=sizes.micro_batch_tokens, device="cpu")
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        SIZES,
-        replace(SIZES, micro_batch_tokens=400),
-        replace(SIZES, micro_batch_tokens=10),
-        replace(SIZES, minibatches=2),
-        replace(SIZES, completion_length=1),
-        StepSizes(1, 1000, prompt_length=8, completion_length=16, micro_batch_tokens=200),
-        StepSizes(2, 40, prompt_length=16, completion_length=900, micro_batch_tokens=20_000),
-    ],
-    ids=str,
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.builds(
+        StepSizes,
+        prompts=st.integers(1, 6),
+        generations=st.integers(2, 12),
+        prompt_length=st.integers(1, 40),
+        completion_length=st.integers(1, 40),
+        micro_batch_tokens=st.integers(1, 600),
+        minibatches=st.integers(1, 2),
+    )
 )
-def test_the_largest_micro_batch_is_the_one_that_pack_makes(
-    sizes: StepSizes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # SDPA takes each completion by itself, as it takes long ones; short ones share a call, and a mask.
-    monkeypatch.setattr("grpo_fast.policy.attention.PAIRS_A_CALL", -(10**9))
-    found = largest_micro_batch(sizes)
+def test_the_largest_micro_batch_is_the_one_that_pack_makes(sizes: StepSizes) -> None:
+    """SDPA takes each completion by itself, as it takes long ones; short ones share a call, and a mask."""
+    found, batches = largest_micro_batch(sizes), packed(sizes)
 
-    batches = packed(sizes)
-    layout = PackedLayout(batches[0], "sdpa")
-    masks = [mask for mask in layout.masks(None) if mask is not None]
+    with patch("grpo_fast.policy.attention.PAIRS_A_CALL", -(10**9)):
+        layout = PackedLayout(batches[0], "sdpa")
+        masks = [mask for mask in layout.masks(None) if mask is not None]
     pairs = [int(visible_pairs([bounds]).sum()) for bounds in layout.ranges(None)]
-    assert (found.inputs, found.targets, found.count, found.documents, found.masked, found.pairs) == (
+    assert (found.inputs, found.targets, found.count, found.documents, found.pairs) == (
         len(batches[0].input_ids),
         len(batches[0].targets),
         len(batches),
-        sum(not piece.prompt for piece in layout.pieces),
-        sum(mask.numel() for mask in masks),
+        len(batches[0].cu_seqlens) - 1,
         sum(pairs),
     )
-    assert not masks or found.joined * found.sequence == sum(mask.shape[1] for mask in masks)
+    if sizes.completion_length > 1:  # else a completion has no inputs of its own
+        assert found.masked == sum(mask.numel() for mask in masks)
+
+
+def test_a_step_of_many_documents_is_planned_by_a_part_of_them() -> None:
+    many = StepSizes(64, 30, prompt_length=16, completion_length=20, micro_batch_tokens=100)
+
+    found, batches = largest_micro_batch(many), packed(many)
+
+    assert found.inputs == len(batches[0].input_ids)
+    assert found.count == pytest.approx(len(batches), rel=0.02)
 
 
 def test_a_step_holds_all_its_packed_batches() -> None:

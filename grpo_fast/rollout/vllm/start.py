@@ -29,7 +29,9 @@ from grpo_fast.policy.quantization import unquantized
 from grpo_fast.policy.random_state import capture_rng, restore_rng
 from grpo_fast.policy.source import cache_folder
 from grpo_fast.rollout.config import VLLMConfig
+from grpo_fast.rollout.engines import Trained
 from grpo_fast.rollout.vllm import IN_PROCESS, installed_version, require_vllm, version_problem
+from grpo_fast.rollout.vllm.kind import keeps_adapters, kv_cache_gib, sharing_obstacle
 from grpo_fast.rollout.vllm.quantized import handed_out, register
 from grpo_fast.rollout.vllm.sleep import GIB, require_empty_pool, weights_outside_the_pool
 from grpo_fast.rollout.vllm.weights import Placement, checkpoint_weights, has_experts, share, watch_loading
@@ -42,7 +44,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 LOAD_FORMAT = "grpo_fast"
-CPU_KV_GIB = 1.0
 FP32_HEAD_SINCE = (0, 26)  # older ones warn, and generate with the model's own dtype
 FREE_SHARE = 0.5  # of the free GPU memory, when nothing says how much vLLM may have
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM takes
@@ -78,7 +79,10 @@ class Choices:
 def choose(policy: Policy, config: VLLMConfig) -> Choices:
     """Raises ValueError for a setting that this device or policy cannot have."""
     on_gpu = policy.device.type == "cuda"
-    adapters = config.lora_sync == "adapter" or (policy.quantized and config.lora_sync == "auto")
+    trained = Trained(
+        on_gpu, policy.has_adapters, policy.quantized, policy.sharded, experts=has_experts(policy)
+    )
+    adapters = keeps_adapters(config, trained)
     if config.lora_sync != "auto" and not policy.has_adapters:
         raise ValueError(
             f"rollout.vllm.lora_sync = {config.lora_sync!r}, but the policy has no LoRA; leave it at auto"
@@ -109,20 +113,7 @@ def choose(policy: Policy, config: VLLMConfig) -> Choices:
             f"rollout.engine = 'vllm' compiles its sampler on a CPU, and there is no {compiler}: install it, "
             "or set engine to transformers"
         )
-    obstacle = None
-    if policy.sharded:
-        obstacle = "distributed.mode = 'shard' leaves no rank a whole weight; set it to replicate"
-    elif config.tensor_parallel_size > 1:
-        obstacle = f"tensor_parallel_size = {config.tensor_parallel_size} gives each process a slice"
-    elif policy.has_adapters and not adapters:
-        obstacle = "merged LoRA weights are not the policy's own; set lora_sync to adapter"
-    elif has_experts(policy):
-        # They would stay beside the trainer's: sharing takes the model out of what vLLM's sleep frees.
-        obstacle = "vLLM lays out experts in its own way; leave them to its sleep"
-    elif config.share_weights is False:
-        obstacle = "rollout.vllm.share_weights = false"
-    elif config.share_weights == "auto" and not (on_gpu or policy.quantized):
-        obstacle = "a CPU packs its weights"
+    obstacle = sharing_obstacle(config, trained)
     if config.share_weights is True and obstacle is not None:
         raise ValueError(f"rollout.vllm.share_weights = true: {obstacle}, or share_weights to auto")
     return Choices(adapters, obstacle, config.sleep_level if on_gpu else 0)
@@ -253,7 +244,7 @@ def engine_arguments(
             )
         allowed = next(allowed for allowed in LORA_RANKS if allowed >= rank)
         arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": allowed}
-    size = config.kv_cache_gib or (CPU_KV_GIB if on_cpu else None)
+    size = kv_cache_gib(config, not on_cpu)
     if size is not None:
         arguments["kv_cache_memory_bytes"] = int(size * GIB)
     if not on_cpu:

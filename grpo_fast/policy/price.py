@@ -1,0 +1,151 @@
+"""What decoder layers hold from a forward to its backward, in bytes a token.
+
+Autograd itself says what it keeps of a forward on the meta device, so no architecture needs a formula. What
+is there only for a moment is derived from that.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from grpo_fast.policy import layers as running
+from grpo_fast.policy.layers import decoder_layers, layer_mlps, token_wise_mlps
+
+_FEW, _MANY = 64, 128  # tokens of two forwards: their difference is in proportion to tokens
+
+Place = tuple[int | None, bool]
+"""A layer's number, None outside of all, and whether it is in the layer's MLP."""
+
+
+@dataclass(frozen=True)
+class LayersPrice:
+    """Bytes of one token."""
+
+    outside: float  # kept before and after the layers
+    layers: tuple[float, ...]  # kept by each, without its MLP
+    mlps: tuple[float, ...]  # kept by each layer's MLP, its input included
+    input: int  # of a layer's input
+    tiled: bool  # MLPs that are recomputed can be computed in tiles
+
+    def kept(self, recomputes: Any, tokens: int) -> float:
+        """From the forward to the backward, with `model.gradient_checkpointing` as it is."""
+        inputs: float = len(self.layers) * self.input
+        if recomputes == "offload":
+            inputs = min(2, len(self.layers)) * self.input  # the others wait on the host
+        elif recomputes == "mlp":
+            inputs += sum(self.layers)
+        elif not recomputes:
+            inputs = sum(self.layers) + sum(self.mlps)
+        return tokens * (self.outside + inputs)
+
+    def layer(self, recomputes: Any, tokens: int, attention: float) -> float:
+        """While one layer's backward runs: what is computed again, and what the backward makes meanwhile.
+
+        Args:
+            attention: bytes of the attention's backward, in which what comes behind it is gone already.
+        """
+        tile = min(tokens, running.TILE_TOKENS) if self.tiled and recomputes else tokens
+        again, mlp = 0.0, max(self.mlps, default=0.0)
+        if recomputes:
+            again = tokens * max(self.layers, default=0.0) * (recomputes != "mlp")
+        in_mlp = tile * mlp * (1.25 if recomputes else 0.25) + 2 * self.input * tokens
+        return again + max(in_mlp, attention)
+
+    def forward(self, tokens: int) -> float:
+        """The most at one time of a forward without gradients."""
+        return tokens * (max(self.mlps, default=0.0) + 2 * self.input)
+
+
+def price_layers(model: Any, backbone: nn.Module, *, fused: bool) -> LayersPrice:
+    """Of a model on the meta device that recomputes nothing, and whose attention is `priced_attention`.
+
+    Args:
+        backbone: the model without its head.
+        fused: norms and gated MLPs keep what they read and no more, as Liger's kernels and torch.compile do.
+    """
+    few, many = (_kept(model, backbone, tokens, fused) for tokens in (_FEW, _MANY))
+    slope = {place: (many[place] - few[place]) / (_MANY - _FEW) for place in many}
+    head = model.get_output_embeddings().weight
+    count = len(decoder_layers(model))
+    return LayersPrice(
+        slope.get((None, False), 0.0),
+        tuple(slope.get((number, False), 0.0) for number in range(count)),
+        tuple(slope.get((number, True), 0.0) for number in range(count)),
+        head.shape[1] * head.element_size(),
+        tiled=bool(token_wise_mlps(model)),
+    )
+
+
+def _kept(model: Any, backbone: nn.Module, tokens: int, fused: bool) -> Counter[Place]:
+    """Bytes that autograd keeps of a forward, each storage where it is first kept."""
+    found: Counter[Place] = Counter()
+    known: dict[int, Any] = {}  # storages; held, so that no other takes their place
+    place: Place = (None, False)
+    in_norm = False
+
+    def note(tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in known:
+            known[storage._cdata] = storage
+            found[place] += storage.nbytes()
+
+    def keep(tensor: Tensor) -> Tensor:
+        if not in_norm:
+            note(tensor)
+        return tensor
+
+    def at(there: Place, *_: Any) -> None:
+        nonlocal place
+        place = there
+
+    def norm_begins(_: nn.Module, given: tuple[Tensor, ...]) -> None:
+        nonlocal in_norm
+        in_norm = True
+        note(given[0])
+        found[place] += 4 * given[0].shape[:-1].numel()
+
+    def norm_ends(*_: Any) -> None:
+        nonlocal in_norm
+        in_norm = False
+
+    def activated(_: nn.Module, given: Any, result: Tensor) -> None:
+        found[place] -= result.nbytes  # computed again in the backward
+
+    for tensor in (*model.parameters(), *model.buffers()):
+        known[tensor.untyped_storage()._cdata] = tensor
+    with _hooks() as hooks, saved_tensors_hooks(keep, lambda tensor: tensor):
+        for number, layer in enumerate(decoder_layers(model)):
+            hooks += [layer.register_forward_pre_hook(partial(at, (number, False)))]
+            hooks += [layer.register_forward_hook(partial(at, (None, False)))]
+            for mlp in layer_mlps(layer):
+                hooks += [mlp.register_forward_pre_hook(partial(at, (number, True)))]
+                hooks += [mlp.register_forward_hook(partial(at, (number, False)))]
+        for module in model.modules() if fused else ():
+            if type(module).__name__.endswith("RMSNorm"):
+                hooks += [module.register_forward_pre_hook(norm_begins)]
+                hooks += [module.register_forward_hook(norm_ends)]
+            elif hasattr(module, "gate_proj") and isinstance(getattr(module, "act_fn", None), nn.Module):
+                hooks += [module.act_fn.register_forward_hook(activated)]
+        ids = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
+        seen = torch.ones(1, 1, 1, 1, dtype=torch.bool, device="meta")  # which keeps a T × T mask away
+        backbone(input_ids=ids, position_ids=ids, attention_mask=seen, use_cache=False)
+    return found
+
+
+@contextmanager
+def _hooks() -> Iterator[list[Any]]:
+    hooks: list[Any] = []
+    try:
+        yield hooks
+    finally:
+        for hook in hooks:
+            hook.remove()

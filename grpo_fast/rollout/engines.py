@@ -1,0 +1,222 @@
+"""The table of rollout engines: what each needs, how it is made, and what it will hold."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from bisect import bisect_right
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar
+
+from grpo_fast.lookup import load_object
+
+if TYPE_CHECKING:
+    from grpo_fast.distributed.world import World
+    from grpo_fast.plan.model_shape import ModelShape
+    from grpo_fast.plan.sizes import StepSizes
+    from grpo_fast.policy import Policy
+    from grpo_fast.rollout.config import RolloutConfig
+    from grpo_fast.rollout.types import Engine
+
+ENGINES = {
+    "transformers": "grpo_fast.rollout.engines:TransformersKind",
+    "vllm": "grpo_fast.rollout.vllm.kind:VLLMKind",
+}
+"""Name: `module:Class` of an `EngineKind`; `rollout.engine` may be such a path too, of one from elsewhere."""
+
+_DRAW_COPIES = 4  # of a slice of float32 logits while our own engine draws from it
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What an engine's way with the weights follows from."""
+
+    on_gpu: bool
+    adapted: bool  # with LoRA
+    quantized: bool
+    sharded: bool
+    experts: bool
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Where an engine has its weights from."""
+
+    shared: bool  # they are the trainer's own memory
+    sent: bool  # again after every update
+    adapters: bool  # stay beside them
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What an engine's bytes follow from: a model, and the sizes of a rank's step."""
+
+    config: RolloutConfig
+    trained: Trained
+    shape: ModelShape
+    sizes: StepSizes
+    device_bytes: int  # of the device, in use or not
+    shares_prefix: bool  # every layer attends fully and plainly
+
+    @property
+    def read_at_once(self) -> StepSizes:
+        """With turns, completions come back as prompts of their own, as long as the longest of a batch."""
+        sizes = self.sizes
+        if not self.config.has_turns:
+            return sizes
+        own = {"prompts": sizes.completions, "generations": 1, "prompt_length": sizes.sequence_length}
+        return replace(sizes, **own)
+
+    @property
+    def base_bytes(self) -> int:
+        """Of the model without adapters, whole, and in full precision."""
+        parameters = self.shape.parameters
+        return self.shape.itemsize * (sum(parameters.values()) - parameters.get("adapters", 0))
+
+
+@dataclass(frozen=True)
+class EnginePrice:
+    """Bytes of an engine at its largest, and what it decodes at once."""
+
+    weights: int  # of its own
+    kv_cache: int
+    workspace: int  # freed again within a rollout
+    residue: int  # awake or asleep
+    rows: int  # completions in flight
+
+
+class EngineKind(ABC):
+    """A row of the table: what is known of an engine before there is one."""
+
+    name: ClassVar[str]
+    after_a_tool: ClassVar[str] = "all of it is computed again"
+    """What becomes of a completion's keys and values when it goes on after a tool's answer."""
+    draws_with_policy: ClassVar[bool] = False
+    """Its log-probabilities are the trainer's own, so that there is nothing to correct."""
+    token_seconds: ClassVar[float] = 2e-3
+    """The least that a decoded token takes, and `layer_seconds` what each layer adds."""
+    layer_seconds: ClassVar[float] = 0.0
+    stays: ClassVar[tuple[str, ...]] = ("engine weights", "KV cache", "engine residue")
+    """Of the plan's parts, what an engine that never sleeps holds during an update."""
+
+    @abstractmethod
+    def needs(self, config: RolloutConfig) -> None:
+        """Fail before the policy is loaded where `make` would afterwards.
+
+        Raises:
+            ValueError: a setting contradicts the engine.
+            ImportError: what it needs is not installed.
+        """
+
+    @abstractmethod
+    def make(self, config: RolloutConfig, policy: Policy, *, max_length: int | None, world: World) -> Engine:
+        """The engine; `max_length` is of the longest prompt with its completion, where known."""
+
+    def weights(self, config: RolloutConfig, trained: Trained) -> Weights:
+        """By default the trainer's own."""
+        return Weights(shared=True, sent=False, adapters=False)
+
+    def sleeps(self, config: RolloutConfig, on_gpu: bool) -> bool:
+        """Whether it frees its memory while the trainer works."""
+        return False
+
+    @abstractmethod
+    def price(self, demand: Demand) -> EnginePrice:
+        """What it will hold."""
+
+
+class TransformersKind(EngineKind):
+    """Batched generation with the trainer's own model."""
+
+    name = "transformers"
+    after_a_tool = "all of it is computed again, in a batch padded to the longest"
+    draws_with_policy = True
+    token_seconds, layer_seconds = 0.0, 7e-4  # the launches of one layer
+    stays = ()
+
+    def needs(self, config: RolloutConfig) -> None: ...
+
+    def make(self, config: RolloutConfig, policy: Policy, *, max_length: int | None, world: World) -> Engine:
+        from grpo_fast.rollout.transformers import OwnCopyEngine, TransformersEngine
+
+        tokens = config.max_batch_tokens
+        if max_length is not None:
+            policy.fix_rope(max_length)
+        if policy.sharded:
+            return OwnCopyEngine(policy, max_batch_tokens=tokens, max_length=max_length)
+        eos_ids = policy.eos_token_ids
+        return TransformersEngine(policy.model, policy.tokenizer, eos_ids=eos_ids, max_batch_tokens=tokens)
+
+    def weights(self, config: RolloutConfig, trained: Trained) -> Weights:
+        return Weights(shared=not trained.sharded, sent=trained.sharded, adapters=False)
+
+    def price(self, demand: Demand) -> EnginePrice:
+        """At the end of its longest batch, when the cache is full."""
+        from grpo_fast.rollout.decoder import ExpandedDecoder, SharedPrefixDecoder
+        from grpo_fast.rollout.sampling import SLICE, SLICE_ELSEWHERE
+        from grpo_fast.rollout.transformers import tokens_at_once
+
+        shape, sizes, device = demand.shape, demand.sizes, "cuda" if demand.trained.on_gpu else "cpu"
+        read, length = demand.read_at_once, demand.sizes.completion_length
+        decoder = SharedPrefixDecoder if demand.shares_prefix else ExpandedDecoder
+
+        def prompts(rows: int) -> int:
+            return -(-rows // read.generations)
+
+        def tokens(rows: int) -> int:
+            return decoder.kv_tokens(prompts(rows), read.prompt_length, rows, length)
+
+        budget = max(tokens(1), tokens_at_once(demand.config.max_batch_tokens, device))
+        rows = bisect_right(range(1, sizes.completions + 1), budget, key=tokens) or 1
+        drawn = min(rows * shape.vocabulary, SLICE.get(device, SLICE_ELSEWHERE))
+        logits = shape.itemsize * prompts(rows) * (shape.vocabulary + shape.hidden)
+        prefill = shape.plain.forward(prompts(rows) * read.prompt_length) + logits
+        scores = 4 * rows * shape.heads * (read.prompt_length + 2 * length)
+        decode = rows * shape.vocabulary * shape.itemsize + 4 * _DRAW_COPIES * drawn + scores
+        return EnginePrice(
+            weights=demand.base_bytes * demand.trained.sharded,
+            kv_cache=decoder.kv_bytes(
+                [(layer.numbers, layer.window) for layer in shape.layers],
+                prompts=prompts(rows),
+                longest=read.prompt_length,
+                rows=rows,
+                max_new=length,
+                itemsize=shape.itemsize,
+                on_cpu=device == "cpu",
+            ),
+            workspace=max(int(prefill), decode),
+            residue=0,
+            rows=rows,
+        )
+
+
+_loaded: dict[str, EngineKind] = {}  # by name
+
+
+def engine_kind(name: str) -> EngineKind:
+    """The row of this name, or at this path; one from elsewhere has a name once its path was asked for.
+
+    Raises:
+        ValueError: nothing of this name, or the path leads to no `EngineKind`.
+    """
+    if name in _loaded:
+        return _loaded[name]
+    if name not in ENGINES and ":" not in name:
+        raise ValueError(
+            f"rollout.engine = {name!r} is not known: give auto, {', '.join(ENGINES)}, or an EngineKind of "
+            "your own as module:Class"
+        )
+    found = load_object(ENGINES.get(name, name), "rollout.engine")
+    if not (isinstance(found, type) and issubclass(found, EngineKind)):
+        raise ValueError(
+            f"rollout.engine = {name!r} is no EngineKind; give a class that derives from "
+            f"{__name__}:EngineKind"
+        )
+    kind = found()
+    return _loaded.setdefault(kind.name, kind)
+
+
+def draws_with_policy(name: str) -> bool:
+    """Whether an engine of this name does; of an object that a program made, nothing is known to correct."""
+    if name in ENGINES or name in _loaded or ":" in name:
+        return engine_kind(name).draws_with_policy
+    return True

@@ -1,0 +1,101 @@
+"""vLLM's row of the table of engines: what it needs and what it will hold, without importing it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from grpo_fast.rollout.config import RolloutConfig, VLLMConfig
+from grpo_fast.rollout.engines import Demand, EngineKind, EnginePrice, Trained, Weights
+from grpo_fast.rollout.vllm import require_vllm
+
+if TYPE_CHECKING:
+    from grpo_fast.distributed.world import World
+    from grpo_fast.policy import Policy
+    from grpo_fast.rollout.types import Engine
+
+GIB = 1 << 30
+CPU_KV_GIB = 1.0  # where nothing says how much
+BLOCK_TOKENS = 16  # of one page of the KV cache
+RESIDUE = int(0.4 * GIB)
+"""Awake or asleep: graphs, handles. Seen on an H200 with vLLM 0.26 and Qwen2.5-1.5B's shape."""
+
+_LARGE_GPU = 70 * GIB  # from here on vLLM takes the larger of its two defaults
+_BATCHED_TOKENS = (8192, 16384)  # tokens of one forward
+_SAMPLER_COPIES = 3  # of float32 logits in the sampler: logits, probabilities, sorted or masked ones
+
+
+def keeps_adapters(config: VLLMConfig, trained: Trained) -> bool:
+    """LoRA as an adapter; merged, decoding needs no LoRA kernels, and any rank will do."""
+    return config.lora_sync == "adapter" or (trained.quantized and config.lora_sync == "auto")
+
+
+def sharing_obstacle(config: VLLMConfig, trained: Trained) -> str | None:
+    """Why policy and vLLM cannot have one copy of the weights; None: they can where the layout allows it."""
+    if trained.sharded:
+        return "distributed.mode = 'shard' leaves no rank a whole weight; set it to replicate"
+    if config.tensor_parallel_size > 1:
+        return f"tensor_parallel_size = {config.tensor_parallel_size} gives each process a slice"
+    if trained.adapted and not keeps_adapters(config, trained):
+        return "merged LoRA weights are not the policy's own; set lora_sync to adapter"
+    if trained.experts:
+        # They would stay beside the trainer's: sharing takes the model out of what vLLM's sleep frees.
+        return "vLLM lays out experts in its own way; leave them to its sleep"
+    if config.share_weights is False:
+        return "rollout.vllm.share_weights = false"
+    if config.share_weights == "auto" and not (trained.on_gpu or trained.quantized):
+        return "a CPU packs its weights"
+    return None
+
+
+def kv_cache_gib(config: VLLMConfig, on_gpu: bool) -> float | None:
+    """GiB for keys and values where something says how many."""
+    return config.kv_cache_gib or (None if on_gpu else CPU_KV_GIB)
+
+
+class VLLMKind(EngineKind):
+    name = "vllm"
+    after_a_tool = "what of it is evicted meanwhile is computed again"
+
+    def needs(self, config: RolloutConfig) -> None:
+        if config.max_batch_tokens is not None:
+            raise ValueError(
+                f"rollout.max_batch_tokens = {config.max_batch_tokens} is not read by rollout.engine = "
+                "'vllm'; set rollout.vllm.kv_cache_gib instead"
+            )
+        require_vllm()
+
+    def make(self, config: RolloutConfig, policy: Policy, *, max_length: int | None, world: World) -> Engine:
+        from grpo_fast.rollout.vllm.engine import VLLMEngine
+
+        return VLLMEngine(policy, config.vllm, max_length=max_length, world=world)
+
+    def weights(self, config: RolloutConfig, trained: Trained) -> Weights:
+        adapters = trained.adapted and keeps_adapters(config.vllm, trained)
+        shared = sharing_obstacle(config.vllm, trained) is None
+        # Sent are the weights or, with adapters beside them, what never comes again.
+        return Weights(shared, sent=not shared and not adapters, adapters=adapters)
+
+    def sleeps(self, config: RolloutConfig, on_gpu: bool) -> bool:
+        return on_gpu and config.vllm.sleep_level != 0
+
+    def price(self, demand: Demand) -> EnginePrice:
+        """With as many completions in flight as it may have, each at its longest and none preempted."""
+        shape, sizes, config = demand.shape, demand.sizes, demand.config.vllm
+        sequences, read = sizes.in_flight, demand.read_at_once
+        most = _BATCHED_TOKENS[demand.device_bytes >= _LARGE_GPU]
+        prefill = shape.fused.forward(min(most, read.prompts * read.prompt_length))
+        shared = sizes.prompt_length // BLOCK_TOKENS  # a group shares the full pages of its prompt
+        own = -(-sizes.sequence_length // BLOCK_TOKENS) - shared
+        pages = min(sizes.prompts, sequences) * shared + sequences * own
+        pages = max(pages, -(-sizes.longest // BLOCK_TOKENS)) + 1  # vLLM's null page
+        size = kv_cache_gib(config, demand.trained.on_gpu)
+        needed = pages * BLOCK_TOKENS * shape.paged_kv_bytes_per_token
+        weights = self.weights(demand.config, demand.trained)
+        adapters = shape.itemsize * shape.parameters.get("adapters", 0)
+        return EnginePrice(
+            weights=demand.base_bytes * (not weights.shared) + adapters * weights.adapters,
+            kv_cache=needed if size is None else int(size * GIB),
+            workspace=int(prefill) + 4 * _SAMPLER_COPIES * sequences * shape.vocabulary,
+            residue=RESIDUE,
+            rows=sequences,
+        )

@@ -1,0 +1,133 @@
+"""Engines are rows of one table, and one from elsewhere is one more."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from grpo_fast.cli import main
+from grpo_fast.rollout import Sampling, make_engine, require_engine
+from grpo_fast.rollout.config import RolloutConfig, VLLMConfig
+from grpo_fast.rollout.engines import ENGINES, Trained, engine_kind
+from grpo_fast.rollout.vllm import start
+
+ELSEWHERE = '''
+from grpo_fast.rollout import Completion, EngineKind
+from grpo_fast.rollout.engines import EnginePrice
+
+
+class Echo:
+    """Answers with the end of the prompt."""
+
+    name = "echo"
+
+    def generate(self, prompts, n, sampling, *, observer=None):
+        def answer(prompt):
+            ids = tuple(prompt[-sampling.max_completion_length:])
+            return Completion(ids, (0.0,) * len(ids), "", True)
+
+        return [[answer(prompt) for _ in range(n)] for prompt in prompts]
+
+
+class EchoKind(EngineKind):
+    name = "echo"
+
+    def needs(self, config):
+        if config.top_k:
+            raise ValueError(f"rollout.top_k = {config.top_k}: echo draws nothing; leave it out")
+
+    def make(self, config, policy, *, max_length, world):
+        return Echo()
+
+    def price(self, demand):
+        return EnginePrice(
+            weights=0, kv_cache=7 << 20, workspace=0, residue=0, rows=demand.sizes.completions
+        )
+'''
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path) -> str:
+    """An engine in a file of its own, as `rollout.engine` names it."""
+    (tmp_path / "echo.py").write_text(ELSEWHERE)
+    return f"{tmp_path / 'echo.py'}:EchoKind"
+
+
+def test_an_engine_from_elsewhere_generates_and_is_planned_for(
+    elsewhere: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = RolloutConfig(engine=elsewhere)
+    policy: Any = SimpleNamespace(device=torch.device("cpu"))
+
+    engine = make_engine(config, policy)
+
+    groups = engine.generate([[1, 2, 3]], 2, Sampling(max_completion_length=2))
+    assert [completion.token_ids for completion in groups[0]] == [(2, 3), (2, 3)]
+    with pytest.raises(ValueError, match=r"top_k = 3: echo"):
+        require_engine(RolloutConfig(engine=elsewhere, top_k=3))
+    sizes = ["--prompt-length", "64", "--max-completion-length", "64"]
+    run = ["plan", "--model", "SmolLM2-135M", "--gpu", "H200", *sizes, f"rollout.engine={elsewhere}"]
+    assert main(run) == 0
+    printed = capsys.readouterr().out
+    assert "echo, flash_attention_2" in printed and "KV cache" in printed and "7.0 MiB" in printed
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_each_row_has_its_name(name: str) -> None:
+    assert engine_kind(name).name == name
+
+
+def test_a_name_that_is_in_no_table_and_a_class_that_is_no_row_are_refused() -> None:
+    with pytest.raises(ValidationError, match="engine"):
+        RolloutConfig(engine="sglang")
+    with pytest.raises(ValueError, match="'sglang' is not known: give auto, transformers, vllm"):
+        engine_kind("sglang")
+    with pytest.raises(ValueError, match="no EngineKind"):
+        engine_kind("grpo_fast.rollout.transformers:TransformersEngine")
+
+
+@given(
+    config=st.builds(
+        VLLMConfig,
+        share_weights=st.sampled_from(["auto", True, False]),
+        lora_sync=st.sampled_from(["auto", "merged", "adapter"]),
+        tensor_parallel_size=st.sampled_from([1, 2]),
+        sleep_level=st.sampled_from(["auto", 0, 1, 2]),
+    ),
+    trained=st.builds(
+        Trained,
+        on_gpu=st.booleans(),
+        adapted=st.booleans(),
+        quantized=st.booleans(),
+        sharded=st.booleans(),
+        experts=st.booleans(),
+    ),
+)
+def test_the_plan_sees_the_weights_go_the_way_that_vllm_starts_with(
+    config: VLLMConfig, trained: Trained
+) -> None:
+    expert = [("layers.0.experts.weight", torch.zeros(1))] if trained.experts else []
+    policy: Any = SimpleNamespace(
+        device=torch.device("cuda" if trained.on_gpu else "cpu"),
+        has_adapters=trained.adapted,
+        quantized=trained.quantized,
+        sharded=trained.sharded,
+        base_model=SimpleNamespace(named_parameters=lambda: expert),
+    )
+    rollout, kind = RolloutConfig(engine="vllm", vllm=config), engine_kind("vllm")
+    try:
+        choices = start.choose(policy, config)
+    except ValueError:
+        return  # refused before anything is planned
+
+    weights = kind.weights(rollout, trained)
+    assert weights.shared == choices.shares
+    assert weights.adapters == (trained.adapted and choices.adapters)
+    assert kind.sleeps(rollout, trained.on_gpu) == (choices.level != 0)
