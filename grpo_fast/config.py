@@ -187,7 +187,7 @@ class TrainConfig(Section):
         loss = self.loss
         if loss.sampler_correction is not None or loss.is_custom:
             return self
-        correction: SamplerCorrection = "token_truncate" if loss.loss_type == "vespo" else "sequence_mask"
+        correction: SamplerCorrection = "token_truncate" if loss.weighs_sampler else "sequence_mask"
         if draws_with_policy(name) or self.old_logprobs == "sampler" or self.rollout.truncations:
             correction = "none"
         return self.model_copy(update={"loss": replace(loss, sampler_correction=correction)})

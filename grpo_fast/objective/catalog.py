@@ -41,6 +41,8 @@ class LossFacts:
     cuts: tuple[str, ...] = ()  # where it cuts a ratio: the metrics clip_ratio/*
     fused: Callable[[GRPOLossConfig], Bounds] | None = None  # of the kernel's branch of that name; None: none
     epsilon: tuple[float | None, float | None] | None = None  # (low, high) by default; None: no clipping
+    absolute_ceiling: bool = False  # epsilon_high is the ceiling of the ratio itself
+    weighs_sampler: bool = False  # the sampler's token ratios go into a sequence weight of its own
     fields: tuple[str, ...] = ()  # of the configuration, that not every loss reads
     choosable_levels: tuple[RatioLevel, ...] = ("token",)  # of the importance ratio; the first by default
     kl_estimator: KLEstimator = "k3"
@@ -85,6 +87,7 @@ _clip = partial(
     fused=_clip_bounds,
     epsilon=(0.2, 0.2),
     fields=(*_RANGE, "delta"),
+    choosable_levels=_ANY,
 )
 _gspo = partial(_clip, aggregation="sequence_mean", epsilon=(3e-4, 4e-4))
 # The settings: verl's examples/dppo_trainer/run_qwen30b_dppo.sh, written by its authors.
@@ -102,26 +105,16 @@ _dppo = partial(
 # A comment says whose values a row's settings are, where they are not the paper's equations.
 CATALOG: dict[str, LossFacts] = {
     # Section 4.2: the KL coefficient; epsilon is not stated there, 0.2 is PPO's.
-    "grpo": _clip(
-        "DeepSeekMath, arXiv 2402.03300, eq. 3",
-        "sequence_mean",
-        choosable_levels=_ANY,
-        sets={"loss.beta": 0.04},
-    ),
-    "bnpo": _clip("as in TRL: over a batch what dapo is over a step", "token_mean", choosable_levels=_ANY),
+    "grpo": _clip("DeepSeekMath, arXiv 2402.03300, eq. 3", "sequence_mean", sets={"loss.beta": 0.04}),
+    "bnpo": _clip("as in TRL: over a batch what dapo is over a step", "token_mean"),
     # And train_zero_math.py of sail-sg/understand-r1-zero.
     "dr_grpo": _clip(
-        "Dr. GRPO, arXiv 2503.20783, section 3.2",
-        "constant_length",
-        choosable_levels=_ANY,
-        advantages=_CENTRED,
-        estimator=_UNSCALED,
+        "Dr. GRPO, arXiv 2503.20783, section 3.2", "constant_length", advantages=_CENTRED, estimator=_UNSCALED
     ),
     # Section 4.1, and verl's recipe/dapo/run_dapo_qwen2.5_32b.sh.
     "dapo": _clip(
         "DAPO, arXiv 2503.14476, eq. 8",
         "token_mean",
-        choosable_levels=_ANY,
         sets={"loss.epsilon_low": 0.2, "loss.epsilon_high": 0.28}
         | _RESAMPLED
         | {"advantage.soft_overlong": 0.2},
@@ -148,7 +141,6 @@ CATALOG: dict[str, LossFacts] = {
     "reinforce_plus_plus_baseline": _clip(
         "REINFORCE++-baseline, arXiv 2501.03262, eq. 6 to 8",
         aggregation="token_mean",
-        choosable_levels=_ANY,
         kl_estimator="k2",
         advantages=f"{_CENTRED}, whitened over the batch's tokens",
         estimator={"advantage.scale_rewards": "whiten"},
@@ -171,6 +163,7 @@ CATALOG: dict[str, LossFacts] = {
         cuts=("high",),
         fused=_plain_bounds,
         epsilon=(None, 5.0),
+        absolute_ceiling=True,
         fields=("epsilon_high",),
         sets={"advantage.dynamic_sampling": True, "advantage.soft_overlong": 0.2},
     ),
@@ -178,7 +171,7 @@ CATALOG: dict[str, LossFacts] = {
         "SAPO, arXiv 2511.20347, eq. 5 and 6", "sequence_mean", "sapo", fused=_sapo_bounds, fields=_SAPO
     ),
     # And recipe/vespo/run of FloyedShen/VESPO.
-    "vespo": LossFacts("VESPO, arXiv 2602.10693", "token_mean", "vespo", fields=_VESPO),
+    "vespo": LossFacts("VESPO, arXiv 2602.10693", "token_mean", "vespo", weighs_sampler=True, fields=_VESPO),
     "gpg": LossFacts(
         "GPG, arXiv 2504.02546, eq. 5",
         aggregation="token_mean",
@@ -205,6 +198,7 @@ CATALOG: dict[str, LossFacts] = {
         cuts=("low", "high", "covariance"),
         fused=None,
         fields=(*_RANGE, *_CLIP_COV),
+        choosable_levels=("token",),
         holds_back=True,
         sets={"loss.epsilon_low": 1.0, "loss.epsilon_high": 1.0} | _RESAMPLED,
     ),
@@ -228,10 +222,7 @@ METHODS: dict[str, Settings] = {
     # LitePPO.md.
     "lite_ppo": {"loss.loss_type": "dapo", "advantage.scale_rewards": "batch"},
     # GDPO, arXiv 2601.05242, and verl-GDPO/train_gdpo.sh of NVlabs/GDPO.
-    "gdpo": {
-        "loss.loss_type": "dapo",
-        "advantage.multi_objective_aggregation": "normalize_then_sum",
-    },
+    "gdpo": {"loss.loss_type": "dapo", "advantage.multi_objective_aggregation": "normalize_then_sum"},
     # INTELLECT-2, arXiv 2505.07291: prime-rl's configs/training/intellect2_qwq.toml at 3c38caf9; the KL by
     # TRL's paper index.
     "intellect_2": {
@@ -429,6 +420,10 @@ class GRPOLossConfig:
         return self.kl_estimator or self.facts.kl_estimator
 
     @property
+    def weighs_sampler(self) -> bool:
+        return not self.is_custom and self.facts.weighs_sampler
+
+    @property
     def needs_reference(self) -> bool:
         return self.beta > 0
 
@@ -473,11 +468,11 @@ class GRPOLossConfig:
                 f"beta = {self.beta} with loss_type = {self.loss_type!r}: {facts.forbids_kl}, or set beta = 0"
             )
         level = (self.sampler_correction or "none").partition("_")[0]
-        if self.loss_type == "vespo" and level not in ("none", "token"):
+        if self.weighs_sampler and level not in ("none", "token"):
             raise ValueError(
-                f"sampler_correction = {self.sampler_correction!r} contradicts loss_type = 'vespo', which "
-                "multiplies token ratios into a sequence weight of its own; use 'token_truncate', "
-                "'token_mask' or 'none'"
+                f"sampler_correction = {self.sampler_correction!r} contradicts loss_type = "
+                f"{self.loss_type!r}, which multiplies token ratios into a sequence weight of its own; use "
+                "'token_truncate', 'token_mask' or 'none'"
             )
 
     def _check_custom(self) -> None:
@@ -502,10 +497,11 @@ class GRPOLossConfig:
                 "sampler_clip_max are both null; set at least one"
             )
         ceiling = 1 + (self.epsilon_high or 0.0)
-        if self.loss_type == "cispo" and (self.epsilon_high or 0.0) <= 1:
+        if not self.is_custom and self.facts.absolute_ceiling and (self.epsilon_high or 0.0) <= 1:
             raise ValueError(
-                f"epsilon_high = {self.epsilon_high} would bound every weight of loss_type = 'cispo', whose "
-                f"ceiling is absolute here; what verl writes as {self.epsilon_high} is {ceiling}"
+                f"epsilon_high = {self.epsilon_high} would bound every weight of loss_type = "
+                f"{self.loss_type!r}, whose ceiling is absolute here; what verl writes as "
+                f"{self.epsilon_high} is {ceiling}"
             )
         if self.delta is not None and self.delta <= ceiling:
             raise ValueError(

@@ -93,6 +93,15 @@ def test_datacentre_gpus_since_hopper_read_through_descriptors_unless_the_operan
         assert not plan_head(device, WORK).forward_tile.descriptors
 
 
+@pytest.mark.parametrize(
+    ("offset", "width", "fits"), [(0, 24, True), (0, 20, False), (1, 24, False), (8, 24, True)]
+)
+def test_descriptors_address_rows_and_a_beginning_on_16_bytes(offset, width, fits):
+    memory = torch.zeros(10 * width + offset, dtype=torch.bfloat16)
+
+    assert operator._fits_descriptors(memory[offset:].view(10, width)) == fits
+
+
 def test_what_takes_many_registers_takes_half_a_tile():
     def columns(**wanted: bool) -> int:
         work = replace(WORK, extra_statistics=HeadCall(*3 * [torch.empty(0)], **wanted).extra_statistics)

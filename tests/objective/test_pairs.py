@@ -167,6 +167,10 @@ def test_micro_batches_add_up_to_the_step(name, make_inputs):
         torch.testing.assert_close(combined, value, msg=metric)
 
 
+def test_a_loss_without_a_usual_beta_has_one():
+    assert PreferenceLossConfig("sft").beta == 1 and PreferenceLossConfig("hinge").beta == 0.1
+
+
 def test_a_sum_of_objectives_is_the_weighted_sum_of_each(make_pairs):
     inputs = make_pairs()
     both = PreferenceLossConfig(("sigmoid", "sft"), loss_weights=(1.0, 0.25), beta=0.3)
