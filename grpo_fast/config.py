@@ -33,7 +33,7 @@ from grpo_fast.rollout.engines import draws_with_policy
 from grpo_fast.run_record.alerts import AlertsConfig
 from grpo_fast.run_record.config import CheckpointConfig, HubConfig, LoggingConfig
 from grpo_fast.section import Positive, PositiveInt, Section, Seed
-from grpo_fast.stages import PART, StageConfig, resolve_stages
+from grpo_fast.stages import PARTIAL, StageConfig, resolve_stages
 
 _OF_ANY_TRAINING = ("window", "clear_margin", "divergence", "kl")
 # What only training on the policy's own completions reads.
@@ -193,16 +193,16 @@ class TrainConfig(Section):
         return self.model_copy(update={"loss": replace(loss, sampler_correction=correction)})
 
     @model_validator(mode="after")
-    def _reads_all(self, info: ValidationInfo) -> TrainConfig:
-        if info.context == PART:
+    def _ignores_nothing(self, info: ValidationInfo) -> TrainConfig:
+        if info.context == PARTIAL:
             return self
         errors = [
             InitErrorDetails(
-                type=PydanticCustomError("unread", "is not read {why}; leave it out", {"why": why}),
+                type=PydanticCustomError("ignored", "is not read {why}; leave it out", {"why": why}),
                 loc=tuple(name.split(".")),
                 input=value,
             )
-            for name, (value, why) in unread(self).items()
+            for name, (value, why) in ignored_keys(self).items()
             if not comes_from_method(self, name)
         ]
         if errors:
@@ -227,7 +227,7 @@ def _with_limit(place: str) -> Condition:
     return (f"{place}.overlong_prompts",), lambda config: at(config, limit), f"without {limit}"
 
 
-_READ: list[Condition] = [
+KEY_CONDITIONS: list[Condition] = [
     (_SAMPLING, lambda c: c.algorithm == "grpo", _BY_ALGORITHM),
     (("preference.loss", "preference.beta"), lambda c: c.algorithm == "dpo", _BY_ALGORITHM),
     (("preference.ranking",), lambda c: c.algorithm == "rank", _BY_ALGORITHM),
@@ -320,16 +320,16 @@ _READ: list[Condition] = [
 ]
 
 
-def unread(config: TrainConfig) -> dict[str, tuple[Any, str]]:
+def ignored_keys(config: TrainConfig) -> dict[str, tuple[Any, str]]:
     """Keys that are set and that no stage of the run reads: what they ask for, and why it is not read."""
     found: dict[str, tuple[Any, str]] = {}
     read: set[str] = set()
     for stage in resolve_stages(config):
-        changed = {name for names, _, _ in _READ for name in names if _is_set(stage.config, name)}
+        changed = {name for names, _, _ in KEY_CONDITIONS for name in names if _is_set(stage.config, name)}
         chosen = stage.config.model_dump(exclude_defaults=True)
         idle = {
             name: (reduce(getitem, name.split("."), chosen), why.format(stage.config))
-            for names, reads, why in reversed(_READ)  # the first reason stays
+            for names, reads, why in reversed(KEY_CONDITIONS)  # the first reason stays
             for name in names
             if name in changed and not reads(stage.config)
         }

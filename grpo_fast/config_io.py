@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from grpo_fast.config import TrainConfig, unread
+from grpo_fast.config import TrainConfig, ignored_keys
 from grpo_fast.convert import Conversion, convert
 from grpo_fast.convert.command import read_command
 from grpo_fast.convert.conversion import FILL_IN
@@ -32,7 +32,7 @@ from grpo_fast.objective.catalog import METHODS
 from grpo_fast.run_record.files import CHECKPOINTS_DIR, CONFIG_FILE, INPUTS_DIR, LOCK_FILE, value_at
 from grpo_fast.secrets import masked, masked_command
 from grpo_fast.section import short
-from grpo_fast.stages import PART
+from grpo_fast.stages import PARTIAL
 
 logger = logging.getLogger(__name__)
 RECIPES = Path(__file__).parent / "recipes"
@@ -228,7 +228,7 @@ def _validated(tree: Any, source: str, problems: Sequence[Problem], below: Any =
         if not problems:
             return config
     except ValidationError as error:
-        idle = [".".join(map(str, one["loc"])) for one in error.errors() if one["type"] == "unread"]
+        idle = [".".join(map(str, one["loc"])) for one in error.errors() if one["type"] == "ignored"]
         if left := _read_alone(below, [key for key in idle if value_at(below, key) == value_at(tree, key)]):
             return _validated(reduce(_without, left, tree), source, problems)
         problems = [*problems, *_problems(error, tree)]
@@ -238,7 +238,7 @@ def _validated(tree: Any, source: str, problems: Sequence[Problem], below: Any =
 def _read_alone(layer: Any, names: Sequence[str]) -> list[str]:
     """Of the keys that a layer sets those that it would read if there were no other."""
     try:
-        idle = unread(TrainConfig.model_validate(layer, context=PART)) if names else {}
+        idle = ignored_keys(TrainConfig.model_validate(layer, context=PARTIAL)) if names else {}
     except ValueError:  # the layer is no whole configuration
         return []
     return [name for name in names if name not in idle]
@@ -541,7 +541,7 @@ def _problem(name: str, items: Sequence[Mapping[str, Any]]) -> Problem:
     if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         return unknown_key(name, first["input"])
     message = " or ".join(dict.fromkeys(_message(item) for item in items))
-    if {"type": "null"} in key.get("anyOf", ()) and first["type"] not in ("value_error", "unread"):
+    if {"type": "null"} in key.get("anyOf", ()) and first["type"] not in ("value_error", "ignored"):
         message += " or null"
     if not name or (first["type"] == "value_error" and isinstance(first["input"], dict)):
         return Problem(name or "the configuration", message)

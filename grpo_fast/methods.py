@@ -82,7 +82,7 @@ def method_remarks(config: TrainConfig) -> dict[str, str]:
     return own | departed
 
 
-def account(config: TrainConfig) -> str:
+def describe_method(config: TrainConfig) -> str:
     """What of a configuration its method sets, and what is set otherwise.
 
     Without a method: where advantages are not those of the paper whose surrogate `loss_type` is, or nothing.

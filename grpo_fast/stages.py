@@ -30,7 +30,7 @@ OVERRIDABLE = (
 # Engine and optimizer are made once; a stage changes how they sample and step.
 SERVES_ALL = {"rollout": ("engine", "max_batch_tokens"), "optimizer": ("kind", "stochastic_rounding")}
 # The context to validate a part of a run in: what it does not read may be for another part.
-PART = "part"
+PARTIAL = "partial"
 # Another value of this key replaces its whole section.
 SECTION_DISCRIMINATOR = dict(dataset="source", loss="loss_type", groups="strategy", adaptive_weights="method")
 
@@ -145,7 +145,7 @@ def _configure(kind: type[TrainConfig], stage: StageConfig, base: Mapping[str, A
             base = without_sections(base)
         changes = {key: _merge(key, base.get(key, {}), value) for key, value in stage.overrides.items()}
         merged = {**base, **changes}
-        return kind.model_validate(merged, context=PART)
+        return kind.model_validate(merged, context=PARTIAL)
     except ValidationError as error:
         problems = "; ".join(_problem(item) for item in error.errors(include_url=False))
     except ValueError as error:

@@ -13,7 +13,7 @@ import yaml
 
 from grpo_fast.config import TrainConfig
 from grpo_fast.config_io import ConfigError, dump_config, load_config
-from grpo_fast.methods import account, departures
+from grpo_fast.methods import departures, describe_method
 from grpo_fast.objective import GRPOLossConfig
 from grpo_fast.objective.catalog import CATALOG, LOSS_TYPES, METHODS
 from grpo_fast.run_record.logs import Clock
@@ -41,7 +41,7 @@ def test_every_loss_is_a_method_and_each_sets_what_it_says():
     for name, own in METHODS.items():
         config = run_of(method=name)
         assert {key: value_of(config, key) for key in own} == own, name
-        assert not departures(config) and account(config).startswith(f"{name} sets loss.loss_type=")
+        assert not departures(config) and describe_method(config).startswith(f"{name} sets loss.loss_type=")
         assert TrainConfig.model_validate(yaml.safe_load(dump_config(config))) == config
 
 
@@ -52,7 +52,7 @@ def test_what_the_user_sets_wins_and_is_said_to_be_no_longer_the_method():
         "loss.beta": (0.1, METHODS["rloo"]["loss.beta"]),
         "advantage.scale_rewards": ("batch", "none"),
     }
-    text = account(config)
+    text = describe_method(config)
     assert "advantage.baseline='leave_one_out'" in text.partition("; no longer rloo: ")[0]
     assert "advantage.scale_rewards='batch' (not 'none')" in text.partition("; no longer rloo: ")[2]
 
@@ -127,15 +127,15 @@ def test_a_stage_may_take_another_method_or_depart_from_the_runs():
 
 def test_a_surrogate_alone_says_when_advantages_are_not_its_papers():
     alone = "loss_type = rloo sets the surrogate alone; advantages are not those of rloo, by"
-    text = account(run_of(loss={"loss_type": "rloo", "beta": 0.1}))
+    text = describe_method(run_of(loss={"loss_type": "rloo", "beta": 0.1}))
     assert text.startswith(alone) and text.endswith("`method: rloo` sets them")
     assert all(
         name in text for name in ("advantage.baseline", "advantage.scale_rewards", "loss.kl_in_reward")
     )
-    assert "kl_in_reward" not in account(run_of(loss={"loss_type": "rloo"}))
-    assert not account(run_of()) and not account(run_of(loss={"loss_type": "grpo"}))
-    assert not account(run_of(loss={"loss_type": "rloo"}, advantage={"function": "mine:own"}))
-    assert not account(run_of(loss={"loss_type": "mine:loss"}))
+    assert "kl_in_reward" not in describe_method(run_of(loss={"loss_type": "rloo"}))
+    assert not describe_method(run_of()) and not describe_method(run_of(loss={"loss_type": "grpo"}))
+    assert not describe_method(run_of(loss={"loss_type": "rloo"}, advantage={"function": "mine:own"}))
+    assert not describe_method(run_of(loss={"loss_type": "mine:loss"}))
 
 
 def test_a_print_marks_what_is_the_methods_and_what_is_not():

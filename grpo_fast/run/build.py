@@ -41,7 +41,7 @@ from grpo_fast.rollout.config import RolloutConfig
 from grpo_fast.run.alike import require_alike
 from grpo_fast.run_record.callbacks import Callbacks, load_callbacks
 from grpo_fast.run_record.hub import PushToHub
-from grpo_fast.stages import PART, Stage, resolve_stages, schedule_steps
+from grpo_fast.stages import PARTIAL, Stage, resolve_stages, schedule_steps
 from grpo_fast.trainer import StageParts, Trainer
 
 if TYPE_CHECKING:
@@ -120,9 +120,9 @@ def build_grpo_trainer(config: TrainConfig, world: World = ALONE) -> Trainer:
     if policy.head_weight.is_cuda:  # before gradients and the optimizer take their memory
         for stage in stages:
             policy.run(partial(warm_up_head, policy, stage.config))
-    rollout_fn = partial(make_rollout, tokenizer=tokenizer, end_ids=policy.eos_token_ids)
+    rollout_of = partial(make_rollout, tokenizer=tokenizer, end_ids=policy.eos_token_ids)
     parts = tuple(
-        replace(part, rollout=rollout_fn(part.stage.config.rollout, part.toolsets)) for part in parts
+        replace(part, rollout=rollout_of(part.stage.config.rollout, part.toolsets)) for part in parts
     )
     prompts = chain(held_out or (), *(part.dataset for part in parts))
     ids = (prompt.token_ids for prompt in prompts)
@@ -176,7 +176,7 @@ def with_steps(config: TrainConfig) -> TrainConfig:
     counted = f"{len(prompts):,} prompts, {config.prompts_per_step} a step"
     logger.warning("epochs = %g: max_steps = %d, for %s", config.epochs, steps, counted)
     return TrainConfig.model_validate(
-        config.model_dump() | {"epochs": None, "max_steps": steps}, context=PART
+        config.model_dump() | {"epochs": None, "max_steps": steps}, context=PARTIAL
     )
 
 

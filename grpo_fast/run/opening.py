@@ -10,7 +10,7 @@ import torch
 from grpo_fast.algorithm import Algorithm
 from grpo_fast.config import TrainConfig
 from grpo_fast.data import PromptDataset
-from grpo_fast.methods import account
+from grpo_fast.methods import describe_method
 from grpo_fast.plan import device_budget, shapes_of, step_sizes
 from grpo_fast.plan.devices import DeviceBudget
 from grpo_fast.plan.prediction import Predictor
@@ -21,7 +21,7 @@ from grpo_fast.stages import resolve_stages
 def opening_lines(config: TrainConfig, trainer: Algorithm) -> list[str]:
     """At most seven and one for each further stage, with a name in front; the plan's on a GPU only."""
     lines = {"model": _model(config, trainer), "data": _data(config, trainer)} | trainer.described()
-    told = {account(stage.config): stage.name for stage in reversed(resolve_stages(config))}
+    told = {describe_method(stage.config): stage.name for stage in reversed(resolve_stages(config))}
     methods = [f"{stage}: {text}" if stage else text for text, stage in reversed(told.items()) if text]
     lines |= {"method": "; ".join(methods)} if methods else {}
     lines["run"] = _run(config)

@@ -29,7 +29,7 @@ from grpo_fast.run.build import build_callbacks, build_trainer, with_steps
 from grpo_fast.run.opening import opening_lines
 from grpo_fast.run_record.checkpoint import Checkpoint, CheckpointError, CheckpointStore
 from grpo_fast.run_record.config import LoggingConfig
-from grpo_fast.run_record.files import CHECKPOINTS_DIR, CONFIG_FILE, LOCK_FILE, opened, write_whole
+from grpo_fast.run_record.files import CHECKPOINTS_DIR, CONFIG_FILE, LOCK_FILE, locked_run_dir, write_whole
 from grpo_fast.run_record.logs import StepResult
 from grpo_fast.run_record.mirrors import require_mirrors
 from grpo_fast.run_record.recorder import Recorder
@@ -101,7 +101,7 @@ def prepared(
     run_dir = Path(config.output_dir)
     with ExitStack() as stack:
         world = stack.enter_context(joined_ranks(config))
-        world.from_lead("the run's folder", lambda: stack.enter_context(opened(run_dir)))
+        world.from_lead("the run's folder", lambda: stack.enter_context(locked_run_dir(run_dir)))
         require_one_folder(world, run_dir)
         code = require_alike_ranks(world, config, resume)
         if world.from_lead("the run's folder", partial(world.begun, run_dir)):

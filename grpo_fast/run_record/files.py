@@ -27,7 +27,7 @@ class RunInUse(RuntimeError):
 
 
 @contextmanager
-def opened(run_dir: Path) -> Iterator[None]:
+def locked_run_dir(run_dir: Path) -> Iterator[None]:
     """Make a run's folder where there is none, and hold it against every other process, also of other hosts.
 
     The operating system's lock on `run.lock` ends with its process, however that ends. The file stays, with

@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 
 from grpo_fast.run_record import files
-from grpo_fast.run_record.files import JsonlLog, RunInUse, differences, opened, read_jsonl, value_at
+from grpo_fast.run_record.files import JsonlLog, RunInUse, differences, locked_run_dir, read_jsonl, value_at
 
 FORK = multiprocessing.get_context("fork")  # a process of its own without imports of its own
 
@@ -166,7 +166,7 @@ def test_a_file_killed_at_random_points_and_taken_up_again_equals_one_written_in
 def hold(run_dir: Path, start, results, end) -> None:
     start.wait()
     try:
-        with opened(run_dir):
+        with locked_run_dir(run_dir):
             results.put("held")
             end.wait()
     except RunInUse as error:
@@ -188,7 +188,7 @@ def test_of_processes_that_start_at_one_instant_exactly_one_holds_the_folder(tmp
 
 
 def hold_with_a_worker(run_dir: Path, workers) -> None:
-    with opened(run_dir):
+    with locked_run_dir(run_dir):
         if (worker := os.fork()) == 0:
             signal.pause()
         workers.put(worker)
@@ -202,22 +202,22 @@ def test_a_killed_holder_is_named_before_and_forgotten_after_though_its_worker_l
     worker = workers.get(timeout=60)
     try:
         named = rf"process {holder.pid} on host {socket.gethostname()}, started \d{{4}}-\d\d-\d\d \d\d:"
-        with pytest.raises(RunInUse, match=named), opened(tmp_path):
+        with pytest.raises(RunInUse, match=named), locked_run_dir(tmp_path):
             pass
         holder.kill()
         holder.join()
-        with opened(tmp_path):
+        with locked_run_dir(tmp_path):
             os.kill(worker, 0)  # is alive
     finally:
         os.kill(worker, signal.SIGKILL)
 
 
 def test_the_folder_is_held_within_a_process_too_and_free_after_an_error(tmp_path: Path):
-    with pytest.raises(ValueError, match="of a run"), opened(tmp_path / "run"):
-        with pytest.raises(RunInUse, match=f"process {os.getpid()} "), opened(tmp_path / "run"):
+    with pytest.raises(ValueError, match="of a run"), locked_run_dir(tmp_path / "run"):
+        with pytest.raises(RunInUse, match=f"process {os.getpid()} "), locked_run_dir(tmp_path / "run"):
             pass
         raise ValueError("of a run")
-    with opened(tmp_path / "run"):
+    with locked_run_dir(tmp_path / "run"):
         pass
 
 
@@ -226,12 +226,15 @@ def test_a_file_system_without_locks_is_told_and_trained_on_and_one_that_cannot_
 ):
     unsupported = OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
     monkeypatch.setattr(fcntl, "flock", Mock(side_effect=unsupported))
-    with opened(tmp_path):
+    with locked_run_dir(tmp_path):
         assert f"{tmp_path} cannot be locked" in caplog.text
     for path, method in ((tmp_path / "run.lock" / "run", "mkdir"), (tmp_path, "fsync")):
         if method == "fsync":
             monkeypatch.setattr(files.os, "fsync", Mock(side_effect=OSError(errno.ENOSPC, "no room")))
-        with pytest.raises(OSError, match=f"cannot write to {path}: .*another output_dir"), opened(path):
+        with (
+            pytest.raises(OSError, match=f"cannot write to {path}: .*another output_dir"),
+            locked_run_dir(path),
+        ):
             pass
 
 
