@@ -160,7 +160,7 @@ class Recorder:
         self.callbacks.tell("on_train_end", self.trainer.step, stopped_by)
 
     def rescue(self, error: BaseException, mid_step: bool) -> None:
-        """After an error or an interruption: save the last finished step if the weights are still its own."""
+        """After an error: save the last finished step, unless an update has begun to change its weights."""
         trainer, problem = self.trainer, type(error).__name__
         if mid_step:
             last = "there is no checkpoint yet" if self.saved is None else f"the last is of step {self.saved}"
@@ -181,9 +181,10 @@ class Recorder:
                 self.say(f"{problem}: step {trainer.step} is safe; continue with --resume")
 
     def diverged(self, error: BaseException, bad_gradient: bool, mid_step: bool) -> Diverged:
-        """The error of a run whose numbers are no longer finite; it saves nothing that could be resumed.
+        """The error to raise when a run's numbers are no longer finite; it names where to go on from.
 
-        Weights that lead to NaN at once are none to go back to, unless the coming step updated them.
+        The checkpoint of the last step is offered only if the failed step had updated the weights already:
+        otherwise its own weights give NaN.
         """
         step = self.trainer.step
         lower = f"a lower optimizer.learning_rate ({self.trainer.optimizer.learning_rate:.3g} now)"

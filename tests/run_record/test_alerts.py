@@ -6,7 +6,6 @@ import json
 import math
 
 import pytest
-from pydantic import ValidationError
 
 from grpo_fast.run_record.alerts import RULES, Alert, AlertMonitor, AlertsConfig
 
@@ -104,12 +103,8 @@ def test_truncated_answers_are_told_of_at_the_first_evaluation_until_a_better_on
     ]
 
 
-def test_every_threshold_has_its_rule_and_an_alert_is_two_lines_that_fit_a_log():
-    numbers = {"value": 0.123456, "threshold": 0.123456}
+def test_every_threshold_has_its_rule():
     assert RULES.keys() == AlertsConfig.model_fields.keys() - {"window", "clear_margin", "held_out_drop"}
-    for name, rule in RULES.items():
-        assert len(f"alert, {name}: {rule.seen.format(**numbers)}") <= 160
-        assert len(f"  try: {rule.remedy}") <= 160
 
 
 def test_an_alert_without_threshold_is_off():
@@ -152,15 +147,3 @@ def test_a_resumed_monitor_goes_on_exactly(dice):
     assert resumed.state_dict() == original.state_dict()
     with pytest.raises(ValueError, match=r"alerts\.window"):
         AlertMonitor(AlertsConfig(window=5)).load_state_dict(original.state_dict())
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        *(("window", 0), ("length_drift", 1.0), ("unique_completions", 1.0), ("kl", 0.0)),
-        *(("length_reward_correlation", 1.5), ("flat_groups", 1.1), ("unknown", 1.0)),
-    ],
-)
-def test_a_threshold_that_makes_no_sense_is_refused(key, value):
-    with pytest.raises(ValidationError, match=key):
-        AlertsConfig(**{key: value})

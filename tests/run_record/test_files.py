@@ -12,7 +12,7 @@ import resource
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -45,18 +45,28 @@ def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch
     assert path.read_bytes() == (b"old and long" if error else b"new")
 
 
-def test_a_full_disk_is_told_with_the_file_that_it_has_no_room_for(tmp_path: Path):
-    def write_to_a_full_disk(result: Any) -> None:
+def on_a_full_disk(work: Callable[[], None]) -> str:
+    """What a process that does the work is told, where files end at 40 bytes."""
+
+    def run(result: Any) -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (40, 40))
         try:
-            files.write_whole(tmp_path / "config.yaml", 100 * b"x")
+            work()
         except OSError as error:
             result.send(str(error))
 
     receiver, sender = FORK.Pipe(duplex=False)
-    FORK.Process(target=write_to_a_full_disk, args=(sender,)).start()
-    assert "cannot be written" in (message := receiver.recv()) and str(tmp_path / "config.yaml") in message
+    process = FORK.Process(target=run, args=(sender,))
+    process.start()
+    process.join()
+    return receiver.recv()
+
+
+def test_a_full_disk_is_told_with_the_file_that_it_has_no_room_for(tmp_path: Path):
+    path = tmp_path / "config.yaml"
+    message = on_a_full_disk(lambda: files.write_whole(path, 100 * b"x"))
+    assert "cannot be written" in message and str(path) in message
     assert not [*tmp_path.iterdir()]
 
 
@@ -107,21 +117,14 @@ def test_reading_leaves_out_an_unfinished_last_line_and_names_any_other_damage(t
 
 
 def test_a_write_that_finds_no_room_leaves_whole_lines_and_says_which_file(log: JsonlLog):
-    def append_to_a_full_disk(result: Any) -> None:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    def append() -> None:
         log.append({"step": 1})
-        resource.setrlimit(resource.RLIMIT_FSIZE, (40, 40))
         try:
             log.append({"step": 2, "text": "x" * 100})
-        except OSError as error:
-            result.send(str(error))
-        log.append({"step": 3})
+        finally:
+            log.append({"step": 3})
 
-    receiver, sender = FORK.Pipe(duplex=False)
-    writer = FORK.Process(target=append_to_a_full_disk, args=(sender,))
-    writer.start()
-    writer.join()
-    assert "cannot append" in (message := receiver.recv()) and str(log.path) in message
+    assert "cannot append" in (message := on_a_full_disk(append)) and str(log.path) in message
     assert [record["step"] for record in read_jsonl(log.path)] == [1, 3]
 
 

@@ -109,9 +109,3 @@ def test_a_hub_that_does_not_answer_is_told_of_and_tried_at_the_end(hub, caplog,
     hub.whoami.side_effect = answer
     PushToHub(HubConfig(push="lovelace/near-w7"))
     assert "the push is tried at the end" in caplog.text
-
-
-@pytest.mark.parametrize("name", ["near-w7", "ada/near w7", "ada/b/c"])
-def test_what_is_no_repository_is_a_wrong_configuration(name: str):
-    with pytest.raises(ValueError, match="push"):
-        HubConfig(push=name)
