@@ -1,4 +1,4 @@
-"""Configuration files: YAML and overrides in, one validated `TrainConfig` out, and back to YAML.
+"""Configuration files: files and overrides in, one validated `TrainConfig` out, and back to YAML.
 
 One `ConfigError` lists everything that is wrong, with the nearest names to a name that does not exist.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -15,7 +14,6 @@ from functools import cache, reduce
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
 from grpo_fast.config import TrainConfig, ignored_keys
@@ -33,6 +31,7 @@ from grpo_fast.run_record.files import CHECKPOINTS_DIR, CONFIG_FILE, INPUTS_DIR,
 from grpo_fast.secrets import masked, masked_command
 from grpo_fast.section import short
 from grpo_fast.stages import PARTIAL
+from grpo_fast.yaml_text import YamlError, dump_yaml, parse_yaml
 
 logger = logging.getLogger(__name__)
 RECIPES = Path(__file__).parent / "recipes"
@@ -128,7 +127,7 @@ def convert_file(path: str | Path, *, source: str | None = None) -> tuple[Conver
                 raise
             conversion = conversion.without(refused)
         else:
-            return conversion, conversion.heading() + _dump_yaml(tree)
+            return conversion, conversion.heading() + dump_yaml(tree)
 
 
 def _read_foreign(path: Path) -> dict[str, Any]:
@@ -140,7 +139,7 @@ def _read_foreign(path: Path) -> dict[str, Any]:
 
     def value(text: str) -> Any:
         try:
-            return _parse_yaml(text, text)
+            return _parsed(text, text)
         except ConfigError:
             return text
 
@@ -176,7 +175,7 @@ def dump_config(config: TrainConfig) -> str:
     A comment marks what came from the method, and what is set otherwise.
     """
     lines, section, remarks = [], "", method_remarks(config)
-    for line in _dump_yaml(masked(config.model_dump())).splitlines():
+    for line in dump_yaml(masked(config.model_dump())).splitlines():
         key = line.partition(":")[0]
         section = section if line.startswith(" ") else f"{key}."
         remark = remarks.get(key if section == f"{key}." else f"{section}{key.removeprefix('  ')}")
@@ -396,7 +395,7 @@ def _parse_override(name: str, text: str, token: str) -> Any:
     schema = keys().get(without_positions(name), {})
     is_text = {kind.get("type") for kind in schema.get("anyOf", [schema])} <= {"string", "null"}
     try:
-        value = _parse_yaml(text, token)
+        value = _parsed(text, token)
     except ConfigError:
         if is_text:
             return text
@@ -409,7 +408,7 @@ def _read_mapping(path: Path) -> dict[str, Any]:
     source = str(path)
     try:
         text = path.read_text(encoding="utf-8")
-        document = json.loads(text) if path.suffix == ".json" else _parse_yaml(text, source)
+        document = json.loads(text) if path.suffix == ".json" else _parsed(text, source)
     except ConfigError:
         raise
     except RecursionError:
@@ -423,76 +422,11 @@ def _read_mapping(path: Path) -> dict[str, Any]:
     return {str(key): value for key, value in (document or {}).items()}
 
 
-# PyYAML follows YAML 1.1, whose floats need a point; YAML 1.2, and everybody who writes 1e-6, does not.
-_EXPONENT = re.compile(r"^[-+]?[0-9]+[eE][-+]?[0-9]+$")
-
-
-class _Loader(yaml.SafeLoader):
-    """Plain data only; a key given twice is an error."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key_node, _ in node.value:
-            if key_node.tag == "tag:yaml.org,2002:merge":  # merged keys may be overridden
-                continue
-            key = self.construct_object(key_node, deep=True)
-            if isinstance(key, str) and key in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key `{key}` is given twice; keep one", key_node.start_mark
-                )
-            seen.add(str(key))
-        return super().construct_mapping(node, deep)
-
-
-class _Dumper(yaml.SafeDumper):
-    """Writes a value that stands in two places twice."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
-
-    def represent_text(self, data: str) -> yaml.ScalarNode:
-        # Outside double quotes PyYAML folds Unicode's own line separators, which are then lost.
-        quoted = any(separator in data for separator in "\x85\u2028\u2029")
-        return self.represent_scalar("tag:yaml.org,2002:str", data, style='"' if quoted else None)
-
-
-_Dumper.add_representer(str, _Dumper.represent_text)
-
-for _class in (_Loader, _Dumper):  # both, so that the string "1e-6" is written with its quotes
-    _class.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+0123456789"))
-
-
-LONGEST = 1_000_000  # values of a file, those that aliases repeat counted each time
-
-
-def _parse_yaml(text: str, source: str) -> Any:
+def _parsed(text: str, source: str) -> Any:
     try:
-        loader = _Loader(text)
-        document = loader.get_single_node()
-        if document is not None and _values(document, {}) > LONGEST:
-            problem = Problem("the file", f"makes more than {LONGEST:,} values by its aliases")
-            raise ConfigError(source, [problem])
-        return None if document is None else loader.construct_document(document)
-    except RecursionError:
-        raise ConfigError(source, [Problem("the file", "is nested too deeply, or in itself")]) from None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        place = source if mark is None else f"line {mark.line + 1}, column {mark.column + 1}"
-        message = getattr(error, "problem", None) or "a character that YAML does not allow"
-        raise ConfigError(source, [Problem(place, message)]) from None
-
-
-def _values(node: yaml.Node, known: dict[int, int]) -> int:
-    """How many values a node stands for, its aliases followed."""
-    if id(node) not in known:
-        parts = node.value if isinstance(node, yaml.CollectionNode) else ()
-        pairs = parts if isinstance(node, yaml.MappingNode) else [(part,) for part in parts]
-        known[id(node)] = 1 + sum(_values(part, known) for pair in pairs for part in pair)
-    return known[id(node)]
-
-
-def _dump_yaml(data: Any) -> str:
-    return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
+        return parse_yaml(text)
+    except YamlError as error:
+        raise ConfigError(source, [Problem(error.place or source, str(error))]) from None
 
 
 def unknown_key(name: str, value: Any = ...) -> Problem:
