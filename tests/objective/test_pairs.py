@@ -201,6 +201,8 @@ def test_rewards_gap_accuracy_and_ranges_are_reported():
         **{"rewards/margins": 0.5, "rewards/margins_min": -0.5, "rewards/margins_max": 1.5},
         **{"rewards/accuracies": 0.5, "logps/chosen": -3.5, "logps/rejected": -4.5},
     }
+    tied = replace(inputs, rejected_logprobs=inputs.chosen_logprobs)
+    assert preference_loss(tied, PreferenceLossConfig()).metrics["rewards/accuracies"] == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
