@@ -208,7 +208,7 @@ def test_after_a_failure_in_any_phase_engine_and_trainer_go_on(
         engine.failing = (phase, error)
     if phase == "update" and isinstance(error, torch.OutOfMemoryError):
         trainer.train_step()  # in smaller micro-batches
-        assert trainer.update.budget.limit < trainer.config.micro_batch_tokens
+        assert trainer.update.annotator.budget.limit < trainer.config.micro_batch_tokens
     else:
         with pytest.raises(type(error)):
             trainer.train_step()

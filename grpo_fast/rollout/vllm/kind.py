@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from grpo_fast.rollout.config import RolloutConfig, VLLMConfig
+from grpo_fast.rollout.config import RolloutConfig
 from grpo_fast.rollout.engines import Demand, EngineKind, EnginePrice, Trained, Weights
 from grpo_fast.rollout.vllm import require_vllm
+from grpo_fast.rollout.vllm.rules import keeps_adapters, kv_cache_gib, sharing_obstacle
 
 if TYPE_CHECKING:
     from grpo_fast.distributed.world import World
@@ -14,7 +15,6 @@ if TYPE_CHECKING:
     from grpo_fast.rollout.types import Engine
 
 GIB = 1 << 30
-CPU_KV_GIB = 1.0  # where nothing says how much
 BLOCK_TOKENS = 16  # of one page of the KV cache
 RESIDUE = int(0.4 * GIB)
 """Awake or asleep: graphs, handles. Seen on an H200 with vLLM 0.26 and Qwen2.5-1.5B's shape."""
@@ -22,34 +22,6 @@ RESIDUE = int(0.4 * GIB)
 _LARGE_GPU = 70 * GIB  # from here on vLLM takes the larger of its two defaults
 _BATCHED_TOKENS = (8192, 16384)  # tokens of one forward
 _SAMPLER_COPIES = 3  # of float32 logits in the sampler: logits, probabilities, sorted or masked ones
-
-
-def keeps_adapters(config: VLLMConfig, trained: Trained) -> bool:
-    """LoRA as an adapter; merged, decoding needs no LoRA kernels, and any rank will do."""
-    return config.lora_sync == "adapter" or (trained.quantized and config.lora_sync == "auto")
-
-
-def sharing_obstacle(config: VLLMConfig, trained: Trained) -> str | None:
-    """Why policy and vLLM cannot have one copy of the weights; None: they can where the layout allows it."""
-    if trained.sharded:
-        return "distributed.mode = 'shard' leaves no rank a whole weight; set it to replicate"
-    if config.tensor_parallel_size > 1:
-        return f"tensor_parallel_size = {config.tensor_parallel_size} gives each process a slice"
-    if trained.adapted and not keeps_adapters(config, trained):
-        return "merged LoRA weights are not the policy's own; set lora_sync to adapter"
-    if trained.experts:
-        # They would stay beside the trainer's: sharing takes the model out of what vLLM's sleep frees.
-        return "vLLM lays out experts in its own way; leave them to its sleep"
-    if config.share_weights is False:
-        return "rollout.vllm.share_weights = false"
-    if config.share_weights == "auto" and not (trained.on_gpu or trained.quantized):
-        return "a CPU packs its weights"
-    return None
-
-
-def kv_cache_gib(config: VLLMConfig, on_gpu: bool) -> float | None:
-    """GiB for keys and values where something says how many."""
-    return config.kv_cache_gib or (None if on_gpu else CPU_KV_GIB)
 
 
 class VLLMKind(EngineKind):
