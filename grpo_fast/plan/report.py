@@ -15,7 +15,7 @@ from grpo_fast.distributed.config import DistributedConfig
 from grpo_fast.plan.devices import device_budget
 from grpo_fast.plan.model_shape import Shapes, model_config
 from grpo_fast.plan.prediction import PHASES, Phase, Prediction
-from grpo_fast.plan.room import cheapest_change, turned_knobs
+from grpo_fast.plan.room import cheapest_change, memory_options
 from grpo_fast.plan.search import MOST_GENERATIONS, Context, Plan, Search, flow, with_values, written
 from grpo_fast.plan.sizes import StepSizes
 from grpo_fast.policy.config import LoraConfig
@@ -59,7 +59,7 @@ def render(plan: Plan) -> RenderableType:
     shown: list[RenderableType] = [heading, _parts(plan), Text(""), answers, Text(""), settings]
     knobs = table_of("what makes room", *(f"{phase} saves" for phase in PHASES))
     knobs.add_column("price")
-    for knob in turned_knobs(plan):
+    for knob in memory_options(plan):
         saves = (_cell(max(0, knob.saves[phase])) for phase in PHASES)
         knobs.add_row(knob.change, *saves, knob.cost)
     if knobs.row_count:
@@ -106,7 +106,7 @@ def record(plan: Plan) -> dict[str, Any]:
         "estimated_seconds_of_largest": plan.largest and _seconds(plan.largest),
         "largest_context": asdict(context) if context else None,
         "cheapest_change": cheapest_change(plan.search),
-        "knobs": [asdict(knob) for knob in turned_knobs(plan)],
+        "knobs": [asdict(knob) for knob in memory_options(plan)],
     }
 
 

@@ -23,7 +23,7 @@ class Knob:
     cost: str
 
 
-def turned_knobs(plan: Plan) -> tuple[Knob, ...]:
+def memory_options(plan: Plan) -> tuple[Knob, ...]:
     """Those that would save anything, were all else as it is chosen; what saves most comes first."""
     search, choice = plan.search, plan.choice
     found = []

@@ -10,7 +10,7 @@ from grpo_fast.config import TrainConfig
 from grpo_fast.plan.devices import GIB, DeviceBudget, device_budget
 from grpo_fast.plan.model_shape import Shapes, model_config, with_layers
 from grpo_fast.plan.prediction import BUSY, Prediction
-from grpo_fast.plan.room import cheapest_change, turned_knobs
+from grpo_fast.plan.room import cheapest_change, memory_options
 from grpo_fast.plan.search import (
     AUTO_MOST,
     CONSTANTS,
@@ -166,7 +166,7 @@ def test_an_engine_must_hold_a_sequence_of_the_length_that_it_is_started_for() -
 def test_every_knob_saves_something_and_what_buys_most_comes_first(shapes: Shapes) -> None:
     found = plan(run(loss={"beta": 0.1}), shapes, gpu(2 << 30))
 
-    knobs = turned_knobs(found)
+    knobs = memory_options(found)
     changes = {knob.change: knob for knob in knobs}
     assert {"model.lora={r: 16}", "loss.beta=0.0", "prompts_per_step=8"} <= set(changes)
     savings = [max(knob.saves.values()) for knob in knobs]
@@ -178,7 +178,7 @@ def test_every_knob_saves_something_and_what_buys_most_comes_first(shapes: Shape
 def test_what_the_plan_turns_by_itself_is_offered_only_where_it_is_set_by_hand(shapes: Shapes) -> None:
     def offered(**changes: Any) -> set[str]:
         found = plan(run(**changes), shapes, gpu(2 << 30))
-        return {knob.change.partition("=")[0] for knob in turned_knobs(found)}
+        return {knob.change.partition("=")[0] for knob in memory_options(found)}
 
     with_adapters = offered(model=ANY["model"] | {"lora": {"r": 16}})
     assert not with_adapters & {"model.lora", "model.train_lm_head", "loss.beta"}
