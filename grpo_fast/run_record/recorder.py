@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import pickle
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -230,7 +230,8 @@ class Recorder:
             "rng": capture_rng(),
             "offsets": self.logs.offsets(),
         }
-        self.captured, self.state = self.trainer.step, json.dumps(state)  # a copy of what changes
+        # A copy of what changes, at every step; JSON, which takes far longer, is for checkpoints.
+        self.captured, self.state = self.trainer.step, pickle.dumps(state)
 
     def save(self, *, must: bool = False, tell: bool = True) -> None:
         """Write a checkpoint; a failed one loses nothing, so unless it is the last the run goes on.
@@ -244,7 +245,7 @@ class Recorder:
         """
         step, tensors = self.captured, self.trainer.optimizer.state_tensors()
         try:
-            path = self.store.save(step, tensors, json.loads(self.state))
+            path = self.store.save(step, tensors, pickle.loads(self.state))
         except CheckpointSaveError as error:
             if must:
                 weights = self.store.save_weights(step, self.trainer.policy.saved_weights())
