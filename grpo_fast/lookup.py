@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import difflib
-import hashlib
 import importlib
-import importlib.util
-import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from contextvars import ContextVar
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -104,72 +100,6 @@ def _load_file(path: Path) -> ModuleType:
         del sys.modules[name]
         raise
     return module
-
-
-def code_digests(tree: Any) -> dict[str, str]:
-    """The SHA-256 of each file of code that a configuration's import paths lead to, by module or path.
-
-    With what these import in turn, as far as it is the user's own: libraries have versions. A file that is
-    not there is left out, for loading it says so.
-    """
-    found: dict[str, str] = {}
-
-    def add(place: str, imported: bool) -> None:
-        file = None if place in found else _code_file(place, imported)
-        if file is not None:
-            source = file.read_bytes()
-            found[place] = hashlib.sha256(source).hexdigest()
-            package = place if file.name == "__init__.py" else place.rpartition(".")[0]
-            for name in _imported_names(source, package):
-                add(name, imported=True)
-
-    def walk(value: Any) -> None:
-        if isinstance(value, Mapping | list):
-            for item in value.values() if isinstance(value, Mapping) else value:
-                walk(item)
-        elif isinstance(value, str) and (path := _IMPORT_PATH.fullmatch(value)):
-            add(path[1], imported=False)
-
-    walk(tree)
-    return found
-
-
-_IMPORT_PATH = re.compile(r"([A-Za-z_][\w.]*|.+\.py):[A-Za-z_]\w*")
-
-
-def _code_file(place: str, imported: bool) -> Path | None:
-    """The source of a module or path; None where it is not there, and of imported libraries."""
-    if place.endswith(".py"):
-        file = Path(place).expanduser()
-        return file if file.is_file() else None
-    top, parent = place.partition(".")[0], place.rpartition(".")[0]
-    if top in sys.stdlib_module_names or top == __package__:
-        return None
-    try:
-        if parent and not getattr(importlib.util.find_spec(parent), "submodule_search_locations", None):
-            return None  # an object in a module, which would be imported to look for a module in it
-        spec = importlib.util.find_spec(place)
-    except Exception:  # a user's package may raise anything
-        return None
-    if spec is None or not spec.has_location or not str(spec.origin).endswith(".py"):
-        return None
-    installed = {"site-packages", "dist-packages"} & {*Path(str(spec.origin)).parts}
-    return None if imported and installed else Path(str(spec.origin))
-
-
-def _imported_names(source: bytes, package: str) -> Iterator[str]:
-    """What the import statements of a module may name: modules, and objects in them."""
-    try:
-        nodes = [*ast.walk(ast.parse(source))]
-    except (SyntaxError, ValueError):  # which importing it tells
-        return
-    for node in nodes:
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            with suppress(ImportError):
-                base = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
-                yield from (base, *(f"{base}.{alias.name}" for alias in node.names))
 
 
 def lazy_names(package: str, modules: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:

@@ -12,6 +12,7 @@ import shutil
 import signal
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +20,19 @@ import pytest
 import yaml
 from torch.distributed import TCPStore
 
+import grpo_fast
 from grpo_fast.cli import main
 from grpo_fast.config import TrainConfig
 from grpo_fast.config_io import load_config
 from grpo_fast.data import load_prompts
 from grpo_fast.groups.curriculum import DifficultySampler
 from grpo_fast.groups.sampler import GroupSampler
+from grpo_fast.head import reference
 from grpo_fast.policy import load_tokenizer
 from grpo_fast.rewards import RewardError
 from grpo_fast.rewards.types import Log
 from grpo_fast.run import train
+from grpo_fast.run.alike import is_changeable
 from grpo_fast.run.build import build_stages, with_steps
 from grpo_fast.run.export import trained_policy
 from grpo_fast.run_record.checkpoint import CheckpointError, CheckpointSaveError, CheckpointStore
@@ -36,6 +40,7 @@ from grpo_fast.run_record.files import read_jsonl
 from grpo_fast.stages import resolve_stages
 from grpo_fast.trainer import StageParts, Trainer
 
+FRAMES = 14  # of ours from the command to the kernel
 FORK = multiprocessing.get_context("fork")  # a process of its own without imports of its own
 
 
@@ -200,6 +205,21 @@ def test_torchrun_starts_a_run_again_from_its_newest_checkpoint_and_no_other_run
             train(in_process(toy, finished), display=False)
 
 
+def test_few_frames_of_ours_lie_between_the_command_and_the_head_s_forward(toy, tmp_path, monkeypatch):
+    package, forward, stacks = Path(grpo_fast.__file__).parent, reference.forward, []
+
+    def seen(*args: Any, **options: Any) -> Any:
+        frames = [frame.f_code for frame, _ in traceback.walk_stack(sys._getframe())]
+        stacks.append([code.co_name for code in frames if package in Path(code.co_filename).parents][::-1])
+        return forward(*args, **options)
+
+    monkeypatch.setattr(reference, "forward", seen)
+    assert main(["train", config_file(toy, tmp_path / "run", max_steps=1, evaluation={})]) == 0
+    to_gradient = stacks[-1]
+    assert to_gradient[:4] == ["main", "train", "train", "train_step"]
+    assert len(to_gradient) + 1 <= FRAMES, to_gradient  # the forward, in the kernel's stead, is one
+
+
 def config_file(toy: dict[str, Any], run_dir: Path, **changes: Any) -> str:
     """The toy's run as a file for the command line."""
     path = run_dir.with_suffix(".yaml")
@@ -256,6 +276,11 @@ def test_a_quantised_base_and_state_of_few_bits_resume_to_the_bit(assert_equal_r
     assert_equal_runs(tmp_path / "whole", tmp_path / "resumed")
     policy, step = trained_policy(resumed, tmp_path / "resumed")
     assert policy.quantized and step == 2
+
+
+def test_a_key_is_changeable_by_its_whole_name():
+    assert is_changeable("memory") and is_changeable("rollout.vllm.max_sequences")
+    assert not is_changeable("optimizer.learning_rate_x") and not is_changeable("rollout.vllm_x")
 
 
 def test_a_resumed_run_says_from_where_and_what_has_changed(toy, run_dir: Path, capsys):

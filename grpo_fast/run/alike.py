@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+import hashlib
+import importlib.util
 import re
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +30,10 @@ CHANGEABLE = (
     *("memory", "distributed"),
     *("micro_batch_tokens", "model.gradient_checkpointing", "rollout.vllm", "optimizer.learning_rate"),
 )
+_CHANGEABLE = tuple(f"{name}." for name in CHANGEABLE)
 # As `Inputs.name` writes it.
 OBJECT = re.compile(rf"([\w.]+:.+){OBJECT_MARK}([0-9a-f]{{16}}|no source)(\+\d+)?")
+_IMPORT_PATH = re.compile(r"([A-Za-z_][\w.]*|.+\.py):[A-Za-z_]\w*")
 
 
 def require_alike(world: World, what: str, own: Callable[[], Mapping[str, Any]]) -> None:
@@ -97,11 +104,11 @@ def find_checkpoint(
     edited = [f"{place} has changed" for place in code if saved.get(place, code[place]) != code[place]]
     changes: dict[str, str] = {}
     for key, old, new in differences(before, now):
-        if same_object(old, new) and not key.startswith(CHANGEABLE):
+        if same_object(old, new) and not is_changeable(key):
             edited.append(f"{key} = {new!r} has changed")
         elif not same_input(old, new):
             changes[key] = f"{key} was {short(old)}, is {short(new)}"
-    if refused := [text for key, text in changes.items() if not key.startswith(CHANGEABLE)]:
+    if refused := [text for key, text in changes.items() if not is_changeable(key)]:
         raise CheckpointError(
             f"the run in {str(run_dir)!r} was started with another configuration ({'; '.join(refused)}): "
             f"resume it with its own ({earlier}), or start a new run in another output_dir"
@@ -114,6 +121,11 @@ def find_checkpoint(
     return checkpoint, [*(text for key, text in changes.items() if key != "output_dir"), *edited]
 
 
+def is_changeable(key: str) -> bool:
+    """Whether a resumed run may have another value of a dotted key."""
+    return f"{key}.".startswith(_CHANGEABLE)
+
+
 def same_object(old: Any, new: Any) -> bool:
     """Whether two names are of one object of a Python program, whose source is another."""
     name, other = (OBJECT.fullmatch(str(one)) for one in (old, new))
@@ -124,3 +136,66 @@ def same_input(old: Any, new: Any) -> bool:
     """Whether two paths lead to the same rows in a run's folder that has moved: names there hold a digest."""
     ends = [Path(one).parts[-2:] if isinstance(one, str) else () for one in (old, new)]
     return ends[0] == ends[1] and ends[0][:1] == (INPUTS_DIR,)
+
+
+def code_digests(tree: Any) -> dict[str, str]:
+    """The SHA-256 of each file of code that a configuration's import paths lead to, by module or path.
+
+    With what these import in turn, as far as it is the user's own: libraries have versions. A file that is
+    not there is left out, for loading it says so.
+    """
+    found: dict[str, str] = {}
+
+    def add(place: str, imported: bool) -> None:
+        file = None if place in found else _code_file(place, imported)
+        if file is not None:
+            source = file.read_bytes()
+            found[place] = hashlib.sha256(source).hexdigest()
+            package = place if file.name == "__init__.py" else place.rpartition(".")[0]
+            for name in _imported_names(source, package):
+                add(name, imported=True)
+
+    def walk(value: Any) -> None:
+        if isinstance(value, Mapping | list):
+            for item in value.values() if isinstance(value, Mapping) else value:
+                walk(item)
+        elif isinstance(value, str) and (path := _IMPORT_PATH.fullmatch(value)):
+            add(path[1], imported=False)
+
+    walk(tree)
+    return found
+
+
+def _code_file(place: str, imported: bool) -> Path | None:
+    """The source of a module or path; None where it is not there, and of imported libraries."""
+    if place.endswith(".py"):
+        file = Path(place).expanduser()
+        return file if file.is_file() else None
+    top, parent = place.partition(".")[0], place.rpartition(".")[0]
+    if top in sys.stdlib_module_names or top == "grpo_fast":
+        return None
+    try:
+        if parent and not getattr(importlib.util.find_spec(parent), "submodule_search_locations", None):
+            return None  # an object in a module, which would be imported to look for a module in it
+        spec = importlib.util.find_spec(place)
+    except Exception:  # a user's package may raise anything
+        return None
+    if spec is None or not spec.has_location or not str(spec.origin).endswith(".py"):
+        return None
+    installed = {"site-packages", "dist-packages"} & {*Path(str(spec.origin)).parts}
+    return None if imported and installed else Path(str(spec.origin))
+
+
+def _imported_names(source: bytes, package: str) -> Iterator[str]:
+    """What the import statements of a module may name: modules, and objects in them."""
+    try:
+        nodes = [*ast.walk(ast.parse(source))]
+    except (SyntaxError, ValueError):  # which importing it tells
+        return
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            with suppress(ImportError):
+                base = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+                yield from (base, *(f"{base}.{alias.name}" for alias in node.names))

@@ -40,5 +40,8 @@ def train(
     with prepared(config, resume, changed_code=changed_code, display=display, files=files) as run:
         run.begin()
         while run.goes_on():
-            run.record(run.step())
+            with run.world.agreed("the step"):
+                result = run.trainer.train_step()
+            with run.world.agreed("the record"):
+                run.recorder.record(result)
         return run.finish()

@@ -20,17 +20,15 @@ from grpo_fast.config import TrainConfig
 from grpo_fast.config_io import dump_config
 from grpo_fast.distributed.joining import awaited
 from grpo_fast.distributed.world import World, joined
-from grpo_fast.lookup import code_digests
 from grpo_fast.plan import resolve_auto
 from grpo_fast.policy.load import resolve_device
 from grpo_fast.policy.random_state import restore_rng
-from grpo_fast.run.alike import find_checkpoint, require_alike
+from grpo_fast.run.alike import code_digests, find_checkpoint, require_alike
 from grpo_fast.run.build import build_callbacks, build_trainer, with_steps
 from grpo_fast.run.opening import opening_lines
 from grpo_fast.run_record.checkpoint import Checkpoint, CheckpointError, CheckpointStore
 from grpo_fast.run_record.config import LoggingConfig
 from grpo_fast.run_record.files import CHECKPOINTS_DIR, CONFIG_FILE, LOCK_FILE, locked_run_dir, write_whole
-from grpo_fast.run_record.logs import StepResult
 from grpo_fast.run_record.mirrors import require_mirrors
 from grpo_fast.run_record.recorder import Recorder
 
@@ -68,14 +66,6 @@ class PreparedRun:
         heard = self.world.together("the start", lambda: (self.signals[:1], asks.stopped_by))
         self.stopped_by = next((first for received, _ in heard for first in received), None)
         return not (self.stopped_by or any(asked for _, asked in heard))
-
-    def step(self) -> StepResult:
-        with self.world.agreed("the step"):
-            return self.trainer.train_step()
-
-    def record(self, result: StepResult) -> None:
-        with self.world.agreed("the record"):
-            self.recorder.record(result)
 
     def finish(self) -> RunOutcome:
         """Save, free the device, and let rank 0 do alone what takes as long as it takes."""
