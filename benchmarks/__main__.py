@@ -11,6 +11,7 @@ from collections.abc import Sequence
 COMMANDS = {
     "head": ("head", "time, memory and accuracy of the LM head, ours and the peers'"),
     "smoke": ("smoke", "whether the head is right on this device, at the sizes it is used at"),
+    "profile": ("profile", "the kernels that one step of the head spends its time in"),
     "kernels": ("kernels", "each kernel of ours alone, against what the device can do"),
     "step": ("step", "one policy update of a real architecture, ours and the peers'"),
     "pack": ("pack", "laying two million completion tokens out for an update, on the host"),
