@@ -89,7 +89,6 @@ def render(path: Path, link: str) -> str:
     templates = Environment(trim_blocks=True, lstrip_blocks=True)
     templates.filters |= {
         "measurements": measurements,
-        "side_by_side": side_by_side,
         "bias": bias,
         "aot": aot,
         "score": lambda found: score_text(found["score"], found["interval"]),
@@ -160,19 +159,6 @@ def _worst(errors: Sequence[float]) -> str:
     """NaN is the worst."""
     largest = max(errors, key=lambda error: (math.isnan(error), error), default=None)
     return DASH if largest is None else f"{largest:.1e}"
-
-
-def side_by_side(all_cells: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
-    """The worst of loss, gradient norm and metrics over all losses and steps, by precision and variant."""
-    for precision in dict.fromkeys(cell["precision"] for cell in all_cells):
-        cells = [cell for cell in all_cells if cell["precision"] == precision]
-        for name in (name for name in cells[0]["variants"] if name != "TRL"):
-            mine = [cell["variants"][name] for cell in cells]
-            gaps = [run["differences"] for run in mine if run["differences"]]
-            others = [gap[metric] for gap in gaps for metric in gap if metric not in ("loss", "grad_norm")]
-            compared, steps = (sum(run["steps_compared"] for run in mine), sum(c["steps"] for c in cells))
-            worst = [_worst([gap[key] for gap in gaps]) for key in ("loss", "grad_norm")]
-            yield [name, precision, str(len(mine)), f"{compared} of {steps}", *worst, _worst(others)]
 
 
 def bias(record: dict[str, Any]) -> Iterator[tuple[list[str], list[list[str]]]]:

@@ -1,15 +1,19 @@
-"""What trainers are compared on: a model, prompts, a reward that every group varies in; and TRL's trainer."""
+"""TRL's trainer, for all that measures it or compares with it: options, rewards, phases, what it logs."""
 
 from __future__ import annotations
 
+import itertools
+import math
+import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
+
 from grpo_fast.objective import GRPOLossConfig
-from grpo_fast.policy.source import resolve_source
 
 from .measure import Stopwatch
 from .models import vocabulary_of
@@ -22,18 +26,9 @@ LOSS = GRPOLossConfig(loss_type="dapo", epsilon_low=0.2, epsilon_high=0.28)
 TRL_LOSS = {"loss_type": "dapo", "epsilon": 0.2, "epsilon_high": 0.28, "beta": 0.0}
 """The same for GRPOConfig."""
 WORDS = vocabulary_of("words")
+SEED = 7
+_TIMES = ("time", "runtime", "per_second", "flos")  # in the names of what is no number of the algorithm's
 Reward = Callable[..., list[float]]
-
-
-@dataclass(frozen=True)
-class Task:
-    """A model, its prompts and its reward."""
-
-    model: Path  # a folder that `from_pretrained` takes
-    prompts: Sequence[str]
-    reward: Reward
-    options: dict[str, Any] = field(default_factory=dict)  # of GRPOConfig
-    lora_options: dict[str, Any] = field(default_factory=dict)  # the same, besides, for LoRA
 
 
 def small_words(completions: list[str], **_: Any) -> list[float]:
@@ -45,23 +40,6 @@ def small_words(completions: list[str], **_: Any) -> list[float]:
 def share_of_digits(completions: list[str], **_: Any) -> list[float]:
     """Likes digits: every completion scores, so that every group has spread."""
     return [sum(c.isdigit() for c in text) / max(1, len(text)) for text in completions]
-
-
-def words_task(folder: Path) -> Task:
-    """The model that `save_model` saved there, 16 completions of up to 8 words a generation."""
-    prompts = [f"w{i} w{(7 * i) % 50}" + " w3" * (i % 4) for i in range(48)]
-    return Task(folder, prompts, small_words, {"learning_rate": 3e-3, "max_completion_length": 8})
-
-
-def sums_task(model: str) -> Task:
-    """A language model on `a + b =`, 8 completions of up to 8 tokens a generation: a second or two a step.
-
-    Args:
-        model: a folder with safetensors, or `package:NAME` of a Python package that ships one as GGUF.
-    """
-    prompts = [f"{3 + 5 * i % 41} + {2 + 7 * i % 37} =" for i in range(48)]
-    options = {"learning_rate": 2e-5, "max_completion_length": 8, "per_device_train_batch_size": 2}
-    return Task(Path(resolve_source(model)), prompts, share_of_digits, options, {"learning_rate": 2e-4})
 
 
 def trl_trainer(
@@ -109,3 +87,74 @@ def in_phase(method: Callable[..., Any], watch: Stopwatch, phase: str) -> Callab
             return method(*args, **kwargs)
 
     return timed
+
+
+def train_words(
+    kind: type[GRPOTrainer], folder: Path, loss_type: str, steps: int, *, lora: bool = False, **options: Any
+) -> list[dict[str, float]]:
+    """What a trainer with TRL's interface logs of each step, on the model that `save_model` saved there.
+
+    16 completions of up to 8 words a generation, two micro-batches a step, two steps a generation, KL, a clip
+    range that is reached; from the same weights, prompts and seed as any other.
+
+    Args:
+        options: of GRPOConfig.
+    """
+    from transformers import set_seed
+
+    usual = {
+        "max_steps": steps,
+        "use_cpu": not torch.cuda.is_available(),
+        "loss_type": loss_type,
+        "beta": 0.05,
+        "epsilon": 0.05,
+        "epsilon_high": 0.08,
+        "learning_rate": 3e-3,
+        "max_completion_length": 8,
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "steps_per_generation": 4,
+        "num_generations": 4,
+        "bf16": False,
+        "logging_steps": 1,
+        "seed": SEED,
+    }
+    prompts = [f"w{i} w{(7 * i) % 50}" + " w3" * (i % 4) for i in range(48)]
+    set_seed(SEED)
+    with tempfile.TemporaryDirectory() as output:
+        given = {"prompts": prompts, "reward": small_words, "lora": lora, **usual, **options}
+        trainer = trl_trainer(kind, output, folder, **given)
+        generate, generated = trainer.model.generate, itertools.count(SEED + 1)
+
+        def seeded(*args: Any, **kwargs: Any) -> Tensor:
+            result = generate(*args, **kwargs)
+            torch.manual_seed(next(generated))  # TRL shuffles next
+            return result
+
+        trainer.model.generate = seeded
+        trainer.train()
+    return [entry for entry in trainer.state.log_history if "loss" in entry]
+
+
+def differences(a: Sequence[dict[str, float]], b: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The largest difference of each number that two histories log, relative where it is above one.
+
+    Raises:
+        ValueError: they logged different names, or one has more steps.
+    """
+    largest: dict[str, float] = {}
+    for step, (mine, other) in enumerate(zip(a, b, strict=True)):
+        for name in sorted(mine.keys() | other.keys()):
+            if any(word in name for word in _TIMES):
+                continue
+            if name not in mine or name not in other:
+                raise ValueError(f"step {step}: [{name!r}] is logged by one trainer only")
+            largest[name] = max(largest.get(name, 0.0), _gap(mine[name], other[name]))
+    return largest
+
+
+def _gap(mine: float | None, other: float | None) -> float:
+    missing = [value is None or math.isnan(value) for value in (mine, other)]
+    if any(missing):
+        return 0.0 if all(missing) else math.inf
+    return abs(mine - other) / max(1.0, abs(mine))

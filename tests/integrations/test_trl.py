@@ -20,8 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, set_seed
 from trl.kernels import ChunkedLogProbFunction  # noqa: E402
 from trl.trainer import utils  # noqa: E402
 
-from benchmarks.trainers import small_words  # noqa: E402
-from benchmarks.trl_side_by_side import differences  # noqa: E402
+from benchmarks.trainers import differences, small_words  # noqa: E402
 from grpo_fast.integrations.compat import HOSTS  # noqa: E402
 from grpo_fast.integrations.trl import patch, patched, unpatch  # noqa: E402
 from grpo_fast.integrations.trl.patch import FusedHead  # noqa: E402

@@ -16,8 +16,7 @@ from datasets import Dataset  # noqa: E402
 from transformers import PreTrainedTokenizerFast, set_seed  # noqa: E402
 from trl.trainer import utils  # noqa: E402
 
-from benchmarks.trainers import small_words, words_task  # noqa: E402
-from benchmarks.trl_side_by_side import TrainingSetup, differences, train  # noqa: E402
+from benchmarks.trainers import differences, small_words, train_words  # noqa: E402
 from grpo_fast.integrations.losses import LOSS_TYPES  # noqa: E402
 from grpo_fast.integrations.trl import FastGRPOTrainer, patched  # noqa: E402
 
@@ -27,16 +26,16 @@ NOISE = 2e-5
 @pytest.mark.parametrize(("loss_type", "lora"), [("grpo", True), ("dapo", False)])
 def test_steps_of_training_are_the_same(loss_type, lora, model_folder):
     """Gradient accumulation over two micro-batches, two optimiser steps a generation, KL, clipping."""
-    setting, task = TrainingSetup(loss_type, lora=lora), words_task(model_folder)
-    theirs = train(setting, trl.GRPOTrainer, task, steps=3)
-    ours = [train(setting, FastGRPOTrainer, task, steps=3)]
+    run = {"folder": model_folder, "loss_type": loss_type, "steps": 3, "lora": lora}
+    theirs = train_words(trl.GRPOTrainer, **run)
+    ours = [train_words(FastGRPOTrainer, **run)]
     if lora:
         with patched():
-            ours.append(train(setting, trl.GRPOTrainer, task, steps=3))
+            ours.append(train_words(trl.GRPOTrainer, **run))
 
-    assert len(theirs.history) == 3
-    for run in ours:
-        gaps = differences(theirs.history, run.history)
+    assert len(theirs) == 3
+    for history in ours:
+        gaps = differences(theirs, history)
         assert max(gaps.values()) < NOISE, gaps
 
 
@@ -50,12 +49,10 @@ def test_a_second_iteration_needs_no_scoring_before_the_first(model_folder, monk
 
     monkeypatch.setattr(trl.GRPOTrainer, "_get_per_token_logps_and_entropies", counting)
     options = {"num_iterations": 2, "steps_per_generation": 2, "beta": 0.0}
-    runs = [
-        train(TrainingSetup("dapo", options=options), kind, words_task(model_folder), steps=4)
-        for kind in (trl.GRPOTrainer, FastGRPOTrainer)
-    ]
+    kinds = trl.GRPOTrainer, FastGRPOTrainer
+    histories = [train_words(kind, model_folder, "dapo", steps=4, **options) for kind in kinds]
 
-    assert max(differences(*(run.history for run in runs)).values()) < NOISE
+    assert max(differences(*histories).values()) < NOISE
     assert scored == {trl.GRPOTrainer: 2, FastGRPOTrainer: 0}  # two generations
 
 

@@ -56,8 +56,7 @@ def trl(rank: int, folder: Path) -> None:
     from trl import GRPOTrainer
     from trl.trainer.utils import add_fused_lm_head
 
-    from benchmarks.trainers import words_task
-    from benchmarks.trl_side_by_side import TrainingSetup, differences, train
+    from benchmarks.trainers import differences, train_words
     from grpo_fast import GRPOLossConfig
     from grpo_fast.integrations.trl import FastGRPOTrainer
     from grpo_fast.integrations.trl.trainer import LossAtHead, add_loss_to_forward, step_scale
@@ -99,10 +98,8 @@ def trl(rank: int, folder: Path) -> None:
     assert_gradients(halves, plain)
 
     options = {"ddp_backend": "gloo", "per_device_train_batch_size": 2, "num_generations": 2}
-    theirs, ours = (
-        train(TrainingSetup("dapo", options=options), kind, words_task(folder), steps=1).history
-        for kind in (GRPOTrainer, FastGRPOTrainer)
-    )
+    kinds = GRPOTrainer, FastGRPOTrainer
+    theirs, ours = (train_words(kind, folder, "dapo", steps=1, **options) for kind in kinds)
     gaps = differences(theirs, ours) if rank == 0 else {"": 0.0}
     assert max(gaps.values()) < 2e-5, gaps
 
