@@ -12,6 +12,7 @@ from benchmarks.__main__ import main
 from benchmarks.measure import OK
 from benchmarks.record import Measurement, Record, read
 from grpo_fast import cli
+from grpo_fast.objective.catalog import LOSS_TYPES
 
 COMMON = ("--device", "cpu", "--repeats", "3", "--minutes", "30")
 
@@ -50,6 +51,18 @@ def test_a_step_is_laid_out_in_whole_groups(tmp_path):
     assert [cell.shape["micro_batch_tokens"] for cell in record.cells] == [16, 16, 40, 40]
     assert all(cell.shape["tokens"] >= 100 and cell.status == OK for cell in record.cells)
     assert all(cell.metrics["nanoseconds_a_token"] > 0 for cell in record.cells)
+
+
+def test_laying_out_advantages_and_every_loss_are_timed_a_token(tmp_path):
+    sizes = ["--tokens", "40", "--prompt", "3", "--completion", "9", "--group", "4"]
+    names = ["--impl", "table", "pack", "advantages", "loss", "--micro-batch-tokens", "64"]
+
+    record = run(tmp_path, "pack", *sizes, *names)
+
+    assert len(record.cells) == 3 + len(LOSS_TYPES)
+    for found in record.cells:
+        each, tokens = found.metrics["nanoseconds_a_token"], found.shape["tokens"]
+        assert 40 <= tokens < 40 + 4 * 9 and each * tokens == pytest.approx(1e6 * found.time.median)
 
 
 def test_an_engines_cycle_is_timed_phase_by_phase(tmp_path):
