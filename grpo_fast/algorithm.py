@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_fast.annotate import Annotator
 from grpo_fast.data import PromptSampler
-from grpo_fast.distributed.world import ALONE, World
+from grpo_fast.distributed.world import SINGLE_PROCESS, World
 from grpo_fast.policy import Policy, PolicyOptimizer
 from grpo_fast.run_record.logs import Clock, SampleRecord, StepResult
 from grpo_fast.table import Completions
@@ -33,7 +33,7 @@ class Algorithm:
         optimizer: PolicyOptimizer,
         annotator: Annotator,
         prompts: PromptSampler,
-        world: World = ALONE,
+        world: World = SINGLE_PROCESS,
     ) -> None:
         self.policy = policy
         self.optimizer = optimizer

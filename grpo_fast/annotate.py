@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from grpo_fast.distributed.world import ALONE, World
+from grpo_fast.distributed.world import SINGLE_PROCESS, World
 from grpo_fast.head import HeadOutput, linear_logprob
 from grpo_fast.policy import PackedBatch, Policy, pack
 from grpo_fast.policy.out_of_memory import MicroBatchBudget
@@ -41,7 +41,7 @@ class Annotator:
         temperature: float = 1.0,
         whole_prompts: bool = False,
         ready: Callable[[], None] = lambda: None,
-        world: World = ALONE,
+        world: World = SINGLE_PROCESS,
     ) -> None:
         self.policy = policy
         self.configured = micro_batch_tokens
@@ -84,7 +84,7 @@ class Annotator:
                 batches = pack(table, max_tokens=key[0], device=device, whole_prompts=key[1])
             count = max(1, len(batches))
             if self.policy.sharded:
-                count = max(self.world.together("the micro-batches", lambda: count))
+                count = max(self.world.gather_from_all("the micro-batches", lambda: count))
             table.layouts[key] = [*batches, *[empty_batch(table, device)] * (count - len(batches))]
         return tuple(batch.with_columns(table) for batch in table.layouts[key])
 
@@ -132,7 +132,7 @@ class Annotator:
         names = tuple(dict.fromkeys(("logprob", *outputs)))
 
         def work() -> HeadOutput:
-            hidden, joined, own = policy.at_head(batch)
+            hidden, joined, own = policy.head_inputs(batch)
             head = policy.head
             out = linear_logprob(
                 hidden,

@@ -165,7 +165,7 @@ def evaluate(
         )
     deciding = rewards.position(config.reward)
     name = rewards.names[deciding]
-    with world.agreed("the evaluation") as parts:
+    with world.all_succeed("the evaluation") as parts:
         own = world.share(questions)
         completions = rollout(engine, own, n, sampling, observer=observer)
         if own:

@@ -18,7 +18,7 @@ from torch import Tensor
 from grpo_fast.algorithm import Algorithm
 from grpo_fast.config import TrainConfig
 from grpo_fast.data import Prompt, PromptDataset, PromptSampler
-from grpo_fast.distributed.world import ALONE, World
+from grpo_fast.distributed.world import SINGLE_PROCESS, World
 from grpo_fast.environments import Toolsets
 from grpo_fast.evaluate import Evaluation, evaluate
 from grpo_fast.groups.weights import AdaptiveWeights
@@ -84,7 +84,7 @@ class Trainer(Algorithm):
         eval_rewards: RewardSet,
         eval_rollout_fn: Rollout = generate_rollout,
         held_out: Sequence[Prompt] = (),
-        world: World = ALONE,
+        world: World = SINGLE_PROCESS,
     ) -> None:
         self.handover = DeviceHandover(engine, policy, optimizer, config.memory)
         self.update = PolicyUpdate(
@@ -242,10 +242,10 @@ class Trainer(Algorithm):
             own.append(self.own_rollout(self.world.share(prompts), draw, clock))
             return own[0].tensors()
 
-        tables = [*map(Completions.from_tensors, self.world.exchanged("the rollout", work))]
+        tables = [*map(Completions.from_tensors, self.world.gather_tensors("the rollout", work))]
         tables[self.world.rank] = own[0]
         if self.world.size > 1 and self.config.advantage.function is not None:  # which reads texts
-            objects = self.world.together("the completions", lambda: own[0].objects)
+            objects = self.world.gather_from_all("the completions", lambda: own[0].objects)
             tables = [replace(table, objects=found) for table, found in zip(tables, objects, strict=True)]
         return Completions.join(tables)
 
@@ -319,7 +319,7 @@ class Trainer(Algorithm):
             return {row: self.sample(table, row) for row in rows if here[row] is not None}
 
         found: dict[int, SampleRecord] = {}
-        for records in self.world.together("the samples", own):
+        for records in self.world.gather_from_all("the samples", own):
             found |= records
         return [found[row] for row in rows]
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from grpo_fast.annotate import Annotator
 from grpo_fast.config import TrainConfig
-from grpo_fast.distributed.world import ALONE, World
+from grpo_fast.distributed.world import SINGLE_PROCESS, World
 from grpo_fast.head import GRPOLossOutput, linear_grpo_loss
 from grpo_fast.objective import GRPOLossConfig, StepTotals
 from grpo_fast.objective.metrics import sum_metrics
@@ -48,7 +48,7 @@ class PolicyUpdate:
         optimizer: PolicyOptimizer,
         config: TrainConfig,
         ready: Callable[[], None],
-        world: World = ALONE,
+        world: World = SINGLE_PROCESS,
     ) -> None:
         self.world = world
         self.policy = policy
@@ -78,7 +78,7 @@ class PolicyUpdate:
         minibatches = self.split(table, totals)
         with clock("logprobs"):
             for i, (own, counts) in enumerate(minibatches):
-                with self.world.agreed("the log-probabilities"):
+                with self.world.all_succeed("the log-probabilities"):
                     minibatches[i] = (self.with_fixed_logprobs(own, stale=i > 0), counts)
         steps = []
         with clock("update"):
@@ -87,7 +87,7 @@ class PolicyUpdate:
                 chosen, selected = own, counts
                 if self.world.size > 1:
                     chosen, selected = self.with_token_selection(own, counts, config)
-                with self.world.agreed("the gradient"):
+                with self.world.all_succeed("the gradient"):
                     old_logprobs, shares = self.gradient(chosen, selected, config)
                 # Before the first update the policy is the old one.
                 minibatches[i] = (own.with_columns(old_logprobs=old_logprobs), counts)
@@ -165,7 +165,7 @@ class PolicyUpdate:
                     )
                     out = self.policy.run(loss)
                     out.loss.backward()
-                    if self.world.leads or not self.policy.vocab_parallel:  # else all have the same
+                    if self.world.is_main or not self.policy.vocab_parallel:  # else all have the same
                         shares.append(out.metrics | {"loss": out.loss.detach()})
                     logprobs[batch.token_index] = present(out.logprobs)
         return table.columns.get("old_logprobs", logprobs), shares
@@ -175,7 +175,7 @@ class PolicyUpdate:
         learning_rate = self.optimizer.learning_rate
         with self.world.at("the optimizer"):
             grad_norm = optimizer_step(self.optimizer)
-        of_ranks = self.world.together("the update's metrics", partial(sum_metrics, shares))
+        of_ranks = self.world.gather_from_all("the update's metrics", partial(sum_metrics, shares))
         metrics = sum_metrics(of_ranks) | {"grad_norm": grad_norm, "learning_rate": learning_rate}
         if config.use_adaptive_entropy:
             self.entropy_controller.update(metrics["entropy"])
@@ -203,7 +203,9 @@ class PolicyUpdate:
         if not (cuts or holds):
             return table, totals
         tokens: dict[int, Tensor] = {}
-        for found in self.world.exchanged("the choice of tokens", partial(self._choice_values, table, cuts)):
+        for found in self.world.gather_tensors(
+            "the choice of tokens", partial(self._choice_values, table, cuts)
+        ):
             parts = found["values"].split(found["sizes"].tolist())
             tokens |= zip(found["rows"].tolist(), parts, strict=True)
         order = sorted(tokens)  # that of one micro-batch: then the same tokens are drawn, too
@@ -215,7 +217,7 @@ class PolicyUpdate:
             totals = replace(totals, entropy_threshold=threshold, entropy_tokens=kept)
         if holds:
             choose = partial(held_back, logprobs, old_logprobs, advantages, every, config)
-            held = self.world.from_lead("the choice of tokens", choose)  # which may draw
+            held = self.world.from_main("the choice of tokens", choose)  # which may draw
             held_of = dict(zip(order, held.split([len(tokens[n]) for n in order]), strict=True))
             column = torch.zeros_like(table.mask)
             column[table.mask] = torch.cat([held[:0], *(held_of[n] for n in table.facts["row"].tolist())])
@@ -244,7 +246,7 @@ class PolicyUpdate:
             apart = (logprobs.cpu() - own.columns["sampler_logprobs"])[own.mask].abs()
             return apart.double().sum().item(), len(apart)
 
-        found = self.world.together("the sampler's log-probabilities", differences)
+        found = self.world.gather_from_all("the sampler's log-probabilities", differences)
         return sum(total for total, _ in found) / sum(tokens for _, tokens in found)
 
     def kl_penalties(self, table: Completions) -> Tensor:
@@ -258,7 +260,7 @@ class PolicyUpdate:
             return {"rows": own.facts["row"], "penalties": own.sums(kl.cpu())}
 
         whole = torch.zeros(len(table))
-        for found in self.world.exchanged("the KL to the reference", penalties):
+        for found in self.world.gather_tensors("the KL to the reference", penalties):
             whole[found["rows"]] = found["penalties"]
         return whole
 
@@ -291,7 +293,7 @@ def packed_loss(
         totals: what the losses of a step's micro-batches are divided by; none: the batch's own counts.
         optimizer: to whose gradient of the head the backward adds; none: to the parameter's own.
     """
-    hidden, batch, local = policy.at_head(batch)
+    hidden, batch, local = policy.head_inputs(batch)
     head = policy.head
     known: dict[str, Any] = {n: v for n, v in batch.columns.items() if n in KNOWN_COLUMNS}
     others = {name: values for name, values in batch.columns.items() if name not in KNOWN_COLUMNS}

@@ -10,7 +10,7 @@ from itertools import combinations
 import pytest
 
 from grpo_fast.data.types import Prompt
-from grpo_fast.distributed.world import ALONE
+from grpo_fast.distributed.world import SINGLE_PROCESS
 from grpo_fast.evaluate import Evaluation, EvaluationConfig, evaluate, pass_at_k
 from grpo_fast.rewards.reward_set import Reward, RewardSet
 from grpo_fast.rollout.types import Completion, Sampling
@@ -59,7 +59,7 @@ SAMPLING = Sampling(max_completion_length=4)
 def result_of(answers: Sequence[str], engine: Script, sampling: Sampling = SAMPLING, **config) -> Evaluation:
     questions = [Prompt(i, f"question {i}", (10 + i,), {"answer": a}) for i, a in enumerate(answers)]
     rewards = RewardSet([Reward("exact", exact), Reward("length", length, written="rewards.py:length")])
-    return evaluate(engine, questions, rewards, EvaluationConfig(**config), sampling, world=ALONE)
+    return evaluate(engine, questions, rewards, EvaluationConfig(**config), sampling, world=SINGLE_PROCESS)
 
 
 def test_scores_come_in_the_order_of_questions_and_answers():

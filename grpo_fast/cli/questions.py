@@ -41,7 +41,7 @@ def evaluate(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         except OSError as error:
             message = f"must be a file that can be written, in a folder that is there ({error.strerror})"
             raise ConfigError("eval", [Problem("--output", message, args.output)]) from None
-    from grpo_fast.distributed.world import ALONE
+    from grpo_fast.distributed.world import SINGLE_PROCESS
     from grpo_fast.evaluate import evaluate as score_answers
     from grpo_fast.run_record.alerts import AlertMonitor
     from grpo_fast.run_record.logs import provenance
@@ -52,7 +52,13 @@ def evaluate(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     sampling = evaluation_sampling(config, num_samples)
     with parts.engine(parts.questions, sampling) as engine:
         result = score_answers(
-            engine, parts.questions, parts.rewards, asked, sampling, world=ALONE, rollout=parts.rollout
+            engine,
+            parts.questions,
+            parts.rewards,
+            asked,
+            sampling,
+            world=SINGLE_PROCESS,
+            rollout=parts.rollout,
         )
         engine_name = engine.name
     model = config.model.path if parts.step is None else f"{args.config}, step {parts.step}"

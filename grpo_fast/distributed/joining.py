@@ -20,12 +20,12 @@ if TYPE_CHECKING:  # a mistake in a configuration is told before torch is import
 WORD = 10.0  # seconds of waiting from one word about it to the next
 FAREWELL = 15.0  # seconds in which the others hear of a failure
 JOINED, HEARD, FAILED = (f"grpo_fast/joining/{name}" for name in ("joined/{}", "heard/{}", "failed"))
-_ALONE = {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}  # what torchrun would set
+_SINGLE_PROCESS = {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}  # what torchrun would set
 
 
 def numbers() -> tuple[int, int, int]:
     """How many ranks there are, which of them this process is, and which of its host's."""
-    size, rank, local_rank = (int(os.environ.get(name, default)) for name, default in _ALONE.items())
+    size, rank, local_rank = (int(os.environ.get(name, default)) for name, default in _SINGLE_PROCESS.items())
     return size, rank, local_rank
 
 

@@ -1,7 +1,7 @@
 """What ranks agree on, they agree on here: each exchange names its place, and an error of one is one of all.
 
-Every rank runs the same program. Where work differs between ranks, `together` runs it and gives every rank
-all results; where one rank fails, all leave the place, so that none waits for another that is elsewhere.
+Every rank runs the same program. Where work differs between ranks, `gather_from_all` runs it and gives every
+rank all results; where one rank fails, all leave the place, so that none waits for another that is elsewhere.
 """
 
 from __future__ import annotations
@@ -38,11 +38,13 @@ class World:
     device: torch.device = _CPU  # of this rank, where its tensors are exchanged
     step: int = 0  # that is being trained, for messages
     watch: Watch | None = None  # of the other ranks; None: there are none
-    objects: ProcessGroup | None = None  # of `together`: a rank may fail where others are in a collective
+    objects: ProcessGroup | None = (
+        None  # of `gather_from_all`: a rank may fail where others are in a collective
+    )
     launcher: Store | None = None  # torchrun's, which outlives its ranks
 
     @property
-    def leads(self) -> bool:
+    def is_main(self) -> bool:
         """Whether this rank writes the run's folder and speaks to the user."""
         return self.rank == 0
 
@@ -65,12 +67,12 @@ class World:
         """One of this rank's own; rank 0's is the same."""
         return random.Random(f"{seed}/{self.rank}").getrandbits(62) if self.rank else seed
 
-    def began(self, run_dir: Path) -> None:
+    def mark_started(self, run_dir: Path) -> None:
         """From here on, ranks that torchrun starts again go on with what is in the folder."""
         if self.launcher is not None:
             self.launcher.set(str(run_dir.resolve()), "begun")
 
-    def begun(self, run_dir: Path) -> bool:
+    def was_started(self, run_dir: Path) -> bool:
         """Whether torchrun starts the ranks of this run again, as after the loss of one."""
         return self.launcher is not None and self.launcher.check([str(run_dir.resolve())])
 
@@ -82,7 +84,7 @@ class World:
         """
         return nullcontext() if self.watch is None else self.watch.at(self._during(place))
 
-    def together(self, place: str, work: Callable[[], T]) -> list[T]:
+    def gather_from_all(self, place: str, work: Callable[[], T]) -> list[T]:
         """What `work` returns on each rank, in rank order.
 
         Args:
@@ -92,12 +94,12 @@ class World:
             RankError: another rank's work raised, or another rank is at another place.
             Exception: as this rank's own work.
         """
-        with self.agreed(place) as results:
+        with self.all_succeed(place) as results:
             results.append(work())
         return results
 
-    def exchanged(self, place: str, work: Callable[[], dict[str, Tensor]]) -> list[dict[str, Tensor]]:
-        """`together` for tensors by name, which are sent as such, and are on the CPU then."""
+    def gather_tensors(self, place: str, work: Callable[[], dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+        """`gather_from_all` for tensors by name, which are sent as such, and are on the CPU then."""
         own: dict[str, Tensor] = {}
 
         def packed() -> int:
@@ -109,7 +111,7 @@ class World:
             return len(buffers[self.rank])
 
         buffers = [bytearray()] * self.size
-        sizes = self.together(place, packed)
+        sizes = self.gather_from_all(place, packed)
         if self.size == 1:
             return [own]
         with self.at(place):
@@ -120,8 +122,8 @@ class World:
         return [load(bytes(buffer)) for buffer in buffers]
 
     @contextmanager
-    def agreed(self, place: str) -> Iterator[list[Any]]:
-        """A block of work that has succeeded on all ranks when it is left; raises as `together`.
+    def all_succeed(self, place: str) -> Iterator[list[Any]]:
+        """A block of work that has succeeded on all ranks when it is left; raises as `gather_from_all`.
 
         What this rank puts into the list is there afterwards of every rank, in rank order.
         """
@@ -154,7 +156,7 @@ class World:
 
     def leave(self) -> None:
         """No rank waits for another any more: each is alone, and goes on as long as it likes."""
-        self.together("the end", bool)  # a rank that leaves before others would seem lost
+        self.gather_from_all("the end", bool)  # a rank that leaves before others would seem lost
         if self.watch is not None:
             self.watch.stop()
             self.watch, self.objects, self.size = None, None, 1
@@ -163,9 +165,9 @@ class World:
     def _during(self, place: str) -> str:
         return f"{place} of step {self.step}" if self.step else place
 
-    def from_lead(self, place: str, work: Callable[[], T]) -> T:
+    def from_main(self, place: str, work: Callable[[], T]) -> T:
         """What `work` returns on rank 0, which alone runs it."""
-        results: list[T | None] = self.together(place, work if self.leads else lambda: None)
+        results: list[T | None] = self.gather_from_all(place, work if self.is_main else lambda: None)
         return results[0]  # type: ignore[return-value]
 
     def sum(self, tensor: Tensor) -> Tensor:
@@ -175,7 +177,7 @@ class World:
         return tensor
 
 
-ALONE = World()
+SINGLE_PROCESS = World()
 
 
 @cache
@@ -214,7 +216,7 @@ def joined(device: torch.device, timeout: timedelta, heartbeat_timeout: float = 
                 yield world
             except BaseException as error:
                 with suppress(RankError):
-                    world.together("the end", partial(_raise, error))
+                    world.gather_from_all("the end", partial(_raise, error))
                 raise
             world.leave()
     finally:

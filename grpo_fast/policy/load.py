@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from grpo_fast.distributed.config import DistributedConfig
-from grpo_fast.distributed.world import ALONE, World
+from grpo_fast.distributed.world import SINGLE_PROCESS, World
 from grpo_fast.policy.architecture import check_architecture, require_vocabulary, verify_policy
 from grpo_fast.policy.attention import PACKED_ATTENTION, flash_obstacle, register
 from grpo_fast.policy.config import LoraConfig, ModelConfig
@@ -34,7 +34,7 @@ def load_policy(
     config: ModelConfig,
     *,
     needs_reference: bool = False,
-    world: World = ALONE,
+    world: World = SINGLE_PROCESS,
     distributed: DistributedConfig = REPLICATE,
 ) -> Policy:
     """Load model and tokenizer, freeze or adapt as configured, and check that packing suits the model.
@@ -96,14 +96,14 @@ def load_policy(
         reference=reference,
         head_tolerance=config.head_tolerance,
     )
-    found = world.together("the weights", partial(_checksum, model)) if world.size > 1 else []
+    found = world.gather_from_all("the weights", partial(_checksum, model)) if world.size > 1 else []
     if len({*found}) > 1:
         raise ValueError(
             f"model.path = {config.path!r} is not the same on all ranks: the weights' checksums are {found}; "
             "give a folder that all see, or a model.revision"
         )
     if shards:
-        with world.agreed("the weights"):
+        with world.all_succeed("the weights"):
             policy.shard(world, head=distributed.head)
     verify_policy(policy)
     return policy

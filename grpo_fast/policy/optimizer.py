@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from grpo_fast.distributed.shards import all_gather, as_sharded, local, reduce_scatter, rows_of
-from grpo_fast.distributed.world import ALONE, World
+from grpo_fast.distributed.world import SINGLE_PROCESS, World
 from grpo_fast.policy.config import OptimizerConfig, State
 from grpo_fast.policy.finite import Diverged
 from grpo_fast.policy.host_memory import host_like, to_host, visits
@@ -54,7 +54,7 @@ class PolicyOptimizer:
         *,
         total_steps: int,
         on_host: Collection[str] = (),
-        world: World = ALONE,
+        world: World = SINGLE_PROCESS,
     ) -> None:
         if not parameters:
             raise ValueError("parameters is empty: everything in the model is frozen")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from grpo_fast.distributed.shards import whole
-from grpo_fast.distributed.world import ALONE, World
+from grpo_fast.distributed.world import SINGLE_PROCESS, World
 from grpo_fast.head import HeadParameters
 from grpo_fast.policy.architecture import fix_rope, head_parameters
 from grpo_fast.policy.attention import PackedLayout
@@ -137,7 +137,7 @@ class Policy:
 
     @property
     def head(self) -> HeadParameters:
-        """Whole, or of a sharded head this rank's rows, for hidden states as `at_head` gives them."""
+        """Whole, or of a sharded head this rank's rows, for hidden states as `head_inputs` gives them."""
         head = replace(head_parameters(self.base_model), tolerance=self.head_tolerance)
         if self._shards is None or not isinstance(head.weight, DTensor):
             return head
@@ -167,7 +167,7 @@ class Policy:
         )
         return output.last_hidden_state[0].index_select(0, batch.loss_index)
 
-    def at_head(self, batch: PackedBatch) -> tuple[Tensor, PackedBatch, slice]:
+    def head_inputs(self, batch: PackedBatch) -> tuple[Tensor, PackedBatch, slice]:
         """`hidden_states` and the batch as the head needs them, and which rows are this batch's: all.
 
         Of a sharded head: those of all ranks, see `ShardedModel.tokens_of_all`.
@@ -255,9 +255,9 @@ class Policy:
         The folder loads in transformers and vLLM alike. Sharded weights are gathered by all ranks, and rank 0
         writes.
         """
-        world = ALONE if self._shards is None else self._shards.world
-        weights = {name: tensor.to("cpu") for name, tensor in self.named_weights() if world.leads}
-        if world.leads:
+        world = SINGLE_PROCESS if self._shards is None else self._shards.world
+        weights = {name: tensor.to("cpu") for name, tensor in self.named_weights() if world.is_main}
+        if world.is_main:
             save_model(self.base_model, weights, self.tokenizer, folder)
 
 

@@ -96,9 +96,9 @@ def make_engine(
     Raises:
         ValueError, ImportError: as `require_engine`, or a setting contradicts the device or the policy.
     """
-    from grpo_fast.distributed.world import ALONE
+    from grpo_fast.distributed.world import SINGLE_PROCESS
 
-    world = world or ALONE
+    world = world or SINGLE_PROCESS
     require_engine(config, world.size)
     kind = engine_kind(chosen_engine(config, policy.device))
     return kind.make(config, policy, max_length=max_length, world=world)

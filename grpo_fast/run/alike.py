@@ -40,7 +40,7 @@ def require_alike(world: World, what: str, own: Callable[[], Mapping[str, Any]])
     """Raises ValueError where a rank has another tree than rank 0; the message names it and a difference."""
     if world.size == 1:
         return
-    first, *others = world.together(what, own)
+    first, *others = world.gather_from_all(what, own)
     for rank, other in enumerate(others, 1):
         for key, value, here in differences(first, other):
             there, at_first = (short(masked(one, key)) for one in (here, value))

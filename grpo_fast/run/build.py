@@ -21,7 +21,7 @@ from grpo_fast.config import TrainConfig, at
 from grpo_fast.data import PromptDataset, PromptSampler, exclude_overlap, load_held_out, load_prompts
 from grpo_fast.data.config import PREFIX, VERIFIERS, DatasetConfig
 from grpo_fast.data.tasksets import library_prompts
-from grpo_fast.distributed.world import ALONE, World
+from grpo_fast.distributed.world import SINGLE_PROCESS, World
 from grpo_fast.environments import Toolsets, load_toolsets, make_rollout
 from grpo_fast.environments.tools import ENVIRONMENT_COLUMN
 from grpo_fast.groups.sampler import make_sampler
@@ -54,7 +54,7 @@ TOOLS = ("rollout.tools", "rollout.environment")  # what prompts tell of, and re
 SEEDS_PER_STAGE = 10**9
 
 
-def build_trainer(config: TrainConfig, world: World = ALONE) -> Algorithm:
+def build_trainer(config: TrainConfig, world: World = SINGLE_PROCESS) -> Algorithm:
     """Every part that the configuration names, at step 0.
 
     Raises:
@@ -88,7 +88,7 @@ def build_callbacks(config: TrainConfig) -> Callbacks:
     return Callbacks([*load_callbacks(config.callbacks), *hub])
 
 
-def build_grpo_trainer(config: TrainConfig, world: World = ALONE) -> Trainer:
+def build_grpo_trainer(config: TrainConfig, world: World = SINGLE_PROCESS) -> Trainer:
     require_engine(config.rollout, world.size)
     if config.hub is not None and config.distributed.mode == "shard" and world.size > 1:
         raise ValueError(

@@ -40,8 +40,8 @@ def train(
     with prepared(config, resume, changed_code=changed_code, display=display, files=files) as run:
         run.begin()
         while run.goes_on():
-            with run.world.agreed("the step"):
+            with run.world.all_succeed("the step"):
                 result = run.trainer.train_step()
-            with run.world.agreed("the record"):
+            with run.world.all_succeed("the record"):
                 run.recorder.record(result)
         return run.finish()

@@ -54,7 +54,7 @@ class PreparedRun:
 
     def begin(self) -> None:
         """Score the held-out questions before the first step."""
-        with self.world.agreed("the beginning"):
+        with self.world.all_succeed("the beginning"):
             self.recorder.begin()
 
     def goes_on(self) -> bool:
@@ -63,17 +63,17 @@ class PreparedRun:
             return False
         self.world.step = self.trainer.step + 1
         asks = self.recorder.callbacks
-        heard = self.world.together("the start", lambda: (self.signals[:1], asks.stopped_by))
+        heard = self.world.gather_from_all("the start", lambda: (self.signals[:1], asks.stopped_by))
         self.stopped_by = next((first for received, _ in heard for first in received), None)
         return not (self.stopped_by or any(asked for _, asked in heard))
 
     def finish(self) -> RunOutcome:
         """Save, free the device, and let rank 0 do alone what takes as long as it takes."""
-        with self.world.agreed("the last checkpoint"):
+        with self.world.all_succeed("the last checkpoint"):
             self.recorder.save_last()
         self.trainer.__exit__()
         self.world.leave()
-        if self.world.leads:
+        if self.world.is_main:
             self.recorder.finish(self.stopped_by)
         return RunOutcome(self.run_dir, self.stopped_by)
 
@@ -91,40 +91,40 @@ def prepared(
     run_dir = Path(config.output_dir)
     with ExitStack() as stack:
         world = stack.enter_context(joined_ranks(config))
-        world.from_lead("the run's folder", lambda: stack.enter_context(locked_run_dir(run_dir)))
+        world.from_main("the run's folder", lambda: stack.enter_context(locked_run_dir(run_dir)))
         require_one_folder(world, run_dir)
         code = require_alike_ranks(world, config, resume)
-        if world.from_lead("the run's folder", partial(world.begun, run_dir)):
+        if world.from_main("the run's folder", partial(world.was_started, run_dir)):
             resume = "latest"
-        config = world.from_lead("the length", partial(with_steps, config))
-        config = world.from_lead("the plan", partial(resolve_auto, config, run_dir, ranks=world.size))
+        config = world.from_main("the length", partial(with_steps, config))
+        config = world.from_main("the plan", partial(resolve_auto, config, run_dir, ranks=world.size))
         store = CheckpointStore(run_dir / CHECKPOINTS_DIR, config.checkpoint.keep, world)
         find = partial(find_checkpoint, run_dir, store, config, resume, code, changed_code=changed_code)
-        checkpoint, changes = world.from_lead("the checkpoint", find)
+        checkpoint, changes = world.from_main("the checkpoint", find)
         own_dir = run_dir
-        if not world.leads:  # rank 0's are the run's files: what the others write, nobody keeps
+        if not world.is_main:  # rank 0's are the run's files: what the others write, nobody keeps
             own_dir = Path(stack.enter_context(TemporaryDirectory(prefix="grpo-fast-rank-")))
             quiet = {"output_dir": str(own_dir), "logging": LoggingConfig(), "callbacks": [], "hub": None}
             config, display = config.model_copy(update=quiet), False
             if checkpoint is not None:
                 checkpoint = replace(checkpoint, state={**checkpoint.state, "offsets": {}, "callbacks": {}})
-        with world.agreed("the callbacks"):
+        with world.all_succeed("the callbacks"):
             callbacks = build_callbacks(config)
         require_mirrors(config.logging)
-        world.from_lead("the call's objects", partial(keep, files, run_dir))
-        with world.agreed("the model and the data"):
+        world.from_main("the call's objects", partial(keep, files, run_dir))
+        with world.all_succeed("the model and the data"):
             trainer = build_trainer(config, world)
         require_room(world, store, config, trainer)
         stack.enter_context(trainer)
         if checkpoint is not None:
             restore(trainer, checkpoint)
         write_whole(own_dir / CONFIG_FILE, dump_config(config).encode())
-        world.began(run_dir)
+        world.mark_started(run_dir)
         signals = stack.enter_context(noting_signals())
         options: Any = {"checkpoint": checkpoint, "show": display, "callbacks": callbacks, "code": code}
         recorder = stack.enter_context(Recorder(trainer, config, store, **options))
         trainer.on_progress = recorder.display.rollout
-        for line in opening_lines(config, trainer) if world.leads else ():
+        for line in opening_lines(config, trainer) if world.is_main else ():
             recorder.say(line)
         if resume is not None:
             origin = "the beginning, without a checkpoint" if checkpoint is None else checkpoint.path
@@ -146,7 +146,7 @@ def joined_ranks(config: TrainConfig) -> Iterator[World]:
 def require_one_folder(world: World, run_dir: Path) -> None:
     """Raises CheckpointError where ranks see different folders under one name."""
     lock = run_dir / LOCK_FILE  # of other ranks' hosts, it may not be there
-    if len({*world.together("the run's lock", lambda: lock.exists() and lock.read_text())}) > 1:
+    if len({*world.gather_from_all("the run's lock", lambda: lock.exists() and lock.read_text())}) > 1:
         raise CheckpointError(
             f"output_dir = {str(run_dir)!r} is not the same folder on all ranks; name one on a file "
             "system that their hosts share"
@@ -157,7 +157,7 @@ def require_alike_ranks(world: World, config: TrainConfig, resume: str | None) -
     """What the rewards and the like were loaded from, by `code_digests`; raises as `require_alike`."""
     asked = config.model_dump(mode="json", exclude={"output_dir"}) | {"resume": resume}
     require_alike(world, "the configuration", lambda: asked)
-    with world.agreed("the code"):
+    with world.all_succeed("the code"):
         code = code_digests(asked)
     require_alike(world, "the code", lambda: {place: digest[:16] for place, digest in code.items()})
     return code
@@ -167,14 +167,14 @@ def require_room(world: World, store: CheckpointStore, config: TrainConfig, trai
     # A checkpoint has of each weight two moments and itself or its master, in 32 bits at least.
     size = sum(3 * w.numel() * max(w.itemsize, 4) for w in trainer.policy.trainable().values())
     saves = math.ceil(config.max_steps / (config.checkpoint.every or config.max_steps))
-    world.from_lead("the room for checkpoints", partial(store.check_room, size, saves))
+    world.from_main("the room for checkpoints", partial(store.check_room, size, saves))
 
 
 def restore(trainer: Algorithm, checkpoint: Checkpoint) -> None:
     """Go on where the checkpoint was saved."""
     trainer.optimizer.load_state_tensors(  # which exchanges rows when all ranks have read theirs
         checkpoint.tensors,
-        lambda into: trainer.world.together("the checkpoint", partial(checkpoint.load, into)),
+        lambda into: trainer.world.gather_from_all("the checkpoint", partial(checkpoint.load, into)),
     )
     trainer.optimizer.load_state(checkpoint.state["optimizer"])
     trainer.load_state_dict(checkpoint.state["trainer"])

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceSt
 from torch.distributed.checkpoint.api import CheckpointException
 
 from grpo_fast.distributed.shards import local
-from grpo_fast.distributed.world import ALONE, World
+from grpo_fast.distributed.world import SINGLE_PROCESS, World
 from grpo_fast.policy.finite import Diverged, first_not_finite
 from grpo_fast.run_record.summary import bytes_text
 
@@ -88,7 +88,7 @@ class CheckpointStore:
         world: the ranks, which open it, save and rewind together. They share a file system.
     """
 
-    def __init__(self, root: Path, keep: int | None = None, world: World = ALONE) -> None:
+    def __init__(self, root: Path, keep: int | None = None, world: World = SINGLE_PROCESS) -> None:
         self.root, self.keep, self.world = Path(root), keep, world
         if keep is not None:
             self._lead(self._clean)
@@ -277,7 +277,7 @@ class CheckpointStore:
             except OSError as error:
                 return error
 
-        found: list[Any] = self.world.together("the checkpoint", tried)
+        found: list[Any] = self.world.gather_from_all("the checkpoint", tried)
         for result in found:
             if isinstance(result, OSError):
                 raise result
@@ -285,7 +285,7 @@ class CheckpointStore:
 
     def _lead(self, work: Callable[[], T]) -> T:
         """Rank 0's result, which alone works."""
-        found: list[Any] = self._agreed(work if self.world.leads else lambda: None)
+        found: list[Any] = self._agreed(work if self.world.is_main else lambda: None)
         return found[0]
 
     def _make_room(self) -> bool:

@@ -87,7 +87,7 @@ class Recorder:
                 return
             kinds = [isinstance(error, one) for one in (FloatingPointError, Diverged, CheckpointError)]
             try:
-                with self.world.agreed("the error") as found:
+                with self.world.all_succeed("the error") as found:
                     found.append((*kinds, self.trainer.optimizer.mid_step))
             except RankError as lost:
                 self.say(f"{type(error).__name__}, and step {self.trainer.step} cannot be saved: {lost}")
@@ -190,7 +190,7 @@ class Recorder:
         lower = f"a lower optimizer.learning_rate ({self.trainer.optimizer.learning_rate:.3g} now)"
         if self.config.model.dtype == "float16":
             lower += ", or anew with model.dtype = bfloat16"
-        paths = self.world.from_lead("the checkpoints", self.store.paths)
+        paths = self.world.from_main("the checkpoints", self.store.paths)
         good = [path for path in paths if step_of(path) < step + mid_step]
         if not (step or mid_step):
             left = "nothing is trained yet, so it is the model or its precision: try model.dtype = float32"

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.tensor import DTensor
 
 from grpo_fast.distributed.shards import as_sharded, rows_of
-from grpo_fast.distributed.world import ALONE, World
+from grpo_fast.distributed.world import SINGLE_PROCESS, World
 from grpo_fast.policy import PolicyOptimizer
 from grpo_fast.policy.config import OptimizerConfig
 from grpo_fast.policy.finite import Diverged
@@ -64,7 +64,7 @@ def save(folder: Path, seed: int, world: World, *, kind: str = "adamw") -> None:
     assert store.paths() == [path]
     assert {*verify(path), MANIFEST} == {file.name for file in path.iterdir()}
     expected = whole(optimizer.state_tensors()), whole(parameters)
-    world.from_lead("what is expected", lambda: torch.save(expected, store.root / "expected"))
+    world.from_main("what is expected", lambda: torch.save(expected, store.root / "expected"))
 
 
 def resume(
@@ -73,7 +73,7 @@ def resume(
     """From a checkpoint of so many ranks: the same numbers, to the bit."""
     parameters, optimizer = build(world, seed + 1, kind=kind, sharded=sharded)
     store = CheckpointStore(folder / kind / f"by {by}", 1, world)
-    found = world.from_lead("the checkpoint", store.load_intact)
+    found = world.from_main("the checkpoint", store.load_intact)
     assert found is not None and found.state == {"by": 0}
     optimizer.load_state_tensors(found.tensors, found.load)
     for expected, ours in zip(
@@ -111,7 +111,7 @@ def fail(folder: Path, seed: int, world: World) -> None:
             store.save(3, tensors, {})
         kept = ["step-00000002", "step-00000003"] if full else ["step-00000001", "step-00000002"]
         assert sorted(path.name for path in store.root.iterdir()) == kept
-        world.together("looked", lambda: None)
+        world.gather_from_all("looked", lambda: None)
     rows[:] = torch.nan if world.rank == unlucky else 0.0
     with pytest.raises(Diverged, match=r"master\.weight"):
         store.save(4, tensors, {})
@@ -137,6 +137,6 @@ if __name__ == "__main__":
     for size, checks in WORLDS:
         arguments = (Path(sys.argv[1]), int(sys.argv[2]), checks)
         if size == 1:  # what is imported on the way, the others have too
-            main(ALONE, *arguments)
+            main(SINGLE_PROCESS, *arguments)
         else:
             fork(main, size, *arguments)

@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from grpo_fast.config import TrainConfig
 from grpo_fast.distributed import shards
 from grpo_fast.distributed.shards import local
-from grpo_fast.distributed.world import ALONE, World
+from grpo_fast.distributed.world import SINGLE_PROCESS, World
 from grpo_fast.policy import PolicyOptimizer
 from grpo_fast.policy import optimizer as optimizer_module
 from grpo_fast.run import build_trainer
@@ -63,7 +63,7 @@ def check(name: str, toy: dict[str, Any], world: World, updates: int, eps: float
     modes = [{"mode": "replicate"}, {"mode": "shard", "head": draw.choice(["gathered", "sharded"])}]
     alone, *several = (
         build_trainer(TrainConfig.model_validate(settings | {"distributed": mode}), ranks)
-        for mode, ranks in [({}, ALONE), *((mode, world) for mode in modes)]
+        for mode, ranks in [({}, SINGLE_PROCESS), *((mode, world) for mode in modes)]
     )
     assert isinstance(alone, Trainer)
     config = alone.config
@@ -97,7 +97,7 @@ def check(name: str, toy: dict[str, Any], world: World, updates: int, eps: float
         apart = {k: float((w - own[k]).norm() / w.norm().clamp(min=1e-3)) for k, w in weights[0].items()}
         worst = max(apart, key=apart.__getitem__)
         if updates:
-            print(f"{apart[worst]:.1e} {case}, {worst}\n" if world.leads else "", end="", flush=True)
+            print(f"{apart[worst]:.1e} {case}, {worst}\n" if world.is_main else "", end="", flush=True)
             continue
         assert apart[worst] < 1e-6, f"{case}: {worst} differs by {apart[worst]:.1e}"
         assert told.keys() == found[0].keys(), f"{case}: {told.keys() ^ found[0].keys()}"

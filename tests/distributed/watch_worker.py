@@ -43,11 +43,11 @@ def sum_after(world: World, before: Callable[[World], None]) -> None:
 
 
 def killed_while_others_work(world: World) -> None:
-    world.together("the rollout", lambda: (die(world), time.sleep(FOREVER)))
+    world.gather_from_all("the rollout", lambda: (die(world), time.sleep(FOREVER)))
 
 
 def killed_while_others_wait(world: World) -> None:
-    world.together("the rollout", lambda: (time.sleep(0.5 * world.rank), die(world)))
+    world.gather_from_all("the rollout", lambda: (time.sleep(0.5 * world.rank), die(world)))
 
 
 def killed_in_a_collective(world: World) -> None:
@@ -68,7 +68,7 @@ def on_nodes(world: World, *nodes: str) -> None:
     """Of each rank one, whose ranks see each other's processes."""
     assert world.watch is not None
     world.watch.timeout, world.watch.own.node = 1.5, nodes[world.rank]
-    world.together("the nodes", lambda: time.sleep(0.5))  # in which all hear of it
+    world.gather_from_all("the nodes", lambda: time.sleep(0.5))  # in which all hear of it
 
 
 def frozen(world: World) -> None:
@@ -130,9 +130,9 @@ def refuse(world: World) -> None:
 def failed_while_others_work(world: World) -> None:
     """The others are called away, and all leave together: they can still save."""
     try:
-        world.together("the rewards", lambda: (refuse(world), time.sleep(FOREVER)))
+        world.gather_from_all("the rewards", lambda: (refuse(world), time.sleep(FOREVER)))
     except (ValueError, RankError):
-        assert world.together("the checkpoint", lambda: world.rank) == [*range(world.size)]
+        assert world.gather_from_all("the checkpoint", lambda: world.rank) == [*range(world.size)]
         raise
 
 
@@ -141,11 +141,11 @@ agreed_by_three = failed_while_others_work
 
 def failed_in_an_exchange_within(world: World) -> None:
     try:
-        with world.agreed("the gradient"):
+        with world.all_succeed("the gradient"):
             refuse(world)
-            world.together("the micro-batches", bool)
+            world.gather_from_all("the micro-batches", bool)
     except (ValueError, RankError):
-        assert world.together("the checkpoint", lambda: world.rank) == [0, 1]
+        assert world.gather_from_all("the checkpoint", lambda: world.rank) == [0, 1]
         raise
 
 
@@ -162,25 +162,25 @@ def failed_and_stays(world: World) -> None:
 
 def failed_outside(world: World) -> None:
     refuse(world)
-    world.together("the rollout", bool)
+    world.gather_from_all("the rollout", bool)
 
 
 def hanging(world: World) -> None:
     world.objects = dist.new_group(backend="gloo", timeout=timedelta(seconds=1))
-    world.together("the rewards", lambda: time.sleep(FOREVER * world.rank))
+    world.gather_from_all("the rewards", lambda: time.sleep(FOREVER * world.rank))
 
 
 def elsewhere(world: World) -> None:
-    world.together(f"the {'rollout' if world.rank else 'update'}", bool)
+    world.gather_from_all(f"the {'rollout' if world.rank else 'update'}", bool)
 
 
 def forgiven(world: World) -> None:
     """An error that all have left with is no trouble later."""
     for _ in range(3):
         try:
-            world.together("the checkpoint", lambda: refuse(world))
+            world.gather_from_all("the checkpoint", lambda: refuse(world))
         except (ValueError, RankError):
-            world.together("the rollout", lambda: time.sleep(0.5))
+            world.gather_from_all("the rollout", lambda: time.sleep(0.5))
     sum_after(world, lambda world: None)
 
 

@@ -21,7 +21,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grpo_fast.distributed.config import DistributedConfig
 from grpo_fast.distributed.shards import local, rows_of, whole
-from grpo_fast.distributed.world import ALONE, World
+from grpo_fast.distributed.world import SINGLE_PROCESS, World
 from grpo_fast.objective import GRPOLossConfig, StepTotals
 from grpo_fast.policy import PackedBatch, Policy, PolicyOptimizer, layers, load_policy, pack
 from grpo_fast.policy.config import ModelConfig, OptimizerConfig
@@ -101,7 +101,7 @@ def check_step(alone: Policy, sharded: Policy, world: World, seed: int, toleranc
         return out.loss
 
     found = []
-    for policy, ranks, work in ((alone, ALONE, batches), (sharded, world, own)):
+    for policy, ranks, work in ((alone, SINGLE_PROCESS, batches), (sharded, world, own)):
         logprobs: list[torch.Tensor] = []
         optimizer = PolicyOptimizer(policy.trainable(), OptimizerConfig(), total_steps=1, world=ranks)
         for batch in work:
@@ -155,7 +155,9 @@ def check_experts(world: World, seed: int) -> None:
 
     def stepped(mode: str) -> dict[str, Tensor]:
         routed: Any = deepcopy(model)
-        ranks, experts = (world, chosen[world.rank]) if mode != "alone" else (ALONE, [*chain(*chosen)])
+        ranks, experts = (
+            (world, chosen[world.rank]) if mode != "alone" else (SINGLE_PROCESS, [*chain(*chosen)])
+        )
         shards = mode == "shard"
         run = ShardedModel(routed, routed, world, gathers_head=True).run if shards else lambda work: work()
         config = OptimizerConfig(learning_rate=0.1, eps=1e-3)
@@ -181,12 +183,14 @@ def main(world: World, folder: str, seed: str) -> None:
     for family, settings in [*drawn.sample(CASES[:-1], 2), CASES[-1]]:
         head = drawn.choice(["gathered", "sharded"])
         print(family, settings, head, flush=True)
-        alone, sharded = (loaded(Path(folder, family), settings, ranks, head) for ranks in (ALONE, world))
+        alone, sharded = (
+            loaded(Path(folder, family), settings, ranks, head) for ranks in (SINGLE_PROCESS, world)
+        )
         check_engine(alone, sharded, world, int(seed))
         check_step(alone, sharded, world, int(seed), 1e-5 if "dtype" not in settings else 0.05)
     sharded.save_pretrained(Path(folder, f"export{world.rank}"))
     weights = dict(sharded.named_weights())
-    if world.leads:
+    if world.is_main:
         exported = AutoModelForCausalLM.from_pretrained(Path(folder, "export0")).state_dict()
         assert all(torch.equal(exported[name], weight) for name, weight in weights.items())
     assert not Path(folder, "export1").exists()

@@ -264,7 +264,7 @@ def test_ranks_that_loaded_other_weights_are_refused(
             next(model.parameters()).view(-1)[0] *= moved
         return [own, work()]
 
-    monkeypatch.setattr(World, "together", exchanged)
+    monkeypatch.setattr(World, "gather_from_all", exchanged)
     config = ModelConfig(path=str(folder_of("llama")), dtype="float32", device="cpu")
     moved = 1.0
     load_policy(config, world=World(0, 2))

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from grpo_fast.distributed.shards import local
-from grpo_fast.distributed.world import ALONE, World
+from grpo_fast.distributed.world import SINGLE_PROCESS, World
 from grpo_fast.policy.finite import first_not_finite
 from grpo_fast.rollout.config import VLLMConfig
 from grpo_fast.rollout.requests import Request, Requests
@@ -60,7 +60,12 @@ class VLLMEngine:
     name = "vllm"
 
     def __init__(
-        self, policy: Policy, config: VLLMConfig, *, max_length: int | None = None, world: World = ALONE
+        self,
+        policy: Policy,
+        config: VLLMConfig,
+        *,
+        max_length: int | None = None,
+        world: World = SINGLE_PROCESS,
     ) -> None:
         """
         Args:
@@ -101,7 +106,7 @@ class VLLMEngine:
             if policy.quantized:
                 own = f"a base of its own in full precision, for {choices.obstacle}"
                 reason = f"beside {'the 4-bit base of the policy' if choices.shares else own}"
-            if world.leads:
+            if world.is_main:
                 logger.warning(
                     "vLLM's weights: %s (%s); its log-probabilities are %.2g nats from the policy's",
                     self._sync.way,
@@ -125,7 +130,7 @@ class VLLMEngine:
         Raises:
             RankError: what another rank asks for cannot be.
         """
-        with self._world.agreed("a rollout's prompts") as asked:
+        with self._world.all_succeed("a rollout's prompts") as asked:
             changed = self._weights_changed()
             check_prompts(prompts, n)
             for index, prompt in enumerate(prompts):
@@ -182,7 +187,7 @@ class VLLMEngine:
             return None if taken is None else accepted(taken)
 
         with closing(requests):
-            if any(self._world.together("the requests of a rollout", self._weights_changed)):
+            if any(self._world.gather_from_all("the requests of a rollout", self._weights_changed)):
                 self.sync(self._policy)
             self._run(arrivals)
 
@@ -213,14 +218,16 @@ class VLLMEngine:
         if policy is not self._policy:
             raise ValueError("sync() got another policy than the one this engine was made with")
         vllm, on_gpu = self._vllm, policy.device.type == "cuda"
-        with self._world.agreed("vLLM's new weights"):
+        with self._world.all_succeed("vLLM's new weights"):
             # From NaN vLLM draws token 0, and does not tell.
             if name := first_not_finite({n: local(p) for n, p in policy.trainable().items()}):
                 raise FloatingPointError(f"the weights {name} hold NaN or infinity: training has diverged")
             if on_gpu:
                 torch.cuda.synchronize(policy.device)  # the optimiser's last kernels may still be writing
             self._cycle.wake_weights()
-        with self._world.agreed("the copy of vLLM's weights"):  # or one without room would repeat it alone
+        with self._world.all_succeed(
+            "the copy of vLLM's weights"
+        ):  # or one without room would repeat it alone
             self._sync(everything=self._cycle.weights_dropped)
             if on_gpu:
                 torch.cuda.synchronize(policy.device)
@@ -233,7 +240,7 @@ class VLLMEngine:
 
     def wake(self) -> None:
         self._require_open()
-        with self._world.agreed("vLLM's waking"):
+        with self._world.all_succeed("vLLM's waking"):
             self._cycle.wake()
 
     def freed(self) -> int:

@@ -24,7 +24,7 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
-from grpo_fast.distributed.world import ALONE, World
+from grpo_fast.distributed.world import SINGLE_PROCESS, World
 from grpo_fast.policy.quantization import unquantized
 from grpo_fast.policy.random_state import capture_rng, restore_rng
 from grpo_fast.policy.source import cache_folder
@@ -147,7 +147,7 @@ def start(
         if choices.shares:
             placements = share(model, base, placements)
 
-    if world.leads:
+    if world.is_main:
         logger.warning("vLLM %s starts, which takes about half a minute", installed_version())
     arguments = engine_arguments(policy, config, choices.adapters, max_length)
     require_positions(policy.base_model.config.get_text_config(), arguments["max_model_len"])
@@ -177,7 +177,7 @@ def start(
     return llm, placements
 
 
-def require_device(device: torch.device, platform: str, world: World = ALONE) -> None:
+def require_device(device: torch.device, platform: str, world: World = SINGLE_PROCESS) -> None:
     """Raises ValueError where vLLM, on the first visible GPU or a CPU, would not be where the policy is.
 
     Of several ranks each takes the GPU of its LOCAL_RANK, as its policy does.
@@ -315,7 +315,7 @@ def _loading_by(load: Callable[[nn.Module], None]) -> Iterator[None]:
 
 
 @contextmanager
-def starting(world: World = ALONE) -> Iterator[None]:
+def starting(world: World = SINGLE_PROCESS) -> Iterator[None]:
     """Around the import of vLLM and the making of its engine; RuntimeError where one runs in this process."""
     if _running:
         raise RuntimeError(
