@@ -19,8 +19,17 @@ from grpo_fast.groups.estimators import BASELINES, SCALES
 from grpo_fast.objective import LossOutputs
 from grpo_fast.objective.catalog import CATALOG, METHODS, LossFacts
 from grpo_fast.objective.surrogates import Surrogate
+from grpo_fast.rollout.engines import TransformersKind
 
 seen = {}
+
+class Watched(TransformersKind):
+    name = "watched"
+
+    def make(self, config, policy, *, max_length, world):
+        engine = super().make(config, policy, max_length=max_length, world=world)
+        engine.name, seen["engine"] = self.name, engine
+        return engine
 
 def squared(tokens, config):
     return Surrogate(-tokens.advantages * tokens.logprobs.square(), tokens.log_ratio.detach().exp())
@@ -67,8 +76,11 @@ def outside(tmp_path, monkeypatch) -> Any:
         table.update(rows)
 
 
-def test_a_method_of_a_loss_a_baseline_and_a_scale_of_ones_own_trains(outside, make_trainer) -> None:
-    trainer = make_trainer(method="mine")
+def test_a_method_of_a_loss_a_baseline_and_a_scale_of_ones_own_trains_with_an_engine_of_ones_own(
+    outside, make_trainer
+) -> None:
+    trainer = make_trainer(method="mine", rollout={"engine": "mine:Watched"})
+    assert trainer.engine is outside.seen["engine"]
     assert (trainer.config.loss.loss_type, trainer.config.advantage.baseline) == ("squared", "best")
     metrics = trainer.train_step().metrics
     assert math.isfinite(metrics["loss"]) and metrics["grad_norm"] > 0
