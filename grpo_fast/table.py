@@ -198,10 +198,20 @@ class Completions:
 
     @staticmethod
     def join(tables: Sequence[Completions]) -> Completions:
-        """One after the other, groups numbered on. All have the same columns and facts."""
+        """One after the other, groups numbered on.
+
+        Raises:
+            ValueError: a column or a fact that one table lacks.
+        """
         first = tables[0]
         if len(tables) == 1:
             return first
+        for what in ("columns", "facts"):
+            names = [{*getattr(table, what)} for table in tables]
+            if lacking := sorted(set.union(*names) - set.intersection(*names)):
+                raise ValueError(
+                    f"{what} {lacking} are of some completions only; give them for all, or for none"
+                )
 
         def shifted(values: Callable[[Completions], Tensor], sizes: Sequence[int]) -> Tensor:
             before = offsets_of(sizes)[:-1].tolist()

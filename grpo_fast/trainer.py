@@ -26,6 +26,7 @@ from grpo_fast.policy import Policy, PolicyOptimizer
 from grpo_fast.policy.architecture import rounding_nats
 from grpo_fast.rewards import RewardSet
 from grpo_fast.rollout import Engine, Rollout, generate_rollout, sampling_of
+from grpo_fast.rollout.engines import ENGINES
 from grpo_fast.rollout.handover import DeviceHandover
 from grpo_fast.run_record.logs import Clock, SampleRecord
 from grpo_fast.score import (
@@ -188,7 +189,7 @@ class Trainer(Algorithm):
         raise ValueError(
             f"the first completions are of another policy: rollout.engine = {engine!r} and the trainer are "
             f"{difference:.2g} nats a token apart, where {allowed:g} is rounding in {model.dtype}; set "
-            f"rollout.engine to {'transformers' if engine == 'vllm' else 'vllm'}, or model.attention to "
+            f"rollout.engine to {' or '.join(name for name in ENGINES if name != engine)}, or model.attention to "
             "another, or, where it is meant so, alerts.sampler_drift to null"
         )
 

@@ -65,6 +65,13 @@ def test_what_ranks_send_is_the_table_without_its_objects(seed: int) -> None:
     assert_rows(joined, rows + [(*row[:2], row[2] + 4, row[3]) for row in rows])
 
 
+def test_a_column_of_some_completions_only_is_refused(seed: int) -> None:
+    table, _ = drawn(seed)
+    other = table.with_columns(told=torch.zeros(len(table.token_ids)))
+    with pytest.raises(ValueError, match=r"columns \['told'\] are of some completions only"):
+        Completions.join([table, other])
+
+
 def test_sums_and_spreads_are_of_each_completions_own_tokens(seed: int) -> None:
     table, rows = drawn(seed)
     written = torch.tensor([random.Random(seed + i).random() < 0.7 for i in range(len(table.mask))])
