@@ -186,10 +186,11 @@ class Trainer(Algorithm):
         allowed = rounding_nats(model.dtype, model.device.type)
         if difference is None or difference <= allowed:
             return difference is not None
+        others = " or ".join(name for name in ENGINES if name != engine)
         raise ValueError(
             f"the first completions are of another policy: rollout.engine = {engine!r} and the trainer are "
             f"{difference:.2g} nats a token apart, where {allowed:g} is rounding in {model.dtype}; set "
-            f"rollout.engine to {' or '.join(name for name in ENGINES if name != engine)}, or model.attention to "
+            f"rollout.engine to {others}, or model.attention to "
             "another, or, where it is meant so, alerts.sampler_drift to null"
         )
 
