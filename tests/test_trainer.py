@@ -6,6 +6,7 @@ import itertools
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -158,6 +159,22 @@ def test_a_users_function_gives_each_token_its_advantage(make_trainer, own):
     torch.testing.assert_close(chosen.columns["advantages"][last], expected)
     others = torch.ones_like(chosen.mask).index_fill(0, last, False)
     assert not chosen.columns["advantages"][others].any()
+
+
+@pytest.mark.parametrize("function", [True, False])
+def test_texts_of_other_ranks_are_sent_where_a_users_function_reads_them(make_trainer, own, function):
+    trainer = make_trainer(advantage={"function": own("last_token") if function else None})
+    trainer.world = SimpleNamespace(  # the other rank has the same
+        rank=0,
+        size=2,
+        share=lambda prompts: prompts,
+        seed=lambda seed: seed,
+        gather_tensors=lambda place, work: [work()] * 2,
+        gather_from_all=lambda place, work: [work()] * 2,
+    )
+    table = trainer.rollout(trainer.prompts.next(), 0, Clock())
+    theirs = table.objects["completion"][len(table) // 2 :]
+    assert len(theirs) == 24 and all((completion is not None) == function for completion in theirs)
 
 
 def test_rewards_begun_while_others_decode_change_no_step(toy, make_trainer, seed):
