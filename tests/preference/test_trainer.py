@@ -196,6 +196,12 @@ def test_the_reference_is_of_these_weights_and_tokens_and_not_of_new_adapters(co
     assert fingerprint(adapted, trainer.comparisons) == first
     fewer = trainer.comparisons[1:]
     assert fingerprint(trainer.policy, fewer) != first
+    settings = trainer.policy.base_model.config
+    settings.name_or_path = "another/place"
+    assert fingerprint(trainer.policy, trainer.comparisons) == first
+    settings.rms_norm_eps *= 2
+    assert fingerprint(trainer.policy, trainer.comparisons) != first
+    settings.rms_norm_eps /= 2
     with torch.no_grad():
         next(iter(trainer.policy.trainable().values())).view(-1)[0].add_(1e-3)
     assert fingerprint(trainer.policy, trainer.comparisons) != first
