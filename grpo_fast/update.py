@@ -112,9 +112,12 @@ class PolicyUpdate:
         return minibatches
 
     def local(self, table: Completions) -> Completions:
-        """This rank's completions of a table, with the fact `row`: which of all ranks' each is."""
+        """This rank's completions of a table, their columns on its device, with the fact `row`: which of all
+        ranks' each is."""
         rows = assign_to_ranks(table, self.world.size, self.policy.token_costs)[self.world.rank]
-        return table.with_facts(row=torch.arange(len(table))).select(rows)
+        own = table.with_facts(row=torch.arange(len(table))).select(rows)
+        # Once: micro-batches read them there, without waiting for the device.
+        return own.with_columns(**{name: v.to(self.policy.device) for name, v in own.columns.items()})
 
     def with_fixed_logprobs(self, table: Completions, stale: bool = False) -> Completions:
         """Old and reference log-probabilities, each only where the loss needs it.
@@ -243,7 +246,7 @@ class PolicyUpdate:
         def differences() -> tuple[float, int]:
             with evaluation_mode(self.policy.model):  # without LoRA's dropout, as the engine
                 (logprobs,) = self.annotator.columns(own)
-            apart = (logprobs.cpu() - own.columns["sampler_logprobs"])[own.mask].abs()
+            apart = (logprobs - own.columns["sampler_logprobs"]).cpu()[own.mask].abs()
             return apart.double().sum().item(), len(apart)
 
         found = self.world.gather_from_all("the sampler's log-probabilities", differences)
