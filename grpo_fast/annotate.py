@@ -15,9 +15,9 @@ from torch import Tensor
 
 from grpo_fast.distributed.world import SINGLE_PROCESS, World
 from grpo_fast.head import HeadOutput, linear_logprob
-from grpo_fast.policy import PackedBatch, Policy, pack
+from grpo_fast.policy import PackedBatch, Policy
 from grpo_fast.policy.out_of_memory import MicroBatchBudget
-from grpo_fast.policy.packing import empty_batch
+from grpo_fast.policy.packing import empty_batch, laid_out
 from grpo_fast.table import Completions
 
 
@@ -81,7 +81,7 @@ class Annotator:
             device = self.policy.device
             batches = []
             if len(table):
-                batches = pack(table, max_tokens=key[0], device=device, whole_prompts=key[1])
+                batches = laid_out(table, max_tokens=key[0], device=device, whole_prompts=key[1])
             count = max(1, len(batches))
             if self.policy.sharded:
                 count = max(self.world.gather_from_all("the micro-batches", lambda: count))

@@ -101,7 +101,7 @@ class PolicyUpdate:
         part_of = torch.searchsorted(groups, table.groups) % parts
         minibatches = []
         for part in range(parts):
-            chosen = table.select((part_of == part).nonzero()[:, 0])
+            chosen = table if parts == 1 else table.select((part_of == part).nonzero()[:, 0])
             counts = StepTotals(
                 num_tokens=totals.num_tokens / parts,
                 num_sequences=totals.num_sequences / parts,
@@ -114,8 +114,10 @@ class PolicyUpdate:
     def local(self, table: Completions) -> Completions:
         """This rank's completions of a table, their columns on its device, with the fact `row`: which of all
         ranks' each is."""
-        rows = assign_to_ranks(table, self.world.size, self.policy.token_costs)[self.world.rank]
-        own = table.with_facts(row=torch.arange(len(table))).select(rows)
+        own = table.with_facts(row=torch.arange(len(table)))
+        if self.world.size > 1:
+            rows = assign_to_ranks(table, self.world.size, self.policy.token_costs)[self.world.rank]
+            own = own.select(rows)
         # Once: micro-batches read them there, without waiting for the device.
         return own.with_columns(**{name: v.to(self.policy.device) for name, v in own.columns.items()})
 
@@ -153,7 +155,8 @@ class PolicyUpdate:
                 logprobs = torch.zeros(len(table.token_ids), device=self.policy.device)
                 shares = []
                 for batch in batches:
-                    batch = batch.with_columns(chosen)
+                    if chosen is not table:
+                        batch = batch.with_columns(chosen)
                     if hides_sampler:
                         shown = {n: v for n, v in batch.columns.items() if n != "sampler_logprobs"}
                         batch = replace(batch, columns=shown)

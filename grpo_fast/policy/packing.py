@@ -113,14 +113,22 @@ def _families(table: Completions) -> list[list[int]]:
 def pack(
     table: Completions, *, max_tokens: int, device: torch.device | str, whole_prompts: bool = False
 ) -> list[PackedBatch]:
-    """Lay completions out flat, in as few and as even micro-batches as `max_tokens` input tokens each allow.
+    """`laid_out`, with the table's columns."""
+    batches = laid_out(table, max_tokens=max_tokens, device=device, whole_prompts=whole_prompts)
+    return [batch.with_columns(table) for batch in batches]
+
+
+def laid_out(
+    table: Completions, *, max_tokens: int, device: torch.device | str, whole_prompts: bool = False
+) -> list[PackedBatch]:
+    """Completions flat, in as few and as even micro-batches as `max_tokens` input tokens each allow.
 
     The largest micro-batch comes first, so that a budget too large for the memory fails at once. The same
     table gives the same batches. A sequence is never split: one longer than the budget gets a micro-batch
     of its own.
 
     Args:
-        table: completions in any order; one may be alone in its group. Its columns go along.
+        table: completions in any order; one may be alone in its group.
         max_tokens: input tokens of one micro-batch, shared prompts counted once.
         device: where the tensors go.
         whole_prompts: all completions of a prompt are in one micro-batch, as one sequence is.
@@ -136,8 +144,7 @@ def pack(
     batches = balance(lengths, max_tokens)
     # Prompts and completions are read from one array.
     tokens = np.concatenate([table.prompt_ids.numpy(), table.token_ids.numpy()])
-    laid_out = (_lay_out(table, tokens, [documents[i] for i in batch]) for batch in batches)
-    return [batch.to(device).with_columns(table) for batch in laid_out]
+    return [_lay_out(table, tokens, [documents[i] for i in batch]).to(device) for batch in batches]
 
 
 def empty_batch(table: Completions, device: torch.device | str) -> PackedBatch:
