@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from grpo_fast.rollout import Engine
 
 
-class Algorithm:
+class Algorithm(ABC):
     """The state of a run. An algorithm says what a step's completions are and how they are learnt from."""
 
     config: TrainConfig  # of the run, or of its stage
@@ -57,39 +58,41 @@ class Algorithm:
         timings["memory/micro_batch_tokens"] = self.annotator.micro_batch_tokens
         return StepResult(metrics, timings, self.samples(table))
 
+    @abstractmethod
     def described(self) -> dict[str, str]:
         """What a user reads of a step before the first, each line by its name."""
-        raise NotImplementedError
 
     def begin(self) -> None:
-        """Before a step."""
+        """Before a step: what is drawn in it follows from it."""
+        self.world.begin(self.step + 1, self.config.seed)
 
+    @abstractmethod
     def collect(self, clock: Clock) -> tuple[Completions, dict[str, float]]:
         """The step's completions with what is known of them, and metrics of it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def learn(self, table: Completions, clock: Clock) -> dict[str, float]:
         """Change the policy; metrics of the change."""
-        raise NotImplementedError
 
+    @abstractmethod
     def timings(self, table: Completions, seconds: float) -> dict[str, float]:
         """What else a step took, of `seconds` in all."""
-        raise NotImplementedError
 
     def samples(self, table: Completions) -> list[SampleRecord]:
         """Completions for a person to read."""
         return []
 
+    @abstractmethod
     def evaluate(self, size: int | None = None) -> Any:
         """A score with its `interval`, the `n` it is of, and `metrics` beside it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """JSON-able; what a resumed run needs besides the weights and the optimizer."""
-        raise NotImplementedError
 
+    @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        raise NotImplementedError
+        """What `state_dict` has given."""
 
     def __enter__(self) -> Algorithm:
         return self

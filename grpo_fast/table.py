@@ -173,13 +173,17 @@ class Completions:
         return values.view(self.num_groups, -1, *values.shape[1:])
 
     def select(self, rows: Tensor | Sequence[int]) -> Completions:
-        """These completions, in this order; groups keep their numbers."""
+        """These completions with their prompts, in this order; groups keep their numbers."""
         chosen = torch.as_tensor(rows, dtype=torch.int64)
         tokens = torch.from_numpy(ranges(self.offsets[chosen].numpy(), self.lengths[chosen].numpy()))
         places = chosen.tolist()
+        used, prompts = self.prompts[chosen].unique(return_inverse=True)
+        sizes = self.prompt_offsets.diff()[used].numpy()
         return replace(
             self,
-            prompts=self.prompts[chosen],
+            prompt_ids=self.prompt_ids[torch.from_numpy(ranges(self.prompt_offsets[used].numpy(), sizes))],
+            prompt_offsets=torch.from_numpy(offsets_of(sizes)),
+            prompts=prompts,
             groups=self.groups[chosen],
             token_ids=self.token_ids[tokens],
             offsets=torch.from_numpy(offsets_of(self.lengths[chosen].numpy())),
@@ -191,10 +195,11 @@ class Completions:
 
     def select_groups(self, groups: Sequence[int]) -> Completions:
         """These groups, in this order, numbered anew."""
-        rows = [(self.groups == group).nonzero()[:, 0] for group in groups]
-        chosen = self.select(torch.cat([*rows, torch.zeros(0, dtype=torch.int64)]))
-        sizes = torch.tensor([len(one) for one in rows], dtype=torch.int64)
-        return replace(chosen, groups=torch.arange(len(groups)).repeat_interleave(sizes))
+        wanted, order = torch.tensor([*groups], dtype=torch.int64), self.groups.argsort(stable=True)
+        first, end = (torch.searchsorted(self.groups[order], wanted, right=right) for right in (False, True))
+        sizes = end - first
+        chosen = self.select(order[torch.from_numpy(ranges(first.numpy(), sizes.numpy()))])
+        return replace(chosen, groups=torch.arange(len(wanted)).repeat_interleave(sizes))
 
     @staticmethod
     def join(tables: Sequence[Completions]) -> Completions:

@@ -148,7 +148,7 @@ class Trainer(Algorithm):
         return lines | ({"rollout": told} if told else {})
 
     def begin(self) -> None:
-        self.world.begin(self.step + 1, self.config.seed)
+        super().begin()
         self.advance()
 
     def learn(self, table: Completions, clock: Clock) -> dict[str, float]:

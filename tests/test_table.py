@@ -51,6 +51,7 @@ def test_rows_keep_their_prompt_their_columns_and_their_facts_wherever_they_go(s
     later = [(*row[:2], row[2] + 4, row[3]) for row in others]
     assert_rows(Completions.join([table, other]), rows + later)
 
+    assert len(table.select([0]).prompt_ids) == len(rows[0][0])  # a prompt that nobody answers is not kept
     chosen = table.select_groups([3, 1])
     renumbered = [(*row[:2], new, row[3]) for new, old in ((0, 3), (1, 1)) for row in rows if row[2] == old]
     assert_rows(chosen, renumbered)
