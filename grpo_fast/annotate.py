@@ -76,12 +76,14 @@ class Annotator:
     def packed(self, table: Completions) -> tuple[PackedBatch, ...]:
         """Micro-batches of today's budget with the table's columns: one at least, and as many on every rank
         where a forward is one of all ranks."""
-        key = (self.micro_batch_tokens, self.whole_prompts)
+        key = (self.micro_batch_tokens, self.whole_prompts, self.policy.packs)
         if key not in table.layouts:
             device = self.policy.device
             batches = []
             if len(table):
-                batches = laid_out(table, max_tokens=key[0], device=device, whole_prompts=key[1])
+                batches = laid_out(
+                    table, max_tokens=key[0], device=device, whole_prompts=key[1], shares_prompts=key[2]
+                )
             count = max(1, len(batches))
             if self.policy.sharded:
                 count = max(self.world.gather_from_all("the micro-batches", lambda: count))

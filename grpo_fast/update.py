@@ -116,8 +116,9 @@ class PolicyUpdate:
         ranks' each is."""
         own = table.with_facts(row=torch.arange(len(table)))
         if self.world.size > 1:
-            rows = assign_to_ranks(table, self.world.size, self.policy.token_costs)[self.world.rank]
-            own = own.select(rows)
+            policy = self.policy
+            sets = assign_to_ranks(table, self.world.size, policy.token_costs, policy.packs)
+            own = own.select(sets[self.world.rank])
         # Once: micro-batches read them there, without waiting for the device.
         return own.with_columns(**{name: v.to(self.policy.device) for name, v in own.columns.items()})
 

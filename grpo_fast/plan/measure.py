@@ -17,6 +17,7 @@ from grpo_fast.plan.sizes import StepSizes
 from grpo_fast.policy import PackedBatch, Policy, PolicyOptimizer, pack
 from grpo_fast.policy.attention import PACKED_ATTENTION, register
 from grpo_fast.policy.config import ModelConfig
+from grpo_fast.policy.load import resolve_packing
 from grpo_fast.table import Completions
 from grpo_fast.update import packed_loss
 
@@ -123,8 +124,9 @@ def random_policy(
 ) -> Policy:
     """A policy as `load_policy` makes it, with random weights and no tokenizer."""
     register()
-    found = random_model(model_config, model, attention=PACKED_ATTENTION, device=device)
-    return Policy(found, cast("PreTrainedTokenizerBase", None), attention=attention)
+    packs = resolve_packing(model, model_config)
+    found = random_model(model_config, model, attention=PACKED_ATTENTION if packs else None, device=device)
+    return Policy(found, cast("PreTrainedTokenizerBase", None), attention=attention, packs=packs)
 
 
 def random_batches(policy: Policy, sizes: StepSizes) -> list[PackedBatch]:
@@ -144,4 +146,5 @@ def random_batches(policy: Policy, sizes: StepSizes) -> list[PackedBatch]:
     table = Completions.of([prompt for prompt, _ in rows], [own for _, own in rows], groups)
     zeros = torch.zeros(len(table.token_ids))
     table = table.with_columns(advantages=zeros + 1, sampler_logprobs=zeros)
-    return pack(table, max_tokens=sizes.micro_batch_tokens, device=policy.device)
+    most = sizes.micro_batch_tokens
+    return pack(table, max_tokens=most, device=policy.device, shares_prompts=policy.packs)

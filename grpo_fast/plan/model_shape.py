@@ -13,13 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from grpo_fast.plan.devices import TABLES
-from grpo_fast.policy.architecture import check_architecture
+from grpo_fast.policy.architecture import check_architecture, packing_obstacle
 from grpo_fast.policy.attention import PRICED_ATTENTION, register
 from grpo_fast.policy.config import ModelConfig
 from grpo_fast.policy.layers import decoder_layers, fuse_layers
 from grpo_fast.policy.load import prepare_to_train, resolve_dtype
 from grpo_fast.policy.price import LayersPrice, price_layers
 from grpo_fast.policy.quantization import cast_rest, count_numbers, is_quantized, loading_settings, quantizes
+from grpo_fast.policy.recurrent import fork_states
 from grpo_fast.policy.source import PREFIX, resolve_source
 
 if TYPE_CHECKING:
@@ -136,7 +137,8 @@ def skeleton(config: PretrainedConfig, model: ModelConfig) -> PreTrainedModel | 
         ImportError: as `random_model`.
     """
     register()
-    found = random_model(config, model, attention=PRICED_ATTENTION, device="meta")
+    attention = PRICED_ATTENTION if packing_obstacle(config) is None else None
+    found = random_model(config, model, attention=attention, device="meta")
     if not any("expert" in name for name, _ in found.named_parameters()):
         return found
     if found.dtype != torch.bfloat16:  # the only one whose shapes torch's grouped product knows
@@ -147,13 +149,12 @@ def skeleton(config: PretrainedConfig, model: ModelConfig) -> PreTrainedModel | 
 
 
 def random_model(
-    config: PretrainedConfig, model: ModelConfig, *, attention: str, device: torch.device | str
+    config: PretrainedConfig, model: ModelConfig, *, attention: str | None, device: torch.device | str
 ) -> PreTrainedModel | PeftModel:
     """A model with random weights, frozen, adapted and checkpointed as `load_policy` would.
 
     Raises:
-        ValueError: LoRA modules that the model does not have, layers that cannot be packed, or as
-            `quantizes`.
+        ValueError: no language model, LoRA modules that it does not have, or as `quantizes`.
         ImportError: 4 bits without bitsandbytes.
     """
     from transformers import AutoModelForCausalLM
@@ -172,6 +173,7 @@ def random_model(
         settings = loading_settings(model, torch.device(device))
         found = _quantized(found, settings.get("quantization_config") or config.quantization_config, device)
     if found.device.type != "meta":
+        fork_states(found)
         fuse_layers(found, model, found.device)
     return prepare_to_train(found, model)
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import torch
@@ -25,6 +25,7 @@ from grpo_fast.plan.seconds import (
     update_seconds,
 )
 from grpo_fast.plan.sizes import MicroBatch, StepSizes, largest, largest_micro_batch, whole_step
+from grpo_fast.policy.architecture import packing_obstacle
 from grpo_fast.policy.attention import PackedPrice
 from grpo_fast.policy.attention import price as attention_price
 from grpo_fast.policy.load import resolve_attention, resolve_dtype
@@ -175,6 +176,10 @@ class Predictor:
         if self.attention == "auto":
             target = torch.device(device.kind)
             self.attention = resolve_attention("auto", target, run.model.dtype, shapes.config)
+        obstacle = packing_obstacle(shapes.config)
+        self.packs = obstacle is None and run.model.packing == "auto"
+        if obstacle is not None:
+            self.attention = "eager"
         name = run.rollout.engine
         if name == "auto":  # a plan for another machine does not ask what is installed on this one
             name = "vllm" if self.on_gpu else "transformers"
@@ -201,6 +206,7 @@ class Predictor:
 
     def predict(self, sizes: StepSizes) -> Prediction:
         """What it takes at these sizes."""
+        sizes = replace(sizes, shares_prompts=self.packs)
         batch = largest_micro_batch(sizes)
         return Prediction(
             self, sizes, batch, {"update": self._update(sizes, batch), "rollout": self._rollout(sizes)}
@@ -210,7 +216,8 @@ class Predictor:
         self, sizes: StepSizes, name: str, low: int, most: int, *, spare: int = 0
     ) -> int | None:
         """The largest value of one of the sizes with which `spare` bytes are left; None: not even `low`."""
-        return largest(low, most, lambda value: self.predict(replace(sizes, **{name: value})).free >= spare)
+        changed: Callable[..., StepSizes] = partial(replace, sizes)
+        return largest(low, most, lambda value: self.predict(changed(**{name: value})).free >= spare)
 
     def on_host(self, parts: Sequence[Part]) -> int:
         """Bytes that these parts take of the host's memory; gradients are only freed."""

@@ -29,6 +29,7 @@ class StepSizes:
     micro_batch_tokens: int
     minibatches: int = 1
     most_in_flight: int = MOST_IN_FLIGHT  # completions that vLLM decodes at once, at most
+    shares_prompts: bool = True  # false: each completion computes its own
     longest: int = 0  # tokens of a sequence that vLLM must hold, where evaluation has a longer one
 
     @property
@@ -148,7 +149,8 @@ def _documents_of_a_group(sizes: StepSizes) -> list[tuple[int, int]]:
     """(inputs, targets) of those that `pack` makes of one group."""
     completion = sizes.completion_length - 1  # the last token is a target only
     length, held = sizes.prompt_length + completion, 1
-    while held < sizes.generations and length + completion <= sizes.micro_batch_tokens:
+    most = sizes.generations if sizes.shares_prompts else 1
+    while held < most and length + completion <= sizes.micro_batch_tokens:
         held, length = held + 1, length + completion
     full, rest = divmod(sizes.generations, held)
     counts = [held] * full + ([rest] if rest else [])

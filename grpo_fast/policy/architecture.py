@@ -6,6 +6,7 @@ train on wrong gradients without a sign of it. A few short forwards before train
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from types import MethodType
 from typing import TYPE_CHECKING, Any
@@ -24,40 +25,52 @@ if TYPE_CHECKING:
 
     from grpo_fast.policy.policy import Policy
 
-LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})  # others carry state across documents
+_ATTENTION = ("full_attention", "sliding_attention")
+_RECURRENT = ("linear_attention", "conv", "hybrid", "hybrid_sliding")  # with a state, see `recurrent`
+PACKED_LAYER_TYPES = frozenset([*_ATTENTION, *_RECURRENT, "mlp", "moe"])
+_SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")  # Gemma, Griffin, xLSTM
 _OWN_TOKENIZER = "give the model its own tokenizer, or enlarge it by resize_token_embeddings and save it"
 
 
 def check_architecture(config: PreTrainedConfig) -> None:
-    """Refuse, before any weight is read, what cannot be trained here or packed.
+    """Refuse, before any weight is read, what cannot be trained here.
 
     Raises:
-        ValueError: no decoder-only language model, an attention of its own, or layers whose state would run
-            from one packed document into the next; the message names them.
+        ValueError: no decoder-only language model; the message names its type.
     """
+    known = _model_type(config) is not None or hasattr(config, "auto_map")  # by code of the model's own
+    if config.is_encoder_decoder or not known:
+        raise ValueError(
+            f"model_type = {config.model_type!r} is not a decoder-only language model of text; give one, "
+            "such as Qwen3"
+        )
+
+
+def _model_type(config: PreTrainedConfig) -> Any:
+    """The class that computes it; None: not one of transformers' causal language models."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    text, kind = config.get_text_config(), f"model_type = {config.model_type!r}"
-    model: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    known = model is not None or hasattr(config, "auto_map")  # by code of the model's own
-    if config.is_encoder_decoder or not known:
-        raise ValueError(f"{kind} is not a decoder-only language model of text; give one, such as Qwen3")
-    layer_types = getattr(text, "layer_types", None) or ()
-    unknown = sorted(set(layer_types) - LAYER_TYPES)
-    if not layer_types and getattr(model, "_is_stateful", False):  # transformers' word for it
-        unknown.append("recurrent")
+    return MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+
+
+def packing_obstacle(config: PreTrainedConfig) -> str | None:
+    """Why completions cannot share a document with their prompt in this model; None: as far as its
+    configuration tells they can, and `verify_policy` sees whether they do."""
+    text, model = config.get_text_config(), _model_type(config)
+    unknown = sorted({*(getattr(text, "layer_types", None) or ())} - PACKED_LAYER_TYPES)
     if getattr(text, "attention_chunk_size", None):
         unknown.append("chunked_attention")
     if unknown:
-        raise ValueError(
-            f"{kind} has layers of type {', '.join(unknown)}, which cannot be packed; use a "
-            "model whose layers are full or sliding-window attention"
-        )
-    if model is not None and not model._supports_attention_backend:
-        raise ValueError(
-            f"{kind} computes its attention by itself, and packing replaces it; use a model whose attention "
-            "transformers lets others compute, such as Qwen3 or Llama"
-        )
+        return f"it has layers of type {', '.join(unknown)}"
+    if model is None:
+        return None
+    recurrent = not {*_RECURRENT}.isdisjoint(getattr(text, "layer_types", None) or ())
+    names = vars(sys.modules[model.__module__])
+    if "mamba_selective_scan" in names:
+        return "no state can be given to its layers of Mamba 1"
+    if "ALL_ATTENTION_FUNCTIONS" not in names or not (model._supports_attention_backend or recurrent):
+        return "it computes its attention by itself"
+    return None
 
 
 def longest_sequence(policy: Policy, prompts: Iterable[Sequence[int]], completion_length: int = 0) -> int:
@@ -146,6 +159,12 @@ def _embedding_rows(model: PreTrainedModel) -> int:
     return embedding.weight.shape[0]
 
 
+def backbone(model: PreTrainedModel) -> Any:
+    """The model without its head; Llama 4's says that it is its own."""
+    inner: Any = model
+    return inner.base_model if inner.base_model is not inner else inner.model
+
+
 def head_parameters(model: PreTrainedModel) -> HeadParameters:
     """Read the head of a transformers causal language model, under the names its configuration uses.
 
@@ -170,7 +189,7 @@ def head_parameters(model: PreTrainedModel) -> HeadParameters:
         weight=head.weight,
         bias=head.bias,
         logit_scale=_logit_scale(config),
-        softcap=getattr(config, "final_logit_softcapping", None),
+        softcap=next((cap for name in _SOFTCAPS if (cap := getattr(config, name, None)) is not None), None),
     )
 
 
@@ -186,16 +205,17 @@ def _logit_scale(config: PreTrainedConfig) -> float:
 
 @torch.no_grad()
 def verify_policy(policy: Policy) -> None:
-    """Compare packed hidden states and head with the model's own logits, sequence by sequence.
+    """Compare a batch's hidden states and head with the model's own logits, sequence by sequence.
 
     Raises:
         ValueError: they differ by more than rounding.
     """
     prompts, completions = _probes(policy.base_model.config.get_text_config().vocab_size)
-    (batch,) = pack(Completions.of(prompts, completions), max_tokens=10_000, device=policy.device)
+    table = Completions.of(prompts, completions)
+    (batch,) = pack(table, max_tokens=10_000, device=policy.device, shares_prompts=policy.packs)
     model = policy.base_model
-    sequences = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
-    packed, own, allowed = policy.run(
+    sequences = [prompts[row] + completions[row] for row in batch.rows.tolist()]
+    found, own, allowed = policy.run(
         lambda: (
             policy.head.logits(policy.hidden_states(batch)),
             [_own_logits(model, sequence) for sequence in sequences],
@@ -203,13 +223,16 @@ def verify_policy(policy: Policy) -> None:
         ),
         whole_head=True,
     )
-    alone = [logits[len(prompt) - 1 : -1] for logits, prompt in zip(own, prompts, strict=True)]
-    error = distance(packed, torch.cat(alone))
+    alone = [logits[len(prompts[row]) - 1 : -1] for logits, row in zip(own, batch.rows.tolist(), strict=True)]
+    error = distance(found, torch.cat(alone))
     if not error <= allowed:
+        kind, part, remedy = "logits of padded rows", "head", "another model"
+        if policy.packs:
+            kind, part = "packed logits", "attention, its state or its head"
+            remedy = "model.packing = none, or another model or model.attention"
         raise ValueError(
-            f"packed logits of {type(model).__name__} differ from the model's own by {error:.2g} of their "
-            f"norm ({allowed:.2g} allowed): its attention or its head is not one that packing understands; "
-            "use another model or another model.attention"
+            f"{kind} of {type(model).__name__} differ from the model's own by {error:.2g} of their norm "
+            f"({allowed:.2g} allowed): its {part} is not one that is understood here; use {remedy}"
         )
 
 

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from grpo_fast.policy.rows import RowLayout
+
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
     from transformers import PreTrainedConfig
@@ -99,6 +101,37 @@ class PackedLayout:
                     pieces.pop()
             pieces.append(run)
         return pieces
+
+    @cached_property
+    def _runs(self) -> list[tuple[int, int, bool]]:
+        """Start and end of each prompt and each completion, and whether it is a prompt."""
+        segments = self._batch.segment_ids
+        key = self._document_ids * (segments.max() + 1) + segments
+        starts = (key.diff(prepend=key.new_tensor([-1])) != 0).nonzero()[:, 0]
+        bounds, prompts = [*starts.tolist(), len(key)], (segments[starts] == 0).tolist()
+        return [(*ends, prompt) for ends, prompt in zip(pairwise(bounds), prompts, strict=True)]
+
+    @cached_property
+    def prompt_rows(self) -> RowLayout:
+        """Each document's prompt, a row each, which all end in the last place."""
+        return self._rows(prompts=True)
+
+    @cached_property
+    def completion_rows(self) -> RowLayout:
+        """Each completion that has inputs, a row each, of two places at least: one is a decoding step."""
+        return self._rows(prompts=False)
+
+    def _rows(self, *, prompts: bool) -> RowLayout:
+        runs = [(start, end - start) for start, end, is_prompt in self._runs if is_prompt == prompts]
+        starts, lengths = zip(*runs, strict=True) if runs else ((), ())
+        device, least = self._document_ids.device, 1 if prompts else 2
+        return RowLayout(starts, lengths, device, pads="left" if prompts else "right", least=least)
+
+    @cached_property
+    def prompt_of(self) -> Tensor:
+        """(completions with inputs,) int64: the number of each one's prompt."""
+        starts = [start for start, _, is_prompt in self._runs if not is_prompt]
+        return self._document_ids[starts]
 
     def own(self, tokens: Tensor, dim: int = 2) -> tuple[Tensor, ...]:
         """The tokens of each piece."""
@@ -261,7 +294,7 @@ def _flash(
     """(1, A, T, D) and twice (1, K, T, D) -> (1, T, A, D), in 16 bits on a GPU."""
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     if len(sequences.index) > len(query):
-        key, value = (_Repeated.apply(tensor, sequences.index) for tensor in (key, value))
+        key, value = (repeated(tensor, sequences.index) for tensor in (key, value))
     output, *_ = torch.ops.aten._flash_attention_forward(
         query,
         key,
@@ -280,9 +313,12 @@ def _flash(
     return output[None]
 
 
-class _Repeated(torch.autograd.Function):
-    """(T, ...) and (K,) int64 -> (K, ...): rows, some several times, their gradients summed in float32."""
+def repeated(rows: Tensor, index: Tensor) -> Tensor:
+    """(R, ...) and (K,) int64 -> (K, ...): rows, some several times, their gradients summed in float32."""
+    return _Repeated.apply(rows, index)
 
+
+class _Repeated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, index: Tensor) -> Tensor:
         ctx.save_for_backward(index)
@@ -344,7 +380,7 @@ def price(
     """Of `packed_attention` in a micro-batch.
 
     Args:
-        attention: as `resolve_attention` gives it.
+        attention: as `resolve_attention` gives it; "eager" is a model's own, which keeps every score.
         tokens: of the micro-batch.
         joined: keys that are copied for completions that share a prompt: the prompt's.
         copied: these, and the completions' own behind them.
@@ -357,6 +393,8 @@ def price(
     if attention == "flash_attention_2":  # queries' gradients in float32; keys' and values' for every head
         per_head = 2 * itemsize * heads * head_dim * (tokens + joined)
         return PackedPrice(itemsize * kv_numbers * joined, per_head + 4 * tokens * heads * head_dim)
+    if attention == "eager":
+        return PackedPrice(heads * scores * (4 + itemsize), heads * largest * SOFTCAP_BYTES_PER_SCORE)
     kept = itemsize * (kv_numbers * copied + heads * head_dim * tokens)  # the pieces' results are joined
     if not softcap:
         return PackedPrice(kept + itemsize * masked, 0)  # masks are converted for each layer anew

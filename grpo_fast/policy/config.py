@@ -47,6 +47,12 @@ class ModelConfig(Section):
         description="auto: the FlashAttention-2 of torch on a GPU in 16 bits where it fits the model, "
         "FlexAttention on other GPUs, SDPA on a CPU",
     )
+    packing: Literal["auto", "none"] = Field(
+        "auto",
+        description="none: each completion is a row with its prompt, by the model's own attention, which is "
+        "slower and right for whatever transformers computes; auto: completions share their prompt, none "
+        "where a model cannot be packed",
+    )
     quantization: Literal["nf4"] | None = Field(
         None,
         description="nf4: all linear layers but the head in 4 bits, as QLoRA has them; it needs lora, and "

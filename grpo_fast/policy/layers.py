@@ -29,7 +29,14 @@ TILE_TOKENS = 8192
 """Tokens that an MLP computes at one time. Arithmetic bounds its products of matrices from far fewer on, so
 reading weights, converting 4-bit ones and adding up their gradients once a tile costs little."""
 
-_MLPS = ("mlp", "feed_forward", "ffn", "block_sparse_moe", "shared_mlp")  # as transformers' layers call them
+_MLPS = (
+    "mlp",
+    "feed_forward",
+    "ffn",
+    "block_sparse_moe",
+    "shared_mlp",
+    "mlp_block",
+)  # as transformers' layers call them
 
 LIGER_TYPES = frozenset(
     ["gemma", "gemma2", "gemma3_text", "granite", "llama", "mistral", "phi3", "qwen2", "qwen3", "smollm3"]
@@ -202,10 +209,11 @@ def resolve_liger(config: ModelConfig, device: torch.device, model_type: str) ->
     return True
 
 
-def resolve_compile(config: ModelConfig, device: torch.device, *, liger: bool, experts: bool) -> bool:
-    """Whether torch compiles the layers; experts by request alone: nobody has on a GPU yet."""
+def resolve_compile(config: ModelConfig, device: torch.device, *, liger: bool, plain: bool) -> bool:
+    """Whether torch compiles the layers; those with experts or a state, which are not `plain`, by request
+    alone: nobody has on a GPU yet."""
     if config.compile == "auto":
-        return device.type == "cuda" and not liger and not experts
+        return device.type == "cuda" and not liger and plain
     return config.compile
 
 
@@ -220,7 +228,8 @@ def fuse_layers(model: PreTrainedModel, config: ModelConfig, device: torch.devic
 
         _apply_liger_kernel_to_instance(model=model, cross_entropy=False, fused_linear_cross_entropy=False)
     experts = any("expert" in name for name, _ in model.named_parameters())
-    if not resolve_compile(config, device, liger=liger, experts=experts):
+    recurrent = any(hasattr(layer, "mixers") for layer in decoder_layers(model))  # see `fork_states`
+    if not resolve_compile(config, device, liger=liger, plain=not (experts or recurrent)):
         return
     if config.recomputed:  # tiles end their layer's graph, so an MLP in tiles is compiled by itself
         for mlp in token_wise_mlps(model):

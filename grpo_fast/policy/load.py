@@ -14,12 +14,18 @@ from torch import nn
 
 from grpo_fast.distributed.config import DistributedConfig
 from grpo_fast.distributed.world import SINGLE_PROCESS, World
-from grpo_fast.policy.architecture import check_architecture, require_vocabulary, verify_policy
+from grpo_fast.policy.architecture import (
+    check_architecture,
+    packing_obstacle,
+    require_vocabulary,
+    verify_policy,
+)
 from grpo_fast.policy.attention import PACKED_ATTENTION, flash_obstacle, register
 from grpo_fast.policy.config import LoraConfig, ModelConfig
 from grpo_fast.policy.layers import fuse_layers, recompute, resolve_liger, tile_mlps
 from grpo_fast.policy.policy import Policy
 from grpo_fast.policy.quantization import cast_rest, loading_settings, quantizes
+from grpo_fast.policy.recurrent import fork_states
 from grpo_fast.policy.source import load_whole, loading, resolve_source
 
 if TYPE_CHECKING:
@@ -55,6 +61,7 @@ def load_policy(
     config = config.model_copy(update={"dtype": resolve_dtype(config.dtype, device.type)})
     architecture = load_architecture(config)
     attention = resolve_attention(config.attention, device, config.dtype, architecture)
+    packs = resolve_packing(config, architecture)
     resolve_liger(config, device, architecture.model_type)  # what is wrong is told before weights are read
     if config.gradient_checkpointing == "offload" and device.type != "cuda":
         raise ValueError(
@@ -75,7 +82,7 @@ def load_policy(
         config.path,
         resolve_source(config.path),
         dtype=getattr(torch, config.dtype),
-        attn_implementation=PACKED_ATTENTION,
+        attn_implementation=PACKED_ATTENTION if packs else None,  # or the model's own
         use_safetensors=True,
         **_origin(config),
         **(loading_settings(config, home) if quantized else {}),
@@ -86,6 +93,7 @@ def load_policy(
     if needs_reference and config.lora is None:
         reference = copy.deepcopy(model).eval().requires_grad_(False)
     for computed in filter(None, (model, reference)):
+        fork_states(computed)
         fuse_layers(computed, config, device)
     if reference is not None and config.recomputed:
         tile_mlps(reference)
@@ -93,6 +101,7 @@ def load_policy(
         prepare_to_train(model, config),
         tokenizer,
         attention=attention,
+        packs=packs,
         reference=reference,
         head_tolerance=config.head_tolerance,
     )
@@ -105,8 +114,47 @@ def load_policy(
     if shards:
         with world.all_succeed("the weights"):
             policy.shard(world, head=distributed.head)
-    verify_policy(policy)
+    problems = world.gather_from_all("the check of the model", partial(_problem, policy))
+    if any(problems) and policy.packs:
+        policy.packs = False
+        if not any(again := world.gather_from_all("the check of the model", partial(_problem, policy))):
+            logger.warning("model.packing = none is chosen: %s", next(filter(None, problems)))
+            return policy
+        problems = again
+    if any(problems):
+        raise ValueError(next(filter(None, problems)))
     return policy
+
+
+def _problem(policy: Policy) -> str | None:
+    try:
+        verify_policy(policy)
+    except ValueError as problem:
+        return str(problem)
+    return None
+
+
+def resolve_packing(config: ModelConfig, architecture: PreTrainedConfig) -> bool:
+    """Whether completions share a document with their prompt.
+
+    Raises:
+        ValueError: an attention of packed documents is asked for, and the model cannot be packed.
+    """
+    obstacle = "model.packing = none" if config.packing == "none" else packing_obstacle(architecture)
+    if obstacle is None:
+        return True
+    if config.attention not in ("auto", "sdpa"):
+        raise ValueError(
+            f"model.attention = {config.attention!r} is of packed completions, and {obstacle}: a row is "
+            "computed by the model's own attention; set model.attention = auto"
+        )
+    if config.packing == "auto":
+        logger.warning(
+            "model.packing = none is chosen: %s cannot be packed, as %s; each completion computes its prompt",
+            architecture.model_type,
+            obstacle,
+        )
+    return False
 
 
 def _checksum(model: nn.Module) -> int:

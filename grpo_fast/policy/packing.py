@@ -70,7 +70,9 @@ class TokenCosts:
         return inputs * (self.input + self.pair * (before + (inputs + 1) / 2))
 
 
-def assign_to_ranks(table: Completions, ranks: int, costs: TokenCosts) -> list[list[int]]:
+def assign_to_ranks(
+    table: Completions, ranks: int, costs: TokenCosts, shares_prompts: bool = True
+) -> list[list[int]]:
     """Which completions each rank computes, so that all finish together.
 
     Completions of one prompt go to one rank, or to as few as keep the busiest rank's work least: each of them
@@ -78,7 +80,7 @@ def assign_to_ranks(table: Completions, ranks: int, costs: TokenCosts) -> list[l
     """
     if ranks == 1:
         return [[*range(len(table))]]
-    families = _families(table)
+    families = _families(table, shares_prompts)
     prompt_lengths, lengths = table.prompt_lengths.tolist(), table.lengths.tolist()
     own = [
         costs.more_inputs(prompt, length - 1) + costs.target * targets
@@ -102,24 +104,28 @@ def assign_to_ranks(table: Completions, ranks: int, costs: TokenCosts) -> list[l
         pieces *= 2
 
 
-def _families(table: Completions) -> list[list[int]]:
-    """Rows of the completions that share a prompt."""
+def _families(table: Completions, shares_prompts: bool) -> list[list[int]]:
+    """Rows of the completions that are computed with one prompt."""
+    if not shares_prompts:
+        return [[row] for row in range(len(table))]
     families: dict[int, list[int]] = {}
     for row, prompt in enumerate(table.prompts.tolist()):
         families.setdefault(prompt, []).append(row)
     return [*families.values()]
 
 
-def pack(
-    table: Completions, *, max_tokens: int, device: torch.device | str, whole_prompts: bool = False
-) -> list[PackedBatch]:
+def pack(table: Completions, **options: Any) -> list[PackedBatch]:
     """`laid_out`, with the table's columns."""
-    batches = laid_out(table, max_tokens=max_tokens, device=device, whole_prompts=whole_prompts)
-    return [batch.with_columns(table) for batch in batches]
+    return [batch.with_columns(table) for batch in laid_out(table, **options)]
 
 
 def laid_out(
-    table: Completions, *, max_tokens: int, device: torch.device | str, whole_prompts: bool = False
+    table: Completions,
+    *,
+    max_tokens: int,
+    device: torch.device | str,
+    whole_prompts: bool = False,
+    shares_prompts: bool = True,
 ) -> list[PackedBatch]:
     """Completions flat, in as few and as even micro-batches as `max_tokens` input tokens each allow.
 
@@ -132,6 +138,7 @@ def laid_out(
         max_tokens: input tokens of one micro-batch, shared prompts counted once.
         device: where the tensors go.
         whole_prompts: all completions of a prompt are in one micro-batch, as one sequence is.
+        shares_prompts: false gives each completion a document, and a prompt, of its own.
 
     Raises:
         ValueError: no completions, or a budget below one.
@@ -140,7 +147,7 @@ def laid_out(
         raise ValueError(f"max_tokens = {max_tokens} leaves no room for a token; give at least 1")
     if not len(table):
         raise ValueError("the table is empty; skip the update when no group is left")
-    documents, lengths = _documents(table, math.inf if whole_prompts else max_tokens)
+    documents, lengths = _documents(table, math.inf if whole_prompts else max_tokens, shares_prompts)
     batches = balance(lengths, max_tokens)
     # Prompts and completions are read from one array.
     tokens = np.concatenate([table.prompt_ids.numpy(), table.token_ids.numpy()])
@@ -166,12 +173,14 @@ def empty_batch(table: Completions, device: torch.device | str) -> PackedBatch:
     return batch.to(device).with_columns(table)
 
 
-def _documents(table: Completions, max_tokens: float) -> tuple[list[list[int]], list[int]]:
+def _documents(
+    table: Completions, max_tokens: float, shares_prompts: bool
+) -> tuple[list[list[int]], list[int]]:
     """Rows of completions that share their prompt, as many as the budget holds; each document's tokens."""
     documents: list[list[int]] = []
     lengths: list[int] = []
     inputs, prompts = (table.lengths - 1).tolist(), table.prompt_lengths.tolist()
-    for members in _families(table):
+    for members in _families(table, shares_prompts):
         for place, i in enumerate(members):
             if place and lengths[-1] + inputs[i] <= max_tokens:
                 documents[-1].append(i)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -15,11 +16,12 @@ from torch.distributed.tensor import DTensor
 from grpo_fast.distributed.shards import whole
 from grpo_fast.distributed.world import SINGLE_PROCESS, World
 from grpo_fast.head import HeadParameters
-from grpo_fast.policy.architecture import fix_rope, head_parameters
+from grpo_fast.policy.architecture import backbone, fix_rope, head_parameters
 from grpo_fast.policy.attention import PackedLayout
 from grpo_fast.policy.optimizer import MASTER
 from grpo_fast.policy.packing import PackedBatch, TokenCosts
 from grpo_fast.policy.quantization import count_numbers, dequantized, is_quantized
+from grpo_fast.policy.rows import RowLayout
 from grpo_fast.policy.source import save_model
 
 if TYPE_CHECKING:
@@ -37,7 +39,9 @@ class Policy:
     Args:
         model: a transformers model, or a peft model around one; its attention must already be set up
             as `load_policy` does.
-        attention: "sdpa", "flex_attention" or "flash_attention_2".
+        attention: "sdpa", "flex_attention" or "flash_attention_2", of packed batches.
+        packs: false: one completion a row, by the model's own attention; the tables it computes are laid out
+            without shared prompts.
         reference: a frozen copy; needless with LoRA, where the adapters are switched off instead.
         head_tolerance: of the head's gradient, as `linear_logprob` takes it.
     """
@@ -48,15 +52,29 @@ class Policy:
         tokenizer: PreTrainedTokenizerBase,
         *,
         attention: str = "sdpa",
+        packs: bool = True,
         reference: PreTrainedModel | None = None,
         head_tolerance: float | None = None,
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
         self.attention = attention
+        self._packs = packs
         self.head_tolerance = head_tolerance
-        self._reference = None if reference is None else Policy(reference, tokenizer, attention=attention)
+        self._reference = None
+        if reference is not None:
+            self._reference = Policy(reference, tokenizer, attention=attention, packs=packs)
         self._shards: ShardedModel | None = None
+
+    @property
+    def packs(self) -> bool:
+        """Whether completions share a document with their prompt, here and in the reference."""
+        return self._packs
+
+    @packs.setter
+    def packs(self, packs: bool) -> None:
+        for policy in filter(None, (self, self._reference)):
+            policy._packs = packs
 
     def shard(self, world: World, *, head: str) -> None:
         """Divide the weights, and those of the reference, over the ranks: from now on each has its rows.
@@ -155,10 +173,11 @@ class Policy:
 
     def hidden_states(self, batch: PackedBatch) -> Tensor:
         """(N, H) after the final norm, in the model's dtype: the rows that predict `batch.targets`."""
-        backbone: Any = self.base_model.base_model
+        if not self._packs:
+            return self._hidden_states_of_rows(batch)
         # A 4-D mask is handed on untouched, so a tiny one keeps transformers from building its own T × T.
         untouched = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=batch.input_ids.device)
-        output = backbone(
+        output = backbone(self.base_model)(
             input_ids=batch.input_ids[None],
             position_ids=batch.position_ids[None],
             use_cache=False,
@@ -166,6 +185,16 @@ class Policy:
             packed_layout=PackedLayout(batch, self.attention),
         )
         return output.last_hidden_state[0].index_select(0, batch.loss_index)
+
+    def _hidden_states_of_rows(self, batch: PackedBatch) -> Tensor:
+        """`hidden_states` with a row a document: padding comes last, where nothing before it looks."""
+        bounds = batch.cu_seqlens.tolist()
+        lengths = [end - start for start, end in pairwise(bounds)]
+        # As many forwards on each rank, where each is one of all.
+        layout = RowLayout(bounds[:-1], lengths, batch.input_ids.device, pads="right", together=self.sharded)
+        model = backbone(self.base_model)
+        found = [model(input_ids=batch.input_ids[rows.tokens], use_cache=False)[0] for rows in layout.batches]
+        return layout.join(found).index_select(0, layout.tokens.argsort()[batch.loss_index])
 
     def head_inputs(self, batch: PackedBatch) -> tuple[Tensor, PackedBatch, slice]:
         """`hidden_states` and the batch as the head needs them, and which rows are this batch's: all.

@@ -20,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from grpo_fast.policy import layers as running
 from grpo_fast.policy.layers import decoder_layers, layer_mlps, token_wise_mlps
 
-_FEW, _MANY = 64, 128  # tokens of two forwards: their difference is in proportion to tokens
+_FEW, _MANY = 256, 512  # tokens of two forwards, whole chunks of a scan: their difference is linear
 
 Place = tuple[int | None, bool]
 """A layer's number, None outside of all, and whether it is in the layer's MLP."""

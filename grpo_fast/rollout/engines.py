@@ -63,8 +63,7 @@ class Demand:
         sizes = self.sizes
         if not self.config.has_turns:
             return sizes
-        own = {"prompts": sizes.completions, "generations": 1, "prompt_length": sizes.sequence_length}
-        return replace(sizes, **own)
+        return replace(sizes, prompts=sizes.completions, generations=1, prompt_length=sizes.sequence_length)
 
     @property
     def base_bytes(self) -> int:

@@ -300,21 +300,21 @@ def test_liger_is_left_out_where_it_is_not_installed_or_named(monkeypatch: pytes
 
 
 @pytest.mark.parametrize(
-    ("wanted", "device", "liger", "experts", "compiled"),
+    ("wanted", "device", "liger", "plain", "compiled"),
     [
-        ("auto", "cuda", False, False, True),
-        ("auto", "cuda", True, False, False),
-        ("auto", "cuda", False, True, False),
-        ("auto", "cpu", False, False, False),
-        (False, "cuda", False, False, False),
-        (True, "cpu", False, True, True),
+        ("auto", "cuda", False, True, True),
+        ("auto", "cuda", True, True, False),
+        ("auto", "cuda", False, False, False),
+        ("auto", "cpu", False, True, False),
+        (False, "cuda", False, True, False),
+        (True, "cpu", False, False, True),
     ],
 )
 def test_layers_are_compiled_on_a_gpu_where_liger_does_not_compute_them_or_where_asked_for(
-    wanted: Any, device: str, liger: bool, experts: bool, compiled: bool
+    wanted: Any, device: str, liger: bool, plain: bool, compiled: bool
 ) -> None:
     config = ModelConfig(path="-", compile=wanted)
-    assert resolve_compile(config, torch.device(device), liger=liger, experts=experts) == compiled
+    assert resolve_compile(config, torch.device(device), liger=liger, plain=plain) == compiled
 
 
 # With gradients and without; from transformers 5.24 on a layer and its attention share a wrapper.

@@ -1,0 +1,207 @@
+"""Layers that carry a state along the tokens, over packed documents: the prompt's state is computed once.
+
+A recurrent mixer (gated delta rule, Mamba, short convolution, linear attention, RG-LRU) runs twice: over the
+prompts of a batch, and over the completions, each of which begins with a copy of the state behind its prompt,
+whose gradient is summed over them. Both times transformers' own module computes, by flash-linear-attention,
+causal-conv1d and mamba-ssm where these are installed. What it takes for its cache is ours, and keeps what a
+backward needs.
+"""
+
+from __future__ import annotations
+
+import inspect
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import conv1d, pad
+
+from grpo_fast.policy.attention import PackedLayout, repeated
+from grpo_fast.policy.layers import decoder_layers
+from grpo_fast.policy.rows import RowLayout
+
+STATE_WRITES = frozenset({"update_conv_state", "update_recurrent_state", "set_linear_cache"})
+"""What mixers of transformers call to leave a state in their cache."""
+_CACHES = frozenset({"cache_params", "past_key_values"})  # the argument that is it
+_MASKS = frozenset({"attention_mask", "conv_mask"})  # and the one that tells padding, (B, L)
+
+States = dict[tuple[str, int], Tensor]
+"""(B, ...) each, by kind and number: what one mixer knows of the tokens before."""
+
+
+class StateCache:
+    """transformers' cache as one mixer sees it, with states that have gradients.
+
+    Args:
+        states: before the first token; none: there is nothing before it.
+    """
+
+    record_past = True  # else a convolution of one token changes its state in place
+
+    def __init__(self, states: States | None) -> None:
+        self.states: States = dict(states or {})
+        self._begun = states is not None
+
+    @property
+    def layers(self) -> StateCache:
+        return self
+
+    def __getitem__(self, layer: int) -> StateCache:
+        return self
+
+    @property
+    def conv_states(self) -> dict[int, Tensor]:
+        return self._of("conv")
+
+    @property
+    def recurrent_states(self) -> dict[int, Tensor]:
+        return self._of("recurrent")
+
+    def _of(self, kind: str) -> dict[int, Tensor]:
+        return {number: state for (found, number), state in self.states.items() if found == kind}
+
+    def has_previous_state(self, *_: Any, **__: Any) -> bool:
+        return self._begun
+
+    def update_conv_state(
+        self, new: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any
+    ) -> Tensor:
+        """(B, C, T) -> (B, C, K + T) with the K columns before it; the last K are kept."""
+        before = self.conv_states.get(state_idx)
+        kernel = conv_kernel_size or (new if before is None else before).shape[-1]
+        whole = new if before is None else torch.cat([before, new], dim=-1)
+        whole = pad(whole, (max(0, kernel - whole.shape[-1]), 0))
+        self.states["conv", state_idx] = whole[..., -kernel:]
+        return whole
+
+    def update_recurrent_state(self, new: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
+        self.states["recurrent", state_idx] = new
+        return new
+
+    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
+        return self.recurrent_states.get(0)
+
+    def set_linear_cache(self, layer_idx: int, new: Tensor) -> None:
+        self.update_recurrent_state(new, layer_idx)
+
+
+def recurrent_mixers(model: nn.Module) -> list[Any]:
+    """The modules of a model that carry a state along the tokens."""
+    return [module for module in model.modules() if _writes_state(module) or _keeps_state(module)]
+
+
+def _writes_state(module: nn.Module) -> bool:
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return code is not None and not STATE_WRITES.isdisjoint(code.co_names)
+
+
+def _keeps_state(module: nn.Module) -> bool:
+    """Whether it is RecurrentGemma's, whose state is an attribute."""
+    return hasattr(module, "conv1d_state") and hasattr(module, "rg_lru")
+
+
+def fork_states(model: nn.Module) -> None:
+    """Let recurrent layers, if there are any, take packed batches; all else they compute as before.
+
+    Before layers are compiled or recomputed: in its backward a layer tells its mixers the layout again.
+    """
+    for mixer in recurrent_mixers(model):
+        mixer.packed_layout, mixer.plain_forward = None, mixer.forward
+        mixer.forward = MethodType(_forked, mixer)
+    for layer in decoder_layers(model):
+        if mixers := recurrent_mixers(layer):
+            layer.mixers, layer.forward_alike = mixers, layer.forward
+            layer.forward = MethodType(_with_layout, layer)
+
+
+def _with_layout(layer: Any, *args: Any, **kwargs: Any) -> Any:
+    """A layer's forward, in which its mixers know the layout: few layers hand it on to them."""
+    outer = [mixer.packed_layout for mixer in layer.mixers]
+    for mixer in layer.mixers:
+        mixer.packed_layout = kwargs.get("packed_layout")
+    try:
+        return layer.forward_alike(*args, **kwargs)
+    finally:
+        for mixer, layout in zip(layer.mixers, outer, strict=True):
+            mixer.packed_layout = layout
+
+
+@torch.compiler.disable
+def _forked(mixer: Any, *args: Any, **kwargs: Any) -> Any:
+    """A mixer's forward over a packed batch, of (1, T, ...): prompts first, then completions."""
+    layout: PackedLayout | None = mixer.packed_layout
+    if layout is None:
+        return mixer.plain_forward(*args, **kwargs)
+    given = inspect.signature(mixer.plain_forward).bind(*args, **kwargs).arguments
+    given |= given.pop("kwargs", {})
+    run = partial(_run_griffin if _keeps_state(mixer) else _run, mixer)
+    prompts, completions = layout.prompt_rows, layout.completion_rows
+    read = [run(_at(given, rows.tokens), rows.mask, None) for rows in prompts.batches]
+    behind = {kind: torch.cat([states[kind] for _, states in read]) for kind in read[0][1]}
+    places = prompts.runs.argsort()[layout.prompt_of]  # of each completion's prompt among the states
+    written = []
+    for rows in completions.batches:
+        before = {kind: repeated(state, places[rows.runs]) for kind, state in behind.items()}
+        written.append(run(_at(given, rows.tokens), None, before))
+    order = torch.cat([prompts.tokens, completions.tokens]).argsort()
+    parts = [_joined(prompts, [result for result, _ in read])]
+    parts += [_joined(completions, [result for result, _ in written])] if written else []
+    outputs = tuple(
+        None if found[0] is None else torch.cat(found)[order][None] for found in zip(*parts, strict=True)
+    )
+    return outputs if isinstance(read[0][0], tuple) else outputs[0]
+
+
+def _at(given: dict[str, Any], tokens: Tensor) -> dict[str, Any]:
+    """Arguments of (1, T, ...) as those of rows: (B, L, ...)."""
+    total = next(iter(given.values())).shape[1]
+
+    def rows(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(rows, value))
+        of_tokens = isinstance(value, Tensor) and value.shape[:2] == (1, total)
+        return value[0][tokens] if of_tokens else value
+
+    return {name: rows(value) for name, value in given.items()}
+
+
+def _joined(layout: RowLayout, results: list[Any]) -> list[Tensor | None]:
+    """What a mixer returned of each batch of rows, (B, L, ...), as (T, ...); None: it is not of tokens."""
+    found: list[Tensor | None] = []
+    shapes = [rows.real.shape for rows in layout.batches]
+    results = [result if isinstance(result, tuple) else (result,) for result in results]
+    for parts in zip(*results, strict=True):
+        of_tokens = [part.shape[:2] for part in parts if isinstance(part, Tensor)] == shapes
+        found.append(layout.join(parts) if of_tokens else None)
+    return found
+
+
+def _run(mixer: Any, given: dict[str, Any], mask: Tensor | None, states: States | None) -> tuple[Any, States]:
+    """What a mixer returns of rows (B, L, ...) that begin with these states, and the states behind them.
+
+    Args:
+        mask: (B, L), false for padding; none: nothing is before a row's first token.
+    """
+    cache, names = StateCache(states), inspect.signature(mixer.plain_forward).parameters
+    given = given | dict.fromkeys(_CACHES.intersection(names), cache)
+    return mixer.plain_forward(**given | dict.fromkeys(_MASKS.intersection(names), mask)), cache.states
+
+
+def _run_griffin(
+    block: Any, given: dict[str, Any], mask: Tensor | None, states: States | None
+) -> tuple[Any, States]:
+    """`_run` of RecurrentGemma's block, which cannot go on with a sequence (Griffin, arXiv:2402.19427)."""
+    inputs = given["input_states"]
+    branch = block.linear_x(inputs)
+    if mask is not None:
+        branch = branch * mask[..., None]
+    branch, width = branch.transpose(1, 2), block.conv1d_width - 1
+    seen = pad(branch, (width, 0)) if states is None else torch.cat([states["conv", 0], branch], -1)
+    convolved = conv1d(seen, block.conv_1d.weight, block.conv_1d.bias, groups=len(block.conv_1d.weight))
+    block.rg_lru.recurrent_states = None if states is None else states["recurrent", 0]
+    hidden = block.rg_lru(convolved.transpose(1, 2), given["position_ids"])
+    behind = {("conv", 0): seen[..., -width:], ("recurrent", 0): block.rg_lru.recurrent_states}
+    block.conv1d_state = block.rg_lru.recurrent_states = None
+    return (block.linear_out(hidden * block.act_fn(block.linear_y(inputs))), None), behind

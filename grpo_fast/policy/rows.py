@@ -1,0 +1,86 @@
+"""Runs of a flat batch as padded rows of about equal lengths, for what computes rows and not documents."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+LEAST_FILLED = 0.75  # of the longest row beside it; a shorter one goes with rows of its own
+FEW_TOKENS = 16  # by which rows may differ all the same
+
+
+@dataclass(frozen=True)
+class Rows:
+    """B rows of L places, of as many of the R runs."""
+
+    runs: Tensor  # (B,) int64: which run each row is
+    tokens: Tensor  # (B, L) int64 into the flat batch; padding repeats the run's nearest token
+    real: Tensor  # (B, L) bool
+    mask: Tensor | None  # (B, L) bool, the same; none where there is no padding
+
+
+class RowLayout:
+    """Runs of consecutive tokens in a few batches of rows.
+
+    Args:
+        starts, lengths: of each run, which has a token at least.
+        pads: the side of the padding.
+        least: places of a row at least.
+        together: one batch for all, however their lengths differ.
+    """
+
+    def __init__(
+        self,
+        starts: Sequence[int],
+        lengths: Sequence[int],
+        device: torch.device,
+        *,
+        pads: Literal["left", "right"],
+        least: int = 1,
+        together: bool = False,
+    ) -> None:
+        self.device = device
+        sizes, firsts = np.asarray(lengths, np.int64), np.asarray(starts, np.int64)
+        self.batches: list[Rows] = []
+        for runs in [np.arange(len(sizes))] if together and len(sizes) else alike(sizes):
+            width = max(least, int(sizes[runs].max()))
+            place = np.arange(width) - (width - sizes[runs, None] if pads == "left" else 0)
+            real = (place >= 0) & (place < sizes[runs, None])
+            tokens = firsts[runs, None] + place.clip(0, sizes[runs, None] - 1)
+            of_rows, index, kept = (torch.from_numpy(part).to(device) for part in (runs, tokens, real))
+            self.batches.append(Rows(of_rows, index, kept, mask=None if real.all() else kept))
+
+    @property
+    def tokens(self) -> Tensor:
+        """(T,) int64: the flat token of each result of `join`."""
+        return self._cat([rows.tokens[rows.real] for rows in self.batches])
+
+    @property
+    def runs(self) -> Tensor:
+        """(R,) int64: the run of each row, in the order of the batches."""
+        return self._cat([rows.runs for rows in self.batches])
+
+    def _cat(self, indices: list[Tensor]) -> Tensor:
+        return torch.cat([torch.zeros(0, dtype=torch.int64, device=self.device), *indices])
+
+    def join(self, results: Sequence[Tensor]) -> Tensor:
+        """(B, L, ...) of each batch -> (T, ...) without the padding, in the order of `tokens`."""
+        return torch.cat([result[rows.real] for result, rows in zip(results, self.batches, strict=True)])
+
+
+def alike(lengths: np.ndarray) -> list[np.ndarray]:
+    """Indices of runs that share a batch, the longest first."""
+    order = np.argsort(-lengths, kind="stable")
+    batches: list[list[int]] = []
+    longest = 0
+    for run in order.tolist():
+        if not batches or lengths[run] < min(LEAST_FILLED * longest, longest - FEW_TOKENS):
+            batches.append([])
+            longest = int(lengths[run])
+        batches[-1].append(run)
+    return [np.array(batch) for batch in batches]

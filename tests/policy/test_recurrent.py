@@ -1,0 +1,244 @@
+"""Layers with a state over packed documents, and models that are computed a completion a row."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from grpo_fast.policy import PackedBatch, Policy, load_policy, pack
+from grpo_fast.policy.architecture import packing_obstacle
+from grpo_fast.policy.attention import PACKED_ATTENTION, register
+from grpo_fast.policy.config import ModelConfig
+from grpo_fast.policy.layers import recompute
+from grpo_fast.policy.load import resolve_packing
+from grpo_fast.policy.packing import laid_out
+from grpo_fast.policy.recurrent import fork_states, recurrent_mixers
+from grpo_fast.policy.rows import LEAST_FILLED, RowLayout, alike
+from grpo_fast.table import Completions
+
+from .conftest import SIZES, VOCABULARY, make_samples, save_model
+
+_DELTA = {
+    **{"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8},
+    **{"linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"], "head_dim": 8},
+    **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    **{"shared_expert_intermediate_size": 16},
+}
+_MAMBA = {
+    **{"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 2},
+    **{"mamba_chunk_size": 8, "mamba_expand": 2},
+}
+_ZAMBA = {
+    **{"layers_block_type": ["mamba", "hybrid"], "mamba_ngroups": 1, "n_mamba_heads": 8, "mamba_d_state": 8},
+    **{"num_mem_blocks": 1, "chunk_size": 8, "attention_hidden_size": 64, "attention_head_dim": 16},
+    **{"num_key_value_heads": 4},
+}
+_NEMOTRON = {
+    **{"layer_types": ["linear_attention", "full_attention", "mlp"], "num_hidden_layers": 3, "head_dim": 8},
+    **{"mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 2, "chunk_size": 8},
+}
+_KIMI = {
+    **{"layer_types": ["linear_attention", "full_attention"], "linear_num_heads": 4, "linear_head_dim": 8},
+    **{"kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "qk_head_dim": 16},
+    **{"num_key_value_heads": 4, "num_experts": 4, "num_experts_per_token": 2, "moe_intermediate_size": 16},
+}
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "qwen3_next": _DELTA,
+    "qwen3_5_text": _DELTA,
+    "olmo_hybrid": _DELTA | {"linear_num_key_heads": 4, "num_key_value_heads": 4},
+    "kimi_linear": _KIMI,
+    "bamba": _MAMBA | {"attn_layer_indices": [1]},
+    "nemotron_h": _NEMOTRON,
+    "granitemoehybrid": _MAMBA
+    | {"layer_types": ["linear_attention", "full_attention"], "shared_intermediate_size": 32}
+    | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "falcon_h1": _MAMBA | {"mamba_d_ssm": 64},
+    "zamba2": _ZAMBA,
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "minimax": {
+        **{"layer_types": ["linear_attention", "full_attention"], "num_local_experts": 4, "block_size": 4},
+        **{"head_dim": 8},
+    },
+    # A window shorter than the sequences, beside the state.
+    "recurrent_gemma": {
+        **{"lru_width": 32, "num_hidden_layers": 3, "attention_window_size": 4, "head_dim": 8},
+        **{"num_key_value_heads": 1},
+    },
+}
+ROWS: dict[str, dict[str, Any]] = {
+    "bloom": {"n_layer": 2, "n_head": 4},
+    "falcon": {"new_decoder_architecture": False},
+    "stablelm": {},
+    "llama4_text": {"attention_chunk_size": 4, "num_local_experts": 4, "intermediate_size_mlp": 48}
+    | {"head_dim": 8, "layer_types": ["chunked_attention", "full_attention"], "no_rope_layers": [1, 0]},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 4, "mamba_dt_rank": 8},
+    "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 2, "chunk_size": 8},
+}
+
+
+def random_model(family: str, seed: int) -> PreTrainedModel:
+    """With every number moved, so that no bias, no decay and no gate is what it begins with."""
+    register()
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(family, **SIZES | (HYBRIDS | ROWS)[family])
+    attention = PACKED_ATTENTION if packing_obstacle(config) is None else None
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).float().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    return cast(PreTrainedModel, model)
+
+
+def policy_of(model: PreTrainedModel) -> Policy:
+    fork_states(model)
+    return Policy(model, cast(Any, None), packs=packing_obstacle(model.config) is None)
+
+
+def packed(policy: Policy, samples: Completions) -> PackedBatch:
+    (batch,) = pack(samples, max_tokens=10_000, device="cpu", shares_prompts=policy.packs)
+    return batch
+
+
+def batch_logprobs(policy: Policy, batch: PackedBatch) -> Tensor:
+    logits = policy.head.logits(policy.hidden_states(batch))
+    return logits.log_softmax(-1).gather(1, batch.targets[:, None])[:, 0]
+
+
+def own_logprobs(model: PreTrainedModel, samples: Completions, rows: list[int]) -> Tensor:
+    """Of each completion's tokens, by the model's own forward of one sequence."""
+    found = []
+    for row in rows:
+        one = samples.select(torch.tensor([row]))
+        prompt, own = one.prompt_ids, one.token_ids
+        ids: Any = torch.cat([prompt, own])[None]
+        logits = cast(Any, model)(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+        found.append(logits.log_softmax(-1).gather(1, own[:, None])[:, 0])
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("family", [*HYBRIDS, *ROWS])
+def test_logprobs_and_gradients_are_those_of_each_sequence_alone(family: str, rng: torch.Generator) -> None:
+    model = random_model(family, seed=int(torch.randint(1000, (1,), generator=rng)))
+    own = copy.deepcopy(model)
+    policy = policy_of(model)
+    assert policy.packs == (family in HYBRIDS)
+    samples = make_samples(rng, groups=5, prompt=30, completion=25)
+    batch = packed(policy, samples)
+    weights = torch.randn(len(batch.targets), generator=rng)
+
+    found, right = batch_logprobs(policy, batch), own_logprobs(own, samples, batch.rows.tolist())
+
+    torch.testing.assert_close(found, right, atol=1e-5, rtol=0)
+    (found * weights).sum().backward()
+    (right * weights).sum().backward()
+    pairs = [(p.grad, q.grad) for p, q in zip(model.parameters(), own.parameters(), strict=True)]
+    apart = sum(float((p - q).square().sum()) for p, q in pairs if p is not None and q is not None)
+    norm = sum(float(q.square().sum()) for _, q in pairs if q is not None)
+    assert (apart / norm) ** 0.5 < 1e-5
+    assert all(p is None or not p.any() for p, q in pairs if q is None)
+
+
+@pytest.mark.parametrize(
+    ("family", "what"),
+    [("qwen3_5_text", True), ("qwen3_5_text", "mlp"), ("zamba2", True), ("recurrent_gemma", "mlp")],
+)
+def test_what_is_recomputed_has_the_same_gradient(family: str, what: Any, rng: torch.Generator) -> None:
+    plain = random_model(family, seed=3)
+    policies = [policy_of(copy.deepcopy(plain)), policy_of(plain)]
+    recompute(policies[1].base_model, what)
+    samples = make_samples(rng, groups=3)
+
+    found = []
+    for policy in policies:
+        policy.base_model.zero_grad()
+        batch_logprobs(policy, packed(policy, samples)).sum().backward()
+        # A forward of another batch in between finds its own layout.
+        batch_logprobs(policy, packed(policy, samples[:2]))
+        found.append([p.grad for p in policy.base_model.parameters()])
+
+    for left, right in zip(*found, strict=True):
+        torch.testing.assert_close(left, right)
+
+
+def test_a_shared_prompt_is_computed_once_and_a_row_s_with_each_completion(rng: torch.Generator) -> None:
+    prompt, lengths = 40, [20] * 6
+    samples = Completions.of(
+        [tuple(torch.randint(VOCABULARY, (prompt,), generator=rng).tolist())] * len(lengths),
+        [tuple(torch.randint(VOCABULARY, (n,), generator=rng).tolist()) for n in lengths],
+    )
+    for family, tokens in (("qwen3_next", 40 + 6 * 19), ("jamba", 6 * (40 + 19))):
+        policy = policy_of(random_model(family, seed=1))
+        counted: list[int] = []
+        (mixer,) = recurrent_mixers(policy.base_model)
+        mixer.out_proj.register_forward_hook(
+            lambda _module, _inputs, output, counted=counted: counted.append(output.shape[:-1].numel())
+        )
+
+        batch_logprobs(policy, packed(policy, samples))
+
+        assert sum(counted) == tokens
+
+
+def test_packing_none_trains_a_model_that_could_be_packed_and_auto_falls_back_to_it(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    folder = save_model(tmp_path, "llama")
+    config = ModelConfig(path=str(folder), dtype="float32", device="cpu")
+    samples = make_samples(torch.Generator().manual_seed(1))
+    plain, rows = load_policy(config), load_policy(config.model_copy(update={"packing": "none"}))
+    assert plain.packs and not rows.packs
+    batches = [packed(policy, samples) for policy in (plain, rows)]
+    values = []
+    for policy, batch in zip((plain, rows), batches, strict=True):
+        column = torch.zeros(len(samples.token_ids))
+        column[batch.token_index] = batch_logprobs(policy, batch).detach()
+        values.append(column)
+    torch.testing.assert_close(*values, atol=1e-5, rtol=0)
+
+    # A model that packing gets wrong, and rows do not.
+    hidden_states = Policy.hidden_states
+    monkeypatch.setattr(Policy, "hidden_states", lambda self, b: hidden_states(self, b) + 9.0 * (self.packs))
+    assert not load_policy(config, needs_reference=True).packs
+    assert "model.packing = none is chosen" in caplog.text
+    flash = config.model_copy(update={"packing": "none", "attention": "flash_attention_2"})
+    with pytest.raises(ValueError, match=r"'flash_attention_2' is of packed completions"):
+        resolve_packing(flash, plain.base_model.config)
+
+
+def test_runs_become_rows_of_about_equal_lengths(rng: torch.Generator) -> None:
+    lengths = torch.randint(1, 400, (60,), generator=rng).tolist()
+    starts = torch.tensor([0, *lengths]).cumsum(0).tolist()
+    values = torch.randn(starts[-1], 2, generator=rng)
+    for side in ("left", "right"):
+        layout = RowLayout(starts[:-1], lengths, torch.device("cpu"), pads=cast(Any, side))
+
+        joined = layout.join([values[rows.tokens] for rows in layout.batches])
+
+        assert torch.equal(joined, values[layout.tokens])
+        assert torch.equal(layout.tokens.sort().values, torch.arange(starts[-1]))
+        for rows in layout.batches:
+            counts = rows.real.sum(1)
+            assert (counts >= LEAST_FILLED * counts.max() - 1).all() or counts.max() - counts.min() <= 16
+            edge = rows.real[:, -1] if side == "left" else rows.real[:, 0]
+            assert edge.all() and torch.equal(counts, torch.tensor(lengths)[rows.runs])
+    assert len(alike(torch.tensor(lengths).numpy())) < 12
+    (one,) = RowLayout(starts[:-1], lengths, torch.device("cpu"), pads="right", together=True).batches
+    assert one.tokens.shape == (60, max(lengths))
+
+
+def test_completions_without_a_shared_prompt_are_documents_of_their_own(samples: Completions) -> None:
+    batches = laid_out(samples, max_tokens=40, device="cpu", shares_prompts=False)
+
+    for batch in batches:
+        assert len(batch.cu_seqlens) - 1 == batch.num_sequences
+        inputs = samples.prompt_lengths[batch.rows] + samples.lengths[batch.rows] - 1
+        assert torch.equal(batch.cu_seqlens.diff().long(), inputs)
+    assert sum(batch.num_sequences for batch in batches) == len(samples)
