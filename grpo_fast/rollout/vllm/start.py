@@ -97,6 +97,11 @@ def choose(policy: Policy, config: VLLMConfig) -> Choices:
             "rollout.vllm.lora_sync = 'adapter' needs whole adapters on each rank, and distributed.mode = "
             "'shard' divides them; set lora_sync to merged, or mode to replicate"
         )
+    if adapters and trained.experts and not on_gpu:
+        raise ValueError(
+            "rollout.vllm.lora_sync = 'adapter': beside adapters vLLM computes experts by Triton, which no "
+            "CPU has; set it to merged"
+        )
     if config.sleep_level == 2 and adapters:
         raise ValueError(
             "rollout.vllm.sleep_level = 2 drops the base that lora_sync = 'adapter' never sends again; set "

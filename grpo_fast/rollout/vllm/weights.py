@@ -195,6 +195,7 @@ class WeightSync:
         self._engine = engine
         self._policy = policy
         self._packed_ties = packed_ties(model)
+        self._packed_experts = packed_experts(model) if policy.device.type == "cpu" else []
         self._placements: dict[str, list[Placement]] = defaultdict(list)
         for place in placements:
             self._placements[place.name].append(place)
@@ -257,6 +258,8 @@ class WeightSync:
         return None
 
     def _reload(self) -> None:
+        for method in self._packed_experts:
+            method.moe_kernel = None
         self._engine.collective_rpc(
             "reload_weights", kwargs={"weights_iterator": checkpoint_weights(self._policy)}
         )
@@ -292,3 +295,14 @@ def packed_ties(model: nn.Module) -> list[Any]:
                 ties.append(module)
             seen.add(id(weight))
     return ties
+
+
+def packed_experts(model: nn.Module) -> list[Any]:
+    """What packs each layer's experts, as CPUs do.
+
+    Where one has its kernel, vLLM's reload leaves out the packing, for CUDA graphs have captured addresses.
+    Without the kernel it packs the new weights as it has packed the first.
+    """
+    methods = (getattr(module, "quant_method", None) for module in model.modules())
+    found = {id(method): method for method in methods if getattr(method, "moe_kernel", None) is not None}
+    return [*found.values()]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from grpo_fast.policy.config import LoraConfig
 from grpo_fast.rollout import Sampling
@@ -187,6 +187,7 @@ def test_copies_are_made_only_where_they_reach_everything_that_is_read(fault, re
         named_weights=lambda adapters=True: iter([("weight", weight.detach())]),
         changing_weights=lambda: {"weight"},
         sharded=False,
+        device=torch.device("cpu"),
     )
     places = watch_loading(engine.load_weights, policy.named_weights())
 
@@ -299,3 +300,53 @@ def require_own_tensors(engine: Any, packed: list[Any], told: str) -> None:
     assert sorted(used) == sorted(weight.data_ptr() for weight in packed)
     assert not any(weight.numel() for name, weight in model.named_parameters() if "proj.weight" in name)
     assert "adapter (beside the 4-bit base of the policy); its log-probabilities are " in told
+
+
+EXPERTS = {
+    "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 48, "norm_topk_prob": True},  # padded to 64
+    "olmoe": {"num_experts": 4},
+    "mixtral": {"num_local_experts": 4},
+}
+ATTENTION = LoraConfig(r=4, alpha=16.0, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
+
+
+@pytest.fixture
+def saved_experts(tmp_path, saved_model, tokenizer, seed):
+    """Save a random mixture of experts that vLLM takes, and give its folder."""
+
+    def save(kind: str):
+        shape = AutoConfig.from_pretrained(saved_model(tied=False)).to_dict()
+        kept = {n: v for n, v in shape.items() if n not in ("model_type", "architectures", "attention_bias")}
+        sizes = kept | {"num_experts_per_tok": 2, "intermediate_size": 96} | EXPERTS[kind]
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes))
+        model.save_pretrained(tmp_path)
+        tokenizer.save_pretrained(tmp_path)
+        return tmp_path
+
+    return save
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        *((kind, {}) for kind in EXPERTS),
+        ("qwen3_moe", {"lora": ATTENTION}),
+    ],
+)
+@pytest.mark.drawn(2)
+def test_experts_that_a_cpu_packs_compute_what_the_policy_computes_after_every_sync(
+    kind, options, saved_experts, running_vllm, shake, largest_difference
+):
+    noise = ROUNDING["float32"]
+    with running_vllm(saved_experts(kind), dtype="float32", plain=False, **options) as (engine, policy):
+        assert engine._sync.way == "portable"
+        before = engine.generate(PROMPTS, 3, SAMPLING)
+        assert largest_difference(policy, PROMPTS, before) < noise
+        for _ in range(2):
+            shake(policy, 0.2 if policy.has_adapters else 0.05)
+            engine.sleep()
+            engine.sync(policy)
+            engine.wake()
+            after = engine.generate(PROMPTS, 3, SAMPLING)
+            assert largest_difference(policy, PROMPTS, after) < noise
+        assert largest_difference(policy, PROMPTS, before) > 2 * noise
