@@ -18,7 +18,7 @@ from grpo_fast.policy.attention import PRICED_ATTENTION, register
 from grpo_fast.policy.config import ModelConfig
 from grpo_fast.policy.layers import decoder_layers, fuse_layers
 from grpo_fast.policy.load import prepare_to_train, resolve_dtype
-from grpo_fast.policy.price import LayersPrice, price_layers
+from grpo_fast.policy.price import KvLayer, LayersPrice, price_layers
 from grpo_fast.policy.quantization import cast_rest, count_numbers, is_quantized, loading_settings, quantizes
 from grpo_fast.policy.recurrent import fork_states
 from grpo_fast.policy.source import PREFIX, resolve_source
@@ -42,14 +42,6 @@ _MARKS = {
     "mlp": ("mlp", "feed_forward", "block_sparse_moe"),
 }
 PARTS = ("embedding", "attention", "mlp", "experts", "norms", "head", "adapters", "other")
-
-
-@dataclass(frozen=True)
-class KvLayer:
-    """Keys and values of one layer."""
-
-    numbers: int  # of one token
-    window: int | None = None  # tokens that a sliding window keeps; None: all
 
 
 @dataclass(frozen=True)
@@ -79,7 +71,8 @@ class ModelShape:
     hidden: int
     heads: int  # query heads
     head_dim: int
-    layers: tuple[KvLayer, ...]  # as transformers keeps keys and values
+    layers: tuple[KvLayer, ...]  # as transformers keeps keys, values and states; none where nothing is kept
+    shares_prefix: bool  # our own decoding holds prompts once
     paged_kv_bytes_per_token: int  # in vLLM's pages, which layers with a window share with those without
     itemsize: int  # bytes of one number of the model's dtype
     plain: LayersPrice  # bytes of a token in the layers
@@ -91,13 +84,17 @@ class ModelShape:
 
     def inputs(self, tokens: int) -> int:
         """Bytes of all layers' inputs."""
-        return self.itemsize * self.hidden * len(self.layers) * tokens
+        return self.itemsize * self.hidden * self.depth * tokens
+
+    @property
+    def depth(self) -> int:
+        """Decoder layers, whatever each of them caches."""
+        return len(self.plain.layers)
 
     def kv_bytes(self, tokens: int) -> int:
-        """Bytes of the keys and values of one sequence in transformers' cache, exactly `tokens` long."""
-        return self.itemsize * sum(
-            layer.numbers * min(tokens, layer.window or tokens) for layer in self.layers
-        )
+        """Bytes of one sequence in transformers' cache, exactly `tokens` long."""
+        numbers = sum(layer.numbers * min(tokens, layer.window or tokens) for layer in self.layers)
+        return self.itemsize * numbers + sum(layer.state for layer in self.layers)
 
 
 def model_config(
@@ -201,6 +198,8 @@ def model_shape(model: PreTrainedModel | PeftModel) -> ModelShape:
     """Counts of a model that `skeleton` made."""
     from transformers import PreTrainedModel
 
+    from grpo_fast.rollout.shared_prefix import shares_prefix
+
     base = model if isinstance(model, PreTrainedModel) else cast(PreTrainedModel, model.get_base_model())
     config = base.config.get_text_config()
     head, embedding = base.get_output_embeddings(), cast(nn.Embedding, base.get_input_embeddings())
@@ -208,10 +207,11 @@ def model_shape(model: PreTrainedModel | PeftModel) -> ModelShape:
     for name, parameter in model.named_parameters():
         parameters[_part(base, name, parameter)] += count_numbers(parameter)
     trained = [p for p in model.parameters() if p.requires_grad]
-    layers, itemsize = _kv_layers(base), head.weight.element_size()
+    cache, itemsize = _cached(base), head.weight.element_size()
+    layers = _kv_layers(cache)
     paged = sum(layer.numbers for layer in layers)
     if latent := getattr(config, "kv_lora_rank", None):  # vLLM keeps multi-head latent attention as it is
-        paged = len(layers) * (latent + config.qk_rope_head_dim)
+        paged = sum(latent + config.qk_rope_head_dim for layer in layers if layer.numbers)
     visited = {"embedding": 0, "head": 0, "experts": _chosen_experts(config)}
     active = {part: int(count * visited.get(part, 1)) for part, count in parameters.items()}
     sizes = [p.numel() for p in trained]
@@ -243,6 +243,7 @@ def model_shape(model: PreTrainedModel | PeftModel) -> ModelShape:
         heads=config.num_attention_heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
         layers=layers,
+        shares_prefix=shares_prefix(base, cache),
         paged_kv_bytes_per_token=itemsize * paged,
         itemsize=itemsize,
         plain=plain,
@@ -294,24 +295,40 @@ def _part(base: PreTrainedModel, name: str, parameter: nn.Parameter) -> str:
     return next((part for part, marks in _MARKS.items() if any(mark in module for mark in marks)), "other")
 
 
-def _kv_layers(base: PreTrainedModel) -> tuple[KvLayer, ...]:
-    """What transformers' own cache holds after one token, so that no architecture needs a formula."""
-    from transformers import DynamicCache
+def _cached(base: PreTrainedModel) -> Any:
+    """transformers' own cache after one token, so that no architecture needs a formula; None: it has none."""
+    from grpo_fast.rollout.decoder import CACHES
 
-    cache: Any = DynamicCache(config=base.config)
     token = torch.zeros(1, 1, dtype=torch.int64, device="meta")
     seen = torch.ones(1, 1, 1, 1, dtype=torch.bool, device="meta")
     with torch.no_grad():
-        base.base_model(
-            input_ids=token, position_ids=token, attention_mask=seen, past_key_values=cache, use_cache=True
-        )
-    return tuple(
+        output = base.base_model(input_ids=token, position_ids=token, attention_mask=seen, use_cache=True)
+    return next(filter(None, (getattr(output, name, None) for name in CACHES)), None)
+
+
+def _kv_layers(cache: Any) -> tuple[KvLayer, ...]:
+    """What is cached of one token in each layer that attends, and one more for the states of all others."""
+    from grpo_fast.rollout.decoder import changed
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    found: list[Tensor] = []
+    changed(cache, note)
+    every = getattr(cache, "layers", ())
+    attending = [
+        layer for layer in every if getattr(layer, "keys", None) is not None and layer.keys.dim() > 1
+    ]
+    layers = [
         KvLayer(
-            layer.keys[..., :1, :].numel() + layer.values[..., :1, :].numel(),
+            sum(part[..., :1, :].numel() for part in (layer.keys, layer.values)),
             getattr(layer, "sliding_window", None),
         )
-        for layer in cache.layers
-    )
+        for layer in attending
+    ]
+    states = sum(map(_nbytes, found)) - sum(layer.keys.nbytes + layer.values.nbytes for layer in attending)
+    return (*layers, KvLayer(0, state=states)) if states else tuple(layers)
 
 
 def with_layers(config: PretrainedConfig, count: int) -> PretrainedConfig:

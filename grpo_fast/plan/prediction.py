@@ -227,7 +227,7 @@ class Predictor:
     def engine_price(self, sizes: StepSizes) -> EnginePrice:
         """What the engine holds, and how many completions it decodes at once."""
         given = self.run.rollout, self.trained, self.shape, sizes
-        return self.engine.price(Demand(*given, self.device.total, self._shares_prefix))
+        return self.engine.price(Demand(*given, self.device.total))
 
     def _update(self, sizes: StepSizes, batch: MicroBatch) -> dict[str, int]:
         """Bytes by part of the backward or, where something comes for it alone, of the optimiser's step."""
@@ -387,6 +387,7 @@ class Predictor:
                 softcap=self._softcap,
             )
             for layer in shape.layers
+            if layer.numbers
         ]
 
     def _engine(self, sizes: StepSizes) -> dict[str, int]:
@@ -405,10 +406,6 @@ class Predictor:
     @property
     def _softcap(self) -> bool:
         return getattr(self.shapes.config.get_text_config(), "attn_logit_softcapping", None) is not None
-
-    @property
-    def _shares_prefix(self) -> bool:
-        return all(layer.window is None for layer in self.shape.layers) and not self._softcap
 
     def _with_overheads(self, parts: dict[str, int]) -> dict[str, int]:
         """A phase's parts with what lies outside torch's allocator; parts of no bytes are left out."""

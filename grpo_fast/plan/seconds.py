@@ -42,7 +42,7 @@ def update_seconds(of: Predictor, work: Work) -> float:
     products = 3 + shape.head_trained  # the backward forms the logits once more
     forwards = _forwards_alone(run)
     flops = run.num_iterations * (passes * layers + products * head) + forwards * (layers + head)
-    launches = (run.num_iterations * passes + forwards) * work.count * len(shape.layers)
+    launches = (run.num_iterations * passes + forwards) * work.count * shape.depth
     # Each micro-batch's gradient is written and read, and its float32 sum is read and written.
     moved = run.num_iterations * work.count * (2 * shape.itemsize + 8) * (shape.narrow + shape.wide)
     computing = max(flops / (REACHED_FLOPS * device.flops), launches * LAYER_SECONDS)
@@ -86,7 +86,7 @@ def token_seconds(of: Predictor, seen: int, rows: int) -> float:
     read = shape.itemsize * (weights - shape.quantized) + in_4_bits * shape.quantized
     read += rows * shape.kv_bytes(seen)
     computing = 2 * rows * weights / (REACHED_FLOPS * device.flops)
-    host = of.engine.token_seconds + of.engine.layer_seconds * len(shape.layers)
+    host = of.engine.token_seconds + of.engine.layer_seconds * shape.depth
     return max(read / (REACHED_BANDWIDTH * device.bandwidth), computing, host)
 
 
@@ -108,7 +108,7 @@ def update_exchange(of: Predictor, work: Work) -> float:
         # Gathered, then their gradient all-reduced, which is twice as much.
         head = 3 * shape.itemsize * shape.hidden * work.targets * device.ranks
     size: float = 2 * others + 4 * (trained - table * shape.head_trained) + head
-    calls = 3.0 * (len(shape.layers) + 2)  # a layer's weights twice and its gradient; embedding and head
+    calls = 3.0 * (shape.depth + 2)  # a layer's weights twice and its gradient; embedding and head
     forwards = _forwards_alone(run)
     size = size * run.num_iterations + forwards * shape.bytes
     calls *= run.num_iterations + forwards / 3
@@ -144,4 +144,4 @@ def _host_link(device: DeviceBudget) -> float:
 
 def _layer_flops(shape: ModelShape, tokens: int, pairs: int) -> float:
     """Of one forward; attention is two products of as many numbers as a token has, for each pair it sees."""
-    return 2 * shape.active * tokens + 4 * shape.hidden * len(shape.layers) * pairs
+    return 2 * shape.active * tokens + 4 * shape.hidden * shape.depth * pairs

@@ -55,7 +55,6 @@ class Demand:
     shape: ModelShape
     sizes: StepSizes
     device_bytes: int  # of the device, in use or not
-    shares_prefix: bool  # every layer attends fully and plainly
 
     @property
     def read_at_once(self) -> StepSizes:
@@ -150,13 +149,16 @@ class TransformersKind(EngineKind):
 
     def price(self, demand: Demand) -> EnginePrice:
         """At the end of its longest batch, when the cache is full."""
-        from grpo_fast.rollout.decoder import ExpandedDecoder, SharedPrefixDecoder
+        from grpo_fast.rollout.decoder import ExpandedDecoder, RecomputedDecoder
         from grpo_fast.rollout.sampling import SLICE, SLICE_ELSEWHERE
+        from grpo_fast.rollout.shared_prefix import SharedPrefixDecoder
         from grpo_fast.rollout.transformers import tokens_at_once
 
         shape, sizes, device = demand.shape, demand.sizes, "cuda" if demand.trained.on_gpu else "cpu"
         read, length = demand.read_at_once, demand.sizes.completion_length
-        decoder = SharedPrefixDecoder if demand.shares_prefix else ExpandedDecoder
+        decoder = ExpandedDecoder if shape.layers else RecomputedDecoder
+        if shape.shares_prefix:
+            decoder = SharedPrefixDecoder
 
         def prompts(rows: int) -> int:
             return -(-rows // read.generations)
@@ -168,13 +170,14 @@ class TransformersKind(EngineKind):
         rows = bisect_right(range(1, sizes.completions + 1), budget, key=tokens) or 1
         drawn = min(rows * shape.vocabulary, SLICE.get(device, SLICE_ELSEWHERE))
         logits = shape.itemsize * prompts(rows) * (shape.vocabulary + shape.hidden)
-        prefill = shape.plain.forward(prompts(rows) * read.prompt_length) + logits
+        at_once = prompts(rows) * read.prompt_length if shape.layers else tokens(rows)
+        prefill = shape.plain.forward(at_once) + logits
         scores = 4 * rows * shape.heads * (read.prompt_length + 2 * length)
         decode = rows * shape.vocabulary * shape.itemsize + 4 * _DRAW_COPIES * drawn + scores
         return EnginePrice(
             weights=demand.base_bytes * demand.trained.sharded,
             kv_cache=decoder.kv_bytes(
-                [(layer.numbers, layer.window) for layer in shape.layers],
+                shape.layers,
                 prompts=prompts(rows),
                 longest=read.prompt_length,
                 rows=rows,

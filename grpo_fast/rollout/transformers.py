@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -18,7 +17,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from grpo_fast.policy import Policy
 from grpo_fast.policy.architecture import fix_rope
-from grpo_fast.rollout.decoder import ExpandedDecoder, Prompt, SharedPrefixDecoder
+from grpo_fast.rollout.choice import fitting_decoder, set_attention
+from grpo_fast.rollout.decoder import ExpandedDecoder, Prompt
 from grpo_fast.rollout.requests import Requests
 from grpo_fast.rollout.sampling import draw, make_warper
 from grpo_fast.rollout.types import Collector, Completion, Prompts, RolloutObserver, Sampling, check_prompts
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-logger = logging.getLogger(__name__)
 DROP_BELOW = 0.9  # finished rows are evicted when fewer than this share of the batch is still going
 CPU_BATCH_TOKENS = 2**14  # at once on a CPU unless configured: more only misses its caches, and pages
 STOP_MARGIN = 8  # tokens decoded beyond a stop string's bytes: some tokens decode to nothing
@@ -94,15 +93,8 @@ class TransformersEngine:
 
     @cached_property
     def _decoder_type(self) -> type[ExpandedDecoder]:
-        """The one that copies no prompt, where it is seen to give this model's logits."""
-        if not SharedPrefixDecoder.supports(self._base):
-            return ExpandedDecoder
         with self._decoding():
-            problem = SharedPrefixDecoder.agrees(self._base)
-        if problem is None:
-            return SharedPrefixDecoder
-        logger.warning("each completion has a copy of its prompt's keys and values: %s", problem)
-        return ExpandedDecoder
+            return fitting_decoder(self._base)
 
     @contextmanager
     def _decoding(self) -> Iterator[None]:
@@ -113,7 +105,7 @@ class TransformersEngine:
             with evaluation_mode(self.model), torch.no_grad():
                 yield
         finally:
-            self._base.set_attn_implementation(attention)
+            set_attention(self._base, attention)
 
     def generate(
         self, prompts: Prompts, n: int, sampling: Sampling, *, observer: RolloutObserver | None = None
@@ -199,15 +191,17 @@ class TransformersEngine:
 
     def _chunks(self, rows: Sequence[Row]) -> Iterator[list[Row]]:
         """Consecutive rows, as many at once as the budget allows. Rows come with ascending lengths."""
-        kv_tokens, max_new = self._decoder_type.kv_tokens, max(len(row.uniforms) for row in rows)
-        once = self._decoder_type.held_once([row.prompt for row in rows])
+        way, max_new = self._decoder_type, max(len(row.uniforms) for row in rows)
+        once = way.held_once([row.prompt for row in rows])
         budget = tokens_at_once(self.max_batch_tokens, self._base.device.type)
         chunk: list[Row] = []
         distinct = 0
         for row in rows:
             new = not chunk or row.prompt != chunk[-1].prompt
             own = len(row.prompt) - once
-            if chunk and once + kv_tokens(distinct + new, own, len(chunk) + 1, max_new) > budget:
+            needed = once + way.kv_tokens(distinct + new, own, len(chunk) + 1, max_new)
+            uneven = not way.pads and chunk and len(row.prompt) != len(chunk[0].prompt)
+            if chunk and (needed > budget or uneven):
                 yield chunk
                 chunk, distinct, new = [], 0, True
             chunk.append(row)
@@ -236,7 +230,7 @@ class TransformersEngine:
         eos, warper = torch.tensor(self.eos_ids, device=device), make_warper(sampling)
 
         decoder = self._decoder_type(self._base, max_new)
-        self._base.set_attn_implementation(decoder.attention)
+        set_attention(self._base, decoder.attention)
         tokens = torch.zeros(count, max_new, dtype=torch.int64, device=device)
         logprobs = torch.zeros(count, max_new, device=device)
         going = torch.ones(count, dtype=torch.bool, device=device)  # rows that have not ended

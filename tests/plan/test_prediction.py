@@ -16,8 +16,9 @@ from grpo_fast.plan.model_shape import Shapes, model_config, with_layers
 from grpo_fast.plan.prediction import Prediction, Predictor
 from grpo_fast.plan.sizes import StepSizes
 from grpo_fast.policy.config import LoraConfig
-from grpo_fast.rollout.decoder import ExpandedDecoder, SharedPrefixDecoder
+from grpo_fast.rollout.decoder import ExpandedDecoder
 from grpo_fast.rollout.handover import MARGIN
+from grpo_fast.rollout.shared_prefix import SharedPrefixDecoder
 
 UPDATE = StepSizes(prompts=3, generations=4, prompt_length=40, completion_length=32, micro_batch_tokens=10**6)
 ROLLOUT = replace(UPDATE, prompt_length=18)

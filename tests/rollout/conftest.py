@@ -71,7 +71,20 @@ LATENT = {
     "v_head_dim": 8,
 }
 EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+EXPERTS |= {"num_experts": 4, "num_local_experts": 4, "moe_intermediate_size": 16}
 LOCAL = ["sliding_attention"] * 2 + ["full_attention"]
+MIXED = {"layer_types": ["linear_attention", "full_attention"] * 2, "num_hidden_layers": 4}
+MIXED |= {"initializer_range": 0.1}  # with more, their rounding grows
+DELTA = {"linear_num_value_heads": 4, "linear_num_key_heads": 2}
+DELTA |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
+MAMBA = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 1,
+    "mamba_chunk_size": 8,
+}
+EXACT = {"time_step_min": 1e-9}  # of which transformers makes a bound, but not where it decodes
 
 
 def made(family: str, **sizes: object) -> PreTrainedModel:
@@ -88,6 +101,70 @@ MAKERS = {
         "hrm_text", initializer_range=0.1
     ),  # which runs through its layers several times, each with a cache
     "diffllama": lambda: made("diffllama"),
+    "qwen3_next": lambda: made("qwen3_next", **EXPERTS | DELTA | MIXED, shared_expert_intermediate_size=16),
+    "qwen3_5_text": lambda: made("qwen3_5_text", **DELTA | MIXED),
+    "olmo_hybrid": lambda: made("olmo_hybrid", **DELTA | MIXED),
+    "kimi_linear": lambda: made(
+        "kimi_linear", **LATENT | EXPERTS | MIXED, linear_head_dim=8, linear_num_heads=4
+    ),
+    "bamba": lambda: made("bamba", **MAMBA, attn_layer_indices=[1]),
+    "nemotron_h": lambda: made(
+        "nemotron_h",
+        **EXPERTS | EXACT,
+        layer_types=["linear_attention", "moe", "full_attention", "mlp"],
+        mamba_num_heads=8,
+        mamba_head_dim=8,
+        ssm_state_size=8,
+        n_groups=1,
+        chunk_size=8,
+        num_hidden_layers=4,
+    ),
+    "falcon_h1": lambda: made("falcon_h1", **MAMBA, mamba_d_ssm=64),
+    "zamba2": lambda: made(
+        "zamba2",
+        **EXACT,
+        layers_block_type=["linear_attention", "hybrid"] * 2,
+        initializer_range=0.1,
+        num_hidden_layers=4,
+        num_key_value_heads=4,
+        head_dim=16,
+        n_mamba_heads=8,
+        mamba_d_state=8,
+        chunk_size=8,
+    ),
+    "lfm2": lambda: made(
+        "lfm2",
+        layer_types=["conv", "full_attention"] * 2,
+        num_hidden_layers=4,
+        block_auto_adjust_ff_dim=False,
+    ),
+    "zaya": lambda: made("zaya", initializer_range=0.1),
+    "jamba": lambda: made("jamba", attn_layer_period=2, attn_layer_offset=1, mamba_d_state=8, num_experts=1),
+    "minimax": lambda: made("minimax", **EXPERTS | MIXED, block_size=8),
+    "mamba": lambda: made("mamba", state_size=8),
+    "mamba2": lambda: made("mamba2", num_heads=8, head_dim=8, state_size=8, n_groups=1, chunk_size=8),
+    "xlstm": lambda: made("xlstm", hidden_size=128, num_heads=4, head_dim=None),
+    "rwkv": lambda: made("rwkv", attention_hidden_size=32),
+    "recurrent_gemma": lambda: made(
+        "recurrent_gemma",
+        block_types=["recurrent", "attention"],
+        num_key_value_heads=1,
+        lru_width=32,
+        attention_window_size=6,
+    ),
+    "deepseek_v2": lambda: made("deepseek_v2", **LATENT | EXPERTS, first_k_dense_replace=1),
+    "glm4_moe_lite": lambda: made("glm4_moe_lite", **LATENT | EXPERTS),
+    "longcat_flash": lambda: made(
+        "longcat_flash",
+        **LATENT | EXPERTS,
+        num_layers=2,
+        ffn_hidden_size=32,
+        expert_ffn_hidden_size=16,
+        zero_expert_num=2,
+        moe_topk=2,
+    ),
+    "minicpm3": lambda: made("minicpm3", **LATENT),
+    "youtu": lambda: made("youtu", **LATENT),
     "gemma3": lambda: Gemma3ForCausalLM(Gemma3TextConfig(**SHAPE, sliding_window=6, layer_types=LOCAL)),
 }
 

@@ -8,15 +8,22 @@ import peft
 import pytest
 import torch
 
-from grpo_fast.rollout import Sampling, decoder, make_engine
+from grpo_fast.rollout import Sampling, make_engine, shared_prefix
 from grpo_fast.rollout import transformers as engine_module
 from grpo_fast.rollout.config import RolloutConfig
-from grpo_fast.rollout.decoder import SharedPrefixDecoder
+from grpo_fast.rollout.decoder import EvenDecoder, ExpandedDecoder, RecomputedDecoder
+from grpo_fast.rollout.shared_prefix import HybridDecoder, SharedPrefixDecoder
 from grpo_fast.rollout.transformers import TransformersEngine
 
 SYSTEM = (0, *range(3, 23))  # long enough to be worth prefilling once for all
-FAMILIES = {"llama": True, "qwen3": True, "mistral": False, "gemma3": False}  # which share prefixes
-FAMILIES |= dict.fromkeys(["gemma2", "deepseek_v3", "hrm_text", "diffllama"], False)
+LATENT = ["deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "minicpm3", "youtu"]
+HYBRID = ["qwen3_next", "qwen3_5_text", "olmo_hybrid", "kimi_linear", "bamba", "nemotron_h", "falcon_h1"]
+HYBRID += ["zamba2", "lfm2", "zaya", "jamba"]
+FAMILIES = dict.fromkeys(["llama", "qwen3", "hrm_text", *LATENT], SharedPrefixDecoder)
+FAMILIES |= dict.fromkeys(HYBRID, HybridDecoder)
+FAMILIES |= dict.fromkeys(["mistral", "gemma2", "gemma3", "diffllama", "mamba", "mamba2"], ExpandedDecoder)
+FAMILIES |= dict.fromkeys(["minimax", "xlstm"], EvenDecoder)
+FAMILIES |= dict.fromkeys(["rwkv", "recurrent_gemma"], RecomputedDecoder)
 SAMPLING = Sampling(max_completion_length=12, seed=7)
 GREEDY = replace(SAMPLING, temperature=0.0)
 
@@ -54,7 +61,7 @@ def test_logprobs_equal_those_of_a_full_forward_and_greedy_equals_transformers_g
 ):
     model, prompts = family_model(family), random_prompts(seed, 5, system=system)
     engine = engine_for(model)
-    assert (engine._decoder_type is SharedPrefixDecoder) == FAMILIES[family]
+    assert engine._decoder_type is FAMILIES[family]
 
     groups = engine.generate(prompts, 4, replace(SAMPLING, temperature=0.6))
 
@@ -74,9 +81,9 @@ def test_neither_sharing_prefixes_nor_dropping_finished_rows_changes_what_is_dra
     prompts, warm = random_prompts(seed, 6, system=SYSTEM), replace(SAMPLING, temperature=2.0)
     ends = (1, 4, 5, 6, 7)
     with monkeypatch.context() as patch:
-        patch.setattr(SharedPrefixDecoder, "supports", staticmethod(lambda model: False))
+        patch.setattr(SharedPrefixDecoder, "supports", classmethod(lambda way, model: False))
         expanded = engine_for(model, eos_ids=ends).generate(prompts, 4, warm)
-    monkeypatch.setattr(decoder, "WORTH_APART", apart)
+    monkeypatch.setattr(shared_prefix, "WORTH_APART", apart)
     monkeypatch.setattr(engine_module, "DROP_BELOW", drop_below)
 
     shared = engine_for(model, eos_ids=ends).generate(prompts, 4, warm)
