@@ -26,7 +26,7 @@ from grpo_fast.plan.seconds import (
 )
 from grpo_fast.plan.sizes import MicroBatch, StepSizes, largest, largest_micro_batch, whole_step
 from grpo_fast.policy.architecture import packing_obstacle
-from grpo_fast.policy.attention import PackedPrice
+from grpo_fast.policy.attention import PackedPrice, has_sinks
 from grpo_fast.policy.attention import price as attention_price
 from grpo_fast.policy.load import resolve_attention, resolve_dtype
 from grpo_fast.policy.quantization import quantizes
@@ -385,6 +385,7 @@ class Predictor:
                 kv_numbers=layer.numbers,
                 itemsize=shape.itemsize,
                 softcap=self._softcap,
+                sinks=has_sinks(self.shapes.config),
             )
             for layer in shape.layers
             if layer.numbers

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from grpo_fast.policy.rows import RowLayout
 
@@ -33,6 +33,7 @@ SOFTCAP_BYTES_PER_SCORE = 18
 """Transient bytes of each attention score of one sequence with a softcap (measured on a CPU; Gemma 2 within
 7 %)."""
 BLOCK = 128  # tokens of a block of FlexAttention's mask, its default
+ALIGNMENT = 8  # numbers of a head, of which SDPA's kernels for GPUs want a multiple
 _GRAPHS = 64
 """Forms of FlexAttention that torch may compile: one block or many, one document or many, a window,
 a gradient. Its own limit is eight; past it, FlexAttention runs uncompiled with T² scores in memory."""
@@ -257,32 +258,31 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: query (B, A, T, D), key and value (B, K, T, D) -> (B, T, A, D).
 
-    Without a layout (generation) this is transformers' SDPA, with the score softcap of Gemma 2 honoured.
+    Without a layout (generation) this is transformers' SDPA, with the score softcap of Gemma 2 and the sinks
+    of gpt-oss honoured.
     """
-    sinks = {"s_aux": kwargs["s_aux"]} if kwargs.get("s_aux") is not None else {}
+    sinks: Tensor | None = kwargs.get("s_aux")
     chosen = None if packed_layout is None else packed_layout.attention
-    if sinks and chosen != "flex_attention":
-        raise ValueError(f"{type(module).__name__} has attention sinks; use model.attention = flex_attention")
-    if packed_layout is None and softcap is None:
+    if packed_layout is None and softcap is None and sinks is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     if packed_layout is None:
-        return _attend(query, key, value, attention_mask, scaling, softcap).transpose(1, 2), None
+        return _attend(query, key, value, attention_mask, scaling, softcap, sinks).transpose(1, 2), None
     if chosen == "flex_attention":
         from transformers.integrations.flex_attention import flex_attention_forward
 
         mask = packed_layout.block_mask(sliding_window)
         with torch._dynamo.config.patch(recompile_limit=_GRAPHS):
             output, _ = flex_attention_forward(
-                module, query, key, value, mask, scaling=scaling, softcap=softcap, **sinks
+                module, query, key, value, mask, scaling=scaling, softcap=softcap, s_aux=sinks
             )
         return output, None
-    if chosen == "flash_attention_2" and softcap is None:
+    if chosen == "flash_attention_2" and softcap is None and sinks is None:
         return _flash(query, key, value, packed_layout.sequences, scaling, sliding_window), None
     pieces = (packed_layout.own(query), packed_layout.seen(key), packed_layout.seen(value))
     outputs = [
-        _attend(*piece, scaling, softcap)
+        _attend(*piece, scaling, softcap, sinks)
         for piece in zip(*pieces, packed_layout.masks(sliding_window), strict=True)
     ]
     return torch.cat([output.transpose(1, 2) for output in outputs], dim=1), None
@@ -376,6 +376,7 @@ def price(
     kv_numbers: int,
     itemsize: int,
     softcap: bool,
+    sinks: bool,
 ) -> PackedPrice:
     """Of `packed_attention` in a micro-batch.
 
@@ -395,8 +396,11 @@ def price(
         return PackedPrice(itemsize * kv_numbers * joined, per_head + 4 * tokens * heads * head_dim)
     if attention == "eager":
         return PackedPrice(heads * scores * (4 + itemsize), heads * largest * SOFTCAP_BYTES_PER_SCORE)
+    if sinks:  # beside which all keys and values are copied, and queries
+        copied = tokens + joined
     kept = itemsize * (kv_numbers * copied + heads * head_dim * tokens)  # the pieces' results are joined
     if not softcap:
+        kept += itemsize * heads * head_dim * tokens * sinks
         return PackedPrice(kept + itemsize * masked, 0)  # masks are converted for each layer anew
     kept += itemsize * 2 * heads * head_dim * (tokens + copied)  # keys and values for every head
     per_score = 2 * 4 + (itemsize if itemsize < 4 else 0)
@@ -405,8 +409,6 @@ def price(
 
 def flash_obstacle(config: PreTrainedConfig) -> str | None:
     """Why torch's flash-attention cannot compute this model's attention; None: it can."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-
     text = config.get_text_config()
     for layer in getattr(text, "per_layer_config", None) or [text]:  # Gemma 4's differ
         size = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
@@ -417,10 +419,15 @@ def flash_obstacle(config: PreTrainedConfig) -> str | None:
         return "the model's values are not as wide as its keys"
     if getattr(text, "attn_logit_softcapping", None) is not None:
         return "the model caps its scores"
+    return "the model has attention sinks" if has_sinks(config) else None
+
+
+def has_sinks(config: PreTrainedConfig) -> bool:
+    """Whether the layers hand a score beside those of the keys to their attention, of which SDPA has none."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
     model: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    if model is not None and not model._supports_sdpa:
-        return "the model has attention sinks"
-    return None
+    return model is not None and not model._supports_sdpa
 
 
 def _attend(
@@ -430,23 +437,62 @@ def _attend(
     mask: Tensor | None,
     scaling: float | None,
     softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
-    """Attention of one piece; a mask of None is causal, or everything for a single query."""
+    """Attention of one piece; a mask of None is causal, or everything for a single query.
+
+    Args:
+        sinks: (A,) a score of each head beside those of the keys, of no value.
+    """
     causal = mask is None and query.shape[2] > 1
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if softcap is None and sinks is not None:
+        return _attend_with_sinks(query, key, value, mask, scale, sinks, causal)
     if softcap is None:
         grouped = query.shape[1] != key.shape[1]
         return scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=causal, scale=scaling, enable_gqa=grouped
+            query, key, value, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped
         )
     repeats = query.shape[1] // key.shape[1]
     key, value = (tensor.repeat_interleave(repeats, dim=1) for tensor in (key, value))
     if causal:
         mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     scores = softcap * torch.tanh((query @ key.transpose(2, 3)).float() * (scale / softcap))
     if mask is not None:
         scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
-    return scores.softmax(dim=-1).to(value.dtype) @ value
+    if sinks is not None:
+        beside = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, beside], -1)
+    return scores.softmax(dim=-1)[..., : key.shape[2]].to(value.dtype) @ value
+
+
+def _attend_with_sinks(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    sinks: Tensor,
+    causal: bool,
+) -> Tensor:
+    """By SDPA without a softcap: the sink is one more key, in front, whose value is zero.
+
+    In numbers more of a query and a key, which are zero of all other keys, the product of these two is the
+    head's sink. So no score is kept, and autograd knows the sinks' gradient.
+    """
+    width, of_value = query.shape[-1], value.shape[-1]
+    wide = -(-max(width + 1, of_value) // ALIGNMENT) * ALIGNMENT  # all as wide, or SDPA keeps every score
+    beside = sinks.to(query.dtype)[:, None, None].expand(*query.shape[:3], 1)
+    first_key = key.new_zeros(wide)
+    first_key[width] = 1 / scale
+    # With a query in front as well, which looks at the sink alone, the diagonal of a causal mask stays.
+    query = pad(torch.cat([query, beside], -1), (0, wide - width - 1, int(causal), 0))
+    key = torch.cat([first_key.expand(*key.shape[:2], 1, wide), pad(key, (0, wide - width))], 2)
+    value = pad(value, (0, wide - of_value, 1, 0))
+    if mask is not None:
+        mask = pad(mask, (1, 0), value=float(mask.dtype == torch.bool))  # or it is added to the scores
+    output = _attend(query, key, value, mask, scale, None, None)
+    return output[:, :, int(causal) :, :of_value]
 
 
 def register() -> None:

@@ -34,6 +34,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "gpt_neox": {},
     "gemma2": {"head_dim": 32, "sliding_window": 8},
+    "granite_swa": {"sliding_window": 8, "layer_types": ["sliding_attention"] * 2 + ["full_attention"]},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 32},
 }
 CPU = DeviceBudget("cpu", "cpu", 8 << 30)

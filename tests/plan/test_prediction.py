@@ -58,6 +58,7 @@ def compare(predictor: Predictor, sizes: StepSizes, tolerance: float) -> None:
         ("gpt_neox", "bfloat16", CHECKPOINTED, {}, UPDATE, 0.05),
         ("qwen3_moe", "bfloat16", MLPS, {}, UPDATE, 0.05),
         ("gemma2", "float32", {}, {}, SCORES, 0.08),  # which a CPU keeps
+        ("granite_swa", "float32", {}, {}, SCORES, 0.05),
         ("llama", "float32", {}, {}, SEVERAL, 0.03),
         ("llama", "bfloat16", MLPS, {}, LONG, 0.04),  # in tiles
         ("llama", "float32", CHECKPOINTED, {}, LONG, 0.08),

@@ -41,6 +41,13 @@ FAMILIES = {
         **{"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32},
         **{"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 61},
     },
+    # Attention sinks: of every layer with experts, of every layer, of those with a window.
+    "gpt_oss": {"head_dim": 8, "sliding_window": 4, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "granite_swa": {"sliding_window": 4, "layer_types": ["full_attention", "sliding_attention"]},
+    "mimo_v2_flash": {
+        **{"head_dim": 12, "v_head_dim": 8, "swa_num_key_value_heads": 4, "sliding_window": 4},
+        **{"layer_types": ["full_attention", "sliding_attention"], "mlp_layer_types": ["dense", "dense"]},
+    },
     "gpt2": {"n_inner": 48},
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 8},
@@ -59,6 +66,8 @@ def save_model(folder: Path, family: str = "llama", **changes: object) -> Path:
     for name, parameter in model.named_parameters():  # small random weights barely move the logits
         if parameter.ndim >= 2 and "layers" in name:
             torch.nn.init.normal_(parameter, std=0.3)
+        elif name.endswith("sinks"):
+            torch.nn.init.normal_(parameter)
     model.generation_config.eos_token_id = [2, 3]
     model.save_pretrained(folder)
     words = {"<unk>": 0, "<s>": 1, "</s>": 2, "<end>": 3} | {f"w{i}": i for i in range(4, VOCABULARY)}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from grpo_fast.plan.measure import peak_bytes
 from grpo_fast.policy import PackedBatch, Policy, pack
@@ -163,13 +163,58 @@ def test_a_high_softcap_and_no_scale_is_plain_attention(rng: torch.Generator, qu
     torch.testing.assert_close(output, plain.transpose(1, 2), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("attention", [None, "sdpa", "flex_attention"])
-def test_attention_sinks_reach_flex_attention_alone(attention: str | None) -> None:
-    tokens, (batch,) = torch.zeros(1, 2, 4, 8), packed(of_sizes((0, 3, 2)))
-    layout = attention and PackedLayout(batch, attention)
-    transformers_own, ours = "sinks cannot be run on CPU", "use model.attention = flex_attention"
-    with pytest.raises(ValueError, match=transformers_own if attention == "flex_attention" else ours):
-        packed_attention(torch.nn.Module(), *[tokens] * 3, None, packed_layout=layout, s_aux=torch.zeros(2))
+@pytest.mark.parametrize("softcap", [None, 1e4])
+@pytest.mark.parametrize(("queries", "keys", "masked"), [(5, 5, False), (1, 7, False), (4, 6, True)])
+def test_a_sink_is_one_more_score_of_no_value(
+    rng: torch.Generator, queries: int, keys: int, masked: bool, softcap: float | None
+) -> None:
+    """With its gradient; values are narrower than keys. A high softcap is none."""
+    shapes = ((2, 4, queries, 8), (2, 2, keys, 8), (2, 2, keys, 6), (4,), (2, queries, 4, 6))
+    *leaves, upstream = (torch.randn(shape, generator=rng, dtype=torch.float64) for shape in shapes)
+    query, key, value, sinks = (leaf.requires_grad_() for leaf in leaves)
+    seen = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
+    mask = seen & (torch.rand(queries, keys, generator=rng) > 0.3) if masked else None
+
+    output, _ = packed_attention(torch.nn.Module(), query, key, value, mask, softcap=softcap, s_aux=sinks)
+
+    scores = query @ key.repeat_interleave(2, 1).mT / 8**0.5
+    scores = scores.masked_fill(~(seen if mask is None else mask), -torch.inf)
+    of_sink = sinks[:, None, None].expand(2, 4, queries, 1)
+    weights = torch.cat([scores, of_sink], -1).softmax(-1)[..., :-1]
+    right = (weights @ value.repeat_interleave(2, 1)).transpose(1, 2)
+    inputs = (query, key, value, sinks)
+    found, expected = (torch.autograd.grad(o, inputs, upstream) for o in (output, right))
+    tolerance = {"rtol": 1e-10, "atol": 1e-10} if softcap is None else {"rtol": 1e-5, "atol": 1e-6}
+    torch.testing.assert_close((output, *found), (right, *expected), **tolerance)
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "granite_swa", "mimo_v2_flash"])
+def test_packed_attention_with_sinks_has_the_gradients_of_the_models_own(
+    load: Load, folder_of: Callable[..., Any], samples: Completions, rng: torch.Generator, family: str
+) -> None:
+    """Shared prompts and windows, against each sequence alone in the model's eager attention."""
+    policy = load(family)
+    eager: Any = AutoModelForCausalLM.from_pretrained(
+        folder_of(family), dtype=torch.float32, attn_implementation="eager"
+    )
+    (batch,) = packed(samples)
+    found = policy.head.logits(policy.hidden_states(batch)).log_softmax(-1)
+    weights = torch.randn(found.shape, generator=rng)
+    (found * weights).sum().backward()
+
+    alone = []
+    for row in batch.rows.tolist():
+        prompt = samples.prompt_of(row)
+        logits = eager(torch.cat([prompt, samples.tokens_of(row)])[None], use_cache=False).logits
+        alone.append(logits[0, len(prompt) - 1 : -1].log_softmax(-1))
+    right = torch.cat(alone)
+    (right * weights).sum().backward()
+
+    torch.testing.assert_close(found, right, rtol=0, atol=1e-5)
+    expected = {name: parameter.grad for name, parameter in eager.named_parameters()}
+    assert any(name.endswith("sinks") for name in expected)
+    for name, parameter in policy.trainable().items():
+        assert (parameter.grad - expected[name]).norm() <= 1e-5 * expected[name].norm(), name
 
 
 @pytest.mark.gpu
