@@ -114,7 +114,12 @@ def train(
         )
         table = table.with_columns(advantages=table.spread(compared.advantages.flatten()))
         live = (~compared.flat).repeat_interleave(GROUP).nonzero()[:, 0]
-        batches = pack(table.select(live), max_tokens=MICRO_BATCH_TOKENS, device=policy.device)
+        batches = pack(
+            table.select(live),
+            max_tokens=MICRO_BATCH_TOKENS,
+            device=policy.device,
+            shares_prompts=policy.packs,
+        )
 
         # Loss and gradient: the micro-batches' losses add up, since all are divided by the step's counts.
         totals = StepTotals(num_tokens=len(table.token_ids), num_sequences=len(table))

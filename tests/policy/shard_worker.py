@@ -37,6 +37,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("gemma2", {"gradient_checkpointing": True}),
     ("granite", {"train_lm_head": False, "gradient_checkpointing": "mlp"}),
     ("qwen3_moe", {}),
+    ("qwen3_5_text", {}),
+    ("phi", {"packing": "none"}),
     ("qwen2", {"dtype": "bfloat16"}),
 ]
 
@@ -91,7 +93,7 @@ def check_step(alone: Policy, sharded: Policy, world: World, seed: int, toleranc
     samples = make_samples(torch.Generator().manual_seed(seed))
     totals = StepTotals(len(samples.token_ids), len(samples))
     parts = [samples[:5], samples[5:7], samples[7:]]
-    batches = [pack(part, max_tokens=1000, device="cpu")[0] for part in parts]
+    batches = [pack(part, max_tokens=1000, device="cpu", shares_prompts=alone.packs)[0] for part in parts]
     check_rows(alone, sharded, batches[0])
     own = [batches[2], empty_batch(samples, "cpu")] if world.rank else batches[:2]
 
