@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from grpo_fast.plan.devices import TABLES
-from grpo_fast.policy.architecture import check_architecture, packing_obstacle
-from grpo_fast.policy.attention import PRICED_ATTENTION, register
+from grpo_fast.policy.architecture import check_architecture, logit_softcap, packing_obstacle
+from grpo_fast.policy.attention import PRICED_ATTENTION, head_dims, register
 from grpo_fast.policy.config import ModelConfig
 from grpo_fast.policy.layers import decoder_layers, fuse_layers
 from grpo_fast.policy.load import prepare_to_train, resolve_dtype
@@ -237,11 +237,11 @@ def model_shape(model: PreTrainedModel | PeftModel) -> ModelShape:
         layer_tensor=max((size for own in trained_in_layers for size in own), default=0),
         head_trained=head.weight.requires_grad,
         embedding_trained=embedding.weight.requires_grad,
-        softcap=getattr(config, "final_logit_softcapping", None) is not None,
+        softcap=logit_softcap(config) is not None,
         vocabulary=head.weight.shape[0],
         hidden=head.weight.shape[1],
         heads=config.num_attention_heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        head_dim=max(head_dims(config)),
         layers=layers,
         shares_prefix=shares_prefix(base, cache),
         paged_kv_bytes_per_token=itemsize * paged,

@@ -6,6 +6,7 @@ train on wrong gradients without a sign of it. A few short forwards before train
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterable, Sequence
 from types import MethodType
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo_fast.head import HeadParameters
+from grpo_fast.policy.attention import PackedLayout
 from grpo_fast.policy.layers import decoder_layers
 from grpo_fast.policy.packing import pack
 from grpo_fast.policy.quantization import is_quantized
@@ -189,8 +191,13 @@ def head_parameters(model: PreTrainedModel) -> HeadParameters:
         weight=head.weight,
         bias=head.bias,
         logit_scale=_logit_scale(config),
-        softcap=next((cap for name in _SOFTCAPS if (cap := getattr(config, name, None)) is not None), None),
+        softcap=logit_softcap(config),
     )
+
+
+def logit_softcap(config: PreTrainedConfig) -> float | None:
+    """The bound of the logits, s · tanh(logits / s); None: there is none."""
+    return next((cap for name in _SOFTCAPS if (cap := getattr(config, name, None)) is not None), None)
 
 
 def _logit_scale(config: PreTrainedConfig) -> float:
@@ -208,32 +215,57 @@ def verify_policy(policy: Policy) -> None:
     """Compare a batch's hidden states and head with the model's own logits, sequence by sequence.
 
     Raises:
-        ValueError: they differ by more than rounding.
+        ValueError: they differ by more than rounding, a token sees those behind it, or packed layers do not
+            tell their attention the window that they have.
     """
-    prompts, completions = _probes(policy.base_model.config.get_text_config().vocab_size)
+    model = policy.base_model
+    prompts, completions = _probes(model.config.get_text_config().vocab_size)
     table = Completions.of(prompts, completions)
     (batch,) = pack(table, max_tokens=10_000, device=policy.device, shares_prompts=policy.packs)
-    model = policy.base_model
+    layout = PackedLayout(batch, policy.attention)
     sequences = [prompts[row] + completions[row] for row in batch.rows.tolist()]
-    found, own, allowed = policy.run(
+    found, own, begun, allowed = policy.run(
         lambda: (
-            policy.head.logits(policy.hidden_states(batch)),
-            [_own_logits(model, sequence) for sequence in sequences],
+            policy.head.logits(policy.hidden_states(batch, layout)),
+            [own_logits(model, sequence) for sequence in sequences],
+            own_logits(model, sequences[0][:-3]),
             rounding(model, sequences[0]),
         ),
         whole_head=True,
     )
+    name = type(model).__name__
+    error = distance(begun, own[0][:-3])
+    if not error <= allowed:
+        raise ValueError(
+            f"{name} is no decoder: logits move by {error:.2g} of their norm ({allowed:.2g} allowed) with "
+            "the tokens behind them; give a causal language model (is_decoder = true in its config.json)"
+        )
     alone = [logits[len(prompts[row]) - 1 : -1] for logits, row in zip(own, batch.rows.tolist(), strict=True)]
     error = distance(found, torch.cat(alone))
+    kind, part, remedy = "logits of padded rows", "head", "another model"
+    if policy.packs:
+        kind, part = "packed logits", "attention, its state or its head"
+        remedy = "model.packing = none, or another model or model.attention"
     if not error <= allowed:
-        kind, part, remedy = "logits of padded rows", "head", "another model"
-        if policy.packs:
-            kind, part = "packed logits", "attention, its state or its head"
-            remedy = "model.packing = none, or another model or model.attention"
         raise ValueError(
-            f"{kind} of {type(model).__name__} differ from the model's own by {error:.2g} of their norm "
-            f"({allowed:.2g} allowed): its {part} is not one that is understood here; use {remedy}"
+            f"{kind} of {name} differ from the model's own by {error:.2g} of their norm ({allowed:.2g} "
+            f"allowed): its {part} is not one that is understood here; use {remedy}"
         )
+    window = _window(model.config.get_text_config())
+    if policy.packs and window is not None and window not in layout.windows:
+        raise ValueError(
+            f"{name} has a window of {window} tokens (sliding_window), which its layers do not tell the "
+            f"attention of packed completions; use {remedy}"
+        )
+
+
+def _window(config: PreTrainedConfig) -> int | None:
+    """Tokens that some layers look back on; None: all look at everything."""
+    window: int | None = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
+    if not getattr(config, "use_sliding_window", True) or not any("sliding" in kind for kind in kinds):
+        return None
+    return window if window is None or window < (positions(config) or math.inf) else None
 
 
 def distance(found: Tensor, right: Tensor) -> float:
@@ -250,7 +282,7 @@ def rounding(model: PreTrainedModel, ids: Sequence[int]) -> float:
     their rounding; 1e-3 at least, for what a GPU multiplies in TF32, and 0.1 at most.
     """
     generator = torch.Generator().manual_seed(0)
-    plain, last_bit = _own_logits(model, ids), torch.finfo(model.dtype).eps
+    plain, last_bit = own_logits(model, ids), torch.finfo(model.dtype).eps
 
     def move(module: nn.Module, inputs: object, output: Any) -> Any:
         hidden, *rest = output if isinstance(output, tuple) else (output,)
@@ -261,7 +293,7 @@ def rounding(model: PreTrainedModel, ids: Sequence[int]) -> float:
     modules = [model.get_input_embeddings(), *decoder_layers(model)]
     hooks = [module.register_forward_hook(move) for module in modules]
     try:
-        return min(0.1, max(1e-3, 2 * distance(_own_logits(model, ids), plain)))
+        return min(0.1, max(1e-3, 2 * distance(own_logits(model, ids), plain)))
     finally:
         for hook in hooks:
             hook.remove()
@@ -290,7 +322,7 @@ def _probes(vocab_size: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...
     return prompts, found
 
 
-def _own_logits(model: PreTrainedModel, ids: Sequence[int]) -> Tensor:
+def own_logits(model: PreTrainedModel, ids: Sequence[int]) -> Tensor:
     """(T, V) float32."""
     logits: Any = model(input_ids=torch.tensor([ids], device=model.device), use_cache=False).logits
     return logits[0].float()

@@ -74,6 +74,7 @@ class PackedLayout:
 
     def __init__(self, batch: PackedBatch, attention: str) -> None:
         self.attention = attention
+        self.windows: set[int | None] = set()  # of the layers that have asked
         self._batch = batch
         counts = batch.cu_seqlens.diff()
         documents = torch.arange(len(counts), device=counts.device)
@@ -262,7 +263,10 @@ def packed_attention(
     of gpt-oss honoured.
     """
     sinks: Tensor | None = kwargs.get("s_aux")
-    chosen = None if packed_layout is None else packed_layout.attention
+    chosen = None
+    if packed_layout is not None:
+        chosen = packed_layout.attention
+        packed_layout.windows.add(sliding_window)
     if packed_layout is None and softcap is None and sinks is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -410,16 +414,23 @@ def price(
 def flash_obstacle(config: PreTrainedConfig) -> str | None:
     """Why torch's flash-attention cannot compute this model's attention; None: it can."""
     text = config.get_text_config()
-    for layer in getattr(text, "per_layer_config", None) or [text]:  # Gemma 4's differ
-        size = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
-        for found in (size, getattr(layer, "global_head_dim", None) or size):
-            if found > 256 or found % 8:
-                return f"the model's heads have {found} numbers, not a multiple of 8 up to 256"
+    for found in head_dims(text):
+        if found > 256 or found % 8:
+            return f"the model's heads have {found} numbers, not a multiple of 8 up to 256"
     if getattr(text, "v_head_dim", None) is not None:
         return "the model's values are not as wide as its keys"
     if getattr(text, "attn_logit_softcapping", None) is not None:
         return "the model caps its scores"
     return "the model has attention sinks" if has_sinks(config) else None
+
+
+def head_dims(text: PreTrainedConfig) -> set[int]:
+    """Numbers of a query or key of one head, of each kind of layer."""
+    found: set[int] = set()
+    for layer in getattr(text, "per_layer_config", None) or [text]:  # Gemma 4's differ
+        size = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
+        found |= {size, getattr(layer, "global_head_dim", None) or size}
+    return found
 
 
 def has_sinks(config: PreTrainedConfig) -> bool:

@@ -171,8 +171,12 @@ class Policy:
         ids.add(self.tokenizer.eos_token_id)
         return tuple(sorted(i for i in ids if i is not None))
 
-    def hidden_states(self, batch: PackedBatch) -> Tensor:
-        """(N, H) after the final norm, in the model's dtype: the rows that predict `batch.targets`."""
+    def hidden_states(self, batch: PackedBatch, layout: PackedLayout | None = None) -> Tensor:
+        """(N, H) after the final norm, in the model's dtype: the rows that predict `batch.targets`.
+
+        Args:
+            layout: the batch's, where it is there already.
+        """
         if not self._packs:
             return self._hidden_states_of_rows(batch)
         # A 4-D mask is handed on untouched, so a tiny one keeps transformers from building its own T × T.
@@ -182,7 +186,7 @@ class Policy:
             position_ids=batch.position_ids[None],
             use_cache=False,
             attention_mask=untouched,
-            packed_layout=PackedLayout(batch, self.attention),
+            packed_layout=layout or PackedLayout(batch, self.attention),
         )
         return output.last_hidden_state[0].index_select(0, batch.loss_index)
 

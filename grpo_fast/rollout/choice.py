@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from grpo_fast.policy.architecture import _own_logits as own_logits
-from grpo_fast.policy.architecture import distance, rounding
+from grpo_fast.policy.architecture import distance, own_logits, rounding
 from grpo_fast.policy.out_of_memory import is_out_of_memory
 from grpo_fast.rollout.decoder import EvenDecoder, ExpandedDecoder, RecomputedDecoder, unpacked_attention
 from grpo_fast.rollout.shared_prefix import WORTH_SHARING, HybridDecoder, SharedPrefixDecoder

@@ -32,6 +32,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "sliding_window": 8,
         "layer_types": ["sliding_attention"] * 2 + ["full_attention"],
     },
+    "gemma4_text": {  # heads of two widths
+        **{"head_dim": 32, "global_head_dim": 64, "sliding_window": 8, "hidden_size_per_layer_input": 16},
+        **{"layer_types": ["sliding_attention"] * 2 + ["full_attention"], "num_global_key_value_heads": 1},
+        **{"vocab_size_per_layer_input": 1000, "num_kv_shared_layers": 0},
+    },
     "gpt_neox": {},
     "gemma2": {"head_dim": 32, "sliding_window": 8},
     "granite_swa": {"sliding_window": 8, "layer_types": ["sliding_attention"] * 2 + ["full_attention"]},

@@ -55,6 +55,7 @@ def compare(predictor: Predictor, sizes: StepSizes, tolerance: float) -> None:
         ("qwen2", "bfloat16", QLORA | MLPS, {}, UPDATE, 0.03),
         ("qwen2", "bfloat16", QLORA, {}, FEW, 0.05),
         ("gemma3_text", "bfloat16", {}, {}, UPDATE, 0.05),
+        ("gemma4_text", "bfloat16", {}, {}, UPDATE, 0.05),
         ("gpt_neox", "bfloat16", CHECKPOINTED, {}, UPDATE, 0.05),
         ("qwen3_moe", "bfloat16", MLPS, {}, UPDATE, 0.05),
         ("gemma2", "float32", {}, {}, SCORES, 0.08),  # which a CPU keeps

@@ -214,7 +214,7 @@ def test_packed_attention_with_sinks_has_the_gradients_of_the_models_own(
     expected = {name: parameter.grad for name, parameter in eager.named_parameters()}
     assert any(name.endswith("sinks") for name in expected)
     for name, parameter in policy.trainable().items():
-        assert (parameter.grad - expected[name]).norm() <= 1e-5 * expected[name].norm(), name
+        assert (parameter.grad - expected[name]).norm() <= 3e-5 * expected[name].norm(), name
 
 
 @pytest.mark.gpu

@@ -116,6 +116,20 @@ def test_what_cannot_be_packed_is_known_from_the_configuration(
         assert not resolve_packing(ModelConfig(path="-", packing="none"), architecture)
 
 
+def test_a_window_that_layers_keep_to_themselves_is_not_packed_and_no_decoder_is_refused(
+    load: Load, folder_of: Callable[..., Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Phi-3.5-MoE's is in its mask alone, which packing replaces; no short text would tell."""
+    for window, packs in ((40, False), (256, True)):
+        path = str(folder_of("phimoe", sliding_window=window))
+        assert load_policy(ModelConfig(path=path, dtype="float32", device="cpu")).packs == packs
+    assert "a window of 40 tokens" in caplog.text
+
+    both_ways = folder_of("roberta", is_decoder=False)
+    with pytest.raises(ValueError, match=r"is no decoder: logits move .*is_decoder = true"):
+        load_policy(ModelConfig(path=str(both_ways), dtype="float32", device="cpu"))
+
+
 @pytest.mark.parametrize(
     ("rope", "positions"),
     [

@@ -205,7 +205,9 @@ def test_packing_none_trains_a_model_that_could_be_packed_and_auto_falls_back_to
 
     # A model that packing gets wrong, and rows do not.
     hidden_states = Policy.hidden_states
-    monkeypatch.setattr(Policy, "hidden_states", lambda self, b: hidden_states(self, b) + 9.0 * (self.packs))
+    monkeypatch.setattr(
+        Policy, "hidden_states", lambda self, *given: hidden_states(self, *given) + 9.0 * self.packs
+    )
     assert not load_policy(config, needs_reference=True).packs
     assert "model.packing = none is chosen" in caplog.text
     flash = config.model_copy(update={"packing": "none", "attention": "flash_attention_2"})
