@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -13,9 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from grpo_fast.plan.devices import TABLES
+from grpo_fast.policy.adapters import expert_adapters
 from grpo_fast.policy.architecture import check_architecture, logit_softcap, packing_obstacle
 from grpo_fast.policy.attention import PRICED_ATTENTION, head_dims, register
 from grpo_fast.policy.config import ModelConfig
+from grpo_fast.policy.experts import chosen_share, is_expert
 from grpo_fast.policy.layers import decoder_layers, fuse_layers
 from grpo_fast.policy.load import prepare_to_train, resolve_dtype
 from grpo_fast.policy.price import KvLayer, LayersPrice, price_layers
@@ -32,12 +35,10 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = TABLES["models"]
 
 _LEAST_8BIT = 4096  # numbers of a tensor from which on bitsandbytes' moments are 8 bits, with a scale for 256
 
-# What a module's name says of its parameters, in this order: an expert lies within an MLP, and some
-# attentions have norms of their own.
+# What a module's name says of its parameters, in this order: some attentions have norms of their own.
 _MARKS = {
     "adapters": ("lora_",),
     "norms": ("norm", "ln_"),
-    "experts": ("expert",),
     "attention": ("attn", "attention"),
     "mlp": ("mlp", "feed_forward", "block_sparse_moe"),
 }
@@ -49,7 +50,7 @@ class ModelShape:
     """What a model's bytes follow from. Parameters are counts, each tied tensor once."""
 
     parameters: dict[str, int]  # by name in PARTS; parts without any are left out
-    active: int  # of them, that every token passes through: without embedding, head and experts not chosen
+    active: int  # of them, that a token passes through: without embedding, head and experts not chosen
     active_mlp: int  # of these, in MLPs and experts
     bytes: int  # of all of them, in the dtypes they are kept in
     quantized: int  # parameters in 4 bits
@@ -204,24 +205,27 @@ def model_shape(model: PreTrainedModel | PeftModel) -> ModelShape:
     config = base.config.get_text_config()
     head, embedding = base.get_output_embeddings(), cast(nn.Embedding, base.get_input_embeddings())
     parameters: Counter[str] = Counter()
+    active: Counter[str] = Counter()
     for name, parameter in model.named_parameters():
-        parameters[_part(base, name, parameter)] += count_numbers(parameter)
+        part, count = _part(base, name, parameter), count_numbers(parameter)
+        parameters[part] += count
+        if part not in ("embedding", "head"):
+            active[part] += int(count * chosen_share(config)) if is_expert(name, parameter) else count
     trained = [p for p in model.parameters() if p.requires_grad]
-    cache, itemsize = _cached(base), head.weight.element_size()
-    layers = _kv_layers(cache)
+    with _computable(base):
+        cache = _cached(base)
+        plain, fused = (price_layers(base, base.base_model, fused=fused) for fused in (False, True))
+    itemsize, layers = head.weight.element_size(), _kv_layers(cache)
     paged = sum(layer.numbers for layer in layers)
     if latent := getattr(config, "kv_lora_rank", None):  # vLLM keeps multi-head latent attention as it is
         paged = sum(latent + config.qk_rope_head_dim for layer in layers if layer.numbers)
-    visited = {"embedding": 0, "head": 0, "experts": _chosen_experts(config)}
-    active = {part: int(count * visited.get(part, 1)) for part, count in parameters.items()}
     sizes = [p.numel() for p in trained]
     of_layers = [[*layer.parameters()] for layer in decoder_layers(model)]
     trained_in_layers = [[p.numel() for p in own if p.requires_grad] for own in of_layers]
-    plain, fused = (price_layers(base, base.base_model, fused=fused) for fused in (False, True))
     return ModelShape(
         parameters={part: parameters[part] for part in PARTS if part in parameters},
         active=sum(active.values()),
-        active_mlp=active.get("mlp", 0) + active.get("experts", 0),
+        active_mlp=active["mlp"] + active["experts"],
         bytes=sum(map(_nbytes, model.parameters())),
         quantized=sum(count_numbers(p) for p in model.parameters() if is_quantized(p)),
         narrow=sum(p.numel() for p in trained if p.element_size() < 4),
@@ -270,11 +274,20 @@ class Shapes:
         return self._made[key]
 
 
-def _chosen_experts(config: PretrainedConfig) -> float:
-    """The share of its experts that a token visits."""
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
-    there = next((count for name in names if (count := getattr(config, name, None))), None)
-    return getattr(config, "num_experts_per_tok", there) / there if there else 1.0
+@contextmanager
+def _computable(model: nn.Module) -> Iterator[None]:
+    """Without the sums of experts and their adapters, which peft cannot make on the meta device; experts
+    keep what a gradient of these needs."""
+    adapters = expert_adapters(model)
+    for layer in adapters:
+        layer.enable_adapters(False)
+        layer.get_param().requires_grad_(True)
+    try:
+        yield
+    finally:
+        for layer in adapters:
+            layer.enable_adapters(True)
+            layer.get_param().requires_grad_(False)
 
 
 def _nbytes(weight: Any) -> int:
@@ -292,6 +305,8 @@ def _part(base: PreTrainedModel, name: str, parameter: nn.Parameter) -> str:
     if any(parameter is own for own in base.get_output_embeddings().parameters()):
         return "head"
     module = name.lower().rpartition(".")[0]
+    if "lora_" not in module and is_expert(name, parameter):  # which lies within an MLP
+        return "experts"
     return next((part for part, marks in _MARKS.items() if any(mark in module for mark in marks)), "other")
 
 

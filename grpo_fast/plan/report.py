@@ -75,6 +75,7 @@ def record(plan: Plan) -> dict[str, Any]:
     return {
         "model": predictor.run.model.path,
         "parameters": shape.parameters,
+        "active_parameters": shape.active,
         "trainable_parameters": shape.narrow + shape.wide,
         "kv_bytes_per_token": shape.paged_kv_bytes_per_token,
         "device": {"name": device.name, "bytes": device.total},
@@ -167,8 +168,9 @@ def _heading(choice: Prediction) -> str:
     predictor, sizes, batch = choice.predictor, choice.sizes, choice.micro_batch
     model, shape, device = predictor.run.model, predictor.shape, predictor.device
     several = f", each of {device.ranks} ranks" if device.ranks > 1 else ""
+    visited = f" (a token visits {shape.active:,} in the layers)" if "experts" in shape.parameters else ""
     return (
-        f"{model.path} in {model.dtype}: {sum(shape.parameters.values()):,} parameters, "
+        f"{model.path} in {model.dtype}: {sum(shape.parameters.values()):,} parameters{visited}, "
         f"{shape.narrow + shape.wide:,} trained\n"
         f"{device.name}, {bytes_text(device.total)}{several}: {predictor.engine.name}, "
         f"{predictor.attention}\n"

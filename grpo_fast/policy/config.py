@@ -23,7 +23,9 @@ class LoraConfig(Section):
         0.0, description="share of the adapter's inputs left out"
     )
     target_modules: str | list[str] = Field(
-        "all-linear", description="names of modules, a regular expression, or all linear layers but the head"
+        "all-linear",
+        description="names of modules or of experts' tensors, a regular expression, or all linear layers and "
+        "experts, without head and routers",
     )
 
 

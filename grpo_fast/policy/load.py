@@ -14,6 +14,7 @@ from torch import nn
 
 from grpo_fast.distributed.config import DistributedConfig
 from grpo_fast.distributed.world import SINGLE_PROCESS, World
+from grpo_fast.policy.adapters import add_lora
 from grpo_fast.policy.architecture import (
     check_architecture,
     packing_obstacle,
@@ -21,7 +22,7 @@ from grpo_fast.policy.architecture import (
     verify_policy,
 )
 from grpo_fast.policy.attention import PACKED_ATTENTION, flash_obstacle, register
-from grpo_fast.policy.config import LoraConfig, ModelConfig
+from grpo_fast.policy.config import ModelConfig
 from grpo_fast.policy.layers import fuse_layers, recompute, resolve_liger, tile_mlps
 from grpo_fast.policy.policy import Policy
 from grpo_fast.policy.quantization import cast_rest, loading_settings, quantizes
@@ -176,7 +177,7 @@ def prepare_to_train(model: PreTrainedModel, config: ModelConfig) -> PreTrainedM
     """
     trained: PreTrainedModel | PeftModel = model
     if config.lora is not None:
-        trained = _add_lora(model, config.lora)
+        trained = add_lora(model, config.lora)
     elif not config.train_lm_head:
         model.get_output_embeddings().requires_grad_(False)
     if config.recomputed:
@@ -310,40 +311,3 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
-
-
-def _add_lora(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
-    """Adapters in the model's dtype on every layer named; `all-linear` leaves the output head out.
-
-    In float32 each would keep a float32 copy of its input for the backward; the optimiser has the masters.
-    """
-    import peft
-
-    alpha: Any = config.alpha  # annotated as an int, and used as a number
-    lora = peft.LoraConfig(
-        r=config.r,
-        lora_alpha=alpha,
-        lora_dropout=config.dropout,
-        target_modules=config.target_modules,
-        task_type="CAUSAL_LM",
-    )
-    try:
-        adapted = peft.get_peft_model(model, lora, autocast_adapter_dtype=False)
-    except ValueError as error:
-        raise ValueError(f"model.lora.target_modules = {config.target_modules!r}: {error}") from error
-    fused = peft.tuners.lora.layer.ParamWrapper  # of a bare parameter, as of experts that are one tensor
-    names = [name for name, part in model.named_modules() if isinstance(part, fused)]
-    if names:
-        raise ValueError(
-            f"model.lora.target_modules = {config.target_modules!r} reaches {names[0]}, experts or their "
-            "router in one tensor, whose adapters can be neither merged nor written; name the attention's "
-            "modules, such as [q_proj, k_proj, v_proj, o_proj]"
-        )
-    tied = model.config.get_text_config().tie_word_embeddings
-    tables = [model.get_output_embeddings(), *([model.get_input_embeddings()] if tied else [])]
-    if any(isinstance(table, peft.tuners.lora.LoraLayer) for table in tables):
-        raise ValueError(
-            f"model.lora.target_modules = {config.target_modules!r} reaches the output head, whose weight "
-            "the loss takes as it is; leave the head and an embedding tied to it out"
-        )
-    return adapted

@@ -16,8 +16,10 @@ from torch.distributed.tensor import DTensor
 from grpo_fast.distributed.shards import whole
 from grpo_fast.distributed.world import SINGLE_PROCESS, World
 from grpo_fast.head import HeadParameters
+from grpo_fast.policy.adapters import adapted_weights, base_name, merged
 from grpo_fast.policy.architecture import backbone, fix_rope, head_parameters
 from grpo_fast.policy.attention import PackedLayout
+from grpo_fast.policy.experts import chosen_share, is_expert
 from grpo_fast.policy.optimizer import MASTER
 from grpo_fast.policy.packing import PackedBatch, TokenCosts
 from grpo_fast.policy.quantization import count_numbers, dequantized, is_quantized
@@ -141,12 +143,17 @@ class Policy:
 
     @property
     def token_costs(self) -> TokenCosts:
-        """Multiplications of a forward: of an input token, of a target, of a pair of tokens."""
+        """Multiplications of a forward: of an input token, with the experts it visits, of a target, of a pair
+        of tokens."""
         config, table = self.base_model.config.get_text_config(), self.head_weight.numel()
         tables = table if config.tie_word_embeddings else 2 * table
-        layers = sum(map(count_numbers, self.base_model.parameters())) - tables
+        visited = {True: chosen_share(config), False: 1.0}
+        layers = sum(
+            count_numbers(weight) * visited[is_expert(name, weight)]
+            for name, weight in self.base_model.named_parameters()
+        )
         pair = 2 * config.hidden_size * config.num_hidden_layers  # scores, and the sum of values
-        return TokenCosts(input=layers, target=table, pair=pair)
+        return TokenCosts(input=layers - tables, target=table, pair=pair)
 
     @property
     def head_weight(self) -> Tensor:
@@ -248,7 +255,7 @@ class Policy:
         for name, tensor in self.base_model.state_dict(keep_vars=True).items():
             if ".lora_" not in name and id(tensor) in unseen:
                 unseen.remove(id(tensor))
-                weights[name.replace(".base_layer.", ".")] = tensor
+                weights[base_name(name)] = tensor
         return weights
 
     def named_weights(self, *, adapters: bool = True) -> Iterator[tuple[str, Tensor]]:
@@ -262,7 +269,7 @@ class Policy:
         modules = dict(self.base_model.named_modules())
         for name, tensor in self.base_weights().items():
             if name in adapted:
-                yield name, _merged(adapted[name])
+                yield name, merged(adapted[name])
             elif is_quantized(tensor):
                 yield name, dequantized(modules[name.removesuffix(".weight")])
             else:
@@ -275,12 +282,7 @@ class Policy:
 
     def _adapted_weights(self) -> dict[str, Any]:
         """The layers that LoRA wraps, by their weights' names."""
-        if not self.has_adapters:
-            return {}
-        from peft.tuners.lora import LoraLayer
-
-        modules = self.base_model.named_modules()
-        return {f"{name}.weight": module for name, module in modules if isinstance(module, LoraLayer)}
+        return dict(adapted_weights(self.base_model)) if self.has_adapters else {}
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write safetensors, configuration, generation configuration and tokenizer, adapters merged.
@@ -292,18 +294,3 @@ class Policy:
         weights = {name: tensor.to("cpu") for name, tensor in self.named_weights() if world.is_main}
         if world.is_main:
             save_model(self.base_model, weights, self.tokenizer, folder)
-
-
-def _merged(module: Any) -> Tensor:
-    """The weight of a layer that LoRA wraps, adapters added in float32: peft rounds each to its own dtype."""
-    weight = whole(dequantized(module))
-    merged = weight.float()
-    for adapter in module.active_adapters:
-        embeds = adapter in module.lora_embedding_A
-        if embeds:
-            a, b = module.lora_embedding_A[adapter], module.lora_embedding_B[adapter]
-        else:
-            a, b = module.lora_A[adapter].weight, module.lora_B[adapter].weight
-        product = whole(b).float() @ whole(a).float() * module.scaling[adapter]
-        merged = merged + (product.T if embeds or module.fan_in_fan_out else product)
-    return merged.to(weight.dtype)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from grpo_fast.policy import layers as running
+from grpo_fast.policy.adapters import expert_adapters
 from grpo_fast.policy.layers import decoder_layers, layer_mlps, token_wise_mlps
 
 _FEW, _MANY = 256, 512  # tokens of two forwards, whole chunks of a scan: their difference is linear
@@ -44,6 +45,8 @@ class LayersPrice:
     mlps: tuple[float, ...]  # kept by each layer's MLP, its input included
     input: int  # of a layer's input
     tiled: bool  # MLPs that are recomputed can be computed in tiles
+    merged: tuple[int, ...] = ()  # of each layer's experts with what adapters add: whole, whatever the tokens
+    merging: int = 0  # of one layer's, with the gradient of one of these tensors, at the highest
 
     def kept(self, recomputes: Any, tokens: int) -> float:
         """From the forward to the backward, with `model.gradient_checkpointing` as it is."""
@@ -54,7 +57,7 @@ class LayersPrice:
             inputs += sum(self.layers)
         elif not recomputes:
             inputs = sum(self.layers) + sum(self.mlps)
-        return tokens * (self.outside + inputs)
+        return tokens * (self.outside + inputs) + sum(self.merged) * (not recomputes)
 
     def layer(self, recomputes: Any, tokens: int, attention: float) -> float:
         """While one layer's backward runs: what is computed again, and what the backward makes meanwhile.
@@ -67,11 +70,12 @@ class LayersPrice:
         if recomputes:
             again = tokens * max(self.layers, default=0.0) * (recomputes != "mlp")
         in_mlp = tile * mlp * (1.25 if recomputes else 0.25) + 2 * self.input * tokens
+        in_mlp += self.merging - max(self.merged, default=0) * (not recomputes)
         return again + max(in_mlp, attention)
 
     def forward(self, tokens: int) -> float:
         """The most at one time of a forward without gradients."""
-        return tokens * (max(self.mlps, default=0.0) + 2 * self.input)
+        return tokens * (max(self.mlps, default=0.0) + 2 * self.input) + max(self.merged, default=0)
 
 
 def price_layers(model: Any, backbone: nn.Module, *, fused: bool) -> LayersPrice:
@@ -85,13 +89,24 @@ def price_layers(model: Any, backbone: nn.Module, *, fused: bool) -> LayersPrice
     slope = {place: (many[place] - few[place]) / (_MANY - _FEW) for place in many}
     head = model.get_output_embeddings().weight
     count = len(decoder_layers(model))
+    merged = [_merged(layer) for layer in decoder_layers(model)]
     return LayersPrice(
         slope.get((None, False), 0.0),
         tuple(slope.get((number, False), 0.0) for number in range(count)),
         tuple(slope.get((number, True), 0.0) for number in range(count)),
         head.shape[1] * head.element_size(),
         tiled=bool(token_wise_mlps(model)),
+        merged=tuple(map(sum, merged)),
+        merging=max(
+            (sum(sizes[:n]) + size for sizes in merged for n, size in enumerate(sizes, 1)), default=0
+        ),
     )
+
+
+def _merged(layer: nn.Module) -> list[int]:
+    """Bytes of each tensor of experts that adapters are added to, in the order in which it is used: gate and
+    up are wider than down."""
+    return sorted((one.get_param().nbytes for one in expert_adapters(layer)), reverse=True)
 
 
 def _kept(model: Any, backbone: nn.Module, tokens: int, fused: bool) -> Counter[Place]:

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from grpo_fast.policy.config import ModelConfig
+from grpo_fast.policy.experts import expert_count
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
-
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # transformers' names
 
 
 def quantizes(model: ModelConfig, architecture: PreTrainedConfig) -> bool:
@@ -49,7 +48,7 @@ def quantizes(model: ModelConfig, architecture: PreTrainedConfig) -> bool:
         raise ValueError(
             f"{what}, and weights of so few bits are not trained: train adapters, model.lora = {{}}"
         )
-    if any(getattr(architecture.get_text_config(), name, None) for name in _EXPERTS):
+    if expert_count(architecture):
         raise ValueError(f"{what}: a mixture of experts has few linear layers to quantise; use a dense model")
     if architecture.model_type == "gpt2":
         raise ValueError(

@@ -40,6 +40,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_neox": {},
     "gemma2": {"head_dim": 32, "sliding_window": 8},
     "granite_swa": {"sliding_window": 8, "layer_types": ["sliding_attention"] * 2 + ["full_attention"]},
+    "deepseek_v3": {
+        **{"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16},
+        **{"v_head_dim": 16, "num_key_value_heads": 4, "moe_intermediate_size": 32, "n_group": 1},
+        **{"topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1},
+    },
+    "ernie4_5_moe": {"moe_intermediate_size": 32, "head_dim": 32},
+    "gpt_oss": {"head_dim": 32},
+    "mixtral": {"head_dim": 32},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 32},
 }
 CPU = DeviceBudget("cpu", "cpu", 8 << 30)

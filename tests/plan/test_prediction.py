@@ -89,6 +89,16 @@ def test_an_update_takes_what_was_predicted(
     compare(predictor(small, sections={"optimizer": optimizer}, dtype=dtype, **way), sizes, tolerance)
 
 
+@pytest.mark.parametrize("way", [{}, CHECKPOINTED, MLPS], ids=str)
+def test_an_update_of_experts_adapters_holds_the_experts_they_are_added_to(
+    way: dict[str, Any], config: Any, predictor: Any
+) -> None:
+    """Of all layers at a time, or of one: they are most of what there is."""
+    wide = config("qwen3_moe", num_experts=16, moe_intermediate_size=256)
+
+    compare(predictor(wide, dtype="bfloat16", **LORA | way), UPDATE, 0.05)
+
+
 ON_GPU = StepSizes(8, 8, prompt_length=256, completion_length=512, micro_batch_tokens=16384)
 
 

@@ -39,6 +39,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("qwen3_moe", {}),
     ("qwen3_5_text", {}),
     ("phi", {"packing": "none"}),
+    ("qwen3_moe", {"lora": {"r": 3}, "gradient_checkpointing": True}),
     ("qwen2", {"dtype": "bfloat16"}),
 ]
 

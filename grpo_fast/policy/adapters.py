@@ -1,0 +1,193 @@
+"""Low-rank adapters by peft: on which weights, experts in one tensor among them, and the weights merged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from grpo_fast.distributed.shards import whole
+from grpo_fast.policy.config import LoraConfig
+from grpo_fast.policy.experts import fused_experts, is_router
+from grpo_fast.policy.quantization import dequantized
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel
+
+_BASE = ".base_layer"  # in the name of what an adapter wraps
+
+
+def add_lora(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
+    """Adapters in the model's dtype on every layer named; `all-linear` leaves the output head out, and the
+    routers of a mixture of experts.
+
+    In float32 each would keep a float32 copy of its input for the backward; the optimiser has the masters.
+
+    Raises:
+        ValueError: modules that the model does not have, or that cannot be adapted.
+    """
+    import peft
+
+    alpha: Any = config.alpha  # annotated as an int, and used as a number
+    lora = peft.LoraConfig(
+        r=config.r,
+        lora_alpha=alpha,
+        lora_dropout=config.dropout,
+        target_modules=config.target_modules,
+        task_type="CAUSAL_LM",
+    )
+    given = f"model.lora.target_modules = {config.target_modules!r}"
+    try:
+        if fused_experts(model):
+            adapted = _with_experts(model, lora)
+        else:
+            adapted = peft.get_peft_model(model, lora, autocast_adapter_dtype=False)
+    except ValueError as error:
+        raise ValueError(f"{given}: {error}") from error
+    tied = model.config.get_text_config().tie_word_embeddings
+    tables = [model.get_output_embeddings(), *([model.get_input_embeddings()] if tied else [])]
+    if any(isinstance(table, peft.tuners.lora.LoraLayer) for table in tables):
+        raise ValueError(
+            f"{given} reaches the output head, whose weight the loss takes as it is; leave the head and an "
+            "embedding tied to it out"
+        )
+    return adapted
+
+
+def _with_experts(model: PreTrainedModel, lora: Any) -> PeftModel:
+    """The adapted model, by names of our own finding.
+
+    Left to itself, peft takes names for those of the checkpoint, for some types of models: it adapts the
+    router unasked, and leaves out linear layers that are called as the experts' are.
+    """
+    import peft
+    from peft.utils.constants import DUMMY_TARGET_MODULES
+
+    modules, parameters = _targets(model, lora)
+    if not modules and not parameters:
+        raise ValueError("no module of the model has such a name")
+    if parameters and lora.lora_dropout:
+        raise ValueError(
+            f"model.lora.dropout = {lora.lora_dropout} cannot be applied to {min(parameters)}, one tensor of "
+            "several experts; set it to 0, or name other modules, such as [q_proj, k_proj, v_proj, o_proj]"
+        )
+    lora.target_modules = DUMMY_TARGET_MODULES  # none
+    adapted = peft.get_peft_model(model, lora, autocast_adapter_dtype=False)
+    lora.target_modules, lora.target_parameters = modules, parameters
+    unknown = nn.Module()  # in which peft looks for no type of model
+    unknown.model = model
+    adapted.base_model.inject_adapter(unknown, "default", autocast_adapter_dtype=False)
+    return adapted
+
+
+def _targets(model: PreTrainedModel, lora: Any) -> tuple[set[str], set[str]]:
+    """Names of the modules to adapt, and of the parameters that no linear layer holds.
+
+    Raises:
+        ValueError: the checkpoint has several names for parts of one tensor, and not all of them are meant.
+    """
+    from peft.tuners.tuners_utils import check_target_module_exists as names
+    from transformers.pytorch_utils import Conv1D
+
+    experts, head = fused_experts(model), model.get_output_embeddings()
+    plain = (nn.Linear.forward, Conv1D.forward)  # to the result of another, peft's adapters do not fit
+    if str(lora.target_modules).lower() == "all-linear":
+        found = {n for n, m in model.named_modules() if type(m).forward in plain and m is not head}
+        return {name for name in found if not is_router(name)}, {*experts}
+    modules, parameters = set(), set()
+    for name, module in model.named_modules():
+        if names(lora, name):
+            own = [n for n, p in module.named_parameters(recurse=False) if f"{name}.{n}" in experts]
+            if is_router(name) and type(module).forward not in plain and hasattr(module, "weight"):
+                own = ["weight"]
+            modules |= set() if own else {name}
+            parameters |= {f"{name}.{n}" for n in own}
+    for name in experts.keys() - parameters:
+        parts = {part: bool(names(lora, part)) for part in _checkpoint_names(model, name)}
+        if names(lora, name) or all(parts.values()):
+            parameters.add(name)
+        elif any(parts.values()):
+            missing = min(part for part, meant in parts.items() if not meant)
+            raise ValueError(
+                f"of {name}, which is one tensor, it leaves {missing.rpartition('.')[2]} out; name both, or "
+                "neither"
+            )
+    return modules, parameters
+
+
+def _checkpoint_names(model: PreTrainedModel, name: str) -> set[str]:
+    """What the checkpoint calls the matrices of one tensor of experts, as if each lay in its place."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    place = name.rpartition(".")[0]
+    tensor = model.get_parameter(name).detach().to("meta")
+    saved = revert_weight_conversion(model, {name: tensor})
+    return {f"{place}.{part.removesuffix('.weight').rpartition('.')[2]}" for part in saved}
+
+
+def base_name(name: str) -> str:
+    """A weight's name in the model without adapters."""
+    return name.replace(_BASE, "")
+
+
+def adapted_weights(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The layers that LoRA wraps, by their weights' names. Of a module with several tensors of experts each
+    has a layer, one within the other."""
+    from peft.tuners.lora import LoraLayer
+
+    for name, module in model.named_modules():
+        if isinstance(module, LoraLayer):
+            yield f"{base_name(name)}.{getattr(module, 'parameter_name', 'weight')}", module
+
+
+def expert_adapters(model: nn.Module) -> list[Any]:
+    """peft's layers of experts in one tensor: each adds what its adapters make to the whole tensor before
+    experts compute."""
+    return [module for module in model.modules() if hasattr(module, "parameter_name")]
+
+
+def merged(module: Any) -> Tensor:
+    """The weight of a layer that LoRA wraps, adapters added in float32: peft rounds each to its own dtype."""
+    if hasattr(module, "parameter_name"):
+        return _merged_experts(module)
+    weight = whole(dequantized(module))
+    found = weight.float()
+    for adapter in module.active_adapters:
+        embeds = adapter in module.lora_embedding_A
+        if embeds:
+            a, b = module.lora_embedding_A[adapter], module.lora_embedding_B[adapter]
+        else:
+            a, b = module.lora_A[adapter].weight, module.lora_B[adapter].weight
+        product = whole(b).float() @ whole(a).float() * module.scaling[adapter]
+        found = found + (product.T if embeds or module.fan_in_fan_out else product)
+    return found.to(weight.dtype)
+
+
+def _merged_experts(module: Any) -> Tensor:
+    """peft lays out the adapters of experts in its own way: it computes what they add."""
+    weight = whole(module.get_param()).detach()
+    found = weight.float()
+    for adapter in module.active_adapters:
+        factors = {f"layer.{kind}.{adapter}.weight": getattr(module, kind)[adapter].weight for kind in _KINDS}
+        values = {name: whole(factor).detach().float() for name, factor in factors.items()}
+        values |= {f"layer.{n}": found for n, p in module.named_parameters() if p is module.get_param()}
+        found = found + functional_call(_Delta(module), values, (adapter,))
+    return found.to(weight.dtype)
+
+
+_KINDS = ("lora_A", "lora_B")
+
+
+class _Delta(nn.Module):
+    """What one adapter adds, as a forward: of weights that `functional_call` puts in place of a layer's."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, adapter: str) -> Tensor:
+        delta: Tensor = self.layer.get_delta_weight(adapter)
+        return delta

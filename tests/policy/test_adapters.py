@@ -1,0 +1,209 @@
+"""Low-rank adapters of experts in one tensor: which are made, what they compute, how they are merged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.func import functional_call
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from grpo_fast.policy import PackedBatch, Policy
+from grpo_fast.policy.adapters import adapted_weights, merged
+from grpo_fast.policy.config import LoraConfig, ModelConfig
+from grpo_fast.policy.load import prepare_to_train
+from tests.policy.conftest import FAMILIES, SIZES
+
+Load = Callable[..., Policy]
+EXPERTS = {
+    **dict.fromkeys(["num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"], 4),
+    **dict.fromkeys(["num_experts_per_tok", "moe_topk", "moe_k"], 2),
+    **dict.fromkeys(["n_group", "topk_group", "n_shared_experts", "moe_num_shared_experts"], 1),
+    **dict.fromkeys(["moe_intermediate_size", "intermediate_size_mlp"], 24),
+    **dict.fromkeys(["shared_expert_intermediate_size", "shared_intermediate_size"], 24),
+    **{"head_dim": 8, "first_k_dense_replace": 1, "num_dense_layers": 1},
+}
+LATENT = {
+    **{"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8},
+    "num_key_value_heads": 4,
+}
+MIXTURES: dict[str, dict[str, Any]] = {
+    **{family: {} for family in ("afmoe", "aria_text", "cohere2_moe", "dots1", "ernie4_5_moe", "flex_olmo")},
+    **{family: {} for family in ("glm4_moe", "gpt_oss", "granitemoe", "granitemoeshared", "llama4_text")},
+    **{family: {} for family in ("minimax_m2", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe")},
+    **{family: LATENT for family in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")},
+    "solar_open": {},
+    "gemma4_text": FAMILIES["gemma4_text"],
+    "jetmoe": {"kv_channels": 8},
+    "nemotron_h": {
+        **{"layer_types": ["linear_attention", "full_attention", "moe"], "num_hidden_layers": 3},
+        **{"mamba_num_heads": 4, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 1},
+        "moe_shared_expert_intermediate_size": 24,
+    },
+    "qwen3_next": {
+        **{"layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4},
+        **{"linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
+    },
+}
+
+
+def mixture(family: str, folder: Path, **lora: Any) -> Policy:
+    """A random policy of this family, its adapters moved; it need not be one that can be packed."""
+    config = AutoConfig.for_model(family, **SIZES | EXPERTS | MIXTURES[family])
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    for name, parameter in model.named_parameters():
+        if parameter.ndim >= 2 and "layers" in name:
+            torch.nn.init.normal_(parameter, std=0.2)
+    settings = ModelConfig(path="-", lora=LoraConfig(r=2, **lora))
+    policy = Policy(prepare_to_train(model, settings), AutoTokenizer.from_pretrained(folder))
+    with torch.no_grad():
+        for parameter in policy.trainable().values():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return policy
+
+
+@torch.no_grad()
+def logprobs(model: Any, ids: Tensor) -> Tensor:
+    return model(input_ids=ids, use_cache=False).logits.log_softmax(-1)
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.drawn(8)
+def test_experts_in_one_tensor_are_adapted_beside_the_attention_and_exported(
+    folder_of: Callable[..., Path], tmp_path: Path, family: str, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    policy, ids = mixture(family, folder_of("llama")), torch.randint(4, 60, (2, 14))
+    names = policy.changing_weights()
+
+    policy.save_pretrained(tmp_path)
+
+    settings: Any = {"dtype": torch.float32, "attn_implementation": "eager"}
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path, **settings)
+    with policy.reference() as reference:
+        before = logprobs(reference.model, ids)
+    found = logprobs(policy.model, ids)
+    assert (logprobs(exported, ids) - found).abs().mean() < 1e-5 < 1e-3 < (before - found).abs().mean()
+    weights = policy.base_weights()
+    experts = {name for name, weight in weights.items() if weight.ndim == 3 and "conv" not in name}
+    assert experts and experts < names and any(".q" in n or "attention" in n for n in names)
+    assert not [name for name in names if {"gate", "router"} & {*name.split(".")}]
+    assert dict(policy.named_weights()).keys() == weights.keys() > names
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])  # whose tensors lie in both orders
+def test_what_is_merged_is_what_peft_adds_rounded_once(
+    folder_of: Callable[..., Path], family: str, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    policy = mixture(family, folder_of("llama"))
+    policy.model.bfloat16()
+    for name, layer in adapted_weights(policy.base_model):
+        if "experts" in name:
+            base = layer.get_param().float()
+            delta = layer.float().get_delta_weight("default")
+            layer.bfloat16()
+            torch.testing.assert_close(merged(layer).float(), base + delta, rtol=2**-8, atol=0)
+
+
+@pytest.mark.parametrize("how", [False, True, "mlp", "offload"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_gradients_of_experts_adapters_are_those_of_a_model_with_the_sums_for_weights(
+    load: Load, batch: PackedBatch, family: str, how: Any, seed: int
+) -> None:
+    """Through transformers' model without adapters, and a formula for what they add."""
+    torch.manual_seed(seed)
+    policy, plain = load(family, lora={"r": 2}, gradient_checkpointing=how != "offload" and how), load(family)
+    if how == "offload":  # which a configuration allows on a GPU alone
+        from grpo_fast.policy.layers import recompute
+
+        recompute(policy.base_model, "offload")
+    for parameter in policy.trainable().values():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    direction = torch.randn_like(policy.hidden_states(batch))
+    given = [*policy.trainable().values()]
+
+    found = torch.autograd.grad((policy.hidden_states(batch) * direction).sum(), given)
+
+    sums = {}
+    for name, layer in adapted_weights(policy.base_model):
+        a, b = (kind["default"].weight for kind in (layer.lora_A, layer.lora_B))
+        base = policy.base_weights()[name].detach()
+        if base.ndim == 3:
+            experts = len(base)
+            a, b = a.view(experts, 2, -1), b.view(len(b), 2, experts)
+            delta = torch.einsum("ore,eri->eoi", b, a)
+        else:
+            delta = b @ a
+        sums[name] = base + delta * 16
+    hidden = Functional(plain, sums).hidden_states(batch)
+    expected = torch.autograd.grad((hidden * direction).sum(), given)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4 * float(other.abs().max()))
+
+
+class Functional(torch.nn.Module):
+    """A policy's hidden states with other tensors for weights."""
+
+    def __init__(self, policy: Policy, weights: dict[str, Tensor]) -> None:
+        super().__init__()
+        self.policy, self.weights, self.model = policy, weights, policy.base_model
+
+    def hidden_states(self, batch: PackedBatch) -> Tensor:
+        return functional_call(self, {f"model.{n}": w for n, w in self.weights.items()}, (batch,))
+
+    def forward(self, batch: PackedBatch) -> Tensor:
+        return self.policy.hidden_states(batch)
+
+
+def adapted(policy: Policy) -> set[str]:
+    """Ends of the names of what is adapted in the last layer."""
+    return {".".join(name.split(".")[4:]) for name in policy.changing_weights() if ".layers.1." in name}
+
+
+@pytest.mark.parametrize(
+    ("family", "targets", "found"),
+    [
+        ("qwen3_moe", ["q_proj", "gate_proj", "up_proj"], {"q_proj.weight", "experts.gate_up_proj"}),
+        ("mixtral", ["w1", "w3", "w2"], {"experts.gate_up_proj", "experts.down_proj"}),
+        ("mixtral", ["gate_up_proj"], {"experts.gate_up_proj"}),
+        ("mixtral", r".*\.1\..*\.(k_proj|down_proj)", {"k_proj.weight", "experts.down_proj"}),
+        ("mixtral", ["experts"], {"experts.gate_up_proj", "experts.down_proj"}),
+        ("mixtral", ["q_proj", "gate"], {"q_proj.weight", "gate.weight"}),  # the router by name alone
+        (
+            "ernie4_5_moe",  # whose shared experts are linear layers of the same names
+            ["gate_proj", "up_proj"],
+            {"experts.gate_up_proj", "shared_experts.gate_proj.weight", "shared_experts.up_proj.weight"},
+        ),
+        ("ernie4_5_moe", ["v_proj"], {"v_proj.weight"}),
+        ("phimoe", ["router"], {"router.weight"}),  # which is a linear layer that returns more
+    ],
+)
+def test_experts_are_adapted_by_the_names_of_the_model_and_of_its_checkpoint(
+    folder_of: Callable[..., Path], family: str, targets: Any, found: set[str]
+) -> None:
+    policy = mixture(family, folder_of("llama"), target_modules=targets)
+
+    assert adapted(policy) == found
+    assert policy.model(input_ids=torch.arange(4, 9)[None]).logits.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("lora", "problem"),
+    [
+        ({"target_modules": ["gate_proj"]}, r"target_modules = \['gate.* leaves up_proj out; name both"),
+        ({"target_modules": ["nonsense"]}, r"target_modules = \['nonsense'\]: no module of the model"),
+        ({"target_modules": ["lm_head"]}, r"target_modules = \['lm_head'\] reaches the output head"),
+        ({"target_modules": ["mlp"]}, r"(?s)target_modules = \['mlp'\]: Target module .* is not supported"),
+        ({"dropout": 0.1}, r"model\.lora\.dropout = 0\.1 cannot be applied to .*experts\.\w+, one tensor of"),
+    ],
+)
+def test_what_experts_cannot_be_adapted_by_is_refused(
+    folder_of: Callable[..., Path], lora: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(ValueError, match=problem):
+        mixture("qwen3_moe", folder_of("llama"), **lora)
