@@ -249,7 +249,11 @@ class Trainer(Algorithm):
         if self.world.size > 1 and self.config.advantage.function is not None:  # which reads texts
             objects = self.world.gather_from_all("the completions", lambda: own[0].objects)
             tables = [replace(table, objects=found) for table, found in zip(tables, objects, strict=True)]
-        return Completions.join(tables)
+        joined = Completions.join(tables)
+        if any(prompt.images for prompt in prompts):  # which every rank has, and none need send
+            images = tuple(prompts[group].images for group in joined.groups.tolist())
+            joined = replace(joined, objects={**joined.objects, "images": images})
+        return joined
 
     def own_rollout(self, prompts: Sequence[Prompt], draw: int, clock: Clock) -> Completions:
         """What this rank has of a rollout."""

@@ -9,10 +9,11 @@ import re
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from grpo_fast.data.config import PREFIX, DatasetConfig
 from grpo_fast.data.files import Row, place_of, row_named
+from grpo_fast.data.images import ImageReader, PromptImages, beside
 from grpo_fast.data.render import Renderer, Tools
 from grpo_fast.data.sources import read_rows
 from grpo_fast.data.types import Prompt, own_text
@@ -59,7 +60,7 @@ class PromptDataset(Sequence[Prompt]):
         """Of all that the policy and the rewards see; what JSON has not counts by its type alone."""
         digest = hashlib.sha256()
         for prompt in self:
-            text = json.dumps(vars(prompt), default=lambda value: type(value).__name__, skipkeys=True)
+            text = json.dumps(vars(prompt), default=_digest_of, skipkeys=True)
             digest.update(text.encode())
         return digest.hexdigest()[:16]
 
@@ -87,12 +88,12 @@ def load_prompts(
 
     Args:
         config: where the rows are and how they become prompts.
-        tokenizer: the model's.
+        tokenizer: the model's; of one that sees images it has an attribute `images`, an `ImageReader`.
         tools: schemas of what the model may call, for a row; the chat template shows them.
 
     Raises:
         FileNotFoundError: a local file that is not there.
-        ImportError: reasoning-gym is asked for and missing.
+        ImportError: reasoning-gym is asked for and missing, or Pillow where rows have images.
         ValueError: a setting, a column or a row that makes no prompt; no prompt left.
     """
     return prompts_of(read_rows(config), config, tokenizer, tools)
@@ -107,10 +108,14 @@ def prompts_of(
     """Renders and tokenises rows; arguments and errors as of `load_prompts`."""
     render = Renderer(config, tokenizer, tools)
     prompts, texts, begun = [], [], []
+    seen: dict[int, tuple[tuple[int, ...], PromptImages]] = {}
     for index, row in enumerate(rows):
         with row_named(config, index):
-            prompt = render.prompt(row)
+            prompt, images = render.prompt_and_images(row)
             text = render.text(prompt, row)
+            if images:
+                found = [beside(config.source, image) for image in images]
+                seen[index] = _reader(tokenizer).prompt(text, found)
             text.encode()  # half a surrogate pair has no UTF-8, and tokenizers raise a TypeError
         prompts.append(prompt)
         texts.append(text)
@@ -124,7 +129,7 @@ def prompts_of(
         )
     # A chat template writes the special tokens itself.
     encoded = tokenizer(texts, add_special_tokens=not render.chat, return_attention_mask=False, verbose=False)
-    token_ids = [tuple(ids) for ids in encoded["input_ids"]]
+    token_ids = [seen[row][0] if row in seen else tuple(ids) for row, ids in enumerate(encoded["input_ids"])]
     if () in token_ids:
         first = token_ids.index(())
         with row_named(config, first):
@@ -133,8 +138,33 @@ def prompts_of(
             )
     kept, report = _fit(config, token_ids)
     others = [{key: value for key, value in row.items() if key != config.prompt_column} for row in rows]
-    found = (Prompt(index, prompts[index], ids, others[index]) for index, ids in kept.items())
-    return PromptDataset(tuple(found), config, report)
+    for index in seen:
+        if index in kept and len(kept[index]) < len(token_ids[index]):
+            with row_named(config, index):
+                raise ValueError(
+                    "dataset.overlong_prompts = 'truncate' would cut into a prompt with images; set it to "
+                    "filter, or raise dataset.max_prompt_length"
+                )
+    made = (
+        Prompt(index, prompts[index], ids, others[index], seen[index][1] if index in seen else None)
+        for index, ids in kept.items()
+    )
+    return PromptDataset(tuple(made), config, report)
+
+
+def _reader(tokenizer: PreTrainedTokenizerBase) -> ImageReader:
+    """What reads the images of a row that has some; raises ValueError for a model that sees none."""
+    reader: ImageReader | None = getattr(tokenizer, "images", None)
+    if reader is None:
+        raise ValueError(
+            "the row has an image, and the model reads text alone: give one that sees images, such as "
+            "Qwen2.5-VL, or rename the column by dataset.rename = {image: another_name}"
+        )
+    return reader
+
+
+def _digest_of(value: Any) -> str:
+    return value.digest if isinstance(value, PromptImages) else type(value).__name__
 
 
 def load_held_out(
@@ -214,4 +244,6 @@ def _key(prompt: Prompt, dataset: PromptDataset, any_order: bool, by_columns: bo
     text = unicodedata.normalize("NFKC", text).casefold()
     words = re.findall(r"\d+(?:[.,]\d+)*|\w+|[^\w\s]", text)
     columns = repr(sorted(prompt.columns.items())) if by_columns else ""
+    if prompt.images is not None:
+        columns += prompt.images.digest
     return " ".join(sorted(words) if any_order else words), columns

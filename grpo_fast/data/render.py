@@ -7,7 +7,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from grpo_fast.data.config import DatasetConfig
-from grpo_fast.data.types import Message
+from grpo_fast.data.images import placed, row_images
+from grpo_fast.data.types import Message, text_of
 from grpo_fast.lookup import choices
 from grpo_fast.section import short
 
@@ -60,22 +61,30 @@ class Renderer:
             )
 
     def prompt(self, row: Mapping[str, Any]) -> str | list[Message]:
-        """A row as the rewards see it: text as it is, a conversation after the configured turns; where there
-        are tools, always a conversation.
+        """`prompt_and_images` of a row that has no images."""
+        return self.prompt_and_images(row)[0]
+
+    def prompt_and_images(self, row: Mapping[str, Any]) -> tuple[str | list[Message], list[Any]]:
+        """A row as the rewards see it, and its images: text as it is, a conversation after the configured
+        turns; where there are tools or images, always a conversation.
 
         Raises:
             ValueError: it makes no prompt; the message says what is wrong with it.
         """
-        value = self._value(row)
+        value, images = self._value(row), row_images(row)
         if isinstance(value, str):
             if not value.strip() and self.tools is None:
                 raise ValueError("the prompt is empty")
-            return value if self.tools is None else self.turns(value)
-        turns = self._conversation(value)
+            if not images:
+                return (value if self.tools is None else self.turns(value)), []
+            value = [{"role": "user", "content": value}]
+        turns, images = placed(self._conversation(value), images)
+        if images and self.tools is not None:
+            raise ValueError("the row has images, which rollout.tools and rollout.environment do not take")
         if not self.chat:
             remedy = "set dataset.chat = auto" if self.config.chat is False else TEMPLATE_REMEDY
             raise ValueError(f"the prompt is a conversation, but {self._no_chat}: {remedy}")
-        return self._with_config_turns(turns)
+        return self._with_config_turns(turns), images
 
     def text(self, prompt: str | list[Message], row: Mapping[str, Any] = NO_ROW) -> str:
         """What the tokenizer is given of a prompt, of which the row says what tools it has.
@@ -191,14 +200,24 @@ class Renderer:
             # Arrow gives every message every key that any of them has.
             turn = {k: v for k, v in message.items() if v is not None} if isinstance(message, Mapping) else {}
             role = turn.get("role")
-            if not isinstance(role, str) or not isinstance(turn.get("content"), str):
+            if not isinstance(role, str) or not isinstance(turn.get("content"), str | list):
                 raise ValueError(f"a message is {{role: text, content: text}}, got {short(message, 200)}")
+            if isinstance(turn["content"], list):
+                turn["content"] = [_part(part) for part in turn["content"]]
             # Further roles are those that the template compares with.
             if role not in ROLES and repr(role) not in str(self.tokenizer.chat_template):
                 raise ValueError(f"a message has the unknown role {role!r}: {choices(role, ROLES)}")
             turns.append(turn)
-        if not turns or not all(turn["content"].strip() for turn in turns if turn["role"] == "user"):
+        if not turns or not all(text_of(turn["content"]).strip() for turn in turns if turn["role"] == "user"):
             raise ValueError(f"the prompt is empty, or has an empty message of the user: {short(value, 200)}")
         if turns[-1]["role"] == "system":
             raise ValueError("the conversation ends with a system message; nobody asks anything")
         return turns
+
+
+def _part(part: Any) -> dict[str, Any]:
+    """A part of a message's content, without the keys that Arrow has added from others."""
+    found = {k: v for k, v in part.items() if v is not None} if isinstance(part, Mapping) else {}
+    if found.get("type") == "image" or (found.get("type") == "text" and isinstance(found.get("text"), str)):
+        return found
+    raise ValueError(f"a part is {{type: text, text: text}} or {{type: image}}, got {short(part, 200)}")

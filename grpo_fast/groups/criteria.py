@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from grpo_fast.data.types import Prompt, own_text, own_turns
+from grpo_fast.data.types import Prompt, own_text, own_turns, text_of
 from grpo_fast.groups.config import CriterionConfig, GroupConfig
 from grpo_fast.lookup import choices, load_callable
 
@@ -69,7 +69,7 @@ def conversation_prefix(
     length = len(turns) - 1 if prefix_turns is None else prefix_turns
     if not 0 < length <= len(turns):
         return None
-    return tuple((turn["role"], turn["content"]) for turn in turns[:length])
+    return tuple((turn["role"], text_of(turn["content"])) for turn in turns[:length])
 
 
 def label_ids(keys: Iterable[Hashable | None]) -> Tensor:

@@ -25,6 +25,7 @@ from grpo_fast.policy.price import KvLayer, LayersPrice, price_layers
 from grpo_fast.policy.quantization import cast_rest, count_numbers, is_quantized, loading_settings, quantizes
 from grpo_fast.policy.recurrent import fork_states
 from grpo_fast.policy.source import PREFIX, resolve_source
+from grpo_fast.policy.vision import auto_class
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -155,13 +156,11 @@ def random_model(
         ValueError: no language model, LoRA modules that it does not have, or as `quantizes`.
         ImportError: 4 bits without bitsandbytes.
     """
-    from transformers import AutoModelForCausalLM
-
     check_architecture(config)
     dtype = resolve_dtype(model.dtype, torch.device(device).type)
     model = model.model_copy(update={"dtype": dtype})
     with torch.device(device):
-        found = AutoModelForCausalLM.from_config(
+        found = auto_class(config).from_config(
             copy.deepcopy(config),
             dtype=getattr(torch, dtype),
             attn_implementation=attention,
@@ -220,7 +219,7 @@ def model_shape(model: PreTrainedModel | PeftModel) -> ModelShape:
     if latent := getattr(config, "kv_lora_rank", None):  # vLLM keeps multi-head latent attention as it is
         paged = sum(latent + config.qk_rope_head_dim for layer in layers if layer.numbers)
     sizes = [p.numel() for p in trained]
-    of_layers = [[*layer.parameters()] for layer in decoder_layers(model)]
+    of_layers = [[*layer.parameters()] for layer in decoder_layers(base)]
     trained_in_layers = [[p.numel() for p in own if p.requires_grad] for own in of_layers]
     return ModelShape(
         parameters={part: parameters[part] for part in PARTS if part in parameters},

@@ -18,6 +18,7 @@ from grpo_fast.plan.prediction import PHASES, STAYS_SHARDED, Prediction, Predict
 from grpo_fast.plan.sizes import MOST_IN_FLIGHT, StepSizes, step_sizes
 from grpo_fast.policy.architecture import positions
 from grpo_fast.policy.quantization import quantizes
+from grpo_fast.policy.vision import sees_images
 from grpo_fast.stages import resolve_stages
 
 if TYPE_CHECKING:
@@ -253,7 +254,8 @@ def divisions(config: TrainConfig, model: PretrainedConfig, device: DeviceBudget
                 f"{of}prompts_per_step = {prompts} is less than the {ranks} ranks, each of which answers "
                 f"prompts of its own; raise it to {ranks} or more, or start fewer ranks"
             )
-    tied = getattr(model.get_text_config(), "tie_word_embeddings", False)
+    settings = model if sees_images(model) else model.get_text_config()
+    tied = getattr(settings, "tie_word_embeddings", False)
     if tied and own.head == "sharded":
         raise ValueError(
             "distributed.head = 'sharded': the head of this model is tied to the embedding, which needs the "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -12,11 +13,13 @@ from grpo_fast.distributed.shards import whole
 from grpo_fast.policy.config import LoraConfig
 from grpo_fast.policy.experts import fused_experts, is_router
 from grpo_fast.policy.quantization import dequantized
+from grpo_fast.policy.vision import language_model, sees_images
 
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
 
+_BESIDE_THE_LANGUAGE_MODEL = r"(?!.*\blanguage_model\.).*"  # names of modules, for peft
 _BASE = ".base_layer"  # in the name of what an adapter wraps
 
 
@@ -37,6 +40,7 @@ def add_lora(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
         lora_alpha=alpha,
         lora_dropout=config.dropout,
         target_modules=config.target_modules,
+        exclude_modules=None if language_model(model) is model else _BESIDE_THE_LANGUAGE_MODEL,
         task_type="CAUSAL_LM",
     )
     given = f"model.lora.target_modules = {config.target_modules!r}"
@@ -47,7 +51,8 @@ def add_lora(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
             adapted = peft.get_peft_model(model, lora, autocast_adapter_dtype=False)
     except ValueError as error:
         raise ValueError(f"{given}: {error}") from error
-    tied = model.config.get_text_config().tie_word_embeddings
+    settings: Any = model.config if sees_images(model.config) else model.config.get_text_config()
+    tied = settings.tie_word_embeddings
     tables = [model.get_output_embeddings(), *([model.get_input_embeddings()] if tied else [])]
     if any(isinstance(table, peft.tuners.lora.LoraLayer) for table in tables):
         raise ValueError(
@@ -92,11 +97,13 @@ def _targets(model: PreTrainedModel, lora: Any) -> tuple[set[str], set[str]]:
     from peft.tuners.tuners_utils import check_target_module_exists as names
     from transformers.pytorch_utils import Conv1D
 
-    experts, head = fused_experts(model), model.get_output_embeddings()
+    excluded = re.compile(lora.exclude_modules or "(?!)")  # of nothing
+    experts = {name: tensor for name, tensor in fused_experts(model).items() if not excluded.fullmatch(name)}
+    head = model.get_output_embeddings()
     plain = (nn.Linear.forward, Conv1D.forward)  # to the result of another, peft's adapters do not fit
     if str(lora.target_modules).lower() == "all-linear":
         found = {n for n, m in model.named_modules() if type(m).forward in plain and m is not head}
-        return {name for name in found if not is_router(name)}, {*experts}
+        return {n for n in found if not (is_router(n) or excluded.fullmatch(n))}, {*experts}
     modules, parameters = set(), set()
     for name, module in model.named_modules():
         if names(lora, name):

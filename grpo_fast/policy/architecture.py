@@ -20,6 +20,7 @@ from grpo_fast.policy.attention import PackedLayout
 from grpo_fast.policy.layers import decoder_layers
 from grpo_fast.policy.packing import pack
 from grpo_fast.policy.quantization import is_quantized
+from grpo_fast.policy.vision import sees_images
 from grpo_fast.table import Completions
 
 if TYPE_CHECKING:
@@ -49,10 +50,11 @@ def check_architecture(config: PreTrainedConfig) -> None:
 
 
 def _model_type(config: PreTrainedConfig) -> Any:
-    """The class that computes it; None: not one of transformers' causal language models."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+    """The class that computes it; None: none of transformers' language models."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-    return MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    kinds: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if sees_images(config) else MODEL_FOR_CAUSAL_LM_MAPPING
+    return kinds.get(type(config), None)
 
 
 def packing_obstacle(config: PreTrainedConfig) -> str | None:

@@ -72,9 +72,15 @@ class Sequences:
 class PackedLayout:
     """Which tokens of a packed batch attend to which. Masks are made once for each window, not each layer."""
 
-    def __init__(self, batch: PackedBatch, attention: str) -> None:
+    def __init__(self, batch: PackedBatch, attention: str, both_ways: Tensor | None = None) -> None:
+        """
+        Args:
+            attention: as `resolve_attention` gives it; flash-attention does not see both ways.
+            both_ways: (T,) int64: tokens of one number other than -1 see each other both ways; none: none do.
+        """
         self.attention = attention
         self.windows: set[int | None] = set()  # of the layers that have asked
+        self._both_ways = both_ways
         self._batch = batch
         counts = batch.cu_seqlens.diff()
         documents = torch.arange(len(counts), device=counts.device)
@@ -160,7 +166,10 @@ class PackedLayout:
     def visible(self, query: Tensor, key: Tensor, window: int | None) -> Tensor:
         """Whether the token at index `query` attends to the one at index `key`; the indices broadcast."""
         documents, segments = self._document_ids, self._batch.segment_ids
-        seen = (key <= query) & (documents[query] == documents[key])
+        seen = key <= query
+        if self._both_ways is not None:
+            seen = seen | ((self._both_ways[query] == self._both_ways[key]) & (self._both_ways[query] >= 0))
+        seen &= documents[query] == documents[key]
         seen &= (segments[key] == 0) | (segments[query] == segments[key])
         if window is not None:
             seen = seen & (self._batch.position_ids[query] - self._batch.position_ids[key] < window)
@@ -173,7 +182,7 @@ class PackedLayout:
             masks: list[Tensor | None] = []
             for piece, own, seen in zip(self.pieces, self.own(tokens, 0), self.seen(tokens, 0), strict=True):
                 alone = piece.prompt == 0 and piece.runs == 1
-                causal = alone and (window is None or len(own) <= window)
+                causal = alone and (window is None or len(own) <= window) and self._both_ways is None
                 masks.append(None if causal else self.visible(own[:, None], seen, window))
             self._masks[window] = masks
         return self._masks[window]
@@ -200,7 +209,8 @@ class PackedLayout:
         return self._block_masks[window]
 
     def ranges(self, window: int | None) -> list[Range]:
-        """What `visible` says: a token sees its own segment up to itself, and the prompt before that."""
+        """What `visible` says: a token sees its own segment up to itself or the end of its run, and the
+        prompt before that."""
         tokens, positions = self._tokens, self._batch.position_ids
         of_documents = self._batch.cu_seqlens[:-1].long()
         document = of_documents[self._document_ids]
@@ -211,7 +221,14 @@ class PackedLayout:
         segment = torch.where(in_prompt, document, tokens - positions + prompt)
         prompt_end = torch.where(in_prompt, document, document + prompt)
         first_of_prompt = _within(window, document, document + positions).minimum(prompt_end)
-        return [(_within(window, segment, tokens), tokens + 1), (first_of_prompt, prompt_end)]
+        return [(_within(window, segment, tokens), self._end(tokens)), (first_of_prompt, prompt_end)]
+
+    def _end(self, tokens: Tensor) -> Tensor:
+        """The first key after those of its own segment that each token sees."""
+        if self._both_ways is None:
+            return tokens + 1
+        last = tokens.new_zeros(len(tokens) + 1).scatter_reduce(0, self._both_ways + 1, tokens, "amax")
+        return torch.where(self._both_ways < 0, tokens, last[self._both_ways + 1]) + 1
 
 
 def _within(window: int | None, first: Tensor, place: Tensor) -> Tensor:

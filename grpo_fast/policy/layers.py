@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint, get_device_states, set_device_sta
 
 from grpo_fast.policy.config import ModelConfig
 from grpo_fast.policy.host_memory import LayerInputs
+from grpo_fast.policy.vision import language_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -81,9 +82,11 @@ def tile_mlps(model: nn.Module) -> None:
 
 
 def decoder_layers(model: nn.Module) -> list[Any]:
+    """Of the language model: those of a vision tower are not among them."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    modules = language_model(model).modules()
+    return [module for module in modules if isinstance(module, GradientCheckpointingLayer)]
 
 
 def layer_mlps(layer: nn.Module) -> list[Any]:

@@ -41,6 +41,7 @@ class PackedBatch:
     rows: Tensor  # (S,) int64: which completion of the table each sequence is
     token_index: Tensor  # (N,) int64: which token of the table each target is
     columns: Mapping[str, Tensor] = field(default_factory=dict)  # (N,) each, by name: the table's
+    images: tuple[Any, ...] = ()  # of each document's prompt, `PromptImages` or None; empty: none has any
 
     def to(self, device: torch.device | str) -> PackedBatch:
         """The same batch with its tensors on `device`."""
@@ -251,6 +252,7 @@ def _lay_out(table: Completions, tokens: Integers, documents: Sequence[Sequence[
     if not written.all():
         token_index, loss_index, sequence_ids = (v[written] for v in (token_index, loss_index, sequence_ids))
 
+    images = table.objects.get("images", ())
     tensor = torch.from_numpy
     return PackedBatch(
         input_ids=tensor(tokens[np.repeat(sources, sizes) + place]),
@@ -264,4 +266,5 @@ def _lay_out(table: Completions, tokens: Integers, documents: Sequence[Sequence[
         num_sequences=len(rows),
         rows=tensor(rows),
         token_index=tensor(token_index),
+        images=tuple(images[row] for row in rows[first].tolist()) if images else (),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -25,6 +26,7 @@ from grpo_fast.policy.packing import PackedBatch, TokenCosts
 from grpo_fast.policy.quantization import count_numbers, dequantized, is_quantized
 from grpo_fast.policy.rows import RowLayout
 from grpo_fast.policy.source import save_model
+from grpo_fast.policy.vision import Vision, language_model, language_parameters
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -67,6 +69,14 @@ class Policy:
         if reference is not None:
             self._reference = Policy(reference, tokenizer, attention=attention, packs=packs)
         self._shards: ShardedModel | None = None
+        self._vision: Vision | None = None
+
+    @property
+    def vision(self) -> Vision:
+        """What the model sees of images."""
+        if self._vision is None:
+            self._vision = Vision(self.base_model, cast("Any", self.tokenizer).images)
+        return self._vision
 
     @property
     def packs(self) -> bool:
@@ -146,11 +156,14 @@ class Policy:
         """Multiplications of a forward: of an input token, with the experts it visits, of a target, of a pair
         of tokens."""
         config, table = self.base_model.config.get_text_config(), self.head_weight.numel()
-        tables = table if config.tie_word_embeddings else 2 * table
+        embedding: Any = self.base_model.get_input_embeddings()
+        tables = table if embedding.weight is self.head_weight else 2 * table
+        own = language_parameters(self.base_model)
         visited = {True: chosen_share(config), False: 1.0}
         layers = sum(
             count_numbers(weight) * visited[is_expert(name, weight)]
             for name, weight in self.base_model.named_parameters()
+            if weight in own
         )
         pair = 2 * config.hidden_size * config.num_hidden_layers  # scores, and the sum of values
         return TokenCosts(input=layers - tables, target=table, pair=pair)
@@ -188,17 +201,28 @@ class Policy:
             return self._hidden_states_of_rows(batch)
         # A 4-D mask is handed on untouched, so a tiny one keeps transformers from building its own T × T.
         untouched = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=batch.input_ids.device)
-        output = backbone(self.base_model)(
-            input_ids=batch.input_ids[None],
-            position_ids=batch.position_ids[None],
+        given: dict[str, Any] = {
+            "input_ids": batch.input_ids[None],
+            "position_ids": batch.position_ids[None],
+        }
+        reads, attention, both_ways = backbone(self.base_model), self.attention, None
+        if any(batch.images):
+            reads = language_model(self.base_model)
+            given, both_ways = self.vision.packed(batch)
+            if both_ways is not None and attention == "flash_attention_2":
+                attention = "flex_attention"  # for these batches, which the other cannot compute
+        output = reads(
+            **given,
             use_cache=False,
             attention_mask=untouched,
-            packed_layout=layout or PackedLayout(batch, self.attention),
+            packed_layout=layout or PackedLayout(batch, attention, both_ways),
         )
         return output.last_hidden_state[0].index_select(0, batch.loss_index)
 
     def _hidden_states_of_rows(self, batch: PackedBatch) -> Tensor:
         """`hidden_states` with a row a document: padding comes last, where nothing before it looks."""
+        if any(batch.images):
+            raise ValueError("prompts with images are packed alone: leave model.packing at auto")
         bounds = batch.cu_seqlens.tolist()
         lengths = [end - start for start, end in pairwise(bounds)]
         # As many forwards on each rank, where each is one of all.
@@ -285,7 +309,8 @@ class Policy:
         return dict(adapted_weights(self.base_model)) if self.has_adapters else {}
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write safetensors, configuration, generation configuration and tokenizer, adapters merged.
+        """Write safetensors, configuration, generation configuration and tokenizer, adapters merged; and the
+        processor as it was, of a model that sees images.
 
         The folder loads in transformers and vLLM alike. Sharded weights are gathered by all ranks, and rank 0
         writes.
@@ -294,3 +319,5 @@ class Policy:
         weights = {name: tensor.to("cpu") for name, tensor in self.named_weights() if world.is_main}
         if world.is_main:
             save_model(self.base_model, weights, self.tokenizer, folder)
+            for file in getattr(self.tokenizer, "processor_files", ()):
+                shutil.copy(file, folder)

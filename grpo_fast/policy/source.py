@@ -234,8 +234,11 @@ def _damaged(folder: Path) -> Iterator[str]:
             yield f"{file.name} is damaged, or a pointer of Git LFS ({error})"
 
 
-def load_whole(path: str, source: str | Path, **settings: Any) -> PreTrainedModel:
+def load_whole(path: str, source: str | Path, auto: Any = None, **settings: Any) -> PreTrainedModel:
     """A causal language model, every weight of which comes from the checkpoint.
+
+    Args:
+        auto: transformers' class that loads it; none: `AutoModelForCausalLM`.
 
     Raises:
         ValueError: as `loading`; or tensors are missing, of another shape, of no use or not finite, by name.
@@ -243,7 +246,7 @@ def load_whole(path: str, source: str | Path, **settings: Any) -> PreTrainedMode
     from transformers import AutoModelForCausalLM
 
     with loading(path, source):
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = (auto or AutoModelForCausalLM).from_pretrained(
             source, ignore_mismatched_sizes=True, output_loading_info=True, **settings
         )
     model: PreTrainedModel = loaded[0]

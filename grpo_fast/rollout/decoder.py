@@ -20,6 +20,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCach
 from grpo_fast.policy.attention import PACKED_ATTENTION
 from grpo_fast.policy.attention import register as register_packed_attention
 from grpo_fast.policy.price import KvLayer
+from grpo_fast.rollout.images import ImagePrompts
 
 Prompt = Sequence[int]
 
@@ -46,6 +47,7 @@ class ExpandedDecoder:
         self.attention = unpacked_attention(model)
         self.cache: Any = None
         self._cache_name = ""
+        self.images: ImagePrompts | None = None  # of prompts with negative tokens
         self.mask: Tensor | None = None  # (R, tokens) bool; None: nothing is padded
         options = inspect.signature(model.forward).parameters
         self._takes = (
@@ -106,7 +108,14 @@ class ExpandedDecoder:
         self.positions = positions[:, -1:]
         if any(pads):
             self.mask = torch.cat([real.new_ones(len(prompts), common), real], 1)
-        return self.last_logits(torch.tensor(rest, device=device), positions)
+        ids = torch.tensor(rest, device=device)
+        if self.images is not None and int(ids.min()) < 0:
+            logits, self.positions, self.cache = self.images.read(
+                ids, positions, self.cache, self.mask, common
+            )
+            self._cache_name = "past_key_values"
+            return logits
+        return self.last_logits(ids, positions)
 
     def step(self, tokens: Tensor) -> Tensor:
         """Append `tokens` (R,) int64. (R, V) logits of the next ones."""

@@ -141,8 +141,13 @@ class TransformersKind(EngineKind):
             policy.fix_rope(max_length)
         if policy.sharded:
             return OwnCopyEngine(policy, max_batch_tokens=tokens, max_length=max_length)
-        eos_ids = policy.eos_token_ids
-        return TransformersEngine(policy.model, policy.tokenizer, eos_ids=eos_ids, max_batch_tokens=tokens)
+        return TransformersEngine(
+            policy.model,
+            policy.tokenizer,
+            eos_ids=policy.eos_token_ids,
+            max_batch_tokens=tokens,
+            vision=lambda: policy.vision,
+        )
 
     def weights(self, config: RolloutConfig, trained: Trained) -> Weights:
         return Weights(shared=not trained.sharded, sent=trained.sharded, adapters=False)

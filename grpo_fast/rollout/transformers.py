@@ -18,7 +18,8 @@ from torch.nn.utils.rnn import pad_sequence
 from grpo_fast.policy import Policy
 from grpo_fast.policy.architecture import fix_rope
 from grpo_fast.rollout.choice import fitting_decoder, set_attention
-from grpo_fast.rollout.decoder import ExpandedDecoder, Prompt
+from grpo_fast.rollout.decoder import ExpandedDecoder, Prompt, RecomputedDecoder
+from grpo_fast.rollout.images import ImagePrompts
 from grpo_fast.rollout.requests import Requests
 from grpo_fast.rollout.sampling import draw, make_warper
 from grpo_fast.rollout.types import Collector, Completion, Prompts, RolloutObserver, Sampling, check_prompts
@@ -26,6 +27,9 @@ from grpo_fast.rollout.types import Collector, Completion, Prompts, RolloutObser
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from grpo_fast.data.images import PromptImages
+    from grpo_fast.policy.vision import Vision
 
 DROP_BELOW = 0.9  # finished rows are evicted when fewer than this share of the batch is still going
 CPU_BATCH_TOKENS = 2**14  # at once on a CPU unless configured: more only misses its caches, and pages
@@ -69,6 +73,7 @@ class TransformersEngine:
         *,
         eos_ids: Iterable[int],
         max_batch_tokens: int | None = None,
+        vision: Callable[[], Vision] | None = None,
     ) -> None:
         """
         Args:
@@ -77,6 +82,7 @@ class TransformersEngine:
             eos_ids: any of these tokens ends a completion.
             max_batch_tokens: tokens whose keys and values may be held at once; None: all of a call, or
                 on a CPU what keeps it fast.
+            vision: what the model sees of images, asked for with the first; None: it sees none.
 
         Raises:
             ValueError: `eos_ids` is empty.
@@ -85,6 +91,8 @@ class TransformersEngine:
         self.tokenizer = tokenizer
         self.eos_ids = tuple(eos_ids)
         self.max_batch_tokens = max_batch_tokens
+        self._vision = vision
+        self._images: ImagePrompts | None = None  # of the call
         if not self.eos_ids:
             raise ValueError("eos_ids is empty: no completion would ever end; pass the tokenizer's end token")
         inner: Any = model
@@ -108,7 +116,13 @@ class TransformersEngine:
             set_attention(self._base, attention)
 
     def generate(
-        self, prompts: Prompts, n: int, sampling: Sampling, *, observer: RolloutObserver | None = None
+        self,
+        prompts: Prompts,
+        n: int,
+        sampling: Sampling,
+        *,
+        observer: RolloutObserver | None = None,
+        images: Sequence[PromptImages | None] | None = None,
     ) -> list[list[Completion]]:
         """As the protocol says. A completion's text keeps the stop string that ended it.
 
@@ -117,6 +131,12 @@ class TransformersEngine:
         """
         self._require_awake()
         check_prompts(prompts, n)
+        self._images = None
+        if images is not None:
+            if self._vision is None or self._decoder_type is RecomputedDecoder:
+                raise ValueError("the prompts have images, which this engine cannot read; use another")
+            self._images = ImagePrompts(self._vision(), prompts, images)
+            prompts = self._images.prompts
         max_new, collector = sampling.max_completion_length, Collector(len(prompts), n, observer)
         uniforms = torch.rand(
             max_new, n * len(prompts), generator=_generator(sampling.seed), dtype=torch.float64
@@ -230,6 +250,7 @@ class TransformersEngine:
         eos, warper = torch.tensor(self.eos_ids, device=device), make_warper(sampling)
 
         decoder = self._decoder_type(self._base, max_new)
+        decoder.images = self._images
         set_attention(self._base, decoder.attention)
         tokens = torch.zeros(count, max_new, dtype=torch.int64, device=device)
         logprobs = torch.zeros(count, max_new, device=device)

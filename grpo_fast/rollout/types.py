@@ -119,6 +119,9 @@ class Engine(Protocol):
     ) -> list[list[Completion]]:
         """`n` completions for each tokenised prompt, in the order of the prompts.
 
+        One that takes images has an argument `images`, of each prompt its own or None, which is given where
+        a prompt has some.
+
         The same `sampling.seed` gives the same tokens; the global random state is neither read nor changed.
 
         Raises:
@@ -191,7 +194,10 @@ def generate_rollout(
     observer: RolloutObserver | None = None,
 ) -> list[list[Completion]]:
     """The `Rollout` of one turn."""
-    return engine.generate([prompt.token_ids for prompt in prompts], n, sampling, observer=observer)
+    given: dict[str, Any] = {}
+    if any(prompt.images for prompt in prompts):
+        given["images"] = [prompt.images for prompt in prompts]
+    return engine.generate([prompt.token_ids for prompt in prompts], n, sampling, observer=observer, **given)
 
 
 def check_prompts(prompts: Prompts, n: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -18,7 +18,7 @@ import torch
 from grpo_fast.algorithm import Algorithm
 from grpo_fast.annotate import Annotator
 from grpo_fast.config import TrainConfig, at
-from grpo_fast.data import PromptDataset, PromptSampler, exclude_overlap, load_held_out, load_prompts
+from grpo_fast.data import Prompt, PromptDataset, PromptSampler, exclude_overlap, load_held_out, load_prompts
 from grpo_fast.data.config import PREFIX, VERIFIERS, DatasetConfig
 from grpo_fast.data.tasksets import library_prompts
 from grpo_fast.distributed.world import SINGLE_PROCESS, World
@@ -114,6 +114,8 @@ def build_grpo_trainer(config: TrainConfig, world: World = SINGLE_PROCESS) -> Tr
             raise ValueError(f"evaluation: {error}") from error
     parts = build_stages(stages, tokenizer, held_out, load)
     require_alike(world, "the data", lambda: digests(parts, held_out))
+    prompts = [*(held_out or ()), *chain.from_iterable(part.dataset for part in parts)]
+    require_whole_model(config, prompts, world)
     policy = load_policy(
         config.model, needs_reference=needs_reference, world=world, distributed=config.distributed
     )
@@ -124,7 +126,6 @@ def build_grpo_trainer(config: TrainConfig, world: World = SINGLE_PROCESS) -> Tr
     parts = tuple(
         replace(part, rollout=rollout_of(part.stage.config.rollout, part.toolsets)) for part in parts
     )
-    prompts = chain(held_out or (), *(part.dataset for part in parts))
     ids = (prompt.token_ids for prompt in prompts)
     datasets = [config.evaluation.dataset, *(part.dataset.config for part in parts)]
     completion = max(c.rollout.max_completion_length for c in (config, *(stage.config for stage in stages)))
@@ -154,6 +155,15 @@ def build_grpo_trainer(config: TrainConfig, world: World = SINGLE_PROCESS) -> Tr
         )
         unless_built.pop_all()
     return trainer
+
+
+def require_whole_model(config: TrainConfig, prompts: Iterable[Prompt], world: World) -> None:
+    """Raises ValueError where prompts have images, and no rank has the model that looks at them."""
+    if config.distributed.mode == "shard" and world.size > 1 and any(prompt.images for prompt in prompts):
+        raise ValueError(
+            "distributed.mode = 'shard' divides the vision tower's weights, which prompts with images need "
+            "whole: set it to replicate"
+        )
 
 
 def with_steps(config: TrainConfig) -> TrainConfig:
@@ -224,6 +234,11 @@ def build_preference_trainer(config: TrainConfig) -> PreferenceTrainer:
     section, ranks = config.preference, config.algorithm == "rank"
     tokenizer = load_tokenizer(config.model)
     prompts = load_prompts(config.dataset, tokenizer)
+    if any(prompt.images for prompt in prompts):
+        raise ValueError(
+            f"algorithm = {config.algorithm!r} trains on text, and rows of {config.dataset.source} have "
+            "images: rename the column by dataset.rename = {image: another_name}, or set algorithm = grpo"
+        )
     policy = load_policy(config.model)
     load = partial(
         load_comparisons,

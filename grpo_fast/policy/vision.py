@@ -1,0 +1,182 @@
+"""Images in a packed batch: their features are computed once, and stand in the place of their tokens.
+
+The vision tower is frozen, so what it makes of an image is a constant: of a prompt it is computed once for
+all completions, micro-batches and steps that are near each other. A shared prompt occurs once in a document,
+and so do its images. Everything else is the language model's own.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+    from grpo_fast.data.images import ImageReader, PromptImages
+    from grpo_fast.policy.packing import PackedBatch
+
+IMAGE_TYPES = frozenset(
+    ["gemma3", "gemma4", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"]
+)
+"""Types of models whose prompts may have images: a test compares each with the model's own forward."""
+KEPT_BYTES = 2**31
+"""Of features in the host's memory; those used longest ago go first, and are computed again when needed."""
+
+
+def sees_images(config: PreTrainedConfig) -> bool:
+    """Whether the model is one of `IMAGE_TYPES`, by its configuration."""
+    return config.model_type in IMAGE_TYPES
+
+
+def auto_class(config: PreTrainedConfig) -> Any:
+    """transformers' class that loads such a model whole: with its vision tower, where it has one."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText if sees_images(config) else AutoModelForCausalLM
+
+
+def language_model(model: Any) -> Any:
+    """The part of a transformers model that reads tokens: all of it, unless a vision tower is beside it."""
+    return getattr(getattr(model, "base_model", model), "language_model", model)
+
+
+def language_parameters(model: PreTrainedModel) -> set[nn.Parameter]:
+    """Of the language model and its head."""
+    parts: list[nn.Module] = [language_model(model), model.get_output_embeddings()]
+    return {parameter for part in parts for parameter in part.parameters()}
+
+
+def freeze_vision(model: PreTrainedModel) -> None:
+    """Train the language model and its head alone."""
+    for parameter in {*model.parameters()} - language_parameters(model):
+        parameter.requires_grad_(False)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the model has of a prompt's images. P tokens of the prompt, n of them of its images."""
+
+    features: Tensor  # (n, H), in the model's dtype, on the CPU
+    deep: tuple[Tensor, ...]  # (n, H) each: what is added behind the first layers (DeepStack)
+    positions: Tensor | None  # (3, P) int64: time, height and width; None: those of plain text
+    beyond: int  # by how much a position after the prompt differs from the token's place
+
+
+class Vision:
+    """A model's view of images.
+
+    Args:
+        model: a transformers model of a type in `IMAGE_TYPES`, adapters in it or not.
+        reader: of the model's processor.
+    """
+
+    def __init__(self, model: PreTrainedModel, reader: ImageReader) -> None:
+        config: Any = model.config
+        self.model: Any = model
+        self.reader = reader
+        self.token: int = config.image_token_id
+        self._seen: OrderedDict[PromptImages, Seen] = OrderedDict()
+        backbone: Any = model.base_model
+        self._takes = inspect.signature(backbone.get_image_features).parameters
+
+    @property
+    def both_ways(self) -> bool:
+        """Whether tokens of one image attend to each other in both directions."""
+        text = self.model.config.get_text_config()
+        kind = self.model.config.model_type
+        return kind == "gemma3" or getattr(text, "use_bidirectional_attention", None) == "vision"
+
+    @property
+    def three_positions(self) -> bool:
+        """Whether a token has a position in time, in height and in width."""
+        return hasattr(self.model.base_model, "get_rope_index")
+
+    def of(self, images: PromptImages) -> Seen:
+        """Computed once, as long as there is room to keep it."""
+        if images not in self._seen:
+            self._seen[images] = self._look(images)
+        self._seen.move_to_end(images)
+        while len(self._seen) > 1 and sum(map(_nbytes, self._seen.values())) > KEPT_BYTES:
+            self._seen.popitem(last=False)
+        return self._seen[images]
+
+    @torch.no_grad()
+    def _look(self, images: PromptImages) -> Seen:
+        backbone, given = self.model.base_model, self.reader.inputs(images)
+        named = {name: value for name, value in given.items() if name in self._takes}
+        moved = {
+            name: value.to(self.model.device, self.model.dtype if value.is_floating_point() else None)
+            for name, value in named.items()
+        }
+        found = backbone.get_image_features(**moved, return_dict=True)
+        pooled = found.pooler_output
+        features = (pooled if isinstance(pooled, Tensor) else torch.cat([*pooled])).to(self.model.dtype)
+        features = features.reshape(-1, features.shape[-1]).cpu()
+        positions, length = None, given["input_ids"].shape[1]
+        beyond = 0
+        if self.three_positions:
+            of_images = (given["input_ids"] == self.token).int()
+            grid = given["image_grid_thw"]
+            positions = backbone.get_rope_index(
+                given["input_ids"], mm_token_type_ids=of_images, image_grid_thw=grid
+            )[0][:, 0]
+            beyond = int(positions.max()) + 1 - length
+        deep = tuple(part.to(self.model.dtype).cpu() for part in getattr(found, "deepstack_features", ()))
+        return Seen(features, deep, positions, beyond)
+
+    def packed(self, batch: PackedBatch) -> tuple[dict[str, Tensor], Tensor | None]:
+        """The language model's arguments for a packed batch, and which image each token is of, where
+        that says who attends to whom: (T,) int64, -1 for text."""
+        counts = batch.cu_seqlens.diff()
+        with_images = torch.tensor([images is not None for images in batch.images], device=counts.device)
+        in_prompt = (batch.segment_ids == 0) & with_images.repeat_interleave(counts)
+        of_images = in_prompt & (batch.input_ids == self.token)
+        seen = [None if images is None else self.of(images) for images in batch.images]
+        given = self.embedded(batch.input_ids[None], of_images[None], [s for s in seen if s is not None])
+        positions = batch.position_ids.expand(3, -1).clone()
+        for start, end, one in zip(
+            batch.cu_seqlens[:-1].tolist(), batch.cu_seqlens[1:].tolist(), seen, strict=True
+        ):
+            if one is not None and one.positions is not None:
+                prompt = one.positions.shape[1]
+                positions[:, start : start + prompt] = one.positions
+                positions[:, start + prompt : end] += one.beyond
+        given["position_ids"] = positions[:, None] if self.three_positions else batch.position_ids[None]
+        return given, _runs(of_images) if self.both_ways else None
+
+    def embedded(self, ids: Tensor, of_images: Tensor, seen: Sequence[Seen]) -> dict[str, Any]:
+        """The language model's arguments for tokens (B, T), of which `of_images` stand for the features of
+        `seen`, in their order."""
+        language, config = language_model(self.model), self.model.config
+        words = ids.masked_fill(of_images, 0)
+        given: dict[str, Any] = {}
+        if config.model_type == "gemma4":  # to which any such token is padding
+            pad = config.get_text_config().pad_token_id
+            for name in ("image_token_id", "video_token_id", "audio_token_id"):
+                words = words.masked_fill(ids == getattr(config, name), pad)
+            if config.get_text_config().hidden_size_per_layer_input:
+                given["per_layer_inputs"] = language.get_per_layer_inputs(words, None)
+        embeds = language.get_input_embeddings()(words)
+        features = torch.cat([one.features for one in seen]).to(embeds.device, embeds.dtype)
+        given["inputs_embeds"] = embeds.masked_scatter(of_images[..., None], features)
+        if deep := [*zip(*(one.deep for one in seen), strict=True)]:
+            given["visual_pos_masks"] = of_images
+            given["deepstack_visual_embeds"] = [torch.cat(level).to(embeds.device) for level in deep]
+        return given
+
+
+def _runs(of_images: Tensor) -> Tensor:
+    """(T,) bool -> (T,) int64: numbers of runs of true, from 0; -1 elsewhere."""
+    first = of_images & ~torch.cat([of_images.new_zeros(1), of_images[:-1]])
+    return torch.where(of_images, first.cumsum(0) - 1, -1)
+
+
+def _nbytes(seen: Seen) -> int:
+    return sum(part.nbytes for part in (seen.features, *seen.deep))

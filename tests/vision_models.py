@@ -1,0 +1,146 @@
+"""Tiny random models that see images, each with its tokenizer and its processor, and random pictures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer, PreTrainedTokenizerFast
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+START, IMAGE, END = "<|vision_start|>", "<|image_pad|>", "<|vision_end|>"
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", START, END, IMAGE, "<|video_pad|>", "<|audio_pad|>"]
+WORDS = ["user", "assistant", "system", "how", "many", "shapes", "one", "two", "three", "[UNK]"]
+IMAGE_ID = SPECIAL.index(IMAGE)
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }} "
+    "{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for part in m['content'] %}"
+    "{% if part['type'] == 'image' %}PICTURE{% else %} {{ part['text'] }}{% endif %}"
+    "{% endfor %}{% endif %}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant {% endif %}"
+)
+TEXT = {
+    **{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256},
+    **{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
+}
+ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
+TOWER = {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 32}
+QWEN_IDS = {
+    **{"image_token_id": IMAGE_ID, "video_token_id": IMAGE_ID + 1},
+    **{"vision_start_token_id": IMAGE_ID - 2, "vision_end_token_id": IMAGE_ID - 1},
+}
+GEMMA_TEXT = {**TEXT, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+CONFIGS = {
+    "qwen2_5_vl": {
+        "text_config": {**TEXT, "rope_parameters": ROPE},
+        "vision_config": {**TOWER, "patch_size": 14, "window_size": 56, "fullatt_block_indexes": [1]},
+        **QWEN_IDS,
+    },
+    "qwen3_vl": {
+        "text_config": {**TEXT, "rope_parameters": ROPE},
+        "vision_config": {**TOWER, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]},
+        **QWEN_IDS,
+    },
+    "qwen3_vl_moe": {
+        "text_config": {**TEXT, **EXPERTS, "rope_parameters": ROPE},
+        "vision_config": {**TOWER, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]},
+        **QWEN_IDS,
+    },
+    "gemma3": {
+        "text_config": {**GEMMA_TEXT, "query_pre_attn_scalar": 8},
+        "vision_config": {
+            **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2},
+            **{"image_size": 56, "patch_size": 14},
+        },
+        **{"mm_tokens_per_image": 4, "image_token_index": IMAGE_ID, "image_token_id": IMAGE_ID},
+        **{"boi_token_index": IMAGE_ID - 2, "eoi_token_index": IMAGE_ID - 1},
+    },
+    "gemma4": {
+        "text_config": {
+            **GEMMA_TEXT,
+            **{
+                "global_head_dim": 16,
+                "num_global_key_value_heads": 1,
+                "use_bidirectional_attention": "vision",
+            },
+            **{"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 64, "num_kv_shared_layers": 0},
+        },
+        "vision_config": {
+            **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2},
+            **{"num_key_value_heads": 2, "head_dim": 16, "patch_size": 8, "pooling_kernel_size": 2},
+            "position_embedding_size": 64,
+        },
+        "audio_config": None,
+        **{"image_token_id": IMAGE_ID, "video_token_id": IMAGE_ID + 1, "audio_token_id": IMAGE_ID + 2},
+        **{"boi_token_id": IMAGE_ID - 2, "eoi_token_id": IMAGE_ID - 1},
+    },
+}
+
+
+def save_vision_model(folder: Path, kind: str) -> Path:
+    """A random model of a type, saved as a user would have it on disk."""
+    model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(kind, **CONFIGS[kind]))
+    for parameter in model.parameters():  # small random weights barely move the logits
+        if parameter.ndim >= 2:
+            torch.nn.init.normal_(parameter, std=0.2)
+    model.generation_config.eos_token_id = 2
+    model.save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({w: i for i, w in enumerate(SPECIAL + WORDS)}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.add_special_tokens(SPECIAL)
+    named = {"boi_token": START, "eoi_token": END, "image_token": IMAGE}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        extra_special_tokens=named if kind.startswith("gemma") else {},
+    )
+    placeholder = {"gemma3": START, "gemma4": IMAGE}.get(kind, START + IMAGE + END)
+    tokenizer.chat_template = TEMPLATE.replace("PICTURE", placeholder)
+    tokenizer.save_pretrained(folder)
+    processor_of(kind).save_pretrained(folder)
+    if kind == "gemma3":
+        (folder / "processor_config.json").write_text(
+            '{"image_seq_length": 4, "processor_class": "Gemma3Processor"}'
+        )
+    return folder
+
+
+def processor_of(kind: str) -> Any:
+    """Of a type's images."""
+    if kind == "gemma3":
+        return Gemma3ImageProcessorPil(size={"height": 56, "width": 56})
+    if kind == "gemma4":
+        return Gemma4ImageProcessorPil(patch_size=8, pooling_kernel_size=2, max_soft_tokens=70)
+    patch = 14 if kind == "qwen2_5_vl" else 16
+    side = 2 * patch
+    return Qwen2VLImageProcessorPil(patch_size=patch, min_pixels=side**2, max_pixels=9 * side**2)
+
+
+class OfGemma4:
+    """What transformers' own does, which it cannot be imported for without torchvision."""
+
+    def __init__(self, folder: Path) -> None:
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+
+    def __call__(self, text: list[str], images: list[list[Image.Image]], **settings: Any) -> dict[str, Any]:
+        pixels = processor_of("gemma4")(images[0], return_tensors="pt")
+        for count in pixels.pop("num_soft_tokens_per_image"):
+            text = [text[0].replace(IMAGE, START + "<SOFT>" * int(count) + END, 1)]
+        tokens = self.tokenizer(text[0].replace("<SOFT>", IMAGE), return_tensors="pt")
+        return {"input_ids": tokens["input_ids"], **pixels}
+
+
+def picture(width: int, height: int) -> Image.Image:
+    """Random colours."""
+    seed = int(torch.randint(2**31, ()))
+    pixels = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
