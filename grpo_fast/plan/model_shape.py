@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from grpo_fast.plan.devices import TABLES
 from grpo_fast.policy.adapters import expert_adapters
-from grpo_fast.policy.architecture import check_architecture, logit_softcap, packing_obstacle
+from grpo_fast.policy.architecture import backbone, check_architecture, logit_softcap, packing_obstacle
 from grpo_fast.policy.attention import PRICED_ATTENTION, head_dims, register
 from grpo_fast.policy.config import ModelConfig
 from grpo_fast.policy.experts import chosen_share, is_expert
 from grpo_fast.policy.layers import decoder_layers, fuse_layers
 from grpo_fast.policy.load import prepare_to_train, resolve_dtype
-from grpo_fast.policy.price import KvLayer, LayersPrice, price_layers
+from grpo_fast.policy.price import KvLayer, LayersPrice, computed, price_layers
 from grpo_fast.policy.quantization import cast_rest, count_numbers, is_quantized, loading_settings, quantizes
 from grpo_fast.policy.recurrent import fork_states
 from grpo_fast.policy.source import PREFIX, resolve_source
@@ -213,7 +213,10 @@ def model_shape(model: PreTrainedModel | PeftModel) -> ModelShape:
     trained = [p for p in model.parameters() if p.requires_grad]
     with _computable(base):
         cache = _cached(base)
-        plain, fused = (price_layers(base, base.base_model, fused=fused) for fused in (False, True))
+        own = packing_obstacle(base.config) is not None
+        plain, fused = (
+            price_layers(base, backbone(base), fused=fused, own_attention=own) for fused in (False, True)
+        )
     itemsize, layers = head.weight.element_size(), _kv_layers(cache)
     paged = sum(layer.numbers for layer in layers)
     if latent := getattr(config, "kv_lora_rank", None):  # vLLM keeps multi-head latent attention as it is
@@ -313,10 +316,9 @@ def _cached(base: PreTrainedModel) -> Any:
     """transformers' own cache after one token, so that no architecture needs a formula; None: it has none."""
     from grpo_fast.rollout.decoder import CACHES
 
-    token = torch.zeros(1, 1, dtype=torch.int64, device="meta")
-    seen = torch.ones(1, 1, 1, 1, dtype=torch.bool, device="meta")
     with torch.no_grad():
-        output = base.base_model(input_ids=token, position_ids=token, attention_mask=seen, use_cache=True)
+        own = packing_obstacle(base.config) is not None
+        output = computed(backbone(base), 1, own_attention=own, use_cache=True)
     return next(filter(None, (getattr(output, name, None) for name in CACHES)), None)
 
 

@@ -176,10 +176,8 @@ class Predictor:
         if self.attention == "auto":
             target = torch.device(device.kind)
             self.attention = resolve_attention("auto", target, run.model.dtype, shapes.config)
-        obstacle = packing_obstacle(shapes.config)
-        self.packs = obstacle is None and run.model.packing == "auto"
-        if obstacle is not None:
-            self.attention = "eager"
+        self.own_attention = packing_obstacle(shapes.config) is not None
+        self.packs = not self.own_attention and run.model.packing == "auto"
         name = run.rollout.engine
         if name == "auto":  # a plan for another machine does not ask what is installed on this one
             name = "vllm" if self.on_gpu else "transformers"
@@ -371,6 +369,10 @@ class Predictor:
     def _attention(self, batch: MicroBatch) -> list[PackedPrice]:
         """Of each layer, beyond its share of `LayersPrice`."""
         shape, square = self.shape, batch.sequence**2
+        if self.own_attention:
+            pairs = batch.documents * square  # rows are computed together
+            # As if every score were kept, and twice that in the backward: what SDPA computes takes less.
+            return [PackedPrice(int(kept * pairs), int(2 * kept * pairs)) for kept in shape.plain.pairs]
         return [
             attention_price(
                 self.attention,

@@ -402,7 +402,7 @@ def price(
     """Of `packed_attention` in a micro-batch.
 
     Args:
-        attention: as `resolve_attention` gives it; "eager" is a model's own, which keeps every score.
+        attention: as `resolve_attention` gives it.
         tokens: of the micro-batch.
         joined: keys that are copied for completions that share a prompt: the prompt's.
         copied: these, and the completions' own behind them.
@@ -415,8 +415,6 @@ def price(
     if attention == "flash_attention_2":  # queries' gradients in float32; keys' and values' for every head
         per_head = 2 * itemsize * heads * head_dim * (tokens + joined)
         return PackedPrice(itemsize * kv_numbers * joined, per_head + 4 * tokens * heads * head_dim)
-    if attention == "eager":
-        return PackedPrice(heads * scores * (4 + itemsize), heads * largest * SOFTCAP_BYTES_PER_SCORE)
     if sinks:  # beside which all keys and values are copied, and queries
         copied = tokens + joined
     kept = itemsize * (kv_numbers * copied + heads * head_dim * tokens)  # the pieces' results are joined

@@ -45,6 +45,7 @@ class LayersPrice:
     mlps: tuple[float, ...]  # kept by each layer's MLP, its input included
     input: int  # of a layer's input
     tiled: bool  # MLPs that are recomputed can be computed in tiles
+    pairs: tuple[float, ...]  # kept by each layer's own attention for a pair of tokens of one row
     merged: tuple[int, ...] = ()  # of each layer's experts with what adapters add: whole, whatever the tokens
     merging: int = 0  # of one layer's, with the gradient of one of these tensors, at the highest
 
@@ -78,15 +79,20 @@ class LayersPrice:
         return tokens * (max(self.mlps, default=0.0) + 2 * self.input) + max(self.merged, default=0)
 
 
-def price_layers(model: Any, backbone: nn.Module, *, fused: bool) -> LayersPrice:
-    """Of a model on the meta device that recomputes nothing, and whose attention is `priced_attention`.
+def price_layers(model: Any, backbone: nn.Module, *, fused: bool, own_attention: bool = False) -> LayersPrice:
+    """Of a model on the meta device that recomputes nothing.
 
     Args:
-        backbone: the model without its head.
+        backbone: the model without its head; its attention is `priced_attention`.
+        own_attention: it is the model's own, which keeps something for each pair of a row's tokens.
         fused: norms and gated MLPs keep what they read and no more, as Liger's kernels and torch.compile do.
     """
-    few, many = (_kept(model, backbone, tokens, fused) for tokens in (_FEW, _MANY))
+    few, many = (_kept(model, backbone, tokens, fused, own_attention) for tokens in (_FEW, _MANY))
     slope = {place: (many[place] - few[place]) / (_MANY - _FEW) for place in many}
+    pair = dict.fromkeys(slope, 0.0)
+    if own_attention:  # a parabola through both and zero
+        pair = {p: (many[p] / _MANY - few[p] / _FEW) / (_MANY - _FEW) for p in many}
+        slope = {place: few[place] / _FEW - pair[place] * _FEW for place in many}
     head = model.get_output_embeddings().weight
     count = len(decoder_layers(model))
     merged = [_merged(layer) for layer in decoder_layers(model)]
@@ -96,10 +102,34 @@ def price_layers(model: Any, backbone: nn.Module, *, fused: bool) -> LayersPrice
         tuple(slope.get((number, True), 0.0) for number in range(count)),
         head.shape[1] * head.element_size(),
         tiled=bool(token_wise_mlps(model)),
+        pairs=tuple(pair.get((number, False), 0.0) for number in range(count)),
         merged=tuple(map(sum, merged)),
         merging=max(
             (sum(sizes[:n]) + size for sizes in merged for n, size in enumerate(sizes, 1)), default=0
         ),
+    )
+
+
+def computed(backbone: nn.Module, tokens: int, *, own_attention: bool, **options: Any) -> Any:
+    """What a model on the meta device returns of a row.
+
+    Raises:
+        ValueError: it reads numbers, of which there are none.
+    """
+    ids = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
+    side = tokens if own_attention else 1  # a tiny mask keeps transformers from making its own T × T
+    four = torch.ones(1, 1, side, side, dtype=torch.bool, device="meta")
+    ways = [{"position_ids": ids, "attention_mask": four}]
+    if own_attention:
+        ways += [{"attention_mask": four[0, 0, :1]}]
+    for given in ways:
+        try:
+            return backbone(input_ids=ids, **given, **options)
+        except Exception as failure:
+            problem = str(failure).strip().splitlines()[0]
+    raise ValueError(
+        f"{type(backbone).__name__} cannot be planned, as its forward does not run without numbers "
+        f"({problem}); set rollout.num_generations and micro_batch_tokens"
     )
 
 
@@ -109,7 +139,7 @@ def _merged(layer: nn.Module) -> list[int]:
     return sorted((one.get_param().nbytes for one in expert_adapters(layer)), reverse=True)
 
 
-def _kept(model: Any, backbone: nn.Module, tokens: int, fused: bool) -> Counter[Place]:
+def _kept(model: Any, backbone: nn.Module, tokens: int, fused: bool, own_attention: bool) -> Counter[Place]:
     """Bytes that autograd keeps of a forward, each storage where it is first kept."""
     found: Counter[Place] = Counter()
     known: dict[int, Any] = {}  # storages; held, so that no other takes their place
@@ -159,9 +189,7 @@ def _kept(model: Any, backbone: nn.Module, tokens: int, fused: bool) -> Counter[
                 hooks += [module.register_forward_hook(norm_ends)]
             elif hasattr(module, "gate_proj") and isinstance(getattr(module, "act_fn", None), nn.Module):
                 hooks += [module.act_fn.register_forward_hook(activated)]
-        ids = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
-        seen = torch.ones(1, 1, 1, 1, dtype=torch.bool, device="meta")  # which keeps a T × T mask away
-        backbone(input_ids=ids, position_ids=ids, attention_mask=seen, use_cache=False)
+        computed(backbone, tokens, own_attention=own_attention, use_cache=False)
     return found
 
 
