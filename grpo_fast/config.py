@@ -229,6 +229,7 @@ def _with_limit(place: str) -> Condition:
 
 KEY_CONDITIONS: list[Condition] = [
     (_SAMPLING, lambda c: c.algorithm == "grpo", _BY_ALGORITHM),
+    (("model.router_aux_loss",), lambda c: c.algorithm == "grpo", _BY_ALGORITHM),
     (("preference.loss", "preference.beta"), lambda c: c.algorithm == "dpo", _BY_ALGORITHM),
     (("preference.ranking",), lambda c: c.algorithm == "rank", _BY_ALGORITHM),
     (

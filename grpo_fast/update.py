@@ -21,11 +21,15 @@ from grpo_fast.objective.surrogates import held_back
 from grpo_fast.objective.terms import EntropyController, entropy_threshold, kl_estimate
 from grpo_fast.objective.types import KNOWN_COLUMNS, present
 from grpo_fast.policy import PackedBatch, Policy, PolicyOptimizer
+from grpo_fast.policy.experts import balance_loss
 from grpo_fast.policy.out_of_memory import optimizer_step
 from grpo_fast.policy.packing import assign_to_ranks
 from grpo_fast.rollout.transformers import evaluation_mode
 from grpo_fast.run_record.logs import Clock
 from grpo_fast.table import Completions
+
+AUX_LOSS = "router_aux_loss"
+"""The metric of a mixture's load-balancing loss, before its coefficient."""
 
 Minibatch = tuple[Completions, StepTotals]
 """This rank's completions of one optimiser step, and the counts of all ranks that its loss is divided by."""
@@ -174,6 +178,11 @@ class PolicyUpdate:
                     out.loss.backward()
                     if self.world.is_main or not self.policy.vocab_parallel:  # else all have the same
                         shares.append(out.metrics | {"loss": out.loss.detach()})
+                    elif AUX_LOSS in out.metrics:  # but this, and what it adds
+                        balance = out.metrics[AUX_LOSS]
+                        shares.append(
+                            {AUX_LOSS: balance, "loss": present(self.policy.router_aux_loss) * balance}
+                        )
                     logprobs[batch.token_index] = present(out.logprobs)
         return table.columns.get("old_logprobs", logprobs), shares
 
@@ -300,7 +309,9 @@ def packed_loss(
         totals: what the losses of a step's micro-batches are divided by; none: the batch's own counts.
         optimizer: to whose gradient of the head the backward adds; none: to the parameter's own.
     """
-    hidden, batch, local = policy.head_inputs(batch)
+    routed: list[Tensor] | None = None if policy.router_aux_loss is None else []
+    own = len(batch.targets)
+    hidden, batch, local = policy.head_inputs(batch, routed)
     head = policy.head
     known: dict[str, Any] = {n: v for n, v in batch.columns.items() if n in KNOWN_COLUMNS}
     others = {name: values for name, values in batch.columns.items() if name not in KNOWN_COLUMNS}
@@ -322,4 +333,10 @@ def packed_loss(
         weight_grad=weight_grad,
         **head.options,
     )
+    if routed is not None:
+        # Of a step's micro-batches, and ranks, a mean with their tokens as weights.
+        share = 1.0 if totals is None else own / (totals.measured_tokens or totals.num_tokens)
+        balance = balance_loss(policy.base_model, routed) * share
+        loss = out.loss + present(policy.router_aux_loss) * balance.to(out.loss)
+        out = replace(out, loss=loss, metrics=out.metrics | {AUX_LOSS: balance.detach()})
     return replace(out, logprobs=present(out.logprobs)[local])

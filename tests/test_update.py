@@ -192,9 +192,9 @@ def count_forwards(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> list[bo
     """Grows by one for each forward of the policy; true where it is for a gradient."""
     forward, calls = trainer.policy.hidden_states, []
 
-    def counted(batch: Any) -> torch.Tensor:
+    def counted(batch: Any, **given: Any) -> torch.Tensor:
         calls.append(torch.is_grad_enabled())
-        return forward(batch)
+        return forward(batch, **given)
 
     monkeypatch.setattr(trainer.policy, "hidden_states", counted)
     return calls
@@ -330,7 +330,7 @@ def limit_memory(
     forward: Callable[..., torch.Tensor] = trainer.policy.hidden_states
     refused: list[int] = []
 
-    def bounded(batch: Any) -> torch.Tensor:
+    def bounded(batch: Any, **given: Any) -> torch.Tensor:
         size = batch.input_ids.numel()
 
         def refuse(_: Any = None) -> None:
@@ -339,7 +339,7 @@ def limit_memory(
 
         if size > tokens and not backward:
             refuse()
-        hidden = forward(batch)
+        hidden = forward(batch, **given)
         if size > tokens and hidden.requires_grad:
             hidden.register_hook(refuse)
         return hidden

@@ -18,7 +18,7 @@ from grpo_fast.policy.adapters import expert_adapters
 from grpo_fast.policy.architecture import backbone, check_architecture, logit_softcap, packing_obstacle
 from grpo_fast.policy.attention import PRICED_ATTENTION, head_dims, register
 from grpo_fast.policy.config import ModelConfig
-from grpo_fast.policy.experts import chosen_share, is_expert
+from grpo_fast.policy.experts import chosen_share, is_expert, require_router
 from grpo_fast.policy.layers import decoder_layers, fuse_layers
 from grpo_fast.policy.load import prepare_to_train, resolve_dtype
 from grpo_fast.policy.price import KvLayer, LayersPrice, computed, price_layers
@@ -157,6 +157,7 @@ def random_model(
         ImportError: 4 bits without bitsandbytes.
     """
     check_architecture(config)
+    require_router(model, config)
     dtype = resolve_dtype(model.dtype, torch.device(device).type)
     model = model.model_copy(update={"dtype": dtype})
     with torch.device(device):
@@ -270,7 +271,9 @@ class Shapes:
             ValueError, ImportError: as `skeleton`.
         """
         model = model.model_copy(update={"gradient_checkpointing": False})  # which changes no counts
-        key = model.model_dump_json(include={"dtype", "quantization", "lora", "train_lm_head"})
+        key = model.model_dump_json(
+            include={"dtype", "quantization", "lora", "train_lm_head", "train_router"}
+        )
         if key not in self._made:
             self._made[key] = model_shape(skeleton(self.config, model))
         return self._made[key]

@@ -66,6 +66,14 @@ class ModelConfig(Section):
     train_lm_head: bool = Field(
         True, description="false freezes the head, tied or not: no gradient of width V"
     )
+    train_router: bool = Field(
+        True, description="false freezes the routers of a mixture of experts, which choose a token's experts"
+    )
+    router_aux_loss: Positive | None = Field(
+        None,
+        description="coefficient of a mixture's load-balancing loss, as transformers computes it of the "
+        "tokens of a micro-batch, in GRPO's loss; null: none",
+    )
     head_tolerance: float | None = Field(
         None,
         ge=0,

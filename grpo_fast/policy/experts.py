@@ -1,13 +1,19 @@
-"""Mixtures of experts: which of a model's tensors are those of several experts, which are its routers'."""
+"""Mixtures of experts: which of a model's tensors are experts', which their routers', and how even its choice
+is."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import inspect
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from grpo_fast.policy.config import ModelConfig
+
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 # As transformers' configurations and blocks of experts call them.
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -48,3 +54,48 @@ def fused_experts(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def _is_stack(name: str, parameter: Tensor) -> bool:
     return parameter.ndim == 3 and min(parameter.shape[1:]) > 1 and "conv" not in name
+
+
+def require_router(config: ModelConfig, architecture: PreTrainedConfig) -> None:
+    """Raises ValueError where what is said of a router needs one that the model does not have."""
+    said: dict[str, Any] = {} if config.train_router else {"train_router": False}
+    if config.router_aux_loss is not None:
+        said["router_aux_loss"] = config.router_aux_loss
+    for name, value in said.items():
+        given = f"model.{name} = {str(value).lower()}"
+        if not expert_count(architecture):
+            raise ValueError(
+                f"{given}: model_type = {architecture.model_type!r} has no experts, so no router; leave it "
+                "out"
+            )
+        if name == "router_aux_loss" and not has_balance_loss(architecture):
+            raise ValueError(
+                f"{given}: transformers has no load-balancing loss for model_type = "
+                f"{architecture.model_type!r}, whose own training balances experts otherwise; leave it out"
+            )
+
+
+def has_balance_loss(architecture: PreTrainedConfig) -> bool:
+    """Whether transformers has one for models of this type, and tells what their routers said."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(architecture), None)
+    told = getattr(kind, "_can_record_outputs", None) or {}  # transformers' own name, without which none has
+    loss = getattr(sys.modules[kind.__module__], _BALANCE, None) if "router_logits" in told else None
+    return loss is not None and "num_keys" not in inspect.signature(loss).parameters  # as of Doge's experts
+
+
+def balance_loss(model: PreTrainedModel, routed: Sequence[Tensor]) -> Tensor:
+    """transformers' load-balancing loss (Fedus et al. 2021, arXiv:2101.03961, equations 4 to 6): 1 per expert
+    that a token visits where all are chosen alike, more where few are.
+
+    Args:
+        routed: (T, E) of each layer, the router's logits.
+    """
+    inner: Any = model
+    balance = getattr(sys.modules[type(model).__module__], _BALANCE)
+    loss: Tensor = balance(tuple(routed), inner.num_experts, inner.num_experts_per_tok)
+    return loss
+
+
+_BALANCE = "load_balancing_loss_func"  # in the file of each type of model that has one

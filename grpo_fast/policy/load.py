@@ -26,6 +26,7 @@ from grpo_fast.policy.architecture import (
 )
 from grpo_fast.policy.attention import PACKED_ATTENTION, flash_obstacle, register
 from grpo_fast.policy.config import ModelConfig
+from grpo_fast.policy.experts import is_router, require_router
 from grpo_fast.policy.layers import fuse_layers, recompute, resolve_liger, tile_mlps
 from grpo_fast.policy.policy import Policy
 from grpo_fast.policy.quantization import cast_rest, loading_settings, quantizes
@@ -111,6 +112,7 @@ def load_policy(
         packs=packs,
         reference=reference,
         head_tolerance=config.head_tolerance,
+        router_aux_loss=config.router_aux_loss,
     )
     found = world.gather_from_all("the weights", partial(_checksum, model)) if world.size > 1 else []
     if len({*found}) > 1:
@@ -188,6 +190,8 @@ def prepare_to_train(model: PreTrainedModel, config: ModelConfig) -> PreTrainedM
         freeze_vision(model)
         if not config.train_lm_head:
             model.get_output_embeddings().requires_grad_(False)
+    if not config.train_router:
+        _freeze_routers(model, config)
     if config.recomputed:
         recompute(model, config.recomputed)
     trained.eval()
@@ -195,6 +199,17 @@ def prepare_to_train(model: PreTrainedModel, config: ModelConfig) -> PreTrainedM
         if isinstance(dropout := getattr(module, "lora_dropout", None), nn.Module):
             dropout.train()
     return trained
+
+
+def _freeze_routers(model: PreTrainedModel, config: ModelConfig) -> None:
+    for name, parameter in model.named_parameters():
+        if is_router(name):
+            if "lora_" in name:
+                raise ValueError(
+                    "model.train_router = false, and model.lora.target_modules = "
+                    f"{config.lora and config.lora.target_modules!r} adapts the router; leave one of them out"
+                )
+            parameter.requires_grad_(False)
 
 
 def resolve_device(name: str) -> torch.device:
@@ -283,7 +298,7 @@ def load_architecture(config: ModelConfig) -> PreTrainedConfig:
     """transformers' configuration, of a model that can be trained.
 
     Raises:
-        ValueError: a wrong path, or as `check_architecture` and `quantizes`.
+        ValueError: a wrong path, or as `check_architecture`, `quantizes` and `require_router`.
         ImportError: as `quantizes`.
     """
     from transformers import AutoConfig
@@ -293,6 +308,7 @@ def load_architecture(config: ModelConfig) -> PreTrainedConfig:
         architecture = AutoConfig.from_pretrained(source, **_origin(config))
     check_architecture(architecture)
     quantizes(config, architecture)
+    require_router(config, architecture)
     return architecture
 
 

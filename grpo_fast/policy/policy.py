@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_WITH_ROUTERS = {"output_router_logits": True}
+
 
 class Policy:
     """A causal language model under training, its tokenizer and, when asked for, its frozen reference.
@@ -48,6 +50,7 @@ class Policy:
             without shared prompts.
         reference: a frozen copy; needless with LoRA, where the adapters are switched off instead.
         head_tolerance: of the head's gradient, as `linear_logprob` takes it.
+        router_aux_loss: coefficient of the load-balancing loss that an update adds; None: none.
     """
 
     def __init__(
@@ -59,12 +62,14 @@ class Policy:
         packs: bool = True,
         reference: PreTrainedModel | None = None,
         head_tolerance: float | None = None,
+        router_aux_loss: float | None = None,
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
         self.attention = attention
         self._packs = packs
         self.head_tolerance = head_tolerance
+        self.router_aux_loss = router_aux_loss
         self._reference = None
         if reference is not None:
             self._reference = Policy(reference, tokenizer, attention=attention, packs=packs)
@@ -191,14 +196,17 @@ class Policy:
         ids.add(self.tokenizer.eos_token_id)
         return tuple(sorted(i for i in ids if i is not None))
 
-    def hidden_states(self, batch: PackedBatch, layout: PackedLayout | None = None) -> Tensor:
+    def hidden_states(
+        self, batch: PackedBatch, layout: PackedLayout | None = None, *, routed: list[Tensor] | None = None
+    ) -> Tensor:
         """(N, H) after the final norm, in the model's dtype: the rows that predict `batch.targets`.
 
         Args:
             layout: the batch's, where it is there already.
+            routed: gets the logits of each layer's router, (T, E) of all T input tokens.
         """
         if not self._packs:
-            return self._hidden_states_of_rows(batch)
+            return self._hidden_states_of_rows(batch, routed)
         # A 4-D mask is handed on untouched, so a tiny one keeps transformers from building its own T × T.
         untouched = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=batch.input_ids.device)
         given: dict[str, Any] = {
@@ -216,10 +224,13 @@ class Policy:
             use_cache=False,
             attention_mask=untouched,
             packed_layout=layout or PackedLayout(batch, attention, both_ways),
+            **_WITH_ROUTERS if routed is not None else {},
         )
+        if routed is not None:
+            routed += output.router_logits
         return output.last_hidden_state[0].index_select(0, batch.loss_index)
 
-    def _hidden_states_of_rows(self, batch: PackedBatch) -> Tensor:
+    def _hidden_states_of_rows(self, batch: PackedBatch, routed: list[Tensor] | None) -> Tensor:
         """`hidden_states` with a row a document: padding comes last, where nothing before it looks."""
         if any(batch.images):
             raise ValueError("prompts with images are packed alone: leave model.packing at auto")
@@ -227,16 +238,29 @@ class Policy:
         lengths = [end - start for start, end in pairwise(bounds)]
         # As many forwards on each rank, where each is one of all.
         layout = RowLayout(bounds[:-1], lengths, batch.input_ids.device, pads="right", together=self.sharded)
-        model = backbone(self.base_model)
-        found = [model(input_ids=batch.input_ids[rows.tokens], use_cache=False)[0] for rows in layout.batches]
-        return layout.join(found).index_select(0, layout.tokens.argsort()[batch.loss_index])
+        model, settings = backbone(self.base_model), _WITH_ROUTERS if routed is not None else {}
+        found = [
+            model(input_ids=batch.input_ids[rows.tokens], use_cache=False, **settings)
+            for rows in layout.batches
+        ]
+        if routed is not None:  # (B L, E) of each of the batches, by layer
+            for layer in zip(*(output.router_logits for output in found), strict=True):
+                rows = [
+                    logits.view(*rows.real.shape, -1)
+                    for logits, rows in zip(layer, layout.batches, strict=True)
+                ]
+                routed.append(layout.join(rows))
+        hidden = layout.join([output[0] for output in found])
+        return hidden.index_select(0, layout.tokens.argsort()[batch.loss_index])
 
-    def head_inputs(self, batch: PackedBatch) -> tuple[Tensor, PackedBatch, slice]:
+    def head_inputs(
+        self, batch: PackedBatch, routed: list[Tensor] | None = None
+    ) -> tuple[Tensor, PackedBatch, slice]:
         """`hidden_states` and the batch as the head needs them, and which rows are this batch's: all.
 
         Of a sharded head: those of all ranks, see `ShardedModel.tokens_of_all`.
         """
-        hidden = self.hidden_states(batch)
+        hidden = self.hidden_states(batch, routed=routed)
         if self._shards is None or not self._shards.vocab_parallel:
             return hidden, batch, slice(None)
         return self._shards.tokens_of_all(hidden, batch)

@@ -36,7 +36,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("qwen2", {"lora": {"r": 3, "target_modules": ["embed_tokens", "v_proj"]}}),
     ("gemma2", {"gradient_checkpointing": True}),
     ("granite", {"train_lm_head": False, "gradient_checkpointing": "mlp"}),
-    ("qwen3_moe", {}),
+    ("qwen3_moe", {"router_aux_loss": 0.5}),
     ("qwen3_5_text", {}),
     ("phi", {"packing": "none"}),
     ("qwen3_moe", {"lora": {"r": 3}, "gradient_checkpointing": True}),

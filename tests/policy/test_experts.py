@@ -1,0 +1,128 @@
+"""A mixture's routers: the load-balancing loss of packed micro-batches, and routers that stay as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from grpo_fast.config import TrainConfig
+from grpo_fast.objective import StepTotals
+from grpo_fast.policy import Policy, pack
+from grpo_fast.policy.config import LoraConfig, ModelConfig
+from grpo_fast.policy.experts import balance_loss
+from grpo_fast.policy.load import load_architecture
+from grpo_fast.table import Completions
+from grpo_fast.update import packed_loss
+from tests.policy.conftest import SIZES
+
+Load = Callable[..., Policy]
+COEFFICIENT = 0.5
+
+
+def tables(seed: int) -> tuple[Completions, Tensor, Tensor]:
+    """Completions without a prompt in common, and what transformers takes in their place."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = [torch.randint(1, 7, (2,), generator=generator).tolist() for _ in range(4)]
+    prompts = [torch.randint(4, 60, (size,), generator=generator).tolist() for size, _ in sizes]
+    completions = [torch.randint(4, 60, (size,), generator=generator).tolist() for _, size in sizes]
+    table = Completions.of(prompts, completions, [*range(4)])
+    longest = max(map(sum, sizes))
+    ids, mask = torch.zeros(2, 4, longest, dtype=torch.int64)
+    for row, tokens in enumerate(zip(prompts, completions, strict=True)):
+        inputs = [*tokens[0], *tokens[1][:-1]]  # the last predicts nothing
+        ids[row, : len(inputs)], mask[row, : len(inputs)] = torch.tensor(inputs), 1
+    noise = torch.randn(2, len(table.token_ids), generator=generator)
+    return table.with_columns(advantages=noise[0], sampler_logprobs=noise[1]), ids, mask
+
+
+@pytest.mark.parametrize("how", [{}, {"gradient_checkpointing": True}, {"gradient_checkpointing": "mlp"}])
+@pytest.mark.parametrize("packing", ["auto", "none"])
+@pytest.mark.parametrize("family", ["jetmoe", "mixtral", "olmoe", "phimoe", "qwen3_moe"])
+@pytest.mark.drawn(8)
+def test_the_balance_of_packed_tokens_and_its_gradient_are_those_of_transformers(
+    load: Load, folder_of: Callable[..., Path], family: str, packing: str, how: dict[str, Any], seed: int
+) -> None:
+    policy = load(family, packing=packing, router_aux_loss=COEFFICIENT, **how)
+    own = AutoModelForCausalLM.from_pretrained(
+        folder_of(family), dtype=torch.float32, attn_implementation="eager"
+    )
+    table, ids, mask = tables(seed)
+    routed: list[Tensor] = []
+    (batch,) = pack(table, max_tokens=10_000, device="cpu")
+
+    policy.hidden_states(batch, routed=routed)
+    found = balance_loss(policy.base_model, routed)
+    found.backward()
+
+    expected = own(input_ids=ids, attention_mask=mask, output_router_logits=True, use_cache=False).aux_loss
+    expected.backward()
+    torch.testing.assert_close(found, expected)
+    gradients = {name: p.grad for name, p in own.named_parameters() if p.grad is not None and p.grad.any()}
+    assert any("gate" in name or "router" in name for name in gradients)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(policy.trainable()[name].grad, gradient, rtol=1e-3, atol=1e-5)
+
+
+def test_micro_batches_add_a_mean_of_their_balances_to_the_loss(load: Load, seed: int) -> None:
+    """With their completions' tokens as weights, whatever the batches are."""
+    policy, plain = load("qwen3_moe", router_aux_loss=COEFFICIENT), load("qwen3_moe")
+    table, _, _ = tables(seed)
+    totals = StepTotals(10 * len(table.token_ids), 4, measured_tokens=len(table.token_ids))
+    batches = pack(table, max_tokens=int(table.lengths.max() + table.prompt_lengths.max()), device="cpu")
+    expected = 0.0
+    added = found = torch.zeros(())
+    for batch in batches:
+        routed: list[Tensor] = []
+        policy.hidden_states(batch, routed=routed)
+        expected += float(balance_loss(policy.base_model, routed)) * len(batch.targets) / len(table.token_ids)
+        ours, theirs = (packed_loss(one, batch, totals=totals) for one in (policy, plain))
+        added = added + ours.loss.detach() - theirs.loss.detach()
+        found = found + ours.metrics["router_aux_loss"]
+        assert "router_aux_loss" not in theirs.metrics
+
+    assert len(batches) > 1
+    assert float(found) == pytest.approx(expected, rel=1e-5)
+    assert float(added) == pytest.approx(COEFFICIENT * expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("family", ["ernie4_5_moe", "gemma4_text", "jetmoe", "mixtral", "qwen3_moe"])
+def test_a_router_is_frozen_by_a_word_and_nothing_else_is(load: Load, family: str) -> None:
+    trained, frozen = (load(family, train_router=word).trainable().keys() for word in (True, False))
+
+    left_out = trained - frozen
+    assert left_out and frozen < trained
+    assert all({"gate", "router"} & {*name.split(".")} for name in left_out)
+    assert not any({"gate", "router"} & {*name.split(".")} for name in frozen)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "problem"),
+    [
+        ("llama", {"router_aux_loss": 0.1}, r"model\.router_aux_loss = 0\.1: .*'llama' has no experts"),
+        ("llama", {"train_router": False}, r"model\.train_router = false: .*'llama' has no experts"),
+        ("deepseek_v3", {"router_aux_loss": 1e-3}, r"0\.001: transformers has no load-bal.*'deepseek_v3'"),
+        ("granitemoe", {"router_aux_loss": 1e-3}, r"transformers has no load-bal.*'granitemoe'"),
+    ],
+)
+def test_words_for_a_router_are_refused_before_any_weight_is_read(
+    tmp_path: Path, family: str, settings: dict[str, Any], problem: str
+) -> None:
+    AutoConfig.for_model(family, **SIZES).save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"")  # which would not load
+
+    with pytest.raises(ValueError, match=problem):
+        load_architecture(ModelConfig(path=str(tmp_path), **settings))
+
+
+def test_a_frozen_router_is_not_adapted_and_preferences_have_no_balance(load: Load) -> None:
+    with pytest.raises(ValueError, match=r"train_router = false, and .*\['gate'\] adapts the router"):
+        load("mixtral", train_router=False, lora=LoraConfig(target_modules=["gate"]))
+    model = {"path": "x", "router_aux_loss": 0.1}
+    with pytest.raises(ValueError, match=r"(?s)model\.router_aux_loss.*is not read by algorithm = 'dpo'"):
+        TrainConfig.model_validate({"algorithm": "dpo", "model": model, "dataset": {"source": "-"}})
