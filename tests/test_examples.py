@@ -7,10 +7,11 @@ from statistics import fmean
 from typing import Any
 
 import torch
+from safetensors import safe_open
 
 from grpo_fast.data import Prompt, load_prompts
 from grpo_fast.data.config import DatasetConfig
-from grpo_fast.examples import train_from_python, train_grpo
+from grpo_fast.examples import count_shapes, train_from_python, train_grpo
 from grpo_fast.policy import load_policy
 from grpo_fast.policy.config import ModelConfig, OptimizerConfig
 from grpo_fast.rollout import Completion
@@ -52,3 +53,32 @@ def test_training_from_python_gives_the_run_back_and_exports_it(toy: dict[str, A
 
     assert "step 1 of 1, held-out score: 0.0 %" in capsys.readouterr().out
     assert (run.folder / "exported" / "model.safetensors").is_file()
+
+
+def test_a_random_model_trains_on_pictures_and_is_written_whole(tmp_path: Path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    few = {"dataset": count_shapes.pictures(16, seed=2), "evaluation": count_shapes.pictures(8, seed=3)}
+    few |= {
+        "rewards": first_is_even,
+        "max_steps": 2,
+        "prompts_per_step": 8,
+        "logging.tensorboard": False,
+        "display": False,
+    }
+
+    run = count_shapes.main("shapes", **few)
+
+    assert "step 2 of 2, held-out score: " in capsys.readouterr().out
+    run.policy.save_pretrained(tmp_path / "exported")
+    assert run.metrics["groups/flat"].mean() < 1
+    assert (tmp_path / "exported" / "preprocessor_config.json").is_file()
+    assert any(key.startswith("visual") or ".visual." in key for key in tensors(tmp_path / "exported"))
+
+
+def first_is_even(completion_ids: list[list[int]], **_: object) -> list[float]:
+    return [float(ids[0] % 2 == 0) for ids in completion_ids]
+
+
+def tensors(folder: Path) -> list[str]:
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        return [*file.keys()]

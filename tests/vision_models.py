@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,8 @@ TEXT = {
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256},
     **{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
 }
-ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
+ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+INTERLEAVED = {**ROPE, "mrope_interleaved": True}
 TOWER = {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 32}
 QWEN_IDS = {
     **{"image_token_id": IMAGE_ID, "video_token_id": IMAGE_ID + 1},
@@ -45,12 +47,12 @@ CONFIGS = {
         **QWEN_IDS,
     },
     "qwen3_vl": {
-        "text_config": {**TEXT, "rope_parameters": ROPE},
+        "text_config": {**TEXT, "rope_parameters": INTERLEAVED},
         "vision_config": {**TOWER, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]},
         **QWEN_IDS,
     },
     "qwen3_vl_moe": {
-        "text_config": {**TEXT, **EXPERTS, "rope_parameters": ROPE},
+        "text_config": {**TEXT, **EXPERTS, "rope_parameters": INTERLEAVED},
         "vision_config": {**TOWER, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]},
         **QWEN_IDS,
     },
@@ -85,9 +87,14 @@ CONFIGS = {
 }
 
 
-def save_vision_model(folder: Path, kind: str) -> Path:
-    """A random model of a type, saved as a user would have it on disk."""
-    model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(kind, **CONFIGS[kind]))
+def save_vision_model(folder: Path, kind: str, **text: Any) -> Path:
+    """A random model of a type, saved as a user would have it on disk; `text` is of Qwen's language model."""
+    settings: dict[str, Any] = copy.deepcopy(CONFIGS[kind])
+    if text:
+        settings["text_config"] |= text
+        settings["text_config"]["rope_parameters"]["mrope_section"] = [8, 4, 4]
+        settings["vision_config"]["out_hidden_size"] = text["hidden_size"]
+    model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(kind, **settings))
     for parameter in model.parameters():  # small random weights barely move the logits
         if parameter.ndim >= 2:
             torch.nn.init.normal_(parameter, std=0.2)

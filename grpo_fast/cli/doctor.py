@@ -26,6 +26,8 @@ PURPOSES = {
     "gguf": "models shipped as GGUF, such as the quickstart's",
     "reasoning-gym": "generated tasks, such as the quickstart's",
     "verifiers": "its environments",
+    "pillow": "prompts with images",
+    "torchvision": "prompts with images, for Gemma 4",
     "wandb": "Weights & Biases",
     "trackio": "trackio",
 }

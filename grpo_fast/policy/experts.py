@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from grpo_fast.policy.config import ModelConfig
+from grpo_fast.policy.vision import language_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -49,7 +50,9 @@ def is_router(name: str) -> bool:
 
 def fused_experts(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters (E, A, B) that hold a matrix of each expert, by name."""
-    return {name: parameter for name, parameter in model.named_parameters() if _is_stack(name, parameter)}
+    read = {*language_model(model).parameters()}
+    named = ((name, parameter) for name, parameter in model.named_parameters() if parameter in read)
+    return {name: parameter for name, parameter in named if _is_stack(name, parameter)}
 
 
 def _is_stack(name: str, parameter: Tensor) -> bool:

@@ -5,16 +5,14 @@ from __future__ import annotations
 import copy
 import logging
 import time
-from contextlib import suppress
 from functools import lru_cache, partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from grpo_fast.data.images import INSTALL, ImageReader
+from grpo_fast.data.images import ImageReader
 from grpo_fast.distributed.config import DistributedConfig
 from grpo_fast.distributed.world import SINGLE_PROCESS, World
 from grpo_fast.policy.adapters import add_lora
@@ -29,6 +27,7 @@ from grpo_fast.policy.config import ModelConfig
 from grpo_fast.policy.experts import is_router, require_router
 from grpo_fast.policy.layers import fuse_layers, recompute, resolve_liger, tile_mlps
 from grpo_fast.policy.policy import Policy
+from grpo_fast.policy.processor import load_processor, processor_files
 from grpo_fast.policy.quantization import cast_rest, loading_settings, quantizes
 from grpo_fast.policy.recurrent import fork_states
 from grpo_fast.policy.source import load_whole, loading, resolve_source
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
-PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 REPLICATE = DistributedConfig(mode="replicate")
 
 
@@ -338,47 +336,3 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
-
-
-def processor_files(config: ModelConfig) -> list[str]:
-    """What a model's folder says of its processor, beside the tokenizer."""
-    from transformers.utils import cached_file
-
-    found = []
-    for name in PROCESSOR_FILES:
-        with suppress(OSError):  # there is none
-            found.append(cached_file(resolve_source(config.path), name, revision=config.revision))
-    return [path for path in found if path is not None]
-
-
-def load_processor(config: ModelConfig, architecture: PreTrainedConfig) -> Any:
-    """transformers' processor of text and images; without that of videos, which needs torchvision.
-
-    Raises:
-        ImportError: Pillow is not installed.
-        ValueError: the model's folder has no processor.
-    """
-    from transformers import AutoTokenizer
-    from transformers.models.auto.image_processing_auto import AutoImageProcessor  # elsewhere by torchvision
-    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
-
-    if find_spec("PIL") is None:
-        raise ImportError(f"prompts with images need Pillow: {INSTALL}")
-    try:
-        known: Any = PROCESSOR_MAPPING[type(architecture)]
-    except ModuleNotFoundError as error:  # some import it for what only others use
-        kind = architecture.model_type
-        raise ImportError(f"the processor of {kind} needs torchvision: {INSTALL}") from error
-
-    class OfImages(known):
-        def check_argument_for_proper_class(self, name: str, argument: Any) -> Any:
-            return None if argument is None else super().check_argument_for_proper_class(name, argument)
-
-    source, origin = resolve_source(config.path), _origin(config)
-    with loading(config.path, source, "processor of images"):
-        parts = {
-            "image_processor": AutoImageProcessor.from_pretrained(source, **origin),
-            "tokenizer": AutoTokenizer.from_pretrained(source, **origin),
-        }
-        settings, _ = known.get_processor_dict(source, **origin)
-        return OfImages.from_args_and_dict([parts.get(name) for name in known.get_attributes()], settings)

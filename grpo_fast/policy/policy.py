@@ -343,5 +343,9 @@ class Policy:
         weights = {name: tensor.to("cpu") for name, tensor in self.named_weights() if world.is_main}
         if world.is_main:
             save_model(self.base_model, weights, self.tokenizer, folder)
-            for file in getattr(self.tokenizer, "processor_files", ()):
-                shutil.copy(file, folder)
+            self.save_processor(folder)
+
+    def save_processor(self, folder: str | Path) -> None:
+        """What is beside the tokenizer of a model that sees images, as it was."""
+        for file in getattr(self.tokenizer, "processor_files", ()):
+            shutil.copy(file, folder)

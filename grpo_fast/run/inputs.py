@@ -19,6 +19,7 @@ from typing import Any
 
 from grpo_fast.config import TrainConfig
 from grpo_fast.config_io import ConfigError, Problem
+from grpo_fast.data.images import as_json
 from grpo_fast.lookup import OBJECT_MARK
 from grpo_fast.run_record.callbacks import Callback
 from grpo_fast.run_record.files import INPUTS_DIR
@@ -146,6 +147,18 @@ def digest(content: str | bytes) -> str:
     return hashlib.sha256(content.encode() if isinstance(content, str) else content).hexdigest()[:16]
 
 
+def _with_images(row: Mapping[str, Any], place: str) -> Mapping[str, Any]:
+    """A row whose columns of images a file of JSON can hold."""
+    try:
+        if row.get("image") is not None:
+            row = {**row, "image": as_json(row["image"])}
+        if isinstance(row.get("images"), list | tuple):
+            row = {**row, "images": [as_json(image) for image in row["images"]]}
+    except (TypeError, ValueError) as error:
+        raise _refused(place, str(error)) from error
+    return row
+
+
 def _refused(key: str, problem: str) -> ConfigError:
     return ConfigError("train", [Problem(key, problem)])
 
@@ -155,6 +168,7 @@ def _json_line(row: Any, place: str) -> bytes:
         remedy = "a row is a dict of columns; a pandas DataFrame gives them by to_dict('records')"
         raise _refused(place, f"is a {type(row).__name__} ({short(row)}): {remedy}")
 
+    row = _with_images(row, place)
     options: Any = {"ensure_ascii": False, "allow_nan": False, "default": lambda array: array.tolist()}
     for column, value in row.items():
         try:
