@@ -9,15 +9,34 @@ import pytest
 import torch
 
 from grpo_fast.data.config import DatasetConfig
-from grpo_fast.data.dataset import prompts_of
+from grpo_fast.data.dataset import PromptDataset, prompts_of
 from grpo_fast.data.images import ImageReader
-from grpo_fast.policy import load_policy, pack
+from grpo_fast.policy import Policy, load_policy, pack
 from grpo_fast.policy.config import ModelConfig
-from grpo_fast.rollout import make_engine
-from grpo_fast.rollout.config import RolloutConfig
+from grpo_fast.rollout import Engine, make_engine
+from grpo_fast.rollout.config import RolloutConfig, VLLMConfig
 from grpo_fast.rollout.types import Sampling, generate_rollout
 from grpo_fast.table import Completions
 from tests.vision_models import CONFIGS, OfGemma4, picture, save_vision_model
+
+
+def agree(policy: Policy, engine: Engine, dataset: PromptDataset, nats: float) -> None:
+    """What the engine draws has the log-probabilities of the trainer."""
+    groups = generate_rollout(engine, dataset, 3, Sampling(max_completion_length=12))
+    drawn = [completion for group in groups for completion in group]
+    owners = [owner for owner in range(len(dataset)) for _ in range(3)]
+    table = Completions.of(
+        [dataset[owner].token_ids for owner in owners],
+        [completion.token_ids for completion in drawn],
+        owners,
+        objects={"images": [dataset[owner].images for owner in owners]},
+    )
+    (batch,) = pack(table, max_tokens=10_000, device="cpu")
+    found = torch.zeros(len(table.token_ids))
+    logprobs = policy.head.logits(policy.hidden_states(batch)).log_softmax(-1)
+    found[batch.token_index] = logprobs.gather(1, batch.targets[:, None])[:, 0].detach()
+    told = torch.tensor([number for completion in drawn for number in completion.logprobs or ()])
+    torch.testing.assert_close(found, told, atol=nats, rtol=0)
 
 
 @pytest.mark.parametrize("kind", sorted(CONFIGS))
@@ -35,18 +54,28 @@ def test_completions_have_the_logprobs_that_the_trainer_computes(kind: str, tmp_
     ]
     dataset = prompts_of(rows, DatasetConfig(source="rows"), policy.tokenizer)
     with make_engine(RolloutConfig(engine="transformers"), policy, max_length=64) as engine:
-        groups = generate_rollout(engine, dataset, 3, Sampling(max_completion_length=12))
-    drawn = [completion for group in groups for completion in group]
-    owners = [owner for owner in range(4) for _ in range(3)]
-    table = Completions.of(
-        [dataset[owner].token_ids for owner in owners],
-        [completion.token_ids for completion in drawn],
-        owners,
-        objects={"images": [dataset[owner].images for owner in owners]},
+        agree(policy, engine, dataset, 1e-5)
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
+def test_vllm_sees_the_same_images_before_and_after_a_sync(
+    kind: str, tmp_path: Path, on_vllms_cpu: None
+) -> None:
+    for needed in ("torchvision", "blake3"):  # which vLLM asks for when it reads images
+        pytest.importorskip(needed)
+    heads = {"hidden_size": 64, "num_attention_heads": 2, "head_dim": 32}  # that its kernels have
+    policy = load_policy(
+        ModelConfig(path=str(save_vision_model(tmp_path, kind, **heads)), dtype="float32", device="cpu")
     )
-    (batch,) = pack(table, max_tokens=10_000, device="cpu")
-    found = torch.zeros(len(table.token_ids))
-    logprobs = policy.head.logits(policy.hidden_states(batch)).log_softmax(-1)
-    found[batch.token_index] = logprobs.gather(1, batch.targets[:, None])[:, 0].detach()
-    told = torch.tensor([number for completion in drawn for number in completion.logprobs or ()])
-    torch.testing.assert_close(found, told, atol=1e-5, rtol=0)
+    rows = [{"prompt": "how many", "image": picture(64, 64)} for _ in range(2)]
+    dataset = prompts_of(rows, DatasetConfig(source="rows"), policy.tokenizer)
+    config = RolloutConfig(engine="vllm", vllm=VLLMConfig(kv_cache_gib=0.05))
+    with make_engine(config, policy, max_length=64) as engine:
+        agree(policy, engine, dataset, 1e-4)
+        with torch.no_grad():
+            for weight in policy.trainable().values():
+                weight.add_(0.02 * torch.randn_like(weight))
+        engine.sleep()
+        engine.sync(policy)
+        engine.wake()
+        agree(policy, engine, dataset, 1e-4)

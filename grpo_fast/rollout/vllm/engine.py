@@ -23,9 +23,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from grpo_fast.data.images import opened
 from grpo_fast.distributed.shards import local
 from grpo_fast.distributed.world import SINGLE_PROCESS, World
 from grpo_fast.policy.finite import first_not_finite
+from grpo_fast.policy.vision import sees_images
 from grpo_fast.rollout.config import VLLMConfig
 from grpo_fast.rollout.requests import Request, Requests
 from grpo_fast.rollout.sampling import request_seed
@@ -39,10 +41,11 @@ if TYPE_CHECKING:
     from vllm import LLM, SamplingParams
     from vllm.v1.engine.llm_engine import LLMEngine
 
+    from grpo_fast.data.images import PromptImages
     from grpo_fast.policy import Policy
 
     # Which of vLLM's ranks asks, the prompt, how it is continued, and what is called with vLLM's output.
-    Work = tuple[int, Sequence[int], SamplingParams, Callable[[Any], object]]
+    Work = tuple[int, Any, SamplingParams, Callable[[Any], object]]
     Arrivals = Callable[[bool], Iterable[Work] | None]
 
 logger = logging.getLogger(__name__)
@@ -120,7 +123,13 @@ class VLLMEngine:
             raise
 
     def generate(
-        self, prompts: Prompts, n: int, sampling: Sampling, *, observer: RolloutObserver | None = None
+        self,
+        prompts: Prompts,
+        n: int,
+        sampling: Sampling,
+        *,
+        observer: RolloutObserver | None = None,
+        images: Sequence[PromptImages | None] | None = None,
     ) -> list[list[Completion]]:
         """As the protocol says. All are in flight at once, and those of a prompt share its KV cache.
 
@@ -135,12 +144,19 @@ class VLLMEngine:
             check_prompts(prompts, n)
             for index, prompt in enumerate(prompts):
                 self._require_servable(f"prompts[{index}]", prompt, sampling)
-            asked.append((changed, prompts, n, replace(sampling, seed=_seed_of(sampling))))
+            shown = images or [None] * len(prompts)
+            contents = [self._content(prompt, one) for prompt, one in zip(prompts, shown, strict=True)]
+            asked.append((changed, contents, n, replace(sampling, seed=_seed_of(sampling))))
         if any(changed for changed, *_ in asked):
             self.sync(self._policy)
         collector = Collector(len(prompts), n, observer)
 
         def collect(index: int, number: int, output: Any) -> None:
+            if list(output.prompt_token_ids) != list(prompts[index]):
+                raise RuntimeError(
+                    f"vLLM reads prompts[{index}] as {len(output.prompt_token_ids)} tokens, and the "
+                    f"model's processor as {len(prompts[index])}; set rollout.engine to transformers"
+                )
             collector.add(index, number, self._completion(output))
 
         work: list[Work] = []
@@ -176,7 +192,7 @@ class VLLMEngine:
                     requests.give(request, error)
                     continue
                 params = self._params(replace(sampling, seed=_seed_of(sampling)))
-                yield self._place, ids, params, partial(answer, request)
+                yield self._place, self._content(ids, None), params, partial(answer, request)
 
         def answer(request: Request, output: Any) -> None:
             requests.give(request, self._completion(output))
@@ -232,6 +248,8 @@ class VLLMEngine:
             if on_gpu:
                 torch.cuda.synchronize(policy.device)
             self._cycle.weights_loaded()
+            if sees_images(policy.base_model.config):
+                vllm.reset_encoder_cache()
             if not vllm.reset_prefix_cache():
                 raise RuntimeError(
                     "vLLM keeps cached keys and values of older weights: requests are in flight"
@@ -314,7 +332,7 @@ class VLLMEngine:
                 for member, prompt, params, done in arrived:
                     name = f"{member}-{next(_numbers)}"
                     in_flight[name] = done
-                    vllm.add_request(name, {"prompt_token_ids": list(prompt)}, params, lora_request=adapter)
+                    vllm.add_request(name, prompt, params, lora_request=adapter)
                 if not in_flight:
                     continue
                 # vLLM draws from torch's global random states even where seeds are given: they stay.
@@ -344,6 +362,14 @@ class VLLMEngine:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
 
+    def _content(self, prompt: Sequence[int], images: PromptImages | None) -> Any:
+        """A prompt as vLLM takes it; where there are images it finds the tokens for each by itself."""
+        if images is None:
+            return {"prompt_token_ids": list(prompt)}
+        ids = self._policy.tokenizer(images.text, add_special_tokens=False)["input_ids"]
+        shown = [opened(image) for image in images.images]
+        return {"prompt_token_ids": ids, "multi_modal_data": {"image": shown}}
+
     def _completion(self, output: Any) -> Completion:
         """Raises FloatingPointError where a log-probability is not a number."""
         drawn = output.outputs[0]
@@ -369,7 +395,7 @@ class VLLMEngine:
         params = self._params(Sampling(max_completion_length=1, temperature=0.0))
         outputs: list[Any] = []
         params.prompt_logprobs, params.flat_logprobs = 0, False
-        batches = iter([[(0, self._probe, params, outputs.append)]])
+        batches = iter([[(0, self._content(self._probe, None), params, outputs.append)]])
         self._run(lambda idle: next(batches, None if idle else ()))
         pairs = zip(self._probe[1:], outputs[0].prompt_logprobs[1:], strict=True)
         return torch.tensor([logprobs[token].logprob for token, logprobs in pairs])

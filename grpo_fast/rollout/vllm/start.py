@@ -35,6 +35,7 @@ from grpo_fast.rollout.vllm.quantized import handed_out, register
 from grpo_fast.rollout.vllm.rules import keeps_adapters, kv_cache_gib, sharing_obstacle
 from grpo_fast.rollout.vllm.sleep import GIB, require_empty_pool, weights_outside_the_pool
 from grpo_fast.rollout.vllm.weights import Placement, checkpoint_weights, has_experts, share, watch_loading
+from grpo_fast.section import short
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -148,7 +149,14 @@ def start(
         nonlocal placements
         base = policy.base_weights()
         weights = handed_out(base) if quantized else checkpoint_weights(policy, adapters=not choices.adapters)
-        placements = watch_loading(model.load_weights, weights)
+        try:
+            placements = watch_loading(model.load_weights, weights)
+        except (KeyError, ValueError) as error:
+            raise ValueError(
+                f"vLLM {installed_version()} does not take the weights of {type(policy.base_model).__name__} "
+                f"under the names that transformers has for them ({short(str(error), 120)}); set "
+                "rollout.engine to transformers"
+            ) from error
         if choices.shares:
             placements = share(model, base, placements)
 
@@ -171,6 +179,7 @@ def start(
         folder = Path(made)  # configuration and tokenizer, which vLLM reads from disk
         unquantized(policy.base_model.config).save_pretrained(folder)
         policy.tokenizer.save_pretrained(folder)
+        policy.save_processor(folder)
         if not arguments["enforce_eager"]:
             folder = cached_model_folder(folder)
         if on_gpu:

@@ -33,6 +33,7 @@ v1/engine/llm_engine.py LLMEngine.add_request: request_id prompt params lora_req
 v1/engine/llm_engine.py LLMEngine.step:
 v1/engine/llm_engine.py LLMEngine.abort_request: request_ids
 v1/engine/llm_engine.py LLMEngine.has_unfinished_requests:
+v1/engine/llm_engine.py LLMEngine.reset_encoder_cache:
 v1/engine/llm_engine.py LLMEngine.reset_prefix_cache:
 v1/engine/llm_engine.py LLMEngine.sleep: level
 v1/engine/llm_engine.py LLMEngine.wake_up: tags
