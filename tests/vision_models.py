@@ -40,6 +40,13 @@ QWEN_IDS = {
 }
 GEMMA_TEXT = {**TEXT, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+HYBRID_TEXT = {  # a recurrent layer, and one of attention
+    **TEXT,
+    **{"rope_parameters": {**INTERLEAVED, "partial_rotary_factor": 1.0}},
+    **{"layer_types": ["linear_attention", "full_attention"], "linear_conv_kernel_dim": 2},
+    **{"linear_key_head_dim": 8, "linear_value_head_dim": 8},
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
+}
 CONFIGS = {
     "qwen2_5_vl": {
         "text_config": {**TEXT, "rope_parameters": ROPE},
@@ -54,6 +61,16 @@ CONFIGS = {
     "qwen3_vl_moe": {
         "text_config": {**TEXT, **EXPERTS, "rope_parameters": INTERLEAVED},
         "vision_config": {**TOWER, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]},
+        **QWEN_IDS,
+    },
+    "qwen3_5": {
+        "text_config": HYBRID_TEXT,
+        "vision_config": {**TOWER, "num_position_embeddings": 64},
+        **QWEN_IDS,
+    },
+    "qwen3_5_moe": {
+        "text_config": {**HYBRID_TEXT, **EXPERTS, "shared_expert_intermediate_size": 32},
+        "vision_config": {**TOWER, "num_position_embeddings": 64},
         **QWEN_IDS,
     },
     "gemma3": {
