@@ -20,6 +20,7 @@ WAYS = (SharedPrefixDecoder, HybridDecoder, ExpandedDecoder, EvenDecoder, Recomp
 _STEPS = 8  # tokens of a trial's completions: a single one may be where a router flips in 16 bits
 
 
+@torch.no_grad()
 def fitting_decoder(model: PreTrainedModel) -> type[ExpandedDecoder]:
     """The first of `WAYS` whose logits of a short draw are the model's own.
 

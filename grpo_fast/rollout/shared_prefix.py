@@ -314,15 +314,18 @@ def unexpanded(latents: Iterable[Any]) -> Iterator[None]:
             del module.expand_kv
 
 
-def expansion(module: Any) -> tuple[Tensor, Tensor]:
-    """(heads, D of keys, rank) and (heads, D of values, rank): a latent's keys but the rotary, and values."""
+def expansion(module: Any, like: Tensor) -> tuple[Tensor, Tensor]:
+    """(heads, D of keys, rank) and (heads, D of values, rank): a latent's keys but the rotary, and values.
+
+    `like` has the dtype and the device that the module computes with.
+    """
     up = module.kv_b_proj
     if type(up) is nn.Linear:
         weight = up.weight
     else:  # with adapters, or quantised
-        weight = up(torch.eye(module.kv_lora_rank, device=up.weight.device, dtype=module.dtype)).T
+        weight = up(torch.eye(module.kv_lora_rank, dtype=like.dtype, device=like.device)).T
     keys, values = module.qk_nope_head_dim, module.v_head_dim
-    return weight.view(-1, keys + values, module.kv_lora_rank).split([keys, values], 1)
+    return weight.reshape(-1, keys + values, module.kv_lora_rank).split([keys, values], 1)
 
 
 class Grid:
@@ -422,7 +425,7 @@ def shared_prefix_attention(
     query, dtype = query[:, :, 0] * scale, query.dtype
     if not isinstance(layer, LatentLayer):
         return shared_prefix.attend(layer, query.to(layer.dtype), key, value)[:, None].to(dtype), None
-    to_keys, to_values = expansion(module)
+    to_keys, to_values = expansion(module, query)
     plain, rotary = query.split([to_keys.shape[1], query.shape[-1] - to_keys.shape[1]], -1)
     query = torch.cat([torch.einsum("rhd,hdk->rhk", plain, to_keys), rotary], -1)
     out = shared_prefix.attend(layer, query.to(layer.dtype), key, value)

@@ -54,6 +54,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "ernie4_5_moe": {"moe_intermediate_size": 32, "head_dim": 32},
     "gpt_oss": {"head_dim": 32},
     "mixtral": {"head_dim": 32},
+    "minicpm3": {
+        **{"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16},
+        **{"v_head_dim": 24, "num_key_value_heads": 4},
+    },
+    "qwen3_5_text": {
+        **{"layer_types": ["linear_attention"] + ["full_attention"] * 2, "head_dim": 32},
+        **{"linear_num_value_heads": 4, "linear_num_key_heads": 2},
+        **{"linear_key_head_dim": 16, "linear_value_head_dim": 16},
+    },
+    "recurrent_gemma": {
+        **{"block_types": ["recurrent", "recurrent", "attention"], "num_key_value_heads": 1},
+        **{"lru_width": 128, "attention_window_size": 8},
+    },
+    "falcon_h1": {  # each layer attends and recurs
+        **{"head_dim": 32, "mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_d_head": 16},
+        **{"mamba_d_state": 16, "mamba_n_groups": 1, "mamba_chunk_size": 16},
+    },
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 32},
 }
 CPU = DeviceBudget("cpu", "cpu", 8 << 30)

@@ -16,9 +16,8 @@ from grpo_fast.plan.model_shape import Shapes, model_config, with_layers
 from grpo_fast.plan.prediction import Prediction, Predictor
 from grpo_fast.plan.sizes import StepSizes
 from grpo_fast.policy.config import LoraConfig
-from grpo_fast.rollout.decoder import ExpandedDecoder
+from grpo_fast.rollout.choice import WAYS
 from grpo_fast.rollout.handover import MARGIN
-from grpo_fast.rollout.shared_prefix import SharedPrefixDecoder
 
 UPDATE = StepSizes(prompts=3, generations=4, prompt_length=40, completion_length=32, micro_batch_tokens=10**6)
 ROLLOUT = replace(UPDATE, prompt_length=18)
@@ -257,8 +256,7 @@ def decode(model: torch.nn.Module, sizes: StepSizes = ROLLOUT, *, turns: bool = 
 
     With turns, each has a prompt of its own, and every other one comes back at its longest.
     """
-    supported = SharedPrefixDecoder.supports(model)
-    decoder = (SharedPrefixDecoder if supported else ExpandedDecoder)(model, sizes.completion_length)
+    decoder = next(way for way in WAYS if way.supports(model))(model, sizes.completion_length)
     model.set_attn_implementation(decoder.attention)
     lengths = [sizes.prompt_length] * sizes.prompts
     rows = torch.arange(sizes.prompts).repeat_interleave(sizes.generations)
@@ -275,7 +273,15 @@ def decode(model: torch.nn.Module, sizes: StepSizes = ROLLOUT, *, turns: bool = 
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype"), [("qwen2", "bfloat16"), ("gpt_neox", "float32"), ("gemma3_text", "bfloat16")]
+    ("family", "dtype"),
+    [
+        ("qwen2", "bfloat16"),
+        ("gpt_neox", "float32"),
+        ("gemma3_text", "bfloat16"),
+        ("minicpm3", "bfloat16"),
+        ("qwen3_5_text", "bfloat16"),
+        ("falcon_h1", "float32"),
+    ],
 )
 @settings(max_examples=6, deadline=None)
 @given(
@@ -300,6 +306,15 @@ def test_keys_and_values_are_what_the_engine_holds(
 
     found = planned.predict(sizes).parts["rollout"]["KV cache"]
     assert held <= found <= 1.25 * held  # of one layer, a copy while it grows; windows keep a token less
+
+
+def test_what_has_no_cache_keeps_nothing_and_computes_whole_sequences(config: Any, predictor: Any) -> None:
+    planned = predictor(config("recurrent_gemma"))
+    parts = planned.predict(ROLLOUT).parts["rollout"]
+
+    assert "KV cache" not in parts
+    whole = ROLLOUT.completions * ROLLOUT.sequence_length
+    assert parts["engine workspace"] >= planned.shape.plain.forward(whole)
 
 
 def test_decoding_takes_what_was_predicted(shapes: Shapes, predictor: Any) -> None:

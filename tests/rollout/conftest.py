@@ -164,6 +164,7 @@ MAKERS = {
         moe_topk=2,
     ),
     "minicpm3": lambda: made("minicpm3", **LATENT),
+    "unequal": lambda: made("youtu", **LATENT | {"v_head_dim": 6}),
     "youtu": lambda: made("youtu", **LATENT),
     "gemma3": lambda: Gemma3ForCausalLM(Gemma3TextConfig(**SHAPE, sliding_window=6, layer_types=LOCAL)),
 }
