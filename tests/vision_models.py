@@ -112,9 +112,10 @@ def save_vision_model(folder: Path, kind: str, **text: Any) -> Path:
         settings["text_config"]["rope_parameters"]["mrope_section"] = [8, 4, 4]
         settings["vision_config"]["out_hidden_size"] = text["hidden_size"]
     model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(kind, **settings))
-    for parameter in model.parameters():  # small random weights barely move the logits
-        if parameter.ndim >= 2:
-            torch.nn.init.normal_(parameter, std=0.2)
+    for name, parameter in model.named_parameters():  # small random weights barely move the logits
+        if parameter.ndim >= 2:  # large ones make the rounding of states and experts large
+            large = "linear_attn" not in name and "experts" not in name
+            torch.nn.init.normal_(parameter, std=0.2 if large else 0.1)
     model.generation_config.eos_token_id = 2
     model.save_pretrained(folder)
     words = Tokenizer(models.WordLevel({w: i for i, w in enumerate(SPECIAL + WORDS)}, unk_token="[UNK]"))

@@ -115,7 +115,7 @@ def build_grpo_trainer(config: TrainConfig, world: World = SINGLE_PROCESS) -> Tr
     parts = build_stages(stages, tokenizer, held_out, load)
     require_alike(world, "the data", lambda: digests(parts, held_out))
     prompts = [*(held_out or ()), *chain.from_iterable(part.dataset for part in parts)]
-    require_whole_model(config, prompts, world)
+    require_packed_and_whole(config, prompts, world)
     policy = load_policy(
         config.model, needs_reference=needs_reference, world=world, distributed=config.distributed
     )
@@ -157,13 +157,17 @@ def build_grpo_trainer(config: TrainConfig, world: World = SINGLE_PROCESS) -> Tr
     return trainer
 
 
-def require_whole_model(config: TrainConfig, prompts: Iterable[Prompt], world: World) -> None:
-    """Raises ValueError where prompts have images, and no rank has the model that looks at them."""
-    if config.distributed.mode == "shard" and world.size > 1 and any(prompt.images for prompt in prompts):
+def require_packed_and_whole(config: TrainConfig, prompts: Iterable[Prompt], world: World) -> None:
+    """Raises ValueError where prompts have images, and a setting does not go with them."""
+    if not any(prompt.images for prompt in prompts):
+        return
+    if config.distributed.mode == "shard" and world.size > 1:
         raise ValueError(
             "distributed.mode = 'shard' divides the vision tower's weights, which prompts with images need "
             "whole: set it to replicate"
         )
+    if config.model.packing == "none":
+        raise ValueError("model.packing = 'none' computes no prompts with images: leave it at auto")
 
 
 def with_steps(config: TrainConfig) -> TrainConfig:

@@ -17,7 +17,7 @@ from grpo_fast.data.dataset import prompts_of
 from grpo_fast.distributed.joining import awaited
 from grpo_fast.lookup import given
 from grpo_fast.policy import Policy
-from grpo_fast.rollout import Completion, make_engine, sampling_of
+from grpo_fast.rollout import Completion, generate_rollout, make_engine, sampling_of
 from grpo_fast.run.export import trained_policy
 from grpo_fast.run.inputs import Inputs
 from grpo_fast.run.loop import train as train_as_configured
@@ -187,7 +187,7 @@ class TrainedPolicy:
         questions = prompts_of(rows, dataset, self.tokenizer) if rows else ()
         ours = config.rollout.model_copy(update={"engine": "transformers"})
         with make_engine(ours, self._policy) as engine:
-            return [group[0] for group in engine.generate([q.token_ids for q in questions], 1, drawn)]
+            return [group[0] for group in generate_rollout(engine, questions, 1, drawn)]
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write model and tokenizer, adapters merged, for transformers and vLLM."""

@@ -1,0 +1,80 @@
+"""What does not go with images is refused before a weight is read; answers of a trained model see them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import grpo_fast
+from grpo_fast.config import TrainConfig
+from grpo_fast.data import Prompt
+from grpo_fast.data.images import PromptImages
+from grpo_fast.distributed.world import World
+from grpo_fast.examples import count_shapes
+from grpo_fast.run.build import require_packed_and_whole
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> dict[str, Any]:
+    return {
+        "model": {"path": str(count_shapes.save_random_model(tmp_path / "model"))},
+        "dataset": count_shapes.pictures(4, seed=1),
+        "rewards": count_shapes.correct,
+        "max_steps": 1,
+        "prompts_per_step": 2,
+        "num_generations": 2,
+        "max_completion_length": 2,
+        "micro_batch_tokens": 1024,
+        "logging.tensorboard": False,
+        "output_dir": str(tmp_path / "run"),
+        "display": False,
+    }
+
+
+@pytest.fixture
+def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grpo_fast.run.build.load_policy", lambda *_, **__: pytest.fail("weights were read"))
+
+
+def test_preferences_with_images_are_refused(settings: dict[str, Any], no_weights: None) -> None:
+    for name in ("rewards", "num_generations", "max_completion_length"):
+        del settings[name]
+    pairs = [row | {"chosen": "one", "rejected": "two"} for row in settings["dataset"]]
+    with pytest.raises(ValueError, match=r"algorithm = 'dpo' trains on text, and rows of .* have images"):
+        grpo_fast.train(**settings | {"algorithm": "dpo", "dataset": pairs})
+
+
+def test_rows_without_packing_are_refused(settings: dict[str, Any], no_weights: None) -> None:
+    settings["model"]["packing"] = "none"
+    with pytest.raises(ValueError, match=r"model\.packing = 'none' computes no prompts with images"):
+        grpo_fast.train(**settings)
+
+
+def test_ranks_with_parts_of_the_weights_are_refused() -> None:
+    images = PromptImages((), "how many", "0")
+    prompts = [Prompt(0, "how many", (1,), {}), Prompt(1, "how many", (1,), {}, images)]
+    config = TrainConfig.model_construct()
+    object.__setattr__(config, "distributed", config.distributed.model_copy(update={"mode": "shard"}))
+    world = World.__new__(World)
+    world.size = 2
+    require_packed_and_whole(config, prompts[:1], world)
+    with pytest.raises(ValueError, match=r"distributed\.mode = 'shard' divides the vision tower's weights"):
+        require_packed_and_whole(config, prompts, world)
+
+
+def test_a_trained_model_answers_prompts_with_images(settings: dict[str, Any]) -> None:
+    run = grpo_fast.train(**settings)
+    one, other = (row["image"] for row in count_shapes.pictures(2, seed=7))
+    asked = [
+        [
+            {
+                "role": "user",
+                "content": [{"type": "image", "image": image}, {"type": "text", "text": "how many"}],
+            }
+        ]
+        for image in (one, other, one)
+    ]
+    answers = run.policy.generate(asked, max_completion_length=1)
+    assert answers[0] == answers[2] and answers[0].logprobs != answers[1].logprobs
