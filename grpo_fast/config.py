@@ -124,6 +124,16 @@ class TrainConfig(Section):
                 "rewards is empty: algorithm = 'grpo' maximises them; give at least one, or a "
                 "rollout.environment with a method get_reward"
             )
+        if self.rollout.router_replay and self.dataset.source.startswith(VERIFIERS):
+            raise ValueError(
+                f"rollout.router_replay = true: dataset.source = {self.dataset.source!r} does not hand on "
+                "which experts were chosen; leave it out"
+            )
+        if self.rollout.router_replay and self.model.compile is True:
+            raise ValueError(
+                "rollout.router_replay = true gives a router its experts while it runs, where compiled "
+                "layers do not look; set model.compile to false"
+            )
         if self.rollout.has_turns and self.dataset.overlong_prompts == "truncate":
             raise ValueError(
                 "dataset.overlong_prompts = 'truncate' keeps a prompt's end, and what it says of tools is at "

@@ -20,7 +20,7 @@ from grpo_fast.objective.types import KNOWN_COLUMNS
 from grpo_fast.rewards import EarlyScores, RewardSet, weighted_sum
 from grpo_fast.rewards.builtins import BUILTINS
 from grpo_fast.rollout.types import Completion, Engine, Rollout, Sampling, as_asked, generate_rollout
-from grpo_fast.table import Completions
+from grpo_fast.table import EXPERTS, Completions
 
 Progress = Callable[[int, int, int], None]  # tokens decoded, completions ended, completions in all
 EXTRA = "extra/"  # before the names of columns that rewards have logged
@@ -109,6 +109,9 @@ def score(
         raise ValueError(f"the rollout's completions have different columns, {sorted(map(sorted, names))}")
     if taken := names.pop() & KNOWN_COLUMNS:
         raise ValueError(f"the rollout names columns {sorted(taken)}, which have a meaning here; rename them")
+    experts = [completion.experts for group in completions for completion in group]
+    if any(one is None for one in experts) and any(one is not None for one in experts):
+        raise ValueError("experts are None for some completions only; give them for all, or for none")
     table = Completions.of(
         [prompt.token_ids for prompt in asked],
         [completion.token_ids for completion in flat],
@@ -120,6 +123,7 @@ def score(
             "truncated": torch.tensor([completion.truncated for completion in flat]),
             "episode": torch.tensor([_episode(completion) for completion in flat], dtype=torch.float64),
         },
+        inputs={} if experts[0] is None else {EXPERTS: experts},  # type: ignore[dict-item]
         objects={
             "prompt": asked,
             "completion": flat,

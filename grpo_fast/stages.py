@@ -28,7 +28,10 @@ OVERRIDABLE = (
     *("adaptive_weights", "optimizer", "prompts_per_step", "num_iterations", "minibatches", "old_logprobs"),
 )
 # Engine and optimizer are made once; a stage changes how they sample and step.
-SERVES_ALL = {"rollout": ("engine", "max_batch_tokens"), "optimizer": ("kind", "stochastic_rounding")}
+SERVES_ALL = {
+    "rollout": ("engine", "max_batch_tokens", "router_replay"),
+    "optimizer": ("kind", "stochastic_rounding"),
+}
 # The context to validate a part of a run in: what it does not read may be for another part.
 PARTIAL = "partial"
 # Another value of this key replaces its whole section.

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 
 T = TypeVar("T")
+EXPERTS = "experts"  # the inputs' (L, k) experts that the sampler chose in each of L layers
+UNKNOWN = -1  # in `inputs`, where nothing is told
 Integers = np.ndarray[Any, np.dtype[np.int64]]
 
 
@@ -38,6 +40,8 @@ class Completions:
     mask: Tensor  # (N,) bool: what the model wrote and learns from; an environment's tokens are false
     columns: Mapping[str, Tensor] = field(default_factory=dict)  # by name (N,)
     facts: Mapping[str, Tensor] = field(default_factory=dict)  # by name (S, ...)
+    inputs: Mapping[str, Tensor] = field(default_factory=dict)  # by name (P + N, ...): what is known of the
+    # tokens of all prompts, and then of all completions, as inputs of the model; on any device
     objects: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # S each; None of other ranks
     logged: Mapping[str, Tensor] = field(default_factory=dict)  # what rewards logged
 
@@ -49,6 +53,7 @@ class Completions:
         *,
         mask: Iterable[Sequence[bool] | None] | None = None,
         facts: Mapping[str, Any] | None = None,
+        inputs: Mapping[str, Sequence[Integers]] | None = None,
         objects: Mapping[str, Iterable[Any]] | None = None,
         **columns: Iterable[Sequence[float]] | None,
     ) -> Completions:
@@ -60,6 +65,8 @@ class Completions:
             groups: an integer each; none: completions of one prompt are a group.
             mask: which of its tokens the model wrote; none: all.
             facts: S values each.
+            inputs: of each completion integers (t, ...) for the first t tokens of its prompt and itself; of a
+                prompt those of its first completion are kept.
             objects: S Python objects each.
             columns: of each completion a number a token; a column that is None is left out.
 
@@ -88,6 +95,10 @@ class Completions:
             mask=torch.from_numpy(flat_mask),
             columns={name: torch.from_numpy(values) for name, values in found.items()},
             facts={name: torch.as_tensor(values) for name, values in (facts or {}).items()},
+            inputs={
+                name: _of_inputs(values, numbers, [*map(len, distinct)], lengths)
+                for name, values in (inputs or {}).items()
+            },
             objects={name: tuple(values) for name, values in (objects or {}).items()},
         )
         table.check()
@@ -179,9 +190,10 @@ class Completions:
         places = chosen.tolist()
         used, prompts = self.prompts[chosen].unique(return_inverse=True)
         sizes = self.prompt_offsets.diff()[used].numpy()
+        before = torch.from_numpy(ranges(self.prompt_offsets[used].numpy(), sizes))
         return replace(
             self,
-            prompt_ids=self.prompt_ids[torch.from_numpy(ranges(self.prompt_offsets[used].numpy(), sizes))],
+            prompt_ids=self.prompt_ids[before],
             prompt_offsets=torch.from_numpy(offsets_of(sizes)),
             prompts=prompts,
             groups=self.groups[chosen],
@@ -190,6 +202,10 @@ class Completions:
             mask=self.mask[tokens],
             columns={name: values[tokens.to(values.device)] for name, values in self.columns.items()},
             facts={name: values[chosen.to(values.device)] for name, values in self.facts.items()},
+            inputs={
+                name: values[torch.cat([before, tokens + len(self.prompt_ids)]).to(values.device)]
+                for name, values in self.inputs.items()
+            },
             objects={name: tuple(values[i] for i in places) for name, values in self.objects.items()},
         )
 
@@ -211,7 +227,7 @@ class Completions:
         first = tables[0]
         if len(tables) == 1:
             return first
-        for what in ("columns", "facts"):
+        for what in ("columns", "facts", "inputs"):
             names = [{*getattr(table, what)} for table in tables]
             if lacking := sorted(set.union(*names) - set.intersection(*names)):
                 raise ValueError(
@@ -243,20 +259,34 @@ class Completions:
             mask=torch.cat([t.mask for t in tables]),
             columns=together(lambda t: t.columns),
             facts=together(lambda t: t.facts),
+            inputs={
+                name: torch.cat(
+                    [
+                        *(t.inputs[name][: len(t.prompt_ids)] for t in tables),
+                        *(t.inputs[name][len(t.prompt_ids) :] for t in tables),
+                    ]
+                )
+                for name in first.inputs
+            },
             objects={name: objects(name) for name in dict.fromkeys(n for t in tables for n in t.objects)},
             logged=together(lambda t: t.logged),
         )
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything but the objects, by name: what ranks exchange."""
-        parts: Any = {"columns": self.columns, "facts": self.facts, "logged": self.logged}
+        parts: Any = {
+            "columns": self.columns,
+            "facts": self.facts,
+            "inputs": self.inputs,
+            "logged": self.logged,
+        }
         named = {f"{part}/{name}": v for part, values in parts.items() for name, v in values.items()}
         return {name: getattr(self, name) for name in STRUCTURE} | named
 
     @staticmethod
     def from_tensors(tensors: Mapping[str, Tensor]) -> Completions:
         """What `tensors` has given."""
-        parts: dict[str, Any] = {"columns": {}, "facts": {}, "logged": {}}
+        parts: dict[str, Any] = {"columns": {}, "facts": {}, "inputs": {}, "logged": {}}
         for name, values in tensors.items():
             part, _, rest = name.partition("/")
             if rest:
@@ -290,3 +320,21 @@ def _flat(name: str, values: Iterable[Sequence[Any]], lengths: Integers, dtype: 
                 f"{name}[{row}] has {own} entries for {length} completion tokens; give one for each"
             )
     return np.fromiter(chain.from_iterable(listed), dtype, sum(found))
+
+
+def _of_inputs(
+    values: Sequence[Integers], numbers: Sequence[int], prompts: Sequence[int], lengths: Integers
+) -> Tensor:
+    """(P + N, ...) of what is told (t, ...) of each completion's prompt and the completion, one after the
+    other; `UNKNOWN` beyond."""
+    first = {number: row for row, number in reversed([*enumerate(numbers)])}
+    spans = [(values[first[number]], 0, length) for number, length in enumerate(prompts)]
+    for own, number, length in zip(values, numbers, lengths.tolist(), strict=True):
+        spans.append((own, prompts[number], prompts[number] + length))
+    found = np.full((sum(end - start for _, start, end in spans), *values[0].shape[1:]), UNKNOWN, np.int16)
+    place = 0
+    for told, start, end in spans:
+        part = told[start:end]
+        found[place : place + len(part)] = part
+        place += end - start
+    return torch.from_numpy(found)

@@ -275,6 +275,11 @@ class Trainer(Algorithm):
                 rollout=self.rollout_fn,
                 progress=self.on_progress,
             )
+        if self.config.rollout.router_replay and any(c.experts is None for g in completions for c in g):
+            raise ValueError(
+                "rollout.router_replay = true, and the rollout's completions do not tell their experts: hand "
+                "on the `experts` of what the engine gives, or leave it out"
+            )
         with clock("reward"):
             return score(prompts, completions, self.rewards, weights=weights, precomputed=early.values())
 

@@ -124,7 +124,9 @@ class PolicyUpdate:
             sets = assign_to_ranks(table, self.world.size, policy.token_costs, policy.packs)
             own = own.select(sets[self.world.rank])
         # Once: micro-batches read them there, without waiting for the device.
-        return own.with_columns(**{name: v.to(self.policy.device) for name, v in own.columns.items()})
+        device = self.policy.device
+        own = replace(own, inputs={name: v.to(device) for name, v in own.inputs.items()})
+        return own.with_columns(**{name: v.to(device) for name, v in own.columns.items()})
 
     def with_fixed_logprobs(self, table: Completions, stale: bool = False) -> Completions:
         """Old and reference log-probabilities, each only where the loss needs it.
@@ -184,6 +186,8 @@ class PolicyUpdate:
                             {AUX_LOSS: balance, "loss": present(self.policy.router_aux_loss) * balance}
                         )
                     logprobs[batch.token_index] = present(out.logprobs)
+                if self.policy.routing is not None:
+                    shares.append(self.policy.routing.differing())
         return table.columns.get("old_logprobs", logprobs), shares
 
     def step(self, shares: Sequence[Mapping[str, Tensor]], config: GRPOLossConfig) -> dict[str, float]:
@@ -193,6 +197,9 @@ class PolicyUpdate:
             grad_norm = optimizer_step(self.optimizer)
         of_ranks = self.world.gather_from_all("the update's metrics", partial(sum_metrics, shares))
         metrics = sum_metrics(of_ranks) | {"grad_norm": grad_norm, "learning_rate": learning_rate}
+        if "experts/replayed" in metrics:
+            differing, replayed = metrics.pop("experts/differing"), metrics.pop("experts/replayed")
+            metrics["sampling/experts_differ_mean"] = differing / max(1, replayed)
         if config.use_adaptive_entropy:
             self.entropy_controller.update(metrics["entropy"])
             metrics["entropy_coef"] = config.entropy_coef

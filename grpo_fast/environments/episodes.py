@@ -47,6 +47,7 @@ class Play:
     room: int  # tokens that it may have
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] | None = field(default_factory=list)
+    experts: Any = None  # of the prompt and all tokens, as the last turn's answer tells
     sampled: list[bool] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
     turns: int = 0
@@ -185,6 +186,7 @@ class EpisodeRollout(CoroutineRollout):
             answer = await asyncio.wrap_future(requests.ask((*play.prompt_ids, *play.token_ids), ask))
             message = template.parse(answer.token_ids)
             play.add(answer.token_ids, answer.logprobs, sampled=True)
+            play.experts = answer.experts
             play.messages.append(message)
             play.turns += 1
             calls = message.get("tool_calls", [])
@@ -219,7 +221,7 @@ class EpisodeRollout(CoroutineRollout):
         )
         text = str(self._tokenizer.decode(play.token_ids, skip_special_tokens=True))
         logprobs = None if play.logprobs is None else tuple(play.logprobs)
-        return Completion(tuple(play.token_ids), logprobs, text, truncated, episode)
+        return Completion(tuple(play.token_ids), logprobs, text, truncated, episode, experts=play.experts)
 
     async def _begin(self, prompt: Prompt, toolset: Toolset, room: int) -> tuple[Any, list[Message], Play]:
         """An environment that is reset, the conversation that it begins, and its tokens."""

@@ -81,6 +81,7 @@ class PackedLayout:
         self.attention = attention
         self.windows: set[int | None] = set()  # of the layers that have asked
         self._both_ways = both_ways
+        self.experts: Tensor | None = None  # (T, L, k) that are given, of T tokens in L layers
         self._batch = batch
         counts = batch.cu_seqlens.diff()
         documents = torch.arange(len(counts), device=counts.device)

@@ -40,22 +40,28 @@ class PackedBatch:
     num_sequences: int
     rows: Tensor  # (S,) int64: which completion of the table each sequence is
     token_index: Tensor  # (N,) int64: which token of the table each target is
+    input_index: Tensor  # (T,) int64: which token each input is, of the table's prompts and then completions
     columns: Mapping[str, Tensor] = field(default_factory=dict)  # (N,) each, by name: the table's
     images: tuple[Any, ...] = ()  # of each document's prompt, `PromptImages` or None; empty: none has any
+    inputs: Mapping[str, Tensor] = field(default_factory=dict)  # (T, ...) each, by name: the table's
 
     def to(self, device: torch.device | str) -> PackedBatch:
         """The same batch with its tensors on `device`."""
         moved: dict[str, Any] = {n: v.to(device) for n, v in vars(self).items() if isinstance(v, Tensor)}
-        return replace(self, **moved, columns={n: v.to(device) for n, v in self.columns.items()})
+        columns, inputs = (
+            {name: values.to(device) for name, values in part.items()} for part in (self.columns, self.inputs)
+        )
+        return replace(self, **moved, columns=columns, inputs=inputs)
 
     def with_columns(self, table: Completions) -> PackedBatch:
-        """With what the table it was packed of has for its targets."""
+        """With what the table it was packed of has for its targets and inputs."""
         device = self.targets.device
-        values = {
-            name: column[self.token_index.to(column.device)].to(device)
-            for name, column in table.columns.items()
-        }
-        return replace(self, columns=values)
+
+        def of(known: Mapping[str, Tensor], index: Tensor) -> dict[str, Tensor]:
+            return {name: values[index.to(values.device)].to(device) for name, values in known.items()}
+
+        inputs = of(table.inputs, self.input_index) if len(self.input_index) else {}
+        return replace(self, columns=of(table.columns, self.token_index), inputs=inputs)
 
 
 @dataclass(frozen=True)
@@ -170,6 +176,7 @@ def empty_batch(table: Completions, device: torch.device | str) -> PackedBatch:
         num_sequences=0,
         rows=none,
         token_index=none,
+        input_index=none,
     )
     return batch.to(device).with_columns(table)
 
@@ -253,9 +260,9 @@ def _lay_out(table: Completions, tokens: Integers, documents: Sequence[Sequence[
         token_index, loss_index, sequence_ids = (v[written] for v in (token_index, loss_index, sequence_ids))
 
     images = table.objects.get("images", ())
-    tensor = torch.from_numpy
+    tensor, input_index = torch.from_numpy, np.repeat(sources, sizes) + place
     return PackedBatch(
-        input_ids=tensor(tokens[np.repeat(sources, sizes) + place]),
+        input_ids=tensor(tokens[input_index]),
         position_ids=tensor(np.repeat(begins, sizes) + place),
         segment_ids=tensor(np.repeat(segments, sizes)),
         cu_seqlens=tensor(np.append(runs[:-1][of_prompt], runs[-1]).astype(np.int32)),
@@ -267,4 +274,5 @@ def _lay_out(table: Completions, tokens: Integers, documents: Sequence[Sequence[
         rows=tensor(rows),
         token_index=tensor(token_index),
         images=tuple(images[row] for row in rows[first].tolist()) if images else (),
+        input_index=tensor(input_index),
     )

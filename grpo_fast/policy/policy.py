@@ -27,11 +27,13 @@ from grpo_fast.policy.quantization import count_numbers, dequantized, is_quantiz
 from grpo_fast.policy.rows import RowLayout
 from grpo_fast.policy.source import save_model
 from grpo_fast.policy.vision import Vision, language_model, language_parameters
+from grpo_fast.table import EXPERTS
 
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from grpo_fast.policy.routing import RoutingReplay
     from grpo_fast.policy.sharding import ShardedModel
 
 T = TypeVar("T")
@@ -75,6 +77,7 @@ class Policy:
             self._reference = Policy(reference, tokenizer, attention=attention, packs=packs)
         self._shards: ShardedModel | None = None
         self._vision: Vision | None = None
+        self.routing: RoutingReplay | None = None
 
     @property
     def vision(self) -> Vision:
@@ -82,6 +85,22 @@ class Policy:
         if self._vision is None:
             self._vision = Vision(self.base_model, cast("Any", self.tokenizer).images)
         return self._vision
+
+    def replay_routing(self) -> None:
+        """From now on tokens go to the experts that a batch's inputs name, in all but the reference.
+
+        Raises:
+            ValueError: a model without experts, whose router's choice cannot be given, or that is not packed.
+        """
+        if not self.packs:
+            raise ValueError(
+                f"rollout.router_replay = true goes with packing, and {type(self.base_model).__name__} has a "
+                "row for each completion (model.packing = none); leave it out"
+            )
+        from grpo_fast.policy.routing import RoutingReplay  # which verifies a policy
+
+        self.routing = RoutingReplay(self.base_model)
+        self.routing.verify(self)
 
     @property
     def packs(self) -> bool:
@@ -219,11 +238,13 @@ class Policy:
             given, both_ways = self.vision.packed(batch)
             if both_ways is not None and attention == "flash_attention_2":
                 attention = "flex_attention"  # for these batches, which the other cannot compute
+        layout = layout or PackedLayout(batch, attention, both_ways)
+        layout.experts = batch.inputs.get(EXPERTS)
         output = reads(
             **given,
             use_cache=False,
             attention_mask=untouched,
-            packed_layout=layout or PackedLayout(batch, attention, both_ways),
+            packed_layout=layout,
             **_WITH_ROUTERS if routed is not None else {},
         )
         if routed is not None:
@@ -274,7 +295,8 @@ class Policy:
         """
         with torch.no_grad():
             if self.has_adapters:
-                with cast("PeftModel", self.model).disable_adapter():
+                own_routing = contextlib.nullcontext() if self.routing is None else self.routing.paused()
+                with cast("PeftModel", self.model).disable_adapter(), own_routing:
                     yield self
             elif self._reference is not None:
                 yield self._reference

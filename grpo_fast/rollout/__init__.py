@@ -76,7 +76,16 @@ def require_engine(config: RolloutConfig, ranks: int = 1) -> None:
             f"are {ranks}; set it to 1, or torchrun --nproc-per-node to a multiple of it"
         )
     if config.engine != "auto":
-        engine_kind(config.engine).needs(config)
+        _require_kind(engine_kind(config.engine), config)
+
+
+def _require_kind(kind: EngineKind, config: RolloutConfig) -> None:
+    if config.router_replay and not kind.tells_experts:
+        raise ValueError(
+            f"rollout.router_replay = true, and the engine {kind.name!r} does not tell which experts it "
+            "chose (EngineKind.tells_experts); leave it out, or set rollout.engine to transformers or vllm"
+        )
+    kind.needs(config)
 
 
 def make_engine(
@@ -101,4 +110,5 @@ def make_engine(
     world = world or SINGLE_PROCESS
     require_engine(config, world.size)
     kind = engine_kind(chosen_engine(config, policy.device))
+    _require_kind(kind, config)
     return kind.make(config, policy, max_length=max_length, world=world)

@@ -107,6 +107,11 @@ class RolloutConfig(Section):
         description="a rollout of your own, as `module:function`: called with the engine, the prompts (each "
         "as often as it is to be answered) and the sampling, it returns their completions",
     )
+    router_replay: bool = Field(
+        False,
+        description="of a mixture of experts: an update sends each token to the experts that the sampler "
+        "chose, weighed by the trainer's own router (R3, arXiv:2510.11370)",
+    )
     max_batch_tokens: PositiveInt | None = Field(
         None,
         description="of the transformers engine: KV tokens in flight at once; null: all, or what keeps a CPU "

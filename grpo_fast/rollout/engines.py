@@ -90,6 +90,8 @@ class EngineKind(ABC):
     """What becomes of a completion's keys and values when it goes on after a tool's answer."""
     draws_with_policy: ClassVar[bool] = False
     """Its log-probabilities are the trainer's own, so that there is nothing to correct."""
+    tells_experts: ClassVar[bool] = False
+    """Its completions have `experts` where `rollout.router_replay` asks for them."""
     token_seconds: ClassVar[float] = 2e-3
     """The least that a decoded token takes, and `layer_seconds` what each layer adds."""
     layer_seconds: ClassVar[float] = 0.0
@@ -128,6 +130,7 @@ class TransformersKind(EngineKind):
     name = "transformers"
     after_a_tool = "all of it is computed again, in a batch padded to the longest"
     draws_with_policy = True
+    tells_experts = True
     token_seconds, layer_seconds = 0.0, 7e-4  # the launches of one layer
     stays = ()
 
@@ -139,14 +142,16 @@ class TransformersKind(EngineKind):
         tokens = config.max_batch_tokens
         if max_length is not None:
             policy.fix_rope(max_length)
+        told = config.router_replay
         if policy.sharded:
-            return OwnCopyEngine(policy, max_batch_tokens=tokens, max_length=max_length)
+            return OwnCopyEngine(policy, max_batch_tokens=tokens, max_length=max_length, tells_experts=told)
         return TransformersEngine(
             policy.model,
             policy.tokenizer,
             eos_ids=policy.eos_token_ids,
             max_batch_tokens=tokens,
             vision=lambda: policy.vision,
+            tells_experts=told,
         )
 
     def weights(self, config: RolloutConfig, trained: Trained) -> Weights:

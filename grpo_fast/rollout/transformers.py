@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from math import inf
@@ -17,12 +17,14 @@ from torch.nn.utils.rnn import pad_sequence
 
 from grpo_fast.policy import Policy
 from grpo_fast.policy.architecture import fix_rope
+from grpo_fast.policy.routing import recorded
 from grpo_fast.rollout.choice import fitting_decoder, set_attention
 from grpo_fast.rollout.decoder import ExpandedDecoder, Prompt, RecomputedDecoder
 from grpo_fast.rollout.images import ImagePrompts
 from grpo_fast.rollout.requests import Requests
 from grpo_fast.rollout.sampling import draw, make_warper
 from grpo_fast.rollout.types import Collector, Completion, Prompts, RolloutObserver, Sampling, check_prompts
+from grpo_fast.table import UNKNOWN
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -74,6 +76,7 @@ class TransformersEngine:
         eos_ids: Iterable[int],
         max_batch_tokens: int | None = None,
         vision: Callable[[], Vision] | None = None,
+        tells_experts: bool = False,
     ) -> None:
         """
         Args:
@@ -83,6 +86,7 @@ class TransformersEngine:
             max_batch_tokens: tokens whose keys and values may be held at once; None: all of a call, or
                 on a CPU what keeps it fast.
             vision: what the model sees of images, asked for with the first; None: it sees none.
+            tells_experts: completions have the experts that were chosen.
 
         Raises:
             ValueError: `eos_ids` is empty.
@@ -93,6 +97,7 @@ class TransformersEngine:
         self.max_batch_tokens = max_batch_tokens
         self._vision = vision
         self._images: ImagePrompts | None = None  # of the call
+        self.tells_experts = tells_experts
         if not self.eos_ids:
             raise ValueError("eos_ids is empty: no completion would ever end; pass the tokenizer's end token")
         inner: Any = model
@@ -102,7 +107,13 @@ class TransformersEngine:
     @cached_property
     def _decoder_type(self) -> type[ExpandedDecoder]:
         with self._decoding():
-            return fitting_decoder(self._base)
+            way = fitting_decoder(self._base)
+        if self.tells_experts and way is RecomputedDecoder:
+            raise ValueError(
+                f"rollout.router_replay = true, and {type(self._base).__name__} computes whole sequences for "
+                "each token, each time with experts of its own; leave it out"
+            )
+        return way
 
     @contextmanager
     def _decoding(self) -> Iterator[None]:
@@ -242,6 +253,17 @@ class TransformersEngine:
 
     def _draw_together(self, rows: Sequence[Row], sampling: Sampling, report: Callable[[int], None]) -> None:
         """`_draw_all` of rows that fit beside each other."""
+        with recorded(self._base) if self.tells_experts else nullcontext() as take:
+            self._draw_recorded(rows, sampling, report, take)
+
+    def _draw_recorded(
+        self,
+        rows: Sequence[Row],
+        sampling: Sampling,
+        report: Callable[[int], None],
+        take: Callable[[], list[Tensor]] | None,
+    ) -> None:
+        """`_draw_together`, where `take` is of `recorded`."""
         device, count, max_new = self._base.device, len(rows), max(len(row.uniforms) for row in rows)
         numbers = {prompt: i for i, prompt in enumerate(dict.fromkeys(row.prompt for row in rows))}
         owners = torch.tensor([numbers[row.prompt] for row in rows], device=device)
@@ -265,9 +287,11 @@ class TransformersEngine:
             ids = tokens[ended, :length].tolist()
             columns = (ended.tolist(), ids, logprobs[ended, :length].tolist(), self._texts(ids))
             for number, row, row_logprobs, text in zip(*columns, strict=True):
-                rows[number].done(Completion(tuple(row), tuple(row_logprobs), text, truncated))
+                told = None if experts is None else experts.of(number, length)
+                rows[number].done(Completion(tuple(row), tuple(row_logprobs), text, truncated, experts=told))
 
         logits = decoder.prefill(list(numbers), owners)
+        experts = None if take is None else ChosenExperts(list(numbers), owners.tolist(), max_new, take())
         for length in range(1, max_new + 1):
             drawn, drawn_logprobs = draw(logits, uniforms[length - 1, held], warper)
             tokens[held, length - 1], logprobs[held, length - 1] = drawn, drawn_logprobs
@@ -286,6 +310,8 @@ class TransformersEngine:
                 decoder.keep(stay)
                 held, drawn = held[stay], drawn[stay]
             logits = decoder.step(drawn)
+            if experts is not None and take is not None:
+                experts.add(held, length - 1, *take())
 
     def _completes_stop(self, tokens: Tensor, stop: Sequence[str]) -> Tensor:
         """(rows,) bool: the end of the text of `tokens` (rows, t) holds a stop string."""
@@ -305,7 +331,12 @@ class OwnCopyEngine(TransformersEngine):
     """
 
     def __init__(
-        self, policy: Policy, *, max_batch_tokens: int | None = None, max_length: int | None = None
+        self,
+        policy: Policy,
+        *,
+        max_batch_tokens: int | None = None,
+        max_length: int | None = None,
+        tells_experts: bool = False,
     ) -> None:
         like: Any = policy.base_model
         devices = [policy.device] if policy.device.type == "cuda" else []
@@ -318,6 +349,7 @@ class OwnCopyEngine(TransformersEngine):
             policy.tokenizer,
             eos_ids=policy.eos_token_ids,
             max_batch_tokens=max_batch_tokens,
+            tells_experts=tells_experts,
         )
         self._policy = policy
         self._weights = {n: t.detach() for n, t in Policy(model, policy.tokenizer).base_weights().items()}
@@ -345,6 +377,39 @@ class OwnCopyEngine(TransformersEngine):
         return sum(
             weight.nbytes for weight in self._weights.values() if not weight.untyped_storage().nbytes()
         )
+
+
+class ChosenExperts:
+    """What `recorded` yields while rows are drawn, put together: a row's prompt, then its own tokens.
+
+    Args:
+        prompts: those of a prefill, one after the other.
+        owners: the prompt of each row.
+        prefilled: (T, L, k) of each of its forwards: what all prompts begin with where that was one of its
+            own, and the rest of each after padding.
+    """
+
+    def __init__(
+        self, prompts: Sequence[Prompt], owners: Sequence[int], max_new: int, prefilled: list[Tensor]
+    ) -> None:
+        *common, rest = prefilled
+        shared = sum(map(len, common))
+        of_each = rest.unflatten(0, (len(prompts), -1))
+        lengths = [len(prompt) - shared for prompt in prompts]
+        self._prompts = [
+            torch.cat([*common, part[len(part) - length :]])
+            for part, length in zip(of_each, lengths, strict=True)
+        ]
+        self._owners = owners
+        self._own = rest.new_full((len(owners), max_new, *rest.shape[1:]), UNKNOWN)
+
+    def add(self, rows: Tensor, place: int, chosen: Tensor) -> None:
+        """(R, L, k) of the tokens at `place` of these rows."""
+        self._own[rows.cpu(), place] = chosen
+
+    def of(self, row: int, length: int) -> Any:
+        """Of a row that ends after `length` tokens, the last of which the model has not read."""
+        return torch.cat([self._prompts[self._owners[row]], self._own[row, : length - 1]]).numpy()
 
 
 def tokens_at_once(max_batch_tokens: int | None, device: str) -> float:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
+import numpy as np
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
@@ -72,6 +73,9 @@ class Completion:
     episode: Episode | None = None  # of several turns: an environment's tokens have logprob 0
     # Of a rollout's own, by name a number for each token: a loss of one's own finds them in its inputs.
     columns: Mapping[str, Sequence[float]] = dataclasses.field(default_factory=dict)
+    # (t, L, k) integers: of the first t tokens of prompt and completion the experts that each of L layers
+    # chose, where rollout.router_replay asks for them; the last token's are never known.
+    experts: np.ndarray[Any, Any] | None = dataclasses.field(default=None, compare=False, repr=False)
 
     @property
     def num_sampled(self) -> int:
@@ -80,9 +84,8 @@ class Completion:
 
     def without_environment(self) -> Completion:
         """The completion as it is kept, and sent to other ranks, once the rewards are known."""
-        if self.episode is None:
-            return self
-        return dataclasses.replace(self, episode=dataclasses.replace(self.episode, environment=None))
+        episode = self.episode and dataclasses.replace(self.episode, environment=None)
+        return dataclasses.replace(self, episode=episode, experts=None)
 
 
 def as_asked(prompt: Prompt, completion: Completion) -> Prompt:

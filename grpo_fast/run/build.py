@@ -119,6 +119,8 @@ def build_grpo_trainer(config: TrainConfig, world: World = SINGLE_PROCESS) -> Tr
     policy = load_policy(
         config.model, needs_reference=needs_reference, world=world, distributed=config.distributed
     )
+    if config.rollout.router_replay:
+        policy.replay_routing()
     if policy.head_weight.is_cuda:  # before gradients and the optimizer take their memory
         for stage in stages:
             policy.run(partial(warm_up_head, policy, stage.config))

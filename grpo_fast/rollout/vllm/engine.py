@@ -69,12 +69,14 @@ class VLLMEngine:
         *,
         max_length: int | None = None,
         world: World = SINGLE_PROCESS,
+        tells_experts: bool = False,
     ) -> None:
         """
         Args:
             policy: whose weights generate; the engine keeps it.
             max_length: tokens of the longest prompt and its completion; None: as the configuration says.
             world: the ranks, in all of which an engine is made.
+            tells_experts: completions have the experts that were chosen.
 
         Raises:
             ImportError, RuntimeError, ValueError: as `start`; ValueError also for a model that vLLM computes
@@ -85,7 +87,8 @@ class VLLMEngine:
         self._parallel = config.tensor_parallel_size
         choices = choose(policy, config)
         self._llm: LLM | None
-        self._llm, placements = start(policy, config, choices, max_length, world)
+        self._tells_experts = tells_experts
+        self._llm, placements = start(policy, config, choices, max_length, world, tells_experts)
         try:
             self._cycle = SleepCycle(self._vllm, 0)
             model = self._worker.get_model()
@@ -382,7 +385,23 @@ class VLLMEngine:
         (text,) = self._policy.tokenizer.batch_decode(
             [list(token_ids)], skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
-        return Completion(token_ids, logprobs, text, truncated=drawn.finish_reason == "length")
+        experts = self._experts(output) if self._tells_experts else None
+        truncated = drawn.finish_reason == "length"
+        return Completion(token_ids, logprobs, text, truncated, experts=experts)
+
+    def _experts(self, output: Any) -> Any:
+        """(t, L, k) of all tokens but the last. Raises RuntimeError where vLLM tells others."""
+        drawn = output.outputs[0]
+        told, read = drawn.routed_experts, len(output.prompt_token_ids) + len(drawn.token_ids) - 1
+        routing = self._policy.routing
+        layout = None if routing is None else routing.shape
+        shape = None if told is None else told.shape
+        if shape is None or shape[0] < read or layout not in (None, shape[1:]):
+            raise RuntimeError(
+                f"vLLM tells experts of shape {shape} for {read} tokens, whose layers and experts are "
+                f"{layout} in the policy; set rollout.router_replay to false"
+            )
+        return told[:read].astype("int16")
 
     def _tokens_in_flight(self) -> int:
         """Drawn so far by this rank's requests that have not ended."""

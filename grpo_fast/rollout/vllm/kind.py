@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from grpo_fast.rollout.config import RolloutConfig
 from grpo_fast.rollout.engines import Demand, EngineKind, EnginePrice, Trained, Weights
-from grpo_fast.rollout.vllm import require_vllm
+from grpo_fast.rollout.vllm import experts_problem, require_vllm
 from grpo_fast.rollout.vllm.rules import keeps_adapters, kv_cache_gib, sharing_obstacle
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ _SAMPLER_COPIES = 3  # of float32 logits in the sampler: logits, probabilities, 
 
 class VLLMKind(EngineKind):
     name = "vllm"
+    tells_experts = True
     after_a_tool = "what of it is evicted meanwhile is computed again"
 
     def needs(self, config: RolloutConfig) -> None:
@@ -35,11 +36,15 @@ class VLLMKind(EngineKind):
                 "'vllm'; set rollout.vllm.kv_cache_gib instead"
             )
         require_vllm()
+        if config.router_replay and (problem := experts_problem()):
+            raise ValueError(f"rollout.router_replay = true: {problem}")
 
     def make(self, config: RolloutConfig, policy: Policy, *, max_length: int | None, world: World) -> Engine:
         from grpo_fast.rollout.vllm.engine import VLLMEngine
 
-        return VLLMEngine(policy, config.vllm, max_length=max_length, world=world)
+        return VLLMEngine(
+            policy, config.vllm, max_length=max_length, world=world, tells_experts=config.router_replay
+        )
 
     def weights(self, config: RolloutConfig, trained: Trained) -> Weights:
         adapters = trained.adapted and keeps_adapters(config.vllm, trained)

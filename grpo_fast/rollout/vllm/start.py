@@ -126,7 +126,12 @@ def choose(policy: Policy, config: VLLMConfig) -> Choices:
 
 
 def start(
-    policy: Policy, config: VLLMConfig, choices: Choices, max_length: int | None, world: World
+    policy: Policy,
+    config: VLLMConfig,
+    choices: Choices,
+    max_length: int | None,
+    world: World,
+    tells_experts: bool = False,
 ) -> tuple[LLM, list[Placement]]:
     """Start vLLM in this process with the policy's weights. Nothing is read from disk, and none are random.
 
@@ -164,6 +169,8 @@ def start(
         logger.warning("vLLM %s starts, which takes about half a minute", installed_version())
     arguments = engine_arguments(policy, config, choices.adapters, max_length)
     require_positions(policy.base_model.config.get_text_config(), arguments["max_model_len"])
+    if tells_experts:
+        arguments["enable_return_routed_experts"] = True
     if world.size > 1:
         arguments["distributed_executor_backend"] = "external_launcher"
     with starting(world), tempfile.TemporaryDirectory(prefix="grpo-fast-vllm-") as made, _loading_by(load):

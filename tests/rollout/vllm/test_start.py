@@ -244,7 +244,7 @@ QLORA = {"rank": 8, "quantized": True}
         ("cuda", {"sharded": True}, {"share_weights": True}, "share_weights = true.*'shard'"),
         ("cuda", {"rank": 8, "sharded": True}, {"lora_sync": "adapter"}, "'adapter'.*'shard'.*replicate"),
         ("cpu", {}, {"sleep_level": 1}, "sleep_level = 1 needs a GPU"),
-        ("cpu", {"rank": 8, "experts": True}, {"lora_sync": "adapter"}, "'adapter'.*a CPU.*merged"),
+        ("cpu", {"rank": 8, "experts": True}, {"lora_sync": "adapter"}, "'adapter'.*no CPU.*merged"),
         ("cuda", {"rank": 8}, {"lora_sync": "adapter", "sleep_level": 2}, "sleep_level = 2 drops.*merged"),
         ("cuda", QLORA, {"sleep_level": 2}, "sleep_level = 2 drops.* to 1$"),
         ("cuda", QLORA, {"lora_sync": "merged"}, "'merged'.* 4 bits.*at auto"),

@@ -22,8 +22,10 @@ engine/arg_utils.py EngineArgs: dtype seed load_format max_model_len max_num_seq
 engine/arg_utils.py EngineArgs: enable_prefix_caching logprobs_mode generation_config disable_log_stats
 engine/arg_utils.py EngineArgs: hf_overrides kv_cache_memory_bytes gpu_memory_utilization enable_sleep_mode
 engine/arg_utils.py EngineArgs: tensor_parallel_size distributed_executor_backend enable_lora max_loras
+engine/arg_utils.py EngineArgs: enable_return_routed_experts
 engine/arg_utils.py EngineArgs: max_lora_rank cudagraph_capture_sizes enable_chunked_prefill
 config/model.py ModelConfig: max_model_len use_mla head_dtype
+outputs.py CompletionOutput: routed_experts
 sampling_params.py SamplingParams: max_tokens temperature top_p top_k min_p seed stop
 sampling_params.py SamplingParams: include_stop_str_in_output stop_token_ids ignore_eos logprobs
 sampling_params.py SamplingParams: prompt_logprobs flat_logprobs detokenize output_kind

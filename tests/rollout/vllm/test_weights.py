@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from grpo_fast.policy.config import LoraConfig
 from grpo_fast.rollout import Sampling
@@ -302,34 +302,13 @@ def require_own_tensors(engine: Any, packed: list[Any], told: str) -> None:
     assert "adapter (beside the 4-bit base of the policy); its log-probabilities are " in told
 
 
-EXPERTS = {
-    "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 48, "norm_topk_prob": True},  # padded to 64
-    "olmoe": {"num_experts": 4},
-    "mixtral": {"num_local_experts": 4},
-}
 ATTENTION = LoraConfig(r=4, alpha=16.0, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
-
-
-@pytest.fixture
-def saved_experts(tmp_path, saved_model, tokenizer, seed):
-    """Save a random mixture of experts that vLLM takes, and give its folder."""
-
-    def save(kind: str):
-        shape = AutoConfig.from_pretrained(saved_model(tied=False)).to_dict()
-        kept = {n: v for n, v in shape.items() if n not in ("model_type", "architectures", "attention_bias")}
-        sizes = kept | {"num_experts_per_tok": 2, "intermediate_size": 96} | EXPERTS[kind]
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes))
-        model.save_pretrained(tmp_path)
-        tokenizer.save_pretrained(tmp_path)
-        return tmp_path
-
-    return save
 
 
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
-        *((kind, {}) for kind in EXPERTS),
+        *((kind, {}) for kind in ("qwen3_moe", "olmoe", "mixtral")),
         ("qwen3_moe", {"lora": ATTENTION}),
     ],
 )

@@ -1,0 +1,191 @@
+"""Experts that are given: recorded while a model draws, carried by the table, replayed in packed forwards."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from grpo_fast.annotate import Annotator
+from grpo_fast.policy import pack
+from grpo_fast.policy.architecture import rounding_nats
+from grpo_fast.policy.routing import expert_blocks, recorded
+from grpo_fast.rollout import Sampling
+from grpo_fast.rollout.transformers import TransformersEngine
+from grpo_fast.table import EXPERTS, UNKNOWN, Completions
+
+from .conftest import save_model
+
+GROUPED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 2}
+ROUTERS = {
+    "qwen3_moe": {},
+    "mixtral": {},
+    "gemma4_text": {},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "glm4_moe": GROUPED | {"topk_group": 2, "first_k_dense_replace": 1, "head_dim": 8},
+    "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32},
+    # Hybrids, whose recurrent layers compute prompts and completions apart, and their experts together.
+    "qwen3_next": {
+        **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 8},
+        **{"shared_expert_intermediate_size": 16, "layer_types": ["linear_attention", "full_attention"]},
+        **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
+        **{"linear_key_head_dim": 8, "linear_value_head_dim": 8},
+    },
+    "granitemoehybrid": {
+        **{"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 32},
+        **{"layer_types": ["linear_attention", "full_attention"]},
+        **{"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1},
+    },
+    # Latent attention, and groups of experts.
+    "deepseek_v3": GROUPED
+    | {"topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 8, "kv_lora_rank": 8}
+    | {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 4},
+    "qwen2_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+}
+
+
+def route_by_hand(policy, row_choices: torch.Tensor) -> list:
+    """Hooks with which the model's own routers answer with (t, L, 2) given experts of one sequence."""
+
+    def given(number):
+        def hook(router, args, output):
+            logits, _, _ = output
+            chosen = row_choices[:, number].long()
+            weights = logits.softmax(-1).gather(-1, chosen)
+            return logits, weights / weights.sum(-1, keepdim=True), chosen
+
+        return hook
+
+    blocks = expert_blocks(policy.base_model)
+    return [block.gate.register_forward_hook(given(number)) for number, block in blocks.items()]
+
+
+def random_choices(rng: torch.Generator, tokens: int) -> torch.Tensor:
+    """(tokens, 2 layers, 2 experts), two different ones of 4."""
+    return torch.rand(tokens, 2, 4, generator=rng).argsort(-1)[..., :2].to(torch.int16)
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_given_experts_give_the_log_probabilities_and_gradients_of_a_model_that_is_routed_by_hand(
+    load, folder_of, rng, samples, recomputed
+):
+    folder = str(folder_of("qwen3_moe", norm_topk_prob=True))
+    policy = load("qwen3_moe", path=folder, gradient_checkpointing=recomputed)
+    policy.replay_routing()
+    choices = random_choices(rng, len(samples.prompt_ids) + len(samples.token_ids))
+    table = replace(samples, inputs={EXPERTS: choices})
+    (batch,) = pack(table, max_tokens=10_000, device="cpu")
+
+    packed = policy.head.logits(policy.hidden_states(batch)).log_softmax(-1)
+    packed = packed.gather(1, batch.targets[:, None])[:, 0]
+    weights = torch.randn(len(packed), generator=rng)
+    (weights * packed).sum().backward()
+    gradients = {name: p.grad.clone() for name, p in policy.trainable().items()}
+    counted = policy.routing.differing()
+
+    policy.model.zero_grad()
+    own = torch.zeros(len(table.token_ids))
+    for row in range(len(table)):
+        prompt, tokens = table.prompt_of(row), table.tokens_of(row)
+        first = int(table.prompt_offsets[table.prompts[row]])
+        begin = len(table.prompt_ids) + int(table.offsets[row])
+        told = torch.cat([choices[first : first + len(prompt)], choices[begin : begin + len(tokens)]])
+        hooks = route_by_hand(policy, told)
+        logits = policy.base_model(input_ids=torch.cat([prompt, tokens])[None], use_cache=False).logits[0]
+        found = logits[len(prompt) - 1 : -1].log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+        places = slice(int(table.offsets[row]), int(table.offsets[row + 1]))
+        own[places] = found.detach()
+        order = {int(token): i for i, token in enumerate(batch.token_index)}
+        own_weights = weights[[order[i] for i in range(places.start, places.stop)]]
+        (own_weights * found).sum().backward()
+        for hook in hooks:
+            hook.remove()
+
+    torch.testing.assert_close(packed.detach(), own[batch.token_index], atol=1e-4, rtol=1e-4)
+    for name, parameter in policy.trainable().items():
+        torch.testing.assert_close(gradients[name], parameter.grad, atol=1e-3, rtol=1e-3)
+    assert any(gradients[name].abs().max() > 0 for name in gradients if name.endswith("gate.weight"))
+    assert 0 < counted["experts/differing"] <= counted["experts/replayed"]
+    assert policy.routing.differing() == {}
+
+
+@pytest.mark.parametrize("family", ROUTERS)
+@pytest.mark.drawn(4)
+def test_what_the_sampler_chose_is_what_the_update_computes_with_after_its_router_has_moved(
+    family, load, tmp_path, rng
+):
+    policy = load(path=str(save_model(tmp_path, family, **ROUTERS[family])))
+    policy.replay_routing()
+    engine = TransformersEngine(
+        policy.model, policy.tokenizer, eos_ids=policy.eos_token_ids, tells_experts=True
+    )
+    begin = torch.randint(4, 61, (20,), generator=rng).tolist()
+    prompts = [[*begin, *torch.randint(4, 61, (n,), generator=rng).tolist()] for n in (1, 5, 3)]
+
+    groups = engine.generate(prompts, 3, Sampling(max_completion_length=6, seed=3))
+
+    flat = [(prompt, c) for prompt, group in zip(prompts, groups, strict=True) for c in group]
+    for prompt, completion in flat:
+        assert len(completion.experts) == len(prompt) + len(completion.token_ids) - 1
+    table = Completions.of(
+        [prompt for prompt, _ in flat],
+        [c.token_ids for _, c in flat],
+        sampler_logprobs=[c.logprobs for _, c in flat],
+        inputs={EXPERTS: [c.experts for _, c in flat]},
+    )
+    annotator = Annotator(policy, micro_batch_tokens=10_000)
+    apart = (annotator.columns(table)[0] - table.columns["sampler_logprobs"]).abs()
+    assert apart.mean() < rounding_nats(torch.float32, "cpu")
+
+    blocks = expert_blocks(policy.base_model)
+    with torch.no_grad():
+        for block in blocks.values():
+            for weight in block.parameters():
+                if weight.ndim == 2 and len(weight) == 4:
+                    weight.copy_(torch.randn(weight.shape, generator=rng))
+    with recorded(policy.base_model) as take:
+        annotator.columns(table)
+        (replayed,) = take()
+        annotator.columns(replace(table, inputs={}))
+        (alone,) = take()
+    (batch,) = annotator.packed(table)
+    given = table.inputs[EXPERTS][batch.input_index][:, [*blocks]]
+    assert (given != UNKNOWN).all()
+    assert torch.equal(replayed[:, [*blocks]].sort(-1).values, given.sort(-1).values)
+    assert not torch.equal(alone[:, [*blocks]].sort(-1).values, given.sort(-1).values)
+
+
+def test_what_is_known_of_inputs_stays_with_its_tokens_when_a_table_is_cut_and_joined():
+    told = [np.arange(4).reshape(4, 1, 1), np.arange(10, 12).reshape(2, 1, 1), np.full((6, 1, 1), 7)]
+    table = Completions.of(
+        [(5, 6), (5, 6), (8, 9, 9)], [(1, 2, 3), (4, 4), (1, 1, 1)], inputs={EXPERTS: told}
+    )
+
+    joined = Completions.join([table.select([2, 0]), table.select([1])])
+    again = Completions.from_tensors(joined.tensors())
+
+    assert table.inputs[EXPERTS].flatten().tolist() == [0, 1, 7, 7, 7, 2, 3, -1, -1, -1, 7, 7, 7]
+    assert again.inputs[EXPERTS].flatten().tolist() == [0, 1, 7, 7, 7, 0, 1, 7, 7, 7, 2, 3, -1, -1, -1]
+
+
+def test_a_reference_that_is_the_model_without_adapters_routes_by_itself(load, rng, samples):
+    lora = {"r": 2, "target_modules": ["q_proj", "v_proj"]}
+    policy = load("qwen3_moe", lora=lora)
+    policy.replay_routing()
+    choices = random_choices(rng, len(samples.prompt_ids) + len(samples.token_ids))
+    annotator = Annotator(policy, micro_batch_tokens=10_000)
+
+    given = replace(samples, inputs={EXPERTS: choices})
+
+    assert torch.equal(annotator.reference_logprobs(given), annotator.reference_logprobs(samples))
+    assert not torch.equal(annotator.columns(given)[0], annotator.columns(samples)[0])
+
+
+def test_a_model_without_experts_or_whose_experts_cannot_be_given_is_refused(load):
+    with pytest.raises(ValueError, match="router_replay = true, and LlamaForCausalLM has no experts"):
+        load("llama").replay_routing()
+    with pytest.raises(ValueError, match="PhimoeSparseMoeBlock in layer 0 does not compute with the experts"):
+        load("phimoe").replay_routing()  # whose router takes the best score, twice
