@@ -28,6 +28,10 @@ SLEEP_SECONDS = 0.2  # of vLLM's falling asleep and waking, a step
 
 FUSED_4_BITS = 4  # rows up to which bitsandbytes multiplies 4-bit weights as they are on every GPU
 
+# How often peft reads or writes each number of experts in one tensor: their sums with what adapters add are
+# made twice in a forward, and their gradient is written, and read for both factors.
+SUMMING, GRADIENT = 4, 3
+
 LAYER_SECONDS = 7e-4  # the least that a layer takes: its launches
 
 
@@ -45,6 +49,10 @@ def update_seconds(of: Predictor, work: Work) -> float:
     launches = (run.num_iterations * passes + forwards) * work.count * shape.depth
     # Each micro-batch's gradient is written and read, and its float32 sum is read and written.
     moved = run.num_iterations * work.count * (2 * shape.itemsize + 8) * (shape.narrow + shape.wide)
+    if summed := sum(shape.plain.merged):  # experts under adapters: a gradient of each sum, and its way
+        flops += run.num_iterations * 2 * shape.active_mlp * work.inputs
+        often = SUMMING * (passes - backward) + GRADIENT
+        moved += run.num_iterations * work.count * often * summed
     computing = max(flops / (REACHED_FLOPS * device.flops), launches * LAYER_SECONDS)
     if run.model.gradient_checkpointing == "offload":  # inputs leave and come back beside it
         computing = max(computing, 2 * run.num_iterations * shape.inputs(work.inputs) / _host_link(device))

@@ -95,6 +95,27 @@ def test_a_token_of_a_mixture_visits_the_experts_it_chooses(config: Any, predict
     assert shape.active == others + shape.parameters["experts"] // 2
 
 
+def test_adapters_of_experts_cost_a_pass_over_all_experts_in_each_micro_batch(
+    config: Any, predictor: Any
+) -> None:
+    shapes = Shapes(config("qwen3_moe", num_experts=64, moe_intermediate_size=512))
+
+    def seconds(count: int, **keys: Any) -> float:
+        made = predictor(shapes, device_budget("H100"), dtype="bfloat16", **keys)
+        assert made.shape.plain.merged == (
+            (3 * 64 * 512 * 128 * 2,) * 3 if "experts" in str(keys) else (0,) * 3
+        )
+        return update_seconds(made, replace(whole_step(STEP), count=count))
+
+    def of_one(**keys: Any) -> float:
+        return seconds(2, **keys) - seconds(1, **keys)
+
+    lora = {"r": 1, "target_modules": ["q_proj", "experts"]}
+    attention = {"r": 1, "target_modules": ["q_proj"]}
+    whole = 3 * 3 * 64 * 512 * 128 * 2  # bytes of all layers' experts, read once and written once at least
+    assert of_one(lora=lora) - of_one(lora=attention) > 2 * whole / device_budget("H100").bandwidth
+
+
 def test_only_16_bits_on_a_gpu_with_published_speeds_have_an_estimate(config: Any, predictor: Any) -> None:
     shapes = Shapes(config())
 
