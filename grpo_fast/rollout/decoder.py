@@ -17,8 +17,6 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin
 
-from grpo_fast.policy.attention import PACKED_ATTENTION
-from grpo_fast.policy.attention import register as register_packed_attention
 from grpo_fast.policy.price import KvLayer
 from grpo_fast.rollout.images import ImagePrompts
 
@@ -44,7 +42,7 @@ class ExpandedDecoder:
 
     def __init__(self, model: PreTrainedModel, max_new: int) -> None:
         self.model, self.max_new = model, max_new
-        self.attention = unpacked_attention(model)
+        self.attention: str = model.config._attn_implementation  # as it is trained
         self.cache: Any = None
         self._cache_name = ""
         self.images: ImagePrompts | None = None  # of prompts with negative tokens
@@ -204,13 +202,6 @@ class RecomputedDecoder(ExpandedDecoder):
         return output.logits[:, -1]
 
 
-def unpacked_attention(model: PreTrainedModel) -> str:
-    """What computes its attention as in training, sequence by sequence."""
-    name: str = model.config._attn_implementation
-    sinks = name == PACKED_ATTENTION and not model._supports_sdpa
-    return "eager" if sinks else name  # SDPA does not know them
-
-
 def changed(held: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """`held`, with `change` of each tensor of rows that it is or has; caches and layers change in place."""
     if isinstance(held, Tensor):
@@ -240,6 +231,3 @@ def selected(held: Any, rows: Tensor, count: int) -> Any:
         return tensor.index_select(0, rows)
 
     return changed(held, select)
-
-
-register_packed_attention()

@@ -127,6 +127,20 @@ def test_a_slower_way_is_taken_with_one_warning_that_says_why(family, way, reaso
     assert re.search(reason, record.getMessage())
 
 
+@pytest.mark.parametrize(("flips", "way"), [({2}, SharedPrefixDecoder), ({1, 2, 3}, ExpandedDecoder)])
+def test_a_single_token_that_differs_does_not_condemn_a_way(flips, way, family_model, monkeypatch):
+    """As where a router's choice between two experts falls otherwise in 16 bits."""
+    model, calls, plain = family_model("llama"), [], SharedPrefixDecoder.step
+
+    def step(decoder, tokens):
+        calls.append(tokens)
+        return plain(decoder, tokens) * (3.0 if len(calls) in flips else 1.0)
+
+    monkeypatch.setattr(SharedPrefixDecoder, "step", step)
+
+    assert fitting_decoder(model) is way
+
+
 def test_a_model_that_sees_later_tokens_is_not_sampled():
     torch.manual_seed(0)
     config = BertConfig(
