@@ -24,8 +24,8 @@ _BASE = ".base_layer"  # in the name of what an adapter wraps
 
 
 def add_lora(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
-    """Adapters in the model's dtype on every layer named; `all-linear` leaves the output head out, and the
-    routers of a mixture of experts.
+    """Adapters in the model's dtype on every layer named; `all-linear` leaves the output head out, the
+    routers of a mixture of experts, weights that layers share, and what Mamba's kernels read.
 
     In float32 each would keep a float32 copy of its input for the backward; the optimiser has the masters.
 
@@ -34,16 +34,20 @@ def add_lora(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
     """
     import peft
 
+    given = f"model.lora.target_modules = {config.target_modules!r}"
+    shared = _shared(model)
+    excluded = [] if language_model(model) is model else [_BESIDE_THE_LANGUAGE_MODEL]
+    if str(config.target_modules).lower() == "all-linear":
+        excluded += map(re.escape, sorted(shared | _read_by_kernels(model)))
     alpha: Any = config.alpha  # annotated as an int, and used as a number
     lora = peft.LoraConfig(
         r=config.r,
         lora_alpha=alpha,
         lora_dropout=config.dropout,
         target_modules=config.target_modules,
-        exclude_modules=None if language_model(model) is model else _BESIDE_THE_LANGUAGE_MODEL,
+        exclude_modules="|".join(excluded) or None,
         task_type="CAUSAL_LM",
     )
-    given = f"model.lora.target_modules = {config.target_modules!r}"
     try:
         if fused_experts(model):
             adapted = _with_experts(model, lora)
@@ -52,14 +56,40 @@ def add_lora(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
     except ValueError as error:
         raise ValueError(f"{given}: {error}") from error
     settings: Any = model.config if sees_images(model.config) else model.config.get_text_config()
-    tied = settings.tie_word_embeddings
+    tied = getattr(settings, "tie_word_embeddings", False)
     tables = [model.get_output_embeddings(), *([model.get_input_embeddings()] if tied else [])]
     if any(isinstance(table, peft.tuners.lora.LoraLayer) for table in tables):
         raise ValueError(
             f"{given} reaches the output head, whose weight the loss takes as it is; leave the head and an "
             "embedding tied to it out"
         )
+    wrapped = {name for name, part in model.named_modules() if isinstance(part, peft.tuners.lora.LoraLayer)}
+    if of_several := sorted(shared & wrapped):
+        raise ValueError(
+            f"{given} reaches {of_several[0]}, whose weight several layers share, and each would have an "
+            "adapter of its own; leave it out, or set all-linear"
+        )
     return adapted
+
+
+def _shared(model: PreTrainedModel) -> set[str]:
+    """Layers whose weight another one has as well, as Zamba's attention; a tied head is not meant."""
+    tables = (model.get_output_embeddings(), model.get_input_embeddings())
+    owners: dict[int, list[str]] = {}
+    for name, module in model.named_modules():
+        if isinstance(weight := getattr(module, "weight", None), Tensor) and module not in tables:
+            owners.setdefault(id(weight), []).append(name)
+    return {name for names in owners.values() if len(names) > 1 for name in names}
+
+
+def _read_by_kernels(model: PreTrainedModel) -> set[str]:
+    """Layers of Mamba whose weight is read as it is, without calling them: an adapter would do nothing."""
+    return {
+        f"{name}.{part}"
+        for name, mixer in model.named_modules()
+        if hasattr(mixer, "A_log") and hasattr(mixer, "D")
+        for part in ("conv1d", "dt_proj", "out_proj")
+    }
 
 
 def _with_experts(model: PreTrainedModel, lora: Any) -> PeftModel:

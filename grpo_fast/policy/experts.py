@@ -56,7 +56,8 @@ def fused_experts(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _is_stack(name: str, parameter: Tensor) -> bool:
-    return parameter.ndim == 3 and min(parameter.shape[1:]) > 1 and "conv" not in name
+    of_heads = any(mark in name for mark in ("conv", "mamba", "rg_lru"))  # a matrix for each head
+    return not of_heads and parameter.ndim == 3 and min(parameter.shape[1:]) > 1
 
 
 def require_router(config: ModelConfig, architecture: PreTrainedConfig) -> None:

@@ -95,6 +95,40 @@ def test_experts_in_one_tensor_are_adapted_beside_the_attention_and_exported(
     assert dict(policy.named_weights()).keys() == weights.keys() > names
 
 
+MAMBA = {"mamba_d_state": 8, "n_mamba_heads": 8, "mamba_ngroups": 1, "num_hidden_layers": 4}
+SHARED = {"zamba2": MAMBA | {"layers_block_type": ["mamba", "hybrid"] * 2, "adapter_rank": 4}}
+
+
+def with_shared_layers(folder: Path, **lora: Any) -> Policy:
+    """Of Zamba 2: the attention and MLP of its hybrid layers are the same."""
+    config = AutoConfig.for_model("zamba2", **SIZES | SHARED["zamba2"])
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    settings = ModelConfig(path="-", lora=LoraConfig(r=2, **lora))
+    return Policy(prepare_to_train(model, settings), AutoTokenizer.from_pretrained(folder))
+
+
+def test_all_linear_leaves_out_what_layers_share_and_what_kernels_read(
+    folder_of: Callable[..., Path], tmp_path: Path
+) -> None:
+    policy, ids = with_shared_layers(folder_of("llama")), torch.arange(4, 20)[None]
+    with torch.no_grad():
+        for parameter in policy.trainable().values():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    names = policy.changing_weights()
+
+    policy.save_pretrained(tmp_path)
+
+    exported = AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float32, attn_implementation="eager"
+    )
+    torch.testing.assert_close(logprobs(exported, ids), logprobs(policy.model, ids), rtol=0, atol=1e-5)
+    assert any("mamba.in_proj" in name for name in names)
+    assert not [name for name in names if "shared_transformer.self_attn.q_proj" in name]
+    assert not [name for name in names if "mamba.out_proj" in name]
+    with pytest.raises(ValueError, match=r"reaches .*q_proj, whose weight several layers share"):
+        with_shared_layers(folder_of("llama"), target_modules=["q_proj"])
+
+
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])  # whose tensors lie in both orders
 def test_what_is_merged_is_what_peft_adds_rounded_once(
     folder_of: Callable[..., Path], family: str, seed: int
