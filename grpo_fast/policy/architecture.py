@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterable, Sequence
+from functools import partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -169,6 +170,36 @@ def backbone(model: PreTrainedModel) -> Any:
     return inner.base_model if inner.base_model is not inner else inner.model
 
 
+def head_reader(model: PreTrainedModel) -> Any:
+    """What computes the states that the head reads: called as the backbone is, which mostly it is.
+
+    In BERT and ModernBERT's decoder a layer stands between the two; there all is computed but the logits.
+    """
+    inner, head = backbone(model), model.get_output_embeddings()
+    others = [part for part in model.children() if part is not inner and part is not head]
+    if any([*part.parameters()] for part in others):
+        return partial(_before_the_head, model, head)
+    return inner
+
+
+def _before_the_head(model: PreTrainedModel, head: nn.Module, **inputs: Any) -> Any:
+    """Output of a backbone: (B, T, H) as the head is given them, which makes logits of no token."""
+    from transformers.modeling_outputs import BaseModelOutput
+
+    states: list[Tensor] = []
+
+    def read(_: nn.Module, given: tuple[Tensor]) -> tuple[Tensor]:
+        states.append(given[0])
+        return (given[0][:, :0],)
+
+    hook = head.register_forward_pre_hook(read)
+    try:
+        model(**inputs)
+    finally:
+        hook.remove()
+    return BaseModelOutput(last_hidden_state=states[0])
+
+
 def head_parameters(model: PreTrainedModel) -> HeadParameters:
     """Read the head of a transformers causal language model, under the names its configuration uses.
 
@@ -205,6 +236,8 @@ def logit_softcap(config: PreTrainedConfig) -> float | None:
 def _logit_scale(config: PreTrainedConfig) -> float:
     if (scale := getattr(config, "logit_scale", None)) is not None:  # Cohere
         return float(scale)
+    if (width := getattr(config, "logits_mup_width_multiplier", None)) is not None:  # Inkling
+        return 1.0 / float(width)
     scaling = getattr(config, "logits_scaling", None)
     if scaling is None:
         return 1.0

@@ -441,10 +441,11 @@ def flash_obstacle(config: PreTrainedConfig) -> str | None:
 
 
 def head_dims(text: PreTrainedConfig) -> set[int]:
-    """Numbers of a query or key of one head, of each kind of layer."""
+    """Numbers of a query or key of one head, of each kind of layer; 0 of those without heads."""
     found: set[int] = set()
     for layer in getattr(text, "per_layer_config", None) or [text]:  # Gemma 4's differ
-        size = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
+        heads = getattr(layer, "num_attention_heads", 0)  # Mamba has none
+        size = heads and (getattr(layer, "head_dim", None) or layer.hidden_size // heads)
         found |= {size, getattr(layer, "global_head_dim", None) or size}
     return found
 

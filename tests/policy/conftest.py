@@ -52,6 +52,8 @@ FAMILIES = {
         **{"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8},
         **{"linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"], "head_dim": 8},
     },
+    "bert": {"is_decoder": True},  # whose head reads what a layer of its own makes
+    "modernbert-decoder": {"sliding_window": 4, "layer_types": ["full_attention", "sliding_attention"]},
     "gpt2": {"n_inner": 48},
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 8},

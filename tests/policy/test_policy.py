@@ -160,7 +160,18 @@ def test_rollout_and_update_have_the_rotary_positions_of_the_runs_longest_sequen
 @pytest.mark.parametrize(
     "family",
     [
-        *("apertus", "ernie4_5_moe", "gemma3_text", "glm4", "gpt_neox", "jetmoe", "minimax_m2", "olmo3"),
+        *(
+            "apertus",
+            "bert",
+            "modernbert-decoder",
+            "ernie4_5_moe",
+            "gemma3_text",
+            "glm4",
+            "gpt_neox",
+            "jetmoe",
+            "minimax_m2",
+            "olmo3",
+        ),
         *("persimmon", "phi", "phi3", "seed_oss", "smollm3", "starcoder2", "vaultgemma"),
     ],
 )
