@@ -15,9 +15,9 @@ from grpo_fast.plan.model_shape import Shapes, random_model, with_layers
 from grpo_fast.plan.prediction import Predictor, transient_bytes
 from grpo_fast.plan.sizes import StepSizes
 from grpo_fast.policy import PackedBatch, Policy, PolicyOptimizer, pack
+from grpo_fast.policy.architecture import packing_obstacle
 from grpo_fast.policy.attention import PACKED_ATTENTION, register
 from grpo_fast.policy.config import ModelConfig
-from grpo_fast.policy.load import resolve_packing
 from grpo_fast.table import Completions
 from grpo_fast.update import packed_loss
 
@@ -124,8 +124,9 @@ def random_policy(
 ) -> Policy:
     """A policy as `load_policy` makes it, with random weights and no tokenizer."""
     register()
-    packs = resolve_packing(model, model_config)
-    found = random_model(model_config, model, attention=PACKED_ATTENTION if packs else None, device=device)
+    own = PACKED_ATTENTION if packing_obstacle(model_config) is None else None
+    found, packs = random_model(model_config, model, attention=own, device=device), own is not None
+    packs &= model.packing == "auto"
     return Policy(found, cast("PreTrainedTokenizerBase", None), attention=attention, packs=packs)
 
 

@@ -186,7 +186,7 @@ def _before_the_head(model: PreTrainedModel, head: nn.Module, **inputs: Any) -> 
     """Output of a backbone: (B, T, H) as the head is given them, which makes logits of no token."""
     from transformers.modeling_outputs import BaseModelOutput
 
-    states: list[Tensor] = []
+    states: list[Any] = []
 
     def read(_: nn.Module, given: tuple[Tensor]) -> tuple[Tensor]:
         states.append(given[0])

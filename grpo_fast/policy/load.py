@@ -88,7 +88,8 @@ def load_policy(
         resolve_source(config.path),
         auto_class(architecture),
         dtype=getattr(torch, config.dtype),
-        attn_implementation=PACKED_ATTENTION if packs else None,  # or the model's own
+        # Without documents it is transformers' SDPA, softcap and sinks besides.
+        attn_implementation=PACKED_ATTENTION if packing_obstacle(architecture) is None else None,
         use_safetensors=True,
         **_origin(config),
         **(loading_settings(config, home) if quantized else {}),

@@ -155,7 +155,8 @@ def test_flex_attentions_blocks_count_the_pairs_that_see_each_other() -> None:
         position_ids=torch.tensor([*range(10), 8, *range(1, 3), 3, 4]).sub(torch.tensor([0] * 11 + [1] * 4)),
         segment_ids=torch.tensor([0] * 8 + [1, 1, 2] + [0] * 3 + [1]),
         cu_seqlens=torch.tensor([0, 11, 15], dtype=torch.int32),
-        **dict.fromkeys(("loss_index", "targets", "sequence_ids", "group_ids", "rows", "token_index"), None),
+        **dict.fromkeys(("loss_index", "targets", "sequence_ids", "group_ids", "rows"), None),
+        **dict.fromkeys(("token_index", "input_index"), None),
         num_sequences=3,
     )
     tokens = torch.arange(15)
