@@ -8,7 +8,10 @@ no cache, or one that is wrong. `SharedPrefixDecoder`, in a file of its own, cop
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from math import expm1, inf, log
 from typing import Any, ClassVar
 
 import torch
@@ -200,6 +203,29 @@ class RecomputedDecoder(ExpandedDecoder):
         finally:
             hook.remove()
         return output.logits[:, -1]
+
+
+@contextmanager
+def bounded_steps(model: nn.Module) -> Iterator[None]:
+    """Layers of Mamba 2 keep their time step within its limits token by token, too, as Nemotron-H's and
+    Zamba 2's do in a forward of a sequence: transformers leaves the limits out of its decoding."""
+    modules: Iterable[Any] = model.modules()
+    limited = [m for m in modules if getattr(m, "time_step_limit", (0, inf)) != (0, inf)]
+    hooks = [mixer.in_proj.register_forward_hook(partial(_bound_step, mixer)) for mixer in limited]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _bound_step(mixer: Any, _: nn.Module, __: object, projected: Tensor) -> Tensor:
+    """(B, T, D), whose last columns are what the time step is the softplus of, but for its bias."""
+    # softplus(x) = y where x = y + log(1 - exp(-y))
+    low, high = (y + log(-expm1(-y)) if y else -inf for y in mixer.time_step_limit)
+    bias, heads = mixer.dt_bias, len(mixer.dt_bias)
+    rest, step = projected.split([projected.shape[-1] - heads, heads], -1)
+    return torch.cat([rest, step.float().clamp(low - bias, high - bias).to(step.dtype)], -1)
 
 
 def changed(held: Any, change: Callable[[Tensor], Tensor]) -> Any:

@@ -19,7 +19,7 @@ from grpo_fast.policy import Policy
 from grpo_fast.policy.architecture import fix_rope
 from grpo_fast.policy.routing import recorded
 from grpo_fast.rollout.choice import fitting_decoder, set_attention
-from grpo_fast.rollout.decoder import ExpandedDecoder, Prompt, RecomputedDecoder
+from grpo_fast.rollout.decoder import ExpandedDecoder, Prompt, RecomputedDecoder, bounded_steps
 from grpo_fast.rollout.images import ImagePrompts
 from grpo_fast.rollout.requests import Requests
 from grpo_fast.rollout.sampling import draw, make_warper
@@ -121,7 +121,7 @@ class TransformersEngine:
         attention = self._base.config._attn_implementation
         try:
             # Not inference_mode: a buffer that a forward replaces (dynamic RoPE) must remain trainable with.
-            with evaluation_mode(self.model), torch.no_grad():
+            with evaluation_mode(self.model), bounded_steps(self._base), torch.no_grad():
                 yield
         finally:
             set_attention(self._base, attention)

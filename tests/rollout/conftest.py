@@ -84,7 +84,6 @@ MAMBA = {
     "mamba_n_groups": 1,
     "mamba_chunk_size": 8,
 }
-EXACT = {"time_step_min": 1e-9}  # of which transformers makes a bound, but not where it decodes
 
 
 def made(family: str, **sizes: object) -> PreTrainedModel:
@@ -110,7 +109,7 @@ MAKERS = {
     "bamba": lambda: made("bamba", **MAMBA, attn_layer_indices=[1]),
     "nemotron_h": lambda: made(
         "nemotron_h",
-        **EXPERTS | EXACT,
+        **EXPERTS,
         layer_types=["linear_attention", "moe", "full_attention", "mlp"],
         mamba_num_heads=8,
         mamba_head_dim=8,
@@ -122,7 +121,6 @@ MAKERS = {
     "falcon_h1": lambda: made("falcon_h1", **MAMBA, mamba_d_ssm=64),
     "zamba2": lambda: made(
         "zamba2",
-        **EXACT,
         layers_block_type=["linear_attention", "hybrid"] * 2,
         initializer_range=0.1,
         num_hidden_layers=4,

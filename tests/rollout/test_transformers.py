@@ -11,7 +11,7 @@ import torch
 from grpo_fast.rollout import Sampling, make_engine, shared_prefix
 from grpo_fast.rollout import transformers as engine_module
 from grpo_fast.rollout.config import RolloutConfig
-from grpo_fast.rollout.decoder import EvenDecoder, ExpandedDecoder, RecomputedDecoder
+from grpo_fast.rollout.decoder import EvenDecoder, ExpandedDecoder, RecomputedDecoder, bounded_steps
 from grpo_fast.rollout.shared_prefix import HybridDecoder, SharedPrefixDecoder
 from grpo_fast.rollout.transformers import TransformersEngine
 
@@ -67,9 +67,10 @@ def test_logprobs_equal_those_of_a_full_forward_and_greedy_equals_transformers_g
 
     assert largest_difference(as_policy(model), prompts, groups, 0.6) < 1e-4
     for prompt, (completion,) in zip(prompts, engine.generate(prompts, 1, GREEDY), strict=True):
-        expected = model.generate(
-            torch.tensor([prompt]), do_sample=False, max_new_tokens=SAMPLING.max_completion_length
-        )
+        with bounded_steps(model):
+            expected = model.generate(
+                torch.tensor([prompt]), do_sample=False, max_new_tokens=SAMPLING.max_completion_length
+            )
         assert completion.token_ids == tuple(expected[0, len(prompt) :].tolist())
 
 
