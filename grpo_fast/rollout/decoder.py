@@ -252,8 +252,9 @@ def selected(held: Any, rows: Tensor, count: int) -> Any:
     """
 
     def select(tensor: Tensor) -> Tensor:
-        if len(tensor) != count:
+        axis = 0 if tensor.is_floating_point() else tensor.dim() - 2  # positions may be of planes: (3, B, T)
+        if tensor.shape[axis] != count:
             raise NotImplementedError(f"its cache holds {tuple(tensor.shape)} for {count} rows")
-        return tensor.index_select(0, rows)
+        return tensor.index_select(axis, rows)
 
     return changed(held, select)

@@ -151,6 +151,15 @@ def test_a_model_that_sees_later_tokens_is_not_sampled():
         fitting_decoder(BertLMHeadModel(config).eval())
 
 
+def test_rows_of_positions_in_planes_are_selected_beside_states():
+    positions, states = torch.arange(3 * 4 * 2).view(3, 4, 2), torch.rand(4, 5)
+
+    found = selected({"positions": positions, "layers": [(states,), torch.zeros(1)]}, torch.tensor([0, 3]), 4)
+
+    assert torch.equal(found["positions"], positions[:, [0, 3]])
+    assert torch.equal(found["layers"][0][0], states[[0, 3]])
+
+
 def test_a_cache_that_holds_other_rows_is_not_selected_from():
     with pytest.raises(NotImplementedError, match=r"\(2, 3\) for 4 rows"):
         selected([torch.zeros(2, 3)], torch.tensor([0]), 4)
