@@ -13,6 +13,7 @@ from PIL import Image
 
 from grpo_fast.data.config import DatasetConfig
 from grpo_fast.data.dataset import PromptDataset, exclude_overlap, prompts_of
+from grpo_fast.data.images import placed
 from grpo_fast.policy import load_tokenizer
 from grpo_fast.policy.config import ModelConfig
 from tests.vision_models import IMAGE_ID, picture, save_vision_model
@@ -124,3 +125,20 @@ def test_paths_are_beside_the_data(tmp_path: Path, prompts: Prompts) -> None:
     tokenizer = load_tokenizer(ModelConfig(path=str(model)))
     found = prompts_of(rows, DatasetConfig(source=str(tmp_path / "rows.jsonl")), tokenizer)
     assert found[0].token_ids == tokens
+
+
+def test_parts_are_those_of_trl() -> None:
+    theirs = pytest.importorskip("trl.data_utils").prepare_multimodal_messages
+    one, two = picture(8, 8), picture(8, 8)
+    plain = [
+        {"role": "system", "content": "one"},
+        {"role": "user", "content": "how"},
+        {"role": "assistant", "content": "two"},
+        {"role": "user", "content": "many"},
+    ]
+    in_parts = [plain[0], *user("how", {"type": "image"}, "many", {"type": "image"})]
+    for turns in (plain, in_parts):
+        ours, images = placed(turns, [one, two])
+        right = theirs(turns, images=[one, two])
+        shown = [part.pop("image") for turn in right for part in turn["content"] if part["type"] == "image"]
+        assert ours == right and images == shown
