@@ -12,7 +12,7 @@ from torch import Tensor
 from grpo_fast.data.config import DatasetConfig
 from grpo_fast.data.dataset import PromptDataset, prompts_of
 from grpo_fast.data.images import ImageReader
-from grpo_fast.policy import PackedBatch, Policy, load_policy, pack
+from grpo_fast.policy import Policy, load_policy, pack
 from grpo_fast.policy.attention import PackedLayout
 from grpo_fast.policy.config import LoraConfig, ModelConfig
 from grpo_fast.table import Completions
@@ -149,20 +149,17 @@ def test_a_written_model_has_its_tower_and_its_processor(folder: Path, tmp_path:
 
 
 def test_flex_attentions_blocks_count_the_pairs_that_see_each_other() -> None:
-    runs = torch.tensor([-1, 0, 0, 0, -1, 1, 1, -1, -1, -1, -1, 2, 2, -1, -1])
-    batch = PackedBatch(
-        input_ids=torch.zeros(15, dtype=torch.int64),
-        position_ids=torch.tensor([*range(10), 8, *range(1, 3), 3, 4]).sub(torch.tensor([0] * 11 + [1] * 4)),
-        segment_ids=torch.tensor([0] * 8 + [1, 1, 2] + [0] * 3 + [1]),
-        cu_seqlens=torch.tensor([0, 11, 15], dtype=torch.int32),
-        **dict.fromkeys(("loss_index", "targets", "sequence_ids", "group_ids", "rows"), None),
-        **dict.fromkeys(("token_index", "input_index"), None),
-        num_sequences=3,
-    )
-    tokens = torch.arange(15)
+    table = Completions.of([[1] * 8, [1] * 8, [1] * 3], [[2] * 3, [2] * 4, [2] * 2])
+    (batch,) = pack(table, max_tokens=100, device="cpu")
+    images = torch.full_like(batch.input_ids, -1)
+    first, second = batch.cu_seqlens[:-1].tolist()
+    for number, (start, end) in enumerate([(1, 4), (5, 7), (second - first + 1, second - first + 3)]):
+        images[first + start : first + end] = number
+    tokens = torch.arange(len(images))
     for window in (None, 3):
-        layout = PackedLayout(batch, "flex_attention", runs)
-        seen = torch.zeros(15, 15, dtype=torch.int64)
+        layout = PackedLayout(batch, "flex_attention", images)
+        seen = torch.zeros(len(images), len(images), dtype=torch.int64)
         for start, end in layout.ranges(window):
             seen += (tokens >= start[:, None]) & (tokens < end[:, None])
         assert torch.equal(seen, layout.visible(tokens[:, None], tokens, window).long())
+        assert seen[first + 1, first + 3] and not seen[first + 4, first + 5]
