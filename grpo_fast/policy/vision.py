@@ -83,6 +83,7 @@ class Vision:
         self.reader = reader
         self.token: int = config.image_token_id
         self._seen: OrderedDict[PromptImages, Seen] = OrderedDict()
+        self._bytes = 0  # of these
         backbone: Any = model.base_model
         self._takes = inspect.signature(backbone.get_image_features).parameters
 
@@ -102,9 +103,10 @@ class Vision:
         """Computed once, as long as there is room to keep it."""
         if images not in self._seen:
             self._seen[images] = self._look(images)
+            self._bytes += _nbytes(self._seen[images])
         self._seen.move_to_end(images)
-        while len(self._seen) > 1 and sum(map(_nbytes, self._seen.values())) > KEPT_BYTES:
-            self._seen.popitem(last=False)
+        while len(self._seen) > 1 and self._bytes > KEPT_BYTES:
+            self._bytes -= _nbytes(self._seen.popitem(last=False)[1])
         return self._seen[images]
 
     @torch.no_grad()

@@ -133,6 +133,20 @@ def test_the_tower_looks_once_at_a_prompt_and_is_neither_trained_nor_adapted(fol
     assert all(adapter.grad is not None for adapter in policy.trainable().values())
 
 
+def test_features_used_longest_ago_make_room(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = load(folder)
+    first, second, third = (prompt.images for prompt in questions(policy)[:3])
+    assert first and second and third
+    kept = policy.vision.of(second), policy.vision.of(third)
+    room = 2 * kept[0].features.nbytes * (1 + len(kept[0].deep))
+    monkeypatch.setattr("grpo_fast.policy.vision.KEPT_BYTES", room)
+    policy.vision.of(second)
+    policy.vision.of(first)
+    assert policy.vision.of(first) is policy.vision.of(first)
+    assert policy.vision.of(third) is not kept[1]
+    assert torch.equal(policy.vision.of(third).features, kept[1].features)
+
+
 def test_a_written_model_has_its_tower_and_its_processor(folder: Path, tmp_path: Path) -> None:
     policy = load(folder, lora=LoraConfig(r=2))
     for adapter in policy.trainable().values():
