@@ -60,8 +60,10 @@ class RoutingReplay:
                 partial(self._hand_over, number, block), with_kwargs=True
             )
             block.chosen = None
-            block.plain_forward = block.forward
-            block.forward = MethodType(self._run, block)
+            # Within what a backward recomputes, so that it recomputes with the experts that are given.
+            name = "plain_forward" if hasattr(block, "plain_forward") else "forward"
+            block.routed_forward = getattr(block, name)
+            setattr(block, name, MethodType(self._run, block))
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -88,9 +90,9 @@ class RoutingReplay:
 
     def _run(self, block: Any, *args: Any, **kwargs: Any) -> Any:
         if block.chosen is None:
-            return block.plain_forward(*args, **kwargs)
+            return block.routed_forward(*args, **kwargs)
         with _Given(block.chosen, number_of_experts(block)) as given:
-            result = block.plain_forward(*args, **kwargs)
+            result = block.routed_forward(*args, **kwargs)
         if torch.is_grad_enabled():
             self._told += given.told
         return result

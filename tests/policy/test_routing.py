@@ -68,7 +68,7 @@ def random_choices(rng: torch.Generator, tokens: int) -> torch.Tensor:
     return torch.rand(tokens, 2, 4, generator=rng).argsort(-1)[..., :2].to(torch.int16)
 
 
-@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize("recomputed", [False, True, "mlp"])
 def test_given_experts_give_the_log_probabilities_and_gradients_of_a_model_that_is_routed_by_hand(
     load, folder_of, rng, samples, recomputed
 ):
