@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from grpo_fast.head import HeadParameters
-from grpo_fast.policy.attention import PackedLayout
 from grpo_fast.policy.layers import decoder_layers
+from grpo_fast.policy.layout import PackedLayout
 from grpo_fast.policy.packing import pack
 from grpo_fast.policy.quantization import is_quantized
 from grpo_fast.policy.vision import sees_images

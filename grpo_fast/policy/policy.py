@@ -19,8 +19,8 @@ from grpo_fast.distributed.world import SINGLE_PROCESS, World
 from grpo_fast.head import HeadParameters
 from grpo_fast.policy.adapters import adapted_weights, base_name, merged
 from grpo_fast.policy.architecture import fix_rope, head_parameters, head_reader
-from grpo_fast.policy.attention import PackedLayout
 from grpo_fast.policy.experts import chosen_share, is_expert
+from grpo_fast.policy.layout import PackedLayout
 from grpo_fast.policy.optimizer import MASTER
 from grpo_fast.policy.packing import PackedBatch, TokenCosts
 from grpo_fast.policy.quantization import count_numbers, dequantized, is_quantized

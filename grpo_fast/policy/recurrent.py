@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import conv1d, pad
 
-from grpo_fast.policy.attention import PackedLayout, repeated
 from grpo_fast.policy.layers import decoder_layers
-from grpo_fast.policy.rows import RowLayout
+from grpo_fast.policy.layout import PackedLayout
+from grpo_fast.policy.rows import RowLayout, repeated
 
 STATE_WRITES = frozenset({"update_conv_state", "update_recurrent_state", "set_linear_cache"})
 """What mixers of transformers call to leave a state in their cache."""

@@ -1,10 +1,11 @@
-"""Runs of a flat batch as padded rows of about equal lengths, for what computes rows and not documents."""
+"""Runs of a flat batch as padded rows of about equal lengths, for what computes rows and not documents; and
+rows of a tensor several times."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -84,3 +85,22 @@ def alike(lengths: np.ndarray) -> list[np.ndarray]:
             longest = int(lengths[run])
         batches[-1].append(run)
     return [np.array(batch) for batch in batches]
+
+
+def repeated(rows: Tensor, index: Tensor) -> Tensor:
+    """(R, ...) and (K,) int64 -> (K, ...): rows, some several times, their gradients summed in float32."""
+    return _Repeated.apply(rows, index)
+
+
+class _Repeated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.shape = rows.shape
+        return rows[index]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (index,), wide = ctx.saved_tensors, torch.promote_types(gradient.dtype, torch.float32)
+        total = torch.zeros(ctx.shape, dtype=wide, device=gradient.device)
+        return total.index_add_(0, index, gradient.to(wide)).to(gradient.dtype), None

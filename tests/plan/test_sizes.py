@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from grpo_fast.plan.sizes import StepSizes, largest, largest_micro_batch
 from grpo_fast.policy import PackedBatch, pack
-from grpo_fast.policy.attention import PackedLayout, visible_pairs
+from grpo_fast.policy.layout import PackedLayout, visible_pairs
 from grpo_fast.table import Completions
 
 SIZES = StepSizes(prompts=5, generations=6, prompt_length=30, completion_length=20, micro_batch_tokens=10**6)
@@ -38,7 +38,7 @@ def test_the_largest_micro_batch_is_the_one_that_pack_makes(sizes: StepSizes) ->
     """SDPA takes each completion by itself, as it takes long ones; short ones share a call, and a mask."""
     found, batches = largest_micro_batch(sizes), packed(sizes)
 
-    with patch("grpo_fast.policy.attention.PAIRS_A_CALL", -(10**9)):
+    with patch("grpo_fast.policy.layout.PAIRS_A_CALL", -(10**9)):
         layout = PackedLayout(batches[0], "sdpa")
         masks = [mask for mask in layout.masks(None) if mask is not None]
     pairs = [int(visible_pairs([bounds]).sum()) for bounds in layout.ranges(None)]

@@ -16,7 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from grpo_fast.plan.measure import peak_bytes
 from grpo_fast.policy import PackedBatch, Policy, pack
 from grpo_fast.policy.architecture import verify_policy
-from grpo_fast.policy.attention import BLOCK, PackedLayout, flash_obstacle, packed_attention
+from grpo_fast.policy.attention import flash_obstacle, packed_attention
+from grpo_fast.policy.layout import BLOCK, PackedLayout
 from grpo_fast.table import Completions
 
 Load = Callable[..., Policy]
@@ -51,7 +52,7 @@ def test_packed_logprobs_are_those_of_each_sequence_alone(
     load: Load, samples: Completions, family: str, together: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Short completions of a prompt in one call together, or each in one of its own."""
-    monkeypatch.setattr("grpo_fast.policy.attention.PAIRS_A_CALL", 10**6 if together else -(10**6))
+    monkeypatch.setattr("grpo_fast.policy.layout.PAIRS_A_CALL", 10**6 if together else -(10**6))
     policy = load(family)
     window = getattr(policy.base_model.config, "sliding_window", None)
 

@@ -13,8 +13,8 @@ from grpo_fast.data.config import DatasetConfig
 from grpo_fast.data.dataset import PromptDataset, prompts_of
 from grpo_fast.data.images import ImageReader
 from grpo_fast.policy import Policy, load_policy, pack
-from grpo_fast.policy.attention import PackedLayout
 from grpo_fast.policy.config import LoraConfig, ModelConfig
+from grpo_fast.policy.layout import PackedLayout
 from grpo_fast.table import Completions
 from tests.vision_models import CONFIGS, IMAGE_ID, OfGemma4, picture, save_vision_model
 
