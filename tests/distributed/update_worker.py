@@ -58,7 +58,11 @@ def check(name: str, toy: dict[str, Any], world: World, updates: int, eps: float
     seed, path = draw.randrange(2**31), draw.choice([toy["model"]["path"], toy["untied"]])
     toy = {**toy, "optimizer": ADAM, "model": toy["model"] | {"path": path}}
     merged = {k: {**toy.get(k, {}), **v} if isinstance(v, dict) else v for k, v in CASES[name].items()}
-    settings = {key: value for key, value in (toy | {"seed": seed} | merged).items() if key != "untied"}
+    settings = {
+        key: value
+        for key, value in (toy | {"seed": seed} | merged).items()
+        if key not in ("untied", "mixture")
+    }
     settings["optimizer"] = {**settings["optimizer"], "eps": eps}
     modes = [{"mode": "replicate"}, {"mode": "shard", "head": draw.choice(["gathered", "sharded"])}]
     alone, *several = (
@@ -106,6 +110,34 @@ def check(name: str, toy: dict[str, Any], world: World, updates: int, eps: float
             assert same, f"{case}: {key} is {told[key]}, alone {value}"
 
 
+def check_balance(toy: dict[str, Any], world: World) -> None:
+    """Of the same micro-batches a mixture's load-balancing loss moves the same weights, and is told the same,
+    however the ranks share weights and head."""
+    model = toy["model"] | {"path": toy["mixture"], "router_aux_loss": 0.5}
+    settings = {key: value for key, value in toy.items() if key not in ("untied", "mixture")}
+    settings |= {"model": model, "optimizer": ADAM, "micro_batch_tokens": 48}
+    modes = [{"mode": "replicate"}, *({"mode": "shard", "head": head} for head in ("gathered", "sharded"))]
+    found = []
+    for mode in modes:
+        trainer = build_trainer(TrainConfig.model_validate(settings | {"distributed": mode}), world)
+        assert isinstance(trainer, Trainer)
+        table, _ = trainer.collect(Clock())
+        samples, totals = to_train(table, trainer.config.advantage, trainer.config.loss)
+        metrics = trainer.update.run(samples, totals, Clock())
+        found.append((metrics, {name: weight.clone() for name, weight in trainer.policy.named_weights()}))
+    (told, weights), *others = found
+    for mode, (metrics, own) in zip(modes[1:], others, strict=True):
+        for key in ("router_aux_loss", "loss", "grad_norm"):
+            assert abs(metrics[key] - told[key]) <= 1e-5 * abs(told[key]), (
+                mode,
+                key,
+                metrics[key],
+                told[key],
+            )
+        for name, weight in weights.items():
+            assert float((weight - own[name]).norm()) <= 1e-5 * float(weight.norm()) + 1e-6, (mode, name)
+
+
 def send_moments_away(optimizer: PolicyOptimizer) -> None:
     """To the host's memory, from where they visit the coming step."""
     before, after = [], []
@@ -119,7 +151,9 @@ def send_moments_away(optimizer: PolicyOptimizer) -> None:
 def main(world: World, folder: str, updates: int, eps: float, seeds: int) -> None:
     optimizer_module.SMALLEST = 0
     toy = json.loads((Path(folder) / "toy.json").read_text())
-    toy["untied"] = f"{folder}/untied"
+    toy |= {name: f"{folder}/{name}" for name in ("untied", "mixture")}
+    if not updates:
+        check_balance(toy, world)
     draw = random.Random(toy["seed"])
     shards.BUCKET = draw.choice([1, shards.BUCKET])  # a tensor alone, or many
     names = draw.sample([*CASES], 3)
@@ -127,16 +161,20 @@ def main(world: World, folder: str, updates: int, eps: float, seeds: int) -> Non
         check(name, toy | {"seed": seed}, world, updates, eps)
 
 
-def untie(toy: dict[str, Any], folder: str) -> None:
-    """A second model, whose head is not its embedding, with weights of odd numbers of rows."""
+def make_others(toy: dict[str, Any], folder: str) -> None:
+    """A second model, whose head is not its embedding, with weights of odd numbers of rows; and a mixture."""
     tied = toy["model"]["path"]
     sizes = {"vocab_size": 25, "intermediate_size": 49}
-    config = AutoConfig.from_pretrained(tied, tie_word_embeddings=False, **sizes)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(tied).save_pretrained(folder)
+    untied = AutoConfig.from_pretrained(tied, tie_word_embeddings=False, **sizes)
+    sizes = {key: getattr(untied, key) for key in ("vocab_size", "hidden_size", "num_attention_heads")}
+    experts = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "head_dim": 4}
+    mixture = AutoConfig.for_model("qwen3_moe", num_hidden_layers=2, **sizes, **experts)
+    for name, config in (("untied", untied), ("mixture", mixture)):
+        AutoModelForCausalLM.from_config(config).save_pretrained(f"{folder}/{name}")
+        AutoTokenizer.from_pretrained(tied).save_pretrained(f"{folder}/{name}")
 
 
 if __name__ == "__main__":
-    untie(json.loads(Path(sys.argv[1], "toy.json").read_text()), f"{sys.argv[1]}/untied")
+    make_others(json.loads(Path(sys.argv[1], "toy.json").read_text()), sys.argv[1])
     folder, ranks, updates, eps, seeds = [*sys.argv[1:], *("0", str(ADAM["eps"]), "1")[len(sys.argv) - 3 :]]
     fork(main, int(ranks), folder, int(updates), float(eps), int(seeds))
