@@ -219,21 +219,32 @@ def saved_model(
     return save
 
 
-OF_EXPERTS = {
+_MAMBA = {
+    **{"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 1},
+    **{"mamba_chunk_size": 16},
+}
+_SERVED_MIXED = {"layer_types": ["linear_attention", "full_attention"]}
+SERVED_KINDS = {
     "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 48, "norm_topk_prob": True},  # padded to 64
     "olmoe": {"num_experts": 4},
     "mixtral": {"num_local_experts": 4},
+    "granitemoehybrid": _MAMBA | _SERVED_MIXED | {"num_local_experts": 4, "shared_intermediate_size": 64},
+    "falcon_h1": _MAMBA | {"mamba_d_ssm": 128},
+    "nemotron_h": {
+        **{"layer_types": ["linear_attention", "full_attention", "mlp"], "num_hidden_layers": 3},
+        **{"mamba_num_heads": 4, "mamba_head_dim": 32, "ssm_state_size": 16, "n_groups": 1, "chunk_size": 16},
+    },
 }
 
 
 @pytest.fixture
-def saved_experts(tmp_path, saved_model, tokenizer, seed):
-    """Save a random mixture of experts that vLLM takes, and give its folder."""
+def saved_kind(tmp_path, saved_model, tokenizer, seed):
+    """Save a random model of a kind that vLLM takes on a CPU, and give its folder."""
 
     def save(kind: str):
         shape = AutoConfig.from_pretrained(saved_model(tied=False)).to_dict()
         kept = {n: v for n, v in shape.items() if n not in ("model_type", "architectures", "attention_bias")}
-        sizes = kept | {"num_experts_per_tok": 2, "intermediate_size": 96} | OF_EXPERTS[kind]
+        sizes = kept | {"num_experts_per_tok": 2, "intermediate_size": 96} | SERVED_KINDS[kind]
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes))
         model.save_pretrained(tmp_path)
         tokenizer.save_pretrained(tmp_path)

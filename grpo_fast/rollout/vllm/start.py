@@ -27,6 +27,7 @@ from torch import nn
 from grpo_fast.distributed.world import SINGLE_PROCESS, World
 from grpo_fast.policy.quantization import unquantized
 from grpo_fast.policy.random_state import capture_rng, restore_rng
+from grpo_fast.policy.recurrent import recurrent_mixers
 from grpo_fast.policy.source import cache_folder
 from grpo_fast.rollout.config import VLLMConfig
 from grpo_fast.rollout.engines import Trained
@@ -252,6 +253,8 @@ def engine_arguments(
     if on_cpu:
         # After a part of a prompt vLLM turns its request's generator back, which a CPU's cannot be.
         arguments["enable_chunked_prefill"] = False
+        # States of recurrent layers vLLM caches for parts of prompts alone.
+        arguments["enable_prefix_caching"] = not recurrent_mixers(policy.base_model)
     if config.fp32_head:
         if problem := version_problem(installed_version(), FP32_HEAD_SINCE):
             raise ValueError(f"rollout.vllm.fp32_head = true: {problem}; or leave it out")

@@ -143,13 +143,14 @@ def _is_plain(owners: Sequence[nn.Parameter]) -> bool:
 
 
 def _is_whole(place: Placement, weight: Tensor | None) -> bool:
-    """Whether a contiguous weight was copied into as many contiguous elements of its dtype and device."""
+    """Whether a contiguous weight lies in as many contiguous elements of its dtype and device, as it is."""
     return (
         weight is not None
         and weight.is_contiguous()
         and place.target.is_contiguous()
         and (weight.numel(), weight.dtype, weight.device)
         == (place.target.numel(), place.target.dtype, place.target.device)
+        and place.holds(weight)  # a loader may go on where it has copied: -exp(A_log) of a Mamba layer
     )
 
 

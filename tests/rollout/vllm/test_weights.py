@@ -124,8 +124,8 @@ def test_weights_shared_while_an_engine_loads_in_inference_mode_can_be_trained(w
     assert storage_of(engine.qkv) == storage_of(weights["q"])
 
 
-@pytest.mark.parametrize("fault", ["another dtype", "another layout", "loaded twice"])
-def test_what_differs_in_dtype_or_layout_or_is_in_two_tensors_is_not_shared(engine, weights, fault):
+@pytest.mark.parametrize("fault", ["another dtype", "another layout", "loaded twice", "transformed"])
+def test_what_differs_in_dtype_or_layout_or_value_or_is_in_two_tensors_is_not_shared(engine, weights, fault):
     name = "down"
     if fault == "another dtype":
         weights["down"] = nn.Parameter(weights["down"].data.double())
@@ -135,10 +135,16 @@ def test_what_differs_in_dtype_or_layout_or_is_in_two_tensors_is_not_shared(engi
     if fault == "loaded twice":
         down = next(place for place in places if place.name == "down")
         places.append(replace(down, target=torch.empty_like(down.target)))
+    elif fault == "transformed":  # by a loader that goes on where it has copied
+        name, before = "q", weights["q"].detach().clone()
+        engine.qkv.data[: SIZES["q"]].exp_().neg_()
 
     shared = share(engine, weights, places)
 
     assert not any(place.aliases(weights[place.name]) for place in shared if place.name == name)
+    if fault == "transformed":
+        assert torch.equal(weights["q"], before)
+        assert torch.equal(engine.qkv[: SIZES["q"]], -before.exp())
 
 
 class Loaded(nn.Module):
@@ -305,20 +311,34 @@ def require_own_tensors(engine: Any, packed: list[Any], told: str) -> None:
 ATTENTION = LoraConfig(r=4, alpha=16.0, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
 
 
+LINEAR = LORA.model_copy(update={"target_modules": ["in_proj", "q_proj", "k_proj", "v_proj", "o_proj"]})
+
+
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
         *((kind, {}) for kind in ("qwen3_moe", "olmoe", "mixtral")),
         ("qwen3_moe", {"lora": ATTENTION}),
+        *((kind, {}) for kind in ("granitemoehybrid", "falcon_h1", "nemotron_h")),
+        ("falcon_h1", {"lora": LINEAR}),
+        *((kind, {"lora": LINEAR, "lora_sync": "adapter"}) for kind in ("falcon_h1", "nemotron_h")),
+        # As on a GPU: one memory wherever the layout allows it.
+        ("falcon_h1", {"plain": True}),
+        ("nemotron_h", {"plain": True}),
+        ("falcon_h1", {"plain": True, "lora": LINEAR, "lora_sync": "adapter"}),
     ],
 )
-@pytest.mark.drawn(2)
-def test_experts_that_a_cpu_packs_compute_what_the_policy_computes_after_every_sync(
-    kind, options, saved_experts, running_vllm, shake, largest_difference
+@pytest.mark.drawn(4)
+def test_experts_and_hybrids_compute_what_the_policy_computes_after_every_sync(
+    kind, options, saved_kind, running_vllm, shake, largest_difference, monkeypatch
 ):
-    noise = ROUNDING["float32"]
-    with running_vllm(saved_experts(kind), dtype="float32", plain=False, **options) as (engine, policy):
-        assert engine._sync.way == "portable"
+    # Of nemotron_h 0.05 nat was seen at one token.
+    noise = 0.2 if kind == "nemotron_h" else ROUNDING["float32"]
+    settings = {"dtype": "float32", "plain": False} | options
+    if settings["plain"]:
+        monkeypatch.setattr("grpo_fast.rollout.vllm.start.sharing_obstacle", lambda *_: None)
+    with running_vllm(saved_kind(kind), **settings) as (engine, policy):
+        assert engine._sync.way == ("adapter" if "lora_sync" in options else "portable")
         before = engine.generate(PROMPTS, 3, SAMPLING)
         assert largest_difference(policy, PROMPTS, before) < noise
         for _ in range(2):
