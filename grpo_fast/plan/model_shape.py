@@ -247,7 +247,7 @@ def model_shape(model: PreTrainedModel | PeftModel) -> ModelShape:
         softcap=logit_softcap(config) is not None,
         vocabulary=head.weight.shape[0],
         hidden=head.weight.shape[1],
-        heads=config.num_attention_heads,
+        heads=getattr(config, "num_attention_heads", 0),  # Mamba has none
         head_dim=max(head_dims(config)),
         layers=layers,
         shares_prefix=shares_prefix(base, cache),

@@ -48,6 +48,11 @@ def check_architecture(config: PreTrainedConfig) -> None:
             f"model_type = {config.model_type!r} is not a decoder-only language model of text; give one, "
             "such as Qwen3"
         )
+    if not hasattr(config.get_text_config(), "num_hidden_layers"):
+        raise ValueError(
+            f"model_type = {config.model_type!r} has several stacks of layers, and none of them is the "
+            "language model; give a model with one, such as Qwen3"
+        )
 
 
 def _model_type(config: PreTrainedConfig) -> Any:

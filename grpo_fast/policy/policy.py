@@ -322,7 +322,9 @@ class Policy:
         weights: dict[str, Tensor] = {}
         # Each once, and without the tables that a quantised layer saves beside its weight.
         unseen = {id(t) for t in (*self.base_model.parameters(), *self.base_model.buffers())}
-        for name, tensor in self.base_model.state_dict(keep_vars=True).items():
+        copies = getattr(self.base_model, "all_tied_weights_keys", {})  # which a checkpoint leaves out
+        state = self.base_model.state_dict(keep_vars=True).items()
+        for name, tensor in sorted(state, key=lambda item: base_name(item[0]) in copies):
             if ".lora_" not in name and id(tensor) in unseen:
                 unseen.remove(id(tensor))
                 weights[base_name(name)] = tensor

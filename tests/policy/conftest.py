@@ -53,6 +53,7 @@ FAMILIES = {
         **{"linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"], "head_dim": 8},
     },
     "bert": {"is_decoder": True},  # whose head reads what a layer of its own makes
+    "camembert": {"is_decoder": True},  # whose head, tied to the embedding, comes first
     "modernbert-decoder": {"sliding_window": 4, "layer_types": ["full_attention", "sliding_attention"]},
     "gpt2": {"n_inner": 48},
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
