@@ -27,6 +27,7 @@ from grpo_fast.run_record.summary import duration_text, score_text
 
 from .accuracy import is_wrong
 from .measure import SKIPPED
+from .model_types import as_table
 from .problem import PRODUCT
 from .record import Measurement, Record
 from .tables import DASH, ERRORS, OURS, STATES, label, number, shapes_of, split_axes
@@ -93,6 +94,7 @@ def render(path: Path, link: str) -> str:
         "aot": aot,
         "score": lambda found: score_text(found["score"], found["interval"]),
         "duration": duration_text,
+        "models": as_table,
         "join_command": shlex.join,
     }
     template = templates.from_string((HERE / "readme.md.j2").read_text(encoding="utf-8"))
