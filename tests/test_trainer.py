@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from grpo_fast.rollout import decoder
+from grpo_fast.rollout import transformers
 from grpo_fast.run_record.logs import Clock
 from grpo_fast.score import to_train
 
@@ -59,12 +59,11 @@ def test_first_completions_of_another_policy_are_an_error_before_any_step(
     """Whose logits stand the other way round."""
     apart = {"value": True}
 
-    def other_logits(*arguments, **options):
-        logits = last_logits(*arguments, **options)
-        return logits.flip(-1) if apart["value"] else logits
+    def of_others(logits, *arguments):
+        return draw(logits.flip(-1) if apart["value"] else logits, *arguments)
 
-    last_logits = decoder.last_logits
-    monkeypatch.setattr(decoder, "last_logits", other_logits)
+    draw = transformers.draw
+    monkeypatch.setattr(transformers, "draw", of_others)
     trainer = make_trainer(**sections)
     trainer.policy.model.lm_head.weight.data *= 20  # peaked enough that another policy is told from rounding
     before = {name: p.detach().clone() for name, p in trainer.policy.trainable().items()}

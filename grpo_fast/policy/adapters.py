@@ -109,7 +109,7 @@ def _with_experts(model: PreTrainedModel, lora: Any) -> PeftModel:
             f"model.lora.dropout = {lora.lora_dropout} cannot be applied to {min(parameters)}, one tensor of "
             "several experts; set it to 0, or name other modules, such as [q_proj, k_proj, v_proj, o_proj]"
         )
-    lora.target_modules = DUMMY_TARGET_MODULES  # none
+    lora.target_modules, lora.exclude_modules = DUMMY_TARGET_MODULES, None  # none
     adapted = peft.get_peft_model(model, lora, autocast_adapter_dtype=False)
     lora.target_modules, lora.target_parameters = modules, parameters
     unknown = nn.Module()  # in which peft looks for no type of model

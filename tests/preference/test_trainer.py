@@ -98,10 +98,10 @@ def test_a_step_after_out_of_memory_is_that_of_small_micro_batches_from_the_star
     trainer = build_preference_trainer(config)
     forward, forwards = trainer.policy.hidden_states, count(1)
 
-    def bounded(batch: Any) -> torch.Tensor:
+    def bounded(batch: Any, **options: Any) -> torch.Tensor:
         if next(forwards) == at:
             raise torch.OutOfMemoryError("tried to allocate")
-        return forward(batch)
+        return forward(batch, **options)
 
     monkeypatch.setattr(trainer.policy, "hidden_states", bounded)
     with caplog.at_level(logging.WARNING):

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from grpo_fast.config_io import load_config
 from grpo_fast.distributed.world import World
@@ -37,7 +37,9 @@ def policy(device: str = "cuda", *, rank: int | None = None, experts: bool = Fal
     return SimpleNamespace(
         device=torch.device(device),
         has_adapters=rank is not None,
-        base_model=SimpleNamespace(dtype=torch.bfloat16, named_parameters=lambda: iter([(name, None)])),
+        base_model=SimpleNamespace(
+            dtype=torch.bfloat16, named_parameters=lambda: iter([(name, None)]), modules=lambda: iter(())
+        ),
         **{"sharded": False, "quantized": False, "tokenizer": None, "eos_token_ids": (1,)} | given,
         **({} if "model" in given else {"model": SimpleNamespace(peft_config={"": SimpleNamespace(r=rank)})}),
     )
@@ -161,6 +163,17 @@ def test_vllm_is_started_by_configuration_then_device(monkeypatch, device, setti
     assert ("gpu_memory_utilization" in arguments) == (device == "cuda")
     assert arguments.get("enable_chunked_prefill") == (False if device == "cpu" else None)
     assert not {"enable_lora", "hf_overrides"} & arguments.keys()
+
+
+def test_prompts_of_a_hybrid_are_cached_on_a_gpu_alone(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60, 80))
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "vocab_size": 8}
+    config = AutoConfig.for_model("lfm2", **sizes, num_hidden_layers=1, layer_types=["conv"])
+    hybrid = AutoModelForCausalLM.from_config(config)
+    for device, model, cached in (("cpu", hybrid, False), ("cuda", hybrid, True), ("cpu", None, True)):
+        asked = policy(device)
+        asked.base_model = model or asked.base_model
+        assert engine_arguments(asked, VLLMConfig(), False, None)["enable_prefix_caching"] == cached
 
 
 def test_graphs_are_captured_of_every_batch_up_to_the_largest_and_no_larger_one():
