@@ -67,10 +67,10 @@ def packing_obstacle(config: PreTrainedConfig) -> str | None:
     """Why completions cannot share a document with their prompt in this model; None: as far as its
     configuration tells they can, and `verify_policy` sees whether they do."""
     text, model = config.get_text_config(), _model_type(config)
-    unknown = sorted({*(getattr(text, "layer_types", None) or ())} - PACKED_LAYER_TYPES)
+    kinds = {*(getattr(text, "layer_types", None) or ())}
     if getattr(text, "attention_chunk_size", None):
-        unknown.append("chunked_attention")
-    if unknown:
+        kinds.add("chunked_attention")
+    if unknown := sorted(kinds - PACKED_LAYER_TYPES):
         return f"it has layers of type {', '.join(unknown)}"
     if model is None:
         return None
