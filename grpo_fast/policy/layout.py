@@ -119,10 +119,15 @@ class PackedLayout:
         return RowLayout(starts, lengths, device, pads="left" if prompts else "right", least=least)
 
     @cached_property
-    def prompt_of(self) -> Tensor:
-        """(completions with inputs,) int64: the number of each one's prompt."""
+    def prompt_places(self) -> Tensor:
+        """(completions with inputs,) int64: which of `prompt_rows` has each one's prompt."""
         starts = [start for start, _, is_prompt in self._runs if not is_prompt]
-        return self._document_ids[starts]
+        return self.prompt_rows.runs.argsort()[self._document_ids[starts]]
+
+    @cached_property
+    def row_order(self) -> Tensor:
+        """(T,) int64: where each token is among what both join to, the prompts' first."""
+        return torch.cat([self.prompt_rows.tokens, self.completion_rows.tokens]).argsort()
 
     def own(self, tokens: Tensor, dim: int = 2) -> tuple[Tensor, ...]:
         """The tokens of each piece."""

@@ -267,7 +267,7 @@ class Policy:
         if routed is not None:  # (B L, E) of each of the batches, by layer
             for layer in zip(*(output.router_logits for output in found), strict=True):
                 rows = [
-                    logits.view(*rows.real.shape, -1)
+                    logits.view(*rows.tokens.shape, -1)
                     for logits, rows in zip(layer, layout.batches, strict=True)
                 ]
                 routed.append(layout.join(rows))

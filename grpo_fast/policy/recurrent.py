@@ -140,14 +140,14 @@ def _forked(mixer: Any, *args: Any, **kwargs: Any) -> Any:
     prompts, completions = layout.prompt_rows, layout.completion_rows
     read = [run(_at(given, rows.tokens), rows.mask, None) for rows in prompts.batches]
     behind = {kind: torch.cat([states[kind] for _, states in read]) for kind in read[0][1]}
-    places = prompts.runs.argsort()[layout.prompt_of]  # of each completion's prompt among the states
+    places = layout.prompt_places  # of each completion's prompt among the states
     written = []
     for rows in completions.batches:
         before = {kind: repeated(state, places[rows.runs]) for kind, state in behind.items()}
         written.append(run(_at(given, rows.tokens), None, before))
-    order = torch.cat([prompts.tokens, completions.tokens]).argsort()
     parts = [_joined(prompts, [result for result, _ in read])]
     parts += [_joined(completions, [result for result, _ in written])] if written else []
+    order = layout.row_order
     outputs = tuple(
         None if found[0] is None else torch.cat(found)[order][None] for found in zip(*parts, strict=True)
     )
@@ -170,7 +170,7 @@ def _at(given: dict[str, Any], tokens: Tensor) -> dict[str, Any]:
 def _joined(layout: RowLayout, results: list[Any]) -> list[Tensor | None]:
     """What a mixer returned of each batch of rows, (B, L, ...), as (T, ...); None: it is not of tokens."""
     found: list[Tensor | None] = []
-    shapes = [rows.real.shape for rows in layout.batches]
+    shapes = [rows.tokens.shape for rows in layout.batches]
     results = [result if isinstance(result, tuple) else (result,) for result in results]
     for parts in zip(*results, strict=True):
         of_tokens = [part.shape[:2] for part in parts if isinstance(part, Tensor)] == shapes

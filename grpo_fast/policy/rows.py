@@ -21,8 +21,7 @@ class Rows:
 
     runs: Tensor  # (B,) int64: which run each row is
     tokens: Tensor  # (B, L) int64 into the flat batch; padding repeats the run's nearest token
-    real: Tensor  # (B, L) bool
-    mask: Tensor | None  # (B, L) bool, the same; none where there is no padding
+    mask: Tensor | None  # (B, L) bool, false for padding; none where there is none
 
 
 class RowLayout:
@@ -45,33 +44,31 @@ class RowLayout:
         least: int = 1,
         together: bool = False,
     ) -> None:
-        self.device = device
         sizes, firsts = np.asarray(lengths, np.int64), np.asarray(starts, np.int64)
         self.batches: list[Rows] = []
+        places, flat, order, before = [], [], [], 0  # on the host: a mask on the device would wait for it
         for runs in [np.arange(len(sizes))] if together and len(sizes) else alike(sizes):
             width = max(least, int(sizes[runs].max()))
             place = np.arange(width) - (width - sizes[runs, None] if pads == "left" else 0)
             real = (place >= 0) & (place < sizes[runs, None])
             tokens = firsts[runs, None] + place.clip(0, sizes[runs, None] - 1)
-            of_rows, index, kept = (torch.from_numpy(part).to(device) for part in (runs, tokens, real))
-            self.batches.append(Rows(of_rows, index, kept, mask=None if real.all() else kept))
+            of_rows, index, mask = (torch.from_numpy(part).to(device) for part in (runs, tokens, real))
+            self.batches.append(Rows(of_rows, index, None if real.all() else mask))
+            places.append(before + real.ravel().nonzero()[0])
+            flat.append(tokens[real])
+            order.append(runs)
+            before += real.size
 
-    @property
-    def tokens(self) -> Tensor:
-        """(T,) int64: the flat token of each result of `join`."""
-        return self._cat([rows.tokens[rows.real] for rows in self.batches])
+        def joined(parts: list[np.ndarray]) -> Tensor:
+            return torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *parts])).to(device)
 
-    @property
-    def runs(self) -> Tensor:
-        """(R,) int64: the run of each row, in the order of the batches."""
-        return self._cat([rows.runs for rows in self.batches])
-
-    def _cat(self, indices: list[Tensor]) -> Tensor:
-        return torch.cat([torch.zeros(0, dtype=torch.int64, device=self.device), *indices])
+        self.tokens = joined(flat)  # (T,) int64: the flat token of each result of `join`
+        self.runs = joined(order)  # (R,) int64: the run of each row, in the order of the batches
+        self._places = joined(places)  # (T,) int64: where it lies among the batches' results
 
     def join(self, results: Sequence[Tensor]) -> Tensor:
         """(B, L, ...) of each batch -> (T, ...) without the padding, in the order of `tokens`."""
-        return torch.cat([result[rows.real] for result, rows in zip(results, self.batches, strict=True)])
+        return torch.cat([result.flatten(0, 1) for result in results]).index_select(0, self._places)
 
 
 def alike(lengths: np.ndarray) -> list[np.ndarray]:
