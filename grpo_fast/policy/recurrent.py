@@ -24,7 +24,7 @@ from grpo_fast.policy.rows import RowLayout, repeated
 
 STATE_WRITES = frozenset({"update_conv_state", "update_recurrent_state", "set_linear_cache"})
 """What mixers of transformers call to leave a state in their cache."""
-_CACHES = frozenset({"cache_params", "past_key_values"})  # the argument that is it
+_CACHES = frozenset({"cache", "cache_params", "past_key_values"})  # the argument that is it
 _MASKS = frozenset({"attention_mask", "conv_mask"})  # and the one that tells padding, (B, L)
 
 States = dict[tuple[str, int], Tensor]
@@ -79,6 +79,15 @@ class StateCache:
     def update_recurrent_state(self, new: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
         self.states["recurrent", state_idx] = new
         return new
+
+    def is_recording_past(self, *_: Any) -> bool:
+        return self.record_past
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self.conv_states.get(state_idx)
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self.recurrent_states.get(state_idx)
 
     def get_linear_cache(self, layer_idx: int) -> Tensor | None:
         return self.recurrent_states.get(0)

@@ -118,8 +118,7 @@ class Vision:
             for name, value in named.items()
         }
         found = backbone.get_image_features(**moved, return_dict=True)
-        pooled = found.pooler_output
-        features = (pooled if isinstance(pooled, Tensor) else torch.cat([*pooled])).to(self.model.dtype)
+        features = _joined(found.pooler_output).to(self.model.dtype)
         features = features.reshape(-1, features.shape[-1]).cpu()
         positions, length = None, given["input_ids"].shape[1]
         beyond = 0
@@ -130,8 +129,8 @@ class Vision:
                 given["input_ids"], mm_token_type_ids=of_images, image_grid_thw=grid
             )[0][:, 0]
             beyond = int(positions.max()) + 1 - length
-        deep = tuple(part.to(self.model.dtype).cpu() for part in getattr(found, "deepstack_features", ()))
-        return Seen(features, deep, positions, beyond)
+        deep = (_joined(level) for level in getattr(found, "deepstack_features", ()))
+        return Seen(features, tuple(level.to(self.model.dtype).cpu() for level in deep), positions, beyond)
 
     def packed(self, batch: PackedBatch) -> tuple[dict[str, Tensor], Tensor | None]:
         """The language model's arguments for a packed batch, and which image each token is of, where
@@ -178,6 +177,11 @@ def _runs(of_images: Tensor) -> Tensor:
     """(T,) bool -> (T,) int64: numbers of runs of true, from 0; -1 elsewhere."""
     first = of_images & ~torch.cat([of_images.new_zeros(1), of_images[:-1]])
     return torch.where(of_images, first.cumsum(0) - 1, -1)
+
+
+def _joined(features: Tensor | Sequence[Tensor]) -> Tensor:
+    """Features of all images, which some towers give image by image."""
+    return features if isinstance(features, Tensor) else torch.cat([*features])
 
 
 def _nbytes(seen: Seen) -> int:

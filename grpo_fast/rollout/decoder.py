@@ -25,7 +25,7 @@ from grpo_fast.rollout.images import ImagePrompts
 
 Prompt = Sequence[int]
 
-CACHES = ("past_key_values", "cache_params", "state")  # how models call what they take and give back
+CACHES = ("cache", "past_key_values", "cache_params", "state")  # how models call what they take and give back
 _OF_CACHES = (Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin)  # objects that hold tensors
 
 
@@ -145,7 +145,7 @@ class ExpandedDecoder:
         # index copies the rows instead.
         options |= {"logits_to_keep": torch.tensor([ids.shape[1] - 1], device=ids.device)}
         options |= {"position_ids": positions, "use_cache": True}
-        if self.mask is not None and self._cache_name in ("", "past_key_values"):
+        if self.mask is not None and self._cache_name not in ("cache_params", "state"):
             options["attention_mask"] = self.mask  # of states none is needed, once they are there
         if self._takes is not None:
             options = {name: value for name, value in options.items() if name in self._takes}
