@@ -6,7 +6,6 @@ chat template writes between the end of the assistant's turn and the beginning o
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -57,7 +56,6 @@ class TurnTemplate:
         schemas: of the tools that prompts tell of.
 
     Raises:
-        ImportError: a transformers that cannot read calls with their schemas.
         ValueError: a template that does not show calls or answers, that does not end a turn with one of
             `end_ids`, whose text cannot be tokenised in parts, or whose calls nothing here can read.
     """
@@ -68,8 +66,6 @@ class TurnTemplate:
         end_ids: Sequence[int],
         schemas: Sequence[dict[str, Any]],
     ) -> None:
-        if "tools" not in inspect.signature(tokenizer.parse_response).parameters:
-            raise ImportError("tools need transformers 5.15 or newer: pip install --upgrade transformers")
         self._tokenizer = tokenizer
         self._schemas: list[Any] = list(schemas)
         ends = {id: str(tokenizer.decode([id])) for id in end_ids}
