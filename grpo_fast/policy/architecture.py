@@ -259,7 +259,7 @@ def verify_policy(policy: Policy) -> None:
             tell their attention the window that they have.
     """
     model = policy.base_model
-    prompts, completions = _probes(model.config.get_text_config().vocab_size)
+    prompts, completions = _probes(model)
     table = Completions.of(prompts, completions)
     (batch,) = pack(table, max_tokens=10_000, device=policy.device, shares_prompts=policy.packs)
     layout = PackedLayout(batch, policy.attention)
@@ -350,19 +350,39 @@ def rounding_nats(dtype: torch.dtype, device_type: str = "cuda") -> float:
     return 1e-3 if device_type == "cpu" else 5e-2
 
 
-def _probes(vocab_size: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+def _probes(model: PreTrainedModel) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
     """Prompts and completions: a shared prompt and a lone one; a completion of one token among them."""
     generator = torch.Generator().manual_seed(0)
     prompts, found = [], []
     for prompt, completions in [(6, (4, 5)), (7, (3, 1)), (2, (6,))]:
-        tokens = torch.randint(vocab_size, (prompt + sum(completions),), generator=generator)
+        tokens = random_tokens(model, prompt + sum(completions), generator)
         prompt_ids, *own = (tuple(part.tolist()) for part in tokens.split([prompt, *completions]))
         prompts += [prompt_ids] * len(own)
         found += own
     return prompts, found
 
 
+def random_tokens(model: PreTrainedModel, count: int, generator: torch.Generator) -> Tensor:
+    """(count,) int64 at random, and among them the one that the model may take for padding."""
+    tokens = torch.randint(model.config.get_text_config().vocab_size, (count,), generator=generator)
+    if (padding := _padding_token(model)) is not None:
+        tokens[2] = padding
+    return tokens
+
+
+def _padding_token(model: PreTrainedModel) -> int | None:
+    embedding: Any = model.get_input_embeddings()
+    return getattr(getattr(embedding, "base_layer", embedding), "padding_idx", None)  # within an adapter
+
+
 def own_logits(model: PreTrainedModel, ids: Sequence[int]) -> Tensor:
     """(T, V) float32."""
-    logits: Any = model(input_ids=torch.tensor([ids], device=model.device), use_cache=False).logits
+    logits: Any = model(**whole_rows(model, torch.tensor([ids], device=model.device))).logits
     return logits[0].float()
+
+
+def whole_rows(model: PreTrainedModel, ids: Tensor) -> dict[str, Any]:
+    """What a forward is given of rows (B, T) of tokens only. A model that knows a padding token is told so:
+    XLM would count the others, and end the sequence there."""
+    told = {} if _padding_token(model) is None else {"attention_mask": torch.ones_like(ids)}
+    return {"input_ids": ids, "use_cache": False, **told}

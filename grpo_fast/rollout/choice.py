@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from grpo_fast.policy.architecture import distance, own_logits, rounding
+from grpo_fast.policy.architecture import distance, own_logits, random_tokens, rounding
 from grpo_fast.policy.out_of_memory import is_out_of_memory
 from grpo_fast.rollout.decoder import EvenDecoder, ExpandedDecoder, RecomputedDecoder
 from grpo_fast.rollout.shared_prefix import WORTH_SHARING, HybridDecoder, SharedPrefixDecoder
@@ -53,9 +53,7 @@ def set_attention(model: PreTrainedModel, name: str) -> None:
 
 def _trial(model: PreTrainedModel, way: type[ExpandedDecoder]) -> str | None:
     """What is wrong with this way's logits of two prompts and three completions; None: nothing."""
-    vocabulary = model.config.get_text_config().vocab_size
-    generator = torch.Generator().manual_seed(0)
-    drawn = torch.randint(vocabulary, (2 * WORTH_SHARING + 3 * _STEPS,), generator=generator)
+    drawn = random_tokens(model, 2 * WORTH_SHARING + 3 * _STEPS, torch.Generator().manual_seed(0))
     beginning, *rows = drawn.split([2 * WORTH_SHARING, *[_STEPS] * 3])
     # What both begin with is long enough to be read apart, and one is padded where prompts may be.
     one, other = beginning[:-3].tolist(), [*beginning[: -6 if way.pads else -4].tolist(), int(beginning[0])]

@@ -20,6 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin
 
+from grpo_fast.policy.architecture import whole_rows
 from grpo_fast.policy.price import KvLayer
 from grpo_fast.rollout.images import ImagePrompts
 
@@ -199,7 +200,7 @@ class RecomputedDecoder(ExpandedDecoder):
         head: Any = self.model.get_output_embeddings()
         hook = head.register_forward_pre_hook(lambda _, given: (given[0][rows, last][:, None], *given[1:]))
         try:
-            output: Any = self.model(input_ids=self.ids, use_cache=False)
+            output: Any = self.model(**whole_rows(self.model, self.ids))
         finally:
             hook.remove()
         return output.logits[:, -1]

@@ -203,6 +203,9 @@ class TransformersEngine:
         return 0  # keys and values come from the same allocator as the trainer's tensors
 
     def __enter__(self) -> TransformersEngine:
+        """Raises ValueError where the model cannot be sampled; a copy of its own has no weights yet."""
+        if not self._asleep:
+            _ = self._decoder_type
         return self
 
     def __exit__(self, *exc: object) -> None: ...

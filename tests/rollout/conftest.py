@@ -143,6 +143,7 @@ MAKERS = {
     "mamba2": lambda: made("mamba2", num_heads=8, head_dim=8, state_size=8, n_groups=1, chunk_size=8),
     "xlstm": lambda: made("xlstm", hidden_size=128, num_heads=4, head_dim=None),
     "rwkv": lambda: made("rwkv", attention_hidden_size=32),
+    "xlm": lambda: made("xlm", causal=True),  # which takes token 2 for padding
     "recurrent_gemma": lambda: made(
         "recurrent_gemma",
         block_types=["recurrent", "attention"],

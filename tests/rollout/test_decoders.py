@@ -13,6 +13,7 @@ from transformers import BertConfig, BertLMHeadModel
 from grpo_fast.policy import Policy
 from grpo_fast.policy.architecture import distance
 from grpo_fast.rollout import Sampling
+from grpo_fast.rollout import decoder as decoder_module
 from grpo_fast.rollout.choice import fitting_decoder
 from grpo_fast.rollout.decoder import EvenDecoder, ExpandedDecoder, RecomputedDecoder, selected
 from grpo_fast.rollout.shared_prefix import HybridDecoder, SharedPrefixDecoder
@@ -141,14 +142,31 @@ def test_a_single_token_that_differs_does_not_condemn_a_way(flips, way, family_m
     assert fitting_decoder(model) is way
 
 
-def test_a_model_that_sees_later_tokens_is_not_sampled():
+def test_a_model_that_sees_later_tokens_is_not_sampled(tokenizer):
     torch.manual_seed(0)
     config = BertConfig(
         vocab_size=30, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, initializer_range=0.5
     )
 
     with pytest.raises(ValueError, match=r"BertLMHeadModel cannot be sampled: .* of their norm off"):
-        fitting_decoder(BertLMHeadModel(config).eval())
+        TransformersEngine(BertLMHeadModel(config).eval(), tokenizer, eos_ids=(1,)).__enter__()
+
+
+def test_a_padding_token_within_a_text_is_a_token_or_the_model_is_not_sampled(family_model, monkeypatch):
+    model, prompts = family_model("xlm"), [(4, 2, 9, 12, 2, 7), (2, 5, 2)]
+    assert fitting_decoder(model) is RecomputedDecoder
+
+    with torch.no_grad():
+        decoder = RecomputedDecoder(model, 3)
+        logits = [decoder.prefill(prompts, torch.tensor([0, 1])), decoder.step(torch.tensor([2, 6]))]
+        for row, prompt in enumerate(prompts):
+            ids = torch.tensor([[*prompt, (2, 6)[row]]])
+            right = model(ids, attention_mask=torch.ones_like(ids)).logits[0, -2:]
+            assert distance(torch.stack([step[row] for step in logits]), right) < 1e-5
+
+    monkeypatch.setattr(decoder_module, "whole_rows", lambda model, ids: {"input_ids": ids})
+    with pytest.raises(ValueError, match=r"XLMWithLMHeadModel cannot be sampled: .* of their norm off"):
+        fitting_decoder(model)
 
 
 def test_rows_of_positions_in_planes_are_selected_beside_states():

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from grpo_fast.policy.architecture import rounding_nats
+from grpo_fast.policy.architecture import own_logits, random_tokens, rounding_nats
 from grpo_fast.rollout.transformers import evaluation_mode
 from grpo_fast.rollout.vllm.weights import storage_of
 
@@ -26,9 +26,7 @@ COMPARED_TOKENS = 2000  # of two tokenizers
 
 def probe_tokens(policy: Policy) -> list[int]:
     """A text that is the same everywhere and always."""
-    generator = torch.Generator().manual_seed(0)
-    vocabulary = policy.base_model.config.get_text_config().vocab_size
-    return torch.randint(vocabulary, (PROBE_LENGTH,), generator=generator).tolist()
+    return random_tokens(policy.base_model, PROBE_LENGTH, torch.Generator().manual_seed(0)).tolist()
 
 
 def agree(first: Tensor, second: Tensor, dtype: torch.dtype) -> bool:
@@ -42,11 +40,9 @@ def require_agreement(policy: Policy, tokens: Sequence[int], logprobs: Tensor) -
 
     Raises ValueError where vLLM computes something else than the policy.
     """
-    ids = torch.tensor([list(tokens)], device=policy.device)
     with evaluation_mode(policy.model):
-        computed = policy.run(lambda: policy.base_model(input_ids=ids, use_cache=False), whole_head=True)
-    logits = computed.logits[0, :-1].float()
-    expected = logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0].cpu()
+        logits = policy.run(lambda: own_logits(policy.base_model, tokens), whole_head=True)[:-1].cpu()
+    expected = logits.log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
     if not agree(logprobs, expected, policy.base_model.dtype):
         raise ValueError(
             f"vLLM computes other log-probabilities for {type(policy.base_model).__name__} than the policy "
