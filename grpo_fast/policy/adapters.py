@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,8 @@ from grpo_fast.policy.vision import language_model, sees_images
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
 
 _BESIDE_THE_LANGUAGE_MODEL = r"(?!.*\blanguage_model\.).*"  # names of modules, for peft
 _BASE = ".base_layer"  # in the name of what an adapter wraps
@@ -37,7 +40,8 @@ def add_lora(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
     given = f"model.lora.target_modules = {config.target_modules!r}"
     shared = _shared(model)
     excluded = [] if language_model(model) is model else [_BESIDE_THE_LANGUAGE_MODEL]
-    if str(config.target_modules).lower() == "all-linear":
+    all_linear = str(config.target_modules).lower() == "all-linear"
+    if all_linear:
         excluded += map(re.escape, sorted(shared | _read_by_kernels(model)))
     alpha: Any = config.alpha  # annotated as an int, and used as a number
     lora = peft.LoraConfig(
@@ -57,6 +61,13 @@ def add_lora(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
         raise ValueError(f"{given}: {error}") from error
     settings: Any = model.config if sees_images(model.config) else model.config.get_text_config()
     tied = getattr(settings, "tie_word_embeddings", False)
+    if all_linear and (left := _experts_left_out(model)):
+        logger.warning(
+            "%s leaves out %s and whatever else of experts is no linear layer and no tensor (experts, rows, "
+            "columns): peft has no adapter for it",
+            given,
+            left,
+        )
     tables = [model.get_output_embeddings(), *([model.get_input_embeddings()] if tied else [])]
     if any(isinstance(table, peft.tuners.lora.LoraLayer) for table in tables):
         raise ValueError(
@@ -70,6 +81,17 @@ def add_lora(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
             "adapter of its own; leave it out, or set all-linear"
         )
     return adapted
+
+
+def _experts_left_out(model: PreTrainedModel) -> str | None:
+    """One of the matrices of experts that no adapter reaches, as DBRX has them."""
+    adapted = {name for name, _ in adapted_weights(model)}
+    found = (
+        name
+        for name, parameter in model.named_parameters()
+        if ".experts." in name and parameter.ndim > 1 and not name.endswith("bias") and "lora_" not in name
+    )
+    return next((name for name in found if base_name(name) not in adapted), None)
 
 
 def _shared(model: PreTrainedModel) -> set[str]:

@@ -18,21 +18,27 @@ if TYPE_CHECKING:
 
 # As transformers' configurations and blocks of experts call them.
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_CHOSEN = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k")
+_CHOSEN = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k", "moe_top_k")
 _ROUTERS = {"gate", "router", "router_gate"}
 
 
 def expert_count(architecture: PreTrainedConfig) -> int:
     """How many experts a layer's router chooses from; 0 of a dense model."""
-    config = architecture.get_text_config()
+    config = _of_mlps(architecture)
     return next((count for name in _COUNTS if (count := getattr(config, name, None))), 0)
 
 
 def chosen_share(architecture: PreTrainedConfig) -> float:
     """The share of its experts that a token visits; 1 of a dense model."""
-    config, there = architecture.get_text_config(), expert_count(architecture)
+    config, there = _of_mlps(architecture), expert_count(architecture)
     chosen = next((count for name in _CHOSEN if (count := getattr(config, name, None))), there)
     return chosen / there if there else 1.0
+
+
+def _of_mlps(architecture: PreTrainedConfig) -> Any:
+    """The configuration, or of DBRX its part that tells of experts."""
+    config = architecture.get_text_config()
+    return getattr(config, "ffn_config", config)
 
 
 def is_expert(name: str, parameter: Tensor) -> bool:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.func import functional_call
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.tiny import tiny_config
 from grpo_fast.policy import PackedBatch, Policy
 from grpo_fast.policy.adapters import adapted_weights, merged
 from grpo_fast.policy.config import LoraConfig, ModelConfig
@@ -93,6 +94,19 @@ def test_experts_in_one_tensor_are_adapted_beside_the_attention_and_exported(
     assert experts and experts < names and any(".q" in n or "attention" in n for n in names)
     assert not [name for name in names if {"gate", "router"} & {*name.split(".")}]
     assert dict(policy.named_weights()).keys() == weights.keys() > names
+
+
+def test_all_linear_says_which_experts_it_leaves_out(
+    folder_of: Callable[..., Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    mixture("qwen3_moe", folder_of("llama"))
+    assert not caplog.records
+
+    dbrx = AutoModelForCausalLM.from_config(tiny_config("dbrx"))
+    prepare_to_train(dbrx, ModelConfig(path="-", lora=LoraConfig(r=2)))
+
+    assert "all-linear' leaves out transformer.blocks.0.ffn.experts.mlp.w1" in caplog.text
+    assert {name.rpartition(".")[2] for name, _ in adapted_weights(dbrx)} == {"weight"}
 
 
 MAMBA = {"mamba_d_state": 8, "n_mamba_heads": 8, "mamba_ngroups": 1, "num_hidden_layers": 4}
