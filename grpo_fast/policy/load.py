@@ -94,6 +94,8 @@ def load_policy(
         **_origin(config),
         **(loading_settings(config, home) if quantized else {}),
     )
+    if hasattr(model.config, "rescale_every"):  # RWKV's: it would divide the weights that train, in place
+        model.config.rescale_every = 0
     model = cast_rest(model, getattr(torch, config.dtype)) if quantized else model.to(home)
     require_vocabulary(tokenizer, model, config.path)
     reference = None

@@ -56,6 +56,7 @@ FAMILIES = {
     "camembert": {"is_decoder": True},  # whose head, tied to the embedding, comes first
     "modernbert-decoder": {"sliding_window": 4, "layer_types": ["full_attention", "sliding_attention"]},
     "gpt2": {"n_inner": 48},
+    "rwkv": {"num_hidden_layers": 7, "attention_hidden_size": 32},  # which rescales from the sixth layer on
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 8},
     "cohere": {"logit_scale": 0.25},
