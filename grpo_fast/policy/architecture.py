@@ -36,6 +36,15 @@ _SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_ca
 _OWN_TOKENIZER = "give the model its own tokenizer, or enlarge it by resize_token_embeddings and save it"
 
 
+_DRAFTER = "drafts for Gemma 4 from its keys and values, and reads no tokens"
+_UNTRAINABLE = {
+    "reformer": "gives gradients only with dropout, of whole chunks, and with hashes at random",
+    "gemma4_assistant": _DRAFTER,
+    "gemma4_unified_assistant": _DRAFTER,
+}
+"""Types that no check of the configuration or of a forward would refuse."""
+
+
 def check_architecture(config: PreTrainedConfig) -> None:
     """Refuse, before any weight is read, what cannot be trained here.
 
@@ -47,6 +56,11 @@ def check_architecture(config: PreTrainedConfig) -> None:
         raise ValueError(
             f"model_type = {config.model_type!r} is not a decoder-only language model of text; give one, "
             "such as Qwen3"
+        )
+    if config.model_type in _UNTRAINABLE:
+        raise ValueError(
+            f"model_type = {config.model_type!r} {_UNTRAINABLE[config.model_type]}; give another "
+            "model, such as Qwen3"
         )
     if not hasattr(config.get_text_config(), "num_hidden_layers"):
         raise ValueError(

@@ -116,6 +116,12 @@ def test_what_cannot_be_packed_is_known_from_the_configuration(
         assert not resolve_packing(ModelConfig(path="-", packing="none"), architecture)
 
 
+@pytest.mark.parametrize("family", ["reformer", "gemma4_assistant", "blt", "t5"])
+def test_what_cannot_be_trained_is_refused_by_its_configuration(family: str) -> None:
+    with pytest.raises(ValueError, match=rf"model_type = '{family}' .*; give .*, such as Qwen3"):
+        check_architecture(AutoConfig.for_model(family))
+
+
 def test_a_window_that_layers_keep_to_themselves_is_not_packed_and_no_decoder_is_refused(
     load: Load, folder_of: Callable[..., Path], caplog: pytest.LogCaptureFixture
 ) -> None:
