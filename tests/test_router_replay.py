@@ -94,6 +94,18 @@ def test_what_cannot_be_replayed_is_refused_with_the_configuration(toy, with_exp
         build_trainer(TrainConfig(**config | merged))
 
 
+def test_a_dense_model_or_one_that_is_not_packed_is_refused_before_weights_are_read(
+    toy, with_experts, monkeypatch
+):
+    monkeypatch.setattr("grpo_fast.run.build.load_policy", lambda *_, **__: pytest.fail("weights are read"))
+    config, replay = with_experts(toy), {"rollout": {**toy["rollout"], "router_replay": True}}
+    with pytest.raises(ValueError, match=r"router_replay = true .* 'llama': it has no experts, so no router"):
+        build_trainer(TrainConfig(**toy | replay))
+    config["model"]["packing"] = "none"
+    with pytest.raises(ValueError, match=r"'qwen3_moe': model\.packing = none; leave it out"):
+        build_trainer(TrainConfig(**config))
+
+
 @pytest.mark.parametrize(
     ("installed", "said"),
     [

@@ -24,7 +24,7 @@ from grpo_fast.policy.architecture import (
 )
 from grpo_fast.policy.attention import PACKED_ATTENTION, flash_obstacle, register
 from grpo_fast.policy.config import ModelConfig
-from grpo_fast.policy.experts import is_router, require_router
+from grpo_fast.policy.experts import expert_count, is_router, require_router
 from grpo_fast.policy.layers import fuse_layers, recompute, resolve_liger, tile_mlps
 from grpo_fast.policy.policy import Policy
 from grpo_fast.policy.processor import load_processor, processor_files
@@ -150,7 +150,7 @@ def resolve_packing(config: ModelConfig, architecture: PreTrainedConfig) -> bool
     Raises:
         ValueError: an attention of packed documents is asked for, and the model cannot be packed.
     """
-    obstacle = "model.packing = none" if config.packing == "none" else packing_obstacle(architecture)
+    obstacle = _obstacle(config, architecture)
     if obstacle is None:
         return True
     if config.attention not in ("auto", "sdpa"):
@@ -165,6 +165,23 @@ def resolve_packing(config: ModelConfig, architecture: PreTrainedConfig) -> bool
             obstacle,
         )
     return False
+
+
+def _obstacle(config: ModelConfig, architecture: PreTrainedConfig) -> str | None:
+    return "model.packing = none" if config.packing == "none" else packing_obstacle(architecture)
+
+
+def require_replay(config: ModelConfig) -> None:
+    """Raises ValueError where the configuration tells that the model takes no `rollout.router_replay`."""
+    architecture = load_architecture(config)
+    obstacle = _obstacle(config, architecture)
+    if not expert_count(architecture):
+        obstacle = "it has no experts, so no router"
+    if obstacle is not None:
+        raise ValueError(
+            "rollout.router_replay = true does not go with model_type = "
+            f"{architecture.model_type!r}: {obstacle}; leave it out"
+        )
 
 
 def _checksum(model: nn.Module) -> int:

@@ -51,8 +51,8 @@ class RoutingReplay:
         blocks = expert_blocks(model)
         if not blocks:
             raise ValueError(
-                f"rollout.router_replay = true, and {type(model).__name__} has no experts that a router "
-                "chooses from; leave it out"
+                f"rollout.router_replay = true, and {type(model).__name__} has no experts in tensors "
+                "of all, whose choice can be given; leave it out"
             )
         layers = decoder_layers(model.get_decoder())
         for number, block in blocks.items():

@@ -29,6 +29,7 @@ from grpo_fast.groups.weights import AdaptiveWeights
 from grpo_fast.head import warm_up
 from grpo_fast.objective import resolve_loss
 from grpo_fast.policy import Policy, PolicyOptimizer, load_policy, load_tokenizer, longest_sequence
+from grpo_fast.policy.load import require_replay
 from grpo_fast.policy.quantization import require_bitsandbytes
 from grpo_fast.preference.comparison import mismatched, table_of, with_order
 from grpo_fast.preference.data import load_comparisons
@@ -103,6 +104,8 @@ def build_grpo_trainer(config: TrainConfig, world: World = SINGLE_PROCESS) -> Tr
     for stage in stages:
         resolve_loss(stage.config.loss)  # one of the user's own is found here, or refused before any work
     needs_reference = any(stage.config.loss.needs_reference for stage in stages)
+    if config.rollout.router_replay:
+        require_replay(config.model)
     tokenizer = load_tokenizer(config.model)  # first, so that a mistake in the data shows before weights load
     held_out = None
     if config.evaluation.dataset is not None:
