@@ -21,11 +21,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from grpo_fast.config import TrainConfig
 from grpo_fast.plan import Shapes, device_budget, plan
 from grpo_fast.policy import Policy, load_policy, pack
+from grpo_fast.policy.architecture import check_architecture
 from grpo_fast.policy.config import LoraConfig, ModelConfig
 from grpo_fast.policy.vision import auto_class
 from grpo_fast.rollout import Sampling, make_engine
@@ -76,15 +78,17 @@ class Row:
 
 def check(kind: str, seed: int = 0) -> Row:
     """Everything about one type, in this process."""
+    config = None
     with tempfile.TemporaryDirectory() as folder:
         try:
             config = tiny_config(kind)
             model = tiny_model(config, seed)
             model(torch.arange(3, 12)[None], use_cache=False)
             model.save_pretrained(folder)
+            config.save_pretrained(folder)  # of which the model may be the text alone
             own = auto_class(config).from_pretrained(folder, **OWN).eval()
         except Exception as error:
-            return Row(kind, NOT_BUILT, reasons={"built": _words(error)})
+            return Row(kind, NOT_BUILT, reasons={"built": _words(_refused(config) or error)})
         make_tokenizer(VOCABULARY).save_pretrained(folder)
         settings = ModelConfig(path=folder, dtype="float32", device="cpu")
         try:
@@ -95,8 +99,8 @@ def check(kind: str, seed: int = 0) -> Row:
         parts: dict[str, Callable[[], dict[str, Any]]] = {
             "logprobs": lambda: _trained(policy, own, table, seed),
             "rollout": lambda: {"rollout": _drawn(policy, own, table, seed)},
-            "lora": lambda: {"lora": _adapted(settings, table, Path(folder) / "merged")},
-            "planned": lambda: {"planned": _planned(settings, policy)},
+            "lora": lambda: {"lora": _adapted(settings, config, table, Path(folder) / "merged")},
+            "planned": lambda: {"planned": _planned(settings, config)},
         }
         for column, measure in parts.items():
             try:
@@ -104,6 +108,16 @@ def check(kind: str, seed: int = 0) -> Row:
             except Exception as error:
                 row = replace(row, reasons={**row.reasons, column: _words(error)})
         return row
+
+
+def _refused(config: PreTrainedConfig | None) -> ValueError | None:
+    """What is said of a configuration before anything is built."""
+    try:
+        if config is not None:
+            check_architecture(config)
+    except ValueError as error:
+        return error
+    return None
 
 
 def _words(error: Exception) -> str:
@@ -115,7 +129,7 @@ def _completions(seed: int) -> Completions:
     generator = torch.Generator().manual_seed(seed)
 
     def draw(count: int) -> tuple[int, ...]:
-        return tuple(torch.randint(3, VOCABULARY - 2, (count,), generator=generator).tolist())
+        return tuple(torch.randint(VOCABULARY, (count,), generator=generator).tolist())
 
     prompts = [(draw(tokens), lengths) for tokens, lengths in GROUPS]
     rows = [(prompt, draw(length), prompt) for prompt, lengths in prompts for length in lengths]
@@ -182,7 +196,7 @@ def _drawn(policy: Policy, own: Any, table: Completions, seed: int) -> float:
     return float(torch.cat(differences).abs().max())
 
 
-def _adapted(settings: ModelConfig, table: Completions, folder: Path) -> float:
+def _adapted(settings: ModelConfig, config: PreTrainedConfig, table: Completions, folder: Path) -> float:
     """A step of LoRA on all linear layers, exported merged and loaded by transformers."""
     policy = load_policy(settings.model_copy(update={"lora": LoraConfig(r=4)}))
     (batch,) = pack(table, max_tokens=10_000, device="cpu", shares_prompts=policy.packs)
@@ -197,18 +211,18 @@ def _adapted(settings: ModelConfig, table: Completions, folder: Path) -> float:
             parameter.add_(torch.randn_like(parameter), alpha=0.05)
         trained = policy.model(**given).logits
         policy.save_pretrained(folder)
-        exported = auto_class(policy.base_model.config).from_pretrained(folder, **OWN).eval()(**given).logits
+        exported = auto_class(config).from_pretrained(folder, **OWN).eval()(**given).logits
     return float((exported - trained).norm() / trained.norm())
 
 
-def _planned(settings: ModelConfig, policy: Policy) -> bool:
+def _planned(settings: ModelConfig, config: PreTrainedConfig) -> bool:
     run = {
         "model": {"path": settings.path, "dtype": "bfloat16"},
         "dataset": {"source": "-"},
         "rewards": [{"reward": "length"}],
         "rollout": {"engine": "transformers", "max_completion_length": 32},
     }
-    shapes, device = Shapes(policy.base_model.config), device_budget("80GiB")
+    shapes, device = Shapes(config), device_budget("80GiB")
     return plan(TrainConfig.model_validate(run), shapes, device, prompt_length=32).largest is not None
 
 

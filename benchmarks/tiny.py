@@ -6,6 +6,7 @@ each layer (kinds of mixers and MLPs, windows, rotary bases) is cut to the same 
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -55,6 +56,18 @@ SIZES = {name: size for size, names in _NAMES.items() for name in names.split()}
 TOKENS = {"bos_token_id": 1, "eos_token_id": VOCABULARY - 1, "pad_token_id": VOCABULARY - 2}
 _ROPE = {"rope_type": "default", "rope_theta": 1e4}
 _WINDOWED = ["sliding_attention", "full_attention"]
+_DRAFTED = {
+    "text_config": {
+        "model_type": "gemma4_text",
+        **{"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0},
+    }
+}
+_SUNG = {"text_encoder": {"model_type": "t5"}, "audio_encoder": {"model_type": "encodec"}, "decoder": {}}
+PARTS: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(["gemma4_assistant", "gemma4_unified_assistant"], _DRAFTED),
+    **dict.fromkeys(["musicgen", "musicgen_melody"], _SUNG),
+}
+"""Of several models, none of which reads text by itself: without their parts there is no configuration."""
 EXCEPTIONS: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
     "big_bird": {"attention_type": "original_full"},
@@ -82,6 +95,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         "index_n_heads": 2,
     },
     "phimoe": {"sliding_window": None},  # as published
+    "qwen2_5_vl_text": {"rope_parameters": dict(_ROPE, mrope_section=[2, 1, 1])},
     "recurrent_gemma": {"num_hidden_layers": 3},
     "reformer": {"axial_pos_embds": False, "attn_layers": ["local", "lsh"]},
     "xlm": {"causal": True},
@@ -103,7 +117,7 @@ def kinds() -> list[str]:
 
 
 def tiny_config(kind: str) -> PreTrainedConfig:
-    """Few layers of each kind, hidden size 32, 128 words.
+    """Few layers of each kind, hidden size 32, 128 words; of `PARTS` the usual sizes.
 
     Raises:
         Exception: whatever the class says where the usual sizes do not suit it.
@@ -112,6 +126,8 @@ def tiny_config(kind: str) -> PreTrainedConfig:
 
     known = {config.model_type: config for config in MODEL_FOR_CAUSAL_LM_MAPPING}
     config: Any = known.get(kind) or CONFIG_MAPPING[kind]
+    if kind in PARTS:
+        return config(**copy.deepcopy(PARTS[kind]))
     return config(**_changes(config()))
 
 

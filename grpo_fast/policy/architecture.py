@@ -51,8 +51,7 @@ def check_architecture(config: PreTrainedConfig) -> None:
     Raises:
         ValueError: no decoder-only language model; the message names its type.
     """
-    known = _model_type(config) is not None or hasattr(config, "auto_map")  # by code of the model's own
-    if config.is_encoder_decoder or not known:
+    if config.is_encoder_decoder or not has_type(config):
         raise ValueError(
             f"model_type = {config.model_type!r} is not a decoder-only language model of text; give one, "
             "such as Qwen3"
@@ -67,6 +66,11 @@ def check_architecture(config: PreTrainedConfig) -> None:
             f"model_type = {config.model_type!r} has several stacks of layers, and none of them is the "
             "language model; give a model with one, such as Qwen3"
         )
+
+
+def has_type(config: PreTrainedConfig) -> bool:
+    """Whether the configuration alone leads to a language model, of transformers or by code of its own."""
+    return _model_type(config) is not None or hasattr(config, "auto_map")
 
 
 def _model_type(config: PreTrainedConfig) -> Any:

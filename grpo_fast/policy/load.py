@@ -18,6 +18,7 @@ from grpo_fast.distributed.world import SINGLE_PROCESS, World
 from grpo_fast.policy.adapters import add_lora
 from grpo_fast.policy.architecture import (
     check_architecture,
+    has_type,
     packing_obstacle,
     require_vocabulary,
     verify_policy,
@@ -94,6 +95,8 @@ def load_policy(
         **_origin(config),
         **(loading_settings(config, home) if quantized else {}),
     )
+    if not has_type(model.config):  # of a model's text alone, as Emu3's and Mllama's: nothing would load it
+        model.whole_config = architecture
     if hasattr(model.config, "rescale_every"):  # RWKV's: it would divide the weights that train, in place
         model.config.rescale_every = 0
     model = cast_rest(model, getattr(torch, config.dtype)) if quantized else model.to(home)

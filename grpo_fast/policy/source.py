@@ -172,6 +172,8 @@ def save_model(
     model.generation_config = like.generation_config
     with quietly():
         model.save_pretrained(folder)
+    if (whole := getattr(like, "whole_config", None)) is not None:
+        unquantized(whole).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 

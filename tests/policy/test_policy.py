@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.tiny import tiny_config, tiny_model
 from grpo_fast.policy import PackedBatch, Policy, load_policy, pack
 from grpo_fast.policy.config import ModelConfig
 from grpo_fast.rollout import Sampling, make_engine
@@ -81,6 +82,22 @@ def test_an_exported_model_computes_what_the_policy_does_and_leaves_it_as_it_was
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     assert tokenizer.get_vocab() == policy.tokenizer.get_vocab()
     assert not list(tmp_path.glob("*.bin"))
+
+
+def test_the_text_alone_of_a_model_is_exported_as_what_loads_again(
+    folder_of: Callable[..., Path], tmp_path: Path
+) -> None:
+    config = tiny_config("mllama")
+    tiny_model(config).save_pretrained(tmp_path)
+    config.save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(folder_of("llama")).save_pretrained(tmp_path)
+    settings = ModelConfig(path=str(tmp_path), dtype="float32", device="cpu")
+    policy, ids = load_policy(settings), torch.arange(4, 20)[None]
+
+    policy.save_pretrained(tmp_path / "export")
+
+    again = load_policy(settings.model_copy(update={"path": str(tmp_path / "export")}))
+    assert torch.equal(again.base_model(ids).logits, policy.base_model(ids).logits)
 
 
 def test_merged_weights_are_rounded_once(load: Load) -> None:
