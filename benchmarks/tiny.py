@@ -23,9 +23,9 @@ STD = 0.1  # of matrices: larger, and a recurrent model's own forward is 1e-5 na
 _NAMES: dict[int, str] = {
     VOCABULARY: "vocab_size vocab_size_per_layer_input vocab_offset pronunciation_vocab_size "
     "shape_vocab_size encoder_hash_byte_group_vocab ngram_vocab_size_base",
-    256: "max_position_embeddings n_positions max_seq_len model_max_length n_ctx context_length",
+    512: "max_position_embeddings n_positions max_seq_len model_max_length n_ctx context_length",
     64: "intermediate_size ffn_dim ffn_hidden_size n_inner dff decoder_ffn_dim encoder_ffn_dim dim_ff "
-    "feed_forward_size intermediate_size_mlp dense_intermediate_size attention_hidden_size "
+    "feed_forward_size intermediate_size_mlp dense_intermediate_size "
     "mlp_hidden_size mamba_d_ssm d_inner",
     32: "hidden_size d_model n_embd word_embed_proj_dim lru_width embedding_size embed_dim emb_dim "
     "embedding_dim moe_intermediate_size expert_ffn_hidden_size shared_expert_intermediate_size "
@@ -97,6 +97,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "phimoe": {"sliding_window": None},  # as published
     "qwen2_5_vl_text": {"rope_parameters": dict(_ROPE, mrope_section=[2, 1, 1])},
     "recurrent_gemma": {"num_hidden_layers": 3},
+    "rwkv": {"attention_hidden_size": 32},
     "reformer": {"axial_pos_embds": False, "attn_layers": ["local", "lsh"]},
     "xlm": {"causal": True},
     "xlnet": {"attn_type": "uni"},
