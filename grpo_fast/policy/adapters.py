@@ -91,7 +91,7 @@ def _experts_left_out(model: PreTrainedModel) -> str | None:
         for name, parameter in model.named_parameters()
         if ".experts." in name and parameter.ndim > 1 and not name.endswith("bias") and "lora_" not in name
     )
-    return next((name for name in found if base_name(name) not in adapted), None)
+    return next((n for n in found if not is_router(n) and base_name(n) not in adapted), None)
 
 
 def _shared(model: PreTrainedModel) -> set[str]:

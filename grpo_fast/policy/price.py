@@ -121,12 +121,12 @@ def computed(backbone: nn.Module, tokens: int, *, own_attention: bool, **options
     four = torch.ones(1, 1, side, side, dtype=torch.bool, device="meta")
     ways = [{"position_ids": ids, "attention_mask": four}]
     if own_attention:
-        ways += [{"attention_mask": four[0, 0, :1]}]
+        ways += [{"attention_mask": four[0, 0, :1]}, {"position_ids": ids, "attention_mask": four[0, 0, :1]}]
     for given in ways:
         try:
             return backbone(input_ids=ids, **given, **options)
         except Exception as failure:
-            problem = str(failure).strip().splitlines()[0]
+            problem = str(failure).strip().splitlines()[0].partition(". ")[0].rstrip(".")
     raise ValueError(
         f"{type(backbone).__name__} cannot be planned, as its forward does not run without numbers "
         f"({problem}); set rollout.num_generations and micro_batch_tokens"
