@@ -172,6 +172,10 @@ def save_model(
     model.generation_config = like.generation_config
     with quietly():
         model.save_pretrained(folder)
+        names = like.config.architectures or []
+        if [name.lower() for name in names] == [type(like).__name__.lower()]:  # vLLM's name for Phi-3.5-MoE
+            model.config.architectures = names
+            model.config.save_pretrained(folder)
     if (whole := getattr(like, "whole_config", None)) is not None:
         unquantized(whole).save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -265,6 +265,16 @@ def test_what_is_tied_or_constant_may_be_there_or_not(
     assert "%|" not in "".join(capfd.readouterr())  # no bar of transformers
 
 
+def test_an_export_spells_its_architecture_as_the_checkpoint_does(
+    load: Callable[..., Policy], tmp_path: Path
+) -> None:
+    policy = load("llama")
+    for given, written in (("LLaMAForCausalLM", "LLaMAForCausalLM"), ("Another", "LlamaForCausalLM")):
+        policy.base_model.config.architectures = [given]
+        policy.save_pretrained(tmp_path)
+        assert json.loads((tmp_path / "config.json").read_text())["architectures"] == [written]
+
+
 def test_a_tensor_that_the_architecture_has_no_place_for_is_not_left_out_in_silence(
     load: Callable[..., Policy], tmp_path: Path
 ) -> None:

@@ -227,8 +227,6 @@ _MAMBA = {
 _SERVED_MIXED = {"layer_types": ["linear_attention", "full_attention"]}
 SERVED_KINDS = {
     "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 48, "norm_topk_prob": True},  # padded to 64
-    "olmoe": {"num_experts": 4},
-    "mixtral": {"num_local_experts": 4},
     "granitemoehybrid": _MAMBA | _SERVED_MIXED | {"num_local_experts": 4, "shared_intermediate_size": 64},
     "falcon_h1": _MAMBA | {"mamba_d_ssm": 128},
     "nemotron_h": {

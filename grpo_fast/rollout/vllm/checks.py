@@ -18,6 +18,8 @@ from grpo_fast.rollout.transformers import evaluation_mode
 from grpo_fast.rollout.vllm.weights import storage_of
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from grpo_fast.policy import Policy
 
 PROBE_LENGTH = 16
@@ -29,9 +31,9 @@ def probe_tokens(policy: Policy) -> list[int]:
     return random_tokens(policy.base_model, PROBE_LENGTH, torch.Generator().manual_seed(0)).tolist()
 
 
-def agree(first: Tensor, second: Tensor, dtype: torch.dtype) -> bool:
+def agree(first: Tensor, second: Tensor, model: PreTrainedModel) -> bool:
     """Whether two (T,) log-probabilities of one text differ by rounding alone; NaN differs."""
-    return float((first - second).abs().mean()) <= rounding_nats(dtype)
+    return float((first - second).abs().mean()) <= rounding_nats(model.dtype, model.device.type)
 
 
 @torch.no_grad()
@@ -43,7 +45,7 @@ def require_agreement(policy: Policy, tokens: Sequence[int], logprobs: Tensor) -
     with evaluation_mode(policy.model):
         logits = policy.run(lambda: own_logits(policy.base_model, tokens), whole_head=True)[:-1].cpu()
     expected = logits.log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
-    if not agree(logprobs, expected, policy.base_model.dtype):
+    if not agree(logprobs, expected, policy.base_model):
         raise ValueError(
             f"vLLM computes other log-probabilities for {type(policy.base_model).__name__} than the policy "
             "does; its implementation of the model differs, or its reload of the weights is not exact: set "

@@ -428,7 +428,7 @@ class VLLMEngine:
         self.sleep()
         self.sync(self._policy)
         self.wake()
-        if checks.agree(before, self._probe_logprobs(), self._policy.base_model.dtype):
+        if checks.agree(before, self._probe_logprobs(), self._policy.base_model):
             return
         with torch.inference_mode():  # in which vLLM may have made them
             for tensor, value in zip(unregistered, values, strict=True):

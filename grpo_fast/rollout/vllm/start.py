@@ -33,6 +33,7 @@ from grpo_fast.rollout.config import VLLMConfig
 from grpo_fast.rollout.engines import Trained
 from grpo_fast.rollout.vllm import IN_PROCESS, installed_version, require_vllm, version_problem
 from grpo_fast.rollout.vllm.quantized import handed_out, register
+from grpo_fast.rollout.vllm.repairs import repair
 from grpo_fast.rollout.vllm.rules import keeps_adapters, kv_cache_gib, sharing_obstacle
 from grpo_fast.rollout.vllm.sleep import GIB, require_empty_pool, weights_outside_the_pool
 from grpo_fast.rollout.vllm.weights import Placement, checkpoint_weights, has_experts, share, watch_loading
@@ -153,6 +154,7 @@ def start(
 
     def load(model: Any) -> None:
         nonlocal placements
+        repair(model, policy.device.type)
         base = policy.base_weights()
         weights = handed_out(base) if quantized else checkpoint_weights(policy, adapters=not choices.adapters)
         try:

@@ -22,6 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from grpo_fast.rollout.vllm.repairs import packed_experts, packed_ties
+
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -161,15 +163,21 @@ def has_experts(policy: Policy) -> bool:
 def checkpoint_weights(policy: Policy, *, adapters: bool = True) -> Iterator[tuple[str, Tensor]]:
     """The policy's weights, adapters merged or left out, under the names that vLLM's loaders know.
 
-    transformers fuses a layer's experts as it loads them; here they are copies, one by one again.
+    transformers fuses a layer's experts as it loads them; here they are copies, one by one again. gpt-oss
+    publishes them fused, and vLLM reloads only those that come one by one.
     """
     if not has_experts(policy):
         yield from policy.named_weights(adapters=adapters)
         return
     from transformers.core_model_loading import revert_weight_conversion
 
+    one_by_one = policy.base_model.config.model_type == "gpt_oss"
     for name, tensor in policy.named_weights(adapters=adapters):
-        yield from revert_weight_conversion(policy.base_model, {name: tensor}).items()
+        before, experts, part = name.partition(".experts.")
+        if experts and one_by_one:
+            yield from ((f"{before}.experts.{index}.{part}", expert) for index, expert in enumerate(tensor))
+        else:
+            yield from revert_weight_conversion(policy.base_model, {name: tensor}).items()
 
 
 def fingerprint(policy: Policy) -> tuple[int, ...]:
@@ -205,7 +213,9 @@ class WeightSync:
             self.way, self.reason = "adapter", "rollout.vllm.lora_sync = 'adapter'"
         else:
             self.way, self.reason = self._choose(model)
-        if self.way != "direct":
+        if self.way == "portable":
+            self._placements = self._left_out(model)
+        elif self.way != "direct":
             self._placements.clear()  # of a weight that vLLM repacked they would keep the memory
 
     @torch.no_grad()
@@ -213,16 +223,18 @@ class WeightSync:
         """Take over the weights. `everything`: also what training leaves alone, because vLLM dropped it."""
         if self.way == "adapter":
             self._send_adapter()
-        elif self.way == "portable":
+            return
+        if self.way == "portable":
             self._reload()
-        elif self.way == "direct":
-            # Experts have other names in the policy: all of them are copied, whatever trains.
-            everything = everything or has_experts(self._policy)
-            changing = self._policy.changing_weights()
-            for name, weight in checkpoint_weights(self._policy):
-                for place in self._placements[name] if everything or name in changing else ():
-                    if not place.aliases(weight):
-                        place.target.copy_(place.source(weight))
+        if not self._placements:
+            return
+        # Experts have other names in the policy: all of them are copied, whatever trains.
+        everything = everything or self.way == "portable" or has_experts(self._policy)
+        changing = self._policy.changing_weights()
+        for name, weight in checkpoint_weights(self._policy):
+            for place in self._placements[name] if everything or name in changing else ():
+                if not place.aliases(weight):
+                    place.target.copy_(place.source(weight))
 
     def _choose(self, model: nn.Module) -> tuple[Way, str]:
         """The cheapest way that reaches everything vLLM reads."""
@@ -244,6 +256,22 @@ class WeightSync:
         if problem := self._misplaced(model, "vLLM's own reload"):
             return "portable", problem
         return "direct", f"{copied} has memory of its own in vLLM"
+
+    @torch.no_grad()
+    def _left_out(self, model: nn.Module) -> dict[str, list[Placement]]:
+        """What vLLM's reload leaves as it was, by loaders that copy past it, as of gpt-oss's sinks."""
+        read = {storage_of(tensor) for tensor in (*model.parameters(), *model.buffers()) if tensor.numel()}
+        if not self._policy.sharded:
+            read -= {storage_of(weight) for weight in self._policy.base_weights().values()}
+        places = [p for found in self._placements.values() for p in found if storage_of(p.target) in read]
+        for place in places:
+            place.target.fill_(torch.nan)
+        self._reload()
+        left: dict[str, list[Placement]] = defaultdict(list)
+        for place in places:
+            if place.target.isnan().any():
+                left[place.name].append(place)
+        return left
 
     def _misplaced(self, model: nn.Module, action: str) -> str | None:
         """Which weight vLLM does not hold as it is where its loader had copied it to."""
@@ -280,30 +308,3 @@ class WeightSync:
             if not self._engine.add_lora(request):
                 raise RuntimeError("vLLM did not take the adapter; set rollout.vllm.lora_sync to merged")
         self.adapter = request
-
-
-def packed_ties(model: nn.Module) -> list[Any]:
-    """Modules with a packed copy, as CPUs use, of a weight that is loaded under another module's name.
-
-    vLLM's reload packs again where it loads; a head tied to the embedding it would leave as it was.
-    """
-    seen: set[int] = set()
-    ties = []
-    for module in model.modules():
-        weight = getattr(module, "weight", None)
-        if isinstance(weight, nn.Parameter) and weight.numel():
-            if id(weight) in seen and hasattr(module, "cpu_linear"):
-                ties.append(module)
-            seen.add(id(weight))
-    return ties
-
-
-def packed_experts(model: nn.Module) -> list[Any]:
-    """What packs each layer's experts, as CPUs do.
-
-    Where one has its kernel, vLLM's reload leaves out the packing, for CUDA graphs have captured addresses.
-    Without the kernel it packs the new weights as it has packed the first.
-    """
-    methods = (getattr(module, "quant_method", None) for module in model.modules())
-    found = {id(method): method for method in methods if getattr(method, "moe_kernel", None) is not None}
-    return [*found.values()]

@@ -124,10 +124,15 @@ def test_a_model_that_vllm_computes_differently_is_refused(direct, monkeypatch):
         require_agreement(direct.policy, engine._probe, engine._probe_logprobs())
 
 
-def test_agreement_is_up_to_rounding_of_the_dtype_and_never_with_what_is_no_number():
+def test_agreement_is_up_to_rounding_of_the_dtype_and_device_and_never_with_what_is_no_number():
     zeros = torch.zeros(4)
-    assert agree(zeros, zeros + 0.1, torch.bfloat16) and not agree(zeros, zeros + 0.1, torch.float32)
-    assert not agree(zeros, torch.tensor([0.0, 0.0, 0.0, torch.nan]), torch.bfloat16)
+    half, gpu, cpu = (
+        SimpleNamespace(dtype=dtype, device=torch.device(device))
+        for dtype, device in ((torch.bfloat16, "cpu"), (torch.float32, "cuda"), (torch.float32, "cpu"))
+    )
+    assert agree(zeros, zeros + 0.1, half) and not agree(zeros, zeros + 0.1, gpu)
+    assert agree(zeros, zeros + 0.01, gpu) and not agree(zeros, zeros + 0.01, cpu)
+    assert not agree(zeros, torch.tensor([0.0, 0.0, 0.0, torch.nan]), half)
 
 
 def test_unregistered_tensors_are_plain_attributes_each_memory_once():

@@ -1,0 +1,62 @@
+"""Where vLLM's own code leaves something out, on modules that look like its own."""
+
+from __future__ import annotations
+
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from grpo_fast.rollout.vllm.repairs import repair
+
+
+def experts(bias: bool, grouped: bool) -> Any:
+    router = SimpleNamespace(
+        e_score_correction_bias=torch.zeros(4) if bias else None,
+        use_grouped_topk=grouped,
+        num_expert_group=2,
+        topk_group=2,
+    )
+    module = nn.Module()
+    module.router = router
+    return module
+
+
+def test_on_a_cpu_a_routers_bias_is_taken_by_its_code_for_groups():
+    without, biased, grouped = experts(False, False), experts(True, False), experts(True, True)
+
+    repair(nn.ModuleList([without, biased, grouped]), "cpu")
+
+    assert not without.router.use_grouped_topk
+    assert (
+        vars(biased.router).items()
+        >= {
+            "use_grouped_topk": True,
+            "num_expert_group": 1,
+            "topk_group": 1,
+        }.items()
+    )
+    assert grouped.router.num_expert_group == 2
+
+
+def test_on_a_cpu_latent_attention_turns_its_heads_without_the_kernel_for_rows():
+    latent, plain = nn.Module(), nn.Module()
+    for module in (latent, plain):
+        module.rotary_emb = SimpleNamespace(forward_native="torch", _forward_method="kernel")
+    latent.kv_b_proj = nn.Linear(1, 1)
+
+    repair(nn.ModuleList([latent, plain]), "cuda")
+    assert latent.rotary_emb._forward_method == "kernel"
+    repair(nn.ModuleList([latent, plain]), "cpu")
+    assert (latent.rotary_emb._forward_method, plain.rotary_emb._forward_method) == ("torch", "kernel")
+
+
+def test_loaders_that_are_partial_functions_have_the_name_that_a_reload_asks_for():
+    norm = nn.LayerNorm(2)
+    norm.weight.weight_loader = partial(repair, norm)
+
+    repair(norm, "cuda")
+
+    assert norm.weight.weight_loader.__name__ == "repair"
