@@ -11,13 +11,14 @@ import argparse
 import json
 import multiprocessing
 import tempfile
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -46,6 +47,7 @@ LIMITS = {"logprobs": 1e-5, "gradients": 2e-5, "rollout": 1e-5, "lora": 1e-5}
 SECONDS = 180  # that one type may take
 GROUPS = ((19, (9, 14, 5)), (7, (12, 1, 8)), (31, (20, 6)))  # tokens of a prompt, and of its completions
 OWN: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
+R = TypeVar("R")
 PACKED, ROWS, REFUSED, NOT_BUILT = "packed", "rows", "refused", "not built"
 
 
@@ -89,13 +91,13 @@ def check(kind: str, seed: int = 0) -> Row:
                 config.save_pretrained(folder)
             own = auto_class(config).from_pretrained(folder, **OWN).eval()
         except Exception as error:
-            return Row(kind, NOT_BUILT, reasons={"built": _words(_refused(config) or error)})
+            return Row(kind, NOT_BUILT, reasons={"built": words(_refused(config) or error)})
         make_tokenizer(VOCABULARY).save_pretrained(folder)
         settings = ModelConfig(path=folder, dtype="float32", device="cpu")
         try:
             policy = load_policy(settings)
         except Exception as error:
-            return Row(kind, REFUSED, reasons={"loaded": _words(error)})
+            return Row(kind, REFUSED, reasons={"loaded": words(error)})
         row, table = Row(kind, PACKED if policy.packs else ROWS), _completions(seed)
         parts: dict[str, Callable[[], dict[str, Any]]] = {
             "logprobs": lambda: _trained(policy, own, table, seed),
@@ -107,7 +109,7 @@ def check(kind: str, seed: int = 0) -> Row:
             try:
                 row = replace(row, **measure())
             except Exception as error:
-                row = replace(row, reasons={**row.reasons, column: _words(error)})
+                row = replace(row, reasons={**row.reasons, column: words(error)})
         return row
 
 
@@ -121,9 +123,10 @@ def _refused(config: PreTrainedConfig | None) -> ValueError | None:
     return None
 
 
-def _words(error: Exception) -> str:
+def words(error: Exception) -> str:
     kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-    return kind + " ".join(str(error).split())[:400]
+    said = str(error) or traceback.extract_tb(error.__traceback__)[-1].line or ""  # of an assertion
+    return kind + " ".join(said.split())[:400]
 
 
 def _completions(seed: int) -> Completions:
@@ -227,27 +230,39 @@ def _planned(settings: ModelConfig, config: PreTrainedConfig) -> bool:
     return plan(TrainConfig.model_validate(run), shapes, device, prompt_length=32).largest is not None
 
 
-def _work(waiting: Sequence[str], seed: int, rows: Any) -> None:
+def _work(check: Callable[[str], Any], waiting: Sequence[str], rows: Any) -> None:
     """The other process."""
     import transformers
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     for kind in waiting:
-        rows.send(check(kind, seed))
+        rows.send(check(kind))
 
 
 def measured(asked: Sequence[str], seed: int) -> Iterator[Row]:
-    """A row of each; of what ends its process or takes too long as well, and another process goes on."""
+    """A row of each."""
+
+    def refused(kind: str, why: str) -> Row:
+        return Row(kind, REFUSED, reasons={"loaded": why})
+
+    return in_a_process(asked, partial(check, seed=seed), refused, SECONDS)
+
+
+def in_a_process(
+    asked: Sequence[str], check: Callable[[str], R], failed: Callable[[str, str], R], seconds: float
+) -> Iterator[R]:
+    """What `check` says of each type, or `failed` where it ends its process or takes more than these seconds,
+    after which another process goes on."""
     context, waiting = multiprocessing.get_context("spawn"), list(asked)
     while waiting:
         rows, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_work, args=(waiting, seed, theirs), daemon=True)
+        process = context.Process(target=_work, args=(check, waiting, theirs), daemon=True)
         process.start()
         theirs.close()
-        ended = f"it took more than {SECONDS} s"
+        ended = f"it took more than {seconds:g} s"
         try:
-            while waiting and rows.poll(SECONDS):
+            while waiting and rows.poll(seconds):
                 yield rows.recv()
                 waiting.pop(0)
         except EOFError:
@@ -255,7 +270,7 @@ def measured(asked: Sequence[str], seed: int) -> Iterator[Row]:
         process.kill()
         process.join()
         if waiting:
-            yield Row(waiting.pop(0), REFUSED, reasons={"loaded": ended})
+            yield failed(waiting.pop(0), ended)
 
 
 HEADS = ("type", "batch", "Δ log p", "Δ gradient", "computed", "Δ rollout", "Δ LoRA", "planned", "reasons")

@@ -25,9 +25,9 @@ from pydantic import TypeAdapter
 
 from grpo_fast.run_record.summary import duration_text, score_text
 
+from . import model_types, vllm_types
 from .accuracy import is_wrong
 from .measure import SKIPPED
-from .model_types import as_table
 from .problem import PRODUCT
 from .record import Measurement, Record
 from .tables import DASH, ERRORS, OURS, STATES, label, number, shapes_of, split_axes
@@ -94,7 +94,8 @@ def render(path: Path, link: str) -> str:
         "aot": aot,
         "score": lambda found: score_text(found["score"], found["interval"]),
         "duration": duration_text,
-        "models": as_table,
+        "models": model_types.as_table,
+        "vllm_types": vllm_types.as_table,
         "join_command": shlex.join,
     }
     template = templates.from_string((HERE / "readme.md.j2").read_text(encoding="utf-8"))

@@ -53,6 +53,10 @@ _NAMES: dict[int, str] = {
     0: "num_nextn_predict_layers num_kv_shared_layers",
 }
 SIZES = {name: size for size, names in _NAMES.items() for name in names.split()}
+_HEADS = ("mamba_n_heads", "mamba_num_heads", "n_mamba_heads", "index_n_heads", "indexer_n_heads")
+_WIDE = {name: 4 * size if 8 <= size < 128 and name not in _HEADS else size for name, size in SIZES.items()}
+_WIDE |= {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
+"""For vLLM's kernels on a CPU: heads of at least 32, and the one size of latents that there is code for."""
 TOKENS = {"bos_token_id": 1, "eos_token_id": VOCABULARY - 1, "pad_token_id": VOCABULARY - 2}
 _ROPE = {"rope_type": "default", "rope_theta": 1e4}
 _WINDOWED = ["sliding_attention", "full_attention"]
@@ -117,8 +121,8 @@ def kinds() -> list[str]:
     return list(dict.fromkeys([*causal, *sorted(IMAGE_TYPES)]))
 
 
-def tiny_config(kind: str) -> PreTrainedConfig:
-    """Few layers of each kind, hidden size 32, 128 words; of `PARTS` the usual sizes.
+def tiny_config(kind: str, *, wide: bool = False) -> PreTrainedConfig:
+    """Few layers of each kind, hidden size 32, or `wide` 128, and 128 words; of `PARTS` the usual sizes.
 
     Raises:
         Exception: whatever the class says where the usual sizes do not suit it.
@@ -129,13 +133,13 @@ def tiny_config(kind: str) -> PreTrainedConfig:
     config: Any = known.get(kind) or CONFIG_MAPPING[kind]
     if kind in PARTS:
         return config(**copy.deepcopy(PARTS[kind]))
-    return config(**_changes(config()))
+    return config(**_changes(config(), _WIDE if wide else SIZES))
 
 
-def _changes(base: PreTrainedConfig) -> dict[str, Any]:
+def _changes(base: PreTrainedConfig, usual: dict[str, int]) -> dict[str, Any]:
     """What makes a default configuration, and those within it, small."""
     known = base.to_dict()
-    sizes = {**SIZES, **TOKENS, "is_decoder": True}
+    sizes = {**usual, **TOKENS, "is_decoder": True}
     changes = {
         name: size for name, size in sizes.items() if name in known and isinstance(known[name], int | None)
     }
@@ -153,7 +157,7 @@ def _changes(base: PreTrainedConfig) -> dict[str, Any]:
         changes[name] = len(kept)
     for part in base.sub_configs:
         if getattr(base, part, None) is not None:
-            changes[part] = _changes(getattr(base, part))
+            changes[part] = _changes(getattr(base, part), usual)
     return changes | EXCEPTIONS.get(base.model_type, {})
 
 

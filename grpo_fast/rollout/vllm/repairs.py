@@ -8,16 +8,19 @@ from typing import Any
 from torch import nn
 
 
-def repair(model: nn.Module, device_type: str) -> None:
+def repair(model: Any, device_type: str) -> None:
     """Before weights are loaded.
 
-    On a CPU by other code of vLLM's own. Its router there takes other scores than a softmax, and the bias
-    that experts are chosen by, where experts have groups: one group of all is the same choice. Its kernel for
-    rotary positions takes rows, and latent attention gives it heads.
+    Phi-3.5-MoE gets its head's bias. On a CPU other code of vLLM's own is used: its router takes other scores
+    than a softmax, and the bias that experts are chosen by, where experts have groups, and one group is the
+    same choice; its kernel for rotary positions takes rows, and latent attention gives it heads.
     """
     for parameter in model.parameters():  # as of MiniMax M2's norms: the reload asks loaders for their names
         if isinstance(loader := getattr(parameter, "weight_loader", None), partial):
             loader.__name__ = loader.func.__name__  # type: ignore[attr-defined]
+    if type(model).__name__ == "PhiMoEForCausalLM" and model.config.lm_head_bias:
+        head, logits = model.lm_head, model.logits_processor
+        model.compute_logits = lambda hidden: logits(head, hidden, head.bias)
     for module in model.modules() if device_type == "cpu" else ():
         router: Any = getattr(module, "router", None)
         if getattr(router, "e_score_correction_bias", None) is not None and not router.use_grouped_topk:

@@ -6,6 +6,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -60,3 +61,15 @@ def test_loaders_that_are_partial_functions_have_the_name_that_a_reload_asks_for
     repair(norm, "cuda")
 
     assert norm.weight.weight_loader.__name__ == "repair"
+
+
+@pytest.mark.parametrize("biased", [True, False])
+def test_the_head_of_phi_moe_has_its_bias(biased: bool):
+    model = type("PhiMoEForCausalLM", (nn.Module,), {"compute_logits": lambda self, hidden: "vLLM's own"})()
+    model.config, model.lm_head = SimpleNamespace(lm_head_bias=biased), nn.Linear(1, 1)
+    model.logits_processor = lambda *given: given
+
+    repair(model, "cuda")
+
+    expected = (model.lm_head, "hidden", model.lm_head.bias) if biased else "vLLM's own"
+    assert model.compute_logits("hidden") == expected

@@ -1,0 +1,33 @@
+"""One recorded type of model a day runs in vLLM, as others without it in `benchmarks/test_model_types.py`."""
+
+from __future__ import annotations
+
+import os
+from datetime import date
+
+import pytest
+
+from benchmarks.tables import DASH
+from benchmarks.vllm_types import Row, cells, check, recorded
+
+DAY = date.fromisoformat(os.environ.get("MODELS_OF", date.today().isoformat()))
+
+
+KINDS = sorted(recorded())
+
+
+@pytest.mark.parametrize("kind", [pytest.param(KINDS[DAY.toordinal() % len(KINDS)], id=f"{DAY}")])
+def test_vllm_draws_from_a_type_what_the_record_says(kind: str, on_vllms_cpu) -> None:
+    before, found = recorded()[kind], check(kind)
+
+    assert not {*found.wrong} - {*before.wrong}, found
+    assert found.reasons.keys() == before.reasons.keys(), found
+
+
+def test_what_is_wrong_is_bold_and_a_refusal_has_its_words() -> None:
+    row = Row("qwen3_next", "portable", 0.1, float("nan"), 0.5, None, {"exported": "a | b"})
+    alike = Row("olmoe", reasons={"start": "no", "merged": "no"})
+
+    shown = ["qwen3_next", "bfloat16", "reloaded", "1e-01", "**nan**", "**5e-01**", DASH, r"exported: a \| b"]
+    assert cells(row) == shown
+    assert cells(alike)[2:] == [*[DASH] * 5, "start, merged: no"]
