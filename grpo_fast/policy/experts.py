@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from grpo_fast.policy.config import ModelConfig
+from grpo_fast.policy.layers import decoder_layers
 from grpo_fast.policy.vision import language_model
 
 if TYPE_CHECKING:
@@ -64,6 +65,20 @@ def fused_experts(model: nn.Module) -> dict[str, nn.Parameter]:
 def _is_stack(name: str, parameter: Tensor) -> bool:
     of_heads = any(mark in name for mark in ("conv", "mamba", "rg_lru"))  # a matrix for each head
     return not of_heads and parameter.ndim == 3 and min(parameter.shape[1:]) > 1
+
+
+def expert_blocks(model: Any) -> dict[int, Any]:
+    """By the number of its layer, the module in it that has a router and, in one tensor each, experts."""
+    found = {}
+    for number, layer in enumerate(decoder_layers(model.get_decoder())):
+        for block in layer.modules():
+            if isinstance(getattr(block, "experts", None), nn.Module) and number_of_experts(block):
+                found[number] = block
+    return found
+
+
+def number_of_experts(block: Any) -> int:
+    return next((weight.shape[0] for weight in block.experts.parameters() if weight.ndim == 3), 0)
 
 
 def require_router(config: ModelConfig, architecture: PreTrainedConfig) -> None:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from grpo_fast.policy.experts import expert_blocks, number_of_experts
 from grpo_fast.policy.layers import decoder_layers
 from grpo_fast.policy.packing import pack
 from grpo_fast.table import EXPERTS, UNKNOWN, Completions
@@ -148,20 +149,6 @@ class _Given(TorchFunctionMode):
         differ = known & (chosen.sort(-1).values != own.sort(-1).values).any(-1)
         self.told.append(torch.stack([differ.sum(), known.sum()]))
         return type(found)((scores.gather(-1, chosen), chosen))
-
-
-def expert_blocks(model: Any) -> dict[int, Any]:
-    """By the number of its layer, the module in it that has a router and, in one tensor each, experts."""
-    found = {}
-    for number, layer in enumerate(decoder_layers(model.get_decoder())):
-        for block in layer.modules():
-            if isinstance(getattr(block, "experts", None), nn.Module) and number_of_experts(block):
-                found[number] = block
-    return found
-
-
-def number_of_experts(block: Any) -> int:
-    return next((weight.shape[0] for weight in block.experts.parameters() if weight.ndim == 3), 0)
 
 
 @contextmanager

@@ -16,7 +16,8 @@ from triton.backends import backends
 from grpo_fast.annotate import Annotator
 from grpo_fast.policy import load_policy
 from grpo_fast.policy.config import ModelConfig
-from grpo_fast.policy.routing import expert_blocks, recorded
+from grpo_fast.policy.experts import expert_blocks
+from grpo_fast.policy.routing import recorded
 from grpo_fast.rollout import Sampling
 from grpo_fast.rollout.config import VLLMConfig
 from grpo_fast.rollout.vllm.engine import VLLMEngine
