@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from grpo_fast.plan import Shapes, device_budget, plan
 from grpo_fast.policy import Policy, load_policy, pack
 from grpo_fast.policy.architecture import check_architecture
 from grpo_fast.policy.config import LoraConfig, ModelConfig
+from grpo_fast.policy.recurrent import keep_step_limits
 from grpo_fast.policy.vision import auto_class
 from grpo_fast.rollout import Sampling, make_engine
 from grpo_fast.rollout.config import RolloutConfig
@@ -40,6 +41,9 @@ from .models import make_tokenizer
 from .record import write_json
 from .tables import DASH, console
 from .tiny import VOCABULARY, kinds, tiny_config, tiny_model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 RECORD = Path(__file__).resolve().parent / "results" / "models.json"
 LIMITS = {"logprobs": 1e-5, "gradients": 2e-5, "rollout": 1e-5, "lora": 1e-5}
@@ -89,7 +93,7 @@ def check(kind: str, seed: int = 0) -> Row:
             model.save_pretrained(folder)
             if type(model.config) is not type(config):  # the model is the text alone of it
                 config.save_pretrained(folder)
-            own = auto_class(config).from_pretrained(folder, **OWN).eval()
+            own = _loaded(config, folder)
         except Exception as error:
             return Row(kind, NOT_BUILT, reasons={"built": words(_refused(config) or error)})
         make_tokenizer(VOCABULARY).save_pretrained(folder)
@@ -121,6 +125,13 @@ def _refused(config: PreTrainedConfig | None) -> ValueError | None:
     except ValueError as error:
         return error
     return None
+
+
+def _loaded(config: PreTrainedConfig, folder: str | Path) -> Any:
+    """By transformers, but for the time steps of its Nemotron-H."""
+    own = auto_class(config).from_pretrained(folder, **OWN).eval()
+    keep_step_limits(own)
+    return own
 
 
 def words(error: Exception) -> str:
@@ -215,7 +226,7 @@ def _adapted(settings: ModelConfig, config: PreTrainedConfig, table: Completions
             parameter.add_(torch.randn_like(parameter), alpha=0.05)
         trained = policy.model(**given).logits
         policy.save_pretrained(folder)
-        exported = auto_class(config).from_pretrained(folder, **OWN).eval()(**given).logits
+        exported = _loaded(config, folder)(**given).logits
     return float((exported - trained).norm() / trained.norm())
 
 

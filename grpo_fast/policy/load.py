@@ -30,7 +30,7 @@ from grpo_fast.policy.layers import fuse_layers, recompute, resolve_liger, tile_
 from grpo_fast.policy.policy import Policy
 from grpo_fast.policy.processor import load_processor, processor_files
 from grpo_fast.policy.quantization import cast_rest, loading_settings, quantizes
-from grpo_fast.policy.recurrent import fork_states
+from grpo_fast.policy.recurrent import fork_states, keep_step_limits
 from grpo_fast.policy.source import load_whole, loading, resolve_source
 from grpo_fast.policy.vision import auto_class, freeze_vision, sees_images
 
@@ -101,6 +101,7 @@ def load_policy(
         model.config.rescale_every = 0
     model = cast_rest(model, getattr(torch, config.dtype)) if quantized else model.to(home)
     require_vocabulary(tokenizer, model, config.path)
+    keep_step_limits(model)
     reference = None
     if needs_reference and config.lora is None:
         reference = copy.deepcopy(model).eval().requires_grad_(False)

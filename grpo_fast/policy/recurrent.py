@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 from functools import partial
 from types import MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,9 @@ from grpo_fast.policy.layers import decoder_layers
 from grpo_fast.policy.layout import PackedLayout
 from grpo_fast.policy.rows import RowLayout, repeated
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 STATE_WRITES = frozenset({"update_conv_state", "update_recurrent_state", "set_linear_cache"})
 """What mixers of transformers call to leave a state in their cache."""
 _CACHES = frozenset({"cache", "cache_params", "past_key_values"})  # the argument that is it
@@ -29,6 +32,19 @@ _MASKS = frozenset({"attention_mask", "conv_mask"})  # and the one that tells pa
 
 States = dict[tuple[str, int], Tensor]
 """(B, ...) each, by kind and number: what one mixer knows of the tokens before."""
+
+
+def keep_step_limits(model: PreTrainedModel) -> None:
+    """Keep time steps of Mamba 2 within the configuration's `time_step_limit`, as a model's authors do.
+
+    transformers' Nemotron-H takes `time_step_min` instead, which bounds the steps of first weights alone
+    (its pull request 48989).
+    """
+    limit = getattr(model.config.get_text_config(), "time_step_limit", None)
+    mixers: list[Any] = [module for module in model.modules() if hasattr(module, "time_step_limit")]
+    if limit is not None:
+        for mixer in mixers:
+            mixer.time_step_limit = tuple(limit)
 
 
 class StateCache:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from math import inf
 from pathlib import Path
 from typing import Any, cast
 
@@ -142,6 +143,21 @@ def test_logprobs_and_gradients_are_those_of_each_sequence_alone(family: str, rn
     norm = sum(float(q.square().sum()) for _, q in pairs if q is not None)
     assert (apart / norm) ** 0.5 < 1e-5
     assert all(p is None or not p.any() for p, q in pairs if q is None)
+
+
+@pytest.mark.parametrize("limit", [[0.0, inf], [0.02, 0.05]])
+def test_time_steps_keep_to_the_limits_of_the_configuration_in_policy_and_reference(
+    limit: list[float], tmp_path: Path
+) -> None:
+    folder = save_model(tmp_path, "nemotron_h", **_NEMOTRON, time_step_limit=limit)
+    settings = ModelConfig(path=str(folder), dtype="float32", device="cpu")
+
+    policy = load_policy(settings, needs_reference=True)
+
+    assert policy._reference is not None
+    for model in (policy.base_model, policy._reference.base_model):
+        mixers: list[Any] = recurrent_mixers(model)
+        assert {mixer.time_step_limit for mixer in mixers} == {tuple(limit)}
 
 
 @pytest.mark.parametrize(
