@@ -45,13 +45,14 @@ def require_agreement(policy: Policy, tokens: Sequence[int], logprobs: Tensor) -
     with evaluation_mode(policy.model):
         logits = policy.run(lambda: own_logits(policy.base_model, tokens), whole_head=True)[:-1].cpu()
     expected = logits.log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
+    apart = float((logprobs - expected).abs().mean())
     if not agree(logprobs, expected, policy.base_model):
         raise ValueError(
             f"vLLM computes other log-probabilities for {type(policy.base_model).__name__} than the policy "
-            "does; its implementation of the model differs, or its reload of the weights is not exact: set "
-            "rollout.engine to transformers"
+            f"does, by {apart:.2g} nats; its implementation of the model differs, or its reload of the "
+            "weights is not exact: set rollout.engine to transformers"
         )
-    return float((logprobs - expected).abs().mean())
+    return apart
 
 
 def require_same_tokenizer(ours: Any, theirs: Any) -> None:

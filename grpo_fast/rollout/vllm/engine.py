@@ -34,7 +34,7 @@ from grpo_fast.rollout.sampling import request_seed
 from grpo_fast.rollout.types import Collector, Completion, Prompts, RolloutObserver, Sampling, check_prompts
 from grpo_fast.rollout.vllm import checks
 from grpo_fast.rollout.vllm.sleep import SleepCycle
-from grpo_fast.rollout.vllm.start import choose, keeping_ranks, start, stopped
+from grpo_fast.rollout.vllm.start import choose, keeping_ranks, start, stopped, telling_what_a_cpu_lacks
 from grpo_fast.rollout.vllm.weights import WeightSync, fingerprint, storage_of
 
 if TYPE_CHECKING:
@@ -108,7 +108,9 @@ class VLLMEngine:
             policy.fix_rope(self._max_length)  # by which vLLM has chosen its own
             self._probe = checks.probe_tokens(policy)[: self._max_length - 1]
             self.sync(policy)
-            apart = checks.require_agreement(policy, self._probe, self._probe_logprobs())
+            with telling_what_a_cpu_lacks(policy):
+                logprobs = self._probe_logprobs()
+            apart = checks.require_agreement(policy, self._probe, logprobs)
             if policy.quantized:
                 own = f"a base of its own in full precision, for {choices.obstacle}"
                 reason = f"beside {'the 4-bit base of the policy' if choices.shares else own}"

@@ -194,11 +194,27 @@ def start(
             folder = cached_model_folder(folder)
         if on_gpu:
             torch.cuda.synchronize(policy.device)  # vLLM goes on in a stream of its own, and so does training
-        with weights_outside_the_pool() if sleeps and choices.shares else nullcontext():
+        place = weights_outside_the_pool() if sleeps and choices.shares else nullcontext()
+        with place, telling_what_a_cpu_lacks(policy):
             llm = LLM(model=str(folder), enable_sleep_mode=sleeps, **arguments)
     if on_gpu:
         torch.cuda.empty_cache()  # what the policy's weights were in before they were shared
     return llm, placements
+
+
+@contextmanager
+def telling_what_a_cpu_lacks(policy: Policy) -> Iterator[None]:
+    """Some of vLLM's models need what only GPUs have, or bfloat16, and say so wherever they come upon it."""
+    try:
+        yield
+    except (AssertionError, AttributeError, ImportError, RuntimeError) as error:
+        if policy.device.type != "cpu":
+            raise
+        model, why = policy.base_model, short(str(error), 300)
+        raise ValueError(
+            f"vLLM {installed_version()} does not run {type(model).__name__} in {model.dtype} on a CPU "
+            f"({why}); set rollout.engine to transformers, or model.dtype to bfloat16 where it asks for that"
+        ) from error
 
 
 def require_device(device: torch.device, platform: str, world: World = SINGLE_PROCESS) -> None:

@@ -297,6 +297,18 @@ def test_sharing_that_the_layout_forbids_is_refused_with_the_reason_and_leaves_r
         running_vllm(saved_model(), dtype="float32", plain=False, share_weights=True).__enter__()
 
 
+@pytest.mark.parametrize("where", ["vllm.LLM", "grpo_fast.rollout.vllm.engine.VLLMEngine._probe_logprobs"])
+def test_what_vllms_cpu_build_lacks_for_a_model_is_told_with_the_model_and_the_remedy(
+    where, saved_model, running_vllm, monkeypatch
+):
+    def broken(*_, **__):
+        raise AssertionError("CPU GDN attention requires BF16.")  # of Qwen3.5 and Qwen3-Next in float32
+
+    monkeypatch.setattr(where, broken)
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM in .*float32 .*requires BF16.*dtype to bf"):
+        running_vllm(saved_model(), dtype="float32", plain=False).__enter__()
+
+
 def test_weights_packed_for_amx_are_sent_again_and_plain_ones_shared_on_such_a_cpu_too(
     amx, saved_model, running_vllm, shake, largest_difference
 ):
@@ -383,8 +395,8 @@ LINEAR = LORA.model_copy(update={"target_modules": ["in_proj", "q_proj", "k_proj
 def test_experts_and_hybrids_compute_what_the_policy_computes_after_every_sync(
     kind, options, saved_kind, running_vllm, shake, largest_difference, monkeypatch
 ):
-    # Of nemotron_h 0.05 nat was seen at one token.
-    noise = 0.2 if kind == "nemotron_h" else ROUNDING["float32"]
+    # Of hybrids 2.3e-5 was seen; a token that goes to another expert is further off.
+    noise = 1e-3 if kind in ("falcon_h1", "nemotron_h") else ROUNDING["float32"]
     settings = {"dtype": "float32", "plain": False} | options
     if settings["plain"]:
         monkeypatch.setattr("grpo_fast.rollout.vllm.start.sharing_obstacle", lambda *_: None)
