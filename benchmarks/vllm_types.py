@@ -54,6 +54,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "deepseek_v2": _YARN,
     "deepseek_v3": _CHOSEN | _YARN,
     "glm4_moe_lite": _CHOSEN | {"head_dim": 64},
+    "lfm2": {"conv_dim": 128, "conv_dim_out": 128, "block_dim": 128},
 }
 """What vLLM reads of the published configurations, and transformers leaves out of its own."""
 COLUMNS = ("start", "synced", "merged", "exported")

@@ -26,7 +26,7 @@ def repair(model: Any, device_type: str) -> None:
         if getattr(router, "e_score_correction_bias", None) is not None and not router.use_grouped_topk:
             router.use_grouped_topk, router.num_expert_group, router.topk_group = True, 1, 1
         rotary: Any = getattr(module, "rotary_emb", None)
-        if hasattr(module, "kv_b_proj") and hasattr(rotary, "forward_native"):
+        if hasattr(rotary, "forward_native"):
             rotary._forward_method = rotary.forward_native
 
 
