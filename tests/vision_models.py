@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
@@ -17,6 +18,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 START, IMAGE, END = "<|vision_start|>", "<|image_pad|>", "<|vision_end|>"
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", START, END, IMAGE, "<|video_pad|>", "<|audio_pad|>"]
+NEWLINES = ["\n" * count for count in range(1, 5)]  # which vLLM asks Gemma's tokenizer for
 WORDS = ["user", "assistant", "system", "how", "many", "shapes", "one", "two", "three", "[UNK]"]
 IMAGE_ID = SPECIAL.index(IMAGE)
 TEMPLATE = (
@@ -39,7 +41,7 @@ QWEN_IDS = {
     **{"vision_start_token_id": IMAGE_ID - 2, "vision_end_token_id": IMAGE_ID - 1},
 }
 GEMMA_TEXT = {**TEXT, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
 HYBRID_TEXT = {  # a recurrent layer, and one of attention
     **TEXT,
     **{"rope_parameters": {**INTERLEAVED, "partial_rotary_factor": 1.0}},
@@ -109,7 +111,8 @@ def save_vision_model(folder: Path, kind: str, **text: Any) -> Path:
     settings: dict[str, Any] = copy.deepcopy(CONFIGS[kind])
     if text:
         settings["text_config"] |= text
-        settings["text_config"]["rope_parameters"]["mrope_section"] = [8, 4, 4]
+        if "rope_parameters" in settings["text_config"]:
+            settings["text_config"]["rope_parameters"]["mrope_section"] = [8, 4, 4]
         settings["vision_config"]["out_hidden_size"] = text["hidden_size"]
     model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(kind, **settings))
     for name, parameter in model.named_parameters():  # small random weights barely move the logits
@@ -118,7 +121,15 @@ def save_vision_model(folder: Path, kind: str, **text: Any) -> Path:
             torch.nn.init.normal_(parameter, std=0.2 if large else 0.1)
     model.generation_config.eos_token_id = 2
     model.save_pretrained(folder)
-    words = Tokenizer(models.WordLevel({w: i for i, w in enumerate(SPECIAL + WORDS)}, unk_token="[UNK]"))
+    if kind == "gemma3":  # whose files have names of their own
+        weights = load_file(folder / "model.safetensors")
+        named = {
+            name.replace("vision_tower.", "vision_tower.vision_model."): weights[name] for name in weights
+        }
+        save_file(named, folder / "model.safetensors", {"format": "pt"})
+    words = Tokenizer(
+        models.WordLevel({w: i for i, w in enumerate(SPECIAL + WORDS + NEWLINES)}, unk_token="[UNK]")
+    )
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     words.add_special_tokens(SPECIAL)
     named = {"boi_token": START, "eoi_token": END, "image_token": IMAGE}

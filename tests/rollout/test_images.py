@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from grpo_fast.data.config import DatasetConfig
 from grpo_fast.data.dataset import PromptDataset, prompts_of
@@ -20,8 +22,14 @@ from grpo_fast.table import Completions
 from tests.vision_models import CONFIGS, OfGemma4, picture, save_vision_model
 
 
-def agree(policy: Policy, engine: Engine, dataset: PromptDataset, nats: float) -> None:
-    """What the engine draws has the log-probabilities of the trainer."""
+def agree(
+    policy: Policy,
+    engine: Engine,
+    dataset: PromptDataset,
+    nats: float,
+    of: Callable[[Tensor], Tensor] = torch.max,
+) -> None:
+    """What the engine draws has the log-probabilities of the trainer, but for `nats`."""
     groups = generate_rollout(engine, dataset, 3, Sampling(max_completion_length=12))
     drawn = [completion for group in groups for completion in group]
     owners = [owner for owner in range(len(dataset)) for _ in range(3)]
@@ -36,7 +44,7 @@ def agree(policy: Policy, engine: Engine, dataset: PromptDataset, nats: float) -
     logprobs = policy.head.logits(policy.hidden_states(batch)).log_softmax(-1)
     found[batch.token_index] = logprobs.gather(1, batch.targets[:, None])[:, 0].detach()
     told = torch.tensor([number for completion in drawn for number in completion.logprobs or ()])
-    torch.testing.assert_close(found, told, atol=nats, rtol=0)
+    assert len(told) and float(of((found - told).abs())) <= nats
 
 
 @pytest.mark.parametrize("kind", sorted(CONFIGS))
@@ -57,25 +65,54 @@ def test_completions_have_the_logprobs_that_the_trainer_computes(kind: str, tmp_
         agree(policy, engine, dataset, 1e-5)
 
 
-@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
-def test_vllm_sees_the_same_images_before_and_after_a_sync(
-    kind: str, tmp_path: Path, on_vllms_cpu: None
-) -> None:
+def with_vllm(folder: Path, kind: str, **text: Any) -> tuple[Policy, PromptDataset, Engine]:
     for needed in ("torchvision", "blake3"):  # which vLLM asks for when it reads images
         pytest.importorskip(needed)
     heads = {"hidden_size": 64, "num_attention_heads": 2, "head_dim": 32}  # that its kernels have
-    policy = load_policy(
-        ModelConfig(path=str(save_vision_model(tmp_path, kind, **heads)), dtype="float32", device="cpu")
-    )
+    dtype = "bfloat16" if kind.startswith("qwen3_5") else "float32"
+    model = ModelConfig(path=str(save_vision_model(folder, kind, **heads, **text)), dtype=dtype, device="cpu")
+    policy = load_policy(model)
     rows = [{"prompt": "how many", "image": picture(64, 64)} for _ in range(2)]
-    dataset = prompts_of(rows, DatasetConfig(source="rows"), policy.tokenizer)
     config = RolloutConfig(engine="vllm", vllm=VLLMConfig(kv_cache_gib=0.05))
-    with make_engine(config, policy, max_length=64) as engine:
-        agree(policy, engine, dataset, 1e-4)
+    dataset = prompts_of(rows, DatasetConfig(source="rows"), policy.tokenizer)
+    return policy, dataset, make_engine(config, policy, max_length=64)
+
+
+WIDE = {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4}
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "nats", "of"),
+    [
+        ("qwen2_5_vl", {}, 1e-4, torch.max),
+        ("qwen3_vl", {}, 1e-4, torch.max),
+        ("qwen3_vl_moe", {}, 1e-4, torch.max),
+        # In bfloat16, the one that vLLM's kernels on a CPU have: some token goes to other experts.
+        ("qwen3_5", WIDE, 0.05, torch.median),
+        ("qwen3_5_moe", WIDE, 0.05, torch.median),
+    ],
+)
+def test_vllm_sees_the_same_images_before_and_after_a_sync(
+    kind: str, text: dict[str, Any], nats: float, of: Any, tmp_path: Path, on_vllms_cpu: None
+) -> None:
+    policy, dataset, made = with_vllm(tmp_path, kind, **text)
+    with made as engine:
+        agree(policy, engine, dataset, nats, of)
         with torch.no_grad():
             for weight in policy.trainable().values():
                 weight.add_(0.02 * torch.randn_like(weight))
         engine.sleep()
         engine.sync(policy)
         engine.wake()
+        agree(policy, engine, dataset, nats, of)
+
+
+def test_on_a_cpu_vllm_is_not_given_images_whose_tokens_see_each_other(
+    tmp_path: Path, on_vllms_cpu: None
+) -> None:
+    policy, dataset, made = with_vllm(tmp_path, "gemma3")
+    with (
+        made as engine,
+        pytest.raises(ValueError, match=r"Gemma3\w+ all of it: set rollout\.engine"),
+    ):
         agree(policy, engine, dataset, 1e-4)

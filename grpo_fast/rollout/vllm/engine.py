@@ -150,6 +150,11 @@ class VLLMEngine:
             for index, prompt in enumerate(prompts):
                 self._require_servable(f"prompts[{index}]", prompt, sampling)
             shown = images or [None] * len(prompts)
+            if self._policy.device.type == "cpu" and any(shown) and self._policy.vision.both_ways:
+                raise ValueError(
+                    "on a CPU vLLM lets tokens of an image see only what is before them, and "
+                    f"{type(self._policy.base_model).__name__} all of it: set rollout.engine to transformers"
+                )
             contents = [self._content(prompt, one) for prompt, one in zip(prompts, shown, strict=True)]
             asked.append((changed, contents, n, replace(sampling, seed=_seed_of(sampling))))
         if any(changed for changed, *_ in asked):

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from grpo_fast.policy.vision import sees_images
 from grpo_fast.rollout.vllm.repairs import packed_experts, packed_ties
 
 if TYPE_CHECKING:
@@ -160,21 +161,30 @@ def has_experts(policy: Policy) -> bool:
     return any(".experts." in name for name, _ in policy.base_model.named_parameters())
 
 
+def publishes_otherwise(policy: Policy) -> bool:
+    """Whether files of its type may have other names, or other tensors, than transformers has."""
+    return has_experts(policy) or sees_images(policy.base_model.config)
+
+
 def checkpoint_weights(policy: Policy, *, adapters: bool = True) -> Iterator[tuple[str, Tensor]]:
     """The policy's weights, adapters merged or left out, under the names that vLLM's loaders know.
 
     transformers fuses a layer's experts as it loads them; here they are copies, one by one again. gpt-oss
-    publishes them fused, and vLLM reloads only those that come one by one.
+    publishes them fused, and vLLM reloads only those that come one by one. Qwen3-VL publishes them fused and
+    transposed, which transformers undoes as it loads and does not do again. Towers of images have other
+    names, too.
     """
-    if not has_experts(policy):
+    if not publishes_otherwise(policy):
         yield from policy.named_weights(adapters=adapters)
         return
     from transformers.core_model_loading import revert_weight_conversion
 
-    one_by_one = policy.base_model.config.model_type == "gpt_oss"
+    kind = policy.base_model.config.model_type
     for name, tensor in policy.named_weights(adapters=adapters):
         before, experts, part = name.partition(".experts.")
-        if experts and one_by_one:
+        if experts and kind == "qwen3_vl_moe":
+            yield name, tensor.transpose(1, 2)
+        elif experts and kind == "gpt_oss":
             yield from ((f"{before}.experts.{index}.{part}", expert) for index, expert in enumerate(tensor))
         else:
             yield from revert_weight_conversion(policy.base_model, {name: tensor}).items()
@@ -228,8 +238,8 @@ class WeightSync:
             self._reload()
         if not self._placements:
             return
-        # Experts have other names in the policy: all of them are copied, whatever trains.
-        everything = everything or self.way == "portable" or has_experts(self._policy)
+        # What has other names in the policy is copied, whatever trains.
+        everything = everything or self.way == "portable" or publishes_otherwise(self._policy)
         changing = self._policy.changing_weights()
         for name, weight in checkpoint_weights(self._policy):
             for place in self._placements[name] if everything or name in changing else ():

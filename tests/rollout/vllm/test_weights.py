@@ -62,6 +62,10 @@ def weights(rng) -> Weights:
     return {name: nn.Parameter(torch.randn(shape, generator=rng)) for name, shape in shapes.items()}
 
 
+TEXT: Any = nn.Module()
+TEXT.config = SimpleNamespace(model_type="llama")
+
+
 @pytest.fixture
 def engine() -> Engine:
     return Engine()
@@ -190,7 +194,7 @@ class Loaded(nn.Module):
 def test_copies_are_made_only_where_they_reach_everything_that_is_read(fault, reason):
     weight, engine = nn.Parameter(torch.arange(6.0).view(2, 3)), Loaded(fault)
     policy = SimpleNamespace(
-        base_model=nn.Module(),
+        base_model=TEXT,
         named_weights=lambda adapters=True: iter([("weight", weight.detach())]),
         base_weights=dict,
         changing_weights=lambda: {"weight"},
@@ -215,7 +219,7 @@ def test_what_a_reload_leaves_as_it_was_is_copied_after_it_and_nothing_of_the_po
     engine.sinks, engine.scale = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2))
     weights = {name: torch.rand(like.shape) for name, like in engine.named_parameters()}
     policy = SimpleNamespace(
-        base_model=nn.Module(),
+        base_model=TEXT,
         named_weights=lambda adapters=True: iter(weights.items()),
         base_weights=lambda: weights,
         changing_weights=lambda: {"weight", "scale"},
