@@ -48,13 +48,15 @@ ROUTERS = {
 }
 
 
-def route_by_hand(policy, row_choices: torch.Tensor) -> list:
-    """Hooks with which the model's own routers answer with (t, L, 2) given experts of one sequence."""
+def route_by_hand(policy, row_choices: torch.Tensor, others: torch.Tensor) -> list:
+    """Hooks with which the model's own routers answer with (t, L, 2) given experts of one sequence; in
+    `others` (t, L) they note where they would have chosen others."""
 
     def given(number):
         def hook(router, args, output):
-            logits, _, _ = output
+            logits, _, own = output
             chosen = row_choices[:, number].long()
+            others[:, number] = (own.sort(-1).values != chosen.sort(-1).values).any(-1)
             weights = logits.softmax(-1).gather(-1, chosen)
             return logits, weights / weights.sum(-1, keepdim=True), chosen
 
@@ -88,13 +90,14 @@ def test_given_experts_give_the_log_probabilities_and_gradients_of_a_model_that_
     counted = policy.routing.differing()
 
     policy.model.zero_grad()
-    own = torch.zeros(len(table.token_ids))
+    own, others = torch.zeros(len(table.token_ids)), torch.zeros(len(choices), 2, dtype=torch.bool)
     for row in range(len(table)):
         prompt, tokens = table.prompt_of(row), table.tokens_of(row)
         first = int(table.prompt_offsets[table.prompts[row]])
         begin = len(table.prompt_ids) + int(table.offsets[row])
         told = torch.cat([choices[first : first + len(prompt)], choices[begin : begin + len(tokens)]])
-        hooks = route_by_hand(policy, told)
+        differ = torch.zeros(len(told), 2, dtype=torch.bool)
+        hooks = route_by_hand(policy, told, differ)
         logits = policy.base_model(input_ids=torch.cat([prompt, tokens])[None], use_cache=False).logits[0]
         found = logits[len(prompt) - 1 : -1].log_softmax(-1).gather(1, tokens[:, None])[:, 0]
         places = slice(int(table.offsets[row]), int(table.offsets[row + 1]))
@@ -104,12 +107,14 @@ def test_given_experts_give_the_log_probabilities_and_gradients_of_a_model_that_
         (own_weights * found).sum().backward()
         for hook in hooks:
             hook.remove()
+        others[first : first + len(prompt)] = differ[: len(prompt)]
+        others[begin : begin + len(tokens) - 1] = differ[len(prompt) : -1]  # the last one is not read
 
     torch.testing.assert_close(packed.detach(), own[batch.token_index], atol=1e-4, rtol=1e-4)
     for name, parameter in policy.trainable().items():
         torch.testing.assert_close(gradients[name], parameter.grad, atol=1e-3, rtol=1e-3)
     assert any(gradients[name].abs().max() > 0 for name in gradients if name.endswith("gate.weight"))
-    assert 0 < counted["experts/differing"] <= counted["experts/replayed"]
+    assert counted == {"experts/differing": others.sum(), "experts/replayed": 2 * (len(choices) - len(table))}
     assert policy.routing.differing() == {}
 
 
