@@ -97,7 +97,7 @@ CONFIGS = {
         "vision_config": {
             **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2},
             **{"num_key_value_heads": 2, "head_dim": 16, "patch_size": 8, "pooling_kernel_size": 2},
-            "position_embedding_size": 64,
+            **{"position_embedding_size": 64, "default_output_length": 70},
         },
         "audio_config": None,
         **{"image_token_id": IMAGE_ID, "video_token_id": IMAGE_ID + 1, "audio_token_id": IMAGE_ID + 2},

@@ -381,8 +381,13 @@ def _probes(model: PreTrainedModel) -> tuple[list[tuple[int, ...]], list[tuple[i
 
 
 def random_tokens(model: PreTrainedModel, count: int, generator: torch.Generator) -> Tensor:
-    """(count,) int64 at random, and among them the one that the model may take for padding."""
-    tokens = torch.randint(model.config.get_text_config().vocab_size, (count,), generator=generator)
+    """(count,) int64 at random, and among them the one that the model may take for padding; none that stands
+    for an image or a sound, which no text has."""
+    config: Any = model.config
+    placeholders = [getattr(config, f"{kind}_token_id", None) for kind in ("image", "video", "audio")]
+    words = torch.arange(config.get_text_config().vocab_size)
+    words = words[~torch.isin(words, torch.tensor([token for token in placeholders if token is not None]))]
+    tokens = words[torch.randint(len(words), (count,), generator=generator)]
     if (padding := _padding_token(model)) is not None:
         tokens[2] = padding
     return tokens

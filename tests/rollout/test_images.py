@@ -72,10 +72,12 @@ def with_vllm(folder: Path, kind: str, **text: Any) -> tuple[Policy, PromptDatas
     dtype = "bfloat16" if kind.startswith("qwen3_5") else "float32"
     model = ModelConfig(path=str(save_vision_model(folder, kind, **heads, **text)), dtype=dtype, device="cpu")
     policy = load_policy(model)
+    if kind == "gemma4":
+        policy.tokenizer.images = ImageReader(lambda: OfGemma4(folder))
     rows = [{"prompt": "how many", "image": picture(64, 64)} for _ in range(2)]
     config = RolloutConfig(engine="vllm", vllm=VLLMConfig(kv_cache_gib=0.05))
     dataset = prompts_of(rows, DatasetConfig(source="rows"), policy.tokenizer)
-    return policy, dataset, make_engine(config, policy, max_length=64)
+    return policy, dataset, make_engine(config, policy, max_length=128)
 
 
 WIDE = {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4}
@@ -107,12 +109,13 @@ def test_vllm_sees_the_same_images_before_and_after_a_sync(
         agree(policy, engine, dataset, nats, of)
 
 
+@pytest.mark.parametrize(("kind", "text"), [("gemma3", {}), ("gemma4", {"global_head_dim": 32})])
 def test_on_a_cpu_vllm_is_not_given_images_whose_tokens_see_each_other(
-    tmp_path: Path, on_vllms_cpu: None
+    kind: str, text: dict[str, Any], tmp_path: Path, on_vllms_cpu: None
 ) -> None:
-    policy, dataset, made = with_vllm(tmp_path, "gemma3")
+    policy, dataset, made = with_vllm(tmp_path, kind, **text)
     with (
         made as engine,
-        pytest.raises(ValueError, match=r"Gemma3\w+ all of it: set rollout\.engine"),
+        pytest.raises(ValueError, match=r"Gemma\w+ all of it: set rollout\.engine"),
     ):
         agree(policy, engine, dataset, 1e-4)
