@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from grpo_fast.policy.vision import sees_images
 from grpo_fast.rollout.vllm.repairs import packed_experts, packed_ties
 
 if TYPE_CHECKING:
@@ -163,7 +162,7 @@ def has_experts(policy: Policy) -> bool:
 
 def publishes_otherwise(policy: Policy) -> bool:
     """Whether files of its type may have other names, or other tensors, than transformers has."""
-    return has_experts(policy) or sees_images(policy.base_model.config)
+    return has_experts(policy) or policy.base_model.config.model_type == "gemma3"
 
 
 def checkpoint_weights(policy: Policy, *, adapters: bool = True) -> Iterator[tuple[str, Tensor]]:
@@ -171,8 +170,7 @@ def checkpoint_weights(policy: Policy, *, adapters: bool = True) -> Iterator[tup
 
     transformers fuses a layer's experts as it loads them; here they are copies, one by one again. gpt-oss
     publishes them fused, and vLLM reloads only those that come one by one. Qwen3-VL publishes them fused and
-    transposed, which transformers undoes as it loads and does not do again. Towers of images have other
-    names, too.
+    transposed, which transformers undoes as it loads and does not do again. Gemma 3's tower has other names.
     """
     if not publishes_otherwise(policy):
         yield from policy.named_weights(adapters=adapters)
