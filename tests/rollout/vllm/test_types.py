@@ -18,10 +18,10 @@ KINDS = sorted(recorded())
 
 @pytest.mark.parametrize("kind", [pytest.param(KINDS[DAY.toordinal() % len(KINDS)], id=f"{DAY}")])
 def test_vllm_draws_from_a_type_what_the_record_says(kind: str, on_vllms_cpu) -> None:
-    before, found = recorded()[kind], check(kind)
+    before, found = recorded()[kind], check(kind, parts=("start",))
 
     assert not {*found.wrong} - {*before.wrong}, found
-    assert found.reasons.keys() == before.reasons.keys(), found
+    assert ("start" in found.reasons) == ("start" in before.reasons), found
 
 
 def test_what_is_wrong_is_bold_and_a_refusal_has_its_words() -> None:
