@@ -35,6 +35,12 @@ def sees_images(config: PreTrainedConfig) -> bool:
     return config.model_type in IMAGE_TYPES
 
 
+def looks_both_ways(config: PreTrainedConfig) -> bool:
+    """Whether tokens of one image attend to each other in both directions."""
+    text = config.get_text_config()
+    return config.model_type == "gemma3" or getattr(text, "use_bidirectional_attention", None) == "vision"
+
+
 def auto_class(config: PreTrainedConfig) -> Any:
     """transformers' class that loads such a model whole: with its vision tower, where it has one."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
@@ -82,17 +88,11 @@ class Vision:
         self.model: Any = model
         self.reader = reader
         self.token: int = config.image_token_id
+        self.both_ways = looks_both_ways(config)
         self._seen: OrderedDict[PromptImages, Seen] = OrderedDict()
         self._bytes = 0  # of these
         backbone: Any = model.base_model
         self._takes = inspect.signature(backbone.get_image_features).parameters
-
-    @property
-    def both_ways(self) -> bool:
-        """Whether tokens of one image attend to each other in both directions."""
-        text = self.model.config.get_text_config()
-        kind = self.model.config.model_type
-        return kind == "gemma3" or getattr(text, "use_bidirectional_attention", None) == "vision"
 
     @property
     def three_positions(self) -> bool:

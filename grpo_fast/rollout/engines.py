@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, ClassVar
 from grpo_fast.lookup import load_object
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
     from grpo_fast.distributed.world import World
     from grpo_fast.plan.model_shape import ModelShape
     from grpo_fast.plan.sizes import StepSizes
@@ -106,6 +108,10 @@ class EngineKind(ABC):
             ValueError: a setting contradicts the engine.
             ImportError: what it needs is not installed.
         """
+
+    def suits(self, architecture: PreTrainedConfig, *, on_gpu: bool, images: bool) -> None:
+        """As `needs`, by transformers' configuration of the model and whether prompts have images."""
+        return
 
     @abstractmethod
     def make(self, config: RolloutConfig, policy: Policy, *, max_length: int | None, world: World) -> Engine:

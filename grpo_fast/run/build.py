@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -18,7 +18,7 @@ import torch
 from grpo_fast.algorithm import Algorithm
 from grpo_fast.annotate import Annotator
 from grpo_fast.config import TrainConfig, at
-from grpo_fast.data import Prompt, PromptDataset, PromptSampler, exclude_overlap, load_held_out, load_prompts
+from grpo_fast.data import PromptDataset, PromptSampler, exclude_overlap, load_held_out, load_prompts
 from grpo_fast.data.config import PREFIX, VERIFIERS, DatasetConfig
 from grpo_fast.data.tasksets import library_prompts
 from grpo_fast.distributed.world import SINGLE_PROCESS, World
@@ -29,7 +29,7 @@ from grpo_fast.groups.weights import AdaptiveWeights
 from grpo_fast.head import warm_up
 from grpo_fast.objective import resolve_loss
 from grpo_fast.policy import Policy, PolicyOptimizer, load_policy, load_tokenizer, longest_sequence
-from grpo_fast.policy.load import require_replay
+from grpo_fast.policy.load import load_architecture, require_replay, resolve_device
 from grpo_fast.policy.quantization import require_bitsandbytes
 from grpo_fast.preference.comparison import mismatched, table_of, with_order
 from grpo_fast.preference.data import load_comparisons
@@ -37,7 +37,7 @@ from grpo_fast.preference.reference import with_reference
 from grpo_fast.preference.trainer import PreferenceTrainer
 from grpo_fast.rewards import RewardError, RewardSet, load_rewards
 from grpo_fast.rewards.types import ENVIRONMENTS
-from grpo_fast.rollout import make_engine, require_engine
+from grpo_fast.rollout import chosen_engine, engine_kind, make_engine, require_engine
 from grpo_fast.rollout.config import RolloutConfig
 from grpo_fast.run.alike import require_alike
 from grpo_fast.run_record.callbacks import Callbacks, load_callbacks
@@ -118,7 +118,13 @@ def build_grpo_trainer(config: TrainConfig, world: World = SINGLE_PROCESS) -> Tr
     parts = build_stages(stages, tokenizer, held_out, load)
     require_alike(world, "the data", lambda: digests(parts, held_out))
     prompts = [*(held_out or ()), *chain.from_iterable(part.dataset for part in parts)]
-    require_packed_and_whole(config, prompts, world)
+    device = resolve_device(config.model.device) if world.size == 1 else world.device
+    shown = any(prompt.images for prompt in prompts)
+    if shown:
+        require_packed_and_whole(config, world)
+    engine_kind(chosen_engine(config.rollout, device)).suits(
+        load_architecture(config.model), on_gpu=device.type == "cuda", images=shown
+    )
     policy = load_policy(
         config.model, needs_reference=needs_reference, world=world, distributed=config.distributed
     )
@@ -162,10 +168,8 @@ def build_grpo_trainer(config: TrainConfig, world: World = SINGLE_PROCESS) -> Tr
     return trainer
 
 
-def require_packed_and_whole(config: TrainConfig, prompts: Iterable[Prompt], world: World) -> None:
-    """Raises ValueError where prompts have images, and a setting does not go with them."""
-    if not any(prompt.images for prompt in prompts):
-        return
+def require_packed_and_whole(config: TrainConfig, world: World) -> None:
+    """Raises ValueError for a setting that does not go with prompts that have images."""
     if config.distributed.mode == "shard" and world.size > 1:
         raise ValueError(
             "distributed.mode = 'shard' divides the vision tower's weights, which prompts with images need "

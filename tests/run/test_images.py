@@ -9,11 +9,10 @@ import pytest
 
 import grpo_fast
 from grpo_fast.config import TrainConfig
-from grpo_fast.data import Prompt
-from grpo_fast.data.images import PromptImages
 from grpo_fast.distributed.world import World
 from grpo_fast.examples import count_shapes
 from grpo_fast.run.build import require_packed_and_whole
+from tests.vision_models import save_vision_model
 
 
 @pytest.fixture
@@ -52,16 +51,40 @@ def test_rows_without_packing_are_refused(settings: dict[str, Any], no_weights: 
         grpo_fast.train(**settings)
 
 
+@pytest.mark.parametrize(
+    ("images", "installed", "message"),
+    [
+        (True, True, "an image see only what is before them, and gemma3 all of it: set rollout.engine"),
+        (True, False, "torchvision for models of type gemma3, with images or without: pip install"),
+        (False, False, "torchvision for models of type gemma3, with images or without: pip install"),
+        (False, True, "weights were read"),
+    ],
+)
+def test_what_vllm_cannot_be_shown_is_refused(
+    images: bool,
+    installed: bool,
+    message: str,
+    settings: dict[str, Any],
+    no_weights: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("grpo_fast.rollout.vllm.kind.require_vllm", lambda: None)
+    monkeypatch.setattr("grpo_fast.rollout.vllm.rules.find_spec", lambda name: installed or None)
+    settings["model"] = {"path": str(save_vision_model(tmp_path / "gemma3", "gemma3")), "device": "cpu"}
+    if not images:
+        settings["dataset"] = [{"prompt": "how many", "answer": "one"}] * 4
+    with pytest.raises((ValueError, ImportError, pytest.fail.Exception), match=message):
+        grpo_fast.train(**settings | {"rollout.engine": "vllm"})
+
+
 def test_ranks_with_parts_of_the_weights_are_refused() -> None:
-    images = PromptImages((), "how many", "0")
-    prompts = [Prompt(0, "how many", (1,), {}), Prompt(1, "how many", (1,), {}, images)]
     config = TrainConfig.model_construct()
     object.__setattr__(config, "distributed", config.distributed.model_copy(update={"mode": "shard"}))
     world = World.__new__(World)
     world.size = 2
-    require_packed_and_whole(config, prompts[:1], world)
     with pytest.raises(ValueError, match=r"distributed\.mode = 'shard' divides the vision tower's weights"):
-        require_packed_and_whole(config, prompts, world)
+        require_packed_and_whole(config, world)
 
 
 def test_a_trained_model_answers_prompts_with_images(settings: dict[str, Any]) -> None:

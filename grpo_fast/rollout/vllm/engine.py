@@ -33,6 +33,7 @@ from grpo_fast.rollout.requests import Request, Requests
 from grpo_fast.rollout.sampling import request_seed
 from grpo_fast.rollout.types import Collector, Completion, Prompts, RolloutObserver, Sampling, check_prompts
 from grpo_fast.rollout.vllm import checks
+from grpo_fast.rollout.vllm.rules import require_vision
 from grpo_fast.rollout.vllm.sleep import SleepCycle
 from grpo_fast.rollout.vllm.start import choose, keeping_ranks, start, stopped, telling_what_a_cpu_lacks
 from grpo_fast.rollout.vllm.weights import WeightSync, fingerprint, storage_of
@@ -150,11 +151,8 @@ class VLLMEngine:
             for index, prompt in enumerate(prompts):
                 self._require_servable(f"prompts[{index}]", prompt, sampling)
             shown = images or [None] * len(prompts)
-            if self._policy.device.type == "cpu" and any(shown) and self._policy.vision.both_ways:
-                raise ValueError(
-                    "on a CPU vLLM lets tokens of an image see only what is before them, and "
-                    f"{type(self._policy.base_model).__name__} all of it: set rollout.engine to transformers"
-                )
+            on_gpu, architecture = self._policy.device.type == "cuda", self._policy.base_model.config
+            require_vision(architecture, on_gpu=on_gpu, images=any(shown))
             contents = [self._content(prompt, one) for prompt, one in zip(prompts, shown, strict=True)]
             asked.append((changed, contents, n, replace(sampling, seed=_seed_of(sampling))))
         if any(changed for changed, *_ in asked):

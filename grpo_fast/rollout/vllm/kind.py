@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING
 from grpo_fast.rollout.config import RolloutConfig
 from grpo_fast.rollout.engines import Demand, EngineKind, EnginePrice, Trained, Weights
 from grpo_fast.rollout.vllm import experts_problem, require_vllm
-from grpo_fast.rollout.vllm.rules import keeps_adapters, kv_cache_gib, sharing_obstacle
+from grpo_fast.rollout.vllm.rules import keeps_adapters, kv_cache_gib, require_vision, sharing_obstacle
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
     from grpo_fast.distributed.world import World
     from grpo_fast.policy import Policy
     from grpo_fast.rollout.types import Engine
@@ -39,9 +41,13 @@ class VLLMKind(EngineKind):
         if config.router_replay and (problem := experts_problem()):
             raise ValueError(f"rollout.router_replay = true: {problem}")
 
+    def suits(self, architecture: PreTrainedConfig, *, on_gpu: bool, images: bool) -> None:
+        require_vision(architecture, on_gpu=on_gpu, images=images)
+
     def make(self, config: RolloutConfig, policy: Policy, *, max_length: int | None, world: World) -> Engine:
         from grpo_fast.rollout.vllm.engine import VLLMEngine
 
+        self.suits(policy.base_model.config, on_gpu=policy.device.type == "cuda", images=False)
         return VLLMEngine(
             policy, config.vllm, max_length=max_length, world=world, tells_experts=config.router_replay
         )

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from grpo_fast.data.images import INSTALL
+from grpo_fast.policy.vision import looks_both_ways, sees_images
 from grpo_fast.rollout.config import VLLMConfig
 from grpo_fast.rollout.engines import Trained
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 CPU_KV_GIB = 1.0  # where nothing says how much
 
@@ -29,6 +37,22 @@ def sharing_obstacle(config: VLLMConfig, trained: Trained) -> str | None:
     if config.share_weights == "auto" and not (trained.on_gpu or trained.quantized):
         return "a CPU packs its weights"
     return None
+
+
+def require_vision(architecture: PreTrainedConfig, *, on_gpu: bool, images: bool) -> None:
+    """Raises ImportError where vLLM lacks what it needs for a model that sees images, and ValueError where it
+    would compute `images` otherwise than the policy."""
+    kind = architecture.model_type
+    if sees_images(architecture) and find_spec("torchvision") is None:
+        raise ImportError(
+            f"vLLM needs torchvision for models of type {kind}, with images or without: {INSTALL}; or set "
+            "rollout.engine to transformers"
+        )
+    if images and not on_gpu and looks_both_ways(architecture):
+        raise ValueError(
+            f"on a CPU vLLM lets tokens of an image see only what is before them, and {kind} all of it: set "
+            "rollout.engine to transformers"
+        )
 
 
 def kv_cache_gib(config: VLLMConfig, on_gpu: bool) -> float | None:
