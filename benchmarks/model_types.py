@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from grpo_fast.config import TrainConfig

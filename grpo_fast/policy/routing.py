@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from grpo_fast.policy.architecture import random_tokens
 from grpo_fast.policy.experts import expert_blocks, number_of_experts
 from grpo_fast.policy.layers import decoder_layers
 from grpo_fast.policy.packing import pack
@@ -102,9 +103,7 @@ class RoutingReplay:
     def verify(self, policy: Policy) -> None:
         """Raises ValueError where experts that are given are not those that compute."""
         generator = torch.Generator().manual_seed(0)
-        tokens = torch.randint(
-            policy.base_model.config.get_text_config().vocab_size, (12,), generator=generator
-        )
+        tokens = random_tokens(policy.base_model, 12, generator)
         table = Completions.of([tokens[:5].tolist()] * 2, [tokens[5:9].tolist(), tokens[9:].tolist()])
         (batch,) = pack(table, max_tokens=100, device=policy.device)
         blocks = expert_blocks(self._model)

@@ -7,11 +7,12 @@ from typing import Any, cast
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, DynamicCache
 
 from grpo_fast.plan.model_shape import SHAPES, model_config, model_shape, random_model, skeleton
 from grpo_fast.policy import Policy, PolicyOptimizer
 from grpo_fast.policy.config import LoraConfig, ModelConfig, OptimizerConfig
+from grpo_fast.policy.price import price_layers
 
 MIXTURES = {  # how each calls the number of experts, and of those a token visits
     "deepseek_v3": ("n_routed_experts", "num_experts_per_tok"),
@@ -192,3 +193,14 @@ def test_what_cannot_be_planned_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         skeleton(config(family), ModelConfig(path="-", **settings))
+
+
+@pytest.mark.parametrize("heads", [2, 4])
+def test_a_models_own_attention_keeps_its_probabilities_for_each_pair_of_a_rows_tokens(heads: int) -> None:
+    config = AutoConfig.for_model("bloom", vocab_size=64, hidden_size=32, n_layer=2, n_head=heads)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+
+    price = price_layers(model, model.base_model, fused=False, own_attention=True)
+
+    assert price.pairs == (4.0 * heads, 4.0 * heads)  # float32

@@ -13,7 +13,7 @@ def repair(model: Any, device_type: str) -> None:
 
     Phi-3.5-MoE gets its head's bias. On a CPU other code of vLLM's own is used: its router takes other scores
     than a softmax, and the bias that experts are chosen by, where experts have groups, and one group is the
-    same choice; its kernel for rotary positions takes rows, and latent attention gives it heads.
+    same choice; its kernel for rotary positions takes rows, and latent attention and LFM2 give it heads.
     """
     for parameter in model.parameters():  # as of MiniMax M2's norms: the reload asks loaders for their names
         if isinstance(loader := getattr(parameter, "weight_loader", None), partial):

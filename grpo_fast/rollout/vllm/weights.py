@@ -271,7 +271,12 @@ class WeightSync:
         read = {storage_of(tensor) for tensor in (*model.parameters(), *model.buffers()) if tensor.numel()}
         if not self._policy.sharded:
             read -= {storage_of(weight) for weight in self._policy.base_weights().values()}
-        places = [p for found in self._placements.values() for p in found if storage_of(p.target) in read]
+        places = [
+            place
+            for found in self._placements.values()
+            for place in found
+            if storage_of(place.target) in read and place.target.is_floating_point()
+        ]
         for place in places:
             place.target.fill_(torch.nan)
         self._reload()
