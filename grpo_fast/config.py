@@ -24,7 +24,7 @@ from grpo_fast.distributed.config import DistributedConfig
 from grpo_fast.evaluate import EvaluationConfig
 from grpo_fast.groups.config import AdaptiveWeightsConfig, AdvantageConfig, CurriculumConfig, GroupConfig
 from grpo_fast.methods import MethodName, comes_from_method, with_method
-from grpo_fast.objective.catalog import GRPOLossConfig, SamplerCorrection
+from grpo_fast.objective.config import GRPOLossConfig, SamplerCorrection
 from grpo_fast.policy.config import ModelConfig, OptimizerConfig
 from grpo_fast.preference.config import PreferenceConfig
 from grpo_fast.rewards.config import RewardConfig

@@ -21,16 +21,17 @@ from grpo_fast.convert import Conversion, convert
 from grpo_fast.convert.command import read_command
 from grpo_fast.convert.conversion import FILL_IN
 from grpo_fast.convert.names import ABSENT, MOVED, NAMES
-from grpo_fast.convert.references import flatten, with_defaults
+from grpo_fast.convert.references import with_defaults
 from grpo_fast.convert.rules import Rule, translate
 from grpo_fast.convert.verl import RULES as VERL
 from grpo_fast.lookup import choices
 from grpo_fast.methods import method_remarks, without_sections
 from grpo_fast.objective.catalog import METHODS
-from grpo_fast.run_record.files import CHECKPOINTS_DIR, CONFIG_FILE, INPUTS_DIR, LOCK_FILE, value_at
+from grpo_fast.run_record.files import CHECKPOINTS_DIR, CONFIG_FILE, INPUTS_DIR, LOCK_FILE
 from grpo_fast.secrets import masked, masked_command
 from grpo_fast.section import short
 from grpo_fast.stages import PARTIAL
+from grpo_fast.tree import flatten, value_at, with_value, without
 from grpo_fast.yaml_text import YamlError, dump_yaml, parse_yaml
 
 logger = logging.getLogger(__name__)
@@ -116,7 +117,7 @@ def convert_file(path: str | Path, *, source: str | None = None) -> tuple[Conver
     while True:
         tree: Any = {}
         for place, value in conversion.places.items():
-            tree = _with(tree, place, value)
+            tree = with_value(tree, place, value, free_form)
         try:
             unmarked = {key: value for key, value in tree.items() if (key, value) != ("max_steps", FILL_IN)}
             _validated(unmarked, f"the configuration converted from {conversion.source}", [])
@@ -208,7 +209,8 @@ def _in_folder(tree: dict[str, Any], folder: Path) -> dict[str, Any]:
     tree = tree | {"output_dir": str(folder)}
     for place in ("dataset.source", "evaluation.dataset.source"):
         if Path(str(value_at(tree, place))).parent == kept:
-            tree = _with(tree, place, str(folder / INPUTS_DIR / Path(value_at(tree, place)).name))
+            moved = str(folder / INPUTS_DIR / Path(value_at(tree, place)).name)
+            tree = with_value(tree, place, moved, free_form)
     return tree
 
 
@@ -229,7 +231,7 @@ def _validated(tree: Any, source: str, problems: Sequence[Problem], below: Any =
     except ValidationError as error:
         idle = [".".join(map(str, one["loc"])) for one in error.errors() if one["type"] == "ignored"]
         if left := _read_alone(below, [key for key in idle if value_at(below, key) == value_at(tree, key)]):
-            return _validated(reduce(_without, left, tree), source, problems)
+            return _validated(reduce(without, left, tree), source, problems)
         problems = [*problems, *_problems(error, tree)]
     raise ConfigError(source, problems)
 
@@ -313,7 +315,7 @@ def _apply(pairs: Pairs, tree: Any, siblings: Mapping[str, Any], problems: list[
                     )
                     problems.append(Problem(leaf, f"is given twice: {said}; keep one"))
             for place, item in places.items():
-                tree = _with(tree, place, item)
+                tree = with_value(tree, place, item, free_form)
         except (ValueError, TypeError) as error:
             problems.append(Problem(name, str(error), value))
     return tree
@@ -327,47 +329,6 @@ def _for_another_method(tree: dict[str, Any], method: Any) -> dict[str, Any]:
         listed = " ".join(f"{key}={short(masked(value, key))}" for key, value in replaced.items())
         logger.warning("method = %s replaces %s", method, listed)
     return kept
-
-
-def _without(node: Any, place: str) -> Any:
-    """A tree without a dotted place."""
-    part, _, rest = place.partition(".")
-    if not isinstance(node, dict) or part not in node:
-        return node
-    if rest:
-        return node | {part: _without(node[part], rest)}
-    return {key: value for key, value in node.items() if key != part}
-
-
-def _with(node: Any, place: str, value: Any, here: str = "") -> Any:
-    """A tree with the value at a dotted place; a section's keys are merged into those already there.
-
-    Nothing is changed in place, for two places may share an object by a YAML alias.
-
-    Raises:
-        ValueError: the way there leads through a value, or past the end of a list.
-    """
-    if not place:
-        return _merged(here, node, value)
-    part, _, rest = place.partition(".")
-    below = f"{here}.{part}" if here else part
-    if isinstance(node, list):
-        if not (part.isdigit() and int(part) < len(node)):
-            raise ValueError(f"{here} has {len(node)} items, counted from 0, and none is `{part}`")
-        changed = list(node)
-        changed[int(part)] = _with(node[int(part)], rest, value, below)
-        return changed
-    if node is not None and not isinstance(node, dict):
-        raise ValueError(f"{here} is {short(masked(node, here))} and holds no keys; set the whole of {here}")
-    node = node or {}
-    return {**node, part: _with(node.get(part), rest, value, below)}
-
-
-def _merged(place: str, below: Any, above: Any) -> Any:
-    """`above` over `below`, key by key in sections; a mapping with keys of the user's choice is replaced."""
-    if not (isinstance(below, dict) and isinstance(above, dict)) or free_form(place):
-        return above
-    return below | {key: _merged(f"{place}.{key}", below.get(key), item) for key, item in above.items()}
 
 
 def _parse_overrides(tokens: Sequence[str]) -> Pairs:

@@ -11,7 +11,8 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Annotated, Any
 
 from grpo_fast.groups.config import AdvantageConfig
-from grpo_fast.objective.catalog import CATALOG, METHODS, GRPOLossConfig
+from grpo_fast.objective.catalog import CATALOG, METHODS
+from grpo_fast.objective.config import GRPOLossConfig
 from grpo_fast.section import one_of, short, words
 
 if TYPE_CHECKING:

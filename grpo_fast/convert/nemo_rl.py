@@ -8,9 +8,10 @@ from typing import Any
 
 from grpo_fast.convert.conversion import Conversion, Entry, convert_entries, default_entries
 from grpo_fast.convert.names import NAMES, betas, clip
-from grpo_fast.convert.references import flatten, resolve
+from grpo_fast.convert.references import resolve
 from grpo_fast.convert.rules import Absent, Places, Rule, Siblings, by_table, find_rule, load_yaml, rules_of
 from grpo_fast.convert.trl import PREFERENCE
+from grpo_fast.tree import flatten
 
 # What a missing key means there, where ours would mean something else.
 DEFAULTS = {"loss_fn.use_importance_sampling_correction": False}

@@ -8,16 +8,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from grpo_fast.tree import merged
+
 _INNERMOST = re.compile(r"\$\{([^${}]*)\}")
-
-
-def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Leaves by dotted name; lists and empty mappings are leaves."""
-    leaves: dict[str, Any] = {}
-    for key, value in tree.items():
-        name = f"{prefix}{key}"
-        leaves |= flatten(value, f"{name}.") if isinstance(value, Mapping) and value else {name: value}
-    return leaves
 
 
 def resolve(leaves: Mapping[str, Any]) -> dict[str, Any]:
@@ -33,16 +26,10 @@ def with_defaults(
     names = [names] if isinstance(names, str) else names
     if not isinstance(names, list) or not all(str(name).endswith((".yaml", ".yml")) for name in names):
         return dict(document)  # hydra's are names of the tool's own
-    merged: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     for name in names:
-        merged = _over(merged, with_defaults(read(folder / name), (folder / name).parent, read))
-    return _over(merged, {key: value for key, value in document.items() if key != "defaults"})
-
-
-def _over(below: Any, above: Any) -> Any:
-    if not (isinstance(below, Mapping) and isinstance(above, Mapping)):
-        return above
-    return {**below, **{key: _over(below.get(key), value) for key, value in above.items()}}
+        found = merged(found, with_defaults(read(folder / name), (folder / name).parent, read))
+    return merged(found, {key: value for key, value in document.items() if key != "defaults"})
 
 
 def _resolved(name: str, value: Any, leaves: Mapping[str, Any], waiting: frozenset[str]) -> Any:

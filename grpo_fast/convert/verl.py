@@ -8,9 +8,10 @@ from typing import Any
 
 from grpo_fast.convert.conversion import Conversion, Entry, convert_entries, default_entries
 from grpo_fast.convert.names import clip, in_steps, report_to, tool_rounds
-from grpo_fast.convert.references import flatten, resolve
+from grpo_fast.convert.references import resolve
 from grpo_fast.convert.rules import NotApplicable, Places, Rule, Siblings, find_rule, load_yaml, rules_of
 from grpo_fast.objective.catalog import CATALOG
+from grpo_fast.tree import flatten
 
 ACTOR = "actor_rollout_ref.actor"
 MODE, AGGREGATION = f"{ACTOR}.policy_loss.loss_mode", f"{ACTOR}.loss_agg_mode"

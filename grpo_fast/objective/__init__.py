@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from grpo_fast.lookup import lazy_names
-from grpo_fast.objective.catalog import GRPOLossConfig
+from grpo_fast.objective.config import GRPOLossConfig
 
 __all__ = [
     "GRPOLossConfig",

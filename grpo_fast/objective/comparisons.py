@@ -12,7 +12,7 @@ from typing import ClassVar, Literal
 
 from pydantic import ConfigDict
 
-from grpo_fast.objective.catalog import check_fields, option, refuse_unread
+from grpo_fast.objective.config import check_fields, option, refuse_unread
 from grpo_fast.section import EXACT
 
 

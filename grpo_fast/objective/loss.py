@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from grpo_fast.lookup import OBJECT_MARK, load_callable
-from grpo_fast.objective.catalog import GRPOLossConfig, RatioLevel
+from grpo_fast.objective.catalog import RatioLevel
+from grpo_fast.objective.config import GRPOLossConfig
 from grpo_fast.objective.metrics import policy_metrics
 from grpo_fast.objective.surrogates import PolicyTokens, Surrogate, held_back, log_importance, surrogate_of
 from grpo_fast.objective.terms import entropy_threshold, kl_estimate, off_policy_keep, sampler_weights

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from grpo_fast.objective.catalog import GRPOLossConfig
+from grpo_fast.objective.config import GRPOLossConfig
 from grpo_fast.objective.surrogates import PolicyTokens, Surrogate
 from grpo_fast.objective.types import LossInputs, StepTotals, present, token_weights
 

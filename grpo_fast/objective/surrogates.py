@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from grpo_fast.lookup import load_callable
-from grpo_fast.objective.catalog import GRPOLossConfig, RatioLevel
+from grpo_fast.objective.catalog import RatioLevel
+from grpo_fast.objective.config import GRPOLossConfig
 from grpo_fast.objective.types import Segments, present
 
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from grpo_fast.objective.catalog import GRPOLossConfig, KLEstimator
+from grpo_fast.objective.catalog import KLEstimator
+from grpo_fast.objective.config import GRPOLossConfig
 from grpo_fast.objective.types import Segments
 
 

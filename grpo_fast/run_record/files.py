@@ -195,24 +195,3 @@ def _whole(content: bytes) -> bytes:
     end = content.rfind(b"\n") + 1
     start = content.rfind(b"\n", 0, max(end - 1, 0)) + 1
     return content[: start if b"\0" in content[start:end] else end]
-
-
-def differences(before: Any, now: Any, place: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """(dotted key, value before, value now) wherever two trees of a configuration differ."""
-    if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
-        before, now = (dict(enumerate(items)) for items in (before, now))
-    if not (isinstance(before, dict) and isinstance(now, dict)):
-        if before != now:
-            yield place, before, now
-        return
-    for key in before | now:
-        yield from differences(before.get(key), now.get(key), f"{place}.{key}" if place else str(key))
-
-
-def value_at(tree: Any, key: str) -> Any:
-    """What stands at a dotted key of a configuration's tree; None where nothing does."""
-    for part in key.split("."):
-        if isinstance(tree, list):
-            tree = dict(zip(map(str, range(len(tree))), tree, strict=True))
-        tree = tree.get(part) if isinstance(tree, dict) else None
-    return tree

@@ -19,8 +19,9 @@ from grpo_fast.data.types import spoken
 from grpo_fast.run_record import logs
 from grpo_fast.run_record.alerts import RULES
 from grpo_fast.run_record.charts import SCORE, AlertSpan, Metrics, draw_curves
-from grpo_fast.run_record.files import CONFIG_FILE, differences, read_jsonl, value_at, write_whole
+from grpo_fast.run_record.files import CONFIG_FILE, read_jsonl, write_whole
 from grpo_fast.run_record.summary import CONFIDENCE, duration_text, score_text
+from grpo_fast.tree import differences, value_at
 
 REPORT_FILE, COMPARISON_FILE = "report.html", "comparison.html"
 SAMPLED_STEPS = 12  # of a run, that the page shows; a long run's page stays light

@@ -14,9 +14,9 @@ from grpo_fast import cli
 from grpo_fast.config_io import ConfigError, convert_file, load_config
 from grpo_fast.convert import Conversion
 from grpo_fast.convert.command import read_command
-from grpo_fast.convert.references import flatten
 from grpo_fast.rewards.config import RewardConfig
 from grpo_fast.rewards.loading import load_function
+from grpo_fast.tree import flatten
 
 
 def run(tmp_path, text: str, name: str = "foreign.yaml") -> Conversion:

@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 
 from grpo_fast.run_record import files
-from grpo_fast.run_record.files import JsonlLog, RunInUse, differences, locked_run_dir, read_jsonl, value_at
+from grpo_fast.run_record.files import JsonlLog, RunInUse, locked_run_dir, read_jsonl
 
 FORK = multiprocessing.get_context("fork")  # a process of its own without imports of its own
 
@@ -239,12 +239,3 @@ def test_a_file_system_without_locks_is_told_and_trained_on_and_one_that_cannot_
             locked_run_dir(path),
         ):
             pass
-
-
-def test_two_configurations_differ_in_the_keys_that_are_named():
-    before = {"a": 1, "lora": None, "rewards": [{"weight": 1}, {"weight": 2}], "stages": [1]}
-    now = {"a": 1, "lora": {"r": 2}, "rewards": [{"weight": 1}, {"weight": 3}], "stages": [1, 2]}
-    found = [*differences(before, now)]
-    assert found == [("lora", None, {"r": 2}), ("rewards.1.weight", 2, 3), ("stages", [1], [1, 2])]
-    assert all(value_at(now, key) == new for key, _, new in found)
-    assert value_at(now, "lora.alpha.x") is value_at(now, "rewards.7.weight") is None

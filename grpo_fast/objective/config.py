@@ -1,0 +1,300 @@
+"""The configuration that chooses a policy loss and its constants."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
+from functools import cache
+from typing import Any, ClassVar, Literal, get_type_hints
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+
+from grpo_fast.lookup import OBJECT_MARK
+from grpo_fast.objective.catalog import (
+    CATALOG,
+    LOSS_TYPES,
+    Aggregation,
+    KLEstimator,
+    LossFacts,
+    RatioLevel,
+    loss_specific,
+)
+from grpo_fast.section import EXACT, LARGEST
+
+ImportanceLevel = Literal["token", "sequence", "sequence_token"]
+SamplerCorrection = Literal[
+    "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask",
+    "geometric_truncate", "geometric_mask",
+]  # fmt: skip
+
+
+def option(default: Any, description: str, **bounds: float) -> Any:
+    """A dataclass's field with what the reference of the configuration says of it, and pydantic's bounds."""
+    return field(default=default, metadata={"description": description, **bounds})
+
+
+def refuse_unread(config: Any, names: Iterable[str], why: str) -> None:
+    """Raise ValueError when one of a dataclass's fields `names` is not at its default."""
+    for f in fields(config):
+        value = getattr(config, f.name)
+        if f.name in names and value != f.default:
+            raise ValueError(f"{f.name} = {value} {why}; leave it out")
+
+
+@cache
+def _fields_of(kind: type) -> type[BaseModel]:
+    """Its fields and their bounds without what it does once they are there."""
+    hints = get_type_hints(kind)
+    given: dict[str, Any] = {f.name: (hints[f.name], Field(**f.metadata)) for f in fields(kind)}
+    return create_model(kind.__name__, __config__=ConfigDict(**EXACT, strict=True), **given)
+
+
+def check_fields(config: Any) -> None:
+    """Raise ValueError when a field of a dataclass is of another type, not finite, or beyond its bounds."""
+    kind: type = type(config)
+    given = {name: tuple(value) if isinstance(value, list) else value for name, value in vars(config).items()}
+    try:
+        _fields_of(kind).model_validate(given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name, message = str(first["loc"][0]), first["msg"]
+        raise ValueError(f"{name} = {given[name]!r}: {message[0].lower()}{message[1:]}") from error
+
+
+@dataclass(frozen=True)
+class GRPOLossConfig:
+    """Which loss, and its constants.
+
+    A field that the chosen loss does not read must be left alone; `epsilon_low` and `epsilon_high` hold
+    the values in force once the configuration is made.
+
+    Raises:
+        ValueError: a value out of its range, or contradicting another; the message names the field, the
+            value and the remedy.
+    """
+
+    # pydantic reads this when the root configuration holds this class.
+    __pydantic_config__: ClassVar[ConfigDict] = EXACT
+
+    loss_type: str = option(
+        "dapo", "the policy loss, a name of the catalogue, or `module:function` of one's own"
+    )
+    epsilon_low: float | None = option(
+        None,
+        "how far the ratio may fall below 1; null: the catalogue's value for this loss, 0.2 for most",
+        ge=0,
+    )
+    epsilon_high: float | None = option(
+        None,
+        "how far it may rise above 1; null: as epsilon_low, else the catalogue's; cispo: the ceiling itself",
+        ge=0,
+    )
+    delta: float | None = option(
+        None,
+        "ceiling of the ratio where the advantage is negative, above 1 + epsilon_high (INTELLECT-2, arXiv "
+        "2505.07291; dual clip)",
+        gt=0,
+    )
+    aggregation: Aggregation | None = option(
+        None, "a token's weight in the loss, see docs/methods.md; null: the loss's own"
+    )
+    importance_sampling_level: ImportanceLevel | None = option(
+        None, "of the importance ratio; null: the loss's own"
+    )
+    max_completion_length: int | None = option(
+        None,
+        "tokens, the length of aggregation constant_length (dr_grpo's); null: rollout.max_completion_length",
+        gt=0,
+        le=LARGEST,
+    )
+
+    beta: float = option(
+        0.0, "weight of the KL to the reference model; 0: no KL, and no reference model", ge=0
+    )
+    kl_estimator: KLEstimator | None = option(
+        None, "k1: log-ratio, k2: half its square, k3: unbiased and positive; null: the loss's, mostly k3"
+    )
+    kl_in_reward: bool = option(False, "the KL is taken from the reward instead of being a term of the loss")
+    use_bias_correction_kl: bool = option(
+        False, "the KL term times the ratio to the old policy, so that its gradient is unbiased"
+    )
+
+    entropy_coef: float = option(0.0, "bonus: minus this times the mean entropy of a token", ge=0)
+    use_adaptive_entropy: bool = option(
+        False, "entropy_coef is only the start, and then follows entropy_target (Skywork-OR1)"
+    )
+    entropy_target: float = option(0.2, "nats a token; adaptive: the bonus acts at or below it", ge=0)
+    entropy_coef_min: float = option(0.0, "adaptive: entropy_coef at least", ge=0)
+    entropy_coef_max: float = option(1.0, "adaptive: entropy_coef at most", ge=0)
+    entropy_coef_delta: float = option(0.005, "adaptive: change of entropy_coef in an optimiser step", gt=0)
+    top_entropy_quantile: float = option(
+        1.0, "share of tokens, highest entropy first, that the policy term keeps", ge=0, le=1
+    )
+
+    off_policy_mask_threshold: float | None = option(
+        None,
+        "nats a token to the old policy, that drop a completion of negative advantage; null: never",
+        gt=0,
+    )
+    sampler_correction: SamplerCorrection | None = option(
+        None,
+        "of the policy's ratio to the sampler: at which level, and what happens beyond bounds; null: "
+        "sequence_mask where vLLM samples (vespo: token_truncate), else none",
+    )
+    sampler_clip_min: float | None = option(None, "lower bound of that ratio; null: none", gt=0)
+    sampler_clip_max: float | None = option(3.0, "upper bound of that ratio; null: none", gt=0)
+
+    sapo_temperature_pos: float = option(1.0, "sapo: of the gate where the advantage is positive", gt=0)
+    sapo_temperature_neg: float = option(1.05, "sapo: of the gate where it is negative", gt=0)
+    vespo_k_pos: float = option(2.0, "vespo: exponent of the weight where the advantage is positive", ge=0)
+    vespo_lambda_pos: float = option(3.0, "vespo: decay of the weight where the advantage is positive", gt=0)
+    vespo_k_neg: float = option(3.0, "vespo: exponent where it is negative", ge=0)
+    vespo_lambda_neg: float = option(2.0, "vespo: decay where it is negative", gt=0)
+    clip_cov_ratio: float = option(2e-4, "clip_cov: share of tokens whose gradient is dropped", gt=0, le=1)
+    clip_cov_low: float = option(1.0, "clip_cov: they are drawn from covariances above it")
+    clip_cov_high: float = option(5.0, "clip_cov: and below it")
+    kl_cov_ratio: float = option(
+        2e-4, "kl_cov: share of tokens, highest covariance first, that are penalised", gt=0, le=1
+    )
+    kl_cov_coef: float = option(1.0, "kl_cov: weight of the penalty", gt=0)
+    dppo_ratio_max: float = option(20.0, "dppo: ceiling of the ratio that multiplies the gradient", gt=0)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.is_custom:
+            self._check_custom()
+        elif self.loss_type not in CATALOG:
+            raise ValueError(
+                f"loss_type = {self.loss_type!r} is unknown; choose one of {', '.join(LOSS_TYPES)}, or give "
+                "your own function as 'module:function'"
+            )
+        else:
+            self._resolve()
+        self._check_ranges()
+
+    @property
+    def is_custom(self) -> bool:
+        """Whether `loss_type` is a user's own function."""
+        return ":" in self.loss_type
+
+    @property
+    def facts(self) -> LossFacts:
+        """The catalogue's row. A custom loss has none (KeyError)."""
+        return CATALOG[self.loss_type]
+
+    @property
+    def ratio_level(self) -> RatioLevel:
+        return self.importance_sampling_level or self.facts.choosable_levels[0]
+
+    @property
+    def aggregation_kind(self) -> Aggregation:
+        return self.aggregation or self.facts.aggregation
+
+    @property
+    def kl_kind(self) -> KLEstimator:
+        return self.kl_estimator or self.facts.kl_estimator
+
+    @property
+    def weighs_sampler(self) -> bool:
+        return not self.is_custom and self.facts.weighs_sampler
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.beta > 0
+
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether `LossInputs.entropy` must be there."""
+        return self.entropy_coef != 0 or self.use_adaptive_entropy or self.top_entropy_quantile < 1
+
+    @property
+    def reads_every_token(self) -> bool:
+        """Whether a token without an advantage may change the loss: by KL, entropy, or what is held back."""
+        in_loss = self.needs_reference and not self.kl_in_reward
+        return self.is_custom or in_loss or self.needs_entropy or self.facts.holds_back
+
+    @property
+    def needs_sampler(self) -> bool:
+        """Whether `LossInputs.sampler_logprobs` must be there."""
+        return self.sampler_correction not in (None, "none")
+
+    @property
+    def reads_sampler(self) -> bool:
+        """Whether `LossInputs.sampler_logprobs` change the loss where they are there."""
+        return self.needs_sampler or self.off_policy_mask_threshold is not None or self.is_custom
+
+    def _resolve(self) -> None:
+        facts = self.facts
+        unread = loss_specific().difference(facts.fields)
+        refuse_unread(self, unread, f"is not read by loss_type = {self.loss_type!r}")
+        if facts.epsilon is not None:
+            low, high = facts.epsilon if self.epsilon_low is None else (self.epsilon_low, self.epsilon_low)
+            object.__setattr__(self, "epsilon_low", low)
+            object.__setattr__(self, "epsilon_high", high if self.epsilon_high is None else self.epsilon_high)
+        if self.importance_sampling_level not in (None, *facts.choosable_levels):
+            raise ValueError(
+                f"importance_sampling_level = {self.importance_sampling_level!r} contradicts loss_type = "
+                f"{self.loss_type!r}, whose ratio is fixed by its paper (allowed: "
+                f"{', '.join(facts.choosable_levels)}); leave it out, or choose loss_type='gspo' for a "
+                "sequence-level ratio"
+            )
+        if self.beta != 0 and facts.forbids_kl:
+            raise ValueError(
+                f"beta = {self.beta} with loss_type = {self.loss_type!r}: {facts.forbids_kl}, or set beta = 0"
+            )
+        level = (self.sampler_correction or "none").partition("_")[0]
+        if self.weighs_sampler and level not in ("none", "token"):
+            raise ValueError(
+                f"sampler_correction = {self.sampler_correction!r} contradicts loss_type = "
+                f"{self.loss_type!r}, which multiplies token ratios into a sequence weight of its own; use "
+                "'token_truncate', 'token_mask' or 'none'"
+            )
+
+    def _check_custom(self) -> None:
+        module, _, function = self.loss_type.partition(":")
+        parts = (*module.split("."), function)
+        if OBJECT_MARK not in function and not all(part.isidentifier() for part in parts):
+            raise ValueError(
+                f"loss_type = {self.loss_type!r} is not an import path; write it as 'package.module:function'"
+            )
+        others = {f.name for f in fields(self)} - {"loss_type", "beta", "max_completion_length"}
+        refuse_unread(self, others, "is not read by a loss of your own, which gets LossInputs only")
+
+    def _check_ranges(self) -> None:
+        if self.kl_in_reward and self.use_bias_correction_kl:
+            raise ValueError(
+                "use_bias_correction_kl = True corrects the gradient of a KL in the loss, but kl_in_reward = "
+                "True takes it from the reward; set one of them to false"
+            )
+        if self.needs_sampler and self.sampler_clip_min is None and self.sampler_clip_max is None:
+            raise ValueError(
+                f"sampler_correction = {self.sampler_correction!r} has no bound: sampler_clip_min and "
+                "sampler_clip_max are both null; set at least one"
+            )
+        ceiling = 1 + (self.epsilon_high or 0.0)
+        if not self.is_custom and self.facts.absolute_ceiling and (self.epsilon_high or 0.0) <= 1:
+            raise ValueError(
+                f"epsilon_high = {self.epsilon_high} would bound every weight of loss_type = "
+                f"{self.loss_type!r}, whose ceiling is absolute here; what verl writes as "
+                f"{self.epsilon_high} is {ceiling}"
+            )
+        if self.delta is not None and self.delta <= ceiling:
+            raise ValueError(
+                f"delta = {self.delta} must exceed 1 + epsilon_high = {ceiling}, or it undoes the clip; "
+                "raise delta or leave it out"
+            )
+        if self.entropy_coef_min > self.entropy_coef_max:
+            raise ValueError(
+                f"entropy_coef_min = {self.entropy_coef_min} exceeds entropy_coef_max = "
+                f"{self.entropy_coef_max}; swap them"
+            )
+        for lower, upper in (("clip_cov_low", "clip_cov_high"), ("sampler_clip_min", "sampler_clip_max")):
+            low, high = getattr(self, lower), getattr(self, upper)
+            if low is not None and high is not None and low >= high:
+                raise ValueError(f"{lower} = {low} must be below {upper} = {high}; lower it")
+
+
+GRPOLossConfig.__doc__ = (
+    f"{GRPOLossConfig.__doc__}\n    Advantages, which the caller makes, by loss:\n"
+    + "".join(f"        {name}: {facts.advantages}\n" for name, facts in CATALOG.items())
+)
