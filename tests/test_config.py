@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from grpo_fast import config as config_module
 from grpo_fast.cli import main
 from grpo_fast.config import TrainConfig
-from grpo_fast.config_io import ConfigError, dump_config, is_key, keys, load_config
+from grpo_fast.config_io import dump_config, load_config
+from grpo_fast.config_keys import ConfigError, is_key, keys
 from grpo_fast.convert.names import ABSENT, MOVED
 from grpo_fast.methods import with_method
 from grpo_fast.objective.catalog import LOSS_TYPES

@@ -12,7 +12,8 @@ import torch
 import yaml
 
 from grpo_fast.config import TrainConfig
-from grpo_fast.config_io import ConfigError, dump_config, load_config
+from grpo_fast.config_io import dump_config, load_config
+from grpo_fast.config_keys import ConfigError
 from grpo_fast.methods import departures, describe_method
 from grpo_fast.objective import GRPOLossConfig
 from grpo_fast.objective.catalog import CATALOG, LOSS_TYPES, METHODS

@@ -141,7 +141,7 @@ def parse(tokens: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def report_error(error: Exception) -> int:
     """One sentence on stderr; the exit code."""
-    from grpo_fast.config_io import ConfigError
+    from grpo_fast.config_keys import ConfigError
 
     text = str(error).strip()
     ours = type(error).__module__.startswith("grpo_fast.")

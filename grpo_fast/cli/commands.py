@@ -13,14 +13,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from grpo_fast.config import TrainConfig
-from grpo_fast.config_io import (
-    ConfigError,
-    Problem,
-    check_filled_in,
-    convert_file,
-    dump_config,
-    load_config,
-)
+from grpo_fast.config_io import check_filled_in, convert_file, dump_config, load_config
+from grpo_fast.config_keys import ConfigError, Problem
 from grpo_fast.distributed.joining import awaited
 
 

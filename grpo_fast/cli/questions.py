@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo_fast.config import TrainConfig
-from grpo_fast.config_io import ConfigError, Problem, check_filled_in, config_path, load_config
+from grpo_fast.config_io import check_filled_in, config_path, load_config
+from grpo_fast.config_keys import ConfigError, Problem
 from grpo_fast.data.types import spoken
 from grpo_fast.rollout import Engine, Sampling, make_engine, require_engine, sampling_of
 from grpo_fast.run_record.files import CONFIG_FILE, require_writable

@@ -11,7 +11,7 @@ from itertools import groupby
 from typing import Any
 
 from grpo_fast.config import TrainConfig
-from grpo_fast.config_io import ConfigError, Problem, keys, unknown_key, without_positions
+from grpo_fast.config_keys import ConfigError, Problem, keys, unknown_key, without_positions
 from grpo_fast.convert import TABLES, names_of_peers
 from grpo_fast.convert.names import NAMES
 from grpo_fast.convert.rules import translate

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_fast.config import TrainConfig
-from grpo_fast.config_io import ConfigError, Problem
+from grpo_fast.config_keys import ConfigError, Problem
 from grpo_fast.data.images import as_json
 from grpo_fast.lookup import OBJECT_MARK
 from grpo_fast.run_record.callbacks import Callback

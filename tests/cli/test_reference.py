@@ -8,7 +8,7 @@ import pytest
 
 from grpo_fast import cli
 from grpo_fast.cli.reference import find, markdown
-from grpo_fast.config_io import keys
+from grpo_fast.config_keys import keys
 from grpo_fast.convert import names_of_peers
 from grpo_fast.convert.names import MOVED
 

@@ -11,7 +11,8 @@ import pytest
 import yaml
 
 from grpo_fast import cli
-from grpo_fast.config_io import ConfigError, convert_file, load_config
+from grpo_fast.config_io import convert_file, load_config
+from grpo_fast.config_keys import ConfigError
 from grpo_fast.convert import Conversion
 from grpo_fast.convert.command import read_command
 from grpo_fast.rewards.config import RewardConfig
