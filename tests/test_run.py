@@ -40,7 +40,7 @@ from grpo_fast.run_record.files import read_jsonl
 from grpo_fast.stages import resolve_stages
 from grpo_fast.trainer import StageParts, Trainer
 
-FRAMES = 14  # of ours from the command to the kernel
+FRAMES = 13  # of ours from the command to the kernel
 FORK = multiprocessing.get_context("fork")  # a process of its own without imports of its own
 
 

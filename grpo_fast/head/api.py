@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from grpo_fast.head.call import HeadCall, RowStatistics, Shard
 from grpo_fast.head.checks import IGNORE_INDEX, check_outputs, check_policy_loss, head_call, is_number
 from grpo_fast.head.fused_loss import fused_policy_loss, fuses
 from grpo_fast.head.operator import backend_of, head_statistics
-from grpo_fast.head.outputs import Certificate, GRPOLossOutput, HeadOutput
+from grpo_fast.head.outputs import GRPOLossOutput, HeadOutput
 from grpo_fast.head.parallel import parallel_statistics
 from grpo_fast.head.topk import top_entries
 from grpo_fast.objective import GRPOLossConfig, LossInputs, StepTotals, policy_loss
@@ -102,8 +101,8 @@ def linear_logprob(
             log-probability NaN.
     """
     wanted = check_outputs(outputs)
-    call, shard = head_call(hidden, weight, targets, wanted, **options)
-    rows, certificate = _statistics(call, shard, wanted & _DIFFERENTIABLE)
+    call, shard = head_call(hidden, weight, targets, wanted, wanted & _DIFFERENTIABLE, **options)
+    rows, certificate = head_statistics(call) if shard is None else parallel_statistics(call, shard)
     found = {"log_sum_sq_probs": rows.log_sum_sq} | rows._asdict()
     if "argmax_is_target" in wanted:
         found["argmax_is_target"] = (rows.target_logit >= rows.max_logit) & (call.targets >= 0)
@@ -152,8 +151,8 @@ def linear_cross_entropy(
         wanted.add("logsumexp")
     if label_smoothing:
         wanted.add("mean_logit")
-    call, shard = head_call(hidden, weight, targets, wanted, **options)
-    s, _ = _statistics(call, shard, wanted)
+    call, shard = head_call(hidden, weight, targets, wanted, wanted, **options)
+    s, _ = head_statistics(call) if shard is None else parallel_statistics(call, shard)
     losses = -(1 - label_smoothing) * s.logprob
     if label_smoothing:
         losses = losses + label_smoothing * (s.logsumexp - s.mean_logit)
@@ -228,8 +227,9 @@ def linear_grpo_loss(
     targets = torch.where(loss_mask, targets, ignore_index)
     needs_entropy = config.needs_entropy
     wanted = {"logprob", "entropy"} if entropy or needs_entropy else {"logprob"}
-    call, shard = head_call(hidden, weight, targets, wanted, **options)
-    rows, certificate = _statistics(call, shard, wanted if needs_entropy else {"logprob"})
+    differentiable = wanted if needs_entropy else {"logprob"}
+    call, shard = head_call(hidden, weight, targets, wanted, differentiable, **options)
+    rows, certificate = head_statistics(call) if shard is None else parallel_statistics(call, shard)
     token_entropy = rows.entropy if "entropy" in wanted else None
     if token_entropy is not None and not needs_entropy:
         token_entropy = token_entropy.detach()
@@ -253,13 +253,3 @@ def linear_grpo_loss(
         entropy=None if token_entropy is None else token_entropy.detach(),
         certificate=certificate,
     )
-
-
-def _statistics(
-    call: HeadCall, shard: Shard | None, differentiable: Set[str]
-) -> tuple[RowStatistics, Certificate]:
-    """Of the whole vocabulary; `differentiable` names those that a gradient may come back through."""
-    if shard is not None:
-        return parallel_statistics(call, shard)
-    # Of the log-probability alone a frozen head's gradient can be prepared by the forward.
-    return head_statistics(call._replace(jacobian=differentiable <= {"logprob"}))

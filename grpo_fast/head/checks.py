@@ -34,6 +34,7 @@ def head_call(
     weight: Tensor,
     targets: Tensor,
     wanted: Set[str],
+    differentiable: Set[str],
     *,
     bias: Tensor | None = None,
     temperature: float | Tensor = 1.0,
@@ -50,6 +51,7 @@ def head_call(
 
     Args:
         wanted: names of statistics, of `OUTPUTS`.
+        differentiable: those that a gradient may come back through.
 
     Returns:
         The call, and of a weight that is one of several which; collective then.
@@ -90,6 +92,8 @@ def head_call(
         mean_logit="mean_logit" in wanted,
         max_logit="argmax_is_target" in wanted,
         log_sum_sq="log_sum_sq_probs" in wanted,
+        # Of the log-probability alone a frozen head's gradient can be prepared by the forward.
+        jacobian=differentiable <= {"logprob"},
         keep=not recompute,
         tolerance=tolerance,
         weight_grad=weight_grad,
