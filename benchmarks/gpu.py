@@ -54,7 +54,8 @@ def _part(name: str, minutes: float, what: str, command: str, needs: str = "") -
 
 
 _HEAD = "bench head --tokens 16384 --vocab 151936"
-_PYTEST = "python -m pytest -p no:cacheprovider -v -ra --tb=short"  # verbose: the log says what was found
+# Verbose: the log says what was found. A file that needs what is not installed does not stop the others.
+_PYTEST = "python -m pytest -p no:cacheprovider -v -ra --tb=short --continue-on-collection-errors"
 _WORKERS = "-n 8" if importlib.util.find_spec("xdist") else ""  # most of the time goes into compiling
 _COMPILERS = max(1, min(16, os.cpu_count() or 1) - 2)
 _SMALL = "-k '(pairs or row or small) and not hundred'"  # under compute-sanitizer, whose accesses are slow
