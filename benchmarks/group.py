@@ -62,7 +62,8 @@ def run_probe(probe: Probe) -> dict[str, Any]:
         since the first compiles.
     """
     try:
-        (seconds, allocated), driver = measure.in_a_process(torch.device(probe.model.device), _try, probe)
+        device = torch.device(probe.model.device)
+        (seconds, allocated), driver = measure.in_a_process(device, _try, probe, seconds=_TRY_SECONDS)
     except measure.Failure as failure:
         return dict(zip(("status", "reason"), measure.failure_of(failure), strict=True))
     memory = measure.Memory(allocated, driver)
@@ -77,11 +78,10 @@ def _try(probe: Probe) -> tuple[float, int | None]:
     lengths = [(probe.prompt, probe.completion)] * probe.size
     update = step.Update(probe.model, probe.layers, lengths, probe.size, sum(map(sum, lengths)))
     watch = measure.Stopwatch(device)
-    with measure.at_most(_TRY_SECONDS):
-        prepared = step.entrant(probe.implementation, update).prepare()
-        for _ in range(2):
-            seconds, _ = watch.time(lambda: prepared.run(watch))
-        prepared.close()
+    prepared = step.entrant(probe.implementation, update).prepare()
+    for _ in range(2):
+        seconds, _ = watch.time(lambda: prepared.run(watch))
+    prepared.close()
     return seconds, torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 

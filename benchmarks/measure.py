@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
+import math
 import multiprocessing
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -12,17 +13,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
+from grpo_fast.policy.host_memory import bytes_in_use
 from grpo_fast.policy.out_of_memory import is_out_of_memory
 
 OK, SKIPPED, OOM, FAILED = "ok", "skipped", "oom", "failed"
 NOT_INSTALLED, NO_TIME = "not installed", "no time left"
-_RESET_PEAK = "5"  # proc(5), clear_refs: the peak becomes the present size
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else torch's profiler says when it starts and stops
 _LOOK_EVERY, _TO_END = 0.02, 10.0  # seconds
 T = TypeVar("T")
 
@@ -177,8 +178,8 @@ def synchronize(device: torch.device) -> None:
 class Memory:
     """Bytes one call took at its peak beyond its inputs, its results included. None where nobody counts."""
 
-    allocator: int | None  # what torch handed out; None on a CPU
-    driver: int | None  # what the process took from the device, or on a CPU from the system
+    allocator: int | None  # what torch handed out
+    driver: int | None  # what the process took from the device, or a process of its own from the system
 
     @property
     def best(self) -> int | None:
@@ -188,15 +189,12 @@ class Memory:
 
 def memory_of(call: Callable[[], object], device: torch.device) -> Memory:
     """One call with an emptied cache. Results of `call` must not outlive it, except in the problem."""
+    from grpo_fast.plan.measure import peak_bytes
+
     give_back_memory(device)
-    if device.type != "cuda":
-        return Memory(None, _peak_growth(call))
-    torch.cuda.reset_peak_memory_stats(device)
-    held, free = torch.cuda.memory_allocated(device), torch.cuda.mem_get_info(device)[0]
-    call()
-    torch.cuda.synchronize(device)
-    peak = torch.cuda.max_memory_allocated(device) - held
-    return Memory(peak, max(0, free - torch.cuda.mem_get_info(device)[0]))
+    before = bytes_in_use(device)
+    peak = peak_bytes(lambda: None, lambda _: call(), device)
+    return Memory(peak, max(0, bytes_in_use(device) - before) if device.type == "cuda" else None)
 
 
 def preload(*libraries: str) -> None:
@@ -204,26 +202,33 @@ def preload(*libraries: str) -> None:
     multiprocessing.get_context("forkserver").set_forkserver_preload(["torch", "transformers", *libraries])
 
 
-def in_a_process(device: torch.device, call: Callable[..., T], *arguments: Any) -> tuple[T, int]:
+def in_a_process(
+    device: torch.device, call: Callable[..., T], *arguments: Any, seconds: float = math.inf
+) -> tuple[T, int]:
     """What a call returns in a process of its own, and how many bytes more than before are in use meanwhile.
 
     The bytes are of the whole GPU, read many times a second, the process' own context included; on a CPU, of
     the process at its largest. Where libraries keep it from ending when it has answered, it is killed.
+    transformers is quiet there.
 
     Raises:
-        Failure: the call failed, or the process ended without an answer; killed or aborted, for its memory.
+        Failure: the call failed, took longer than so many seconds, or the process ended without an answer;
+            killed or aborted, for its memory.
     """
     on_gpu = device.type == "cuda"
     # A fork starts at once, and cannot use a GPU that an import of its parent's has looked for.
     context = multiprocessing.get_context("spawn" if on_gpu else "forkserver")
     receiver, sender = context.Pipe(duplex=False)
-    before = lowest = torch.cuda.mem_get_info(device)[0] if on_gpu else 0
+    before = highest = bytes_in_use(device)
     process = context.Process(target=_answer, args=(sender, call, arguments))
     process.start()
     sender.close()
+    deadline = time.monotonic() + seconds
     try:
         while not receiver.poll(_LOOK_EVERY):
-            lowest = min(lowest, torch.cuda.mem_get_info(device)[0]) if on_gpu else 0
+            if time.monotonic() > deadline:
+                raise Failure(SKIPPED, f"{NO_TIME}: took more than {seconds:g} s")
+            highest = max(highest, bytes_in_use(device))
         failure, result, grown = receiver.recv()
         process.join(_TO_END)
     except EOFError:
@@ -236,43 +241,21 @@ def in_a_process(device: torch.device, call: Callable[..., T], *arguments: Any) 
         process.join()
     if failure is not None:
         raise Failure(*failure)
-    return result, before - lowest if on_gpu else grown
+    return result, highest - before if on_gpu else grown
 
 
 def _answer(sender: Connection, call: Callable[..., Any], arguments: Sequence[Any]) -> None:
-    failure, result, held = None, None, resident_bytes()
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    cpu = torch.device("cpu")
+    failure, result, held = None, None, bytes_in_use(cpu)
     try:
         result = call(*arguments)
     except Exception as error:
         failure = failure_of(error)
-    sender.send((failure, result, max(0, resident_bytes(peak=True) - held)))
-
-
-def _peak_growth(call: Callable[[], object]) -> int | None:
-    """Bytes by which the process grew at its largest; None where the system does not say.
-
-    Memory that the C library kept from earlier calls is handed back first, else it would hide what `call`
-    takes.
-    """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's; others need none
-    if trim is not None:
-        trim(0)
-    try:
-        Path("/proc/self/clear_refs").write_text(_RESET_PEAK)
-    except OSError:
-        call()
-        return None
-    held = resident_bytes()
-    call()
-    return max(0, resident_bytes(peak=True) - held)
-
-
-def resident_bytes(*, peak: bool = False) -> int:
-    """Of this process on Linux, now, or at the most since the last reset; 0 elsewhere."""
-    name = "VmHWM:" if peak else "VmRSS:"
-    status = Path("/proc/self/status")
-    lines = status.read_text().splitlines() if status.exists() else []
-    return next((1024 * int(line.split()[1]) for line in lines if line.startswith(name)), 0)
+    sender.send((failure, result, bytes_in_use(cpu) - held))
 
 
 def give_back_memory(device: torch.device) -> None:

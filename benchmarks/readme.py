@@ -94,8 +94,9 @@ def render(path: Path, link: str) -> str:
         "aot": aot,
         "score": lambda found: score_text(found["score"], found["interval"]),
         "duration": duration_text,
-        "models": model_types.as_table,
-        "vllm_types": vllm_types.as_table,
+        "models": model_types.TABLE.shown,
+        "summary": model_types.summary,
+        "vllm_types": vllm_types.TABLE.shown,
         "join_command": shlex.join,
     }
     template = templates.from_string((HERE / "readme.md.j2").read_text(encoding="utf-8"))

@@ -18,13 +18,12 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from grpo_fast.head import HeadParameters, linear_grpo_loss
 from grpo_fast.objective import LossInputs, StepTotals, policy_loss
@@ -38,6 +37,9 @@ from .measure import Stopwatch
 from .peers import choose_names
 from .session import add_common_arguments, add_sizes, check_common, run_session, sizes_of
 from .trainers import LOSS, TRL_LOSS, in_phase, small_words, trl_trainer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 SIZES = {
     "prompts": (16, 1, "of the update"),
@@ -167,8 +169,8 @@ def _trl(update: Update) -> Prepared:
     from trl import GRPOTrainer
 
     policy = update.policy
-    batches = _padded(update)
     tokenizer = models.make_tokenizer(models.vocabulary_of(update.model.path))
+    batches = _padded(update, tokenizer)
     folder = tempfile.TemporaryDirectory()
     options = {
         **TRL_LOSS,
@@ -177,7 +179,6 @@ def _trl(update: Update) -> Prepared:
         "gradient_accumulation_steps": len(batches),
         "gradient_checkpointing": False,  # as the model was made, for all
         "use_cpu": policy.device.type == "cpu",
-        "bf16": False,
     }
     trainer = trl_trainer(
         GRPOTrainer, folder.name, policy.model, tokenizer, prompts=("w0",), reward=small_words, **options
@@ -195,21 +196,17 @@ def _trl(update: Update) -> Prepared:
     return update.prepared(attention, lambda _: batches, loss_of, close=folder.cleanup)
 
 
-def _padded(update: Update) -> list[dict[str, Tensor]]:
+def _padded(update: Update, tokenizer: PreTrainedTokenizerFast) -> list[dict[str, Tensor]]:
     """TRL's inputs: prompts padded on the left, completions on the right, to the longest of the update.
 
     As many sequences at once as the budget of a micro-batch holds.
     """
     table = update.samples
-    padding = update.policy.base_model.config.pad_token_id
     tensors = {"advantages": table.columns["advantages"][table.offsets[:-1]]}
     for part, side, of_row in (("prompt", "left", table.prompt_of), ("completion", "right", table.tokens_of)):
-        rows = [of_row(row) for row in range(len(table))]
-        masks = [torch.ones_like(row) for row in rows]
-        for name, of, filler in (("ids", rows, padding), ("mask", masks, 0)):
-            tensors[f"{part}_{name}"] = pad_sequence(
-                of, batch_first=True, padding_value=filler, padding_side=side
-            )
+        rows = [of_row(row).tolist() for row in range(len(table))]
+        padded = tokenizer.pad({"input_ids": rows}, padding_side=side, return_tensors="pt")
+        tensors |= {f"{part}_ids": padded["input_ids"], f"{part}_mask": padded["attention_mask"]}
     longest = tensors["prompt_ids"].shape[1] + tensors["completion_ids"].shape[1]
     at_once = max(1, update.micro_batch_tokens // longest)
     device = update.policy.device

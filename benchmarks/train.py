@@ -154,7 +154,6 @@ def trl_turn(
         "vllm_importance_sampling_mode": CORRECTION,
         "use_cpu": not on_gpu,
         "seed": seed,
-        "logging_steps": 1,
     }
     with tempfile.TemporaryDirectory() as run_folder:
         trainer = trl_trainer(
@@ -171,14 +170,6 @@ def trl_turn(
 TURNS: dict[str, Callable[..., Turn]] = {"ours": our_turn, "TRL": trl_turn}
 
 
-def quiet_turn(name: str, *given: Any) -> Turn:
-    """In a process of its own, where nobody has said yet that there is to be no progress bar."""
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
-    return TURNS[name](*given)
-
-
 def contest(shape: dict[str, Any], names: list[str], steps: int, seed: int, device: torch.device) -> Contest:
     """The trainers on one model, in turns of so many steps that count."""
     folder, draw = tempfile.TemporaryDirectory(), random.Random(seed)
@@ -191,7 +182,7 @@ def contest(shape: dict[str, Any], names: list[str], steps: int, seed: int, devi
 
         def turn(_: Stopwatch) -> list[Sample]:
             given = saved, shape, prompts, 1 + steps, seed, device
-            done, taken = in_a_process(device, quiet_turn, name, *given)
+            done, taken = in_a_process(device, TURNS[name], *given)
             turns.append(done)
             found["memory"] = Memory(None, max(taken, found["memory"].driver if found else 0))
             return done.samples[1:]

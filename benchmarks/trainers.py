@@ -27,7 +27,7 @@ TRL_LOSS = {"loss_type": "dapo", "epsilon": 0.2, "epsilon_high": 0.28, "beta": 0
 """The same for GRPOConfig."""
 WORDS = vocabulary_of("words")
 SEED = 7
-_TIMES = ("time", "runtime", "per_second", "flos")  # in the names of what is no number of the algorithm's
+_NUMBERS = "^(?!.*(time|per_second|flos))"  # names of what is the algorithm's
 Reward = Callable[..., list[float]]
 
 
@@ -65,11 +65,11 @@ def trl_trainer(
 
     if isinstance(model, Path):
         options["model_init_kwargs"] = {"dtype": "float32"}  # the masters; bf16 is TRL's autocast over them
-    quiet = {"save_strategy": "no", "report_to": [], "disable_tqdm": True}
+    usual = {"save_strategy": "no", "report_to": [], "disable_tqdm": True, "logging_steps": 1, "bf16": False}
     trainer = kind(
         model=str(model) if isinstance(model, Path) else model,
         reward_funcs=reward,
-        args=GRPOConfig(output_dir=folder, **quiet, **options),
+        args=GRPOConfig(output_dir=folder, **usual | options),
         train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in prompts]),
         processing_class=tokenizer or AutoTokenizer.from_pretrained(model),
         peft_config=LoraConfig(r=8, target_modules="all-linear") if lora else None,
@@ -115,8 +115,6 @@ def train_words(
         "gradient_accumulation_steps": 2,
         "steps_per_generation": 4,
         "num_generations": 4,
-        "bf16": False,
-        "logging_steps": 1,
         "seed": SEED,
     }
     prompts = [f"w{i} w{(7 * i) % 50}" + " w3" * (i % 4) for i in range(48)]
@@ -139,22 +137,16 @@ def train_words(
 def differences(a: Sequence[dict[str, float]], b: Sequence[dict[str, float]]) -> dict[str, float]:
     """The largest difference of each number that two histories log, relative where it is above one.
 
+    What one of them lacks at a step is infinitely far.
+
     Raises:
-        ValueError: they logged different names, or one has more steps.
+        ValueError: they logged different names.
     """
-    largest: dict[str, float] = {}
-    for step, (mine, other) in enumerate(zip(a, b, strict=True)):
-        for name in sorted(mine.keys() | other.keys()):
-            if any(word in name for word in _TIMES):
-                continue
-            if name not in mine or name not in other:
-                raise ValueError(f"step {step}: [{name!r}] is logged by one trainer only")
-            largest[name] = max(largest.get(name, 0.0), _gap(mine[name], other[name]))
-    return largest
+    import pandas
 
-
-def _gap(mine: float | None, other: float | None) -> float:
-    missing = [value is None or math.isnan(value) for value in (mine, other)]
-    if any(missing):
-        return 0.0 if all(missing) else math.inf
-    return abs(mine - other) / max(1.0, abs(mine))
+    mine, other = (pandas.DataFrame(history, dtype=float).filter(regex=_NUMBERS) for history in (a, b))
+    if alone := {*mine} ^ {*other}:
+        raise ValueError(f"{sorted(alone)} is logged by one trainer only")
+    apart = (mine - other).abs() / mine.abs().clip(lower=1)
+    both_lack = mine.isna() & other.isna()
+    return apart.where(~both_lack, 0.0).fillna(math.inf).max().to_dict()

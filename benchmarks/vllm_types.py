@@ -8,12 +8,8 @@ in its own words.
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from functools import partial
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,18 +17,14 @@ import torch
 from grpo_fast.policy import Policy, load_policy
 from grpo_fast.policy.architecture import rounding_nats
 from grpo_fast.policy.config import LoraConfig, ModelConfig
-from grpo_fast.rollout import Sampling
+from grpo_fast.rollout import Completion, Sampling
 from grpo_fast.rollout.config import VLLMConfig
 from grpo_fast.rollout.vllm import installed_version
 
-from .machine import environment
-from .model_types import in_a_process, words
 from .models import make_tokenizer
-from .record import write_json
-from .tables import DASH, console
 from .tiny import VOCABULARY, tiny_config, tiny_model
+from .type_table import Part, Row, TypeTable, fill, furthest, words
 
-RECORD = Path(__file__).resolve().parent / "results" / "vllm_types.json"
 KINDS = (
     *("qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "granitemoe", "glm4_moe", "ernie4_5_moe", "minimax_m2"),
     *("gpt_oss", "phimoe", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"),
@@ -56,55 +48,39 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "lfm2": {"conv_dim": 128, "conv_dim_out": 128, "block_dim": 128},
 }
 """What vLLM reads of the published configurations, and transformers leaves out of its own."""
-COLUMNS = ("start", "synced", "merged", "exported")
-WAYS = {"portable": "reloaded", "direct": "copied"}
+COLUMNS = {
+    "start": "at the start",
+    "synced": "after a sync",
+    "merged": "LoRA merged",
+    "exported": "exported",
+}  # of all completions the nats of the token furthest apart
+TABLE = TypeTable(
+    "vllm_types",
+    {"way": "weights", **COLUMNS},
+    dict.fromkeys(COLUMNS, rounding_nats(torch.float32, "cpu")),
+    seconds=600,
+    words={"portable": "reloaded", "direct": "copied"},  # the way that all weights take
+)
 PROMPTS = ((5, 6, 7), (8, 9, 10, 11, 12), tuple(3 + i % 26 for i in range(70)))
 SAMPLING = Sampling(max_completion_length=20, seed=11)
-SECONDS = 600  # that one type may take
-Drawn = tuple[Sequence[int], Sequence[float]]  # tokens and their log-probabilities
 STEP = 0.02  # of what a weight is shaken by
-
-
-@dataclass(frozen=True)
-class Row:
-    """Of all completions the nats of the token furthest apart; None: not measured, for one of the reasons."""
-
-    kind: str
-    way: str | None = None  # that all weights take
-    start: float | None = None
-    synced: float | None = None
-    merged: float | None = None
-    exported: float | None = None
-    reasons: dict[str, str] = field(default_factory=dict)  # by column
-
-    @property
-    def wrong(self) -> list[str]:
-        """The columns with numbers that rounding does not explain."""
-        found = {column: getattr(self, column) for column in COLUMNS}
-        limit = rounding_nats(torch.float32, "cpu")
-        return [column for column, nats in found.items() if nats is not None and not nats <= limit]
 
 
 def check(kind: str, seed: int = 0, parts: Sequence[str] = ("start", "merged", "exported")) -> Row:
     """One type, in this process, in which vLLM starts once for each part; `start` measures a sync, too."""
-    row = Row(kind)
+    row = TABLE.row(kind)
     with tempfile.TemporaryDirectory() as folder:
         try:
             _save(kind, folder, seed)
             make_tokenizer(VOCABULARY).save_pretrained(folder)
         except Exception as error:
-            return replace(row, reasons={"built": words(error)})
-        measures: dict[str, Callable[[], dict[str, Any]]] = {
+            return row | {"reasons": {"built": words(error)}}
+        measures: dict[str, Part] = {
             "start": lambda: _trained(folder),
             "merged": lambda: {"merged": _adapted(folder)},
             "exported": lambda: {"exported": _served(folder)},
         }
-        for column in parts:
-            try:
-                row = replace(row, **measures[column]())
-            except Exception as error:
-                row = replace(row, reasons={**row.reasons, column: words(error)})
-    return row
+        return fill(row, {column: measures[column] for column in parts})
 
 
 def _save(kind: str, folder: str, seed: int) -> None:
@@ -126,11 +102,6 @@ def _engine(policy: Policy) -> Any:
     return VLLMEngine(policy, VLLMConfig(kv_cache_gib=0.05), max_length=128)
 
 
-def _drawn(engine: Any) -> list[list[Drawn]]:
-    groups = engine.generate(PROMPTS, 3, SAMPLING)
-    return [[(one.token_ids, one.logprobs) for one in group] for group in groups]
-
-
 @torch.no_grad()
 def _shake(policy: Policy, scale: float) -> None:
     """A step in any direction."""
@@ -141,10 +112,10 @@ def _shake(policy: Policy, scale: float) -> None:
 def _trained(folder: str) -> dict[str, Any]:
     policy = _policy(folder)
     with _engine(policy) as engine:
-        start = _apart(policy, _drawn(engine))
+        start = _apart(policy, engine)
         _shake(policy, STEP)
         engine.sync(policy)
-        return {"way": engine._sync.way, "start": start, "synced": _apart(policy, _drawn(engine))}
+        return {"way": engine._sync.way, "start": start, "synced": _apart(policy, engine)}
 
 
 def _adapted(folder: str) -> float:
@@ -152,7 +123,7 @@ def _adapted(folder: str) -> float:
     with _engine(policy) as engine:
         _shake(policy, 5 * STEP)
         engine.sync(policy)
-        return _apart(policy, _drawn(engine))
+        return _apart(policy, engine)
 
 
 def _served(folder: str) -> float:
@@ -171,75 +142,20 @@ def _served(folder: str) -> float:
         found = served.generate([{"prompt_token_ids": [*prompt]} for prompt in PROMPTS], wanted)
     served.llm_engine.engine_core.shutdown()
     stopped()
-    return _apart(policy, [[(o.token_ids, o.logprobs.logprobs) for o in one.outputs] for one in found])
-
-
-@torch.no_grad()
-def _apart(policy: Policy, groups: Sequence[Sequence[Drawn]]) -> float:
-    differences = []
-    for prompt, group in zip(PROMPTS, groups, strict=True):
-        for tokens, logprobs in group:
-            ids = torch.tensor([[*prompt, *tokens]])
-            logits = policy.model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
-            own = logits.float().log_softmax(-1).gather(1, torch.tensor([*tokens])[:, None])[:, 0]
-            differences.append(own - torch.tensor([*logprobs]))
-    return float(torch.cat(differences).abs().max())
-
-
-HEADS = ("type", "weights", "at the start", "after a sync", "LoRA merged", "exported", "reasons")
-
-
-def cells(row: Row) -> list[str]:
-    """One line of the table; numbers that are wrong are bold."""
-
-    def number(column: str) -> str:
-        value = getattr(row, column)
-        shown = DASH if value is None else f"{value:.0e}"
-        return f"**{shown}**" if column in row.wrong else shown
-
-    told: dict[str, list[str]] = {}
-    for column, why in row.reasons.items():
-        told.setdefault(why, []).append(column)
-    reasons = "; ".join(f"{', '.join(columns)}: {why}" for why, columns in told.items()).replace("|", "\\|")
-    return [
-        row.kind,
-        WAYS.get(row.way or "", row.way or DASH),
-        *map(number, COLUMNS),
-        reasons,
+    groups = [
+        [Completion((*o.token_ids,), (*o.logprobs.logprobs,), o.text, False) for o in one.outputs]
+        for one in found
     ]
+    return furthest(policy.model, PROMPTS, groups)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--only", nargs="+", metavar="TYPE", default=KINDS, help="these types (all)")
-    parser.add_argument("--seed", type=int, default=0, help="of weights (%(default)s)")
-    parser.add_argument("--record", action="store_true", help=f"write {RECORD.name} of benchmarks/results")
+def _apart(policy: Policy, engine: Any) -> float:
+    return furthest(policy.model, PROMPTS, engine.generate(PROMPTS, 3, SAMPLING))
 
 
-def _ended(kind: str, why: str) -> Row:
-    return Row(kind, reasons={"start": why})
+add_arguments = TABLE.add_arguments
 
 
 def main(options: argparse.Namespace) -> int:
-    screen, rows = console(), recorded()
-    for kind in options.only:
-        for row in in_a_process([kind], partial(check, seed=options.seed), _ended, SECONDS):
-            rows[kind] = row
-            screen.print("  ".join(cell for cell in cells(row) if cell != DASH), markup=False, soft_wrap=True)
-    if options.record:
-        document = {"vllm_types": [asdict(rows[kind]) for kind in KINDS if kind in rows]}
-        about = {"vllm": installed_version(), "environment": environment(torch.device("cpu"))}
-        write_json(RECORD, document | about)
-    return int(any(rows[kind].wrong for kind in options.only))
-
-
-def recorded() -> dict[str, Row]:
-    """The rows of the checked-in record."""
-    if not RECORD.exists():
-        return {}
-    found = json.loads(RECORD.read_text(encoding="utf-8"))["vllm_types"]
-    return {row["kind"]: Row(**row) for row in found}
-
-
-def as_table(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Heads and rows, of a record's rows."""
-    return {"heads": HEADS, "rows": [cells(Row(**row)) for row in rows]}
+    rows = TABLE.measure(check, KINDS, options, vllm=installed_version())
+    return int(any(map(TABLE.wrong, rows)))
