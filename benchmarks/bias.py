@@ -46,64 +46,42 @@ Variant = dict[str, Any]
 Pairs = tuple[Tensor, slice, Tensor]  # of a tile: rows (b,), columns, what goes into dW (b, w)
 
 
-class Model(NamedTuple):
-    """A model's rows and head, float32."""
-
-    hidden: Tensor  # (M, H)
-    weight: Tensor  # (V, H)
-    tile_lse: Tensor  # (M, T)
-    likely: Tensor  # (K, 2) row and column of the probabilities above FILTER
-
-    @classmethod
-    def of(cls, source: RealRows) -> Model:
-        hidden, weight = source.hidden.float(), source.weight.float()
-        tiles, likely = [], []
-        for part in chunks(len(hidden), len(weight)):
-            z = hidden[part] @ weight.T
-            of_tiles = pad(z, (0, -z.shape[1] % TILE), value=-math.inf).unflatten(1, (-1, TILE)).logsumexp(2)
-            found = (z > of_tiles.logsumexp(1, keepdim=True) + math.log(FILTER)).nonzero()
-            tiles.append(of_tiles)
-            likely.append(found + torch.tensor([part.start, 0]))
-        return cls(hidden, weight, torch.cat(tiles), torch.cat(likely))
-
-
 class Batch(NamedTuple):
     """N tokens of a model's rows, and the gradient that GRPO sends into their log-probabilities."""
 
-    place: Tensor  # (N,) of the model's rows
     problem: HeadCall
     rows: LogitGradient
     tile_lse: Tensor  # (N, T)
 
     @classmethod
-    def draw(cls, model: Model, lengths: Sequence[int], mean: str, seed: int) -> Batch:
+    def draw(cls, source: RealRows, lengths: Sequence[int], mean: str, seed: int) -> Batch:
         """Each row once where there are enough, else with replacement; its target from its softmax.
 
         Args:
             lengths: of completions, of which every eighth is right.
             mean: SEQUENCE or TOKEN.
         """
-        count, rows, chance = sum(lengths), len(model.hidden), torch.Generator().manual_seed(seed)
+        count, rows, chance = sum(lengths), len(source.hidden), torch.Generator().manual_seed(seed)
         place = torch.randperm(rows, generator=chance)[:count]
         if count > rows:
             place = torch.randint(rows, (count,), generator=chance)
-        targets, logprob = torch.empty_like(place), torch.empty(count)
-        order = place.argsort()
-        for part in order.split(max(TILE, _CHUNK_BYTES // 4 // len(model.weight))):
-            distinct, same = place[part].unique_consecutive(return_inverse=True)
-            logp = (model.hidden[distinct] @ model.weight.T).log_softmax(1)
-            copies = same.bincount()
-            for row, n in enumerate(copies.tolist()):
-                drawn_ = torch.multinomial(logp[row].exp(), n, replacement=True, generator=chance)
-                targets[part[same == row]], logprob[part[same == row]] = drawn_, logp[row, drawn_]
+        hidden, weight = source.hidden[place], source.weight
+        targets, logprob, tile_lse = torch.empty_like(place), torch.empty(count), []
+        for part in chunks(count, len(weight)):
+            z = hidden[part] @ weight.T
+            tiles = pad(z, (0, -z.shape[1] % TILE), value=-math.inf).unflatten(1, (-1, TILE))
+            tile_lse.append(tiles.logsumexp(2))
+            logp = z.log_softmax(1)
+            sampled = torch.multinomial(logp.exp(), 1, generator=chance)
+            targets[part], logprob[part] = sampled[:, 0], logp.gather(1, sampled)[:, 0]
         right = math.sqrt(GROUP - 1)  # (1 - 1/8) over the standard deviation
         advantage = torch.where(torch.arange(len(lengths)) % GROUP == 0, right, -1 / right)
         length = torch.tensor(lengths)
         upstream = -advantage / (length * len(lengths) if mean == SEQUENCE else count)
-        problem, tile_lse = HeadCall(model.hidden[place], model.weight, targets), model.tile_lse[place]
-        statistics = RowStatistics(logprob, tile_lse.logsumexp(1), *5 * [torch.empty(0)])
+        problem, of_tiles = HeadCall(hidden, weight, targets), torch.cat(tile_lse)
+        statistics = RowStatistics(logprob, of_tiles.logsumexp(1), *5 * [torch.empty(0)])
         gradients = RowGradients(upstream.repeat_interleave(length))
-        return cls(place, problem, LogitGradient.of(problem, statistics, gradients), tile_lse)
+        return cls(problem, LogitGradient.of(problem, statistics, gradients), of_tiles)
 
     @property
     def salt(self) -> Tensor:
@@ -122,39 +100,19 @@ class Exact(NamedTuple):
 
 
 def exactly(batch: Batch) -> Exact:
-    """Tokens of one hidden state and one upstream gradient share products: they differ in their targets."""
-    problem, rows = batch.problem, batch.rows
-    key = torch.stack([batch.place.double(), rows.mass.double()], 1)
-    _, same, count = key.unique(dim=0, return_inverse=True, return_counts=True)
-    first = torch.zeros_like(count).scatter_(0, same, torch.arange(len(same)))
-    shared, of = problem.rows(first), rows.rows(first)
-    shared = shared._replace(targets=torch.full_like(first, problem.vocabulary))  # in no column
-    scaled = shared.hidden * count[:, None]
-    hidden, error = torch.zeros_like(shared.hidden), torch.zeros_like(shared.hidden)
-    weight, others = torch.empty_like(problem.weight), torch.empty_like(rows.target)
-    of_weight = torch.zeros(())  # square of rounding's error
-    for columns in chunks(problem.vocabulary, len(first)):
-        gradient = of.of_products(shared, columns)
-        row, column = problem.targets_within(columns)
-        others[row] = gradient[same[row], column]  # what stood in the target's place without it
-        of_rounding = rounding(gradient)
+    problem = batch.problem
+    hidden, error = torch.zeros_like(problem.hidden), torch.zeros_like(problem.hidden)
+    weight, of_weight = torch.empty_like(problem.weight), torch.zeros(())  # the square of rounding's error
+    for columns in chunks(problem.vocabulary, len(hidden)):
+        gradient = batch.rows.of_products(problem, columns)
+        of_rounding = gradient.bfloat16().float() - gradient
         hidden.addmm_(gradient, problem.weight[columns])
         error.addmm_(of_rounding, problem.weight[columns])
-        x, target = problem.hidden[row], rows.target[row]
-        add = x * (target - others[row])[:, None]
-        weight[columns] = (gradient.T @ scaled).index_add_(0, column, add)
-        add = x * (rounding(target) - rounding(others[row]))[:, None]
-        of_weight = of_weight + (of_rounding.T @ scaled).index_add_(0, column, add).square().sum()
-    words = problem.weight[problem.targets]
-    hidden = hidden[same].addcmul_(words, (rows.target - others)[:, None])
-    error = error[same].addcmul_(words, (rounding(rows.target) - rounding(others))[:, None])
+        weight[columns] = gradient.T @ problem.hidden
+        of_weight = of_weight + square(of_rounding.T @ problem.hidden)
     squares = torch.stack([square(hidden), square(weight), square(batch.behind(hidden))])
     of_rounding = torch.stack([square(error), of_weight, square(batch.behind(error))])
     return Exact(hidden, weight, squares, of_rounding / squares)
-
-
-def rounding(gradient: Tensor) -> Tensor:
-    return gradient.bfloat16().float() - gradient
 
 
 def square(tensor: Tensor) -> Tensor:
@@ -163,7 +121,7 @@ def square(tensor: Tensor) -> Tensor:
 
 def drawn(batch: Batch, tolerance: float, salt: Tensor) -> tuple[Selection, list[Pairs]]:
     """As the head draws."""
-    numbers = torch.arange(len(batch.place))
+    numbers = torch.arange(len(batch.tile_lse))
     selection = choose(batch.problem, batch.rows, numbers, salt, tolerance, batch.tile_lse)
     sums = torch.zeros_like(selection.entry)
     pairs = list(kept_pairs(batch.problem, batch.rows, selection))
@@ -180,20 +138,21 @@ def dropped(batch: Batch, selection: Selection) -> tuple[Selection, Iterator[Pai
     return selection, kept_pairs(batch.problem, batch.rows, selection)
 
 
-def filtered(model: Model, batch: Batch) -> tuple[Selection, Iterator[Pairs], Tensor]:
+def filtered(batch: Batch) -> tuple[Selection, Iterator[Pairs], Tensor]:
     """Cut Cross Entropy's, of the vocabulary in its order, and that order."""
     problem = batch.problem
-    words = (model.weight @ problem.hidden.mean(0)).argsort()
+    words = (problem.weight @ problem.hidden.mean(0)).argsort()
     place = torch.empty_like(words).scatter_(0, words, torch.arange(len(words)))
     problem = problem._replace(weight=problem.weight[words], targets=place[problem.targets])
-    kept = torch.zeros(model.tile_lse.shape, dtype=torch.bool)
-    kept[model.likely[:, 0], place[model.likely[:, 1]] // TILE] = True
-    kept = kept[batch.place].scatter_(1, problem.targets[:, None] // TILE, True)
-    kept &= (-batch.rows.logprob.expm1() >= FILTER)[:, None]  # all of a surer row is smaller
-    blocks = pad(kept, (0, 0, 0, -len(kept) % BLOCK)).unflatten(0, (-1, BLOCK)).any(1)
-    scale = blocks.repeat_interleave(BLOCK, 0)[: len(kept)].float()
+    rows, blocks = len(problem.hidden), []
+    for columns in chunks(problem.vocabulary, rows):
+        size = (problem.logits(columns) - batch.rows.logsumexp[:, None]).exp_()
+        size[problem.targets_within(columns)] -= 1
+        whole = pad(size.abs_(), (0, -size.shape[1] % TILE, 0, -rows % BLOCK))
+        blocks.append(whole.unflatten(1, (-1, TILE)).unflatten(0, (-1, BLOCK)).amax((1, 3)) >= FILTER)
+    scale = torch.cat(blocks, 1).repeat_interleave(BLOCK, 0)[:rows].float()
     zero = torch.zeros(())
-    selection = Selection(problem.targets, scale, scale.new_zeros(len(kept), 1), zero + 1, place, zero, zero)
+    selection = Selection(problem.targets, scale, scale.new_zeros(rows, 1), zero + 1, place, zero, zero)
     return selection, kept_pairs(problem, batch.rows, selection), words
 
 
@@ -234,15 +193,15 @@ def compare(
 
 
 def measure(
-    model: Model, lengths: Sequence[int], mean: str, tolerances: Sequence[float], batches: int
+    source: RealRows, lengths: Sequence[int], mean: str, tolerances: Sequence[float], batches: int
 ) -> list[Variant]:
     """One cell for rounding, one for the filter, and two for every tolerance."""
     found = defaultdict(list)
     for seed in range(batches):
-        batch = Batch.draw(model, lengths, mean, seed)
+        batch = Batch.draw(source, lengths, mean, seed)
         exact = exactly(batch)
         found[ROUNDED, None].append(exact.rounded)
-        found[FILTERED, None].append(compare(batch, exact, *filtered(model, batch))[:5])
+        found[FILTERED, None].append(compare(batch, exact, *filtered(batch))[:5])
         for tolerance in tolerances:
             selection, pairs = drawn(batch, tolerance, batch.salt)
             found[DRAWN, tolerance].append(compare(batch, exact, selection, pairs))
@@ -258,11 +217,11 @@ def measure(
     return cells
 
 
-def mean_of_draws(model: Model, tokens: int, tolerance: float, draws: int) -> dict[str, Any]:
+def mean_of_draws(source: RealRows, tokens: int, tolerance: float, draws: int) -> dict[str, Any]:
     """Of one batch n·|mean error|² / mean |error|² over n draws: 1 where they are unbiased, give or take the
     `spread` that it has over tenths of the draws.
     """
-    batch = Batch.draw(model, equal_lengths(tokens), SEQUENCE, seed=0)
+    batch = Batch.draw(source, equal_lengths(tokens), SEQUENCE, seed=0)
     exact = exactly(batch)
     shapes = exact.hidden, exact.weight, batch.behind(exact.hidden)
     total, part = ([torch.zeros_like(of) for of in shapes] for _ in range(2))
@@ -297,8 +256,8 @@ def chunks(rows: int, width: int) -> list[slice]:
 
 
 def made_rows() -> RealRows:
-    histogram = load_histogram(HISTOGRAM) if HISTOGRAM.is_file() else None
-    setting = Setting("histogram" if histogram else "peaked", 512, 256, 32_000, "forward", False, "bfloat16")
+    histogram = load_histogram(HISTOGRAM)
+    setting = Setting("histogram", 512, 256, 32_000, "forward", False, "bfloat16")
     problem = make_problem(setting, torch.device("cpu"), 0, histogram)
     return RealRows(describe(setting, histogram), problem.hidden, problem.targets, problem.weight)
 
@@ -341,19 +300,19 @@ def main(options: argparse.Namespace) -> int:
     for words in options.lengths:
         cases += [([int(word) for word in words.split(",")], mean, of_lengths) for mean in (SEQUENCE, TOKEN)]
     for source in map(load_real_rows, options.rows) if options.rows else [made_rows()]:
-        model = Model.of(source)
-        of_model: dict[str, Any] = {"rows": source.name, "vocabulary": len(model.weight), "cells": []}
+        rows = replace(source, hidden=source.hidden.float(), weight=source.weight.float())
+        of_model: dict[str, Any] = {"rows": rows.name, "vocabulary": len(rows.weight), "cells": []}
         found["bias"].append(of_model)
         del source
         for lengths, mean, batches in cases:
             swept = sum(lengths) <= options.sweep and len(lengths) > 2
             tolerances = sorted({DEFAULT_TOLERANCE, *(options.tolerance if swept else ())})
-            of_model["cells"] += (cells := measure(model, lengths, mean, tolerances, batches))
+            of_model["cells"] += (cells := measure(rows, lengths, mean, tolerances, batches))
             say(cells)
-            save(options.json, found)
-        of_model["draws"] = mean_of_draws(model, min(options.tokens), DEFAULT_TOLERANCE, options.draws)
+            write_json(options.json, found)
+        of_model["draws"] = mean_of_draws(rows, min(options.tokens), DEFAULT_TOLERANCE, options.draws)
         print(of_model["draws"], flush=True)
-        save(options.json, found)
+        write_json(options.json, found)
     return 0
 
 
@@ -366,8 +325,3 @@ def say(cells: Sequence[Variant]) -> None:
         errors = "  ".join(f"{n} {cell[n]:.1e} ({cell[n] / rounded[n]:.2f})" for n in ERRORS)
         kept = f"{cell['density']:.2%}, {cell['entries']:.0f} entries a row" if "density" in cell else ""
         print(f"  {name:<28} {errors}  {kept}", flush=True)
-
-
-def save(path: Path | None, found: dict[str, Any]) -> None:
-    if path is not None:
-        write_json(path, found)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -70,10 +71,10 @@ class Entrant:
     def fail(self, status: str, reason: str) -> None:
         """Nothing that was timed counts."""
         self.found |= {"status": status, "reason": reason}
-        prepared, self.prepared = self.prepared, None
-        if prepared is not None:
-            prepared.reset()
-            prepared.close()
+        if self.prepared is not None:
+            self.prepared.reset()
+            self.prepared.close()
+            self.prepared = None
 
     def finish(self) -> None:
         """Keeps the numbers, and lets go of what was prepared for them."""
@@ -103,37 +104,21 @@ class Entrant:
         return found
 
 
+@dataclass
 class Contest:
-    """Measures one shape; an interruption loses nothing measured.
+    """Measures one shape; an interruption loses nothing measured."""
 
-    Args:
-        shape: what was asked, for the record.
-        share: makes what all entrants need; where it fails, they all do.
-        release: lets go of what was shared.
-        wall: the repetitions work in other streams or processes.
-        memory: whether to run each entrant once more for its peak memory.
-        hurry: whether an entrant that takes too long for its first calls is left out.
-    """
+    shape: dict[str, Any]  # what was asked, for the record
+    entrants: Sequence[Entrant]
+    device: torch.device
+    share: Callable[[], object] = lambda: None  # makes what all need; where it fails, they all do
+    release: Callable[[], object] = lambda: None  # lets go of what was shared
+    wall: bool = False  # the repetitions work in other streams or processes
+    memory: bool = True  # run each entrant once more for its peak memory
+    hurry: bool = False  # who takes too long for its first calls is left out
 
-    def __init__(
-        self,
-        shape: dict[str, Any],
-        entrants: Sequence[Entrant],
-        device: torch.device,
-        *,
-        share: Callable[[], object] = lambda: None,
-        release: Callable[[], object] = lambda: None,
-        wall: bool = False,
-        memory: bool = True,
-        hurry: bool = False,
-    ) -> None:
-        self.shape = shape
-        self._entrants = entrants
-        self._device = device
-        self._share, self._release = share, release
-        self._watch = Stopwatch(device, wall)
-        self._memory = memory
-        self._hurry = hurry
+    def __post_init__(self) -> None:
+        self._watch = Stopwatch(self.device, self.wall)
 
     def measure(self, deadline: float, rounds: int = ROUNDS) -> None:
         """Each entrant once to warm up and once for its memory, then all in turn for time.
@@ -147,42 +132,41 @@ class Contest:
             DeviceLost: the device takes no more work.
         """
         try:
-            if not self._guard(self._share, *self._entrants):
+            if not self._guard(self.share, *self.entrants):
                 return
-            for one in self._entrants:
+            for one in self.entrants:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     break
                 patience = min(FIRST_CALLS, left + GRACE)
-                hurry = measure.at_most(patience) if self._hurry else nullcontext()
-                self._guard(lambda one=one, hurry=hurry: self._enter(one, hurry), one)
+                self._guard(partial(self._enter, one, patience), one)
             for _ in range(rounds):
-                for one in self._entrants:
+                for one in self.entrants:
                     late = time.monotonic() >= deadline and len(one.samples) >= FEWEST
                     if one.wants_more and not late:
                         self._guard(lambda one=one: one.samples.extend(self._once(one.prepared)), one)
         finally:
-            for one in self._entrants:
+            for one in self.entrants:
                 one.finish()
-            self._release()
+            self.release()
 
     def results(self) -> list[Measurement]:
         """Of every entrant; complete at any time."""
         ceilings: dict[str, float] = {}
-        for one in self._entrants:
+        for one in self.entrants:
             ceilings |= one.found.get("metrics", {}) if one.ceiling else {}
-        return [one.measurement(self.shape, ceilings) for one in self._entrants]
+        return [one.measurement(self.shape, ceilings) for one in self.entrants]
 
-    def _enter(self, one: Entrant, hurry: Any) -> None:
-        with hurry:
+    def _enter(self, one: Entrant, patience: float) -> None:
+        with measure.at_most(patience) if self.hurry else nullcontext():
             prepared = one.prepared = one.prepare()
             if prepared.run is None:
                 return
             first = self._once(prepared)
             if prepared.times_itself:
                 one.samples.extend(first)
-            elif self._memory and not one.ceiling:
-                one.found["memory"] = measure.memory_of(lambda: self._once(prepared), self._device)
+            elif self.memory and not one.ceiling:
+                one.found["memory"] = measure.memory_of(lambda: self._once(prepared), self.device)
 
     def _once(self, prepared: Prepared) -> list[Sample]:
         if prepared.times_itself:
@@ -200,14 +184,14 @@ class Contest:
         """
         try:
             action()
-            measure.synchronize(self._device)
+            measure.synchronize(self.device)
             return True
         except Exception as error:
             failure = measure.failure_of(error)
         try:
             for one in concerned:
                 one.fail(*failure)
-            measure.give_back_memory(self._device)
+            measure.give_back_memory(self.device)
         except RuntimeError as lost:
             raise DeviceLost(concerned[0].name, failure[1]) from lost
         return False

@@ -22,7 +22,6 @@ from .record import write_json
 
 TILE = 128
 HISTOGRAM = Path(__file__).parent / "results" / "live_tiles_qwen2.5_coder_1.5b.json"
-"""The checked-in one, in a checkout."""
 THRESHOLD = 1e-5  # a tile is live when one of its probabilities is larger
 
 
@@ -73,8 +72,8 @@ def load_histogram(path: Path) -> Histogram:
 
 
 def given_histogram(path: Path | None, device: torch.device) -> Histogram | None:
-    """The one asked for; on a GPU the checked-in one, where there is a checkout."""
-    if path is None and device.type == "cuda" and HISTOGRAM.is_file():
+    """The one asked for; on a GPU that of Qwen2.5-Coder-1.5B unless given."""
+    if path is None and device.type == "cuda":
         path = HISTOGRAM
     return None if path is None else load_histogram(path)
 
@@ -129,8 +128,7 @@ def main(options: argparse.Namespace) -> int:
     of_prompts = f"{len(prompts)} prompts of {Path(options.dataset).name}"
     about = f"{name}, {len(hidden)} tokens sampled at temperature 1 on {of_prompts}"
     found = Histogram(about, len(weight), dict(sorted(Counter(counts.tolist()).items())))
-    if options.histogram is not None:
-        write_json(options.histogram, found)
+    write_json(options.histogram, found)
     if options.out is not None:
         tensors = {"hidden": hidden, "target": targets, "live_tiles": counts, "weight": head.weight}
         on_cpu = {key: of.cpu().contiguous() for key, of in tensors.items()}

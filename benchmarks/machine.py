@@ -151,8 +151,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="write everything here")
     options = parser.parse_args(arguments)
     found = machine()
-    if options.json is not None:
-        write_json(options.json, found)
+    write_json(options.json, found)
     print(json.dumps(found, indent=1))
     return 0
 

@@ -82,19 +82,6 @@ def vocabulary_of(name: str) -> int:
     return ARCHITECTURES[name][1]["vocab_size"]
 
 
-def make_policy(model: ModelConfig, layers: int | None = None, seed: int = 0) -> Policy:
-    """Of random weights and without a tokenizer; else as `load_policy` would make it.
-
-    Args:
-        model: its path is one of `ARCHITECTURES`.
-    """
-    device = torch.device(model.device)
-    config = architecture(model.path, layers)
-    attention = resolve_attention("auto", device, model.dtype, config)
-    torch.manual_seed(seed)
-    return random_policy(config, model, attention=attention, device=device)
-
-
 def make_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
     """One word a token, w0, w1, …; the last two are padding and the end."""
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -125,19 +112,24 @@ def make_letters(vocabulary: int) -> PreTrainedTokenizerFast:
     )
 
 
-def save_model(
-    folder: Path,
-    name: str = "words",
+def make_policy(
+    model: ModelConfig,
     layers: int | None = None,
-    dtype: str = "float32",
     seed: int = 0,
     tokenizer: Callable[[int], PreTrainedTokenizerFast] = make_tokenizer,
-    device: str = "cpu",
-) -> None:
-    """Random weights, drawn on a device, and their tokenizer, as `from_pretrained` takes them."""
-    policy = make_policy(ModelConfig(path=name, dtype=dtype, device=device), layers, seed)
-    policy.tokenizer = tokenizer(vocabulary_of(name))
-    policy.save_pretrained(folder)
+) -> Policy:
+    """Of random weights, and a tokenizer of as many tokens; else as `load_policy` would make it.
+
+    Args:
+        model: its path is one of `ARCHITECTURES`.
+    """
+    device = torch.device(model.device)
+    config = architecture(model.path, layers)
+    attention = resolve_attention("auto", device, model.dtype, config)
+    torch.manual_seed(seed)
+    policy = random_policy(config, model, attention=attention, device=device)
+    policy.tokenizer = tokenizer(config.vocab_size)
+    return policy
 
 
 def update_flops(model: PreTrainedModel, lengths: Sequence[tuple[int, int]]) -> float:

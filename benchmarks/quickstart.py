@@ -72,10 +72,7 @@ def main() -> None:
         runs[run["arithmetic"], seed] = run
         scores = (run[part] for part in ("before", "after"))
         print(f"seed {seed}:", " → ".join(score_text(found["score"], found["interval"]) for found in scores))
-        if args.json:
-            write_json(
-                args.json, {"recipe": args.recipe, "overrides": args.overrides, "runs": [*runs.values()]}
-            )
+        write_json(args.json, {"recipe": args.recipe, "overrides": args.overrides, "runs": [*runs.values()]})
 
 
 if __name__ == "__main__":

@@ -7,13 +7,14 @@ is a `Measurement`: one implementation at one shape.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import TypeAdapter
 from pydantic_core import to_json
+
+from grpo_fast.run_record.files import write_whole
 
 from .measure import OK, Memory, Spread
 
@@ -39,9 +40,9 @@ class Measurement:
         return None if self.memory is None else self.memory.best
 
 
-@dataclass(frozen=True)
+@dataclass
 class Record:
-    """One run of one subcommand."""
+    """One run of one subcommand, as far as it has come."""
 
     kind: str
     cells: list[Measurement]
@@ -55,14 +56,14 @@ class Record:
     schema: Literal[1] = 1
 
 
-def write_json(path: Path, document: Any) -> None:
+def write_json(path: Path | None, document: Any) -> None:
     """Replaces `path` at once, so that an interruption leaves the previous state or this one.
 
-    Dataclasses and paths are written as JSON has them; NaN and infinity, which it has not, as strings.
+    Nothing is written to None. Dataclasses and paths are written as JSON has them; NaN and infinity, which it
+    has not, as strings.
     """
-    temporary = path.with_name(path.name + ".part")
-    temporary.write_bytes(to_json(document, indent=1, inf_nan_mode="strings") + b"\n")
-    os.replace(temporary, path)
+    if path is not None:
+        write_whole(path, to_json(document, indent=1, inf_nan_mode="strings") + b"\n")
 
 
 def read(path: Path) -> Record:

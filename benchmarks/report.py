@@ -22,7 +22,7 @@ from grpo_fast.run_record.report import packaged
 from .contest import BYTES, FLOPS
 from .measure import SKIPPED
 from .record import Measurement, Record, read
-from .tables import ERRORS, EXPLANATION, OURS, label, number, shape_tables, shapes_of, skipped, split_axes
+from .tables import ERRORS, EXPLANATION, OURS, by_shape, label, number, shape_tables, skipped, split_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -93,12 +93,10 @@ def _section(path: Path, record: Record) -> dict[str, Any]:
 def bars(cells: Sequence[Measurement], varying: Sequence[str]) -> Iterator[Plot]:
     """A bar for each implementation, at one shape after the other."""
     for quantity, value_of in QUANTITIES.items():
-        for shape in shapes_of(cells):
-            numbers = [(cell.implementation, value_of(cell)) for cell in cells if cell.shape == shape]
-            values = sorted([(name, value) for name, value in numbers if value], key=itemgetter(1))
-            if values:
-                address = image(partial(_draw_bars, values), height=0.8 + len(values) / 4)
-                yield quantity, label(shape, varying) or label(shape), address
+        for title, here in by_shape(cells, varying):
+            numbers = [(cell.implementation, value_of(cell)) for cell in here]
+            if values := sorted([(name, value) for name, value in numbers if value], key=itemgetter(1)):
+                yield quantity, title, image(partial(_draw_bars, values), height=0.8 + len(values) / 4)
 
 
 def _draw_bars(values: Sequence[tuple[str, float]], axes: Axes) -> None:
@@ -128,18 +126,17 @@ def lines(cells: Sequence[Measurement], varying: Sequence[str]) -> Iterator[Plot
 def fronts(cells: Sequence[Measurement], varying: Sequence[str]) -> Iterator[Plot]:
     """Error against time at one shape after the other; a line joins those that no other beats in both."""
     for error in ("hidden_gradient", "logprob"):
-        for shape in shapes_of(cells):
+        for title, here in by_shape(cells, varying):
             points: Curves = {}
-            for cell in cells:
-                if cell.shape == shape and cell.time and 0 < cell.accuracy.get(error, 0.0) < math.inf:
+            for cell in here:
+                if cell.time and 0 < cell.accuracy.get(error, 0.0) < math.inf:
                     points[cell.implementation] = [(cell.time.median, cell.accuracy[error])]
             front: list[tuple[float, float]] = []
             for (point,) in sorted(points.values()):
                 if not front or point[1] < front[-1][1]:
                     front.append(point)
             if len(points) > 1:
-                title = f"Error of {ERRORS[error]}, against time"
-                yield title, label(shape, varying) or label(shape), _curves(points, "ms", front)
+                yield f"Error of {ERRORS[error]}, against time", title, _curves(points, "ms", front)
 
 
 def roofline(cells: Sequence[Measurement], copy: float) -> Iterator[Plot]:

@@ -35,7 +35,6 @@ def prepare(
 ) -> Prepared:
     """An awake engine around a policy of its own."""
     policy = models.make_policy(model, layers, seed)
-    policy.tokenizer = models.make_tokenizer(models.vocabulary_of(model.path))
     longest = max(map(len, prompts)) + config.max_completion_length
     engine = make_engine(config, policy, max_length=longest)
     engine.__enter__()

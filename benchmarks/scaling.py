@@ -18,25 +18,28 @@ from grpo_fast import linear_logprob
 from grpo_fast.head.operator import device_facts
 from grpo_fast.head.plan import Workload
 from grpo_fast.plan.head_bytes import head_bytes
-from grpo_fast.plan.measure import peak_bytes
 
 from .contest import Contest, Entrant, Prepared
 from .head import HeadContests
-from .measure import OK, synchronize
+from .measure import OK, memory_of
 from .peers import all_peers, choose
 from .problem import DTYPES, FORWARD_BACKWARD, PRODUCT, Setting
 from .record import Measurement
 from .rows import make_problem
-from .session import add_common_arguments, check_common, positive, run_session
+from .session import add_common_arguments, add_sizes, check_common, run_session
 from .tables import OURS
 
 MODEL_CHECK = "memory model of ours"
 _USUAL = (OURS, "torch full logits")
-_SIZES = {  # N along its axis, V along its axis, and N, V and H while the others move
-    "cuda": ((1024, 4096, 16_384, 65_536, 262_144), (16_384, 32_768, 65_536, 131_072, 262_144),
-             (16_384, 65_536, 2048)),
-    "cpu": ((64, 128, 256, 512), (1024, 2048, 4096, 8192), (128, 4096, 128)),
-}  # fmt: skip
+_AXES = {
+    "tokens": ((1024, 4096, 16_384, 65_536, 262_144), (64, 128, 256, 512), "the axis of N"),
+    "vocab": ((16_384, 32_768, 65_536, 131_072, 262_144), (1024, 2048, 4096, 8192), "the axis of V"),
+}
+_FIXED = {
+    "at_tokens": (16_384, 128, "N while the other axis moves"),
+    "at_vocab": (65_536, 4096, "V while the other axis moves"),
+    "hidden": (2048, 128, "H"),
+}
 _T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 """Student's t, two-sided 95 %, for 1 to 10 degrees of freedom."""
 
@@ -54,17 +57,15 @@ def check_memory_model(setting: Setting, device: torch.device, seed: int) -> Pre
 
     problem = make_problem(setting, device, seed)
 
-    def run(_: object = None) -> None:
+    def run() -> None:
         batch = problem.hidden, problem.weight, problem.targets
         problem.finish(linear_logprob(*batch, outputs=("logprob", "entropy")).logprob)
 
     run()
     problem.clear()
-    synchronize(device)
-    counted = peak_bytes(lambda: None, run, device)
+    counted = memory_of(run, device).allocator
     metrics = {"predicted_bytes": float(predicted), "counted_bytes": float(counted)}
-    ratio = {"predicted_over_counted": predicted / counted} if counted else {}
-    return Prepared(None, metrics=lambda _: metrics | ratio)
+    return Prepared(None, metrics=lambda _: metrics | {"predicted_over_counted": predicted / counted})
 
 
 def exponents(found: Sequence[Measurement]) -> list[Measurement]:
@@ -104,10 +105,8 @@ def fit_power_law(points: Mapping[float, float]) -> tuple[float, ...]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_common_arguments(parser, minutes=8, repeats=9)
-    for axis, what in (("tokens", "N"), ("vocab", "V")):
-        parser.add_argument(f"--{axis}", type=positive, nargs="+", help=f"the axis of {what}")
-        parser.add_argument(f"--at-{axis}", type=positive, help=f"{what} while the other axis moves")
-    parser.add_argument("--hidden", type=positive, help="H")
+    add_sizes(parser, _AXES, nargs="+")
+    add_sizes(parser, _FIXED)
 
 
 def main(options: argparse.Namespace) -> int:
@@ -115,15 +114,12 @@ def main(options: argparse.Namespace) -> int:
     peers = [peer for peer in choose(all_peers(), options.impl) if options.impl or peer.name in _USUAL]
     of_ours = any(peer.name.startswith(OURS) for peer in peers)
     contests = HeadContests(peers, device, options.seed, judged=False)
-    tokens, vocabularies, fixed = _SIZES[device.type]
-    asked = (options.at_tokens, options.at_vocab, options.hidden)
-    at_tokens, at_vocab, hidden = (given or usual for given, usual in zip(asked, fixed, strict=True))
 
     def contest(axis: str, n: int, v: int) -> Contest:
-        setting = Setting("peaked", n, hidden, v, FORWARD_BACKWARD, True, options.dtype)
+        setting = Setting("peaked", n, options.hidden, v, FORWARD_BACKWARD, True, options.dtype)
         check = Entrant(MODEL_CHECK, partial(check_memory_model, setting, device, options.seed))
         return contests.contest(setting, others=[check] if of_ours else [], axis=axis)
 
-    bouts = [contest("tokens", n, at_vocab) for n in options.tokens or tokens]
-    bouts += [contest("vocabulary", at_tokens, v) for v in options.vocab or vocabularies]
+    bouts = [contest("tokens", n, options.at_vocab) for n in options.tokens]
+    bouts += [contest("vocabulary", options.at_tokens, v) for v in options.vocab]
     return run_session(options, bouts, conclude=exponents)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -104,24 +103,22 @@ def run_session(
     screen.print(*notes, "", sep="\n", markup=False)
     waiting = list(contests)
 
-    def add(measured: list[Measurement], **more: Any) -> None:
-        nonlocal record
+    def add(measured: list[Measurement]) -> None:
         print_measurements(screen, measured)
-        not_measured = [contest.shape for contest in waiting]
-        record = replace(record, cells=record.cells + measured, not_measured=not_measured, **more)
-        if options.json is not None:
-            write_json(options.json, record)
+        record.cells += measured
+        record.not_measured = [contest.shape for contest in waiting]
+        write_json(options.json, record)
 
     while waiting and time.monotonic() < deadline and record.stopped is None:
-        contest, stopped, culprit = waiting.pop(0), None, None
+        contest = waiting.pop(0)
         try:
             contest.measure(deadline, options.repeats)
         except KeyboardInterrupt:
-            stopped = INTERRUPTION
+            record.stopped = INTERRUPTION
         except DeviceLost as lost:
-            stopped, culprit = str(lost), lost.culprit
-        states = [*record.gpu_states, gpu_state(device)]
-        add(contest.results(), gpu_states=states, stopped=stopped, culprit=culprit)
+            record.stopped, record.culprit = str(lost), lost.culprit
+        record.gpu_states.append(gpu_state(device))
+        add(contest.results())
     add(conclude(record.cells))
     for name, reason in skipped(record.cells):
         screen.print(f"skipped {name}: {reason}", markup=False)

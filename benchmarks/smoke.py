@@ -39,13 +39,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     device = check_common(options)
-    histogram = load_histogram(HISTOGRAM) if HISTOGRAM.is_file() else None
+    histogram = load_histogram(HISTOGRAM)
     heads = HeadContests(choose(list(PEERS), options.impl), device, options.seed)
     contests = []
     for rows, *sizes in _SIZES[options.device]:
         source = histogram if rows == "histogram" else None
-        kind = "peaked" if rows == "histogram" and source is None else rows
-        first = Setting(kind, *sizes, FORWARD_BACKWARD, True, options.dtype)
+        first = Setting(rows, *sizes, FORWARD_BACKWARD, True, options.dtype)
         settings = [first, replace(first, trainable=False)]
         if not contests:
             settings += [replace(first, loss=loss) for loss in (GRPO, CROSS_ENTROPY)]

@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import torch
@@ -37,9 +37,6 @@ from .measure import Stopwatch
 from .peers import choose_names
 from .session import add_common_arguments, add_sizes, check_common, run_session, sizes_of
 from .trainers import LOSS, TRL_LOSS, in_phase, small_words, trl_trainer
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
 
 SIZES = {
     "prompts": (16, 1, "of the update"),
@@ -169,8 +166,7 @@ def _trl(update: Update) -> Prepared:
     from trl import GRPOTrainer
 
     policy = update.policy
-    tokenizer = models.make_tokenizer(models.vocabulary_of(update.model.path))
-    batches = _padded(update, tokenizer)
+    batches = _padded(update)
     folder = tempfile.TemporaryDirectory()
     options = {
         **TRL_LOSS,
@@ -181,7 +177,13 @@ def _trl(update: Update) -> Prepared:
         "use_cpu": policy.device.type == "cpu",
     }
     trainer = trl_trainer(
-        GRPOTrainer, folder.name, policy.model, tokenizer, prompts=("w0",), reward=small_words, **options
+        GRPOTrainer,
+        folder.name,
+        policy.model,
+        policy.tokenizer,
+        prompts=("w0",),
+        reward=small_words,
+        **options,
     )
     trainer.current_gradient_accumulation_steps = len(batches)
     layers = policy.base_model.base_model
@@ -196,7 +198,7 @@ def _trl(update: Update) -> Prepared:
     return update.prepared(attention, lambda _: batches, loss_of, close=folder.cleanup)
 
 
-def _padded(update: Update, tokenizer: PreTrainedTokenizerFast) -> list[dict[str, Tensor]]:
+def _padded(update: Update) -> list[dict[str, Tensor]]:
     """TRL's inputs: prompts padded on the left, completions on the right, to the longest of the update.
 
     As many sequences at once as the budget of a micro-batch holds.
@@ -205,7 +207,7 @@ def _padded(update: Update, tokenizer: PreTrainedTokenizerFast) -> list[dict[str
     tensors = {"advantages": table.columns["advantages"][table.offsets[:-1]]}
     for part, side, of_row in (("prompt", "left", table.prompt_of), ("completion", "right", table.tokens_of)):
         rows = [of_row(row).tolist() for row in range(len(table))]
-        padded = tokenizer.pad({"input_ids": rows}, padding_side=side, return_tensors="pt")
+        padded = update.policy.tokenizer.pad({"input_ids": rows}, padding_side=side, return_tensors="pt")
         tensors |= {f"{part}_ids": padded["input_ids"], f"{part}_mask": padded["attention_mask"]}
     longest = tensors["prompt_ids"].shape[1] + tensors["completion_ids"].shape[1]
     at_once = max(1, update.micro_batch_tokens // longest)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from rich.console import Console
@@ -48,6 +48,14 @@ EXPLANATION = (
 def shapes_of(cells: Sequence[Measurement]) -> list[Shape]:
     """Each once, in the order of the measurements."""
     return list({repr(cell.shape): cell.shape for cell in cells}.values())
+
+
+def by_shape(
+    cells: Sequence[Measurement], names: Sequence[str] | None = None
+) -> Iterator[tuple[str, list[Measurement]]]:
+    """The measurements at each shape, and how it is said by the names of the parts that tell it apart."""
+    for shape in shapes_of(cells):
+        yield label(shape, names) or label(shape), [cell for cell in cells if cell.shape == shape]
 
 
 def split_axes(cells: Sequence[Measurement]) -> tuple[Shape, list[str]]:
@@ -102,18 +110,12 @@ class ShapeTable(NamedTuple):
 
 
 def shape_tables(cells: Sequence[Measurement], names: Sequence[str] | None = None) -> list[ShapeTable]:
-    """In the order of the shapes.
-
-    Args:
-        names: the parts of a shape that tell it apart.
-    """
+    """In the order of the shapes; `names` as `by_shape` takes them."""
     found = []
-    for shape in shapes_of([cell for cell in cells if cell.status != SKIPPED]):
-        here = [cell for cell in cells if cell.shape == shape and cell.status != SKIPPED]
+    for title, here in by_shape([cell for cell in cells if cell.status != SKIPPED], names):
         here.sort(key=lambda cell: cell.time.median if cell.time else math.inf)
         rows = [_texts(cell) for cell in here]
         heads = [head for head in rows[0] if any(row[head] for row in rows)]
-        title = label(shape, names) or label(shape)
         found.append(ShapeTable(title, heads, [[row[head] for head in heads] for row in rows]))
     return found
 

@@ -24,9 +24,11 @@ from typing import Any
 
 import torch
 
+from grpo_fast.policy.config import ModelConfig
+
 from .contest import TOKENS, Contest, Entrant, Prepared, Sample
 from .measure import Memory, Stopwatch, give_back_memory, in_a_process, preload
-from .models import add_models, chosen_models, make_letters, save_model
+from .models import add_models, chosen_models, make_letters, make_policy
 from .peers import choose_names
 from .rollout import ENGINES
 from .session import ByDevice, add_common_arguments, add_sizes, check_common, positive, run_session, sizes_of
@@ -196,8 +198,8 @@ def contest(shape: dict[str, Any], names: list[str], steps: int, seed: int, devi
         return Prepared(turn, metrics=metrics, found=found, times_itself=True)
 
     def share() -> None:
-        of = shape["model"], shape["layers"], shape["dtype"]
-        save_model(saved, *of, seed, tokenizer=make_letters, device=device.type)
+        model = ModelConfig(path=shape["model"], dtype=shape["dtype"], device=device.type)
+        make_policy(model, shape["layers"], seed, make_letters).save_pretrained(saved)
         give_back_memory(device)
 
     entrants = [Entrant(name, partial(prepare, name)) for name in names]

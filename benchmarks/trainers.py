@@ -92,7 +92,7 @@ def in_phase(method: Callable[..., Any], watch: Stopwatch, phase: str) -> Callab
 def train_words(
     kind: type[GRPOTrainer], folder: Path, loss_type: str, steps: int, *, lora: bool = False, **options: Any
 ) -> list[dict[str, float]]:
-    """What a trainer with TRL's interface logs of each step, on the model that `save_model` saved there.
+    """What a trainer with TRL's interface logs of each step, on the model saved there.
 
     16 completions of up to 8 words a generation, two micro-batches a step, two steps a generation, KL, a clip
     range that is reached; from the same weights, prompts and seed as any other.

@@ -252,8 +252,7 @@ def main(arguments: list[str] | None = None) -> int:
         found[shape], log = tune_shape(Bench(shape, device), starts[shape], architecture, deadline)
         logs.append({"shape": vars(shape), "faults": faults, "tried": log})
         write_table(out, shipped, found, provenance)
-        if options.log is not None:
-            write_json(options.log, {"provenance": provenance, "shapes": logs})
+        write_json(options.log, {"provenance": provenance, "shapes": logs})
     return 0
 
 

@@ -101,7 +101,6 @@ def contest(shape: dict[str, Any], model: ModelConfig, seed: int) -> Contest:
 
     def start() -> None:
         policy = models.make_policy(model, shape["layers"], seed)
-        policy.tokenizer = models.make_tokenizer(models.vocabulary_of(model.path))
         policy.tokenizer.chat_template = "{{ messages }}"
         cache = VLLMConfig(kv_cache_gib=2.0 if model.device == "cpu" else None)
         config = RolloutConfig(engine=shape["engine"], vllm=cache)

@@ -19,7 +19,6 @@ from benchmarks.bias import (
     ROUNDED,
     SEQUENCE,
     Batch,
-    Model,
     compare,
     drawn,
     equal_lengths,
@@ -39,8 +38,7 @@ VOCABULARY, HIDDEN = 1500, 24
 @pytest.fixture
 def rows(rng) -> RealRows:
     """Of which about every second tile matters."""
-    hidden = torch.randn(80, HIDDEN, generator=rng).bfloat16()
-    weight = torch.randn(VOCABULARY, HIDDEN, generator=rng).bfloat16()
+    hidden, weight = torch.randn(80, HIDDEN, generator=rng), torch.randn(VOCABULARY, HIDDEN, generator=rng)
     return RealRows("made", hidden, torch.zeros(80, dtype=torch.int64), weight)
 
 
@@ -69,9 +67,8 @@ def test_the_command_shows_dropping_grow_with_tokens_and_drawing_stay(tmp_path, 
     assert "± " in render(found, "link") and "made" in render(found, "link")
 
 
-def test_tokens_that_share_products_have_the_gradients_of_the_head(rows, seed):
-    model = Model.of(rows)
-    batch = Batch.draw(model, equal_lengths(256), SEQUENCE, seed)
+def test_the_exact_gradients_and_the_drawn_ones_are_those_of_the_head(rows, seed):
+    batch = Batch.draw(rows, equal_lengths(256), SEQUENCE, seed)
     exact = exactly(batch)
 
     empty = torch.empty(0)
@@ -83,7 +80,7 @@ def test_tokens_that_share_products_have_the_gradients_of_the_head(rows, seed):
     torch.testing.assert_close(exact.weight, expected.weight, rtol=1e-4, atol=1e-6)
     gradient = batch.rows.of_products(batch.problem, slice(0, VOCABULARY))
     error = gradient.bfloat16().float() - gradient
-    of_hidden = (error @ model.weight).square().sum() / exact.squares[0]
+    of_hidden = (error @ rows.weight).square().sum() / exact.squares[0]
     of_weight = (error.T @ batch.problem.hidden).square().sum() / exact.squares[1]
     torch.testing.assert_close(exact.rounded[:2], torch.stack([of_hidden, of_weight]), rtol=1e-2, atol=0)
 
@@ -98,12 +95,11 @@ def test_tokens_that_share_products_have_the_gradients_of_the_head(rows, seed):
 def test_the_filter_leaves_out_blocks_whose_every_entry_is_small(rows, seed):
     hidden = rows.hidden.clone()
     hidden[:, 0] = 8  # some words are unlikely everywhere
-    model = Model.of(replace(rows, hidden=hidden))
-    batch = Batch.draw(model, equal_lengths(256), SEQUENCE, seed)
+    batch = Batch.draw(replace(rows, hidden=hidden), equal_lengths(256), SEQUENCE, seed)
 
-    selection, _, words = filtered(model, batch)
+    selection, _, words = filtered(batch)
 
-    logits = batch.problem.hidden @ model.weight.T
+    logits = batch.problem.hidden @ rows.weight.T
     assert (logits.mean(0)[words].diff() > -1e-4).all()
     size = logits.softmax(1)
     size[torch.arange(256), batch.problem.targets] -= 1

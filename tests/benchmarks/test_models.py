@@ -19,7 +19,6 @@ from benchmarks.models import (
     make_policy,
     make_samples,
     make_tokenizer,
-    save_model,
     update_flops,
     vocabulary_of,
 )
@@ -98,7 +97,8 @@ def test_the_tokenizer_has_a_word_a_token_and_the_architectures_end():
 def test_letters_are_read_alike_beside_any_architecture(tmp_path, monkeypatch):
     monkeypatch.setitem(ARCHITECTURES, "qwen", ("qwen2", ARCHITECTURES["toy"][1]))
     for name in ("toy", "qwen"):  # a Llama and a Qwen2
-        save_model(tmp_path / name, name, 1, tokenizer=make_letters)
+        settings = ModelConfig(path=name, dtype="float32", device="cpu")
+        make_policy(settings, 1, tokenizer=make_letters).save_pretrained(tmp_path / name)
         tokenizer = AutoTokenizer.from_pretrained(tmp_path / name)
 
         assert tokenizer("hello").input_ids == [7, 4, 11, 11, 14]

@@ -12,9 +12,10 @@ from safetensors.torch import save_file
 from benchmarks.__main__ import main
 from benchmarks.accuracy import consult
 from benchmarks.live_tiles import Histogram, count_live, load_histogram
-from benchmarks.models import save_model
+from benchmarks.models import make_policy
 from benchmarks.problem import LOSSES, Setting, loss_of
 from benchmarks.rows import load_real_rows, make_problem
+from grpo_fast.policy.config import ModelConfig
 
 CPU = torch.device("cpu")
 
@@ -96,7 +97,7 @@ def test_a_file_that_is_no_histogram_is_named(tmp_path):
 
 def test_a_models_rows_are_sampled_and_can_be_benchmarked(tmp_path, capsys):
     model, prompts, out, tiles = (tmp_path / name for name in ("m", "p.jsonl", "rows.safetensors", "t.json"))
-    save_model(model)
+    make_policy(ModelConfig(path="words", dtype="float32", device="cpu")).save_pretrained(model)
     prompts.write_text("\n".join(json.dumps({"question": f"w{i} w{i + 1}"}) for i in range(5)))
     data = ["--dataset", str(prompts), "--prompt-column", "question", "--count", "3"]
     sampling = ["--max-tokens", "6", "--dtype", "float32"]

@@ -62,10 +62,11 @@ def run_example(
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model with its tokenizer, for TRL's trainers."""
-    from benchmarks.models import save_model
+    from benchmarks.models import make_policy
+    from grpo_fast.policy.config import ModelConfig
 
     folder = tmp_path_factory.mktemp("tiny")
-    save_model(folder)
+    make_policy(ModelConfig(path="words", dtype="float32", device="cpu")).save_pretrained(folder)
     return folder
 
 
