@@ -32,7 +32,7 @@ from grpo_fast.rollout.config import RolloutConfig
 from grpo_fast.table import Completions
 
 from .measure import preload
-from .models import make_tokenizer
+from .models import make_samples, make_tokenizer
 from .tiny import VOCABULARY, kinds, tiny_config, tiny_model
 from .type_table import Part, Row, TypeTable, fill, furthest, own_logprobs, words
 
@@ -54,7 +54,8 @@ TABLE = TypeTable(
     {"logprobs": 1e-5, "gradients": 2e-5, "rollout": 1e-5, "lora": 1e-5},
     seconds=180,
 )
-GROUPS = ((19, (9, 14, 5)), (7, (12, 1, 8)), (31, (20, 6)))  # tokens of a prompt, and of its completions
+# Tokens of a prompt and of a completion; three completions share a prompt.
+LENGTHS = (*((19, n) for n in (9, 14, 5)), *((7, n) for n in (12, 1, 8)), *((31, n) for n in (20, 6, 6)))
 OWN: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
 PACKED, ROWS, REFUSED, NOT_BUILT = "packed", "rows", "refused", "not built"
 
@@ -79,7 +80,7 @@ def check(kind: str, seed: int = 0) -> Row:
             policy = load_policy(settings)
         except Exception as error:
             return row | {"state": REFUSED, "reasons": {"loaded": words(error)}}
-        table = _completions(seed)
+        table, _ = make_samples(LENGTHS, 3, VOCABULARY, seed)
         parts: dict[str, Part] = {
             "logprobs": lambda: _trained(policy, own, table, seed),
             "rollout": lambda: {"rollout": _drawn(policy, own, table, seed)},
@@ -104,18 +105,6 @@ def _loaded(config: PreTrainedConfig, folder: str | Path) -> Any:
     own = auto_class(config).from_pretrained(folder, **OWN).eval()
     keep_step_limits(own)
     return own
-
-
-def _completions(seed: int) -> Completions:
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw(count: int) -> tuple[int, ...]:
-        return tuple(torch.randint(VOCABULARY, (count,), generator=generator).tolist())
-
-    prompts = [(draw(tokens), lengths) for tokens, lengths in GROUPS]
-    rows = [(prompt, draw(length), prompt) for prompt, lengths in prompts for length in lengths]
-    groups = {prompt: number for number, (prompt, _) in enumerate(prompts)}
-    return Completions.of(*zip(*[(p, c, groups[p]) for p, c, _ in rows], strict=True))
 
 
 def _trained(policy: Policy, own: Any, table: Completions, seed: int) -> dict[str, float]:

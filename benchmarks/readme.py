@@ -111,7 +111,7 @@ def measurements(found: dict[str, Any]) -> dict[str, Any]:
     record = TypeAdapter(Record).validate_python(found)
     constant, varying = split_axes(record.cells)
     shapes = shapes_of(record.cells)
-    cells = [cell for cell in record.cells if cell.status != SKIPPED and cell.implementation != PRODUCT]
+    cells = [cell for cell in record.cells if cell.status != SKIPPED]
     names = dict.fromkeys(cell.implementation for cell in cells)
     errors = [name for name in ERRORS if any(name in cell.accuracy for cell in cells)]
     has_memory = any(cell.peak_bytes is not None for cell in cells)
@@ -124,17 +124,13 @@ def measurements(found: dict[str, Any]) -> dict[str, Any]:
     for name in names:
         mine = [cell for cell in cells if cell.implementation == name]
         at_shapes = [next((cell for cell in mine if cell.shape == shape), None) for shape in shapes]
-        row = [f"**{name}**" if name.startswith(OURS) else name, *map(_value, at_shapes)]
+        mark = "**" if name.startswith(OURS) else "*" if name == PRODUCT else ""
+        row = [f"{mark}{name}{mark}", *map(_value, at_shapes)]
         row += [_worst([cell.accuracy[error] for cell in mine if error in cell.accuracy]) for error in errors]
         peaks = [cell.peak_bytes for cell in mine if cell.peak_bytes is not None]
         row += [f"{max(peaks) / 2**20:,.0f}" if peaks else DASH] * has_memory
         rows.append(([cell.time.median if cell and cell.time else math.inf for cell in at_shapes], row))
     rows.sort(key=itemgetter(0))
-    timed = [cell for cell in record.cells if "product_seconds" in cell.ceilings]
-    if products := {repr(cell.shape): number(1e3 * cell.ceilings["product_seconds"]) for cell in timed}:
-        times = [products.get(repr(shape), DASH) for shape in shapes]
-        rows.insert(0, ([], [f"*{PRODUCT}*", *times, *[DASH] * (len(errors) + has_memory)]))
-
     absent = [cell for cell in record.cells if cell.status == SKIPPED and cell.implementation not in names]
     reasons = {cell.implementation: cell.reason for cell in absent}
     return {

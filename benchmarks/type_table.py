@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from grpo_fast.policy.architecture import own_logits
 from grpo_fast.rollout import Completion
 
 from .machine import environment
@@ -127,9 +128,7 @@ def words(error: Exception) -> str:
 
 def own_logprobs(own: Any, prompt: Sequence[int], tokens: Sequence[int]) -> torch.Tensor:
     """(N,) of the sequence alone, by the model's own forward."""
-    ids = torch.tensor([[*prompt, *tokens]])
-    logits = own(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
-    alone = logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
+    alone = own_logits(own, [*prompt, *tokens])[len(prompt) - 1 : -1].log_softmax(-1)
     return alone.gather(1, torch.tensor(tokens)[:, None])[:, 0]
 
 

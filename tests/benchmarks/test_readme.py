@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks.__main__ import main
 from benchmarks.measure import Memory, Spread
+from benchmarks.problem import PRODUCT
 from benchmarks.readme import render
 from benchmarks.record import Measurement, Record, write_json
 from benchmarks.tables import DASH
@@ -30,14 +31,15 @@ def test_a_record_becomes_implementations_down_and_shapes_across(tmp_path):
     fast = Measurement("fast", SMALL, time=Spread(2.0, 1.9, 2.1, 9), accuracy={"logprob": 0.5})
     greedy = replace(fast, shape=LARGE, status="oom", time=None, accuracy={"logprob": float("nan")})
     absent = Measurement("absent", SMALL, status="skipped", reason="not installed")
-    large = replace(OURS, shape=LARGE, time=Spread(123.4, 120, 130, 9), ceilings={"product_seconds": 0.0015})
+    large = replace(OURS, shape=LARGE, time=Spread(123.4, 120, 130, 9))
+    product = Measurement(PRODUCT, SMALL, time=Spread(1.5, 1.4, 1.6, 9))
     path = tmp_path / "record.json"
-    write_json(path, Record("step", [OURS, fast, large, greedy, absent], ENVIRONMENT))
+    write_json(path, Record("step", [product, OURS, fast, large, greedy, absent], ENVIRONMENT))
 
     assert render(path, "the link").splitlines() == [
         "| implementation | N 64, ms | N 128, ms | worst \\|Δlogp\\| | most extra MiB |",
         "|---|---:|---:|---:|---:|",
-        f"| *one product X Wᵀ* | {DASH} | 1.50 | {DASH} | {DASH} |",
+        f"| *one product X Wᵀ* | 1.50 | {DASH} | {DASH} | {DASH} |",
         f"| fast | 2.00 **wrong** | out of memory | nan | {DASH} |",
         "| **ours** | 4.00 | 123 | 2.0e-06 | 3 |",
         "",
