@@ -163,10 +163,10 @@ class Contest:
             if prepared.run is None:
                 return
             first = self._once(prepared)
-            if prepared.times_itself:
-                one.samples.extend(first)
-            elif self.memory and not one.ceiling:
-                one.found["memory"] = measure.memory_of(lambda: self._once(prepared), self.device)
+        if prepared.times_itself:
+            one.samples.extend(first)
+        elif self.memory and not one.ceiling:
+            one.found["memory"] = measure.memory_of(lambda: self._once(prepared), self.device)
 
     def _once(self, prepared: Prepared) -> list[Sample]:
         if prepared.times_itself:

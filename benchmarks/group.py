@@ -27,7 +27,7 @@ from grpo_fast.policy.config import ModelConfig
 
 from . import measure, step
 from .contest import Contest, Entrant, Prepared
-from .models import add_models, architecture, chosen_models, model_section
+from .models import add_models, architecture, chosen_models
 from .peers import choose_names
 from .session import ByDevice, add_common_arguments, add_sizes, check_common, run_session, sizes_of
 
@@ -183,17 +183,14 @@ def main(options: argparse.Namespace) -> int:
     largest = tokens.pop("largest")
     measure.preload(step.__name__, *["trl.trainer.grpo_trainer"] * (step.TRL in names))
     contests = []
-    for model in chosen_models(options):
-        section = model_section(model["model"], options)
-        of = partial(
-            Probe, model=section, layers=model["layers"], **tokens, budget=int(options.memory * 2**30)
-        )
+    for model, shape in chosen_models(options):
+        of = partial(Probe, model=model, layers=shape["layers"], **tokens, budget=int(options.memory * 2**30))
         entrants = [
             Entrant(name, partial(search, of(name), largest, deadline, 1 / (len(names) - before)))
             for before, name in enumerate(names)
         ]
         if step.OURS in names:
             entrants.append(Entrant(PREDICTED, partial(predicted, of(step.OURS))))
-        shape = {**model, **tokens, "memory_gib": options.memory, "dtype": options.dtype}
+        shape |= {**tokens, "memory_gib": options.memory, "dtype": options.dtype}
         contests.append(Contest(shape, entrants, device))
     return run_session(options, contests)

@@ -189,12 +189,17 @@ class Memory:
 
 def memory_of(call: Callable[[], object], device: torch.device) -> Memory:
     """One call with an emptied cache. Results of `call` must not outlive it, except in the problem."""
-    from grpo_fast.plan.measure import peak_bytes
-
     give_back_memory(device)
-    before = bytes_in_use(device)
-    peak = peak_bytes(lambda: None, lambda _: call(), device)
-    return Memory(peak, max(0, bytes_in_use(device) - before) if device.type == "cuda" else None)
+    if device.type != "cuda":
+        from grpo_fast.plan.measure import peak_bytes
+
+        return Memory(peak_bytes(lambda: None, lambda _: call(), device), None)
+    torch.cuda.reset_peak_memory_stats(device)
+    held, before = torch.cuda.memory_allocated(device), bytes_in_use(device)
+    call()
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device) - held
+    return Memory(peak, max(0, bytes_in_use(device) - before))
 
 
 def preload(*libraries: str) -> None:

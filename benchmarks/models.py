@@ -54,18 +54,11 @@ def add_models(parser: argparse.ArgumentParser, cuda: list[str], cpu: list[str],
     )
 
 
-def chosen_models(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """`model` and `layers` of each, as a shape has them."""
-    return [
-        {"model": name, "layers": architecture(name, options.layers).num_hidden_layers}
-        for name in options.model
-    ]
-
-
-def model_section(name: str, options: argparse.Namespace) -> ModelConfig:
-    """The architecture, all of its weights trained and no activation recomputed."""
-    device = options.device
-    return ModelConfig(path=name, dtype=options.dtype, device=device, gradient_checkpointing=False)
+def chosen_models(options: argparse.Namespace) -> list[tuple[ModelConfig, dict[str, Any]]]:
+    """Each, with all weights trained and no activation recomputed; `model` and `layers` of its shape."""
+    kind = {"dtype": options.dtype, "device": options.device, "gradient_checkpointing": False}
+    layers = {name: architecture(name, options.layers).num_hidden_layers for name in options.model}
+    return [(ModelConfig(path=name, **kind), {"model": name, "layers": n}) for name, n in layers.items()]
 
 
 def architecture(name: str, layers: int | None = None) -> PretrainedConfig:

@@ -70,10 +70,10 @@ def main(options: argparse.Namespace) -> int:
     names = choose_names(list(ENGINES), options.impl) if options.impl else _USUAL[options.device]
     lengths = models.draw_lengths(options.prompts, 1, options.seed)
     contests = []
-    for model in models.chosen_models(options):
-        samples, _ = models.make_samples(lengths, 1, models.vocabulary_of(model["model"]), options.seed)
+    for model, shape in models.chosen_models(options):
+        samples, _ = models.make_samples(lengths, 1, models.vocabulary_of(model.path), options.seed)
         prompts = [samples.prompt_of(row).tolist() for row in range(len(samples))]
-        common = (models.model_section(model["model"], options), model["layers"], options.seed, prompts)
+        common = (model, shape["layers"], options.seed, prompts)
         entrants = []
         for name in names:
             config = RolloutConfig(
@@ -81,6 +81,6 @@ def main(options: argparse.Namespace) -> int:
             )
             entrants.append(Entrant(name, partial(prepare, *common, config)))
         tokens = sum(map(len, prompts))
-        shape = {**model, **sizes_of(options, SIZES), "prompt_tokens": tokens, "dtype": options.dtype}
+        shape |= {**sizes_of(options, SIZES), "prompt_tokens": tokens, "dtype": options.dtype}
         contests.append(Contest(shape, entrants, device, wall=True))
     return run_session(options, contests)

@@ -230,12 +230,10 @@ def main(options: argparse.Namespace) -> int:
     sizes = sizes_of(options, SIZES)
     lengths = models.draw_lengths(options.prompts, options.group, options.seed)
     contests = []
-    for model in models.chosen_models(options):
-        section = models.model_section(model["model"], options)
-        update = Update(
-            section, model["layers"], lengths, options.group, options.micro_batch_tokens, options.seed
-        )
-        shape = {**model, **sizes, "tokens": sum(map(sum, lengths)), "dtype": options.dtype}
+    for model, shape in models.chosen_models(options):
+        of_model = model, shape["layers"], lengths
+        update = Update(*of_model, options.group, options.micro_batch_tokens, options.seed)
+        shape |= {**sizes, "tokens": sum(map(sum, lengths)), "dtype": options.dtype}
         entrants = [square_product(options.dtype, device), *(entrant(name, update) for name in names)]
         contests.append(Contest(shape, entrants, device))
     return run_session(options, contests)

@@ -225,7 +225,7 @@ def main(options: argparse.Namespace) -> int:
         raise ValueError(f"--group must be at least 2 to compare completions, got {options.group}")
     more = {"engine": options.engine, "dtype": options.dtype}
     contests = []
-    for model in chosen_models(options):
-        shape = {**model, **sizes_of(options, SIZES), **more}
+    for _, shape in chosen_models(options):
+        shape |= {**sizes_of(options, SIZES), **more}
         contests.append(contest(shape, names, options.steps, options.seed, device))
     return run_session(options, contests)

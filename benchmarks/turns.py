@@ -151,8 +151,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> int:
     check_common(options)
     more, contests = {"seconds": options.seconds, "dtype": options.dtype}, []
-    for model in models.chosen_models(options):
+    for model, shape in models.chosen_models(options):
         for name in choose_names(list(ENGINES), options.impl):
-            shape = {"engine": name, **model, **sizes_of(options, SIZES), **more}
-            contests.append(contest(shape, models.model_section(model["model"], options), options.seed))
+            of_engine = {"engine": name, **shape, **sizes_of(options, SIZES), **more}
+            contests.append(contest(of_engine, model, options.seed))
     return run_session(options, contests, notes=[GOAL])

@@ -3,16 +3,13 @@ from __future__ import annotations
 import random
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks import group, step
-from benchmarks.__main__ import main
 from benchmarks.group import Probe, predict_group, run_probe, search
 from benchmarks.measure import FAILED, NO_TIME, OK, OOM, SKIPPED, preload
-from benchmarks.record import read
 from grpo_fast.policy.config import ModelConfig
 
 TOY = ModelConfig(path="toy", dtype="float32", device="cpu")
@@ -61,13 +58,10 @@ def test_a_search_without_any_group_that_fits_says_why(searched, arguments, stat
     assert searched(**arguments)[0].found == {"status": status, "reason": reason}
 
 
-def test_the_command_writes_what_fits_and_what_the_planner_predicts(tmp_path: Path, monkeypatch):
+def test_the_command_writes_what_fits_and_what_the_planner_predicts(run, monkeypatch):
     monkeypatch.setattr(group, "run_probe", lambda probe: {"status": OK if probe.size <= 5 else OOM})
-    out = tmp_path / "group.json"
 
-    assert main(["group", "--device", "cpu", "--model", "toy", "--impl", "ours", "--json", str(out)]) == 0
-
-    measured, predicted = read(out).cells
+    measured, predicted = run("group", "--model", "toy", "--impl", "ours").cells
     assert (measured.status, measured.reason) == (OK, "")
     assert measured.metrics == {"largest_group": 5.0, "smallest_that_fails": 6.0}
     assert predicted.implementation == "ours, predicted"

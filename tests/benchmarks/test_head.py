@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,22 +19,13 @@ from benchmarks.measure import FAILED, OK, OOM, SKIPPED, Memory, Spread
 from benchmarks.peers import Peer
 from benchmarks.peers.functions import full_logits, logprobs
 from benchmarks.problem import LOGPROB, LOSSES, MODES, PRODUCT, Outcome, Problem, Run, Setting, loss_of
-from benchmarks.record import Measurement, Record, read
+from benchmarks.record import Measurement
+from tests.benchmarks.conftest import by_name
 
-TINY = ["--device", "cpu", "--hidden", "32", "--vocab", "300", "--tokens", "48", "--repeats", "3"]
+TINY = ("--hidden", "32", "--vocab", "300", "--tokens", "48")
 ONE = ["--rows", "peaked", "--mode", "forward_backward", "--trainable", "--loss", "logprob"]
 GOAL = Setting("histogram", 16_384, 2048, 151_936, "forward_backward", True, "bfloat16")
 FULL = Peer("torch full logits", full_logits)
-
-
-def run_head(folder: Path, *arguments: str, code: int = 0) -> Record:
-    out = folder / "record.json"
-    assert main(["head", *TINY, "--minutes", "30", "--json", str(out), *arguments]) == code
-    return read(out)
-
-
-def by_name(record: Record) -> dict[str, Measurement]:
-    return {found.implementation: found for found in record.cells}
 
 
 @pytest.fixture
@@ -71,8 +61,8 @@ def damaged(damage: Callable[[Tensor], Tensor], name: str = "wrong", *, loss_alo
     return Peer(name, prepare)
 
 
-def test_a_run_prints_a_table_and_writes_a_record_of_every_setting(tmp_path, capsys):
-    record = run_head(tmp_path, "--rows", "flat", "peaked", "--impl", "ours", "torch full", "--loss", LOGPROB)
+def test_a_run_prints_a_table_and_writes_a_record_of_every_setting(run, capsys):
+    record = run("head", *TINY, "--rows", "flat", "peaked", "--impl", "ours", "torch full", "--loss", LOGPROB)
 
     assert len({repr(cell.shape) for cell in record.cells}) == 6  # rows: forward, and backward of either head
     skipped = {cell.implementation for cell in record.cells if cell.status != OK}
@@ -90,7 +80,7 @@ def test_a_run_prints_a_table_and_writes_a_record_of_every_setting(tmp_path, cap
     assert "ours, tolerance 0" in printed and PRODUCT in printed
 
 
-def test_a_peer_that_fails_or_gives_too_little_says_how_and_the_others_are_measured(tmp_path, only, capsys):
+def test_a_peer_that_fails_or_gives_too_little_says_how_and_the_others_are_measured(run, only, capsys):
     only(
         raising("absent", ImportError("No module named 'absent'")),
         Peer("greedy", lambda problem: lambda: problem.finish(torch.empty(1 << 55))),
@@ -98,7 +88,7 @@ def test_a_peer_that_fails_or_gives_too_little_says_how_and_the_others_are_measu
         Peer("lazy", lambda problem: Outcome),
         FULL,
     )
-    found = by_name(run_head(tmp_path, *ONE))
+    found = by_name(run("head", *TINY, *ONE))
 
     assert {name: one.status for name, one in found.items() if name != PRODUCT} == {
         "absent": SKIPPED, "greedy": OOM, "short": FAILED, "lazy": FAILED, "torch full logits": OK
@@ -109,7 +99,7 @@ def test_a_peer_that_fails_or_gives_too_little_says_how_and_the_others_are_measu
     assert found["short"].reason[:20] in printed and "skipped absent: not installed" in printed
 
 
-def test_a_wrong_result_of_any_loss_is_inaccurate(tmp_path, only, capsys):
+def test_a_wrong_result_of_any_loss_is_inaccurate(run, only, capsys):
     wrong = (
         damaged(lambda found: 1.3 * found, "logprobs"),
         damaged(lambda found: torch.nan * found, "NaN"),
@@ -118,12 +108,12 @@ def test_a_wrong_result_of_any_loss_is_inaccurate(tmp_path, only, capsys):
         damaged(lambda loss: loss.detach() + 1.5 * (loss - loss.detach()), "gradient", loss_alone=True),
     )
     only(*wrong, FULL)
-    run_head(tmp_path, "--rows", "flat", "--mode", "forward_backward", "--trainable")
+    run("head", *TINY, "--rows", "flat", "--mode", "forward_backward", "--trainable")
 
     assert capsys.readouterr().out.count("INACCURATE") == len(LOSSES) * len(wrong)
 
 
-def test_who_is_not_ready_in_time_is_not_asked_again_and_the_others_are_measured(tmp_path, only, monkeypatch):
+def test_who_is_not_ready_in_time_is_not_asked_again_and_the_others_are_measured(run, only, monkeypatch):
     asked = []
 
     def slow(problem: Problem) -> Run:
@@ -131,23 +121,23 @@ def test_who_is_not_ready_in_time_is_not_asked_again_and_the_others_are_measured
         time.sleep(30)
         raise AssertionError
 
-    monkeypatch.setattr(contest, "FIRST_CALLS", 0.2)
+    monkeypatch.setattr(contest, "FIRST_CALLS", 3.0)
     only(Peer("slow", slow), FULL)
-    record = run_head(tmp_path, "--rows", "flat", "--loss", LOGPROB, "--trainable")
+    record = run("head", *TINY, "--rows", "flat", "--loss", LOGPROB, "--trainable")
 
     found = [(cell.status, cell.reason) for cell in record.cells if cell.implementation == "slow"]
-    assert found == [(SKIPPED, "no time left: took more than 0 s")] * 2
+    assert found == [(SKIPPED, "no time left: took more than 3 s")] * 2
     assert {cell.status for cell in record.cells if cell.implementation == FULL.name} == {OK}
     assert len(asked) == 1
 
 
-def test_real_rows_come_from_the_file_in_its_own_shape(tmp_path, only, rng):
+def test_real_rows_come_from_the_file_in_its_own_shape(run, tmp_path, only, rng):
     made = {"hidden": torch.randn(20, 24, generator=rng), "weight": torch.randn(90, 24, generator=rng)}
     file = tmp_path / "rows.safetensors"
     save_file(made | {"target": torch.arange(20)}, file)
     only(FULL)
 
-    record = run_head(tmp_path, "--rows", "real", "--real-rows", str(file), "--loss", LOGPROB)
+    record = run("head", *TINY, "--rows", "real", "--real-rows", str(file), "--loss", LOGPROB)
 
     assert {(cell.shape["hidden"], cell.shape["vocabulary"]) for cell in record.cells} == {(24, 90)}
     assert any("20 rows of rows" in note for note in record.notes)
@@ -163,7 +153,7 @@ def test_real_rows_come_from_the_file_in_its_own_shape(tmp_path, only, rng):
     ],
 )
 def test_what_cannot_be_used_is_named(arguments, named, capsys):
-    assert main(["head", *TINY, *arguments]) == 2
+    assert main(["head", "--device", "cpu", *TINY, *arguments]) == 2
     assert named in capsys.readouterr().err
 
 
@@ -212,21 +202,14 @@ def test_a_goal_is_met_missed_or_not_measured_and_stated_for_log_probabilities_a
 # A wrong head must not pass the smoke test
 
 
-def run_smoke(tmp_path: Path, *arguments: str) -> tuple[int, list[Measurement]]:
-    out = tmp_path / "out.json"
-    code = main(["smoke", "--device", "cpu", "--json", str(out), *arguments])
-    return code, [cell for cell in read(out).cells if cell.implementation != PRODUCT]
-
-
-def test_every_loss_and_head_is_tried_and_without_time_nothing_is_found_right(only, tmp_path, capsys):
+def test_every_loss_and_head_is_tried_and_without_time_nothing_is_found_right(run, only, capsys):
     only(FULL)
 
-    code, cells = run_smoke(tmp_path)
+    cells = [cell for cell in run("smoke").cells if cell.implementation != PRODUCT]
 
-    assert (code, [(cell.shape["loss"], cell.shape["trainable"]) for cell in cells]) == (
-        0, [("logprob", True), ("logprob", False), ("grpo", True), ("cross_entropy", True)]
-    )  # fmt: skip
-    assert run_smoke(tmp_path, "--minutes", "0")[0] == 1
+    losses = [("logprob", True), ("logprob", False), ("grpo", True), ("cross_entropy", True)]
+    assert [(cell.shape["loss"], cell.shape["trainable"]) for cell in cells] == losses
+    run("smoke", "--minutes", "0", code=1)
     printed = capsys.readouterr().out
     assert "smoke: right; 4 of 4 trials right" in printed
     assert "smoke: nothing was tried; 0 of 4 trials right" in printed
@@ -240,10 +223,9 @@ def test_every_loss_and_head_is_tried_and_without_time_nothing_is_found_right(on
         (raising("greedy", torch.OutOfMemoryError("CUDA out of memory")), ": oom"),
     ],
 )
-def test_a_wrong_one_is_named_and_fails(only, tmp_path, capsys, wrong, said):
+def test_a_wrong_one_is_named_and_fails(run, only, capsys, wrong, said):
     only(wrong)
-
-    assert run_smoke(tmp_path)[0] == 1
+    run("smoke", code=1)
 
     printed = capsys.readouterr().out
     assert "smoke: WRONG, do not believe any time; 0 of 4 trials right" in printed

@@ -61,7 +61,7 @@ def test_models_suit_the_device_unless_given(arguments, models):
     options = parser.parse_args(["--device", "cpu", *arguments.split()])
     check_common(options)
 
-    assert {model["model"]: model["layers"] for model in chosen_models(options)} == models
+    assert {model.path: shape["layers"] for model, shape in chosen_models(options)} == models
     assert architecture("Qwen2.5-0.5B").num_hidden_layers == 24
 
 

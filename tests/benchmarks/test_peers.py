@@ -13,12 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.__main__ import main
 from benchmarks.accuracy import consult, is_wrong
 from benchmarks.peers import Unsupported, all_peers, choose, functions, liger
 from benchmarks.problem import LOSSES, MODES, Setting
-from benchmarks.record import Measurement, read
 from benchmarks.rows import make_problem
+from tests.benchmarks.conftest import by_name
 
 CPU = torch.device("cpu")
 LIBRARIES = ("cut_cross_entropy", "flash_attn", "liger_kernel", "quack", "trl", "unsloth_zoo", "verl")
@@ -45,16 +44,10 @@ broken too = a_plugin_of_grpo_fast:NOT_ONE
 """
 
 
-def run_head(folder: Path, *arguments: str) -> dict[str, Measurement]:
-    """The results of one small setting by name."""
-    out = folder / "record.json"
-    shape = ["--device=cpu", "--hidden=24", "--vocab=100", "--tokens=32", "--rows=peaked", "--trainable"]
-    mode = ["--mode=forward_backward", "--repeats=3", "--loss=logprob"]
-    assert main(["head", *shape, *mode, f"--json={out}", *arguments]) == 0
-    return {found.implementation: found for found in read(out).cells}
+SMALL = ("--hidden=24", "--vocab=100", "--tokens=32", "--rows=peaked", "--trainable", "--loss=logprob")
 
 
-def test_without_any_peer_installed_ours_is_measured_and_the_others_say_why(tmp_path, monkeypatch, capsys):
+def test_without_any_peer_installed_ours_is_measured_and_the_others_say_why(run, monkeypatch, capsys):
     """So that listing them imports no library of theirs either."""
     for name in [*LIBRARIES, *sys.modules]:
         if name.partition(".")[0] in LIBRARIES:
@@ -62,7 +55,7 @@ def test_without_any_peer_installed_ours_is_measured_and_the_others_say_why(tmp_
     for module in (functions, liger):
         importlib.reload(module)
 
-    found = run_head(tmp_path)
+    found = by_name(run("head", *SMALL))
 
     assert found["ours"].status == "ok"
     assert found["TRL fused head"].status == "skipped"
@@ -70,7 +63,7 @@ def test_without_any_peer_installed_ours_is_measured_and_the_others_say_why(tmp_
     assert "skipped TRL fused head: not installed" in capsys.readouterr().out
 
 
-def test_an_installed_distribution_adds_peers_and_its_mistakes_show(tmp_path, monkeypatch):
+def test_an_installed_distribution_adds_peers_and_its_mistakes_show(run, tmp_path, monkeypatch):
     about = tmp_path / "site" / "a_plugin_of_grpo_fast-0.1.dist-info"
     about.mkdir(parents=True)
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: a-plugin-of-grpo-fast\nVersion: 0.1\n")
@@ -78,7 +71,7 @@ def test_an_installed_distribution_adds_peers_and_its_mistakes_show(tmp_path, mo
     (tmp_path / "site" / "a_plugin_of_grpo_fast.py").write_text(PLUGIN)
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
 
-    found = run_head(tmp_path, "--impl", "plugged in", "broken")
+    found = by_name(run("head", *SMALL, "--impl", "plugged in", "broken"))
 
     assert found["plugged in"].status == found["plugged in, a class"].status == "ok"
     assert found["plugged in"].accuracy["logprob"] < 1e-4

@@ -10,17 +10,9 @@ from benchmarks.goals import EXACT
 from benchmarks.live_tiles import Histogram
 from benchmarks.measure import OK, Spread
 from benchmarks.problem import PRODUCT
-from benchmarks.record import Measurement, Record, read
+from benchmarks.record import Measurement
 from benchmarks.scaling import MODEL_CHECK, fit_power_law
 from benchmarks.tables import OURS
-
-COMMON = ("--device", "cpu", "--repeats", "3", "--minutes", "30")
-
-
-def run(tmp_path, *arguments: str) -> Record:
-    out = tmp_path / "out.json"
-    assert main([*arguments, *COMMON, "--json", str(out)]) == 0
-    return read(out)
 
 
 def at(factor: float, density: float, ours: float, exact: float) -> list[Measurement]:
@@ -57,10 +49,10 @@ def test_factors_that_are_none_are_named(capsys):
     assert "--factors" in capsys.readouterr().err
 
 
-def test_scaling_fits_an_exponent_along_each_axis_and_holds_the_memory_model_against_the_allocator(tmp_path):
+def test_scaling_fits_an_exponent_along_each_axis_and_holds_the_memory_model_against_the_allocator(run):
     axes = ["--tokens", "16", "32", "64", "--vocab", "200", "400", "800", "--impl", "ours, reference"]
 
-    record = run(tmp_path, "scaling", *axes, "--at-tokens", "16", "--at-vocab", "200", "--hidden", "16")
+    record = run("scaling", *axes, "--at-tokens", "16", "--at-vocab", "200", "--hidden", "16")
 
     timed = [found.shape for found in record.cells if found.time and found.implementation != PRODUCT]
     assert [(shape["tokens"], shape["vocabulary"]) for shape in timed] == [

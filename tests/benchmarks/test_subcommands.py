@@ -3,35 +3,20 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import pytest
 
 from benchmarks import quickstart, step, train
 from benchmarks.__main__ import main
 from benchmarks.measure import OK
-from benchmarks.record import Measurement, Record, read
 from grpo_fast import cli
 from grpo_fast.objective.catalog import LOSS_TYPES
-
-COMMON = ("--device", "cpu", "--repeats", "3", "--minutes", "30")
-
-
-def run(tmp_path: Path, command: str, *arguments: str) -> Record:
-    out = tmp_path / "record.json"
-    assert main([command, *COMMON, *arguments, "--json", str(out)]) == 0
-    return read(out)
+from tests.benchmarks.conftest import by_name
 
 
-def by_name(record: Record) -> dict[str, Measurement]:
-    return {found.implementation: found for found in record.cells}
-
-
-def test_an_update_is_the_same_for_all_implementations(tmp_path):
+def test_an_update_is_the_same_for_all_implementations(run):
     pytest.importorskip("trl")
-    record = run(
-        tmp_path, "step", "--model", "toy", "--prompts", "2", "--group", "2", "--micro-batch-tokens", "300"
-    )
+    record = run("step", "--model", "toy", "--prompts", "2", "--group", "2", "--micro-batch-tokens", "300")
 
     found = by_name(record)
     ours = found["ours"]
@@ -44,31 +29,22 @@ def test_an_update_is_the_same_for_all_implementations(tmp_path):
         assert {"forward", "head and loss", "backward", "optimizer"} <= set(found[name].phases)
 
 
-def test_a_step_is_laid_out_in_whole_groups(tmp_path):
-    sizes = ["--tokens", "100", "--group", "3", "--prompt", "5", "--completion", "9"]
-    record = run(tmp_path, "pack", *sizes, "--micro-batch-tokens", "16", "40")
-
-    assert [cell.shape["micro_batch_tokens"] for cell in record.cells] == [16, 16, 40, 40]
-    assert all(cell.shape["tokens"] >= 100 and cell.status == OK for cell in record.cells)
-    assert all(cell.metrics["nanoseconds_a_token"] > 0 for cell in record.cells)
-
-
-def test_laying_out_advantages_and_every_loss_are_timed_a_token(tmp_path):
+def test_a_step_is_laid_out_in_whole_groups_and_every_loss_timed_a_token(run):
     sizes = ["--tokens", "40", "--prompt", "3", "--completion", "9", "--group", "4"]
-    names = ["--impl", "table", "pack", "advantages", "loss", "--micro-batch-tokens", "64"]
+    names = ["--impl", "table", "pack", "advantages", "loss", "--micro-batch-tokens", "16", "64"]
 
-    record = run(tmp_path, "pack", *sizes, *names)
+    record = run("pack", *sizes, *names)
 
-    assert len(record.cells) == 3 + len(LOSS_TYPES)
+    assert [cell.shape["micro_batch_tokens"] for cell in record.cells] == [
+        most for most in (16, 64) for _ in range(3 + len(LOSS_TYPES))
+    ]
     for found in record.cells:
         each, tokens = found.metrics["nanoseconds_a_token"], found.shape["tokens"]
         assert 40 <= tokens < 40 + 4 * 9 and each * tokens == pytest.approx(1e6 * found.time.median)
 
 
-def test_an_engines_cycle_is_timed_phase_by_phase(tmp_path):
-    record = run(
-        tmp_path, "rollout", "--model", "toy", "--group", "3", "--completion", "4", "--impl", "transformers"
-    )
+def test_an_engines_cycle_is_timed_phase_by_phase(run):
+    record = run("rollout", "--model", "toy", "--group", "3", "--completion", "4", "--impl", "transformers")
 
     found = by_name(record)["transformers"]
     assert found.status == OK
@@ -76,9 +52,9 @@ def test_an_engines_cycle_is_timed_phase_by_phase(tmp_path):
     assert 0 < found.metrics["tokens"] <= 2 * 3 * 4
 
 
-def test_a_rollout_of_several_turns_decodes_as_much_with_slow_tools(tmp_path):
+def test_a_rollout_of_several_turns_decodes_as_much_with_slow_tools(run):
     sizes = ["--prompts", "2", "--group", "3", "--common", "4", "--turn", "6", "--seconds", "0.05"]
-    record = run(tmp_path, "turns", "--model", "toy", *sizes, "--impl", "transformers")
+    record = run("turns", "--model", "toy", *sizes, "--impl", "transformers")
 
     at_once, slow = (found.metrics for found in record.cells)
     assert {found.status for found in record.cells} == {OK}
@@ -87,11 +63,11 @@ def test_a_rollout_of_several_turns_decodes_as_much_with_slow_tools(tmp_path):
     assert slow["one_by_one_seconds"] >= slow["calls"] * 0.05
 
 
-def test_whole_steps_of_both_trainers_have_phases(tmp_path, monkeypatch):
+def test_whole_steps_of_both_trainers_have_phases(run, monkeypatch):
     pytest.importorskip("trl")
     monkeypatch.setattr(train, "in_a_process", lambda _, call, *given: (call(*given), 1 << 20))
     sizes = ["--prompts", "2", "--group", "2", "--prompt", "4", "--completion", "4"]
-    record = run(tmp_path, "train", *sizes, "--steps", "2", "--repeats", "1")
+    record = run("train", *sizes, "--steps", "2", "--repeats", "1")
 
     for name in ("ours", "TRL"):
         found = by_name(record)[name]
