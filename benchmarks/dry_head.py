@@ -142,7 +142,7 @@ class HeadCost(TorchDispatchMode):
         super().__init__()
         self.steps: list[str] = []
         self.peak = self._live = 0  # bytes besides inputs; in the end statistics and gradients are left out
-        self._alive: dict[int, object] = {}  # storages that operators made
+        self._alive: set[int] = set()  # storages that operators made
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -157,15 +157,14 @@ class HeadCost(TorchDispatchMode):
         return result
 
     def _note(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-
-        def gone(_: object) -> None:
-            del self._alive[key]
-            self._live -= size
-
-        self._live += size
+        self._alive.add(storage._cdata)
+        self._live += storage.nbytes()
         self.peak = max(self.peak, self._live)
-        self._alive[key] = weakref.ref(storage, gone)
+        weakref.finalize(storage, self._forget, storage._cdata, storage.nbytes())
+
+    def _forget(self, key: int, size: int) -> None:
+        self._alive.remove(key)
+        self._live -= size
 
     @property
     def operations(self) -> int:

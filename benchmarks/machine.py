@@ -51,11 +51,10 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 def gpu_state(device: torch.device) -> dict[str, str] | None:
     """Clocks, temperature and power now; None without an NVIDIA driver's tool."""
-    tool = shutil.which("nvidia-smi")
-    if device.type != "cuda" or tool is None:
+    if device.type != "cuda":
         return None
-    uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-    line = _output(tool, f"--id={uuid}", f"--query-gpu={','.join(_GPU_STATE)}", "--format=csv,noheader")
+    uuid, asked = f"GPU-{torch.cuda.get_device_properties(device).uuid}", ",".join(_GPU_STATE)
+    line = _output("nvidia-smi", f"--id={uuid}", f"--query-gpu={asked}", "--format=csv,noheader")
     values = line.splitlines()[0].split(", ") if line else []
     return dict(zip(_GPU_STATE, values, strict=True)) if len(values) == len(_GPU_STATE) else None
 

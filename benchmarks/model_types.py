@@ -50,8 +50,8 @@ TABLE = TypeTable(
         "lora": "Δ LoRA",  # relative, of the exported model's logits
         "planned": "planned",
     },
-    # Of rounding: Gemma 4's own gradient in float32 is 1.1e-5 from its own in float64.
-    {"logprobs": 1e-5, "gradients": 2e-5, "rollout": 1e-5, "lora": 1e-5},
+    # Of rounding: Gemma 4's own gradient in float32 is 1.1e-5 from its own in float64, with some tokens more.
+    {"logprobs": 2e-5, "gradients": 4e-5, "rollout": 1e-5, "lora": 1e-5},
     seconds=180,
 )
 # Tokens of a prompt and of a completion; three completions share a prompt.

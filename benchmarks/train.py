@@ -172,7 +172,9 @@ def trl_turn(
 TURNS: dict[str, Callable[..., Turn]] = {"ours": our_turn, "TRL": trl_turn}
 
 
-def contest(shape: dict[str, Any], names: list[str], steps: int, seed: int, device: torch.device) -> Contest:
+def contest(
+    model: ModelConfig, shape: dict[str, Any], names: list[str], steps: int, seed: int, device: torch.device
+) -> Contest:
     """The trainers on one model, in turns of so many steps that count."""
     folder, draw = tempfile.TemporaryDirectory(), random.Random(seed)
     saved, size = Path(folder.name), shape["prompt"]
@@ -198,7 +200,6 @@ def contest(shape: dict[str, Any], names: list[str], steps: int, seed: int, devi
         return Prepared(turn, metrics=metrics, found=found, times_itself=True)
 
     def share() -> None:
-        model = ModelConfig(path=shape["model"], dtype=shape["dtype"], device=device.type)
         make_policy(model, shape["layers"], seed, make_letters).save_pretrained(saved)
         give_back_memory(device)
 
@@ -225,7 +226,7 @@ def main(options: argparse.Namespace) -> int:
         raise ValueError(f"--group must be at least 2 to compare completions, got {options.group}")
     more = {"engine": options.engine, "dtype": options.dtype}
     contests = []
-    for _, shape in chosen_models(options):
+    for model, shape in chosen_models(options):
         shape |= {**sizes_of(options, SIZES), **more}
-        contests.append(contest(shape, names, options.steps, options.seed, device))
+        contests.append(contest(model, shape, names, options.steps, options.seed, device))
     return run_session(options, contests)

@@ -107,9 +107,3 @@ def test_the_filter_leaves_out_blocks_whose_every_entry_is_small(rows, seed):
     expected = (blocks.amax((2, 3)) >= 2**-12).float().repeat_interleave(128, 0)
     torch.testing.assert_close(selection.scale, expected)
     assert 0 < float(expected.mean()) < 1
-
-
-def test_batches_that_fit_no_sizes_are_refused_before_any_work(capsys):
-    assert main(["bias", "--rows", "nowhere.safetensors", "--tokens", "284", "1136", "--batches", "3"]) == 2
-
-    assert "one for each of the 2 --tokens, and a last one for --lengths" in capsys.readouterr().err

@@ -12,7 +12,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from benchmarks import contest, head, smoke
-from benchmarks.__main__ import main
 from benchmarks.goals import is_goal, verdicts
 from benchmarks.head import settings_of
 from benchmarks.measure import FAILED, OK, OOM, SKIPPED, Memory, Spread
@@ -141,20 +140,6 @@ def test_real_rows_come_from_the_file_in_its_own_shape(run, tmp_path, only, rng)
 
     assert {(cell.shape["hidden"], cell.shape["vocabulary"]) for cell in record.cells} == {(24, 90)}
     assert any("20 rows of rows" in note for note in record.notes)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        (["--rows", "real"], "--real-rows"),
-        (["--rows", "histogram"], "--histogram"),
-        (["--impl", "nobody"], "nobody"),
-        (["--real-rows", "absent.safetensors"], "absent.safetensors"),
-    ],
-)
-def test_what_cannot_be_used_is_named(arguments, named, capsys):
-    assert main(["head", "--device", "cpu", *TINY, *arguments]) == 2
-    assert named in capsys.readouterr().err
 
 
 # The order of the settings, and the goals

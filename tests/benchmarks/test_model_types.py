@@ -57,8 +57,3 @@ def test_a_type_that_takes_too_long_costs_its_line_alone(monkeypatch: pytest.Mon
     assert [line.split("  ") for line in capsys.readouterr().out.splitlines()[:2]] == [
         ["llama", late], ["gpt2", late]
     ]  # fmt: skip
-
-
-def test_a_type_that_transformers_does_not_have_is_refused(capsys) -> None:
-    assert main(["models", "--only", "llama5"]) == 2
-    assert "--only llama5" in capsys.readouterr().err

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.__main__ import main
 from benchmarks.crossover import crossover, multiplied
 from benchmarks.goals import EXACT
 from benchmarks.live_tiles import Histogram
@@ -42,11 +41,6 @@ def test_a_power_law_is_found_whatever_the_order_and_needs_three_points():
     assert fit_power_law({1: 1, 2: 2}) == ()
     exponent, low, high = fit_power_law({1: 1, 10: 11, 100: 99})
     assert low < exponent < high and low < 1 < high
-
-
-def test_factors_that_are_none_are_named(capsys):
-    assert main(["crossover", "--factors", "0", "--device", "cpu"]) == 2
-    assert "--factors" in capsys.readouterr().err
 
 
 def test_scaling_fits_an_exponent_along_each_axis_and_holds_the_memory_model_against_the_allocator(run):

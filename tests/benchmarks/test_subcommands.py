@@ -82,13 +82,20 @@ def test_whole_steps_of_both_trainers_have_phases(run, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["train", "--group", "1"], "--group must be at least 2"),
-        (["group", "--memory", "-1"], "--memory must be above 0 GiB"),
-        (["kernels", "--rows", "histogram"], "--rows histogram needs --histogram FILE"),
+        ("train --device cpu --group 1", "--group must be at least 2"),
+        ("group --device cpu --memory -1", "--memory must be above 0 GiB"),
+        ("kernels --device cpu --rows histogram", "--rows histogram needs --histogram FILE"),
+        ("head --device cpu --rows histogram", "--rows histogram needs --histogram FILE"),
+        ("head --device cpu --rows real", "--rows real needs --real-rows FILE"),
+        ("head --device cpu --real-rows absent.safetensors", "absent.safetensors cannot be read"),
+        ("head --device cpu --impl nobody", "--impl 'nobody' is part of no implementation's name"),
+        ("crossover --device cpu --factors 0", "--factors must be above 0"),
+        ("bias --rows nowhere --tokens 284 1136 --batches 3", "one for each of the 2 --tokens, and a last"),
+        ("models --only llama5", "--only llama5: transformers has no language model of this type"),
     ],
 )
 def test_a_value_that_cannot_be_used_is_named(arguments, message, capsys):
-    assert main([*arguments, "--device", "cpu"]) == 2
+    assert main(arguments.split()) == 2
     assert message in capsys.readouterr().err
 
 
