@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from .measure import OK
@@ -21,27 +20,6 @@ EXTRA_MIB = 300.0  # beyond the results
 LOGPROB_ERROR, GRADIENT_ERROR = 1e-5, 2.5e-3
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """One goal against one measurement."""
-
-    what: str
-    goal: float
-    found: float | None  # None: not measured
-    unit: str = ""
-
-    @property
-    def met(self) -> bool:
-        return self.found is not None and self.found <= self.goal
-
-    def __str__(self) -> str:
-        goal = f"{self.what}: goal ≤ {self.goal:.4g}{self.unit}"
-        if self.found is None:
-            return f"{goal}, not measured"
-        verdict = "met" if self.met else f"missed by {self.found / self.goal - 1:.1%}"
-        return f"{goal}, found {self.found:.4g}{self.unit}: {verdict}"
-
-
 def is_goal(shape: dict[str, Any]) -> bool:
     """Whether a goal is stated for this setting."""
     of_model = shape["rows"] in ("real", "histogram") and shape["loss"] == LOGPROB
@@ -50,14 +28,14 @@ def is_goal(shape: dict[str, Any]) -> bool:
     return shape["mode"] == FORWARD or shape["trainable"] or shape["hidden"] in FROZEN
 
 
-def verdicts(cells: Sequence[Measurement]) -> list[Verdict]:
+def verdicts(cells: Sequence[Measurement]) -> list[str]:
     """Every goal, in the order of the hidden sizes; of several measurements for one goal, the first."""
     known: dict[tuple[object, ...], Measurement] = {}
     for cell in cells:
         if cell.status == OK and is_goal(cell.shape):
             key = (cell.implementation, *(cell.shape[name] for name in ("hidden", "mode", "trainable")))
             known.setdefault(key, cell)
-    found: list[Verdict] = []
+    found = []
     for hidden in VOCABULARY:
         ours = known.get((OURS, hidden, FORWARD_BACKWARD, True))
         exact = known.get((EXACT, hidden, FORWARD_BACKWARD, True))
@@ -74,8 +52,15 @@ def verdicts(cells: Sequence[Measurement]) -> list[Verdict]:
         if hidden in FROZEN:
             frozen = known.get((OURS, hidden, FORWARD_BACKWARD, False))
             goals.append(("frozen head", FROZEN[hidden], _multiple(frozen), TIMES))
-        found += [Verdict(f"H = {hidden}, {what}", *goal) for what, *goal in goals]
+        found += [f"H = {hidden}, {what}: {_verdict(*goal)}" for what, *goal in goals]
     return found
+
+
+def _verdict(goal: float, found: float | None, unit: str) -> str:
+    if found is None:
+        return f"goal ≤ {goal:.4g}{unit}, not measured"
+    verdict = "met" if found <= goal else f"missed by {found / goal - 1:.1%}"
+    return f"goal ≤ {goal:.4g}{unit}, found {found:.4g}{unit}: {verdict}"
 
 
 def _multiple(cell: Measurement | None) -> float | None:

@@ -13,14 +13,11 @@ the libraries once and forks for each try, so that a try starts at once; what th
 from __future__ import annotations
 
 import argparse
-import resource
-import sys
 import time
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import psutil
 import torch
 
 from grpo_fast.policy.config import ModelConfig
@@ -74,7 +71,9 @@ def run_probe(probe: Probe) -> dict[str, Any]:
 def _try(probe: Probe) -> tuple[float, int | None]:
     """Seconds of the second update, and the most bytes that torch had handed out, where it counts them."""
     device = torch.device(probe.model.device)
-    _bound(probe.budget, device)
+    if device.type == "cuda":  # the allocator refuses what is beyond the budget
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, probe.budget / total), device)
     lengths = [(probe.prompt, probe.completion)] * probe.size
     update = step.Update(probe.model, probe.layers, lengths, probe.size, sum(map(sum, lengths)))
     watch = measure.Stopwatch(device)
@@ -83,20 +82,6 @@ def _try(probe: Probe) -> tuple[float, int | None]:
         seconds, _ = watch.time(lambda: prepared.run(watch))
     prepared.close()
     return seconds, torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-
-
-def _bound(budget: int, device: torch.device) -> None:
-    """Allocations beyond the budget fail.
-
-    On a CPU what is mapped would count, which is more than is resident: the bound lies four times as high,
-    and only keeps a try from taking the machine's memory.
-    """
-    if device.type == "cuda":
-        total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, budget / total), device)
-    elif sys.platform == "linux":
-        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-        resource.setrlimit(resource.RLIMIT_DATA, (psutil.Process().memory_info().data + 4 * budget, hard))
 
 
 def predict_group(probe: Probe) -> int | None:
