@@ -121,21 +121,17 @@ def compile_one(architecture: str, shape: Shape, sizes: Sizes, exact: bool = Fal
 def compile_all(architecture: str, shipped: dict[Shape, Sizes], processes: int) -> dict[Shape, list[str]]:
     """Faults of what is shipped and of every candidate, by shape; compiled `processes` at a time.
 
-    What is shipped goes first: most of a candidate's kernels are its, and two processes that compile the same
-    kernel at once do it twice. The exact backward is not tuned: two thirds of it are the vendor's.
+    What is shipped goes first: most of a candidate's kernels are its. The exact backward is not tuned: two
+    thirds of it are the vendor's.
     """
-    first = [(shape, sizes, exact) for shape, sizes in shipped.items() for exact in (False, True)]
-    then = [
-        (shape, tried, False)
-        for shape, sizes in shipped.items()
-        for _, _, tried in candidates(sizes, architecture)
-    ]
+    jobs = [(shape, sizes, exact) for shape, sizes in shipped.items() for exact in (False, True)]
+    for shape, sizes in shipped.items():
+        jobs += [(shape, tried, False) for _, _, tried in candidates(sizes, architecture)]
     found: dict[Shape, list[str]] = {shape: [] for shape in shipped}
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-        for jobs in (first, then):
-            faults = pool.map(partial(compile_one, architecture), *zip(*jobs, strict=True))
-            for (shape, _, _), its in zip(jobs, faults, strict=True):
-                found[shape] += its
+        faults = pool.map(partial(compile_one, architecture), *zip(*jobs, strict=True))
+        for (shape, _, _), its in zip(jobs, faults, strict=True):
+            found[shape] += its
     return found
 
 
