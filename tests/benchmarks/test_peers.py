@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from importlib.metadata import EntryPoint
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,37 +15,16 @@ import pytest
 import torch
 
 from benchmarks.accuracy import consult, is_wrong
-from benchmarks.peers import Unsupported, all_peers, choose, functions, liger
-from benchmarks.problem import LOSSES, MODES, Setting
+from benchmarks.peers import Peer, Unsupported, all_peers, choose, functions, liger
+from benchmarks.problem import LOSSES, MODES, Problem, Run, Setting
 from benchmarks.rows import make_problem
 from tests.benchmarks.conftest import by_name
 
 CPU = torch.device("cpu")
 LIBRARIES = ("cut_cross_entropy", "flash_attn", "liger_kernel", "quack", "trl", "unsloth_zoo", "verl")
 SETTING = Setting("flat", 32, 24, 100, "forward_backward", True, "float32")
-PLUGIN = """
-from benchmarks.peers import Peer
-from benchmarks.peers.functions import logprobs
-
-def right(problem):
-    return lambda: problem.finish(logprobs(problem.hidden, problem.weight, problem.targets))
-
-class Plain:
-    name = "plugged in, a class"
-    prepare = staticmethod(right)
-
-PEERS = [Peer("plugged in", right), Plain]
-NOT_ONE = ["a string"]
-"""
-ENTRY_POINTS = """
-[grpo_fast.benchmark_peers]
-good = a_plugin_of_grpo_fast:PEERS
-broken = a_plugin_of_grpo_fast:NOT_THERE
-broken too = a_plugin_of_grpo_fast:NOT_ONE
-"""
-
-
-SMALL = ("--hidden=24", "--vocab=100", "--tokens=32", "--rows=peaked", "--trainable", "--loss=logprob")
+MODE = ("--trainable", "--mode=forward_backward")
+SMALL = ("--hidden=24", "--vocab=100", "--tokens=32", "--rows=peaked", "--loss=logprob", *MODE)
 
 
 def test_without_any_peer_installed_ours_is_measured_and_the_others_say_why(run, monkeypatch, capsys):
@@ -63,14 +43,26 @@ def test_without_any_peer_installed_ours_is_measured_and_the_others_say_why(run,
     assert "skipped TRL fused head: not installed" in capsys.readouterr().out
 
 
-def test_an_installed_distribution_adds_peers_and_its_mistakes_show(run, tmp_path, monkeypatch):
-    about = tmp_path / "site" / "a_plugin_of_grpo_fast-0.1.dist-info"
-    about.mkdir(parents=True)
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: a-plugin-of-grpo-fast\nVersion: 0.1\n")
-    (about / "entry_points.txt").write_text(ENTRY_POINTS)
-    (tmp_path / "site" / "a_plugin_of_grpo_fast.py").write_text(PLUGIN)
-    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+def right(problem: Problem) -> Run:
+    return lambda: problem.finish(functions.logprobs(problem.hidden, problem.weight, problem.targets))
 
+
+class Plain:
+    name = "plugged in, a class"
+    prepare = staticmethod(right)
+
+
+PLUGGED, NOT_ONE = [Peer("plugged in", right), Plain], ["a string"]
+
+
+def test_an_installed_distribution_adds_peers_and_its_mistakes_show(run, monkeypatch):
+    offered = {"good": "PLUGGED", "broken": "NOT_THERE", "broken too": "NOT_ONE"}
+
+    def entry_points(group: str) -> list[EntryPoint]:
+        assert group == "grpo_fast.benchmark_peers"
+        return [EntryPoint(name, f"{__name__}:{of}", group) for name, of in offered.items()]
+
+    monkeypatch.setattr("benchmarks.peers.entry_points", entry_points)
     found = by_name(run("head", *SMALL, "--impl", "plugged in", "broken"))
 
     assert found["plugged in"].status == found["plugged in, a class"].status == "ok"
