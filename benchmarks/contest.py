@@ -26,6 +26,8 @@ FIRST_CALLS = 120.0
 GRACE = 15.0
 """Seconds beyond a run's deadline to end what has begun."""
 
+Found = dict[str, Any]
+"""Fields of a `Measurement`."""
 Sample = tuple[float, dict[str, float]]
 """Of one repetition: its seconds, and those of its phases."""
 
@@ -34,11 +36,11 @@ Sample = tuple[float, dict[str, float]]
 class Prepared:
     """An implementation that is ready to run."""
 
-    run: Callable[[Stopwatch], Any] | None  # one repetition; it may mark phases. None: nothing to time
+    run: Callable[[Stopwatch], Any]  # one repetition; it may mark phases
     work: Mapping[str, float] = field(default_factory=dict)
     """FLOPs, bytes and tokens of one repetition, by the name of their rate."""
     metrics: Callable[[float], dict[str, float]] = lambda _: {}  # of the median's seconds, asked at the end
-    found: dict[str, Any] = field(default_factory=dict)  # fields of its `Measurement` that are known already
+    found: Found = field(default_factory=dict)  # what is known already
     reset: Callable[[], object] = lambda: None  # after each repetition, untimed
     close: Callable[[], object] = lambda: None
     times_itself: bool = False
@@ -48,16 +50,16 @@ class Prepared:
 @dataclass
 class Entrant:
     """An implementation. `prepare` does everything that is not to be timed, and raises what it lacks:
-    ImportError for a library, `Unsupported` for anything else. The contest fills in the rest."""
+    ImportError for a library, `Unsupported` for anything else. It returns what it found where nothing is to
+    be timed. The contest fills in the rest."""
 
     name: str
-    prepare: Callable[[], Prepared]
+    prepare: Callable[[], Prepared | Found]
     ceiling: bool = False  # its rates and metrics bound the others'
     prepared: Prepared | None = field(default=None, init=False)
     samples: list[Sample] = field(default_factory=list, init=False)
     rates: dict[str, float] = field(default_factory=dict, init=False)
-    found: dict[str, Any] = field(default_factory=lambda: {"status": SKIPPED, "reason": NO_TIME}, init=False)
-    """Fields of its `Measurement`."""
+    found: Found = field(default_factory=lambda: {"status": SKIPPED, "reason": NO_TIME}, init=False)
 
     @property
     def seconds(self) -> list[float]:
@@ -66,7 +68,7 @@ class Entrant:
     @property
     def wants_more(self) -> bool:
         enough = len(self.samples) >= FEWEST and sum(self.seconds) >= SECONDS_EACH
-        return self.prepared is not None and self.prepared.run is not None and not enough
+        return self.prepared is not None and not enough
 
     def fail(self, status: str, reason: str) -> None:
         """Nothing that was timed counts."""
@@ -82,15 +84,12 @@ class Entrant:
         if prepared is None:
             return
         prepared.close()
-        seconds = self.seconds
-        if seconds:
+        if seconds := self.seconds:
             spread, phases = measure.summarise(seconds), _medians([phases for _, phases in self.samples])
-            self.found |= {"seconds": seconds, "time": spread, "phases": phases}
-        if seconds or prepared.run is None:
-            median = statistics.median(seconds or [0.0])
+            median = statistics.median(seconds)
             self.rates = {name: amount / median for name, amount in prepared.work.items()}
-            metrics = self.rates | prepared.metrics(median)
-            self.found |= {"status": OK, "reason": "", "metrics": metrics}
+            self.found |= {"status": OK, "reason": "", "seconds": seconds, "time": spread, "phases": phases}
+            self.found["metrics"] = self.rates | prepared.metrics(median)
         self.found |= prepared.found
 
     def measurement(self, shape: dict[str, Any], ceilings: dict[str, float]) -> Measurement:
@@ -159,9 +158,11 @@ class Contest:
 
     def _enter(self, one: Entrant, patience: float) -> None:
         with measure.at_most(patience) if self.hurry else nullcontext():
-            prepared = one.prepared = one.prepare()
-            if prepared.run is None:
+            prepared = one.prepare()
+            if not isinstance(prepared, Prepared):
+                one.found |= {"status": OK, "reason": ""} | prepared
                 return
+            one.prepared = prepared
             first = self._once(prepared)
         if prepared.times_itself:
             one.samples.extend(first)

@@ -16,14 +16,13 @@ import argparse
 import time
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 
 from grpo_fast.policy.config import ModelConfig
 
 from . import measure, step
-from .contest import Contest, Entrant, Prepared
+from .contest import Contest, Entrant, Found
 from .models import add_models, architecture, chosen_models
 from .peers import choose_names
 from .session import ByDevice, add_common_arguments, add_sizes, check_common, run_session, sizes_of
@@ -51,18 +50,16 @@ class Probe:
     size: int = 0
 
 
-def run_probe(probe: Probe) -> dict[str, Any]:
+def run_probe(probe: Probe) -> Found:
     """Two updates in a process of their own: beyond the budget it is out of memory.
 
-    Returns:
-        Fields of a measurement. Bytes are of model, optimizer and update together; the time is the second's,
-        since the first compiles.
+    Bytes are of model, optimizer and update together; the time is the second's, since the first compiles.
     """
     try:
         device = torch.device(probe.model.device)
         (seconds, allocated), driver = measure.in_a_process(device, _try, probe, seconds=_TRY_SECONDS)
     except measure.Failure as failure:
-        return dict(zip(("status", "reason"), measure.failure_of(failure), strict=True))
+        return dict(zip(("status", "reason"), failure.args, strict=True))
     memory = measure.Memory(allocated, driver)
     status = measure.OK if memory.best <= probe.budget else measure.OOM
     return {"status": status, "seconds": [seconds], "time": measure.summarise([seconds]), "memory": memory}
@@ -110,14 +107,14 @@ def predict_group(probe: Probe) -> int | None:
     return largest(2, MOST_GENERATIONS, fits)
 
 
-def predicted(probe: Probe) -> Prepared:
+def predicted(probe: Probe) -> Found:
     group = predict_group(probe)
     if group is None:
-        return Prepared(None, found={"status": measure.OOM, "reason": "not even two"})
-    return Prepared(None, metrics=lambda _: {"largest_group": float(group)})
+        return {"status": measure.OOM, "reason": "not even two"}
+    return {"metrics": {"largest_group": float(group)}}
 
 
-def search(probe: Probe, largest: int, deadline: float, share: float = 1.0) -> Prepared:
+def search(probe: Probe, largest: int, deadline: float, share: float = 1.0) -> Found:
     """The largest group that fits: doubled from one until memory runs out, then halfway to what did not fit.
 
     Args:
@@ -125,7 +122,7 @@ def search(probe: Probe, largest: int, deadline: float, share: float = 1.0) -> P
     """
     deadline = time.monotonic() + share * (deadline - time.monotonic())
     fits, fails = 1, None
-    best: dict[str, Any] = {"status": measure.SKIPPED, "reason": measure.NO_TIME}
+    best: Found = {"status": measure.SKIPPED, "reason": measure.NO_TIME}
     while time.monotonic() < deadline:
         size = min(largest, 2 * fits) if fails is None else (fits + fails) // 2
         if size == fits:
@@ -136,12 +133,12 @@ def search(probe: Probe, largest: int, deadline: float, share: float = 1.0) -> P
         elif found["status"] == measure.OOM:
             fails = size
         else:
-            return Prepared(None, found=found)
+            return found
     if fits == 1:
-        return Prepared(None, found={"status": measure.OOM, "reason": "not even two fit"} if fails else best)
+        return {"status": measure.OOM, "reason": "not even two fit"} if fails else best
     metrics = {"largest_group": float(fits)} | ({"smallest_that_fails": float(fails)} if fails else {})
     reason = "" if fails == fits + 1 else "at least: the next size was not tried"
-    return Prepared(None, metrics=lambda _: metrics, found=best | {"reason": reason})
+    return best | {"metrics": metrics, "reason": reason}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

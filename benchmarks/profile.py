@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import profiler
 
-from .contest import Entrant, Prepared
+from .contest import Entrant, Found
 from .goals import EXACT
 from .head import HeadContests
 from .live_tiles import HISTOGRAM, load_histogram
@@ -38,7 +38,7 @@ SHAPES = {  # N, H, V, whether the head is trained, and the implementation
 }
 
 
-def kernels_of(peer: Peer, setting: Setting, source: Source, device: torch.device, seed: int) -> Prepared:
+def kernels_of(peer: Peer, setting: Setting, source: Source, device: torch.device, seed: int) -> Found:
     """As phases the seconds of each kernel in a step; how many run, and milliseconds in which none does."""
     problem = make_problem(setting, device, seed, source)
     step = peer.prepare(problem)
@@ -61,8 +61,7 @@ def kernels_of(peer: Peer, setting: Setting, source: Source, device: torch.devic
     idle = seconds_of(run, device, 2 * REPEATS).median - 1e3 * sum(kernels.values())
     launches = sum(e.count for e in events) / REPEATS
     metrics = {"kernels_a_step": launches, "milliseconds_without_a_kernel": idle}
-    found = {"phases": {name: kernels[name] for name in shown}}
-    return Prepared(None, metrics=lambda _: metrics, found=found)
+    return {"metrics": metrics, "phases": {name: kernels[name] for name in shown}}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

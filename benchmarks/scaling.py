@@ -19,7 +19,7 @@ from grpo_fast.head.operator import device_facts
 from grpo_fast.head.plan import Workload
 from grpo_fast.plan.head_bytes import head_bytes
 
-from .contest import Contest, Entrant, Prepared
+from .contest import Contest, Entrant, Found
 from .head import HeadContests
 from .measure import OK, memory_of
 from .peers import all_peers, choose
@@ -44,7 +44,7 @@ _T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 """Student's t, two-sided 95 %, for 1 to 10 degrees of freedom."""
 
 
-def check_memory_model(setting: Setting, device: torch.device, seed: int) -> Prepared:
+def check_memory_model(setting: Setting, device: torch.device, seed: int) -> Found:
     """Bytes of forward and backward beyond the operands, their gradients included: predicted, and counted by
     the allocator; with the entropy as a metric, as a training step asks for it."""
     dtype = DTYPES[setting.dtype]
@@ -65,7 +65,7 @@ def check_memory_model(setting: Setting, device: torch.device, seed: int) -> Pre
     problem.clear()
     counted = memory_of(run, device).allocator
     metrics = {"predicted_bytes": float(predicted), "counted_bytes": float(counted)}
-    return Prepared(None, metrics=lambda _: metrics | {"predicted_over_counted": predicted / counted})
+    return {"metrics": metrics | {"predicted_over_counted": predicted / counted}}
 
 
 def exponents(found: Sequence[Measurement]) -> list[Measurement]:

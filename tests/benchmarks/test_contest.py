@@ -138,14 +138,13 @@ def test_an_interruption_keeps_what_was_measured_and_past_the_deadline_nobody_en
 
 def test_ceilings_stand_beside_every_other_and_the_share_of_them_is_the_rooflines():
     flops, transfer = "flops_per_second", "bytes_per_second"
-    arithmetic = Entrant(flops, lambda: Prepared(None, metrics=lambda _: {flops: 50.0}), ceiling=True)
-    copy = Entrant(transfer, lambda: Prepared(None, metrics=lambda _: {transfer: 10.0}), ceiling=True)
-    counted = Prepared(None, metrics=lambda _: {"counted": 3.0}, found={"reason": "x"})
+    arithmetic = Entrant(flops, lambda: {"metrics": {flops: 50.0}}, ceiling=True)
+    copy = Entrant(transfer, lambda: {"metrics": {transfer: 10.0}}, ceiling=True)
 
     def timed(work: dict[str, float]) -> Entrant:
         return Entrant("a", lambda: Prepared(lambda _: [(4.0, {})], work, times_itself=True))
 
-    untimed = Entrant("bytes", lambda: counted)
+    untimed = Entrant("bytes", lambda: {"metrics": {"counted": 3.0}, "reason": "x"})
     both = outcome(arithmetic, copy, timed({flops: 100.0, transfer: 10.0}), untimed)
 
     assert both["a"].ceilings == {flops: 50.0, transfer: 10.0} and both[flops].ceilings == {}
