@@ -128,7 +128,7 @@ _DOT = r"tt\.dot .*?tensor<(\d+)x\d+xb?f16"
 
 
 @dataclass(frozen=True)
-class Report:
+class CompiledKernel:
     """One compiled kernel."""
 
     case: str  # of `shipped_cases`, the first that launches it
@@ -205,9 +205,9 @@ def compile_only(architecture: str) -> Iterator[list[tuple[Any, Any, dict[str, A
 
 def reports(
     architecture: str, cases: Mapping[str, Callable[[], object]], *, disassemble: bool = False
-) -> list[Report]:
+) -> list[CompiledKernel]:
     """Compiles every case and reports each distinct kernel once."""
-    seen: dict[str, Report] = {}
+    seen: dict[str, CompiledKernel] = {}
     for case, launch in cases.items():
         with compile_only(architecture) as compiled:
             launch()
@@ -223,7 +223,7 @@ def reports(
 
 def _inspect(
     case: str, function: Any, binary: Any, options: dict[str, Any], architecture: str, disassemble: bool
-) -> Report:
+) -> CompiledKernel:
     """Reads the code of one compiled kernel."""
     metadata, asm = binary.metadata, binary.asm
     if "cubin" in asm:
@@ -233,7 +233,7 @@ def _inspect(
     shared = max(metadata.shared, static)
     constants = {name: value for name, value in options.items() if name.isupper() and isinstance(value, int)}
     constants |= {"warps": metadata.num_warps, "stages": metadata.num_stages}
-    return Report(
+    return CompiledKernel(
         case=case,
         kernel=function.fn.__name__,
         config=" ".join(f"{name}={int(value)}" for name, value in constants.items()),
@@ -254,7 +254,7 @@ def _inspect(
 Counts = dict[tuple[str, str], dict[str, int]]  # by case and kernel
 
 
-def table(rows: list[Report], verdicts: list[str]) -> str:
+def table(rows: list[CompiledKernel], verdicts: list[str]) -> str:
     heads = ["case", "kernel", "configuration", *COUNTS, "tensor core", "ships"]
     lines = [heads, ["---"] * len(heads)]
     for row, ships in zip(rows, verdicts, strict=True):
@@ -264,7 +264,7 @@ def table(rows: list[Report], verdicts: list[str]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def verdict(row: Report, record: Counts | None) -> str:
+def verdict(row: CompiledKernel, record: Counts | None) -> str:
     """`yes`, `new` where a record does not know the kernel, or what is wrong."""
     earlier = record and record.get((row.case, row.kernel))
     wrong = row.faults() + (row.regressions(earlier) if earlier else [])
@@ -326,7 +326,7 @@ def main(options: argparse.Namespace) -> int:
     return int(any(summary["faulty"] for summary in summaries))
 
 
-def check(architecture: str, rows: list[Report], options: argparse.Namespace) -> dict[str, Any]:
+def check(architecture: str, rows: list[CompiledKernel], options: argparse.Namespace) -> dict[str, Any]:
     """Prints and writes what was found of an architecture; returns its summary."""
     import triton
 

@@ -110,7 +110,7 @@ PARTS = (
 """By value: whether it is right, the goals, the open questions, the peers; what takes long comes last."""
 
 
-Found = dict[str, Any]
+PartState = dict[str, Any]
 
 
 class Hour:
@@ -121,12 +121,12 @@ class Hour:
         self.started = datetime.now(timezone.utc).isoformat(timespec="seconds")
         self.parts = earlier(out)
 
-    def save(self, name: str, found: Found) -> Found:
+    def save(self, name: str, found: PartState) -> PartState:
         self.parts[name] = found
         write_json(self.out / "results.json", {"started": self.started, "parts": self.parts})
         return found
 
-    def run(self, part: Part, minutes: float) -> Found:
+    def run(self, part: Part, minutes: float) -> PartState:
         """One part; what it left is saved.
 
         A peer whose kernel breaks the device takes along what was measured beside it: then the part runs
@@ -146,7 +146,9 @@ class Hour:
             broken.append(culprit)
             before = {"broke the device": list(broken), "before": found}
 
-    def _run_command(self, name: str, command: Sequence[str], deadline: float, before: Found) -> Found:
+    def _run_command(
+        self, name: str, command: Sequence[str], deadline: float, before: PartState
+    ) -> PartState:
         """Saves its state and the JSON it left, beside `before`, while it runs too."""
         with tempfile.TemporaryDirectory() as folder, (self.out / "log.txt").open("a") as log:
             place, start = Path(folder) / f"{name}.json", time.monotonic()
@@ -178,7 +180,7 @@ class Hour:
             return self.save(name, ended | _written(place) | before)
 
 
-def _written(place: Path) -> Found:
+def _written(place: Path) -> PartState:
     """What a command has left in its files: JSON, or the text of half a file where it was killed."""
     found = {}
     for suffix in ("", ".log"):
@@ -226,7 +228,7 @@ def run(parts: Sequence[Part], minutes: float, out: Path) -> int:
     return 1 if states & {FAILED, LATE} else 0
 
 
-def earlier(out: Path) -> dict[str, Found]:
+def earlier(out: Path) -> dict[str, PartState]:
     """What parts left in this folder before: a run adds to it, and replaces only what it runs again."""
     path = out / "results.json"
     return json.loads(path.read_text())["parts"] if path.is_file() else {}

@@ -34,7 +34,7 @@ from grpo_fast.table import Completions
 from .measure import preload
 from .models import make_samples, make_tokenizer
 from .tiny import VOCABULARY, kinds, tiny_config, tiny_model
-from .type_table import Part, Row, TypeTable, fill, furthest, own_logprobs, words
+from .type_table import Measures, Row, TypeTable, fill, furthest, own_logprobs, words
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -81,7 +81,7 @@ def check(kind: str, seed: int = 0) -> Row:
         except Exception as error:
             return row | {"state": REFUSED, "reasons": {"loaded": words(error)}}
         table, _ = make_samples(LENGTHS, 3, VOCABULARY, seed)
-        parts: dict[str, Part] = {
+        parts: dict[str, Measures] = {
             "logprobs": lambda: _trained(policy, own, table, seed),
             "rollout": lambda: {"rollout": _drawn(policy, own, table, seed)},
             "lora": lambda: {"lora": _adapted(settings, config, table, Path(folder) / "merged")},

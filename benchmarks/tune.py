@@ -59,7 +59,7 @@ CANDIDATES: dict[str, tuple[dict[str, Any], ...]] = {
 
 
 @dataclass(frozen=True)
-class Shape:
+class ShapeClass:
     """A class of shapes, and the one that stands for it."""
 
     hidden_up_to: int | None
@@ -69,7 +69,7 @@ class Shape:
 
 
 SHAPES = tuple(
-    Shape(up_to, hidden, vocabulary, trainable)
+    ShapeClass(up_to, hidden, vocabulary, trainable)
     for trainable in (True, False)
     for up_to, hidden, vocabulary in ((3072, 2048, 151_936), (None, 4096, 128_256), (1024, 896, 151_936))
 )
@@ -103,7 +103,7 @@ def planned_with(sizes: Sizes) -> AbstractContextManager[object]:
 # Compilation ---------------------------------------------------------------------------------------------
 
 
-def compile_one(architecture: str, shape: Shape, sizes: Sizes, exact: bool = False) -> list[str]:
+def compile_one(architecture: str, shape: ShapeClass, sizes: Sizes, exact: bool = False) -> list[str]:
     """Compiles what a forward and backward launch, into Triton's cache; what is wrong with it.
 
     Runs in a process of its own: Triton's driver is replaced by one without a GPU.
@@ -118,7 +118,9 @@ def compile_one(architecture: str, shape: Shape, sizes: Sizes, exact: bool = Fal
     return [f"{report.kernel}: {fault}" for report in found for fault in report.faults()]
 
 
-def compile_all(architecture: str, shipped: dict[Shape, Sizes], processes: int) -> dict[Shape, list[str]]:
+def compile_all(
+    architecture: str, shipped: dict[ShapeClass, Sizes], processes: int
+) -> dict[ShapeClass, list[str]]:
     """Faults of what is shipped and of every candidate, by shape; compiled `processes` at a time.
 
     What is shipped goes first: most of a candidate's kernels are its. The exact backward is not tuned: two
@@ -127,7 +129,7 @@ def compile_all(architecture: str, shipped: dict[Shape, Sizes], processes: int) 
     jobs = [(shape, sizes, exact) for shape, sizes in shipped.items() for exact in (False, True)]
     for shape, sizes in shipped.items():
         jobs += [(shape, tried, False) for _, _, tried in candidates(sizes, architecture)]
-    found: dict[Shape, list[str]] = {shape: [] for shape in shipped}
+    found: dict[ShapeClass, list[str]] = {shape: [] for shape in shipped}
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
         faults = pool.map(partial(compile_one, architecture), *zip(*jobs, strict=True))
         for (shape, _, _), its in zip(jobs, faults, strict=True):
@@ -141,7 +143,7 @@ def compile_all(architecture: str, shipped: dict[Shape, Sizes], processes: int) 
 class Bench:
     """One shape on the GPU: times and checks of the forward and of the sparse backward under given sizes."""
 
-    def __init__(self, shape: Shape, device: torch.device) -> None:
+    def __init__(self, shape: ShapeClass, device: torch.device) -> None:
         sizes = TOKENS, shape.hidden, shape.vocabulary
         setting = Setting("histogram", *sizes, FORWARD_BACKWARD, shape.trainable, "bfloat16")
         self.problem = make_problem(setting, device, 0, load_histogram(HISTOGRAM))
@@ -199,7 +201,9 @@ def tune_shape(bench: Bench, sizes: Sizes, architecture: str, deadline: float) -
     return best, log
 
 
-def write_table(path: Path, table: Table, measured: dict[Shape, Sizes], provenance: dict[str, str]) -> None:
+def write_table(
+    path: Path, table: Table, measured: dict[ShapeClass, Sizes], provenance: dict[str, str]
+) -> None:
     """The table with the measured rules in place of those for the same shapes, sorted.
 
     Raises:
@@ -238,7 +242,7 @@ def main(arguments: list[str] | None = None) -> int:
         **{key: about["versions"].get(key, "unknown") for key in ("torch", "triton")},
     }  # fmt: skip
     starts = {shape: shipped.sizes("half", shape.hidden, shape.trainable) for shape in SHAPES}
-    found: dict[Shape, Sizes] = {}
+    found: dict[ShapeClass, Sizes] = {}
     logs = []
     # All are compiled before the first measurement, which should have the machine to itself.
     for shape, faults in compile_all(architecture, starts, options.processes).items():

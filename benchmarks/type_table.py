@@ -24,7 +24,7 @@ from .tiny import kinds
 CPU = torch.device("cpu")
 Row = dict[str, Any]
 """As the record has it: `kind`, what stands in each column, and `reasons` by column why there is nothing."""
-Part = Callable[[], dict[str, Any]]
+Measures = Callable[[], dict[str, Any]]
 """Measures some columns."""
 
 
@@ -110,7 +110,7 @@ class TypeTable:
         return [*found.values()]
 
 
-def fill(row: Row, parts: Mapping[str, Part]) -> Row:
+def fill(row: Row, parts: Mapping[str, Measures]) -> Row:
     """The row with what its parts measure, or why one of them cannot, in its own words."""
     for column, part in parts.items():
         try:

@@ -23,7 +23,7 @@ from grpo_fast.rollout.vllm import installed_version
 
 from .models import make_tokenizer
 from .tiny import VOCABULARY, tiny_config, tiny_model
-from .type_table import Part, Row, TypeTable, fill, furthest, words
+from .type_table import Measures, Row, TypeTable, fill, furthest, words
 
 KINDS = (
     *("qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "granitemoe", "glm4_moe", "ernie4_5_moe", "minimax_m2"),
@@ -75,7 +75,7 @@ def check(kind: str, seed: int = 0, parts: Sequence[str] = ("start", "merged", "
             make_tokenizer(VOCABULARY).save_pretrained(folder)
         except Exception as error:
             return row | {"reasons": {"built": words(error)}}
-        measures: dict[str, Part] = {
+        measures: dict[str, Measures] = {
             "start": lambda: _trained(folder),
             "merged": lambda: {"merged": _adapted(folder)},
             "exported": lambda: {"exported": _served(folder)},

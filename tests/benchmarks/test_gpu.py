@@ -198,7 +198,7 @@ def test_the_tuner_times_a_change_and_refuses_a_wrong_one(interpreted, monkeypat
     sizes = tuning.load_tables()["sm_90"].sizes("half", 2048, True)
     overflowing = tune.changed(sizes, tune.PAIRS, {"usual_density": 0.0, "least_pairs": 1})
     with tune.planned_with(sizes):
-        bench = tune.Bench(tune.Shape(3072, 16, 130, True), CPU)
+        bench = tune.Bench(tune.ShapeClass(3072, 16, 130, True), CPU)
 
     before, after, fault = bench.compare(tune.PAIRS, sizes, overflowing)
     assert before > 0 and after > 0 and fault is None

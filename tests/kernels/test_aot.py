@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.__main__ import main
-from benchmarks.aot import Report, compile_only, read_record, record_path, save, table, verdict
+from benchmarks.aot import CompiledKernel, compile_only, read_record, record_path, save, table, verdict
 from benchmarks.machine_code import Loops, loops, resident_programs
 from benchmarks.readme import render
 from benchmarks.tables import DASH
@@ -20,7 +20,7 @@ from benchmarks.tables import DASH
 ROOT = Path(__file__).resolve().parents[2]
 
 SMALL = ("sm_80", "sm_89", "gfx942")
-SOUND = Report(
+SOUND = CompiledKernel(
     case="forward", kernel="k", config="ROWS=128 warps=8", architecture="sm_90", registers=164, spills=0,
     shared=200_000, ctas=2, dots=1, tensor_core=4, step=109, epilogue=996, instructions=1612,
 )  # fmt: skip
@@ -126,7 +126,7 @@ def found() -> dict:
 
 
 def test_the_kernels_fit_gpus_of_both_makers_without_spills_and_on_their_matrix_cores(found):
-    rows = [Report(**row) for row in (*found["hopper"], *found["others"])]
+    rows = [CompiledKernel(**row) for row in (*found["hopper"], *found["others"])]
 
     assert [(r.case, r.kernel, r.config, r.faults()) for r in rows if r.faults()] == []
     assert {"_pair_gradients", "_weight_gradient", "forward_kernel", "logit_gradient_kernel"} <= {
@@ -140,14 +140,16 @@ def test_no_kernel_needs_more_of_hopper_than_its_record(found):
         pytest.skip("no record of this Triton")
     record = read_record(record_path("sm_90").read_text())
 
-    verdicts = {(row["case"], row["kernel"]): verdict(Report(**row), record) for row in found["hopper"]}
+    verdicts = {
+        (row["case"], row["kernel"]): verdict(CompiledKernel(**row), record) for row in found["hopper"]
+    }
 
     assert {what: ships for what, ships in verdicts.items() if ships not in ("yes", "new")} == {}
 
 
 def test_rows_of_logits_are_written_and_read_in_whole_vectors(found):
     """A width whose divisibility the compiler does not know moves two bytes a thread: eight times as many."""
-    whole = [Report(**row) for row in found["hopper"] if row["case"].endswith(", bfloat16")]
+    whole = [CompiledKernel(**row) for row in found["hopper"] if row["case"].endswith(", bfloat16")]
     wide = {"forward_kernel", "logit_gradient_kernel", "hidden_kernel", "target_rows_kernel"}
 
     writers = [row for row in whole if row.kernel in wide]
