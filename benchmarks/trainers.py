@@ -59,6 +59,7 @@ def trl_trainer(
         options: of GRPOConfig.
     """
     from datasets import Dataset
+    from datasets.table import InMemoryTable
     from peft import LoraConfig
     from transformers import AutoTokenizer, PrinterCallback
     from trl import GRPOConfig
@@ -70,7 +71,8 @@ def trl_trainer(
         model=str(model) if isinstance(model, Path) else model,
         reward_funcs=reward,
         args=GRPOConfig(output_dir=folder, **usual | options),
-        train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in prompts]),
+        # With a fingerprint, for some versions of pyarrow cannot be hashed.
+        train_dataset=Dataset(InMemoryTable.from_pydict({"prompt": prompts}), fingerprint="prompts"),
         processing_class=tokenizer or AutoTokenizer.from_pretrained(model),
         peft_config=LoraConfig(r=8, target_modules="all-linear") if lora else None,
     )
