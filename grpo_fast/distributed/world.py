@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load, save
 from torch import Tensor
 from torch.distributed import ProcessGroup, Store
 from torch.distributed.device_mesh import DeviceMesh
@@ -99,27 +98,13 @@ class World:
         return results
 
     def gather_tensors(self, place: str, work: Callable[[], dict[str, Tensor]]) -> list[dict[str, Tensor]]:
-        """`gather_from_all` for tensors by name, which are sent as such, and are on the CPU then."""
-        own: dict[str, Tensor] = {}
+        """`gather_from_all` for tensors by name, which are on the CPU then."""
 
-        def packed() -> int:
-            own.update((name, tensor.cpu()) for name, tensor in work().items())
-            if self.size == 1:
-                return 0
-            # Of their own memory each, as safetensors asks for.
-            buffers[self.rank] = bytearray(save({name: t.clone() for name, t in own.items()}))
-            return len(buffers[self.rank])
+        def own() -> dict[str, Tensor]:
+            # Of their own memory each: what is sent of a view is all of its memory.
+            return {name: tensor.cpu().clone() for name, tensor in work().items()}
 
-        buffers = [bytearray()] * self.size
-        sizes = self.gather_from_all(place, packed)
-        if self.size == 1:
-            return [own]
-        with self.at(place):
-            for rank, size in enumerate(sizes):
-                if rank != self.rank:
-                    buffers[rank] = bytearray(size)
-                dist.broadcast(torch.frombuffer(buffers[rank], dtype=torch.uint8), rank, self.objects)
-        return [load(bytes(buffer)) for buffer in buffers]
+        return self.gather_from_all(place, own)
 
     @contextmanager
     def all_succeed(self, place: str) -> Iterator[list[Any]]:

@@ -107,7 +107,7 @@ def prepared(
             quiet = {"output_dir": str(own_dir), "logging": LoggingConfig(), "callbacks": [], "hub": None}
             config, display = config.model_copy(update=quiet), False
             if checkpoint is not None:
-                checkpoint = replace(checkpoint, state={**checkpoint.state, "offsets": {}, "callbacks": {}})
+                checkpoint = replace(checkpoint, state={**checkpoint.state, "callbacks": {}})
         with world.all_succeed("the callbacks"):
             callbacks = build_callbacks(config)
         require_mirrors(config.logging)

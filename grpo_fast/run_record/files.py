@@ -110,16 +110,7 @@ class JsonlLog:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file = open(path, "a+b", buffering=0)  # noqa: SIM115  closed by close()
-        content = path.read_bytes()
-        self._size = len(_whole(content))
-        self._torn = self._size < len(content)
-        self._file.truncate(self._size)
-
-    @property
-    def offset(self) -> int:
-        """Bytes in whole lines. They are on the disk itself when this returns, as a checkpoint needs."""
-        os.fsync(self._file.fileno())
-        return self._size
+        self._file.truncate(len(_whole(path.read_bytes())))
 
     def append(self, *records: Record) -> None:
         """Write records as lines, all or none of them.
@@ -133,36 +124,26 @@ class JsonlLog:
             finite = json.loads(plain, parse_constant=lambda _: None)
             texts.append(json.dumps(finite, ensure_ascii=False) + "\n")
         # A lone surrogate has no UTF-8; as a backslash escape it is valid JSON and reads back the same.
-        data = "".join(texts).encode("utf-8", "backslashreplace")
-        rest = memoryview(data)
+        rest = memoryview("".join(texts).encode("utf-8", "backslashreplace"))
+        size = self._file.seek(0, os.SEEK_END)
         try:
             while rest:
                 rest = rest[self._file.write(rest) :]
         except OSError as error:
-            self._file.truncate(self._size)
+            self._file.truncate(size)
             message = f"cannot append to it ({error.strerror}); make room and resume the run"
             raise OSError(error.errno, message, str(self.path)) from error
-        self._size += len(data)
 
-    def truncate(self, offset: int) -> None:
-        """Cut back to an `offset` noted earlier; a line that was torn off before it is lost, and told.
+    def rewind(self, step: int) -> None:
+        """Cut off the lines of later steps; raises ValueError as `read_jsonl`."""
+        lines = self.path.read_bytes().splitlines(keepends=True)
+        records = read_jsonl(self.path)
+        kept = (line for line, record in zip(lines, records, strict=True) if record["step"] <= step)
+        self._file.truncate(sum(map(len, kept)))
 
-        Raises:
-            ValueError: the file has fewer bytes, or no line ends there: it is another run's.
-        """
-        if self._torn and offset > self._size:
-            logger.warning("%s: its last line was torn and is lost (from byte %d on)", self.path, self._size)
-            offset = self._size
-        self._file.seek(max(offset - 1, 0))
-        ends_line = offset == 0 or self._file.read(1) == b"\n"
-        if not 0 <= offset <= self._size or not ends_line:
-            raise ValueError(
-                f"offset = {offset} is not the end of a line of {self.path} ({self._size} bytes): the file "
-                "does not belong to this checkpoint; resume in the run's own directory, or start afresh "
-                "in an empty one"
-            )
-        self._file.truncate(offset)
-        self._size = offset
+    def sync(self) -> None:
+        """Flush all lines to the disk itself."""
+        os.fsync(self._file.fileno())
 
     def close(self) -> None:
         self._file.close()

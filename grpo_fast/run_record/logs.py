@@ -43,7 +43,7 @@ SAMPLES_FILE = "samples.jsonl"
 EVALUATIONS_FILE = "evaluations.jsonl"
 ALERTS_FILE = "alerts.jsonl"
 PROVENANCE_FILE = "provenance.jsonl"
-EXACT_FILES = (METRICS_FILE, SAMPLES_FILE, EVALUATIONS_FILE, ALERTS_FILE)
+FILES = (METRICS_FILE, SAMPLES_FILE, EVALUATIONS_FILE, ALERTS_FILE, TIMINGS_FILE, PROVENANCE_FILE)
 
 logger = logging.getLogger(__name__)
 
@@ -90,9 +90,7 @@ class RunLogs:
         run_dir.mkdir(parents=True, exist_ok=True)
         self._every = config.every
         self._mirrors = open_mirrors(run_dir, config)
-        self._files = {
-            name: JsonlLog(run_dir / name) for name in (*EXACT_FILES, TIMINGS_FILE, PROVENANCE_FILE)
-        }
+        self._files = {name: JsonlLog(run_dir / name) for name in FILES}
         self._files[PROVENANCE_FILE].append(provenance())
 
     def metrics(
@@ -119,25 +117,16 @@ class RunLogs:
     def alert(self, alert: Alert) -> None:
         self._files[ALERTS_FILE].append(vars(alert))
 
-    def offsets(self) -> dict[str, int]:
-        """Bytes of the files that a resumed run writes exactly, for a checkpoint."""
-        return {name: self._files[name].offset for name in EXACT_FILES}
+    def rewind(self, step: int) -> None:
+        """Go back to a step that a resumed run goes on from, to -1 in a new one."""
+        for name, file in self._files.items():
+            if name != PROVENANCE_FILE:
+                file.rewind(step)
 
-    def truncate(self, offsets: Mapping[str, int]) -> None:
-        """Go back to a checkpoint's `offsets`, 0 where there is none; timings of later steps go too.
-
-        Raises:
-            ValueError: an offset is not its file's.
-        """
-        for name in EXACT_FILES:
-            self._files[name].truncate(offsets.get(name, 0))
-        kept, timings = read_jsonl(self._files[METRICS_FILE].path), self._files[TIMINGS_FILE]
-        last = kept[-1]["step"] if kept else -1
-        lines = timings.path.read_bytes().splitlines(keepends=True)
-        records = read_jsonl(timings.path)
-        timings.truncate(
-            sum(len(line) for line, one in zip(lines, records, strict=True) if one["step"] <= last)
-        )
+    def sync(self) -> None:
+        """Flush all to the disk itself, as a checkpoint needs."""
+        for file in self._files.values():
+            file.sync()
 
     def _mirror(self, method: str, *arguments: Any) -> None:
         """Call each mirror; one that fails costs a warning, never the run."""

@@ -69,7 +69,7 @@ class Recorder:
         self._stack.callback(self.logs.close)
         if checkpoint:
             store.rewind(checkpoint.step)
-        self.logs.truncate(checkpoint.state["offsets"] if checkpoint else {})
+        self.logs.rewind(checkpoint.step if checkpoint else -1)
         options: dict[str, Any] = {"start_step": trainer.step, "verbose": config.logging.verbose}
         console = None if show else Console(quiet=True, force_terminal=False, force_jupyter=False)
         self.display = Display(config.max_steps, console=console, **options)
@@ -228,7 +228,6 @@ class Recorder:
             "callbacks": self.callbacks.state_dict(),
             "code": self.code,
             "rng": capture_rng(),
-            "offsets": self.logs.offsets(),
         }
         # A copy of what changes, at every step; JSON, which takes far longer, is for checkpoints.
         self.captured, self.state = self.trainer.step, pickle.dumps(state)
@@ -243,6 +242,7 @@ class Recorder:
         Raises:
             CheckpointSaveError: of the last one, for which its weights alone are saved if there is room.
         """
+        self.logs.sync()
         step, tensors = self.captured, self.trainer.optimizer.state_tensors()
         try:
             path = self.store.save(step, tensors, pickle.loads(self.state))
