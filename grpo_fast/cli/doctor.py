@@ -8,7 +8,7 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -67,21 +67,16 @@ def doctor(args: argparse.Namespace, _: Sequence[str]) -> int:
     return 0 if healthy else 1
 
 
-def examine(requirements: Iterable[str] | None = None) -> Mapping[str, Sequence[Finding]]:
-    """Look at this machine, by section. Nothing raises: what fails to import is a finding.
-
-    Args:
-        requirements: libraries to look for, as in a package's metadata; by default grpo-fast's own.
-    """
-    if requirements is None:
-        requirements = importlib.metadata.requires("grpo-fast") or ()
+def examine() -> Mapping[str, Sequence[Finding]]:
+    """Look at this machine, by section. Nothing raises: what fails to import is a finding."""
     if problem := _problem(lambda: importlib.import_module("torch")):
         devices = [Finding("torch", "broken", f"no device can be looked at: {problem}", essential=True)]
     else:
         devices = _devices()
     cuda = any(device.name == "cuda:0" for device in devices)
     python = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
-    libraries = [found for line in requirements if (found := _library(Requirement(line), cuda))]
+    wanted = map(Requirement, importlib.metadata.requires("grpo-fast") or ())
+    libraries = [found for one in wanted if (found := _library(one, cuda))]
     head: list[str] = []
     problem = _problem(lambda: head.append(_try_head()))
     return {

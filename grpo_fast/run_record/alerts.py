@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from importlib.resources import files
 from statistics import median_high, median_low
 from typing import Annotated, Any
@@ -92,19 +92,17 @@ RULES = TypeAdapter(dict[str, AlertRule]).validate_python(yaml.safe_load(_TABLE)
 """By the threshold's key in the configuration; alerts.yaml explains the fields."""
 
 
-@dataclass
-class AlertState:
-    """What a run's metrics of one stage have been; JSON-able."""
+class AlertState(BaseModel):
+    """What a run's metrics of one stage have been."""
 
-    window: int
     stage: float | None = None
-    recent: dict[str, list[float]] = field(default_factory=dict)  # the last `window` values of each metric
+    recent: dict[str, list[float]] = {}  # the last `window` values of each metric
     first_length: float | None = None  # mean over the first window
     score: float | None = None  # the latest held-out score
     best_score: float | None = None
     reward_at_best: float | None = None
     loss_is_finite: bool = True  # of the latest step
-    raised: list[str] = field(default_factory=list)
+    raised: list[str] = []
 
 
 class AlertMonitor:
@@ -112,12 +110,12 @@ class AlertMonitor:
 
     def __init__(self, config: AlertsConfig) -> None:
         self.config = config
-        self._state = AlertState(config.window)
+        self._state = AlertState()
 
     def update(self, step: int, metrics: Mapping[str, float]) -> list[Alert]:
         """Alerts that this step raises or clears."""
         if metrics.get("stage") != self._state.stage:  # other rewards and lengths: the past tells nothing
-            self._state = AlertState(self.config.window, metrics.get("stage"))
+            self._state = AlertState(stage=metrics.get("stage"))
         self._take(metrics)
         alerts, raised = [], self._state.raised
         for name, rule in RULES.items():
@@ -193,13 +191,8 @@ class AlertMonitor:
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able."""
-        return asdict(self._state) | {"recent": dict(sorted(self._state.recent.items()))}
+        return self._state.model_dump()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raises ValueError when the state was saved with another window."""
-        if state["window"] != self.config.window:
-            raise ValueError(
-                f"the saved alerts average over {state['window']} steps and alerts.window is "
-                f"{self.config.window}: keep the window of the run"
-            )
-        self._state = AlertState(**state)
+        """Take up what `state_dict` gave; with a longer window, what it averages over has to grow first."""
+        self._state = AlertState.model_validate(state)

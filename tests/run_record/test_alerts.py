@@ -145,5 +145,11 @@ def test_a_resumed_monitor_goes_on_exactly(dice):
     for step, metrics in enumerate(steps[30:], start=30):
         assert resumed.update(step, metrics) == original.update(step, metrics)
     assert resumed.state_dict() == original.state_dict()
-    with pytest.raises(ValueError, match=r"alerts\.window"):
-        AlertMonitor(AlertsConfig(window=5)).load_state_dict(original.state_dict())
+
+
+@pytest.mark.parametrize(("before", "now", "due"), [(8, 2, 1), (2, 4, 2)])
+def test_a_resumed_run_may_average_over_another_window(before: int, now: int, due: int):
+    original, resumed = AlertMonitor(AlertsConfig(window=before)), AlertMonitor(AlertsConfig(window=now))
+    assert run(original, (before, {})) == []
+    resumed.load_state_dict(original.state_dict())
+    assert [alert.step for alert in run(resumed, (9, {"kl": 1.5}))] == [due]
