@@ -51,7 +51,6 @@ class Beat:
     heard: bool = False  # the failure is that of another rank
     apart: bool = False  # for good: it takes part in no exchange any more
     sees: Sequence[int] = ()  # ranks of its node whose processes run
-    misses: Sequence[int] = ()  # ranks that it has heard nothing of for too long
 
     def __str__(self) -> str:
         where = f", {self.sent - self.entered:.0f} s at {self.place}" if self.place else ""
@@ -82,6 +81,7 @@ class Watch:
         self.own = Beat(rank, socket.gethostname(), os.getpid(), node())
         self.keys = [KEY.format(other) for other in range(size) if other != rank]
         self.others: dict[int, tuple[float, Beat]] = {}  # and when each was heard
+        self.silent: set[int] = set()  # heard nothing of for too long
         self.working = False  # the main thread may be called away
         self.agreed: BaseException | None = None  # the error that all ranks know of
         self.lost: str | None = None  # why no exchange can succeed any more
@@ -187,8 +187,8 @@ class Watch:
             if beat.rank not in self.others or self.others[beat.rank][1].sent != beat.sent:
                 signs |= {beat.rank, *beat.sees}
         self.others = {b.rank: (now if b.rank in signs else self.others[b.rank][0], b) for b in beats}
-        self.own.misses = [rank for rank, (heard, _) in self.others.items() if now - heard > self.timeout]
-        away = [b for b in beats if b.apart or runs[b.rank] is False or b.rank in self.own.misses]
+        self.silent = {rank for rank, (heard, _) in self.others.items() if now - heard > self.timeout}
+        away = [b for b in beats if b.apart or runs[b.rank] is False or b.rank in self.silent]
         self.lost = f"{self.cause(away)}; {go_on()}" if away else None
 
     def cause(self, beats: Sequence[Beat]) -> str | None:
@@ -197,13 +197,12 @@ class Watch:
         return "; ".join(map(self.fate, first)) or None
 
     def fate(self, beat: Beat) -> str:
-        silence = f"for {self.timeout:.0f} s (raise distributed.heartbeat_timeout where it was only slow)"
-        if (own := self.own.rank) in beat.misses:
-            return f"{beat} goes on without this one, rank {own}, of which it heard nothing {silence}"
         if beat.failure:
             return beat.failure
-        silent = beat.rank in self.own.misses
-        return f"{beat} has given no sign of life {silence}" if silent else f"{beat} is gone"
+        if beat.rank in self.silent:
+            remedy = "raise distributed.heartbeat_timeout where it was only slow"
+            return f"{beat} has given no sign of life for {self.timeout:.0f} s ({remedy})"
+        return f"{beat} is gone"
 
     def run(self) -> None:
         """The thread's work: tell and hear, and end the process where its main thread stays."""

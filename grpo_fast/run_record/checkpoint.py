@@ -119,7 +119,7 @@ class CheckpointStore:
         """Delete the checkpoints of later steps: a run resumed at this one is not on the way to them."""
         self._lead(lambda: self._delete(path for path in self.paths() if step_of(path) > step))
 
-    def save(self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> Path:
+    def save(self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any] | None) -> Path:
         """Write a checkpoint, then delete those beyond `keep`.
 
         Where the disk is full, the oldest checkpoint makes room if a newer one is intact.
@@ -128,22 +128,34 @@ class CheckpointStore:
             step: optimiser steps done, more than of any that is saved.
             tensors: of any dtype, device and stride, no two of them the same memory: DTensors, or the same on
                 every rank.
-            state: whatever else, as JSON: rank 0's.
+            state: whatever else, as JSON: rank 0's. None: the tensors are the trained weights alone, for
+                which there is room where there is none for a checkpoint; the next one replaces them.
 
         Raises:
             CheckpointSaveError: the disk is full or cannot be written.
             Diverged: a tensor holds NaN or infinity.
             ValueError: the store was opened to read.
         """
-        return self._save(self.root / f"step-{step:08d}", tensors, json.dumps(state))
-
-    def save_weights(self, step: int, weights: Mapping[str, Tensor]) -> Path:
-        """Write the trained weights alone, where a checkpoint has no room; the next checkpoint replaces them.
-
-        Raises:
-            Exception: as `save`.
-        """
-        return self._save(self.root / f"step-{step:08d}{WEIGHTS}", weights, "{}")
+        if self.keep is None:
+            raise ValueError("this store was opened to read; give CheckpointStore a value for keep")
+        for name in self._agreed(lambda: first_not_finite({n: local(t) for n, t in tensors.items()})):
+            if name:
+                raise Diverged(f"{name} holds NaN or infinity")
+        path = self.root / f"step-{step:08d}{WEIGHTS if state is None else ''}"
+        text = json.dumps(state or {})
+        try:
+            try:
+                self._write(path, tensors, text)
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not self._lead(self._make_room):
+                    raise
+                self._write(path, tensors, text)
+            self._lead(lambda: self._delete_before(path))
+        except OSError as error:
+            free, saved = bytes_text(_free_bytes(self.root)), self.paths()
+            newest = f"the newest checkpoint is {saved[-1]}" if saved else "there is no checkpoint"
+            raise CheckpointSaveError(f"cannot save {path}: {error} ({free} free); {newest}") from error
+        return path
 
     def load_latest(self) -> Checkpoint | None:
         """The newest checkpoint, or weights alone if they are newer; None where there is nothing.
@@ -210,31 +222,6 @@ class CheckpointStore:
         matching = (p for p in found if p.suffix in suffixes and FINAL.fullmatch(p.stem) and p.is_dir())
         return sorted(matching, key=lambda path: (step_of(path), not path.suffix))
 
-    def _save(self, path: Path, tensors: Mapping[str, Tensor], state: str) -> Path:
-        if self.keep is None:
-            raise ValueError("this store was opened to read; give CheckpointStore a value for keep")
-        for name in self._agreed(lambda: first_not_finite({n: local(t) for n, t in tensors.items()})):
-            if name:
-                raise Diverged(f"{name} holds NaN or infinity")
-
-        def delete_old() -> None:
-            weights = [other for other in self._named(WEIGHTS) if other != path]
-            self._delete([*self.paths()[: -(self.keep or 0)], *weights])
-
-        try:
-            try:
-                self._write(path, tensors, state)
-            except OSError as error:
-                if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not self._lead(self._make_room):
-                    raise
-                self._write(path, tensors, state)
-            self._lead(delete_old)
-        except OSError as error:
-            free, saved = bytes_text(_free_bytes(self.root)), self.paths()
-            newest = f"the newest checkpoint is {saved[-1]}" if saved else "there is no checkpoint"
-            raise CheckpointSaveError(f"cannot save {path}: {error} ({free} free); {newest}") from error
-        return path
-
     def _write(self, path: Path, tensors: Mapping[str, Tensor], state: str) -> None:
         folder = path.with_suffix(WRITING)
         ends = accumulate(local(tensor).nbytes for tensor in tensors.values())
@@ -296,6 +283,11 @@ class CheckpointStore:
         logger.warning("the disk is full: %s is deleted to make room for the next", paths[0])
         self._delete(paths[:1])
         return True
+
+    def _delete_before(self, path: Path) -> None:
+        """What is not kept any more where `path` is saved."""
+        weights = [other for other in self._named(WEIGHTS) if other != path]
+        self._delete([*self.paths()[: -(self.keep or 0)], *weights])
 
     def _delete(self, paths: Iterable[Path]) -> None:
         for path in paths:
@@ -384,6 +376,4 @@ def sync(path: Path) -> None:
 
 def _free_bytes(folder: Path) -> int:
     """Bytes free where `folder` is, or will be."""
-    while not folder.exists():
-        folder = folder.parent
-    return shutil.disk_usage(folder).free
+    return shutil.disk_usage(folder if folder.exists() else folder.parent).free

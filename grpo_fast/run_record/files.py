@@ -110,7 +110,11 @@ class JsonlLog:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file = open(path, "a+b", buffering=0)  # noqa: SIM115  closed by close()
-        self._file.truncate(len(_whole(path.read_bytes())))
+        content = path.read_bytes()
+        size = len(_whole(content))
+        if size < len(content):
+            logger.warning("%s: its last line was torn and is lost (from byte %d on)", path, size)
+            self._file.truncate(size)
 
     def append(self, *records: Record) -> None:
         """Write records as lines, all or none of them.

@@ -200,7 +200,7 @@ class Recorder:
             left = f"there is no checkpoint from before: start anew with checkpoint.every and {lower}"
             if step and bad_gradient and not mid_step:
                 with suppress(CheckpointSaveError, Diverged):  # by other hands than the optimizer's
-                    weights = self.store.save_weights(step, self.trainer.policy.saved_weights())
+                    weights = self.store.save(step, self.trainer.policy.saved_weights(), None)
                     left += f"; the weights of step {step} alone are saved: `grpo-fast export {weights} OUT`"
         return Diverged(f"the run diverged after step {step}: {error}; {left}")
 
@@ -248,7 +248,7 @@ class Recorder:
             path = self.store.save(step, tensors, pickle.loads(self.state))
         except CheckpointSaveError as error:
             if must:
-                weights = self.store.save_weights(step, self.trainer.policy.saved_weights())
+                weights = self.store.save(step, self.trainer.policy.saved_weights(), None)
                 raise CheckpointSaveError(
                     f"{error}. Saved are the weights of step {step} alone: `grpo-fast export {weights} OUT`"
                 ) from error

@@ -118,13 +118,7 @@ CASES: dict[str, tuple[str | dict[int, str], list[int | None]]] = {
     ),
     "elsewhere": ("^RankError: rank 1 is at the rollout of step 3, not at the update of step 3$", [1, 1]),
     "forgiven": (r"^\Z", [0, 0]),
-    "busy_alone": (
-        {
-            0: ENDS + SILENT,
-            1: r"^RankError: rank 0 \(.* goes on without this one, rank 1, of which it heard no",
-        },
-        [1, 1],
-    ),
+    "busy_alone": ({0: ENDS + SILENT, 1: "^RankError: " + SILENT}, [1, 1]),
     "started_again": (r"^\Z", [0, 0]),  # these last, for the kind of their store is that of all after them
 }
 

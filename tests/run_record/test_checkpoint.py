@@ -186,8 +186,8 @@ def test_weights_alone_are_the_newest_to_read_but_not_to_resume_until_a_checkpoi
     store, contents
 ):
     save(store, 1)
-    store.save_weights(2, {"master.weight": torch.ones(3)})
-    path = store.save_weights(3, {"master.weight": torch.full((3,), 2.0)})
+    store.save(2, {"master.weight": torch.ones(3)}, None)
+    path = store.save(3, {"master.weight": torch.full((3,), 2.0)}, None)
 
     assert held(store) == ["1", "3.weights"]
     assert store.load_latest().path == path and store.load_latest().step == 3

@@ -202,15 +202,6 @@ def test_a_killed_holder_is_named_before_and_forgotten_after_though_its_worker_l
         os.kill(worker, signal.SIGKILL)
 
 
-def test_the_folder_is_held_within_a_process_too_and_free_after_an_error(tmp_path: Path):
-    with pytest.raises(ValueError, match="of a run"), locked_run_dir(tmp_path / "run"):
-        with pytest.raises(RunInUse, match=f"process {os.getpid()} "), locked_run_dir(tmp_path / "run"):
-            pass
-        raise ValueError("of a run")
-    with locked_run_dir(tmp_path / "run"):
-        pass
-
-
 def test_a_file_system_without_locks_is_told_and_trained_on_and_one_that_cannot_be_written_is_refused(
     tmp_path: Path, monkeypatch, caplog
 ):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import pkgutil
 import re
 from pathlib import Path
@@ -89,18 +88,6 @@ def whole_run(toy: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> 
     run_dir = tmp_path_factory.mktemp("driver") / "whole"
     train(in_process(toy, run_dir), display=False)
     return run_dir
-
-
-def test_a_run_s_state_becomes_json_at_checkpoints_alone(toy, tmp_path: Path, monkeypatch):
-    written, dumps = [], json.dumps
-
-    def counted(value: Any, **options: Any) -> str:
-        written.extend([1] if isinstance(value, dict) and "trainer" in value else [])
-        return dumps(value, **options)
-
-    monkeypatch.setattr(json, "dumps", counted)
-    train(in_process(toy, tmp_path / "run", curriculum={}, checkpoint={"every": 2}), display=False)
-    assert len(written) == 3  # after steps 2, 4 and 5
 
 
 @pytest.mark.parametrize(("target", "error"), [(FORWARD, KeyboardInterrupt()), (SYNC, ValueError("bug"))])

@@ -142,17 +142,6 @@ def test_what_a_model_wrote_is_text_and_never_markup_unicode_or_not(tmp_path: Pa
     assert "<img> 2" in page.text and "<b>sums" in page.text
 
 
-def test_a_killed_run_has_a_page_of_what_was_finished(tmp_path: Path) -> None:
-    run_dir = make_run(tmp_path / "sums", steps=3, total=6)
-    for path in run_dir.glob("*s.jsonl"):
-        path.write_bytes(path.read_bytes() + b'{"step": 4, "rew')
-
-    page = Page(write_report(run_dir))
-
-    assert "not finished: step 3 of 6" in page.text
-    assert "21.7 % [17.4, 26.7]" in page.text and "points" not in page.text
-
-
 FILES = [f"{name}.jsonl" for name in ("metrics", "timings", "samples", "evaluations", "alerts", "provenance")]
 
 
@@ -237,6 +226,8 @@ def test_several_runs_are_compared_on_one_page(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     runs = [make_run(tmp_path / "sums"), make_run(tmp_path / "other" / "sums", steps=3), tmp_path / "dpo"]
     runs[2].mkdir()
+    with (runs[1] / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "rew')  # where it was killed
     add_metrics(runs[2], {"step": 1, "rewards/margins": 1.0}, {"step": 9, "rewards/margins": 3.0})
     other = "max_steps: 6\nmodel: {path: other, lora: {r: 8}}\nrewards: [{weight: 0.5}]\noutput_dir: other\n"
     (runs[1] / "config.yaml").write_text(other)
