@@ -19,8 +19,13 @@ if TYPE_CHECKING:  # a mistake in a configuration is told before torch is import
 
 WORD = 10.0  # seconds of waiting from one word about it to the next
 FAREWELL = 15.0  # seconds in which the others hear of a failure
-JOINED, HEARD, FAILED = (f"grpo_fast/joining/{name}" for name in ("joined/{}", "heard/{}", "failed"))
+KEY = "grpo_fast/rank/{}"  # of a rank that has come: what it tells of itself
+FAILED, HEARD = "grpo_fast/joining/failed", "grpo_fast/joining/heard"  # an error, and how many know of it
 _SINGLE_PROCESS = {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}  # what torchrun would set
+
+
+class RankError(RuntimeError):
+    """Another rank has failed, is lost, or is at another place."""
 
 
 def numbers() -> tuple[int, int, int]:
@@ -87,22 +92,18 @@ def meet(store: Store, timeout: timedelta) -> None:
     Raises:
         RankError: one failed before, or does not come.
     """
-    from grpo_fast.distributed.watch import RankError
-
-    size, rank, _ = numbers()
-    places = [JOINED.format(other) for other in range(size)]
+    keys = [KEY.format(rank) for rank in range(numbers()[0])]
 
     def met() -> bool:
         if store.check([FAILED]):
             problem = store.get(FAILED).decode()
-            store.set(HEARD.format(rank), "")
+            store.add(HEARD, 1)
             raise RankError(problem)
-        return store.check(places)
+        return store.check(keys)
 
     def missing() -> str:
-        return "rank " + ", ".join(str(other) for other in range(size) if not store.check([places[other]]))
+        return "rank " + ", ".join(str(rank) for rank, key in enumerate(keys) if not store.check([key]))
 
-    store.set(places[rank], "")
     _wait(met, missing, timeout)
 
 
@@ -110,15 +111,13 @@ def _excuse(problem: str) -> None:
     size, rank, _ = numbers()
     store = of_attempt(connect(timedelta(seconds=FAREWELL)))
     store.set(FAILED, problem)
-    store.set(HEARD.format(rank), "")
+    store.add(HEARD, 1)
     end = time.monotonic() + FAREWELL
-    while rank == 0 and time.monotonic() < end and not store.check([*map(HEARD.format, range(size))]):
+    while rank == 0 and time.monotonic() < end and store.add(HEARD, 0) < size:
         time.sleep(0.1)  # the store goes with its process
 
 
 def _wait(done: Callable[[], bool], whom: Callable[[], str], timeout: timedelta) -> None:
-    from grpo_fast.distributed.watch import RankError
-
     start, words = time.monotonic(), 1
     while not done():
         waited = time.monotonic() - start

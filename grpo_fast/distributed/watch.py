@@ -25,14 +25,11 @@ from typing import Any, cast
 import psutil
 from torch.distributed import Store
 
+from grpo_fast.distributed.joining import KEY, RankError
+
 BEAT = 1.0  # seconds from one sign of life to the next
 GRACE = 15.0  # seconds for the main thread to leave by itself
-KEY = "grpo_fast/watch/{}"
 COLLECTIVE = re.compile("gloo|nccl|pair closure", re.IGNORECASE)  # in its RuntimeErrors
-
-
-class RankError(RuntimeError):
-    """Another rank has failed, is lost, or is at another place."""
 
 
 @dataclass

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Store
 from torch.distributed.device_mesh import DeviceMesh
 
-from grpo_fast.distributed.joining import awaited, connect, launched, meet, numbers, of_attempt
-from grpo_fast.distributed.watch import RankError, Watch
+from grpo_fast.distributed.joining import RankError, awaited, connect, launched, meet, numbers, of_attempt
+from grpo_fast.distributed.watch import Watch
 
 T = TypeVar("T")
 _CPU = torch.device("cpu")
@@ -37,9 +37,8 @@ class World:
     device: torch.device = _CPU  # of this rank, where its tensors are exchanged
     step: int = 0  # that is being trained, for messages
     watch: Watch | None = None  # of the other ranks; None: there are none
-    objects: ProcessGroup | None = (
-        None  # of `gather_from_all`: a rank may fail where others are in a collective
-    )
+    # Of `gather_from_all`: a rank may fail where others are in a collective.
+    objects: ProcessGroup | None = None
     launcher: Store | None = None  # torchrun's, which outlives its ranks
 
     @property

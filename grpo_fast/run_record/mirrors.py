@@ -17,24 +17,6 @@ from grpo_fast.run_record.files import CONFIG_FILE
 if TYPE_CHECKING:
     from grpo_fast.run_record.logs import SampleRecord
 
-MODULES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "trackio": "trackio"}
-
-
-def require_mirrors(config: LoggingConfig) -> None:
-    """Fail before the model is loaded where `open_mirrors` would afterwards.
-
-    Raises:
-        ModuleNotFoundError: a mirror's library is missing; the message says what to install.
-    """
-    for option, module in MODULES.items():
-        if getattr(config, option):
-            try:
-                import_module(module)
-            except ModuleNotFoundError as error:
-                raise ModuleNotFoundError(
-                    f"logging.{option} = true needs `pip install {option}`; or set logging.{option} = false"
-                ) from error
-
 
 class TensorBoard:
     """Scalars in `run_dir/tensorboard`, completions as Markdown, which the text plugin shows."""
@@ -114,6 +96,23 @@ class Trackio(Wandb):
 
 
 Mirror: TypeAlias = TensorBoard | Wandb
+KINDS: dict[str, type[Mirror]] = {"tensorboard": TensorBoard, "wandb": Wandb, "trackio": Trackio}
+"""By library, which is also the key in the section `logging`."""
+
+
+def require_mirrors(config: LoggingConfig) -> None:
+    """Fail before the model is loaded where `open_mirrors` would afterwards.
+
+    Raises:
+        ModuleNotFoundError: a mirror's library is missing; the message says what to install.
+    """
+    for library in (name for name in KINDS if getattr(config, name)):
+        try:
+            import_module(library)
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(
+                f"logging.{library} = true needs `pip install {library}`; or set logging.{library} = false"
+            ) from error
 
 
 def open_mirrors(run_dir: Path, config: LoggingConfig) -> list[Mirror]:
@@ -123,16 +122,14 @@ def open_mirrors(run_dir: Path, config: LoggingConfig) -> list[Mirror]:
         RuntimeError: one does not start, as where nobody is logged in.
     """
     mirrors: list[Mirror] = []
-    for kind in (TensorBoard, Wandb, Trackio):
-        option = kind.__name__.lower()
-        if getattr(config, option):
-            try:
-                mirrors.append(kind(run_dir, config.project))
-            except Exception as error:
-                raise RuntimeError(
-                    f"logging.{option} = true: {option} does not start ({error}); mend that, or set "
-                    f"logging.{option} = false"
-                ) from error
+    for library in (name for name in KINDS if getattr(config, name)):
+        try:
+            mirrors.append(KINDS[library](run_dir, config.project))
+        except Exception as error:
+            raise RuntimeError(
+                f"logging.{library} = true: {library} does not start ({error}); mend that, or set "
+                f"logging.{library} = false"
+            ) from error
     return mirrors
 
 

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch._subclasses import FakeTensorMode
 
 from grpo_fast.cli import main
-from grpo_fast.distributed.joining import meet, of_attempt
-from grpo_fast.distributed.watch import RankError, Watch
+from grpo_fast.distributed.joining import RankError, meet, of_attempt
+from grpo_fast.distributed.watch import Watch
 from grpo_fast.distributed.world import started
 
 HERE = Path(__file__).resolve().parent
@@ -92,7 +92,7 @@ ENDS = r"^grpo-fast: rank 0 \(.* at the update of step 3\) cannot go on and ends
 CASES: dict[str, tuple[str | dict[int, str], list[int | None]]] = {
     "killed_while_others_work": ("^RankError: " + GONE.format(1, "the rollout"), [1, -9]),
     "killed_while_others_wait": ("^RankError: " + GONE.format(1, "the rollout"), [1, -9]),
-    "killed_in_a_collective": ("^RankError: " + GONE.format(1, "the update"), [1, -9]),
+    "killed_in_a_collective": ("^RankError: " + GONE.format(2, "the update"), [1, 1, -9]),
     "killed_with_a_child_that_holds_its_connections": (ENDS + GONE.format(1, "the update"), [1, -9]),
     "frozen": (ENDS + SILENT, [1, None]),
     "busy": (r"^\Z", [0, 0]),
@@ -104,7 +104,6 @@ CASES: dict[str, tuple[str | dict[int, str], list[int | None]]] = {
         r"RankError: rank 0 \(.*\) has waited 6 s for rank 1 to join: look there for why$",
         [1, 7],
     ),
-    "three": ("^RankError: " + GONE.format(2, "the update"), [1, 1, -9]),
     "failed_while_others_work": ("^RankError: " + RAISED.format("the rewards") + "$", [1, 1]),
     "agreed_by_three": ("^RankError: " + RAISED.format("the rewards") + "$", [1, 1, 1]),
     "failed_in_an_exchange_within": ("^RankError: " + RAISED.format("the gradient") + "$", [1, 1]),

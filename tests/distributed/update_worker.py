@@ -52,17 +52,13 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def check(name: str, toy: dict[str, Any], world: World, updates: int, eps: float) -> None:
+def check(name: str, toy: dict[str, Any], untied: str, world: World, updates: int, eps: float) -> None:
     """Updates of one rollout, which every rank has collected by itself, and their metrics."""
     draw = random.Random(f"{name} {toy['seed']}")
-    seed, path = draw.randrange(2**31), draw.choice([toy["model"]["path"], toy["untied"]])
-    toy = {**toy, "optimizer": ADAM, "model": toy["model"] | {"path": path}}
-    merged = {k: {**toy.get(k, {}), **v} if isinstance(v, dict) else v for k, v in CASES[name].items()}
-    settings = {
-        key: value
-        for key, value in (toy | {"seed": seed} | merged).items()
-        if key not in ("untied", "mixture")
-    }
+    seed, path = draw.randrange(2**31), draw.choice([toy["model"]["path"], untied])
+    ours = toy | {"seed": seed, "optimizer": ADAM, "model": toy["model"] | {"path": path}}
+    merged = {k: {**ours.get(k, {}), **v} if isinstance(v, dict) else v for k, v in CASES[name].items()}
+    settings = ours | merged
     settings["optimizer"] = {**settings["optimizer"], "eps": eps}
     modes = [{"mode": "replicate"}, {"mode": "shard", "head": draw.choice(["gathered", "sharded"])}]
     alone, *several = (
@@ -110,12 +106,11 @@ def check(name: str, toy: dict[str, Any], world: World, updates: int, eps: float
             assert same, f"{case}: {key} is {told[key]}, alone {value}"
 
 
-def check_balance(toy: dict[str, Any], world: World) -> None:
+def check_balance(toy: dict[str, Any], mixture: str, world: World) -> None:
     """Of the same micro-batches a mixture's load-balancing loss moves the same weights, and is told the same,
     however the ranks share weights and head."""
-    model = toy["model"] | {"path": toy["mixture"], "router_aux_loss": 0.5}
-    settings = {key: value for key, value in toy.items() if key not in ("untied", "mixture")}
-    settings |= {"model": model, "optimizer": ADAM, "micro_batch_tokens": 48}
+    model = toy["model"] | {"path": mixture, "router_aux_loss": 0.5}
+    settings = toy | {"model": model, "optimizer": ADAM, "micro_batch_tokens": 48}
     modes = [{"mode": "replicate"}, *({"mode": "shard", "head": head} for head in ("gathered", "sharded"))]
     found = []
     for mode in modes:
@@ -128,12 +123,8 @@ def check_balance(toy: dict[str, Any], world: World) -> None:
     (told, weights), *others = found
     for mode, (metrics, own) in zip(modes[1:], others, strict=True):
         for key in ("router_aux_loss", "loss", "grad_norm"):
-            assert abs(metrics[key] - told[key]) <= 1e-5 * abs(told[key]), (
-                mode,
-                key,
-                metrics[key],
-                told[key],
-            )
+            apart = abs(metrics[key] - told[key])
+            assert apart <= 1e-5 * abs(told[key]), f"{mode}: {key} differs by {apart}"
         for name, weight in weights.items():
             assert float((weight - own[name]).norm()) <= 1e-5 * float(weight.norm()) + 1e-6, (mode, name)
 
@@ -151,14 +142,13 @@ def send_moments_away(optimizer: PolicyOptimizer) -> None:
 def main(world: World, folder: str, updates: int, eps: float, seeds: int) -> None:
     optimizer_module.SMALLEST = 0
     toy = json.loads((Path(folder) / "toy.json").read_text())
-    toy |= {name: f"{folder}/{name}" for name in ("untied", "mixture")}
     if not updates:
-        check_balance(toy, world)
+        check_balance(toy, f"{folder}/mixture", world)
     draw = random.Random(toy["seed"])
     shards.BUCKET = draw.choice([1, shards.BUCKET])  # a tensor alone, or many
     names = draw.sample([*CASES], 3)
     for seed, name in product(range(seeds), CASES) if updates else product([toy["seed"]], names):
-        check(name, toy | {"seed": seed}, world, updates, eps)
+        check(name, toy | {"seed": seed}, f"{folder}/untied", world, updates, eps)
 
 
 def make_others(toy: dict[str, Any], folder: str) -> None:

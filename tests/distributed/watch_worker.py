@@ -28,7 +28,7 @@ from grpo_fast.distributed.world import RankError, World
 watch.BEAT, watch.GRACE = 0.2, 1.5
 joining.WORD = 0.5
 FOREVER = 1000  # seconds
-SIZES = {"three": 3, "agreed_by_three": 3, "busy_beside_another": 3}
+SIZES = {"killed_in_a_collective": 3, "agreed_by_three": 3, "busy_beside_another": 3}
 
 
 def die(world: World) -> None:
@@ -116,10 +116,6 @@ def never_there(rank: int) -> None:
 
 
 BEFORE = {f.__name__: f for f in (failed_before_it_joined, led_by_one_that_failed, never_there)}
-
-
-def three(world: World) -> None:
-    sum_after(world, die)
 
 
 def refuse(world: World) -> None:
