@@ -82,26 +82,20 @@ def test_a_run_that_a_signal_stops_is_not_pushed(config: TrainConfig, hub, monke
 
 
 @pytest.mark.parametrize(
-    ("user", "message"),
+    ("user", "token", "offline", "message"),
     [
-        (refusal(401), "the hub refuses the token"),
-        ({**ADA, "auth": {"accessToken": {"role": "read"}}}, "token of ada may only read"),
-        ({**ADA, "name": "bob"}, "that of bob, who may write to bob, lovelace"),
+        (refusal(401), "hf_x", False, "the hub refuses the token"),
+        ({**ADA, "auth": {"accessToken": {"role": "read"}}}, "hf_x", False, "token of ada may only read"),
+        ({**ADA, "name": "bob"}, "hf_x", False, "that of bob, who may write to bob, lovelace"),
+        (ADA, None, False, "needs a token.*HF_TOKEN"),
+        (ADA, None, True, "HF_HUB_OFFLINE"),
     ],
 )
-def test_a_token_that_cannot_push_is_refused_at_the_start(hub, user: Any, message: str):
-    hub.whoami.side_effect = [user]
+def test_what_cannot_be_pushed_is_refused_at_the_start(hub, monkeypatch, user: Any, token, offline, message):
+    hub.token, hub.whoami.side_effect = token, [user]
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", offline)
     with pytest.raises(ValueError, match=rf"hub.push = 'ada/near-w7'.*{message}"):
         PushToHub(HubConfig(push="ada/near-w7"))
-
-
-def test_without_a_token_or_offline_the_start_says_what_to_set(hub, monkeypatch: pytest.MonkeyPatch):
-    hub.token = None
-    with pytest.raises(ValueError, match=r"needs a token.*HF_TOKEN"):
-        PushToHub(HubConfig(push="lovelace/model"))
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(ValueError, match="HF_HUB_OFFLINE"):
-        PushToHub(HubConfig(push="lovelace/model"))
 
 
 @pytest.mark.parametrize("answer", [refusal(503), ConnectionError("no network")])
