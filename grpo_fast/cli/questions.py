@@ -18,7 +18,7 @@ from grpo_fast.config_keys import ConfigError, Problem
 from grpo_fast.data.types import spoken
 from grpo_fast.rollout import Engine, Sampling, make_engine, require_engine, sampling_of
 from grpo_fast.run_record.files import CONFIG_FILE, require_writable
-from grpo_fast.run_record.summary import score_text
+from grpo_fast.run_record.summary import reward_text, score_text
 from grpo_fast.secrets import masked
 
 if TYPE_CHECKING:
@@ -172,25 +172,23 @@ def group_text(group: Group, reward_names: Sequence[str], rendered_prompt: str) 
     ]
     answers = zip(group.completions, group.rewards.tolist(), group.reward_table.tolist(), strict=True)
     for number, (completion, reward, row) in enumerate(answers, 1):
-        parts = ", ".join(f"{name} {_value(value)}" for name, value in zip(reward_names, row, strict=True))
+        parts = ", ".join(
+            f"{name} {reward_text(value)}" for name, value in zip(reward_names, row, strict=True)
+        )
         size = f"{completion.num_sampled} tokens{', truncated' if completion.truncated else ''}"
-        lines.append(f"completion {number}: reward {_value(reward)} ({parts}), {size}")
+        lines.append(f"completion {number}: reward {reward_text(reward)} ({parts}), {size}")
         if completion.episode is None:
             lines.append(_block(completion.text))
         for who, what in spoken(completion.episode.messages) if completion.episode else ():
             lines += [f"  {who}", _block(what)]
     spread = group.rewards.std(correction=0).item()
     verdict = "no spread: this group teaches nothing" if group.flat else f"standard deviation {spread:.3f}"
-    lines.append(f"group: mean reward {_value(group.rewards.nanmean().item())}, {verdict}")
+    lines.append(f"group: mean reward {reward_text(group.rewards.nanmean().item())}, {verdict}")
     return "\n".join(lines) + "\n"
 
 
 def _block(text: str) -> str:
     return "\n".join(f"  | {line}" for line in text.splitlines() or [""])
-
-
-def _value(value: float) -> str:
-    return "not applicable" if value != value else f"{value:.3f}"
 
 
 def evaluation_table(result: Evaluation, ks: Sequence[int], temperature: float) -> str:

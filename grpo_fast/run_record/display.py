@@ -24,7 +24,7 @@ from rich.text import Text
 
 from grpo_fast.data.types import spoken
 from grpo_fast.run_record.logs import SampleRecord
-from grpo_fast.run_record.summary import FIGURES, Interval, duration_text, score_text
+from grpo_fast.run_record.summary import FIGURES, Interval, duration_text, excerpt, reward_text, score_text
 
 logger = logging.getLogger(__name__)
 
@@ -274,10 +274,7 @@ def _sample_table(sample: SampleRecord) -> Table:
     said = spoken(sample.messages or ()) or [("completion", sample.completion)]
     for who, what in [*spoken(turns[-TURNS:]), *said]:
         rows.add_row(who, _readable(what))
-    parts = (
-        f"{name} {'not applicable' if value is None or value != value else f'{value:.3f}'}"
-        for name, value in sample.rewards.items()
-    )
+    parts = (f"{name} {reward_text(value)}" for name, value in sample.rewards.items())
     reward = f"{sample.reward:.3f} ({', '.join(parts)}), advantage {sample.advantage:+.3f}"
     cut = ", truncated" if sample.truncated else ""
     rows.add_row("reward", Text(f"{reward}, {sample.num_tokens} tokens{cut}\n"))
@@ -286,10 +283,8 @@ def _sample_table(sample: SampleRecord) -> Table:
 
 def _readable(text: str) -> Text:
     """Without its middle where it is long; what a terminal would obey or not show, as an escape."""
-    if len(text) > SHOWN:
-        left_out = f" [{len(text) - SHOWN:,} characters] "
-        text = text[: SHOWN // 2] + left_out + text[-SHOWN // 2 :]
-    shown = (c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text.expandtabs(4))
+    text = excerpt(text, SHOWN).expandtabs(4)
+    shown = (c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
     return Text("".join(shown), overflow="fold")
 
 

@@ -20,7 +20,7 @@ from grpo_fast.run_record import logs
 from grpo_fast.run_record.alerts import RULES
 from grpo_fast.run_record.charts import SCORE, AlertSpan, Metrics, draw_curves
 from grpo_fast.run_record.files import CONFIG_FILE, read_jsonl, write_whole
-from grpo_fast.run_record.summary import CONFIDENCE, duration_text, score_text
+from grpo_fast.run_record.summary import CONFIDENCE, duration_text, excerpt, score_text
 from grpo_fast.tree import differences, value_at
 
 REPORT_FILE, COMPARISON_FILE = "report.html", "comparison.html"
@@ -203,11 +203,3 @@ def compared(configs: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str]]
         shown = [json.dumps(value, ensure_ascii=False, default=str) for value in values]
         rows.append((key, ["\N{EN DASH}" if text == "null" else text for text in shown]))
     return rows
-
-
-def excerpt(text: str, most: int) -> str:
-    """A text of at most `most` characters: three quarters of them from its beginning, a quarter its end."""
-    if len(text) <= most:
-        return text
-    left_out = f"\n\n[… {len(text) - most:,} characters left out; samples.jsonl has them …]\n\n"
-    return text[: most - most // 4] + left_out + text[-(most // 4) :]

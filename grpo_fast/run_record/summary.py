@@ -1,4 +1,4 @@
-"""Numbers as a person reads them: confidence intervals, percentages, durations, bytes."""
+"""Numbers and texts as a person reads them: intervals, percentages, rewards, durations, bytes, excerpts."""
 
 from __future__ import annotations
 
@@ -123,3 +123,16 @@ def duration_text(seconds: float) -> str:
 def bytes_text(count: float) -> str:
     """`1.5 GiB`, `12.0 MiB`, `512 B`."""
     return ByteSize(count).human_readable(separator=" ")
+
+
+def reward_text(value: float | None) -> str:
+    """`0.500`; None and NaN stand for a reward that does not apply."""
+    return "not applicable" if value is None or math.isnan(value) else f"{value:.3f}"
+
+
+def excerpt(text: str, most: int) -> str:
+    """A text of at most `most` characters: three quarters of them from its beginning, a quarter its end."""
+    if len(text) <= most:
+        return text
+    left_out = f"\n\n[… {len(text) - most:,} characters left out; samples.jsonl has them …]\n\n"
+    return text[: most - most // 4] + left_out + text[-(most // 4) :]

@@ -147,7 +147,7 @@ def test_what_a_model_writes_is_shown_as_text_wrapped_and_without_its_middle():
     shown = [line for line in text.splitlines() if "long" in line]
     assert 5 < len(shown) < 20 and max(map(len, shown)) <= 60
     assert "\\x1b[2J\\x07[bold]\\udc80 \\u200b" in text and "\x1b[2J" not in text
-    assert re.search(r"\[4,\d\d\d\s+characters\]", text) and "end" in text
+    assert re.search(r"\[… 4,\d\d\d\s+characters left out", text) and "end" in text
 
 
 def test_a_notebooks_cell_is_drawn_anew_in_its_place(monkeypatch: pytest.MonkeyPatch):
