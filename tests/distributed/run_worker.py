@@ -26,21 +26,15 @@ from grpo_fast.run import train
 from grpo_fast.run_record.callbacks import Callback
 from grpo_fast.run_record.checkpoint import Checkpoint, DamagedCheckpoint
 
-ERRORS = {  # of rank 1's third rollout
-    "reward": ValueError("no such answer"),
-    "diverged": FloatingPointError("the logits hold NaN"),
-    "callback": None,
-    "apart": None,
-    "unread": None,
-    "configured": None,
-    "coded": None,
-    "rewarded": None,
-}
-CHANGES: dict[str, dict[str, Any]] = {
-    "diverged": {"checkpoint": {"every": 1, "keep": 3}},
-    "callback": {"callbacks": [f"{__file__}:Fails"]},
-    "coded": {"rewards": [{"reward": "own.py:length"}]},
-    "rewarded": {"dataset": {"source": "rows.jsonl"}},
+CASES: dict[str, tuple[Exception | None, dict[str, Any]]] = {  # rank 1's third rollout raises; settings
+    "reward": (ValueError("no such answer"), {}),
+    "diverged": (FloatingPointError("the logits hold NaN"), {"checkpoint": {"every": 1, "keep": 3}}),
+    "callback": (None, {"callbacks": [f"{__file__}:Fails"]}),
+    "apart": (None, {}),
+    "unread": (None, {}),
+    "configured": (None, {}),
+    "coded": (None, {"rewards": [{"reward": "own.py:length"}]}),
+    "rewarded": (None, {"dataset": {"source": "rows.jsonl"}}),
 }
 
 
@@ -97,13 +91,13 @@ def config_of(folder: Path, case: str, rank: int = 0) -> TrainConfig:
     toy = json.loads((folder / "toy.json").read_text())
     run_dir = folder / {"apart": f"apart on {rank}", "unread": "reward"}.get(case, case)
     toy |= {"max_steps": 4 + rank * (case == "configured"), "output_dir": str(run_dir), "evaluation": {}}
-    return TrainConfig(**toy | CHANGES.get(case, {}))
+    return TrainConfig(**toy | CASES[case][1])
 
 
 def run(rank: int, ports: list[int], folder: Path) -> None:
     transformers.TransformersEngine = FailingEngine  # type: ignore[misc]
     on_its_own_disk(folder, rank)
-    for port, (case, error) in zip(ports[:-1], ERRORS.items(), strict=True):
+    for port, (case, (error, _)) in zip(ports[:-1], CASES.items(), strict=True):
         be_rank(rank, 2, port)
         FailingEngine.asked, FailingEngine.error = 0, error if rank == 1 else None
         with pytest.raises(Exception) as raised, pytest.MonkeyPatch.context() as patch:
@@ -126,6 +120,6 @@ def run(rank: int, ports: list[int], folder: Path) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     folder = Path(sys.argv[1])
-    ports = [free_port() for _ in (*ERRORS, "playing")]
+    ports = [free_port() for _ in (*CASES, "playing")]
     multiprocessing.start_processes(run, args=(ports, folder), nprocs=2, start_method="fork")
     train(config_of(folder, "reward"), resume="latest", display=False)
