@@ -132,7 +132,7 @@ class Trainer(Algorithm):
             return
         self.enter(due)
         if self.stages[due].stage.fresh_optimizer:
-            self.optimizer.forget()
+            self.optimizer.reset_state()
 
     def described(self) -> dict[str, str]:
         rollout, correction = self.config.rollout, self.config.loss.sampler_correction

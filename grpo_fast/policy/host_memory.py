@@ -43,7 +43,7 @@ def _warn_of_ordinary_memory(error: str) -> None:
     )
 
 
-def visits(groups: Sequence[Sequence[Tensor]], device: torch.device) -> Iterator[int]:
+def stream_through_device(groups: Sequence[Sequence[Tensor]], device: torch.device) -> Iterator[int]:
     """Each group's index, while its tensors are on the device; then they go to the host as they became.
 
     The next group comes and the last one leaves meanwhile: the device holds three groups at most.

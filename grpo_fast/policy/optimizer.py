@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, get_args
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,12 +14,15 @@ from torch.distributed.tensor import DTensor
 from grpo_fast.distributed.shards import all_gather, as_sharded, local, reduce_scatter, rows_of
 from grpo_fast.distributed.world import SINGLE_PROCESS, World
 from grpo_fast.policy.config import OptimizerConfig, State
-from grpo_fast.policy.finite import Diverged
-from grpo_fast.policy.host_memory import host_like, to_host, visits
+from grpo_fast.policy.host_memory import host_like, stream_through_device, to_host
 
 MASTER = "master."  # before a parameter's name, in the names of saved tensors
 SMALLEST = 2**20  # bytes; smaller tensors stay on the device: many copies for nothing
 _PIECE = 1 << 20  # numbers of a gradient that a CPU converts at one time
+
+
+class Diverged(FloatingPointError):
+    """Gradients or weights hold NaN or infinity."""
 
 
 class PolicyOptimizer:
@@ -63,8 +67,7 @@ class PolicyOptimizer:
         self._parameters = dict(parameters)
         self._device = next(iter(self._parameters.values())).device
         self._world = world
-        everything: tuple[State, ...] = get_args(State)
-        self._on_host = {s for s in everything if s in on_host or config.kind == "adamw_offload"}
+        self._on_host = {"optimizer", "master"} if config.kind == "adamw_offload" else {*on_host}
         self._masters: dict[str, Tensor] = {}
         self._buffers: dict[str, Tensor] = {}  # float32, for the gradients of 16-bit parameters
         self._gathered: dict[str, Tensor] = {}  # those of them that hold a gradient
@@ -106,7 +109,7 @@ class PolicyOptimizer:
             decay = config.weight_decay if group["decays"] else 0.0
             group |= {"betas": config.betas, "eps": config.eps, "weight_decay": decay}
 
-    def forget(self) -> None:
+    def reset_state(self) -> None:
         """Drop the moments and begin the schedule anew; the weights stay, in full precision."""
         self._steps = 0
         self._adam.state.clear()
@@ -156,7 +159,7 @@ class PolicyOptimizer:
         self.mid_step = True
         if self._rounds and self._buffers:  # by the global generator, whose state is in checkpoints
             self._noise.manual_seed(int(torch.randint(2**62, ())))
-        for names in self._visiting([*gradients]):
+        for names in self._streamed(gradients):
             for name in names:
                 self._masters[name].grad = gradients[name]
             self._adam.step()
@@ -201,7 +204,7 @@ class PolicyOptimizer:
             master = self._masters[name]
             if self._adam.state.get(master):
                 continue
-            zeros = self._zeros_on_host if self._lives_on_host("optimizer", master) else self._zeros
+            zeros = partial(self._zeros, on_host=self._lives_on_host("optimizer", master))
             if self._eight_bit:
                 made[master] = self._adam.new_state(master, zeros)
             else:
@@ -209,27 +212,26 @@ class PolicyOptimizer:
                 made[master] = {"step": step, "exp_avg": zeros(master), "exp_avg_sq": zeros(master)}
         self._adam.state.update(made)
 
-    def _zeros(self, like: Tensor) -> Tensor:
+    def _zeros(self, like: Tensor, *, on_host: bool) -> Tensor:
+        if on_host:
+            return host_like(like, pinned=self._device.type == "cuda").zero_()
         return torch.zeros_like(like, device=self._device, requires_grad=False)
 
-    def _zeros_on_host(self, like: Tensor) -> Tensor:
-        return host_like(like, pinned=self._device.type == "cuda").zero_()
-
-    def _visiting(self, names: Sequence[str]) -> Iterator[Sequence[str]]:
+    def _streamed(self, names: Iterable[str]) -> Iterator[Sequence[str]]:
         """Names whose masters and moments are on the device: all that live there, then each of the others."""
         rounded = self._buffers if self._rounds else {}
         away = {n: found for n in names if (found := self._movable(n, self._on_host)) or n in rounded}
         if stay := [name for name in names if name not in away]:
             yield stay
         visitors = [*away]
-        for index in visits([*away.values()], self._device):
+        for index in stream_through_device([*away.values()], self._device):
             if (name := visitors[index]) in rounded:
                 master = self._masters[name].detach()
                 master.untyped_storage().resize_(master.nbytes)
                 master.copy_(rows_of(self._parameters[name], self._world).detach())
             yield [name]
 
-    def _movable(self, name: str, states: Collection[State]) -> list[Tensor]:
+    def _movable(self, name: str, states: Collection[str]) -> list[Tensor]:
         """The tensors of these states that are worth moving to the host's memory and back."""
         if self._masters[name].nbytes < SMALLEST:
             return []
@@ -354,15 +356,15 @@ class PolicyOptimizer:
 
     @torch.no_grad()
     def _write_back(self, names: Iterable[str]) -> None:
-        narrow = [name for name in names if name in self._buffers]
-        masters = [self._masters[name] for name in narrow]
-        if self._rounds:
-            for master in masters:
+        """The parameters of 16 bits become what their masters are."""
+        for name in names:
+            if name not in self._buffers:
+                continue
+            master = self._masters[name]
+            if self._rounds:
                 round_to_bfloat16(master, self._noise)
-        if narrow:
-            torch._foreach_copy_([rows_of(self._parameters[name], self._world) for name in narrow], masters)
-        if self._rounds:
-            for master in masters:
+            rows_of(self._parameters[name], self._world).copy_(master)
+            if self._rounds:
                 master.untyped_storage().resize_(0)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
+import math
 import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from torch.nn.utils import get_total_norm
 
-from grpo_fast.policy.finite import first_not_finite
 from grpo_fast.policy.quantization import unquantized
 
 if TYPE_CHECKING:
@@ -272,6 +273,17 @@ def load_whole(path: str, source: str | Path, auto: Any = None, **settings: Any)
             "the file is damaged: give an earlier checkpoint, or copy it again"
         )
     return model
+
+
+def first_not_finite(tensors: Mapping[str, Tensor]) -> str | None:
+    """The name of a tensor that holds NaN or infinity, if there is one.
+
+    Waits for the device once where all are finite. Tensors may be of any dtype, shape and device.
+    """
+    floats = {name: t.detach() for name, t in tensors.items() if t.is_floating_point() and t.numel()}
+    if math.isfinite(get_total_norm(floats.values(), norm_type=math.inf)):
+        return None
+    return next(name for name, tensor in floats.items() if not tensor.isfinite().all())
 
 
 def _listed(names: Iterable[str]) -> str:

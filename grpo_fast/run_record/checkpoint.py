@@ -33,7 +33,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from grpo_fast.distributed.shards import local
 from grpo_fast.distributed.world import SINGLE_PROCESS, World
-from grpo_fast.policy.finite import Diverged, first_not_finite
+from grpo_fast.policy.optimizer import Diverged
+from grpo_fast.policy.source import first_not_finite
 from grpo_fast.run_record.summary import bytes_text
 
 logger = logging.getLogger(__name__)

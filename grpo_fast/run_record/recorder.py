@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 
 from grpo_fast.distributed.world import RankError
-from grpo_fast.policy.finite import Diverged
+from grpo_fast.policy.optimizer import Diverged
 from grpo_fast.policy.random_state import capture_rng
 from grpo_fast.run_record.alerts import AlertMonitor
 from grpo_fast.run_record.callbacks import Callbacks

@@ -25,7 +25,7 @@ from grpo_fast.distributed.shards import as_sharded, rows_of
 from grpo_fast.distributed.world import SINGLE_PROCESS, World
 from grpo_fast.policy import PolicyOptimizer
 from grpo_fast.policy.config import OptimizerConfig
-from grpo_fast.policy.finite import Diverged
+from grpo_fast.policy.optimizer import Diverged
 from grpo_fast.run_record import checkpoint
 from grpo_fast.run_record.checkpoint import MANIFEST, CheckpointSaveError, CheckpointStore, verify
 

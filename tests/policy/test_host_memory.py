@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo_fast.policy import host_memory
-from grpo_fast.policy.host_memory import host_like, to_host, visits
+from grpo_fast.policy.host_memory import host_like, stream_through_device, to_host
 
 CPU = torch.device("cpu")
 
@@ -50,7 +50,7 @@ def test_what_becomes_of_visitors_is_what_the_host_holds_and_three_groups_are_th
 
     monkeypatch.setattr(host_memory, "copies_on", counted)
     hosts = [tensor.data_ptr() for tensor in tensors[0]]
-    for index in visits(tensors, device):
+    for index in stream_through_device(tensors, device):
         for tensor in tensors[index]:
             assert tensor.device.type == device.type and tensor.data_ptr() not in hosts
             tensor.data.mul_(2).add_(1)
@@ -79,7 +79,7 @@ def test_a_loop_far_ahead_of_the_device_waits_for_groups_to_leave(
     monkeypatch.setattr(host_memory, "copies_on", fetch)
     monkeypatch.setattr(Tensor, "record_stream", lambda *_: None)
     tensors = groups(rng)
-    assert [*visits(tensors, CPU)] == [*range(len(tensors))]
+    assert [*stream_through_device(tensors, CPU)] == [*range(len(tensors))]
 
     assert len(left) == len(tensors) and gone == [*range(len(tensors) - 2)]
     assert max(fetched) == 2  # and the one that comes: three groups
@@ -89,11 +89,13 @@ def test_a_visit_that_breaks_off_loses_nothing_and_the_next_one_goes_on(rng: tor
     tensors = groups(rng)
     expected = [tensor.detach().clone() for group in tensors for tensor in group]
     for stop in range(len(tensors)):
-        for index in visits(tensors, CPU):
+        for index in stream_through_device(tensors, CPU):
             if index == stop:
                 break
     assert all(map(torch.equal, chain(*tensors), expected))
-    assert [*visits(tensors, CPU)] == [*range(len(tensors))] and [*visits([], CPU)] == []
+    assert [*stream_through_device(tensors, CPU)] == [*range(len(tensors))] and [
+        *stream_through_device([], CPU)
+    ] == []
 
 
 def test_a_host_without_pinned_memory_to_give_gives_ordinary_memory(monkeypatch, caplog) -> None:

@@ -17,8 +17,7 @@ from grpo_fast.policy import PolicyOptimizer, host_memory
 from grpo_fast.policy import optimizer as optimizers
 from grpo_fast.policy.adamw_8bit import AdamW8bit
 from grpo_fast.policy.config import OptimizerConfig
-from grpo_fast.policy.finite import Diverged
-from grpo_fast.policy.optimizer import round_to_bfloat16
+from grpo_fast.policy.optimizer import Diverged, round_to_bfloat16
 
 CONFIG = OptimizerConfig(
     learning_rate=1e-2, weight_decay=0.1, max_grad_norm=0.5, schedule="cosine", warmup_steps=2
@@ -179,7 +178,7 @@ def test_an_optimiser_that_forgets_goes_on_as_a_fresh_one_from_the_same_weights(
     before = {name: tensor.clone() for name, tensor in optimizer.state_tensors().items()}
     optimizer.configure(other, total_steps=4)
     assert all(tensor.equal(before[name]) for name, tensor in optimizer.state_tensors().items())
-    optimizer.forget()
+    optimizer.reset_state()
     norms, fresh_norms = repeated(
         rng, lambda: train(model, optimizer, rng, 4), lambda: train(fresh_model, fresh, rng, 4)
     )

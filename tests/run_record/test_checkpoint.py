@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-from grpo_fast.policy.finite import Diverged
+from grpo_fast.policy.optimizer import Diverged
 from grpo_fast.policy.random_state import capture_rng, restore_rng
 from grpo_fast.run_record import checkpoint as checkpoint_module
 from grpo_fast.run_record.checkpoint import (

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 
 from grpo_fast.config import TrainConfig
 from grpo_fast.policy import PolicyOptimizer
-from grpo_fast.policy.finite import Diverged
+from grpo_fast.policy.optimizer import Diverged
 from grpo_fast.run import train
 from grpo_fast.run.export import export_run
 from grpo_fast.run_record.checkpoint import (

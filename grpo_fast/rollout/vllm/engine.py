@@ -26,7 +26,7 @@ from torch import Tensor
 from grpo_fast.data.images import opened
 from grpo_fast.distributed.shards import local
 from grpo_fast.distributed.world import SINGLE_PROCESS, World
-from grpo_fast.policy.finite import first_not_finite
+from grpo_fast.policy.source import first_not_finite
 from grpo_fast.policy.vision import sees_images
 from grpo_fast.rollout.config import VLLMConfig
 from grpo_fast.rollout.requests import Request, Requests
