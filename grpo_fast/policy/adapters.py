@@ -210,34 +210,16 @@ def expert_adapters(model: nn.Module) -> list[Any]:
 
 def merged(module: Any) -> Tensor:
     """The weight of a layer that LoRA wraps, adapters added in float32: peft rounds each to its own dtype."""
-    if hasattr(module, "parameter_name"):
-        return _merged_experts(module)
-    weight = whole(dequantized(module))
+    of_experts = hasattr(module, "parameter_name")
+    weight = whole(module.get_param() if of_experts else dequantized(module)).detach()
     found = weight.float()
     for adapter in module.active_adapters:
-        embeds = adapter in module.lora_embedding_A
-        if embeds:
-            a, b = module.lora_embedding_A[adapter], module.lora_embedding_B[adapter]
-        else:
-            a, b = module.lora_A[adapter].weight, module.lora_B[adapter].weight
-        product = whole(b).float() @ whole(a).float() * module.scaling[adapter]
-        found = found + (product.T if embeds or module.fan_in_fan_out else product)
-    return found.to(weight.dtype)
-
-
-def _merged_experts(module: Any) -> Tensor:
-    """peft lays out the adapters of experts in its own way: it computes what they add."""
-    weight = whole(module.get_param()).detach()
-    found = weight.float()
-    for adapter in module.active_adapters:
-        factors = {f"layer.{kind}.{adapter}.weight": getattr(module, kind)[adapter].weight for kind in _KINDS}
-        values = {name: whole(factor).detach().float() for name, factor in factors.items()}
-        values |= {f"layer.{n}": found for n, p in module.named_parameters() if p is module.get_param()}
+        parts = ((f"layer.{name}", part) for name, part in module.named_parameters())
+        values = {name: whole(part).float() for name, part in parts if name.startswith("layer.lora_")}
+        if of_experts:  # what is added to them gets the dtype and the shape of what they are
+            values |= {f"layer.{n}": found for n, p in module.named_parameters() if p is module.get_param()}
         found = found + functional_call(_Delta(module), values, (adapter,))
     return found.to(weight.dtype)
-
-
-_KINDS = ("lora_A", "lora_B")
 
 
 class _Delta(nn.Module):

@@ -21,7 +21,7 @@ from grpo_fast.policy.layers import decoder_layers
 from grpo_fast.policy.layout import PackedLayout
 from grpo_fast.policy.packing import pack
 from grpo_fast.policy.quantization import is_quantized
-from grpo_fast.policy.vision import sees_images
+from grpo_fast.policy.vision import model_class
 from grpo_fast.table import Completions
 
 if TYPE_CHECKING:
@@ -70,21 +70,13 @@ def check_architecture(config: PreTrainedConfig) -> None:
 
 def has_type(config: PreTrainedConfig) -> bool:
     """Whether the configuration alone leads to a language model, of transformers or by code of its own."""
-    return _model_type(config) is not None or hasattr(config, "auto_map")
-
-
-def _model_type(config: PreTrainedConfig) -> Any:
-    """The class that computes it; None: none of transformers' language models."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-
-    kinds: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if sees_images(config) else MODEL_FOR_CAUSAL_LM_MAPPING
-    return kinds.get(type(config), None)
+    return model_class(config) is not None or hasattr(config, "auto_map")
 
 
 def packing_obstacle(config: PreTrainedConfig) -> str | None:
     """Why completions cannot share a document with their prompt in this model; None: as far as its
     configuration tells they can, and `verify_policy` sees whether they do."""
-    text, model = config.get_text_config(), _model_type(config)
+    text, model = config.get_text_config(), model_class(config)
     kinds = {*(getattr(text, "layer_types", None) or ())}
     if getattr(text, "attention_chunk_size", None):
         kinds.add("chunked_attention")

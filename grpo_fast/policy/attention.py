@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from grpo_fast.policy.layout import PackedLayout, Sequences
-from grpo_fast.policy.rows import repeated
+from grpo_fast.policy.layout import PackedLayout, Sequences, repeated
+from grpo_fast.policy.vision import model_class
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -113,7 +113,8 @@ def priced_attention(
 
 
 class _Priced(torch.autograd.Function):
-    """Keeps what every fused attention does: its operands, its result, and a number a row."""
+    """Keeps what every fused attention does: its operands, its result, and a number a row. There
+    is no backward: on the meta device nothing is differentiated."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -122,10 +123,6 @@ class _Priced(torch.autograd.Function):
         of_rows = query.new_empty(query.shape[:3], dtype=torch.float32)
         ctx.save_for_backward(query, key, value, result, of_rows)
         return result
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        raise NotImplementedError("there is nothing to differentiate on the meta device")
 
 
 class PackedPrice(NamedTuple):
@@ -203,9 +200,7 @@ def head_dims(text: PreTrainedConfig) -> set[int]:
 
 def has_sinks(config: PreTrainedConfig) -> bool:
     """Whether the layers hand a score beside those of the keys to their attention, of which SDPA has none."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    model: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    model = model_class(config)
     return model is not None and not model._supports_sdpa
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from grpo_fast.policy.config import ModelConfig
 from grpo_fast.policy.layers import decoder_layers
-from grpo_fast.policy.vision import language_model
+from grpo_fast.policy.vision import language_model, model_class
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -29,11 +29,16 @@ def expert_count(architecture: PreTrainedConfig) -> int:
     return next((count for name in _COUNTS if (count := getattr(config, name, None))), 0)
 
 
+def chosen_count(architecture: PreTrainedConfig) -> int:
+    """How many of them a token visits."""
+    config = _of_mlps(architecture)
+    return next((n for name in _CHOSEN if (n := getattr(config, name, None))), expert_count(architecture))
+
+
 def chosen_share(architecture: PreTrainedConfig) -> float:
     """The share of its experts that a token visits; 1 of a dense model."""
-    config, there = _of_mlps(architecture), expert_count(architecture)
-    chosen = next((count for name in _CHOSEN if (count := getattr(config, name, None))), there)
-    return chosen / there if there else 1.0
+    there = expert_count(architecture)
+    return chosen_count(architecture) / there if there else 1.0
 
 
 def _of_mlps(architecture: PreTrainedConfig) -> Any:
@@ -102,9 +107,7 @@ def require_router(config: ModelConfig, architecture: PreTrainedConfig) -> None:
 
 def has_balance_loss(architecture: PreTrainedConfig) -> bool:
     """Whether transformers has one for models of this type, and tells what their routers said."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(architecture), None)
+    kind = model_class(architecture)
     told = getattr(kind, "_can_record_outputs", None) or {}  # transformers' own name, without which none has
     loss = getattr(sys.modules[kind.__module__], _BALANCE, None) if "router_logits" in told else None
     return loss is not None and "num_keys" not in inspect.signature(loss).parameters  # as of Doge's experts
@@ -117,9 +120,8 @@ def balance_loss(model: PreTrainedModel, routed: Sequence[Tensor]) -> Tensor:
     Args:
         routed: (T, E) of each layer, the router's logits.
     """
-    inner: Any = model
     balance = getattr(sys.modules[type(model).__module__], _BALANCE)
-    loss: Tensor = balance(tuple(routed), inner.num_experts, inner.num_experts_per_tok)
+    loss: Tensor = balance(tuple(routed), expert_count(model.config), chosen_count(model.config))
     return loss
 
 

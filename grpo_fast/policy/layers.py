@@ -30,14 +30,8 @@ TILE_TOKENS = 8192
 """Tokens that an MLP computes at one time. Arithmetic bounds its products of matrices from far fewer on, so
 reading weights, converting 4-bit ones and adding up their gradients once a tile costs little."""
 
-_MLPS = (
-    "mlp",
-    "feed_forward",
-    "ffn",
-    "block_sparse_moe",
-    "shared_mlp",
-    "mlp_block",
-)  # as transformers' layers call them
+# As transformers' layers call them.
+_MLPS = ("mlp", "feed_forward", "ffn", "block_sparse_moe", "shared_mlp", "mlp_block")
 
 LIGER_TYPES = frozenset(
     ["gemma", "gemma2", "gemma3_text", "granite", "llama", "mistral", "phi3", "qwen2", "qwen3", "smollm3"]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils.benchmark import Timer
 
 from grpo_fast.data.images import ImageReader
 from grpo_fast.distributed.config import DistributedConfig
@@ -28,10 +29,16 @@ from grpo_fast.policy.config import ModelConfig
 from grpo_fast.policy.experts import expert_count, is_router, require_router
 from grpo_fast.policy.layers import fuse_layers, recompute, resolve_liger, tile_mlps
 from grpo_fast.policy.policy import Policy
-from grpo_fast.policy.processor import load_processor, processor_files
 from grpo_fast.policy.quantization import cast_rest, loading_settings, quantizes
 from grpo_fast.policy.recurrent import fork_states, keep_step_limits
-from grpo_fast.policy.source import load_whole, loading, resolve_source
+from grpo_fast.policy.source import (
+    load_processor,
+    load_whole,
+    loading,
+    origin_of,
+    processor_files,
+    resolve_source,
+)
 from grpo_fast.policy.vision import auto_class, freeze_vision, sees_images
 
 if TYPE_CHECKING:
@@ -92,7 +99,7 @@ def load_policy(
         # Without documents it is transformers' SDPA, softcap and sinks besides.
         attn_implementation=PACKED_ATTENTION if packing_obstacle(architecture) is None else None,
         use_safetensors=True,
-        **_origin(config),
+        **origin_of(config),
         **(loading_settings(config, home) if quantized else {}),
     )
     if not has_type(model.config):  # of a model's text alone, as Emu3's and Mllama's: nothing would load it
@@ -128,24 +135,27 @@ def load_policy(
     if shards:
         with world.all_succeed("the weights"):
             policy.shard(world, head=distributed.head)
-    problems = world.gather_from_all("the check of the model", partial(_problem, policy))
-    if any(problems) and policy.packs:
-        policy.packs = False
-        if not any(again := world.gather_from_all("the check of the model", partial(_problem, policy))):
-            logger.warning("model.packing = none is chosen: %s", next(filter(None, problems)))
-            return policy
-        problems = again
-    if any(problems):
-        raise ValueError(next(filter(None, problems)))
+    problem = _problem(policy, world)
+    if problem is not None and policy.packs:
+        policy.packs, packed = False, problem
+        if (problem := _problem(policy, world)) is None:
+            logger.warning("model.packing = none is chosen: %s", packed)
+    if problem is not None:
+        raise ValueError(problem)
     return policy
 
 
-def _problem(policy: Policy) -> str | None:
-    try:
-        verify_policy(policy)
-    except ValueError as problem:
-        return str(problem)
-    return None
+def _problem(policy: Policy, world: World) -> str | None:
+    """What `verify_policy` says on the first rank that it refuses."""
+
+    def own() -> str | None:
+        try:
+            verify_policy(policy)
+        except ValueError as problem:
+            return str(problem)
+        return None
+
+    return next(filter(None, world.gather_from_all("the check of the model", own)), None)
 
 
 def resolve_packing(config: ModelConfig, architecture: PreTrainedConfig) -> bool:
@@ -275,18 +285,10 @@ def faster_dtype() -> str:
 
 
 def _product_seconds(dtype: torch.dtype) -> float:
-    """Of one thread's own time, which no other process takes; the least of three, after one to make ready."""
-    left, right = (torch.ones(rows, 1024, dtype=dtype) for rows in (128, 1024))
-    threads, seconds = torch.get_num_threads(), []
-    torch.set_num_threads(1)
-    try:
-        for _ in range(4):
-            began = time.thread_time()
-            left @ right.T
-            seconds.append(time.thread_time() - began)
-    finally:
-        torch.set_num_threads(threads)
-    return min(seconds[1:])
+    """Of one thread's own time, which no other process takes; the least of three."""
+    matrices = {name: torch.ones(rows, 1024, dtype=dtype) for name, rows in (("left", 128), ("right", 1024))}
+    timer = Timer("left @ right.T", timer=time.thread_time, globals=matrices, num_threads=1)
+    return min(timer.timeit(1).mean for _ in range(3))
 
 
 def resolve_attention(name: str, device: torch.device, dtype: str, architecture: PreTrainedConfig) -> str:
@@ -312,10 +314,6 @@ def resolve_attention(name: str, device: torch.device, dtype: str, architecture:
     raise ValueError(f"model.attention = {name!r} does not fit: {obstacle}; give auto")
 
 
-def _origin(config: ModelConfig) -> dict[str, Any]:
-    return {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
-
-
 def load_architecture(config: ModelConfig) -> PreTrainedConfig:
     """transformers' configuration, of a model that can be trained.
 
@@ -327,7 +325,7 @@ def load_architecture(config: ModelConfig) -> PreTrainedConfig:
 
     source = resolve_source(config.path)
     with loading(config.path, source):
-        architecture = AutoConfig.from_pretrained(source, **_origin(config))
+        architecture = AutoConfig.from_pretrained(source, **origin_of(config))
     check_architecture(architecture)
     quantizes(config, architecture)
     require_router(config, architecture)
@@ -351,7 +349,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
             raise ValueError(problem) from error
     architecture = load_architecture(config)
     with loading(config.path, source, "tokenizer"):
-        tokenizer = AutoTokenizer.from_pretrained(source, **_origin(config))
+        tokenizer = AutoTokenizer.from_pretrained(source, **origin_of(config))
     if sees_images(architecture):
         tokenizer.images = ImageReader(partial(load_processor, config, architecture))
         tokenizer.processor_files = processor_files(config)

@@ -163,22 +163,10 @@ def laid_out(
 
 def empty_batch(table: Completions, device: torch.device | str) -> PackedBatch:
     """A micro-batch of one input and no target: what a rank computes while another has more than it."""
-    zero, none = torch.zeros(1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
-    batch = PackedBatch(
-        input_ids=zero,
-        position_ids=zero,
-        segment_ids=zero,
-        cu_seqlens=torch.tensor([0, 1], dtype=torch.int32),
-        loss_index=none,
-        targets=none,
-        sequence_ids=none,
-        group_ids=none,
-        num_sequences=0,
-        rows=none,
-        token_index=none,
-        input_index=none,
-    )
-    return batch.to(device).with_columns(table)
+    one = Completions.of([[0]], [[0]], mask=[[False]])
+    (batch,) = laid_out(one, max_tokens=1, device=device)
+    none = {"rows": batch.rows[:0], "input_index": batch.input_index[:0]}  # which name no part of this table
+    return replace(batch, num_sequences=0, **none).with_columns(table)
 
 
 def _documents(

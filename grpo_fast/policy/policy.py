@@ -6,6 +6,7 @@ import contextlib
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -20,11 +21,10 @@ from grpo_fast.head import HeadParameters
 from grpo_fast.policy.adapters import adapted_weights, base_name, merged
 from grpo_fast.policy.architecture import fix_rope, head_parameters, head_reader, whole_rows
 from grpo_fast.policy.experts import chosen_share, is_expert
-from grpo_fast.policy.layout import PackedLayout
+from grpo_fast.policy.layout import PackedLayout, RowLayout
 from grpo_fast.policy.optimizer import MASTER
 from grpo_fast.policy.packing import PackedBatch, TokenCosts
 from grpo_fast.policy.quantization import count_numbers, dequantized, is_quantized
-from grpo_fast.policy.rows import RowLayout
 from grpo_fast.policy.source import save_model
 from grpo_fast.policy.vision import Vision, language_model, language_parameters
 from grpo_fast.table import EXPERTS
@@ -69,22 +69,19 @@ class Policy:
         self.model = model
         self.tokenizer = tokenizer
         self.attention = attention
-        self._packs = packs
+        self.packs = packs
         self.head_tolerance = head_tolerance
         self.router_aux_loss = router_aux_loss
         self._reference = None
         if reference is not None:
-            self._reference = Policy(reference, tokenizer, attention=attention, packs=packs)
+            self._reference = Policy(reference, tokenizer, attention=attention)
         self._shards: ShardedModel | None = None
-        self._vision: Vision | None = None
         self.routing: RoutingReplay | None = None
 
-    @property
+    @cached_property
     def vision(self) -> Vision:
         """What the model sees of images."""
-        if self._vision is None:
-            self._vision = Vision(self.base_model, cast("Any", self.tokenizer).images)
-        return self._vision
+        return Vision(self.base_model, cast("Any", self.tokenizer).images)
 
     def replay_routing(self) -> None:
         """From now on tokens go to the experts that a batch's inputs name, in all but the reference.
@@ -101,16 +98,6 @@ class Policy:
 
         self.routing = RoutingReplay(self.base_model)
         self.routing.verify(self)
-
-    @property
-    def packs(self) -> bool:
-        """Whether completions share a document with their prompt, here and in the reference."""
-        return self._packs
-
-    @packs.setter
-    def packs(self, packs: bool) -> None:
-        for policy in filter(None, (self, self._reference)):
-            policy._packs = packs
 
     def shard(self, world: World, *, head: str) -> None:
         """Divide the weights, and those of the reference, over the ranks: from now on each has its rows.
@@ -224,7 +211,7 @@ class Policy:
             layout: the batch's, where it is there already.
             routed: gets the logits of each layer's router, (T, E) of all T input tokens.
         """
-        if not self._packs:
+        if not self.packs:
             return self._hidden_states_of_rows(batch, routed)
         # A 4-D mask is handed on untouched, so a tiny one keeps transformers from building its own T × T.
         untouched = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=batch.input_ids.device)
@@ -299,6 +286,7 @@ class Policy:
                 with cast("PeftModel", self.model).disable_adapter(), own_routing:
                     yield self
             elif self._reference is not None:
+                self._reference.packs = self.packs
                 yield self._reference
             else:
                 raise RuntimeError("the policy has no reference; load it with needs_reference=True")

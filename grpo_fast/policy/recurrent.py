@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import conv1d, pad
 
 from grpo_fast.policy.layers import decoder_layers
-from grpo_fast.policy.layout import PackedLayout
-from grpo_fast.policy.rows import RowLayout, repeated
+from grpo_fast.policy.layout import PackedLayout, RowLayout, repeated
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -109,16 +109,17 @@ class RoutingReplay:
         blocks = expert_blocks(self._model)
         number, block = next(iter(blocks.items()))
 
-        def chosen(experts: Tensor | None) -> Tensor:
+        def chosen(experts: Tensor | None) -> list[Tensor]:
             given = batch if experts is None else replace(batch, inputs={EXPERTS: experts})
             with recorded(self._model) as take:
                 policy.run(lambda: policy.hidden_states(given))
-            return torch.cat(take())
+            return take()
 
-        own = chosen(None)
-        if (own[:, [*blocks]] != UNKNOWN).all():
+        for own in chosen(None):  # of one forward, or none, where no block hands a choice on to its experts
+            if (own[:, [*blocks]] == UNKNOWN).any():
+                break
             others = torch.where(own == UNKNOWN, own, (own + 1) % number_of_experts(block))
-            if torch.equal(chosen(others.to(policy.device)), others):
+            if torch.equal(*chosen(others.to(policy.device)), others):
                 self.shape = (own.shape[1], own.shape[2])
                 return
         raise ValueError(
@@ -159,23 +160,18 @@ def recorded(model: Any) -> Iterator[Callable[[], list[Tensor]]]:
     """
     blocks = expert_blocks(model)
     layers = len(decoder_layers(model.get_decoder()))
-    forwards: list[dict[int, Tensor]] = []
+    forwards: list[Tensor] = []
 
     def note(number: int, experts: nn.Module, args: Any, kwargs: Any) -> None:
-        if number == min(blocks):
-            forwards.append({})
         for value in (*args, *kwargs.values()):
             if isinstance(value, Tensor) and value.ndim == 2 and not value.is_floating_point():
-                forwards[-1][number] = value
+                if number == min(blocks) or not forwards:
+                    shape = (len(value), layers, value.shape[1])
+                    forwards.append(value.new_full(shape, UNKNOWN, dtype=torch.int16))
+                forwards[-1][:, number] = value
 
     def take() -> list[Tensor]:
-        found = []
-        for choices in forwards:
-            like = next(iter(choices.values()), torch.zeros(0, 0))
-            every = torch.full((len(like), layers, like.shape[1]), UNKNOWN, dtype=torch.int16)
-            for number, values in choices.items():
-                every[:, number] = values.to("cpu", torch.int16)
-            found.append(every)
+        found = [choices.cpu() for choices in forwards]
         forwards.clear()
         return found
 

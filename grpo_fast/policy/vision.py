@@ -48,6 +48,11 @@ def auto_class(config: PreTrainedConfig) -> Any:
     return AutoModelForImageTextToText if sees_images(config) else AutoModelForCausalLM
 
 
+def model_class(config: PreTrainedConfig) -> Any:
+    """The class that computes such a model; None: it is none of transformers' language models."""
+    return auto_class(config)._model_mapping.get(type(config), None)
+
+
 def language_model(model: Any) -> Any:
     """The part of a transformers model that reads tokens: all of it, unless a vision tower is beside it."""
     return getattr(getattr(model, "base_model", model), "language_model", model)

@@ -17,10 +17,10 @@ from grpo_fast.policy.architecture import packing_obstacle
 from grpo_fast.policy.attention import PACKED_ATTENTION, register
 from grpo_fast.policy.config import ModelConfig
 from grpo_fast.policy.layers import recompute
+from grpo_fast.policy.layout import LEAST_FILLED, RowLayout, alike
 from grpo_fast.policy.load import resolve_packing
 from grpo_fast.policy.packing import laid_out
 from grpo_fast.policy.recurrent import fork_states, recurrent_mixers
-from grpo_fast.policy.rows import LEAST_FILLED, RowLayout, alike
 from grpo_fast.table import Completions
 
 from .conftest import SIZES, VOCABULARY, make_samples, save_model
