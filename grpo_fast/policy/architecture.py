@@ -380,14 +380,11 @@ def random_tokens(model: PreTrainedModel, count: int, generator: torch.Generator
     words = torch.arange(config.get_text_config().vocab_size)
     words = words[~torch.isin(words, torch.tensor([token for token in placeholders if token is not None]))]
     tokens = words[torch.randint(len(words), (count,), generator=generator)]
-    if (padding := _padding_token(model)) is not None:
+    embedding: Any = model.get_input_embeddings()
+    padding = getattr(getattr(embedding, "base_layer", embedding), "padding_idx", None)  # within an adapter
+    if padding is not None:
         tokens[2] = padding
     return tokens
-
-
-def _padding_token(model: PreTrainedModel) -> int | None:
-    embedding: Any = model.get_input_embeddings()
-    return getattr(getattr(embedding, "base_layer", embedding), "padding_idx", None)  # within an adapter
 
 
 def own_logits(model: PreTrainedModel, ids: Sequence[int]) -> Tensor:
@@ -397,7 +394,7 @@ def own_logits(model: PreTrainedModel, ids: Sequence[int]) -> Tensor:
 
 
 def whole_rows(model: PreTrainedModel, ids: Tensor) -> dict[str, Any]:
-    """What a forward is given of rows (B, T) of tokens only. A model that knows a padding token is told so:
-    XLM would count the others, and end the sequence there."""
-    told = {} if _padding_token(model) is None else {"attention_mask": torch.ones_like(ids)}
+    """What a forward is given of rows (B, T) of tokens only. XLM is told that none is padding: it would count
+    those that are not its padding token, and end the sequence there."""
+    told = {"attention_mask": torch.ones_like(ids)} if model.config.model_type == "xlm" else {}
     return {"input_ids": ids, "use_cache": False, **told}

@@ -163,9 +163,9 @@ def laid_out(
 
 def empty_batch(table: Completions, device: torch.device | str) -> PackedBatch:
     """A micro-batch of one input and no target: what a rank computes while another has more than it."""
-    one = Completions.of([[0]], [[0]], mask=[[False]])
-    (batch,) = laid_out(one, max_tokens=1, device=device)
-    none = {"rows": batch.rows[:0], "input_index": batch.input_index[:0]}  # which name no part of this table
+    (batch,) = laid_out(Completions.of([[0]], [[0]]), max_tokens=1, device=device)
+    of_targets = ("loss_index", "targets", "sequence_ids", "group_ids", "token_index")
+    none = {name: getattr(batch, name)[:0] for name in (*of_targets, "rows", "input_index")}
     return replace(batch, num_sequences=0, **none).with_columns(table)
 
 

@@ -41,8 +41,7 @@ def restore_rng(state: Mapping[str, Any]) -> None:
     torch.set_rng_state(_bytes(state["torch"]))
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
-    keys, *rest = state["numpy"]
-    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), *rest))
+    np.random.set_state(("MT19937", *state["numpy"]))
 
 
 def _bytes(hexadecimal: str) -> Tensor:

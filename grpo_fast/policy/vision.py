@@ -11,6 +11,7 @@ import inspect
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -147,9 +148,7 @@ class Vision:
         seen = [None if images is None else self.of(images) for images in batch.images]
         given = self.embedded(batch.input_ids[None], of_images[None], [s for s in seen if s is not None])
         positions = batch.position_ids.expand(3, -1).clone()
-        for start, end, one in zip(
-            batch.cu_seqlens[:-1].tolist(), batch.cu_seqlens[1:].tolist(), seen, strict=True
-        ):
+        for (start, end), one in zip(pairwise(batch.cu_seqlens.tolist()), seen, strict=True):
             if one is not None and one.positions is not None:
                 prompt = one.positions.shape[1]
                 positions[:, start : start + prompt] = one.positions

@@ -2,75 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from benchmarks import tiny
+from benchmarks.tiny import _changes
 from grpo_fast.policy import PackedBatch, Policy, load_policy, pack
 from grpo_fast.policy.config import ModelConfig
 from grpo_fast.table import Completions
 
 VOCABULARY = 61
 SIZES = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 2,
+    **{"vocab_size": VOCABULARY, "max_position_embeddings": 256},
+    **{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2},
 }
-FAMILIES = {
+CHANGES: dict[str, dict[str, Any]] = {  # of the sizes that `benchmarks.tiny` gives a family
     "llama": {"tie_word_embeddings": True},
-    "qwen2": {"tie_word_embeddings": False},
-    "qwen3": {"head_dim": 8, "tie_word_embeddings": True},
-    # One sliding layer, one full; both softcaps.
-    "gemma2": {"head_dim": 8, "sliding_window": 4, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 2.0},
+    "gemma2": {"attn_logit_softcapping": 2.0},  # one sliding layer, one full; both softcaps
     # Heads of two widths, experts beside the MLP, and a layer that takes the keys of the one before.
     "gemma4_text": {
-        **{"head_dim": 8, "global_head_dim": 16, "num_global_key_value_heads": 1, "sliding_window": 4},
         **{"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2},
-        **{"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32},
-        **{"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 61},
+        **{"global_head_dim": 16, "num_global_key_value_heads": 1, "num_kv_shared_layers": 2},
+        **{"enable_moe_block": True, "vocab_size_per_layer_input": VOCABULARY},
     },
-    # Attention sinks: of every layer with experts, of every layer, of those with a window.
-    "gpt_oss": {"head_dim": 8, "sliding_window": 4, "num_local_experts": 4, "num_experts_per_tok": 2},
-    "granite_swa": {"sliding_window": 4, "layer_types": ["full_attention", "sliding_attention"]},
-    "mimo_v2_flash": {
-        **{"head_dim": 12, "v_head_dim": 8, "swa_num_key_value_heads": 4, "sliding_window": 4},
-        **{"layer_types": ["full_attention", "sliding_attention"], "mlp_layer_types": ["dense", "dense"]},
-    },
-    "qwen3_5_text": {
-        **{"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8},
-        **{"linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"], "head_dim": 8},
-    },
-    "bert": {"is_decoder": True},  # whose head reads what a layer of its own makes
-    "camembert": {"is_decoder": True},  # whose head, tied to the embedding, comes first
-    "modernbert-decoder": {"sliding_window": 4, "layer_types": ["full_attention", "sliding_attention"]},
-    "gpt2": {"n_inner": 48},
-    "rwkv": {"num_hidden_layers": 7, "attention_hidden_size": 32},  # which rescales from the sixth layer on
-    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
-    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 8},
+    "mimo_v2_flash": {"head_dim": 12},  # wider than its values
+    "rwkv": {"num_hidden_layers": 7},  # which rescales from the sixth layer on
+    "jamba": {"num_hidden_layers": 2, "attn_layer_period": 2, "attn_layer_offset": 1},
     "cohere": {"logit_scale": 0.25},
-    "seed_oss": {"head_dim": 8, "residual_dropout": 0.3},
-    "mixtral": {"num_local_experts": 4, "router_jitter_noise": 0.3},
-    "phimoe": {"num_local_experts": 4, "input_jitter_noise": 0.3},
+    "seed_oss": {"residual_dropout": 0.3},
+    "mixtral": {"router_jitter_noise": 0.3},
+    "phimoe": {"input_jitter_noise": 0.3},
     "granite": {"logits_scaling": 3.0, "attention_multiplier": 0.4, "embedding_multiplier": 2.0},
 }
 
 
+def small_config(family: str, **changes: object) -> Any:
+    usual = _changes(AutoConfig.for_model(family), tiny.SIZES)
+    return AutoConfig.for_model(family, **{**usual, **SIZES, **CHANGES.get(family, {}), **changes})
+
+
 def save_model(folder: Path, family: str = "llama", **changes: object) -> Path:
     """A random model with a word tokenizer, saved as a user would have it on disk."""
-    config = AutoConfig.for_model(family, **{**SIZES, **FAMILIES.get(family, {}), **changes})
-    model = AutoModelForCausalLM.from_config(config)
+    model = AutoModelForCausalLM.from_config(small_config(family, **changes))
     for name, parameter in model.named_parameters():  # small random weights barely move the logits
         if parameter.ndim >= 2 and "layers" in name:
             torch.nn.init.normal_(parameter, std=0.3)
@@ -106,6 +87,27 @@ def make_samples(
     advantages, logprobs = torch.randn(2, len(table.token_ids), generator=rng)
     table = table.with_columns(advantages=advantages, sampler_logprobs=logprobs)
     return table.select(torch.randperm(len(rows), generator=rng))
+
+
+def packed(table: Completions, max_tokens: int = 10**6, **options: Any) -> list[PackedBatch]:
+    return pack(table, max_tokens=max_tokens, device="cpu", **options)
+
+
+def batch_logprobs(policy: Policy, batch: PackedBatch) -> Tensor:
+    """(N,) of the batch's targets."""
+    logits = policy.head.logits(policy.hidden_states(batch))
+    return logits.log_softmax(-1).gather(1, batch.targets[:, None])[:, 0]
+
+
+def own_logprobs(model: Any, table: Completions, rows: Iterable[int]) -> Tensor:
+    """(N,) of these completions' tokens, by the model's own forward of each sequence alone."""
+    found = []
+    for row in rows:
+        prompt, tokens = table.prompt_of(int(row)), table.tokens_of(int(row))
+        logits = model(input_ids=torch.cat([prompt, tokens])[None], use_cache=False).logits
+        logprobs = logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
+        found.append(logprobs.gather(1, tokens[:, None])[:, 0])
+    return torch.cat(found)
 
 
 @pytest.fixture(scope="session")

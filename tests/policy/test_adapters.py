@@ -10,51 +10,27 @@ import pytest
 import torch
 from torch import Tensor
 from torch.func import functional_call
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.tiny import tiny_config
 from grpo_fast.policy import PackedBatch, Policy
 from grpo_fast.policy.adapters import adapted_weights, merged
 from grpo_fast.policy.config import LoraConfig, ModelConfig
 from grpo_fast.policy.load import prepare_to_train
-from tests.policy.conftest import FAMILIES, SIZES
+from tests.policy.conftest import small_config
 
 Load = Callable[..., Policy]
-EXPERTS = {
-    **dict.fromkeys(["num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"], 4),
-    **dict.fromkeys(["num_experts_per_tok", "moe_topk", "moe_k"], 2),
-    **dict.fromkeys(["n_group", "topk_group", "n_shared_experts", "moe_num_shared_experts"], 1),
-    **dict.fromkeys(["moe_intermediate_size", "intermediate_size_mlp"], 24),
-    **dict.fromkeys(["shared_expert_intermediate_size", "shared_intermediate_size"], 24),
-    **{"head_dim": 8, "first_k_dense_replace": 1, "num_dense_layers": 1},
-}
-LATENT = {
-    **{"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8},
-    "num_key_value_heads": 4,
-}
-MIXTURES: dict[str, dict[str, Any]] = {
-    **{family: {} for family in ("afmoe", "aria_text", "cohere2_moe", "dots1", "ernie4_5_moe", "flex_olmo")},
-    **{family: {} for family in ("glm4_moe", "gpt_oss", "granitemoe", "granitemoeshared", "llama4_text")},
-    **{family: {} for family in ("minimax_m2", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe")},
-    **{family: LATENT for family in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")},
-    "solar_open": {},
-    "gemma4_text": FAMILIES["gemma4_text"],
-    "jetmoe": {"kv_channels": 8},
-    "nemotron_h": {
-        **{"layer_types": ["linear_attention", "full_attention", "moe"], "num_hidden_layers": 3},
-        **{"mamba_num_heads": 4, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 1},
-        "moe_shared_expert_intermediate_size": 24,
-    },
-    "qwen3_next": {
-        **{"layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4},
-        **{"linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
-    },
-}
+MIXTURES = (
+    *("afmoe", "aria_text", "cohere2_moe", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe"),
+    *("flex_olmo", "gemma4_text", "glm4_moe", "glm4_moe_lite", "gpt_oss", "granitemoe", "granitemoeshared"),
+    *("jetmoe", "llama4_text", "minimax_m2", "mixtral", "nemotron_h", "olmoe", "phimoe", "qwen2_moe"),
+    *("qwen3_moe", "qwen3_next", "solar_open"),
+)
 
 
 def mixture(family: str, folder: Path, **lora: Any) -> Policy:
     """A random policy of this family, its adapters moved; it need not be one that can be packed."""
-    config = AutoConfig.for_model(family, **SIZES | EXPERTS | MIXTURES[family])
+    config = small_config(family)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
     for name, parameter in model.named_parameters():
         if parameter.ndim >= 2 and "layers" in name:
@@ -110,13 +86,9 @@ def test_all_linear_says_which_experts_it_leaves_out(
     assert {name.rpartition(".")[2] for name, _ in adapted_weights(dbrx)} == {"weight"}
 
 
-MAMBA = {"mamba_d_state": 8, "n_mamba_heads": 8, "mamba_ngroups": 1, "num_hidden_layers": 4}
-SHARED = {"zamba2": MAMBA | {"layers_block_type": ["mamba", "hybrid"] * 2, "adapter_rank": 4}}
-
-
 def with_shared_layers(folder: Path, **lora: Any) -> Policy:
     """Of Zamba 2: the attention and MLP of its hybrid layers are the same."""
-    config = AutoConfig.for_model("zamba2", **SIZES | SHARED["zamba2"])
+    config = small_config("zamba2")
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
     settings = ModelConfig(path="-", lora=LoraConfig(r=2, **lora))
     return Policy(prepare_to_train(model, settings), AutoTokenizer.from_pretrained(folder))

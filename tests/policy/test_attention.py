@@ -11,20 +11,18 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from grpo_fast.plan.measure import peak_bytes
 from grpo_fast.policy import PackedBatch, Policy, pack
 from grpo_fast.policy.architecture import verify_policy
 from grpo_fast.policy.attention import flash_obstacle, packed_attention
 from grpo_fast.policy.layout import BLOCK, PackedLayout
+from grpo_fast.policy.vision import _runs
 from grpo_fast.table import Completions
+from tests.policy.conftest import batch_logprobs, own_logprobs, packed
 
 Load = Callable[..., Policy]
-
-
-def packed(samples: Completions, max_tokens: int = 10**6) -> list[PackedBatch]:
-    return pack(samples, max_tokens=max_tokens, device="cpu")
 
 
 def of_sizes(*sizes: tuple[int, int, int]) -> Completions:
@@ -57,14 +55,8 @@ def test_packed_logprobs_are_those_of_each_sequence_alone(
     window = getattr(policy.base_model.config, "sliding_window", None)
 
     for batch in packed(samples, max_tokens=40):
-        logprobs = policy.head.logits(policy.hidden_states(batch)).log_softmax(-1)
-        rows = logprobs.split(batch.sequence_ids.bincount().tolist())
-        for row, actual in zip(batch.rows.tolist(), rows, strict=True):
-            prompt = samples.prompt_of(row)
-            ids = torch.cat([prompt, samples.tokens_of(row)])[None]
-            logits = policy.model(input_ids=ids, use_cache=False).logits
-            alone = logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-            torch.testing.assert_close(actual, alone, rtol=1e-4, atol=1e-4)
+        alone = own_logprobs(policy.model, samples, batch.rows)
+        torch.testing.assert_close(batch_logprobs(policy, batch), alone, rtol=1e-4, atol=1e-4)
     # The window of Gemma 2 hides something, else the comparison would say nothing about windows.
     assert family != "gemma2" or window < int(samples.prompt_lengths.max())
 
@@ -189,35 +181,6 @@ def test_a_sink_is_one_more_score_of_no_value(
     torch.testing.assert_close((output, *found), (right, *expected), **tolerance)
 
 
-@pytest.mark.parametrize("family", ["gpt_oss", "granite_swa", "mimo_v2_flash"])
-def test_packed_attention_with_sinks_has_the_gradients_of_the_models_own(
-    load: Load, folder_of: Callable[..., Any], samples: Completions, rng: torch.Generator, family: str
-) -> None:
-    """Shared prompts and windows, against each sequence alone in the model's eager attention."""
-    policy = load(family)
-    eager: Any = AutoModelForCausalLM.from_pretrained(
-        folder_of(family), dtype=torch.float32, attn_implementation="eager"
-    )
-    (batch,) = packed(samples)
-    found = policy.head.logits(policy.hidden_states(batch)).log_softmax(-1)
-    weights = torch.randn(found.shape, generator=rng)
-    (found * weights).sum().backward()
-
-    alone = []
-    for row in batch.rows.tolist():
-        prompt = samples.prompt_of(row)
-        logits = eager(torch.cat([prompt, samples.tokens_of(row)])[None], use_cache=False).logits
-        alone.append(logits[0, len(prompt) - 1 : -1].log_softmax(-1))
-    right = torch.cat(alone)
-    (right * weights).sum().backward()
-
-    torch.testing.assert_close(found, right, rtol=0, atol=1e-5)
-    expected = {name: parameter.grad for name, parameter in eager.named_parameters()}
-    assert any(name.endswith("sinks") for name in expected)
-    for name, parameter in policy.trainable().items():
-        assert (parameter.grad - expected[name]).norm() <= 3e-5 * expected[name].norm(), name
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("window", [None, 1, 300])
 def test_flash_attention_on_a_gpu_is_as_near_to_float32_as_flex_attention(
@@ -291,9 +254,13 @@ def test_the_flex_mask_is_made_without_asking_the_device_or_memory_for_every_pai
     assert peak < 200 * tokens < tokens**2 / 50
 
 
+@pytest.mark.parametrize("images", [False, True])
 @pytest.mark.parametrize("windowed", [False, True])
-def test_every_mask_says_what_visible_says_of_each_pair_of_tokens(windowed: bool, seed: int) -> None:
-    """Groups of one to four completions, from a token to more than two blocks long."""
+def test_every_mask_says_what_visible_says_of_each_pair_of_tokens(
+    windowed: bool, images: bool, seed: int
+) -> None:
+    """Groups of one to four completions, from a token to more than two blocks long; tokens of one of the
+    `images` of a prompt see each other both ways."""
     draw = random.Random(seed)
 
     def length() -> int:
@@ -306,8 +273,13 @@ def test_every_mask_says_what_visible_says_of_each_pair_of_tokens(windowed: bool
         lengths, total = batch.cu_seqlens.diff().tolist(), len(batch.input_ids)
         at_a_document = max(1, draw.choice(lengths) + draw.choice((-1, 0, 1)))
         window = draw.choice((1, at_a_document, draw.randint(1, 3 * BLOCK))) if windowed else None
-        layout, index = PackedLayout(batch, "flex_attention"), torch.arange(total)
+        of_images = (batch.segment_ids == 0) & (torch.rand(total) < 0.8)
+        of_images[batch.cu_seqlens[:-1]] = False
+        layout = PackedLayout(batch, "flex_attention", _runs(of_images) if images else None)
+        index = torch.arange(total)
         visible = layout.visible(index[:, None], index, window)
+        neighbours = bool((of_images[1:] & of_images[:-1]).any())
+        assert bool(visible.triu(1).any()) == (images and neighbours)
 
         dense = torch.zeros(total, total, dtype=torch.bool)
         own, seen = layout.own(index, 0), layout.seen(index, 0)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from grpo_fast.config import TrainConfig
 from grpo_fast.objective import StepTotals
@@ -19,7 +19,7 @@ from grpo_fast.policy.experts import balance_loss
 from grpo_fast.policy.load import load_architecture
 from grpo_fast.table import Completions
 from grpo_fast.update import packed_loss
-from tests.policy.conftest import SIZES
+from tests.policy.conftest import small_config
 
 Load = Callable[..., Policy]
 COEFFICIENT = 0.5
@@ -114,7 +114,7 @@ def test_a_router_is_frozen_by_a_word_and_nothing_else_is(load: Load, family: st
 def test_words_for_a_router_are_refused_before_any_weight_is_read(
     tmp_path: Path, family: str, settings: dict[str, Any], problem: str
 ) -> None:
-    AutoConfig.for_model(family, **SIZES).save_pretrained(tmp_path)
+    small_config(family).save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"")  # which would not load
 
     with pytest.raises(ValueError, match=problem):

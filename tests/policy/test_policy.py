@@ -14,7 +14,7 @@ from grpo_fast.policy.config import ModelConfig
 from grpo_fast.rollout import Sampling, make_engine
 from grpo_fast.rollout.config import RolloutConfig
 from grpo_fast.table import Completions
-from tests.policy.conftest import save_model
+from tests.policy.conftest import batch_logprobs, save_model
 
 LORA = {"r": 4, "alpha": 8.0}
 Load = Callable[..., Policy]
@@ -167,52 +167,10 @@ def test_rollout_and_update_have_the_rotary_positions_of_the_runs_longest_sequen
     with policy.reference() as reference:
         for some, of in ((drawn, policy), (drawn[:2], policy), (drawn, reference)):
             (batch,) = pack(some, max_tokens=10_000, device="cpu")
-            logprobs = of.head.logits(of.hidden_states(batch)).log_softmax(-1)
-            found = logprobs.gather(1, batch.targets[:, None])[:, 0]
-            torch.testing.assert_close(found, batch.columns["sampler_logprobs"], rtol=1e-4, atol=1e-4)
+            drawn_with = batch.columns["sampler_logprobs"]
+            torch.testing.assert_close(batch_logprobs(of, batch), drawn_with, rtol=1e-4, atol=1e-4)
     own = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     ids = torch.arange(4, 4 + BORDER)[None]
     with torch.no_grad():
         difference = (own(ids).logits - policy.base_model(ids).logits).abs().max()
     assert (difference < 1e-4) == (longest == BORDER)
-
-
-@pytest.mark.parametrize(
-    "family",
-    [
-        *(
-            "apertus",
-            "bert",
-            "modernbert-decoder",
-            "ernie4_5_moe",
-            "gemma3_text",
-            "glm4",
-            "gpt_neox",
-            "jetmoe",
-            "minimax_m2",
-            "olmo3",
-        ),
-        *("persimmon", "phi", "phi3", "seed_oss", "smollm3", "starcoder2", "vaultgemma"),
-    ],
-)
-@pytest.mark.drawn(4)
-def test_what_is_drawn_and_what_is_trained_have_the_models_own_logprobs(
-    load: Load, folder_of: Callable[..., Path], samples: Completions, family: str, seed: int
-) -> None:
-    policy, prompts = load(family), [samples.prompt_of(row).tolist() for row in range(len(samples))]
-    own = AutoModelForCausalLM.from_pretrained(folder_of(family), attn_implementation="eager")
-    with make_engine(RolloutConfig(engine="transformers"), policy, max_length=64) as engine:
-        groups = engine.generate(prompts, 2, Sampling(6, seed=seed))
-
-    drawn = drawn_of(prompts, groups)
-    (batch,) = pack(drawn, max_tokens=10_000, device="cpu")
-    logprobs = policy.head.logits(policy.hidden_states(batch)).log_softmax(-1)
-    trained = logprobs.gather(1, batch.targets[:, None])[:, 0]
-    torch.testing.assert_close(trained, batch.columns["sampler_logprobs"], rtol=1e-4, atol=1e-4)
-    for index in (0, len(drawn) - 1):
-        row, rows = int(batch.rows[index]), batch.sequence_ids == index
-        prompt, tokens = drawn.prompt_of(row), drawn.tokens_of(row)
-        with torch.no_grad():
-            alone = own(torch.cat([prompt, tokens])[None]).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-        expected = alone.gather(1, tokens[:, None])[:, 0]
-        torch.testing.assert_close(trained[rows], expected, rtol=1e-4, atol=1e-4)

@@ -1,4 +1,4 @@
-"""Layers with a state over packed documents, and models that are computed a completion a row."""
+"""Layers with a state or with sinks over packed documents, and models computed a completion a row."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from grpo_fast.policy import PackedBatch, Policy, load_policy, pack
 from grpo_fast.policy.architecture import packing_obstacle
@@ -23,71 +22,22 @@ from grpo_fast.policy.packing import laid_out
 from grpo_fast.policy.recurrent import fork_states, recurrent_mixers
 from grpo_fast.table import Completions
 
-from .conftest import SIZES, VOCABULARY, make_samples, save_model
+from .conftest import VOCABULARY, batch_logprobs, make_samples, own_logprobs, save_model, small_config
 
-_DELTA = {
-    **{"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8},
-    **{"linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"], "head_dim": 8},
-    **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
-    **{"shared_expert_intermediate_size": 16},
-}
-_MAMBA = {
-    **{"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 2},
-    **{"mamba_chunk_size": 8, "mamba_expand": 2},
-}
-_ZAMBA = {
-    **{"layers_block_type": ["mamba", "hybrid"], "mamba_ngroups": 1, "n_mamba_heads": 8, "mamba_d_state": 8},
-    **{"num_mem_blocks": 1, "chunk_size": 8, "attention_hidden_size": 64, "attention_head_dim": 16},
-    **{"num_key_value_heads": 4},
-}
-_NEMOTRON = {
-    **{"layer_types": ["linear_attention", "full_attention", "mlp"], "num_hidden_layers": 3, "head_dim": 8},
-    **{"mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 2, "chunk_size": 8},
-}
-_KIMI = {
-    **{"layer_types": ["linear_attention", "full_attention"], "linear_num_heads": 4, "linear_head_dim": 8},
-    **{"kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "qk_head_dim": 16},
-    **{"num_key_value_heads": 4, "num_experts": 4, "num_experts_per_token": 2, "moe_intermediate_size": 16},
-}
-HYBRIDS: dict[str, dict[str, Any]] = {
-    "qwen3_next": _DELTA,
-    "qwen3_5_text": _DELTA,
-    "olmo_hybrid": _DELTA | {"linear_num_key_heads": 4, "num_key_value_heads": 4},
-    "kimi_linear": _KIMI,
-    "bamba": _MAMBA | {"attn_layer_indices": [1]},
-    "nemotron_h": _NEMOTRON,
-    "granitemoehybrid": _MAMBA
-    | {"layer_types": ["linear_attention", "full_attention"], "shared_intermediate_size": 32}
-    | {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "falcon_h1": _MAMBA | {"mamba_d_ssm": 64},
-    "zamba2": _ZAMBA,
-    "lfm2": {"layer_types": ["conv", "full_attention"]},
-    "minimax": {
-        **{"layer_types": ["linear_attention", "full_attention"], "num_local_experts": 4, "block_size": 4},
-        **{"head_dim": 8},
-    },
-    # A window shorter than the sequences, beside the state.
-    "recurrent_gemma": {
-        **{"lru_width": 32, "num_hidden_layers": 3, "attention_window_size": 4, "head_dim": 8},
-        **{"num_key_value_heads": 1},
-    },
-}
-ROWS: dict[str, dict[str, Any]] = {
-    "bloom": {"n_layer": 2, "n_head": 4},
-    "falcon": {"new_decoder_architecture": False},
-    "stablelm": {},
-    "llama4_text": {"attention_chunk_size": 4, "num_local_experts": 4, "intermediate_size_mlp": 48}
-    | {"head_dim": 8, "layer_types": ["chunked_attention", "full_attention"], "no_rope_layers": [1, 0]},
-    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 4, "mamba_dt_rank": 8},
-    "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 2, "chunk_size": 8},
-}
+HYBRIDS = (
+    *("qwen3_next", "qwen3_5_text", "olmo_hybrid", "kimi_linear", "bamba", "nemotron_h", "granitemoehybrid"),
+    *("falcon_h1", "zamba2", "lfm2", "minimax"),
+    "recurrent_gemma",  # a window shorter than the sequences, beside the state
+)
+SINKS = ("gpt_oss", "granite_swa", "mimo_v2_flash")  # of attention: with experts, with a window, of wide keys
+ROWS = ("bloom", "falcon", "stablelm", "llama4_text", "jamba", "mamba2")
 
 
 def random_model(family: str, seed: int) -> PreTrainedModel:
     """With every number moved, so that no bias, no decay and no gate is what it begins with."""
     register()
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(family, **SIZES | (HYBRIDS | ROWS)[family])
+    config = small_config(family)
     attention = PACKED_ATTENTION if packing_obstacle(config) is None else None
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).float().eval()
     with torch.no_grad():
@@ -106,34 +56,18 @@ def packed(policy: Policy, samples: Completions) -> PackedBatch:
     return batch
 
 
-def batch_logprobs(policy: Policy, batch: PackedBatch) -> Tensor:
-    logits = policy.head.logits(policy.hidden_states(batch))
-    return logits.log_softmax(-1).gather(1, batch.targets[:, None])[:, 0]
-
-
-def own_logprobs(model: PreTrainedModel, samples: Completions, rows: list[int]) -> Tensor:
-    """Of each completion's tokens, by the model's own forward of one sequence."""
-    found = []
-    for row in rows:
-        one = samples.select(torch.tensor([row]))
-        prompt, own = one.prompt_ids, one.token_ids
-        ids: Any = torch.cat([prompt, own])[None]
-        logits = cast(Any, model)(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
-        found.append(logits.log_softmax(-1).gather(1, own[:, None])[:, 0])
-    return torch.cat(found)
-
-
-@pytest.mark.parametrize("family", [*HYBRIDS, *ROWS])
+@pytest.mark.parametrize("family", [*HYBRIDS, *SINKS, *ROWS])
 def test_logprobs_and_gradients_are_those_of_each_sequence_alone(family: str, rng: torch.Generator) -> None:
     model = random_model(family, seed=int(torch.randint(1000, (1,), generator=rng)))
-    own = copy.deepcopy(model)
+    own: Any = copy.deepcopy(model)
+    own.set_attn_implementation("eager")
     policy = policy_of(model)
-    assert policy.packs == (family in HYBRIDS)
+    assert policy.packs == (family not in ROWS)
     samples = make_samples(rng, groups=5, prompt=30, completion=25)
     batch = packed(policy, samples)
     weights = torch.randn(len(batch.targets), generator=rng)
 
-    found, right = batch_logprobs(policy, batch), own_logprobs(own, samples, batch.rows.tolist())
+    found, right = batch_logprobs(policy, batch), own_logprobs(own, samples, batch.rows)
 
     torch.testing.assert_close(found, right, atol=1e-5, rtol=0)
     (found * weights).sum().backward()
@@ -149,7 +83,7 @@ def test_logprobs_and_gradients_are_those_of_each_sequence_alone(family: str, rn
 def test_time_steps_keep_to_the_limits_of_the_configuration_in_policy_and_reference(
     limit: list[float], tmp_path: Path
 ) -> None:
-    folder = save_model(tmp_path, "nemotron_h", **_NEMOTRON, time_step_limit=limit)
+    folder = save_model(tmp_path, "nemotron_h", time_step_limit=limit)
     settings = ModelConfig(path=str(folder), dtype="float32", device="cpu")
 
     policy = load_policy(settings, needs_reference=True)

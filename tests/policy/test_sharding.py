@@ -17,9 +17,10 @@ HERE = Path(__file__).resolve().parent
 
 
 def test_sharded_weights_compute_generate_and_are_written_as_whole_ones(tmp_path: Path, seed: int) -> None:
+    paths = f"{HERE.parent / 'distributed'}:{HERE.parents[1]}"
     worker = subprocess.run(
         [sys.executable, str(HERE / "shard_worker.py"), str(tmp_path), str(seed)],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent / "distributed")},
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
         capture_output=True,
         text=True,
         timeout=600,

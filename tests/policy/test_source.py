@@ -197,7 +197,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"tensors": lambda held: held.update({"score.weight": torch.ones(2, 32)})},
         r"not the model's: score\.weight",
     ),
-    "another width": ({"config": {"intermediate_size": 64}}, r"of another shape.*\(48, 32\) for \(64, 32\)"),
+    "another width": ({"config": {"intermediate_size": 48}}, r"of another shape.*\(64, 32\) for \(48, 32\)"),
     "compiled": (
         {"tensors": lambda held: renamed(held, lambda name: f"_orig_mod.{name}")},
         rf"missing: lm_head\.weight, {EMBEDDING}.*_orig_mod\.{EMBEDDING}",

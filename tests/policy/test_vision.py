@@ -14,7 +14,6 @@ from grpo_fast.data.dataset import PromptDataset, prompts_of
 from grpo_fast.data.images import ImageReader
 from grpo_fast.policy import Policy, load_policy, pack
 from grpo_fast.policy.config import LoraConfig, ModelConfig
-from grpo_fast.policy.layout import PackedLayout
 from grpo_fast.table import Completions
 from tests.vision_models import CONFIGS, IMAGE_ID, OfGemma4, picture, save_vision_model
 
@@ -160,20 +159,3 @@ def test_a_written_model_has_its_tower_and_its_processor(folder: Path, tmp_path:
     assert [*written.base_weights()] == [*load(folder).base_weights()]
     one, other = (packed_logprobs(found, table, 10_000) for found in (policy, written))
     torch.testing.assert_close(one, other, atol=1e-4, rtol=0)
-
-
-def test_flex_attentions_blocks_count_the_pairs_that_see_each_other() -> None:
-    table = Completions.of([[1] * 8, [1] * 8, [1] * 3], [[2] * 3, [2] * 4, [2] * 2])
-    (batch,) = pack(table, max_tokens=100, device="cpu")
-    images = torch.full_like(batch.input_ids, -1)
-    first, second = batch.cu_seqlens[:-1].tolist()
-    for number, (start, end) in enumerate([(1, 4), (5, 7), (second - first + 1, second - first + 3)]):
-        images[first + start : first + end] = number
-    tokens = torch.arange(len(images))
-    for window in (None, 3):
-        layout = PackedLayout(batch, "flex_attention", images)
-        seen = torch.zeros(len(images), len(images), dtype=torch.int64)
-        for start, end in layout.ranges(window):
-            seen += (tokens >= start[:, None]) & (tokens < end[:, None])
-        assert torch.equal(seen, layout.visible(tokens[:, None], tokens, window).long())
-        assert seen[first + 1, first + 3] and not seen[first + 4, first + 5]
