@@ -333,6 +333,6 @@ class _Repeated(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        (index,), wide = ctx.saved_tensors, torch.promote_types(gradient.dtype, torch.float32)
-        total = torch.zeros(ctx.shape, dtype=wide, device=gradient.device)
-        return total.index_add_(0, index, gradient.to(wide)).to(gradient.dtype), None
+        (index,), dtype = ctx.saved_tensors, torch.promote_types(gradient.dtype, torch.float32)
+        total = torch.zeros(ctx.shape, dtype=dtype, device=gradient.device)
+        return total.index_add_(0, index, gradient.to(dtype)).to(gradient.dtype), None

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils.benchmark import Timer
 
 from grpo_fast.data.images import ImageReader
 from grpo_fast.distributed.config import DistributedConfig
@@ -286,6 +285,8 @@ def faster_dtype() -> str:
 
 def _product_seconds(dtype: torch.dtype) -> float:
     """Of one thread's own time, which no other process takes; the least of three."""
+    from torch.utils.benchmark import Timer  # which takes a while
+
     matrices = {name: torch.ones(rows, 1024, dtype=dtype) for name, rows in (("left", 128), ("right", 1024))}
     timer = Timer("left @ right.T", timer=time.thread_time, globals=matrices, num_threads=1)
     return min(timer.timeit(1).mean for _ in range(3))

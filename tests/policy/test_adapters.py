@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.func import functional_call
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.tiny import tiny_config
 from grpo_fast.policy import PackedBatch, Policy
 from grpo_fast.policy.adapters import adapted_weights, merged
 from grpo_fast.policy.config import LoraConfig, ModelConfig
+from grpo_fast.policy.layers import recompute
 from grpo_fast.policy.load import prepare_to_train
 from tests.policy.conftest import small_config
 
@@ -131,54 +131,26 @@ def test_what_is_merged_is_what_peft_adds_rounded_once(
             torch.testing.assert_close(merged(layer).float(), base + delta, rtol=2**-8, atol=0)
 
 
-@pytest.mark.parametrize("how", [False, True, "mlp", "offload"])
+@pytest.mark.parametrize("how", [True, "mlp", "offload"])
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
-def test_gradients_of_experts_adapters_are_those_of_a_model_with_the_sums_for_weights(
-    load: Load, batch: PackedBatch, family: str, how: Any, seed: int
+def test_recomputed_layers_give_experts_adapters_the_same_gradients(
+    load: Load, batch: PackedBatch, family: str, how: Any
 ) -> None:
-    """Through transformers' model without adapters, and a formula for what they add."""
-    torch.manual_seed(seed)
-    policy, plain = load(family, lora={"r": 2}, gradient_checkpointing=how != "offload" and how), load(family)
-    if how == "offload":  # which a configuration allows on a GPU alone
-        from grpo_fast.policy.layers import recompute
-
-        recompute(policy.base_model, "offload")
-    for parameter in policy.trainable().values():
+    plain, ours = (load(family, lora={"r": 2}) for _ in range(2))
+    recompute(ours.base_model, how)
+    for name, parameter in plain.trainable().items():
         parameter.data += 0.1 * torch.randn_like(parameter)
-    direction = torch.randn_like(policy.hidden_states(batch))
-    given = [*policy.trainable().values()]
+        ours.trainable()[name].data.copy_(parameter)
+    direction = torch.randn_like(plain.hidden_states(batch))
 
-    found = torch.autograd.grad((policy.hidden_states(batch) * direction).sum(), given)
+    found, expected = (
+        torch.autograd.grad((policy.hidden_states(batch) * direction).sum(), [*policy.trainable().values()])
+        for policy in (ours, plain)
+    )
 
-    sums = {}
-    for name, layer in adapted_weights(policy.base_model):
-        a, b = (kind["default"].weight for kind in (layer.lora_A, layer.lora_B))
-        base = policy.base_weights()[name].detach()
-        if base.ndim == 3:
-            experts = len(base)
-            a, b = a.view(experts, 2, -1), b.view(len(b), 2, experts)
-            delta = torch.einsum("ore,eri->eoi", b, a)
-        else:
-            delta = b @ a
-        sums[name] = base + delta * 16
-    hidden = Functional(plain, sums).hidden_states(batch)
-    expected = torch.autograd.grad((hidden * direction).sum(), given)
     for one, other in zip(found, expected, strict=True):
+        assert other.any()
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4 * float(other.abs().max()))
-
-
-class Functional(torch.nn.Module):
-    """A policy's hidden states with other tensors for weights."""
-
-    def __init__(self, policy: Policy, weights: dict[str, Tensor]) -> None:
-        super().__init__()
-        self.policy, self.weights, self.model = policy, weights, policy.base_model
-
-    def hidden_states(self, batch: PackedBatch) -> Tensor:
-        return functional_call(self, {f"model.{n}": w for n, w in self.weights.items()}, (batch,))
-
-    def forward(self, batch: PackedBatch) -> Tensor:
-        return self.policy.hidden_states(batch)
 
 
 def adapted(policy: Policy) -> set[str]:

@@ -142,16 +142,8 @@ def test_packing_none_trains_a_model_that_could_be_packed_and_auto_falls_back_to
 ) -> None:
     folder = save_model(tmp_path, "llama")
     config = ModelConfig(path=str(folder), dtype="float32", device="cpu")
-    samples = make_samples(torch.Generator().manual_seed(1))
     plain, rows = load_policy(config), load_policy(config.model_copy(update={"packing": "none"}))
     assert plain.packs and not rows.packs
-    batches = [packed(policy, samples) for policy in (plain, rows)]
-    values = []
-    for policy, batch in zip((plain, rows), batches, strict=True):
-        column = torch.zeros(len(samples.token_ids))
-        column[batch.token_index] = batch_logprobs(policy, batch).detach()
-        values.append(column)
-    torch.testing.assert_close(*values, atol=1e-5, rtol=0)
 
     # A model that packing gets wrong, and rows do not.
     hidden_states = Policy.hidden_states

@@ -14,6 +14,7 @@ from grpo_fast.data.dataset import PromptDataset, prompts_of
 from grpo_fast.data.images import ImageReader
 from grpo_fast.policy import Policy, load_policy, pack
 from grpo_fast.policy.config import LoraConfig, ModelConfig
+from grpo_fast.policy.experts import balance_loss
 from grpo_fast.table import Completions
 from tests.vision_models import CONFIGS, IMAGE_ID, OfGemma4, picture, save_vision_model
 
@@ -130,6 +131,18 @@ def test_the_tower_looks_once_at_a_prompt_and_is_neither_trained_nor_adapted(fol
         packed_logprobs(policy, table, max_tokens).sum().backward()
     assert len(looks) == 3
     assert all(adapter.grad is not None for adapter in policy.trainable().values())
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_moe", "qwen3_vl_moe"])
+def test_a_mixture_that_sees_images_has_its_own_balance(kind: str, tmp_path: Path) -> None:
+    policy = load(save_vision_model(tmp_path, kind), router_aux_loss=0.1)
+    ids = torch.randint(IMAGE_ID + 3, 60, (9,)).tolist()
+    (batch,) = pack(Completions.of([ids[:5]], [ids[5:]]), max_tokens=100, device="cpu")
+    routed: list[Tensor] = []
+    policy.hidden_states(batch, routed=routed)
+    model: Any = policy.base_model
+    own = model(input_ids=torch.tensor([ids[:-1]]), output_router_logits=True, use_cache=False)
+    torch.testing.assert_close(balance_loss(model, routed), own.aux_loss)
 
 
 def test_features_used_longest_ago_make_room(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
