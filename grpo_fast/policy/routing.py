@@ -119,7 +119,8 @@ class RoutingReplay:
             if (own[:, [*blocks]] == UNKNOWN).any():
                 break
             others = torch.where(own == UNKNOWN, own, (own + 1) % number_of_experts(block))
-            if torch.equal(*chosen(others.to(policy.device)), others):
+            (given,) = chosen(others.to(policy.device))
+            if torch.equal(given, others):
                 self.shape = (own.shape[1], own.shape[2])
                 return
         raise ValueError(
