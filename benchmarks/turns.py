@@ -55,7 +55,7 @@ class Template:
         calls = [{"function": {"name": "tool", "arguments": {}}}] if token_ids[-2] == CALL else []
         return {"role": "assistant", "content": "", "tool_calls": calls}
 
-    def after(self, calls: object, results: object) -> tuple[int, ...]:
+    def after(self, messages: object) -> tuple[int, ...]:
         return tuple(range(3, 3 + ANSWER))
 
 

@@ -23,7 +23,7 @@ from grpo_fast.lookup import choices, raised_at
 from grpo_fast.rewards.calls import CallFailed, check_values, event_loop, in_thread
 from grpo_fast.rollout.config import RolloutConfig
 from grpo_fast.rollout.requests import Requests
-from grpo_fast.rollout.sampling import request_seed
+from grpo_fast.rollout.sampling import seeded
 from grpo_fast.rollout.types import Collector, Completion, Engine, Episode, RolloutObserver, Sampling
 from grpo_fast.section import short
 
@@ -100,8 +100,7 @@ class CoroutineRollout:
 
         async def play_one(index: int, number: int) -> None:
             try:
-                seed = None if sampling.seed is None else request_seed(sampling.seed, index, number)
-                own = replace(sampling, seed=seed)
+                own = seeded(sampling, index, number)
                 collector.add(index, number, await self.play(prompts[index], requests, own))
             finally:
                 requests.leave()
@@ -181,8 +180,7 @@ class EpisodeRollout(CoroutineRollout):
         environment, turns, play = await self._begin(prompt, toolset, sampling.max_completion_length)
         tools = toolset.calls(environment)
         while True:
-            seed = None if sampling.seed is None else request_seed(sampling.seed, play.turns)
-            ask = replace(sampling, max_completion_length=play.left, seed=seed)
+            ask = replace(seeded(sampling, play.turns), max_completion_length=play.left)
             answer = await asyncio.wrap_future(requests.ask((*play.prompt_ids, *play.token_ids), ask))
             message = template.parse(answer.token_ids)
             play.add(answer.token_ids, answer.logprobs, sampled=True)
@@ -195,16 +193,15 @@ class EpisodeRollout(CoroutineRollout):
                 break
             if truncated := self._beyond(play, len(calls)):
                 break
-            results = [await self._answer(play, tools, call["function"]) for call in calls]
-            ids = template.after(calls, results)
+            answers: list[Message] = []
+            for function in (call["function"] for call in calls):
+                result = await self._answer(play, tools, function)
+                answers.append({"role": "tool", "name": function["name"], "content": result})
+            ids = template.after(answers)
             if truncated := len(ids) >= play.left:
                 break
             play.add(ids, [0.0] * len(ids), sampled=False)
-            names = [call["function"]["name"] for call in calls]
-            play.messages += [
-                {"role": "tool", "name": name, "content": result}
-                for name, result in zip(names, results, strict=True)
-            ]
+            play.messages += answers
         if play.given_up and toolset.instances is not None:
             toolset.instances.drop(environment)
         episode = Episode(

@@ -6,11 +6,10 @@ import asyncio
 import inspect
 import logging
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
-from grpo_fast.lookup import choices
 from grpo_fast.rewards.calls import event_loop
 
 logger = logging.getLogger(__name__)
@@ -41,28 +40,24 @@ class Instances:
         self._made.append(environment)
         self._usable.append(environment)
 
-    def check_reset(self, columns: Iterable[str]) -> None:
-        """Whether `reset` fits the columns of a row, the prompt's among them.
+    def check_reset(self, row: Mapping[str, Any]) -> None:
+        """Whether `reset` fits a row's columns, the prompt's among them.
 
         Raises:
             ValueError: it asks for one that is not there, or does not take one that is.
         """
-        reset, known = self._made[0].reset, set(columns)
-        what = f"{type(self._made[0]).__name__}.reset"
         try:
-            parameters = inspect.signature(reset).parameters.values()
-        except (TypeError, ValueError):  # not of Python
+            signature = inspect.signature(self._made[0].reset)
+        except ValueError:  # not of Python
             return
-        for one in parameters:
-            named = one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
-            if named and one.default is one.empty and one.name not in known:
-                raise ValueError(
-                    f"{what} asks for {one.name!r}, which is no column of the dataset: "
-                    f"{choices(one.name, known)}. Rename a column (dataset.rename), or give it a default"
-                )
-        strange = sorted(known - {one.name for one in parameters})
-        if strange and not any(one.kind is one.VAR_KEYWORD for one in parameters):
-            raise ValueError(f"{what} does not take the column {strange[0]!r}: add **row to its arguments")
+        try:
+            signature.bind(**row)
+        except TypeError as problem:
+            raise ValueError(
+                f"{type(self._made[0]).__name__}.reset does not fit the dataset: {problem}. Its columns are "
+                f"{', '.join(sorted(row))}: rename one (dataset.rename), give an argument a default, or add "
+                "**row to the arguments"
+            ) from problem
 
     def drop(self, environment: Any) -> None:
         """One that a call still works on, which was given up: it plays no more."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from renderers import BaseRendererConfig, DefaultRenderer, ParsedResponse, RenderedTokens
 from renderers.base import ParsedToolCall
 
-from grpo_fast.environments.template import MARK, TurnTemplate
+from grpo_fast.environments.template import TurnTemplate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -50,10 +50,7 @@ class TurnRenderer(DefaultRenderer):
             parsed = super().parse_response(token_ids, prompt_ids=prompt_ids)
             # What is no text does not come back in the next request, which must be known as what followed.
             return replace(parsed, reasoning_content=parsed.reasoning_content or None)
-        key = json.dumps(tools)
-        if key not in self._templates:
-            self._templates[key] = TurnTemplate(self._tokenizer, self._end_ids, tools)
-        message = self._templates[key].parse(token_ids)
+        message = self._template(tools).parse(token_ids)
         calls = [call["function"] for call in message.get("tool_calls", ())]
         return ParsedResponse(
             content=message["content"],
@@ -70,29 +67,19 @@ class TurnRenderer(DefaultRenderer):
         tools: list[dict[str, Any]] | None = None,
     ) -> RenderedTokens | None:
         """All ids so far, and what the template writes from there to the model's next turn."""
-        said: dict[str, Any] = {"role": "assistant", "content": MARK}
-        for message in new_messages:
-            if message["role"] == "tool":
-                call = {"name": message.get("name") or "tool", "arguments": {MARK: MARK}}
-                whole = {"id": message["tool_call_id"], "type": "function", "function": call}
-                said.setdefault("tool_calls", []).append(whole)
-        text = self._tokenizer.apply_chat_template(
-            [{"role": "user", "content": "?"}, said, *new_messages],
-            tools=tools,
-            tokenize=False,
-            add_generation_prompt=True,
-        )
-        text = text[text.rindex(MARK) :]
-        ends = (str(self._tokenizer.decode([id])) for id in self._end_ids)
-        found = [(at, end) for end in ends if (at := text.find(end)) >= 0]
-        if not found:
-            return None
-        at, end = min(found)
         ids = [*previous_prompt_ids, *previous_completion_ids]
-        rest = text[at:].removeprefix(end if ids[-1] in self._end_ids else "")  # a turn cut off is ended
-        new = self._tokenizer(rest, add_special_tokens=False, verbose=False)["input_ids"]
+        try:
+            new = self._template(tools).after(new_messages, cut_off=ids[-1] not in self._end_ids)
+        except ValueError:
+            return None
         return RenderedTokens(
-            token_ids=ids + new,
+            token_ids=[*ids, *new],
             message_indices=[-1] * len(ids) + [len(new_messages) - 1] * len(new),
             message_roles=[message["role"] for message in new_messages],
         )
+
+    def _template(self, tools: list[dict[str, Any]] | None) -> TurnTemplate:
+        key = json.dumps(tools)
+        if key not in self._templates:
+            self._templates[key] = TurnTemplate(self._tokenizer, self._end_ids, tools or ())
+        return self._templates[key]

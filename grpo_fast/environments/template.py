@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MARK = "c41f8e"  # a text that nobody writes by chance
-CALL = {"type": "function", "function": {"name": "look_up", "arguments": {"key": MARK}}}
+QUESTION: Message = {"role": "user", "content": "?"}
+CALL: dict[str, Any] = {"type": "function", "function": {"name": "look_up", "arguments": {"key": MARK}}}
 REMEDY = "set model.chat_template to a Jinja file of a template for tools, or use a model trained with them"
 
 _JSON_CALL = {"transform": {"type": "function", "function": "{content}"}, "content": "json"}
@@ -49,15 +50,15 @@ FORMATS: dict[str, dict[str, Any]] = {
 
 
 class TurnTemplate:
-    """How a tokenizer's chat template goes on after a turn with calls; tried out when made.
+    """How a tokenizer's chat template goes on after a turn; where there are tools tried out when made.
 
     Args:
         end_ids: tokens at any of which the engine ends a turn.
         schemas: of the tools that prompts tell of.
 
     Raises:
-        ValueError: a template that does not show calls or answers, that does not end a turn with one of
-            `end_ids`, whose text cannot be tokenised in parts, or whose calls nothing here can read.
+        ValueError: tools, and a template that does not show calls or answers, that does not end a turn with
+            one of `end_ids`, whose text cannot be tokenised in parts, or whose calls nothing here can read.
     """
 
     def __init__(
@@ -70,75 +71,80 @@ class TurnTemplate:
         self._schemas: list[Any] = list(schemas)
         ends = {id: str(tokenizer.decode([id])) for id in end_ids}
         self._ends = {text: id for id, text in ends.items() if text}
-        self.end_id = -1  # the token that ends a turn in this template
+        self.end_id = -1  # the token that ends a turn with calls
+        self._format: dict[str, Any] | None = None  # of calls
         try:
-            self._try_out()
+            if schemas:
+                self._try_out()
         except ValueError as error:
             raise ValueError(
                 f"tools need a chat template that goes on after calls: {error}; {REMEDY}"
             ) from error
 
-    def after(self, calls: Sequence[Message], results: Sequence[str]) -> tuple[int, ...]:
-        """The ids that follow a turn's end token: the results of its calls, and the next turn's beginning."""
-        text, end = self._answered(calls, results)
-        return tuple(self._ids(text[end:]))
+    def after(self, messages: Sequence[Message], *, cut_off: bool = False) -> tuple[int, ...]:
+        """The ids that follow a turn: messages, such as results of its calls, and the next turn's beginning.
+
+        Args:
+            cut_off: the turn has no end token yet.
+
+        Raises:
+            ValueError: the template does not show where the turn ends.
+        """
+        _, end, rest = self._going_on(messages)
+        return tuple(self._ids(end + rest if cut_off else rest))
 
     def parse(self, token_ids: Sequence[int]) -> Message:
         """A turn as a message, with `tool_calls` where all of them can be read; else all of it as text."""
         ids = token_ids[:-1] if token_ids and token_ids[-1] in self._ends.values() else token_ids
-        text = str(self._tokenizer.decode(list(ids)))
         try:
-            return self._read(text, self._header)
+            if self._format is not None:
+                return self._read(str(self._tokenizer.decode(list(ids))), self._format, self._header)
         except ValueError:  # no calls, or malformed ones
-            text = str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
-            return {"role": "assistant", "content": text}
+            pass
+        text = str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+        return {"role": "assistant", "content": text}
 
     def _try_out(self) -> None:
         if not getattr(self._tokenizer, "chat_template", None):
             raise ValueError("the tokenizer has none")
-        answer = MARK[::-1]
-        text, end = self._answered([CALL], [answer])
-        asked, begun = (self._render([{"role": "user", "content": "?"}], more) for more in (False, True))
-        if not begun.startswith(asked) or not text.startswith(asked):
+        called, answer = CALL["function"], MARK[::-1]
+        said, end, rest = self._going_on([{"role": "tool", "name": called["name"], "content": answer}])
+        asked, begun = (self._render([QUESTION], more) for more in (False, True))
+        if not begun.startswith(asked) or not said.startswith(asked):
             raise ValueError("it writes a question otherwise once it is answered")
-        if CALL["function"]["name"] not in text[:end] or answer not in text[end:]:  # type: ignore[index]
+        if called["name"] not in said or answer not in rest:
             raise ValueError("it does not show calls and their answers")
-        rest = self._ids(text[end:])
-        whole = self._ids(text)
-        if not rest or whole[-len(rest) :] != rest or whole[-len(rest) - 1] != self.end_id:
+        self.end_id = self._ends[end]
+        ids, whole = self._ids(rest), self._ids(said + end + rest)
+        if not ids or whole[-len(ids) :] != ids or whole[-len(ids) - 1] != self.end_id:
             raise ValueError("its tokens after a turn depend on those before")
         self._header = begun[len(asked) :]
         anchor = self._header.split("<think>")[0]  # some templates begin the model's thoughts for it
-        turn = text[len(asked) : end].removeprefix(anchor)
-        self._find_format(turn.removesuffix(str(self._tokenizer.decode([self.end_id]))), anchor)
+        self._format = self._find_format(said[len(asked) :].removeprefix(anchor), anchor)
 
-    def _answered(self, calls: Sequence[Message], results: Sequence[str]) -> tuple[str, int]:
-        """A conversation in which such calls got these results, and where their turn ends in it."""
-        names = [str(call["function"]["name"]) for call in calls]
-        dummies = [
-            {"id": f"{i:09d}", "type": "function", "function": {"name": name, "arguments": {"key": MARK}}}
-            for i, name in enumerate(names)
-        ]
-        turns: list[Message] = [
-            {"role": "user", "content": "?"},
-            {"role": "assistant", "content": "", "tool_calls": dummies},
-            *(
-                {"role": "tool", "name": name, "tool_call_id": f"{i:09d}", "content": result}
-                for i, (name, result) in enumerate(zip(names, results, strict=True))
-            ),
-        ]
-        text, after = self._render(turns, True), 0
-        for _ in calls:
-            after = text.find(MARK, after) + len(MARK)
-            if after < len(MARK):
-                raise ValueError("it does not show the arguments of calls")
+    def _going_on(self, messages: Sequence[Message]) -> tuple[str, str, str]:
+        """A conversation's text to the end of the model's turn, how that ends, and the rest.
+
+        Of the turn the calls that the messages answer are known; it is found by their arguments, or its text.
+        """
+        answers, calls = list(messages), []
+        for i, message in enumerate(messages):
+            if message["role"] == "tool":
+                name = str(message.get("name") or "tool")
+                calls.append({**CALL, "id": f"{i:09d}", "function": {**CALL["function"], "name": name}})
+                answers[i] = {**message, "tool_call_id": f"{i:09d}"}
+        said = {"role": "assistant", "content": "", "tool_calls": calls}
+        turn = said if calls else {"role": "assistant", "content": MARK}
+        text = self._render([QUESTION, turn, *answers], True)
+        after = text.rfind(MARK) + len(MARK)
+        if after < len(MARK):
+            raise ValueError("it does not show the arguments of calls")
         ends = [(at, mark) for mark in self._ends if (at := text.find(mark, after)) >= 0]
         if not ends:
             known = ", ".join(map(repr, self._ends))
             raise ValueError(f"it ends a turn with none of the tokens at which generation stops ({known})")
         at, mark = min(ends)
-        self.end_id = self._ends[mark]
-        return text, at + len(mark)
+        return text[:at], mark, text[at + len(mark) :]
 
     def _render(self, turns: list[Message], more: bool) -> str:
         try:
@@ -154,7 +160,7 @@ class TurnTemplate:
     def _ids(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
-    def _find_format(self, turn: str, anchor: str) -> None:
+    def _find_format(self, turn: str, anchor: str) -> dict[str, Any]:
         """The response template that reads back the call which the chat template has written."""
         own = getattr(self._tokenizer, "response_template", None)
         thoughts = {"open": "<think>", "close_pattern": r"</think>\s*", "content": "text"}
@@ -175,22 +181,19 @@ class TurnTemplate:
             ]
         )
         for template in known:
-            self._format = template
             try:
-                calls = self._read(turn, anchor).get("tool_calls")
+                calls = self._read(turn, template, anchor).get("tool_calls")
             except ValueError:
                 continue
             if calls and calls[0]["function"] == CALL["function"]:
-                return
+                return template
         forms = "its tokenizer's response_template" if own else ", ".join(FORMATS)
         raise ValueError(f"its calls, as {turn!r}, can be read as none of: {forms}")
 
-    def _read(self, text: str, prefix: str) -> Message:
+    def _read(self, text: str, form: dict[str, Any], prefix: str) -> Message:
         """Raises ValueError for what is malformed."""
         try:
-            found = self._tokenizer.parse_response(
-                text, self._format, prefix=prefix, tools=self._schemas or None
-            )
+            found = self._tokenizer.parse_response(text, form, prefix=prefix, tools=self._schemas)
         except (AttributeError, KeyError, TypeError) as error:
             raise ValueError(str(error)) from error
         message: Message = {"role": "assistant", "content": "", **(found or {})}

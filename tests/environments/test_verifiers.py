@@ -155,7 +155,7 @@ def test_our_renderer_reads_calls_and_goes_on_after_them_without_touching_what_w
     (called,) = renderer.parse_response([*said, 2], tools=tools).tool_calls
     assert (called.name, called.arguments) == ("look", {"key": "a"})
     answer = {"role": "tool", "tool_call_id": "x", "name": "look", "content": "42"}
-    after = TurnTemplate(tokenizer, [2], tools).after([{"function": {"name": "look"}}], ["42"])
+    after = TurnTemplate(tokenizer, [2], tools).after([answer])
     for sampled in ([*said, 2], said):  # a turn that was cut off is ended first
         bridged = renderer.bridge_to_next_turn(asked, sampled, [answer], tools=tools)
         assert bridged.token_ids == [*asked, *said, 2, *after]
