@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from grpo_fast.lookup import load_object
 
@@ -145,20 +145,16 @@ class TransformersKind(EngineKind):
     def make(self, config: RolloutConfig, policy: Policy, *, max_length: int | None, world: World) -> Engine:
         from grpo_fast.rollout.transformers import OwnCopyEngine, TransformersEngine
 
-        tokens = config.max_batch_tokens
+        options: dict[str, Any] = {
+            "max_batch_tokens": config.max_batch_tokens,
+            "tells_experts": config.router_replay,
+        }
         if max_length is not None:
             policy.fix_rope(max_length)
-        told = config.router_replay
         if policy.sharded:
-            return OwnCopyEngine(policy, max_batch_tokens=tokens, max_length=max_length, tells_experts=told)
-        return TransformersEngine(
-            policy.model,
-            policy.tokenizer,
-            eos_ids=policy.eos_token_ids,
-            max_batch_tokens=tokens,
-            vision=lambda: policy.vision,
-            tells_experts=told,
-        )
+            return OwnCopyEngine(policy, max_length=max_length, **options)
+        ends, vision = policy.eos_token_ids, lambda: policy.vision
+        return TransformersEngine(policy.model, policy.tokenizer, eos_ids=ends, vision=vision, **options)
 
     def weights(self, config: RolloutConfig, trained: Trained) -> Weights:
         return Weights(shared=not trained.sharded, sent=trained.sharded, adapters=False)

@@ -27,13 +27,13 @@ class Requests:
 
     Args:
         clients: how many ask, each one request after another, and `leave` when they are through.
-        on_progress: called in the thread of the engine with the tokens decoded so far.
+        on_progress: called in the thread of the engine with what counts the tokens decoded so far.
 
     Attributes:
         closed: no answer is wanted any more, not even those being drawn.
     """
 
-    def __init__(self, clients: int, on_progress: Callable[[int], None] | None = None) -> None:
+    def __init__(self, clients: int, on_progress: Callable[[Callable[[], int]], None] | None = None) -> None:
         self.closed = False
         self._changed = threading.Condition()
         self._clients = clients
@@ -105,12 +105,12 @@ class Requests:
         else:
             request.answer.set_exception(answer)
 
-    def report(self, decoding: int) -> None:
-        """For the engine: `decoding` tokens belong to answers that it still draws."""
+    def report(self, decoding: Callable[[], int]) -> None:
+        """For the engine: `decoding` counts the tokens of answers that it still draws."""
         if self._error is not None:
             raise self._error
         if self._on_progress is not None:
-            self._on_progress(self._tokens + decoding)
+            self._on_progress(lambda: self._tokens + decoding())
 
     def _start(self) -> list[Request]:
         """The waiting requests that their clients have not given up are the engine's now."""

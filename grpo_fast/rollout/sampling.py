@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import secrets
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -100,6 +102,22 @@ def first_above(cdf: Tensor, target: Tensor) -> Tensor:
     last = torch.nextafter(cdf[:, -1:], torch.zeros_like(target))  # rounding may carry the target to the end
     index = torch.searchsorted(cdf, torch.minimum(target, last), right=True)
     return index.clamp(max=cdf.shape[-1] - 1)
+
+
+def uniforms_of(sampling: Sampling, rows: int) -> Tensor:
+    """(`max_completion_length`, rows) float64 in [0, 1), by the seed: what decides each token."""
+    generator = torch.Generator().manual_seed(any_seed(sampling))
+    return torch.rand(sampling.max_completion_length, rows, generator=generator, dtype=torch.float64)
+
+
+def any_seed(sampling: Sampling) -> int:
+    """Its seed; where none is given another each time, which no global state decides."""
+    return secrets.randbits(63) if sampling.seed is None else sampling.seed
+
+
+def seeded(sampling: Sampling, *place: int) -> Sampling:
+    """With the seed for what is drawn at this place, where there is one."""
+    return replace(sampling, seed=None if sampling.seed is None else request_seed(sampling.seed, *place))
 
 
 def request_seed(seed: int, *place: int) -> int:

@@ -9,6 +9,7 @@ from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from math import inf
+from operator import mul
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +23,7 @@ from grpo_fast.rollout.choice import fitting_decoder, set_attention
 from grpo_fast.rollout.decoder import ExpandedDecoder, Prompt, RecomputedDecoder, bounded_steps
 from grpo_fast.rollout.images import ImagePrompts
 from grpo_fast.rollout.requests import Requests
-from grpo_fast.rollout.sampling import draw, make_warper
+from grpo_fast.rollout.sampling import draw, make_warper, uniforms_of
 from grpo_fast.rollout.types import Collector, Completion, Prompts, RolloutObserver, Sampling, check_prompts
 from grpo_fast.table import UNKNOWN
 
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 DROP_BELOW = 0.9  # finished rows are evicted when fewer than this share of the batch is still going
 CPU_BATCH_TOKENS = 2**14  # at once on a CPU unless configured: more only misses its caches, and pages
 STOP_MARGIN = 8  # tokens decoded beyond a stop string's bytes: some tokens decode to nothing
+
+Report = Callable[[Callable[[], int]], None]
 
 
 @dataclass(frozen=True)
@@ -149,9 +152,7 @@ class TransformersEngine:
             self._images = ImagePrompts(self._vision(), prompts, images)
             prompts = self._images.prompts
         max_new, collector = sampling.max_completion_length, Collector(len(prompts), n, observer)
-        uniforms = torch.rand(
-            max_new, n * len(prompts), generator=_generator(sampling.seed), dtype=torch.float64
-        )
+        uniforms = uniforms_of(sampling, n * len(prompts))
         rows: list[Row] = []
         for index in sorted(range(len(prompts)), key=lambda index: _order(prompts[index])):
             self._require_room(prompts[index], max_new)
@@ -171,18 +172,18 @@ class TransformersEngine:
             self._require_awake()
             while (taken := requests.take("all")) is not None:
                 alike: dict[Sampling, list[Row]] = defaultdict(list)
-                for request in sorted(taken, key=lambda one: (one.sampling.seed or 0, one.token_ids)):
-                    max_new = request.sampling.max_completion_length
+                for request in sorted(
+                    taken, key=lambda one: (*_order(one.token_ids), one.sampling.seed or 0)
+                ):
+                    prompt, given = request.token_ids, request.sampling
                     try:
-                        check_prompts([request.token_ids], 1)
-                        self._require_room(request.token_ids, max_new)
+                        check_prompts([prompt], 1)
+                        self._require_room(prompt, given.max_completion_length)
                     except ValueError as error:
                         requests.give(request, error)
                         continue
-                    generator = _generator(request.sampling.seed)
-                    uniforms = torch.rand(max_new, generator=generator, dtype=torch.float64)
-                    sampling = replace(request.sampling, max_completion_length=1, seed=None)
-                    alike[sampling].append(Row(request.token_ids, uniforms, partial(requests.give, request)))
+                    row = Row(prompt, uniforms_of(given, 1)[:, 0], partial(requests.give, request))
+                    alike[replace(given, max_completion_length=1, seed=None)].append(row)
                 for sampling, rows in alike.items():
                     self._draw_all(rows, sampling, requests.report)
 
@@ -242,31 +243,26 @@ class TransformersEngine:
             distinct += new
         yield chunk
 
-    def _draw_all(self, rows: list[Row], sampling: Sampling, report: Callable[[int], None]) -> None:
-        """Draw a completion for each row, by `sampling` but for its length and seed.
+    def _draw_all(self, rows: list[Row], sampling: Sampling, report: Report) -> None:
+        """Draw a completion for each row, in `_order`, by `sampling` but for its length and seed.
 
-        `report` is called with the tokens of completions that still go on.
+        `report` is called with what counts the tokens of completions that still go on.
         """
         if not rows:
             return
-        rows.sort(key=lambda row: _order(row.prompt))
-        with self._decoding():
+        experts = recorded(self._base) if self.tells_experts else nullcontext()
+        with self._decoding(), experts as take:
             for chunk in self._chunks(rows):
-                self._draw_together(chunk, sampling, report)
+                self._draw_together(chunk, sampling, report, take)
 
-    def _draw_together(self, rows: Sequence[Row], sampling: Sampling, report: Callable[[int], None]) -> None:
-        """`_draw_all` of rows that fit beside each other."""
-        with recorded(self._base) if self.tells_experts else nullcontext() as take:
-            self._draw_recorded(rows, sampling, report, take)
-
-    def _draw_recorded(
+    def _draw_together(
         self,
         rows: Sequence[Row],
         sampling: Sampling,
-        report: Callable[[int], None],
+        report: Report,
         take: Callable[[], list[Tensor]] | None,
     ) -> None:
-        """`_draw_together`, where `take` is of `recorded`."""
+        """`_draw_all` of rows that fit beside each other; `take` is of `recorded`."""
         device, count, max_new = self._base.device, len(rows), max(len(row.uniforms) for row in rows)
         numbers = {prompt: i for i, prompt in enumerate(dict.fromkeys(row.prompt for row in rows))}
         owners = torch.tensor([numbers[row.prompt] for row in rows], device=device)
@@ -305,7 +301,7 @@ class TransformersEngine:
             collect(held[going[held] & (limits[held] == length)], length, truncated=True)
             alive = going[held]
             living = int(alive.sum())
-            report(living * length)
+            report(partial(mul, living, length))
             if living == 0:
                 break
             if living < DROP_BELOW * len(held):
@@ -333,27 +329,16 @@ class OwnCopyEngine(TransformersEngine):
     freed in `sleep`. Each rank generates by itself.
     """
 
-    def __init__(
-        self,
-        policy: Policy,
-        *,
-        max_batch_tokens: int | None = None,
-        max_length: int | None = None,
-        tells_experts: bool = False,
-    ) -> None:
+    def __init__(self, policy: Policy, *, max_length: int | None = None, **options: Any) -> None:
+        """`options` are those of `TransformersEngine`."""
         like: Any = policy.base_model
         devices = [policy.device] if policy.device.type == "cuda" else []
         with torch.random.fork_rng(devices), torch.device(policy.device):
             model = type(like)._from_config(copy.deepcopy(like.config), dtype=like.dtype)
         if max_length is not None:
             fix_rope(model, max_length)
-        super().__init__(
-            model.requires_grad_(False),
-            policy.tokenizer,
-            eos_ids=policy.eos_token_ids,
-            max_batch_tokens=max_batch_tokens,
-            tells_experts=tells_experts,
-        )
+        model.requires_grad_(False)
+        super().__init__(model, policy.tokenizer, eos_ids=policy.eos_token_ids, **options)
         self._policy = policy
         self._weights = {n: t.detach() for n, t in Policy(model, policy.tokenizer).base_weights().items()}
         self.sleep()
@@ -425,12 +410,3 @@ def tokens_at_once(max_batch_tokens: int | None, device: str) -> float:
 def _order(prompt: Prompt) -> tuple[int, tuple[int, ...]]:
     """Sorted so, prompts of a chunk need little padding, and equal ones are adjacent."""
     return len(prompt), tuple(prompt)
-
-
-def _generator(seed: int | None) -> torch.Generator:
-    generator = torch.Generator()
-    if seed is None:
-        generator.seed()
-    else:
-        generator.manual_seed(seed)
-    return generator

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import numpy as np
@@ -231,22 +231,16 @@ class Collector:
         if self._observer is not None and None not in group:
             self._observer.group_done(prompt, group)
 
-    @property
-    def report_due(self) -> bool:
-        """Whether `report` would reach the observer now."""
-        if self._observer is None:
-            return False
-        return self._finished == self._total or time.monotonic() - self._reported >= REPORT_SECONDS
+    def report(self, decoding: Callable[[], int]) -> None:
+        """`decoding` counts tokens of completions that still go on; passed on at times, and at the end."""
+        self.progress(lambda: self._tokens + decoding())
 
-    def report(self, decoding: int) -> None:
-        """`decoding` tokens belong to completions that still go on; passed on at times, and at the end."""
-        self.progress(self._tokens + decoding)
-
-    def progress(self, tokens: int) -> None:
-        """So many tokens are decoded; passed on at times, and at the end."""
-        if self._observer is not None and self.report_due:
+    def progress(self, tokens: Callable[[], int]) -> None:
+        """`tokens` counts all that are decoded, and is asked only where that is passed on."""
+        due = self._finished == self._total or time.monotonic() - self._reported >= REPORT_SECONDS
+        if self._observer is not None and due:
             self._reported = time.monotonic()
-            self._observer.progress(tokens, self._finished, self._total)
+            self._observer.progress(tokens(), self._finished, self._total)
 
     def groups(self) -> list[list[Completion]]:
         """The groups, once everything has ended."""

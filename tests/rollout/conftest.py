@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -18,38 +19,19 @@ from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
-    Qwen3Config,
-    Qwen3ForCausalLM,
 )
 
 from grpo_fast.policy import load_policy
 from grpo_fast.policy.config import ModelConfig
 from grpo_fast.rollout.config import VLLMConfig
 
-SHAPE = {
-    "vocab_size": 30,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.3,  # peaked enough that sampling has a shape to get wrong
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "pad_token_id": 2,
-}
+TOKENS = {"vocab_size": 30, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
 # vLLM's attention on a CPU wants heads of at least 32.
-SERVED = SHAPE | {
+SERVED = TOKENS | {
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_hidden_layers": 2,
@@ -60,113 +42,35 @@ SERVED = SHAPE | {
     "initializer_range": 0.15,
 }
 ENDS = [1, 5]  # tokens that end a completion of `saved_model`
-OWN = {"attn_implementation": "eager"}  # transformers' SDPA leaves Gemma 2's softcap out
-LATENT = {
-    "num_key_value_heads": 4,
-    "head_dim": 4,
-    "q_lora_rank": 8,
-    "kv_lora_rank": 8,
-    "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 4,
-    "v_head_dim": 8,
+CHANGES: dict[str, dict[str, Any]] = {
+    "gemma2": {"attn_logit_softcapping": 2.0},
+    "minimax": {"layer_types": ["linear_attention", "full_attention"] * 2, "num_hidden_layers": 4},
+    "xlstm": {"hidden_size": 128, "head_dim": None},
+    "unequal": {"model_type": "youtu", "v_head_dim": 6},
+    "gemma3": {"model_type": "gemma3_text"},
 }
-EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
-EXPERTS |= {"num_experts": 4, "num_local_experts": 4, "moe_intermediate_size": 16}
-LOCAL = ["sliding_attention"] * 2 + ["full_attention"]
-MIXED = {"layer_types": ["linear_attention", "full_attention"] * 2, "num_hidden_layers": 4}
-MIXED |= {"initializer_range": 0.1}  # with more, their rounding grows
-DELTA = {"linear_num_value_heads": 4, "linear_num_key_heads": 2}
-DELTA |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
-MAMBA = {
-    "mamba_n_heads": 8,
-    "mamba_d_head": 8,
-    "mamba_d_state": 8,
-    "mamba_n_groups": 1,
-    "mamba_chunk_size": 8,
-}
+ROUNDED = (
+    "hrm_text",
+    "qwen3_next",
+    "qwen3_5_text",
+    "olmo_hybrid",
+    "kimi_linear",
+    "zamba2",
+    "zaya",
+    "minimax",
+)
 
 
-def made(family: str, **sizes: object) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SHAPE | sizes), **OWN)
+def made(family: str) -> PreTrainedModel:
+    """A random model, peaked enough that sampling has a shape to get wrong, but where rounding would grow."""
+    from benchmarks.tiny import tiny_config  # not beside the scripts that import this file
 
-
-MAKERS = {
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE)),
-    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE)),
-    "mistral": lambda: MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=6)),
-    "gemma2": lambda: made("gemma2", attn_logit_softcapping=2.0, query_pre_attn_scalar=8, sliding_window=6),
-    "deepseek_v3": lambda: made("deepseek_v3", **LATENT | EXPERTS),
-    "hrm_text": lambda: made(
-        "hrm_text", initializer_range=0.1
-    ),  # which runs through its layers several times, each with a cache
-    "diffllama": lambda: made("diffllama"),
-    "qwen3_next": lambda: made("qwen3_next", **EXPERTS | DELTA | MIXED, shared_expert_intermediate_size=16),
-    "qwen3_5_text": lambda: made("qwen3_5_text", **DELTA | MIXED),
-    "olmo_hybrid": lambda: made("olmo_hybrid", **DELTA | MIXED),
-    "kimi_linear": lambda: made(
-        "kimi_linear", **LATENT | EXPERTS | MIXED, linear_head_dim=8, linear_num_heads=4
-    ),
-    "bamba": lambda: made("bamba", **MAMBA, attn_layer_indices=[1]),
-    "nemotron_h": lambda: made(
-        "nemotron_h",
-        **EXPERTS,
-        layer_types=["linear_attention", "moe", "full_attention", "mlp"],
-        mamba_num_heads=8,
-        mamba_head_dim=8,
-        ssm_state_size=8,
-        n_groups=1,
-        chunk_size=8,
-        num_hidden_layers=4,
-    ),
-    "falcon_h1": lambda: made("falcon_h1", **MAMBA, mamba_d_ssm=64),
-    "zamba2": lambda: made(
-        "zamba2",
-        layers_block_type=["linear_attention", "hybrid"] * 2,
-        initializer_range=0.1,
-        num_hidden_layers=4,
-        num_key_value_heads=4,
-        head_dim=16,
-        n_mamba_heads=8,
-        mamba_d_state=8,
-        chunk_size=8,
-    ),
-    "lfm2": lambda: made(
-        "lfm2",
-        layer_types=["conv", "full_attention"] * 2,
-        num_hidden_layers=4,
-        block_auto_adjust_ff_dim=False,
-    ),
-    "zaya": lambda: made("zaya", initializer_range=0.1),
-    "jamba": lambda: made("jamba", attn_layer_period=2, attn_layer_offset=1, mamba_d_state=8, num_experts=1),
-    "minimax": lambda: made("minimax", **EXPERTS | MIXED, block_size=8),
-    "mamba": lambda: made("mamba", state_size=8),
-    "mamba2": lambda: made("mamba2", num_heads=8, head_dim=8, state_size=8, n_groups=1, chunk_size=8),
-    "xlstm": lambda: made("xlstm", hidden_size=128, num_heads=4, head_dim=None),
-    "rwkv": lambda: made("rwkv", attention_hidden_size=32),
-    "xlm": lambda: made("xlm", causal=True),  # which takes token 2 for padding
-    "recurrent_gemma": lambda: made(
-        "recurrent_gemma",
-        block_types=["recurrent", "attention"],
-        num_key_value_heads=1,
-        lru_width=32,
-        attention_window_size=6,
-    ),
-    "deepseek_v2": lambda: made("deepseek_v2", **LATENT | EXPERTS, first_k_dense_replace=1),
-    "glm4_moe_lite": lambda: made("glm4_moe_lite", **LATENT | EXPERTS),
-    "longcat_flash": lambda: made(
-        "longcat_flash",
-        **LATENT | EXPERTS,
-        num_layers=2,
-        ffn_hidden_size=32,
-        expert_ffn_hidden_size=16,
-        zero_expert_num=2,
-        moe_topk=2,
-    ),
-    "minicpm3": lambda: made("minicpm3", **LATENT),
-    "unequal": lambda: made("youtu", **LATENT | {"v_head_dim": 6}),
-    "youtu": lambda: made("youtu", **LATENT),
-    "gemma3": lambda: Gemma3ForCausalLM(Gemma3TextConfig(**SHAPE, sliding_window=6, layer_types=LOCAL)),
-}
+    changes = {"initializer_range": 0.1 if family in ROUNDED else 0.3} | CHANGES.get(family, {})
+    config = tiny_config(changes.pop("model_type", family))
+    config.update(TOKENS | changes)
+    # transformers' SDPA leaves Gemma 2's softcap out
+    eager = {"attn_implementation": "eager"} if family not in ("llama", "qwen3", "mistral", "gemma3") else {}
+    return AutoModelForCausalLM.from_config(config, **eager).eval()
 
 
 @pytest.fixture
@@ -178,12 +82,12 @@ def seed(seed: int) -> int:
 
 @pytest.fixture
 def family_model(seed: int) -> Callable[[str], PreTrainedModel]:
-    return lambda family: MAKERS[family]().eval()
+    return made
 
 
 @pytest.fixture
 def model(seed: int) -> PreTrainedModel:
-    return MAKERS["llama"]().eval()
+    return made("llama")
 
 
 @pytest.fixture(scope="session")

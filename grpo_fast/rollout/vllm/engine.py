@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 import itertools
 import logging
-import secrets
 import signal
 import threading
 import warnings
@@ -30,7 +29,7 @@ from grpo_fast.policy.source import first_not_finite
 from grpo_fast.policy.vision import sees_images
 from grpo_fast.rollout.config import VLLMConfig
 from grpo_fast.rollout.requests import Request, Requests
-from grpo_fast.rollout.sampling import request_seed
+from grpo_fast.rollout.sampling import any_seed, seeded
 from grpo_fast.rollout.types import Collector, Completion, Prompts, RolloutObserver, Sampling, check_prompts
 from grpo_fast.rollout.vllm import checks
 from grpo_fast.rollout.vllm.rules import require_vision
@@ -154,7 +153,7 @@ class VLLMEngine:
             on_gpu, architecture = self._policy.device.type == "cuda", self._policy.base_model.config
             require_vision(architecture, on_gpu=on_gpu, images=any(shown))
             contents = [self._content(prompt, one) for prompt, one in zip(prompts, shown, strict=True)]
-            asked.append((changed, contents, n, replace(sampling, seed=_seed_of(sampling))))
+            asked.append((changed, contents, n, replace(sampling, seed=any_seed(sampling))))
         if any(changed for changed, *_ in asked):
             self.sync(self._policy)
         collector = Collector(len(prompts), n, observer)
@@ -171,14 +170,13 @@ class VLLMEngine:
         first = self._world.rank - self._place
         for member, (_, given, count, how) in enumerate(asked[first : first + self._parallel]):
             for index, number in itertools.product(range(len(given)), range(count)):
-                params = self._params(replace(how, seed=request_seed(_seed_of(how), index, number)))
+                params = self._params(seeded(how, index, number))
                 done = partial(collect, index, number) if member == self._place else self._completion
                 work.append((member, given[index], params, done))
         batches = iter([work])
 
         def arrivals(idle: bool) -> Iterable[Work] | None:
-            if collector.report_due:
-                collector.report(self._tokens_in_flight())
+            collector.report(self._tokens_in_flight)
             return next(batches, None if idle else ())
 
         self._run(arrivals)
@@ -199,14 +197,14 @@ class VLLMEngine:
                 except ValueError as error:
                     requests.give(request, error)
                     continue
-                params = self._params(replace(sampling, seed=_seed_of(sampling)))
+                params = self._params(replace(sampling, seed=any_seed(sampling)))
                 yield self._place, self._content(ids, None), params, partial(answer, request)
 
         def answer(request: Request, output: Any) -> None:
             requests.give(request, self._completion(output))
 
         def arrivals(idle: bool) -> Iterable[Work] | None:
-            requests.report(self._tokens_in_flight())
+            requests.report(self._tokens_in_flight)
             taken = requests.take("any" if idle else "none")
             return None if taken is None else accepted(taken)
 
@@ -445,11 +443,6 @@ class VLLMEngine:
             "it lies outside parameters and buffers; level 1 is used, and takes host memory for the weights",
             stacklevel=3,
         )
-
-
-def _seed_of(sampling: Sampling) -> int:
-    """Any where none is given: from the global state, which `_run` keeps, each token would get one noise."""
-    return secrets.randbits(63) if sampling.seed is None else sampling.seed
 
 
 @contextmanager

@@ -393,9 +393,10 @@ def starting(world: World = SINGLE_PROCESS) -> Iterator[None]:
         torch.set_float32_matmul_precision(precision)
         restore_rng(rng)
         # What vLLM set for itself it may read again; LD_PRELOAD and the like would reach child processes.
-        own = {name: value for name, value in os.environ.items() if name.startswith("VLLM_")}
-        os.environ.clear()
-        os.environ.update(environment | own)
+        for name in [name for name in os.environ if not name.startswith("VLLM_")]:
+            if name not in environment:
+                del os.environ[name]
+        os.environ.update({n: value for n, value in environment.items() if not n.startswith("VLLM_")})
         if settings and torch.cuda.is_initialized():
             # vLLM limits how blocks are split while it loads, and before 0.31 drops every other setting.
             torch._C._accelerator_setAllocatorSettings(settings)
