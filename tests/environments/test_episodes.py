@@ -94,17 +94,21 @@ def rollout_of(tokenizer, rows=({"prompt": "Who?"},), **settings: Any) -> tuple[
     return make_rollout(config, toolsets, tokenizer, [END]), list(prompts)
 
 
-def play(
-    tokenizer, turns: Sequence[str], *, rows=({"prompt": "Who?"},), n=1, sampling=SAMPLING, **settings: Any
-) -> tuple[list[list[Completion]], ScriptedEngine, list[Prompt]]:
+def speaking(tokenizer, *turns: str) -> ScriptedEngine:
     """Every completion says these turns, one after another; the last again and again."""
-    rollout, prompts = rollout_of(tokenizer, rows, **settings)
 
     def say(context: Sequence[int]) -> list[int]:
         said = str(tokenizer.decode(list(context))).count("<|im_start|>assistant\n") - 1
         return [*tokenizer(turns[min(said, len(turns) - 1)], add_special_tokens=False)["input_ids"], END]
 
-    engine = ScriptedEngine(say)
+    return ScriptedEngine(say)
+
+
+def play(
+    tokenizer, turns: Sequence[str], *, rows=({"prompt": "Who?"},), n=1, sampling=SAMPLING, **settings: Any
+) -> tuple[list[list[Completion]], ScriptedEngine, list[Prompt]]:
+    rollout, prompts = rollout_of(tokenizer, rows, **settings)
+    engine = speaking(tokenizer, *turns)
     return rollout(engine, prompts, n, sampling), engine, prompts
 
 
@@ -522,13 +526,9 @@ def test_instances_are_made_once_reset_for_each_completion_and_closed_at_the_end
     with paths(Guided=Guided):
         rollout, prompts = rollout_of(tokenizer, environment="m:Guided")
 
-    def say(context: Sequence[int]) -> list[int]:
-        answered = "<tool_response>" in str(tokenizer.decode(list(context)))
-        return [*tokenizer("Yes." if answered else call("look", key="x"))["input_ids"], END]
-
     played = []
     for _ in range(3):
-        ((*completions,),) = rollout(ScriptedEngine(say), prompts, 4, SAMPLING)
+        ((*completions,),) = rollout(speaking(tokenizer, call("look", key="x"), "Yes."), prompts, 4, SAMPLING)
         assert [c.episode.reward for c in completions] == [1.0] * 4
         played.append([c.episode.environment for c in completions])
     assert len({id(one) for one in played[0]}) == 4 and played[0] == played[1] == played[2]
@@ -542,10 +542,7 @@ def test_an_instance_that_a_call_still_works_on_plays_no_more(tokenizer) -> None
     with paths(Guided=Guided):
         rollout, prompts = rollout_of(tokenizer, environment="m:Guided", tool_timeout=0.1)
 
-    def say(context: Sequence[int]) -> list[int]:
-        answered = "<tool_response>" in str(tokenizer.decode(list(context)))
-        return [*tokenizer("Oh." if answered else call("look", key="slow"))["input_ids"], END]
-
-    ((one,),), ((two,),) = (rollout(ScriptedEngine(say), prompts, 1, SAMPLING) for _ in range(2))
+    engine = speaking(tokenizer, call("look", key="slow"), "Oh.")
+    ((one,),), ((two,),) = (rollout(engine, prompts, 1, SAMPLING) for _ in range(2))
     assert one.episode.tools_given_up == 1
     assert one.episode.environment is not two.episode.environment

@@ -71,6 +71,17 @@ def engine() -> Engine:
     return Engine()
 
 
+def policy_of(weights: dict[str, Tensor], changing: set[str], model: Any = TEXT) -> Any:
+    return SimpleNamespace(
+        base_model=model,
+        named_weights=lambda adapters=True: iter(weights.items()),
+        base_weights=lambda: weights,
+        changing_weights=lambda: changing,
+        sharded=False,
+        device=torch.device("cpu"),
+    )
+
+
 def detached(weights: Weights) -> list[tuple[str, Tensor]]:
     return [(name, weight.detach()) for name, weight in weights.items()]
 
@@ -193,14 +204,7 @@ class Loaded(nn.Module):
 )
 def test_copies_are_made_only_where_they_reach_everything_that_is_read(fault, reason):
     weight, engine = nn.Parameter(torch.arange(6.0).view(2, 3)), Loaded(fault)
-    policy = SimpleNamespace(
-        base_model=TEXT,
-        named_weights=lambda adapters=True: iter([("weight", weight.detach())]),
-        base_weights=dict,
-        changing_weights=lambda: {"weight"},
-        sharded=False,
-        device=torch.device("cpu"),
-    )
+    policy = policy_of({"weight": weight.detach()}, {"weight"})
     places = watch_loading(engine.load_weights, policy.named_weights())
 
     sync = WeightSync(engine, engine, policy, places, adapters=False)
@@ -218,14 +222,7 @@ def test_what_a_reload_leaves_as_it_was_is_copied_after_it_and_nothing_of_the_po
     engine = Loaded("repacked")
     engine.sinks, engine.scale = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2))
     weights = {name: torch.rand(like.shape) for name, like in engine.named_parameters()}
-    policy = SimpleNamespace(
-        base_model=TEXT,
-        named_weights=lambda adapters=True: iter(weights.items()),
-        base_weights=lambda: weights,
-        changing_weights=lambda: {"weight", "scale"},
-        sharded=False,
-        device=torch.device("cpu"),
-    )
+    policy = policy_of(weights, {"weight", "scale"})
 
     def load(given: Iterable[tuple[str, Tensor]]) -> None:
         for name, weight in given:
@@ -251,13 +248,10 @@ def test_what_a_reload_leaves_as_it_was_is_copied_after_it_and_nothing_of_the_po
 def test_experts_are_sent_one_by_one_under_the_names_of_a_checkpoint(tmp_path, seed):
     small = {"num_experts": 3, "moe_intermediate_size": 8, "head_dim": 4, "hidden_size": 16, "vocab_size": 20}
     model = Qwen3MoeForCausalLM(Qwen3MoeConfig(num_hidden_layers=1, intermediate_size=8, **small))
-    policy = SimpleNamespace(
-        base_model=model, named_weights=lambda adapters: iter(model.state_dict().items())
-    )
     model.save_pretrained(tmp_path)
     saved = load_file(tmp_path / "model.safetensors")
 
-    sent = dict(checkpoint_weights(policy))
+    sent = dict(checkpoint_weights(policy_of(model.state_dict(), set(), model)))
 
     assert sent.keys() == saved.keys()
     assert all(torch.equal(sent[name], weight) for name, weight in saved.items())
@@ -266,12 +260,9 @@ def test_experts_are_sent_one_by_one_under_the_names_of_a_checkpoint(tmp_path, s
 def test_gpt_oss_experts_are_sent_one_by_one_though_published_fused():
     config = tiny_config("gpt_oss")
     model = tiny_model(config)
-    policy = SimpleNamespace(
-        base_model=model, named_weights=lambda adapters: iter(model.state_dict().items())
-    )
     stack = model.state_dict()["model.layers.0.mlp.experts.down_proj"]
 
-    sent = dict(checkpoint_weights(policy))
+    sent = dict(checkpoint_weights(policy_of(model.state_dict(), set(), model)))
 
     assert torch.equal(sent["model.layers.0.mlp.experts.2.down_proj"], stack[2])
     assert not any(name.endswith("experts.down_proj") for name in sent)
@@ -376,8 +367,6 @@ def require_own_tensors(engine: Any, packed: list[Any], told: str) -> None:
 
 
 ATTENTION = LoraConfig(r=4, alpha=16.0, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
-
-
 LINEAR = LORA.model_copy(update={"target_modules": ["in_proj", "q_proj", "k_proj", "v_proj", "o_proj"]})
 
 
