@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 from grpo_fast.data.config import DatasetConfig
 from grpo_fast.data.render import Renderer
 from grpo_fast.data.types import Message, Prompt
+from grpo_fast.environments.instances import Instances
 from grpo_fast.environments.template import TurnTemplate
-from grpo_fast.environments.tools import ENVIRONMENT_COLUMN, Toolset, Toolsets
+from grpo_fast.environments.tools import ENVIRONMENT_COLUMN, Toolsets
 from grpo_fast.lookup import choices, raised_at
 from grpo_fast.rewards.calls import CallFailed, check_values, event_loop, in_thread
 from grpo_fast.rollout.config import RolloutConfig
@@ -43,14 +44,17 @@ class Overdue(CallError):
 class Play:
     """A completion while it is played."""
 
+    prompt: Prompt
+    turns: list[Message]  # of the prompt, with what the environment began it with
     prompt_ids: tuple[int, ...]
     room: int  # tokens that it may have
+    environment: Any = None
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] | None = field(default_factory=list)
     experts: Any = None  # of the prompt and all tokens, as the last turn's answer tells
     sampled: list[bool] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
-    turns: int = 0
+    replies: int = 0  # of the model
     calls: int = 0
     failures: int = 0
     given_up: int = 0
@@ -177,16 +181,16 @@ class EpisodeRollout(CoroutineRollout):
         """
         toolset = self._toolsets.of(prompt.columns)
         template = self._templates[None if None in self._templates else prompt.columns[ENVIRONMENT_COLUMN]]
-        environment, turns, play = await self._begin(prompt, toolset, sampling.max_completion_length)
-        tools = toolset.calls(environment)
+        play = await self._begin(prompt, toolset.instances, sampling.max_completion_length)
+        tools = toolset.calls(play.environment)
         while True:
-            ask = replace(seeded(sampling, play.turns), max_completion_length=play.left)
+            ask = replace(seeded(sampling, play.replies), max_completion_length=play.left)
             answer = await asyncio.wrap_future(requests.ask((*play.prompt_ids, *play.token_ids), ask))
             message = template.parse(answer.token_ids)
             play.add(answer.token_ids, answer.logprobs, sampled=True)
             play.experts = answer.experts
             play.messages.append(message)
-            play.turns += 1
+            play.replies += 1
             calls = message.get("tool_calls", [])
             if answer.truncated or not calls or answer.token_ids[-1] != template.end_id:
                 truncated = answer.truncated
@@ -203,62 +207,63 @@ class EpisodeRollout(CoroutineRollout):
             play.add(ids, [0.0] * len(ids), sampled=False)
             play.messages += answers
         if play.given_up and toolset.instances is not None:
-            toolset.instances.drop(environment)
+            toolset.instances.drop(play.environment)
         episode = Episode(
-            prompt=turns,
+            prompt=play.turns,
             prompt_ids=play.prompt_ids,
             sampled=tuple(play.sampled),
             messages=tuple(play.messages),
-            environment=environment,
+            environment=play.environment,
             tool_calls=play.calls,
             tool_failures=play.failures,
             tools_given_up=play.given_up,
             environment_seconds=play.seconds,
-            reward=await self._reward(environment, play, prompt),
+            reward=await self._reward(play),
         )
         text = str(self._tokenizer.decode(play.token_ids, skip_special_tokens=True))
         logprobs = None if play.logprobs is None else tuple(play.logprobs)
         return Completion(tuple(play.token_ids), logprobs, text, truncated, episode, experts=play.experts)
 
-    async def _begin(self, prompt: Prompt, toolset: Toolset, room: int) -> tuple[Any, list[Message], Play]:
-        """An environment that is reset, the conversation that it begins, and its tokens."""
-        turns, play = self._renderer.turns(prompt.prompt), Play(prompt.token_ids, room)
-        instances = toolset.instances
+    async def _begin(self, prompt: Prompt, instances: Instances | None, room: int) -> Play:
+        """With an environment that is reset, the conversation that it begins, and its tokens."""
+        play = Play(prompt, self._renderer.turns(prompt.prompt), prompt.token_ids, room)
         if instances is None:
-            return None, turns, play
-        environment = instances.take()
+            return play
+        play.environment = environment = instances.take()
         if environment is None:
-            environment = await self._own_call(play, "made", instances.factory, {}, prompt)
+            play.environment = environment = await self._own_call(play, "made", instances.factory, {})
             instances.add(environment)
         row = {name: value for name, value in prompt.columns.items() if name != ENVIRONMENT_COLUMN}
-        row["prompt"] = turns
+        row["prompt"] = play.turns
         instances.check_reset(row)
-        given = await self._own_call(play, "reset", environment.reset, row, prompt)
+        given = await self._own_call(play, "reset", environment.reset, row)
         if given is None:
-            return environment, turns, play
+            return play
         what = f"{type(environment).__name__}.reset"
         if (said := text_of(given, what)) is None:
             raise RuntimeError(
                 f"{what} returned {short(given)}, a {type(given).__name__}, for row {prompt.index}: return "
                 "the text that goes to the end of the prompt, or None"
             )
-        last = turns[-1]
-        turns = [*turns[:-1], {**last, "content": f"{last['content']}{said}"}]
-        text = self._renderer.text(turns, prompt.columns)
+        *before, last = play.turns
+        play.turns = [*before, {**last, "content": f"{last['content']}{said}"}]
+        text = self._renderer.text(play.turns, prompt.columns)
         play.prompt_ids = tuple(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
         longer = len(play.prompt_ids) - len(prompt.token_ids)
         play.room -= max(0, longer)
         if play.room < 1:
             raise ValueError(
                 f"rollout.max_completion_length = {room} bounds what an environment says, too, and "
-                f"{type(environment).__name__}.reset made the prompt {longer} tokens longer; raise it"
+                f"{what} made the prompt {longer} tokens longer; raise it"
             )
-        return environment, turns, play
+        return play
 
     def _beyond(self, play: Play, calls: int) -> bool:
         """Whether a limit ends the completion before these calls."""
         turns, most = self._config.max_turns, self._config.max_tool_calls
-        return (turns is not None and play.turns >= turns) or (most is not None and play.calls + calls > most)
+        return (turns is not None and play.replies >= turns) or (
+            most is not None and play.calls + calls > most
+        )
 
     async def _answer(
         self, play: Play, tools: Mapping[str, Callable[..., Any]], function: Mapping[str, Any]
@@ -278,7 +283,7 @@ class EpisodeRollout(CoroutineRollout):
         return str(given) if text is None else text
 
     async def _own_call(
-        self, play: Play, what: str, function: Callable[..., Any], row: Mapping[str, Any], prompt: Prompt
+        self, play: Play, what: str, function: Callable[..., Any], row: Mapping[str, Any]
     ) -> Any:
         """A call without which there is no completion; its errors end the rollout."""
         try:
@@ -286,18 +291,18 @@ class EpisodeRollout(CoroutineRollout):
         except (Exception, SystemExit) as error:
             problem = f"{type(error).__name__}: {error}{raised_at(error)}"
             raise RuntimeError(
-                f"rollout.environment cannot be {what} for row {prompt.index} ({problem})"
+                f"rollout.environment cannot be {what} for row {play.prompt.index} ({problem})"
             ) from error
 
-    async def _reward(self, environment: Any, play: Play, prompt: Prompt) -> float | None:
+    async def _reward(self, play: Play) -> float | None:
         """What the environment itself gives; None where it gives none."""
-        if not hasattr(environment, "get_reward"):
+        if not hasattr(play.environment, "get_reward"):
             return None
-        given = await self._own_call(play, "asked for its reward", environment.get_reward, {}, prompt)
+        given = await self._own_call(play, "asked for its reward", play.environment.get_reward, {})
         try:
             return check_values([given], 1)[0]
         except CallFailed as failure:
-            raise RuntimeError(f"{type(environment).__name__}.get_reward {failure}") from failure
+            raise RuntimeError(f"{type(play.environment).__name__}.get_reward {failure}") from failure
 
     async def _call(self, play: Play, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
         """The function's result: of a coroutine on the loop, else of a thread.

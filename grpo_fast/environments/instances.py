@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -40,8 +40,8 @@ class Instances:
         self._made.append(environment)
         self._usable.append(environment)
 
-    def check_reset(self, row: Mapping[str, Any]) -> None:
-        """Whether `reset` fits a row's columns, the prompt's among them.
+    def check_reset(self, columns: Iterable[str]) -> None:
+        """Whether `reset` fits the columns of a row, the prompt's among them.
 
         Raises:
             ValueError: it asks for one that is not there, or does not take one that is.
@@ -51,11 +51,11 @@ class Instances:
         except ValueError:  # not of Python
             return
         try:
-            signature.bind(**row)
+            signature.bind(**dict.fromkeys(columns))
         except TypeError as problem:
             raise ValueError(
                 f"{type(self._made[0]).__name__}.reset does not fit the dataset: {problem}. Its columns are "
-                f"{', '.join(sorted(row))}: rename one (dataset.rename), give an argument a default, or add "
+                f"{', '.join(sorted(columns))}: rename one (dataset.rename), give an argument a default, or add "
                 "**row to the arguments"
             ) from problem
 

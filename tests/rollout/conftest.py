@@ -44,9 +44,11 @@ SERVED = TOKENS | {
 ENDS = [1, 5]  # tokens that end a completion of `saved_model`
 CHANGES: dict[str, dict[str, Any]] = {
     "gemma2": {"attn_logit_softcapping": 2.0},
-    "minimax": {"layer_types": ["linear_attention", "full_attention"] * 2, "num_hidden_layers": 4},
-    "xlstm": {"hidden_size": 128, "head_dim": None},
-    "unequal": {"model_type": "youtu", "v_head_dim": 6},
+    "minimax": {
+        **{"layer_types": ["linear_attention", "full_attention"] * 2, "num_hidden_layers": 4},
+        "block_size": 8,
+    },
+    "xlstm": {"hidden_size": 128, "embedding_dim": 128},
     "gemma3": {"model_type": "gemma3_text"},
 }
 ROUNDED = (
