@@ -53,10 +53,10 @@ class Instances:
         try:
             signature.bind(**dict.fromkeys(columns))
         except TypeError as problem:
+            named = ", ".join(sorted(columns))
             raise ValueError(
                 f"{type(self._made[0]).__name__}.reset does not fit the dataset: {problem}. Its columns are "
-                f"{', '.join(sorted(columns))}: rename one (dataset.rename), give an argument a default, or add "
-                "**row to the arguments"
+                f"{named}: rename one (dataset.rename), give an argument a default, or add **row"
             ) from problem
 
     def drop(self, environment: Any) -> None:
