@@ -75,11 +75,9 @@ def require_engine(config: RolloutConfig, ranks: int = 1) -> None:
             f"rollout.vllm.tensor_parallel_size = {parallel} does not divide the run's ranks, of which there "
             f"are {ranks}; set it to 1, or torchrun --nproc-per-node to a multiple of it"
         )
-    if config.engine != "auto":
-        _require_kind(engine_kind(config.engine), config)
-
-
-def _require_kind(kind: EngineKind, config: RolloutConfig) -> None:
+    if config.engine == "auto":
+        return
+    kind = engine_kind(config.engine)
     if config.router_replay and not kind.tells_experts:
         raise ValueError(
             f"rollout.router_replay = true, and the engine {kind.name!r} does not tell which experts it "
@@ -108,7 +106,6 @@ def make_engine(
     from grpo_fast.distributed.world import SINGLE_PROCESS
 
     world = world or SINGLE_PROCESS
+    config = config.model_copy(update={"engine": chosen_engine(config, policy.device)})
     require_engine(config, world.size)
-    kind = engine_kind(chosen_engine(config, policy.device))
-    _require_kind(kind, config)
-    return kind.make(config, policy, max_length=max_length, world=world)
+    return engine_kind(config.engine).make(config, policy, max_length=max_length, world=world)
