@@ -69,7 +69,8 @@ class TurnRenderer(DefaultRenderer):
         """All ids so far, and what the template writes from there to the model's next turn."""
         ids = [*previous_prompt_ids, *previous_completion_ids]
         try:
-            new = self._template(tools).after(new_messages, cut_off=ids[-1] not in self._end_ids)
+            messages = [dict(message) for message in new_messages]
+            new = self._template(tools).after(messages, cut_off=ids[-1] not in self._end_ids)
         except ValueError:
             return None
         return RenderedTokens(
