@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load, save
 from torch import Tensor
 from torch.distributed import ProcessGroup, Store
 from torch.distributed.device_mesh import DeviceMesh
@@ -97,13 +98,16 @@ class World:
         return results
 
     def gather_tensors(self, place: str, work: Callable[[], dict[str, Tensor]]) -> list[dict[str, Tensor]]:
-        """`gather_from_all` for tensors by name, which are on the CPU then."""
+        """`gather_from_all` for tensors by name, which are sent as such, and are on the CPU then."""
 
         def own() -> dict[str, Tensor]:
-            # Of their own memory each: what is sent of a view is all of its memory.
-            return {name: tensor.cpu().clone() for name, tensor in work().items()}
+            return {name: tensor.cpu() for name, tensor in work().items()}
 
-        return self.gather_from_all(place, own)
+        if self.size == 1:
+            return [own()]
+        # Of their own memory each, as safetensors asks for.
+        packed = self.gather_from_all(place, lambda: save({name: t.clone() for name, t in own().items()}))
+        return [*map(load, packed)]
 
     @contextmanager
     def all_succeed(self, place: str) -> Iterator[list[Any]]:

@@ -136,9 +136,9 @@ class TurnTemplate:
         said = {"role": "assistant", "content": "", "tool_calls": calls}
         turn = said if calls else {"role": "assistant", "content": MARK}
         text = self._render([QUESTION, turn, *answers], True)
-        after = text.rfind(MARK) + len(MARK)
-        if after < len(MARK):
+        if text.count(MARK) < max(1, len(calls)):
             raise ValueError("it does not show the arguments of calls")
+        after = text.rfind(MARK) + len(MARK)
         ends = [(at, mark) for mark in self._ends if (at := text.find(mark, after)) >= 0]
         if not ends:
             known = ", ".join(map(repr, self._ends))

@@ -357,14 +357,15 @@ class PolicyOptimizer:
     @torch.no_grad()
     def _write_back(self, names: Iterable[str]) -> None:
         """The parameters of 16 bits become what their masters are."""
-        for name in names:
-            if name not in self._buffers:
-                continue
-            master = self._masters[name]
-            if self._rounds:
+        rounded = [name for name in names if name in self._buffers]
+        masters = [self._masters[name] for name in rounded]
+        if self._rounds:
+            for master in masters:
                 round_to_bfloat16(master, self._noise)
-            rows_of(self._parameters[name], self._world).copy_(master)
-            if self._rounds:
+        if rounded:  # in few launches
+            torch._foreach_copy_([rows_of(self._parameters[name], self._world) for name in rounded], masters)
+        if self._rounds:
+            for master in masters:
                 master.untyped_storage().resize_(0)
 
 
