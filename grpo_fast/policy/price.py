@@ -7,15 +7,13 @@ is there only for a moment is derived from that.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from grpo_fast.policy import layers as running
 from grpo_fast.policy.adapters import expert_adapters
@@ -145,6 +143,12 @@ def _kept(model: Any, backbone: nn.Module, tokens: int, fused: bool, own_attenti
     known: dict[int, Any] = {}  # storages; held, so that no other takes their place
     place: Place = (None, False)
     in_norm = False
+    places: dict[nn.Module, Place] = {}
+    for number, layer in enumerate(decoder_layers(model)):
+        places |= {layer: (number, False)} | dict.fromkeys(layer_mlps(layer), (number, True))
+    modules = [*model.modules()] if fused else []
+    norms = {module for module in modules if type(module).__name__.endswith("RMSNorm")}
+    gates = {getattr(module, "act_fn", None) for module in modules if hasattr(module, "gate_proj")}
 
     def note(tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -157,47 +161,31 @@ def _kept(model: Any, backbone: nn.Module, tokens: int, fused: bool, own_attenti
             note(tensor)
         return tensor
 
-    def at(there: Place, *_: Any) -> None:
-        nonlocal place
-        place = there
+    def begins(module: nn.Module, given: tuple[Any, ...]) -> None:
+        nonlocal place, in_norm
+        place = places.get(module, place)
+        if module in norms:
+            in_norm = True
+            note(given[0])
+            found[place] += 4 * given[0].shape[:-1].numel()
 
-    def norm_begins(_: nn.Module, given: tuple[Tensor, ...]) -> None:
-        nonlocal in_norm
-        in_norm = True
-        note(given[0])
-        found[place] += 4 * given[0].shape[:-1].numel()
-
-    def norm_ends(*_: Any) -> None:
-        nonlocal in_norm
-        in_norm = False
-
-    def activated(_: nn.Module, given: Any, result: Tensor) -> None:
-        found[place] -= result.nbytes  # computed again in the backward
+    def ends(module: nn.Module, _: Any, result: Any) -> None:
+        nonlocal place, in_norm
+        if module in places:
+            number, in_mlp = places[module]
+            place = (number if in_mlp else None, False)
+        elif module in norms:
+            in_norm = False
+        elif module in gates:
+            found[place] -= result.nbytes  # computed again in the backward
 
     for tensor in (*model.parameters(), *model.buffers()):
         known[tensor.untyped_storage()._cdata] = tensor
-    with _hooks() as hooks, saved_tensors_hooks(keep, lambda tensor: tensor):
-        for number, layer in enumerate(decoder_layers(model)):
-            hooks += [layer.register_forward_pre_hook(partial(at, (number, False)))]
-            hooks += [layer.register_forward_hook(partial(at, (None, False)))]
-            for mlp in layer_mlps(layer):
-                hooks += [mlp.register_forward_pre_hook(partial(at, (number, True)))]
-                hooks += [mlp.register_forward_hook(partial(at, (number, False)))]
-        for module in model.modules() if fused else ():
-            if type(module).__name__.endswith("RMSNorm"):
-                hooks += [module.register_forward_pre_hook(norm_begins)]
-                hooks += [module.register_forward_hook(norm_ends)]
-            elif hasattr(module, "gate_proj") and isinstance(getattr(module, "act_fn", None), nn.Module):
-                hooks += [module.act_fn.register_forward_hook(activated)]
-        computed(backbone, tokens, own_attention=own_attention, use_cache=False)
-    return found
-
-
-@contextmanager
-def _hooks() -> Iterator[list[Any]]:
-    hooks: list[Any] = []
+    hooks = register_module_forward_pre_hook(begins), register_module_forward_hook(ends)
     try:
-        yield hooks
+        with saved_tensors_hooks(keep, lambda tensor: tensor):
+            computed(backbone, tokens, own_attention=own_attention, use_cache=False)
     finally:
         for hook in hooks:
             hook.remove()
+    return found
