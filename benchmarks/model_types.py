@@ -173,12 +173,12 @@ def _adapted(settings: ModelConfig, config: PreTrainedConfig, table: Completions
 def _planned(settings: ModelConfig, config: PreTrainedConfig) -> bool:
     run = {
         "model": {"path": settings.path, "dtype": "bfloat16"},
-        "dataset": {"source": "-"},
+        "dataset": {"source": "-", "max_prompt_length": 32},
         "rewards": [{"reward": "length"}],
         "rollout": {"engine": "transformers", "max_completion_length": 32},
     }
     shapes, device = Shapes(config), device_budget("80GiB")
-    return plan(TrainConfig.model_validate(run), shapes, device, prompt_length=32).largest is not None
+    return plan(TrainConfig.model_validate(run), shapes, device).largest is not None
 
 
 def summary(rows: Sequence[Row]) -> list[str]:

@@ -77,7 +77,7 @@ def plan(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     config = plan_config(args, overrides)
     from rich.console import Console
 
-    from grpo_fast.plan import calibrated, device_budget, longest_prompt, shapes_of, step_sizes
+    from grpo_fast.plan import calibrated, device_budget, longest_prompt, shapes_of, with_values
     from grpo_fast.plan import plan as make_plan
     from grpo_fast.plan.report import record, render
     from grpo_fast.plan.scaling import render_scaling, scaling
@@ -91,18 +91,19 @@ def plan(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         if args.config is None:
             raise ConfigError("plan", [Problem("--prompt-length", "is required, or CONFIG with its data")])
         prompt_length = longest_prompt(config.dataset, config.model, config.rollout)
+    config = with_values(config, {"dataset.max_prompt_length": prompt_length})
     if args.calibrate:
-        device = calibrated(config, shapes, device, step_sizes(config, prompt_length=prompt_length))
+        device = calibrated(config, shapes, device)
     devices = [replace(device, ranks=ranks, node=args.gpus_per_node) for ranks in sorted(args.gpus)]
     console = Console(width=None if sys.stdout.isatty() else 120, markup=False)
     if len(devices) > 1:
-        steps = scaling(config, shapes, devices, prompt_length=prompt_length)
+        steps = scaling(config, shapes, devices)
         if args.json:
             print(json.dumps([asdict(step) for step in steps], indent=1))
         else:
             console.print(render_scaling(steps, device))
         return 0
-    found = make_plan(config, shapes, devices[0], prompt_length=prompt_length)
+    found = make_plan(config, shapes, devices[0])
     if args.json:
         print(json.dumps(record(found), indent=1))
     else:
@@ -116,7 +117,7 @@ def plan_table(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         raise ConfigError("plan", [Problem("--table", "goes without --model, --gpus and --calibrate")])
     from rich.console import Console
 
-    from grpo_fast.plan import step_sizes
+    from grpo_fast.plan import step_sizes, with_values
     from grpo_fast.plan.report import GPUS, MODELS, render_table, table
 
     args.model = (models := args.table or MODELS)[0]
@@ -129,8 +130,9 @@ def plan_table(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     given = " ".join(overrides).replace("-", "_")  # under another tool's name, too
     unset = [f"{key}={value}" for key, value in usual.items() if key.rpartition(".")[2] not in given]
     config = plan_config(args, overrides if args.config else [*unset, *overrides])
-    sizes = step_sizes(config, prompt_length=args.prompt_length)
-    cells = [*table(config, sizes, models, [args.gpu] if args.gpu else GPUS)]
+    if args.prompt_length:
+        config = with_values(config, {"dataset.max_prompt_length": args.prompt_length})
+    sizes, cells = step_sizes(config), [*table(config, models, [args.gpu] if args.gpu else GPUS)]
     if args.json:
         print(json.dumps({"step": asdict(sizes), "what_fits": [*map(asdict, cells)]}, indent=1))
     else:

@@ -6,7 +6,7 @@ from grpo_fast.plan.auto import longest_prompt, resolve_auto, shapes_of
 from grpo_fast.plan.devices import device_budget
 from grpo_fast.plan.measure import calibrated
 from grpo_fast.plan.model_shape import SHAPES, Shapes, model_config
-from grpo_fast.plan.search import plan
+from grpo_fast.plan.search import plan, with_values
 from grpo_fast.plan.sizes import step_sizes
 
 __all__ = [
@@ -20,4 +20,5 @@ __all__ = [
     "resolve_auto",
     "shapes_of",
     "step_sizes",
+    "with_values",
 ]

@@ -39,7 +39,8 @@ from grpo_fast.stages import resolve_stages
 
 logger = logging.getLogger(__name__)
 GROUP = "rollout.num_generations"
-DIVIDED = ("distributed.mode", "distributed.head")
+LIMIT = "dataset.max_prompt_length"
+FIRST = (GROUP, "distributed.mode", "distributed.head")  # what is chosen before all else
 
 OF_ALL_STAGES: dict[str, Callable[[Iterable[Any]], Any]] = {
     "micro_batch_tokens": min,
@@ -90,10 +91,8 @@ def resolve_auto(config: TrainConfig, run_dir: Path | None = None, *, ranks: int
     lengths = _prompt_lengths(config)
     try:
         shapes = shapes_of(config.model.path, config.model.revision)
-        found = [
-            _chosen(one, partial(_searches, shapes, device, engine, lengths))
-            for one in divisions(config, shapes.config, device)
-        ]
+        divided = divisions(config, shapes.config, device)
+        found = [_chosen(one, engine, lengths, shapes, device) for one in divided]
     except (ValueError, RuntimeError) as error:  # a model that trains, but that the plan cannot trace
         logger.warning("nothing is planned, and `auto` is what it is on a CPU: %s", error)
         return constants
@@ -110,10 +109,9 @@ def resolve_auto(config: TrainConfig, run_dir: Path | None = None, *, ranks: int
         for key, of_all in OF_ALL_STAGES.items()
         if at(config, key) in ("auto", None) and key in chosen[0]
     }
-    divided = {key: value for key in DIVIDED if (value := at(with_groups, key)) != at(config, key)}
-    group = {GROUP: at(with_groups, GROUP)} if at(config, GROUP) == "auto" else {}
+    first = {key: value for key in FIRST if (value := at(with_groups, key)) != at(config, key)}
     several = f"{ranks} ranks on " if ranks > 1 else ""
-    total, told = bytes_text(device.total), written(values | group | divided)
+    total, told = bytes_text(device.total), written(values | first)
     logger.warning("chosen for %s%s, %s: %s", several, device.name, total, told)
     return with_values(with_groups, values)
 
@@ -135,9 +133,21 @@ def shapes_of(path: str, revision: str | None) -> Shapes:
 
 
 def _chosen(
-    config: TrainConfig, searches_of: Callable[[TrainConfig], list[Search]]
+    config: TrainConfig, engine: str, lengths: Sequence[dict[str, int]], shapes: Shapes, device: DeviceBudget
 ) -> tuple[TrainConfig, list[Search], list[Prediction | None]]:
-    """The configuration with its groups, and for each stage what is the fastest; None: nothing fits."""
+    """The configuration with its groups, and for each stage what is the fastest; None: nothing fits.
+
+    Args:
+        lengths: keys of each stage that say how long prompts and questions are.
+    """
+
+    def searches_of(config: TrainConfig) -> list[Search]:
+        runs = (stage.config for stage in resolve_stages(config))
+        return [
+            Search(with_values(run, {"rollout.engine": engine, **told}), shapes, device)
+            for run, told in zip(runs, lengths, strict=True)
+        ]
+
     found = [search.generations() or 2 for search in searches_of(config)]
     own = _groups(config)[1:] or [None]
     inherited = [size for size, told in zip(found, own, strict=True) if told is None]
@@ -146,24 +156,8 @@ def _chosen(
     return with_groups, searches, [search.fastest(search.generations() or 2) for search in searches]
 
 
-def _searches(
-    shapes: Shapes,
-    device: DeviceBudget,
-    engine: str,
-    lengths: Sequence[tuple[int, int | None]],
-    config: TrainConfig,
-) -> list[Search]:
-    """One for each stage; `lengths` has the tokens of its prompts and of evaluation's questions."""
-    found = []
-    for stage, (prompt, question) in zip(resolve_stages(config), lengths, strict=True):
-        rollout = stage.config.rollout.model_copy(update={"engine": engine})
-        run = stage.config.model_copy(update={"rollout": rollout})
-        found.append(Search(run, shapes, device, prompt, question))
-    return found
-
-
-def _prompt_lengths(config: TrainConfig) -> list[tuple[int, int | None]]:
-    """For each stage tokens of its longest prompt, and of the longest question of evaluation."""
+def _prompt_lengths(config: TrainConfig) -> list[dict[str, int]]:
+    """For each stage, as keys, tokens of its longest prompt and of the longest question of evaluation."""
     known: dict[tuple[str, str], int] = {}
 
     def longest(dataset: DatasetConfig, rollout: RolloutConfig) -> int:
@@ -173,9 +167,9 @@ def _prompt_lengths(config: TrainConfig) -> list[tuple[int, int | None]]:
         return known[key]
 
     questions = config.evaluation.dataset
-    question = longest(questions, config.rollout) if questions else None
-    runs = [stage.config for stage in resolve_stages(config)]
-    return [(longest(run.dataset, run.rollout), question) for run in runs]
+    told = {f"evaluation.{LIMIT}": longest(questions, config.rollout)} if questions else {}
+    runs = (stage.config for stage in resolve_stages(config))
+    return [{LIMIT: longest(run.dataset, run.rollout)} | told for run in runs]
 
 
 def _groups(config: TrainConfig) -> list[int | str | None]:

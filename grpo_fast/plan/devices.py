@@ -33,15 +33,12 @@ TABLES: dict[str, Any] = yaml.safe_load(files(__package__).joinpath("tables.yaml
 """GPUs and models that can be planned for without having them."""
 
 
-@dataclass(frozen=True)
-class DeviceBudget:
+@dataclass(frozen=True, kw_only=True)
+class DeviceBudget(Device):
     """A rank's device, and the bytes of it that a run may take."""
 
     name: str
-    kind: str  # "cuda" or "cpu"
     total: int  # bytes
-    capability: tuple[int, int] = (0, 0)
-    shared_memory: int = 0  # bytes one program may use
     flops: float = 0.0  # a second, in 16 bits, as published; 0 of what the table does not have
     bandwidth: float = 0.0  # bytes a second
     link: float = 0.0  # bytes a second to the other GPUs of its node, each way
@@ -50,17 +47,11 @@ class DeviceBudget:
     node: int = 8  # of them at most, that `link` joins
     context: int = CUDA_CONTEXT  # bytes of the process beside torch's allocator
     transient: float = 1.0  # factor of the predicted bytes of a micro-batch: see `calibrated`
-    gfx: str = ""  # an AMD GPU's architecture
 
     @property
     def host_share(self) -> int:
         """Bytes of its host's memory that each rank of a node may take."""
         return self.host // min(self.ranks, self.node)
-
-    @property
-    def head_device(self) -> Device:
-        """What the head's plan needs to know of it."""
-        return Device(self.kind, self.capability, self.shared_memory, self.kind == "cuda", self.gfx)
 
 
 def device_budget(name: str | None = None) -> DeviceBudget:
@@ -87,7 +78,7 @@ def device_budget(name: str | None = None) -> DeviceBudget:
             "141GiB or 80GB"
         ) from None
     _, capability, shared_memory, *_ = TABLES["gpus"]["H100"]
-    return DeviceBudget(name, "cuda", size, tuple(capability), shared_memory)
+    return DeviceBudget("cuda", tuple(capability), shared_memory, has_triton=True, name=name, total=size)
 
 
 def _known_gpu(name: str) -> DeviceBudget | None:
@@ -97,8 +88,10 @@ def _known_gpu(name: str) -> DeviceBudget | None:
         own = _words(known)
         memory = [int(word) if word.isdigit() else 0 for word in given[len(own) :]]
         if given[: len(own)] == own and all(abs((size << 10) / mebibytes - 1) < 0.1 for size in memory):
-            speeds = (rate * unit for rate, unit in zip(rates, (1e12, 1e9, 1e9), strict=True))
-            return DeviceBudget(known, "cuda", mebibytes << 20, tuple(capability), shared_memory, *speeds)
+            units = {"flops": 1e12, "bandwidth": 1e9, "link": 1e9}
+            speeds = {name: rate * units[name] for name, rate in zip(units, rates, strict=True)}
+            facts = Device("cuda", tuple(capability), shared_memory, has_triton=True)
+            return DeviceBudget(**vars(facts), name=known, total=mebibytes << 20, **speeds)
     return None
 
 
@@ -115,21 +108,14 @@ def _gpu_at_hand() -> DeviceBudget:
     free, total = torch.cuda.mem_get_info()
     ours = min(total, free + torch.cuda.memory_reserved() + CUDA_CONTEXT)
     name = torch.cuda.get_device_name(index)
-    return replace(
-        _known_gpu(name) or DeviceBudget(name, "cuda", ours),
-        name=name,
-        total=ours,
-        capability=facts.capability,
-        shared_memory=facts.shared_memory,
-        gfx=facts.gfx,
-        host=_cpu_at_hand().total,
-    )
+    own = {**vars(facts), "name": name, "total": ours, "host": _cpu_at_hand().total}
+    return replace(known, **own) if (known := _known_gpu(name)) else DeviceBudget(**own)
 
 
 def _cpu_at_hand() -> DeviceBudget:
     """Available memory: of the machine, or of the control group that a container lives in."""
     total = min(psutil.virtual_memory().available, _left_by_control_group())
-    return DeviceBudget("cpu", "cpu", total, context=CPU_LIBRARIES)
+    return DeviceBudget("cpu", name="cpu", total=total, context=CPU_LIBRARIES)
 
 
 def _left_by_control_group() -> int:

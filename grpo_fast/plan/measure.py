@@ -13,7 +13,7 @@ from grpo_fast.config import TrainConfig
 from grpo_fast.plan.devices import DeviceBudget
 from grpo_fast.plan.model_shape import Shapes, random_model, with_layers
 from grpo_fast.plan.prediction import Predictor, transient_bytes
-from grpo_fast.plan.sizes import StepSizes
+from grpo_fast.plan.sizes import StepSizes, step_sizes
 from grpo_fast.policy import PackedBatch, Policy, PolicyOptimizer, pack
 from grpo_fast.policy.architecture import packing_obstacle
 from grpo_fast.policy.attention import PACKED_ATTENTION, register
@@ -30,20 +30,20 @@ CALIBRATED_TOKENS = 4096
 _START = "grpo_fast: watched from here"
 
 
-def calibrated(run: TrainConfig, shapes: Shapes, device: DeviceBudget, sizes: StepSizes) -> DeviceBudget:
+def calibrated(run: TrainConfig, shapes: Shapes, device: DeviceBudget) -> DeviceBudget:
     """This machine's device with what an update of a few of the model's layers on it corrects.
 
     Weights and optimizer are known exactly; the correction is of the bytes of a micro-batch and, on a GPU, of
-    those that the process takes beside torch's allocator.
-
-    Args:
-        sizes: completions are shortened to a micro-batch of 4,096 tokens, one group of two.
+    those that the process takes beside torch's allocator. Completions are shortened to a micro-batch of 4,096
+    tokens, one group of two.
 
     Raises:
+        ValueError: as `step_sizes`.
         torch.OutOfMemoryError: not even this fits.
     """
     layers = min(CALIBRATED_LAYERS, shapes.config.get_text_config().num_hidden_layers)
     small = Predictor(run, Shapes(with_layers(shapes.config, layers)), device)
+    sizes = step_sizes(run)
     length = min(sizes.sequence_length, CALIBRATED_TOKENS // 2)
     prompt = max(1, length * sizes.prompt_length // sizes.sequence_length)
     probe = StepSizes(1, 2, prompt, max(1, length - prompt), micro_batch_tokens=CALIBRATED_TOKENS)
@@ -138,13 +138,10 @@ def random_batches(policy: Policy, sizes: StepSizes) -> list[PackedBatch]:
     def draw(length: int) -> tuple[int, ...]:
         return tuple(torch.randint(vocabulary, (length,), generator=generator).tolist())
 
-    rows = [
-        (prompt, draw(sizes.completion_length))
-        for prompt in [draw(sizes.prompt_length) for _ in range(sizes.groups)]
-        for _ in range(sizes.generations)
-    ]
+    prompts = [draw(sizes.prompt_length) for _ in range(sizes.groups)]
     groups = [number for number in range(sizes.groups) for _ in range(sizes.generations)]
-    table = Completions.of([prompt for prompt, _ in rows], [own for _, own in rows], groups)
+    answers = [draw(sizes.completion_length) for _ in groups]
+    table = Completions.of([prompts[number] for number in groups], answers, groups)
     zeros = torch.zeros(len(table.token_ids))
     table = table.with_columns(advantages=zeros + 1, sampler_logprobs=zeros)
     most = sizes.micro_batch_tokens

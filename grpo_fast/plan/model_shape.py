@@ -6,7 +6,6 @@ import copy
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -21,7 +20,7 @@ from grpo_fast.policy.config import ModelConfig
 from grpo_fast.policy.experts import chosen_share, is_expert, require_router
 from grpo_fast.policy.layers import decoder_layers, fuse_layers
 from grpo_fast.policy.load import prepare_to_train, resolve_dtype
-from grpo_fast.policy.price import KvLayer, LayersPrice, computed, price_layers
+from grpo_fast.policy.price import KvLayer, computed, price_layers
 from grpo_fast.policy.quantization import cast_rest, count_numbers, is_quantized, loading_settings, quantizes
 from grpo_fast.policy.recurrent import fork_states
 from grpo_fast.policy.source import PREFIX, resolve_source
@@ -44,59 +43,6 @@ _MARKS = {
     "mlp": ("mlp", "feed_forward", "block_sparse_moe"),
 }
 PARTS = ("embedding", "attention", "mlp", "experts", "norms", "head", "adapters", "other")
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """What a model's bytes follow from. Parameters are counts, each tied tensor once."""
-
-    parameters: dict[str, int]  # by name in PARTS; parts without any are left out
-    active: int  # of them, that a token passes through: without embedding, head and experts not chosen
-    active_mlp: int  # of these, in MLPs and experts
-    bytes: int  # of all of them, in the dtypes they are kept in
-    quantized: int  # parameters in 4 bits
-    narrow: int  # trained parameters of 16 bits, which have float32 masters
-    wide: int  # trained parameters that are their own masters
-    tensors: int
-    trainable_tensors: int
-    moments_8bit: int  # bytes of Adam's moments in 8 bits
-    neighbours: int  # numbers of the three trained tensors in a row that are largest together
-    largest: int  # numbers of the largest trained tensor
-    largest_quantized: int  # numbers of the largest tensor in 4 bits, which a product makes anew
-    layer: int  # bytes of the largest layer
-    layer_trained: int  # trained numbers of the largest layer
-    layer_tensor: int  # numbers of the largest trained tensor within a layer
-    head_trained: bool
-    embedding_trained: bool
-    softcap: bool
-    vocabulary: int
-    hidden: int
-    heads: int  # query heads
-    head_dim: int
-    layers: tuple[KvLayer, ...]  # as transformers keeps keys, values and states; none where nothing is kept
-    shares_prefix: bool  # our own decoding holds prompts once
-    paged_kv_bytes_per_token: int  # in vLLM's pages, which layers with a window share with those without
-    itemsize: int  # bytes of one number of the model's dtype
-    plain: LayersPrice  # bytes of a token in the layers
-    fused: LayersPrice  # the same where Liger's kernels or torch.compile compute them
-
-    def moments(self, kind: str) -> int:
-        """Bytes of Adam's moments with an optimizer of this kind."""
-        return self.moments_8bit if kind == "adamw_8bit" else 8 * (self.narrow + self.wide)
-
-    def inputs(self, tokens: int) -> int:
-        """Bytes of all layers' inputs."""
-        return self.itemsize * self.hidden * self.depth * tokens
-
-    @property
-    def depth(self) -> int:
-        """Decoder layers, whatever each of them caches."""
-        return len(self.plain.layers)
-
-    def kv_bytes(self, tokens: int) -> int:
-        """Bytes of one sequence in transformers' cache, exactly `tokens` long."""
-        numbers = sum(layer.numbers * min(tokens, layer.window or tokens) for layer in self.layers)
-        return self.itemsize * numbers + sum(layer.state for layer in self.layers)
 
 
 def model_config(
@@ -195,67 +141,95 @@ def _quantized(model: PreTrainedModel, settings: Any, device: torch.device | str
     return cast_rest(quantizer.postprocess_model(model), model.dtype)
 
 
-def model_shape(model: PreTrainedModel | PeftModel) -> ModelShape:
-    """Counts of a model that `skeleton` made."""
-    from transformers import PreTrainedModel
+class ModelShape:
+    """What a model's bytes follow from, counted of one that `skeleton` made.
 
-    from grpo_fast.rollout.shared_prefix import shares_prefix
+    Parameters are counts, each tied tensor once.
+    """
 
-    base = model if isinstance(model, PreTrainedModel) else cast(PreTrainedModel, model.get_base_model())
-    config = base.config.get_text_config()
-    head, embedding = base.get_output_embeddings(), cast(nn.Embedding, base.get_input_embeddings())
-    parameters: Counter[str] = Counter()
-    active: Counter[str] = Counter()
-    for name, parameter in model.named_parameters():
-        part, count = _part(base, name, parameter), count_numbers(parameter)
-        parameters[part] += count
-        if part not in ("embedding", "head"):
-            active[part] += int(count * chosen_share(config)) if is_expert(name, parameter) else count
-    trained = [p for p in model.parameters() if p.requires_grad]
-    with _computable(base):
-        cache = _cached(base)
-        own = packing_obstacle(base.config) is not None
-        plain, fused = (
-            price_layers(base, backbone(base), fused=fused, own_attention=own) for fused in (False, True)
-        )
-    itemsize, layers = head.weight.element_size(), _kv_layers(cache)
-    paged = sum(layer.numbers for layer in layers)
-    if latent := getattr(config, "kv_lora_rank", None):  # vLLM keeps multi-head latent attention as it is
-        paged = sum(latent + config.qk_rope_head_dim for layer in layers if layer.numbers)
-    sizes = [p.numel() for p in trained]
-    of_layers = [[*layer.parameters()] for layer in decoder_layers(base)]
-    trained_in_layers = [[p.numel() for p in own if p.requires_grad] for own in of_layers]
-    return ModelShape(
-        parameters={part: parameters[part] for part in PARTS if part in parameters},
-        active=sum(active.values()),
-        active_mlp=active["mlp"] + active["experts"],
-        bytes=sum(map(_nbytes, model.parameters())),
-        quantized=sum(count_numbers(p) for p in model.parameters() if is_quantized(p)),
-        narrow=sum(p.numel() for p in trained if p.element_size() < 4),
-        wide=sum(p.numel() for p in trained if p.element_size() >= 4),
-        tensors=len([*model.parameters()]),
-        trainable_tensors=len(trained),
-        moments_8bit=sum(8 * n if n < _LEAST_8BIT else 2 * (n + 4 * -(-n // 256)) for n in sizes),
-        neighbours=max((sum(sizes[i : i + 3]) for i in range(len(sizes))), default=0),
-        largest=max(sizes, default=0),
-        largest_quantized=max(map(count_numbers, filter(is_quantized, model.parameters())), default=0),
-        layer=max((sum(map(_nbytes, own)) for own in of_layers), default=0),
-        layer_trained=max(map(sum, trained_in_layers), default=0),
-        layer_tensor=max((size for own in trained_in_layers for size in own), default=0),
-        head_trained=head.weight.requires_grad,
-        embedding_trained=embedding.weight.requires_grad,
-        softcap=logit_softcap(config) is not None,
-        vocabulary=head.weight.shape[0],
-        hidden=head.weight.shape[1],
-        heads=getattr(config, "num_attention_heads", 0),  # Mamba has none
-        head_dim=max(head_dims(config)),
-        layers=layers,
-        shares_prefix=shares_prefix(base, cache),
-        paged_kv_bytes_per_token=itemsize * paged,
-        itemsize=itemsize,
-        plain=plain,
-        fused=fused,
-    )
+    def __init__(self, model: PreTrainedModel | PeftModel) -> None:
+        from transformers import PreTrainedModel
+
+        from grpo_fast.rollout.shared_prefix import shares_prefix
+
+        base = model if isinstance(model, PreTrainedModel) else cast(PreTrainedModel, model.get_base_model())
+        config = base.config.get_text_config()
+        head: Any = base.get_output_embeddings().weight
+        embedding: Any = base.get_input_embeddings().weight
+        counts: Counter[str] = Counter()
+        active: Counter[str] = Counter()
+        for name, parameter in model.named_parameters():
+            part, count = _part(base, name, parameter), count_numbers(parameter)
+            counts[part] += count
+            if part not in ("embedding", "head"):
+                active[part] += int(count * chosen_share(config)) if is_expert(name, parameter) else count
+        every = [*model.parameters()]
+        trained = [p for p in every if p.requires_grad]
+        sizes = [p.numel() for p in trained]
+        quantized = [count_numbers(p) for p in every if is_quantized(p)]
+        of_layers = [[*layer.parameters()] for layer in decoder_layers(base)]
+        trained_in_layers = [[p.numel() for p in own if p.requires_grad] for own in of_layers]
+        with _computable(base):
+            cache = _cached(base)
+            own = packing_obstacle(base.config) is not None
+            # Bytes of a token in the layers, and where Liger's kernels or torch.compile compute them.
+            self.plain, self.fused = (
+                price_layers(base, backbone(base), fused=fused, own_attention=own) for fused in (False, True)
+            )
+
+        # By name in PARTS; parts without any are left out.
+        self.parameters = {part: counts[part] for part in PARTS if part in counts}
+        # Of them, those that a token passes through: without embedding, head and experts not chosen.
+        self.active = sum(active.values())
+        self.active_mlp = active["mlp"] + active["experts"]  # of these, in MLPs and experts
+        self.bytes = sum(map(_nbytes, every))  # of all of them, in the dtypes they are kept in
+        self.quantized = sum(quantized)  # parameters in 4 bits
+        self.largest_quantized = max(quantized, default=0)  # which a product makes anew
+        self.tensors, self.trainable_tensors = len(every), len(trained)
+        self.trained = sum(sizes)
+        # Of 16 bits, which have float32 masters; the others are their own.
+        self.narrow = sum(p.numel() for p in trained if p.element_size() < 4)
+        self.wide = self.trained - self.narrow
+        self.moments_8bit = sum(8 * n if n < _LEAST_8BIT else 2 * (n + 4 * -(-n // 256)) for n in sizes)
+        self.largest = max(sizes, default=0)  # numbers of a trained tensor
+        # Numbers of the three trained tensors in a row that are largest together.
+        self.neighbours = max((sum(sizes[i : i + 3]) for i in range(len(sizes))), default=0)
+        self.layer = max((sum(map(_nbytes, own)) for own in of_layers), default=0)  # bytes of the largest
+        self.layer_trained = max(map(sum, trained_in_layers), default=0)  # numbers of the largest layer
+        self.layer_tensor = max((size for own in trained_in_layers for size in own), default=0)
+        self.head_trained: bool = head.requires_grad
+        self.embedding_trained: bool = embedding.requires_grad
+        self.softcap = logit_softcap(config) is not None
+        self.vocabulary, self.hidden = head.shape
+        self.itemsize: int = head.element_size()  # bytes of one number of the model's dtype
+        self.heads: int = getattr(config, "num_attention_heads", 0)  # of queries; Mamba has none
+        self.head_dim = max(head_dims(config))
+        # As transformers keeps keys, values and states; none where nothing is kept.
+        self.layers = _kv_layers(cache)
+        self.shares_prefix = shares_prefix(base, cache)  # our own decoding holds prompts once
+        paged = sum(layer.numbers for layer in self.layers)
+        if latent := getattr(config, "kv_lora_rank", None):  # vLLM keeps multi-head latent attention as it is
+            paged = sum(latent + config.qk_rope_head_dim for layer in self.layers if layer.numbers)
+        # In vLLM's pages, which layers with a window share with those without.
+        self.paged_kv_bytes_per_token = self.itemsize * paged
+
+    def moments(self, kind: str) -> int:
+        """Bytes of Adam's moments with an optimizer of this kind."""
+        return self.moments_8bit if kind == "adamw_8bit" else 8 * self.trained
+
+    def inputs(self, tokens: int) -> int:
+        """Bytes of all layers' inputs."""
+        return self.itemsize * self.hidden * self.depth * tokens
+
+    @property
+    def depth(self) -> int:
+        """Decoder layers, whatever each of them caches."""
+        return len(self.plain.layers)
+
+    def kv_bytes(self, tokens: int) -> int:
+        """Bytes of one sequence in transformers' cache, exactly `tokens` long."""
+        numbers = sum(layer.numbers * min(tokens, layer.window or tokens) for layer in self.layers)
+        return self.itemsize * numbers + sum(layer.state for layer in self.layers)
 
 
 class Shapes:
@@ -275,7 +249,7 @@ class Shapes:
             include={"dtype", "quantization", "lora", "train_lm_head", "train_router"}
         )
         if key not in self._made:
-            self._made[key] = model_shape(skeleton(self.config, model))
+            self._made[key] = ModelShape(skeleton(self.config, model))
         return self._made[key]
 
 

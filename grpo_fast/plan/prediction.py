@@ -172,6 +172,7 @@ class Predictor:
         self.dtype: torch.dtype = getattr(torch, run.model.dtype)
         self.on_gpu = device.kind == "cuda"
         self.sharded = device.ranks > 1 and run.distributed.mode == "shard"
+        self.head_sharded = self.sharded and run.distributed.head == "sharded"
         self.attention: str = run.model.attention
         if self.attention == "auto":
             target = torch.device(device.kind)
@@ -187,8 +188,6 @@ class Predictor:
         self.trained = Trained(self.on_gpu, adapted, self.quantized, self.sharded, experts)
         self.sleeps = self.engine.sleeps(run.rollout, self.on_gpu)
         self.weights = self.engine.weights(run.rollout, self.trained)
-        # An engine's own copy of the weights is in full precision.
-        self.engine_shape = self.shape if self.weights.shared else replace(self.shape, quantized=0)
         # What of the trainer can be offloaded, the cheapest first.
         resident = self._resident(accumulates=False)
         stays = STAYS_SHARDED if self.sharded else None
@@ -210,9 +209,7 @@ class Predictor:
             self, sizes, batch, {"update": self._update(sizes, batch), "rollout": self._rollout(sizes)}
         )
 
-    def largest_fitting(
-        self, sizes: StepSizes, name: str, low: int, most: int, *, spare: int = 0
-    ) -> int | None:
+    def largest_fitting(self, sizes: StepSizes, name: str, low: int, most: int, spare: int = 0) -> int | None:
         """The largest value of one of the sizes with which `spare` bytes are left; None: not even `low`."""
         changed: Callable[..., StepSizes] = partial(replace, sizes)
         return largest(low, most, lambda value: self.predict(changed(**{name: value})).free >= spare)
@@ -240,13 +237,10 @@ class Predictor:
         backward = self._micro_batch(batch, first=not accumulates) | self._gathered()
         moments = [resident | dict.fromkeys(away, 0) | backward]
         # One tensor's state is there, the last one's leaves, the next one's comes.
-        trained = shape.narrow + shape.wide
-        visiting = {
-            "optimizer": shape.moments(optimizer.kind) * shape.neighbours // trained,
-            "master": 4 * shape.neighbours,
-        }
+        moments_there = shape.moments(optimizer.kind) * shape.neighbours // shape.trained
+        visiting = {"optimizer": moments_there, "master": 4 * shape.neighbours}
         visitors = {part: min(resident[part], self._own(visiting[part])) for part in away}
-        step = resident | {"gradients": self._held(4 * trained)}
+        step = resident | {"gradients": self._held(4 * shape.trained)}
         if away or several:
             moments.append(step | visitors | self._exchanged())
         if optimizer.stochastic_rounding:  # one master, then 16 bits of chance beside it
@@ -296,14 +290,13 @@ class Predictor:
         shape = self.shape
         layers = 2 * shape.layer + (shape.itemsize + 4) * shape.layer_trained
         head = shape.itemsize * shape.vocabulary * shape.hidden * (1 + shape.head_trained)
-        return {"gathered": layers + head * (not self._head_sharded)}
+        return {"gathered": layers + head * (not self.head_sharded)}
 
     def _exchanged(self) -> dict[str, int]:
         """What an optimiser step of mode replicate adds: its rows of the summed gradients, and a bucket."""
         if self.sharded or self.device.ranks == 1:
             return {}
-        trained = self.shape.narrow + self.shape.wide
-        return {"exchange": self._own(4 * trained) + max(2 * BUCKET, 4 * self.shape.largest)}
+        return {"exchange": self._own(4 * self.shape.trained) + max(2 * BUCKET, 4 * self.shape.largest)}
 
     def _micro_batch(self, batch: MicroBatch, *, first: bool) -> dict[str, int]:
         """Transient bytes of a micro-batch, at the moment when their sum is largest.
@@ -318,7 +311,7 @@ class Predictor:
         layers = shape.fused if fused else shape.plain
         attention = self._attention(batch)
         masks = sum(one.kept for one in attention[: 1 if recomputes in (True, "offload") else None])
-        ranks = self.device.ranks if self._head_sharded else 1
+        ranks = self.device.ranks if self.head_sharded else 1
         call = Workload(
             rows=batch.targets * ranks,
             vocabulary=-(-shape.vocabulary // ranks),
@@ -330,8 +323,8 @@ class Predictor:
             hidden_size=shape.hidden,
             trainable=shape.head_trained,
         )
-        head = head_bytes(self.device.head_device, call, weight_grad=shape.head_trained)
-        of_all_ranks = shape.itemsize * call.rows * shape.hidden * self._head_sharded  # hidden states
+        head = head_bytes(self.device, call, weight_grad=shape.head_trained)
+        of_all_ranks = shape.itemsize * call.rows * shape.hidden * self.head_sharded  # hidden states
         table = shape.vocabulary * shape.hidden
         of_hidden = shape.itemsize * shape.hidden * (tokens + batch.targets)
         # What a float32 parameter has of its gradient so far: the head's first, at the end all.
@@ -352,23 +345,19 @@ class Predictor:
                 "head": head.kept + of_all_ranks + max(head.forward, head.backward),
                 "masks": masks,
             },
-            {
-                "activations": kept,
-                "gradients in flight": head_grad + of_layer,
-                "masks": masks,
-            },
+            {"activations": kept, "gradients in flight": head_grad + of_layer, "masks": masks},
             {"activations": of_hidden, "gradients in flight": all_grads + embedding},
         ]
         highest = max(moments, key=lambda moment: sum(moment.values()))
         if not self.on_gpu:  # its C library keeps what is freed: each part counts at its own highest
-            parts = dict.fromkeys(moments[0], 0.0)
-            own = {part: max(moment.get(part, 0.0) for moment in moments) for part in parts}
+            own = {part: max(moment.get(part, 0.0) for moment in moments) for part in moments[0]}
             highest = highest | {"kept when freed": sum(own.values()) - sum(highest.values())}
         return {part: int(size * self.device.transient) for part, size in highest.items()}
 
     def _attention(self, batch: MicroBatch) -> list[PackedPrice]:
         """Of each layer, beyond its share of `LayersPrice`."""
         shape, square = self.shape, batch.sequence**2
+        text = self.shapes.config.get_text_config()
         if self.own_attention:
             pairs = batch.documents * square  # rows are computed together
             # As if every score were kept, and twice that in the backward: what SDPA computes takes less.
@@ -386,7 +375,7 @@ class Predictor:
                 head_dim=shape.head_dim,
                 kv_numbers=layer.numbers,
                 itemsize=shape.itemsize,
-                softcap=self._softcap,
+                softcap=getattr(text, "attn_logit_softcapping", None) is not None,
                 sinks=has_sinks(self.shapes.config),
             )
             for layer in shape.layers
@@ -401,14 +390,6 @@ class Predictor:
             "engine workspace": price.workspace,
             "engine residue": price.residue,
         }
-
-    @property
-    def _head_sharded(self) -> bool:
-        return self.sharded and self.run.distributed.head == "sharded"
-
-    @property
-    def _softcap(self) -> bool:
-        return getattr(self.shapes.config.get_text_config(), "attn_logit_softcapping", None) is not None
 
     def _with_overheads(self, parts: dict[str, int]) -> dict[str, int]:
         """A phase's parts with what lies outside torch's allocator; parts of no bytes are left out."""

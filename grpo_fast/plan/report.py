@@ -76,7 +76,7 @@ def record(plan: Plan) -> dict[str, Any]:
         "model": predictor.run.model.path,
         "parameters": shape.parameters,
         "active_parameters": shape.active,
-        "trainable_parameters": shape.narrow + shape.wide,
+        "trainable_parameters": shape.trained,
         "kv_bytes_per_token": shape.paged_kv_bytes_per_token,
         "device": {"name": device.name, "bytes": device.total},
         "engine": predictor.engine.name,
@@ -111,10 +111,8 @@ def record(plan: Plan) -> dict[str, Any]:
     }
 
 
-def table(
-    config: TrainConfig, sizes: StepSizes, models: Sequence[str], gpus: Sequence[str]
-) -> Iterator[Cell]:
-    """Of every model each training, and of this each GPU; the context is that of the group of `sizes`.
+def table(config: TrainConfig, models: Sequence[str], gpus: Sequence[str]) -> Iterator[Cell]:
+    """Of every model each training, and of this each GPU; the context is that of the group of `config`.
 
     Raises:
         ValueError: an unknown model or GPU, or as `Search`.
@@ -126,9 +124,9 @@ def table(
             run = with_values(config, values | {"model.path": model})
             for device in devices:
                 budget = replace(device, host=HOST * device.total)
-                search = Search(run, shapes, budget, sizes.prompt_length)
+                search = Search(run, shapes, budget)
                 group = search.largest_generations(at_once=True)
-                context = search.largest_context(sizes.generations)
+                context = search.largest_context(search.sizes.generations)
                 yield Cell(model, training, device.name, device.total, group, context)
 
 
@@ -171,7 +169,7 @@ def _heading(choice: Prediction) -> str:
     visited = f" (a token visits {shape.active:,} in the layers)" if "experts" in shape.parameters else ""
     return (
         f"{model.path} in {model.dtype}: {sum(shape.parameters.values()):,} parameters{visited}, "
-        f"{shape.narrow + shape.wide:,} trained\n"
+        f"{shape.trained:,} trained\n"
         f"{device.name}, {bytes_text(device.total)}{several}: {predictor.engine.name}, "
         f"{predictor.attention}\n"
         f"{sizes.prompts} prompts, {sizes.generations} completions of each, up to {sizes.prompt_length} + "

@@ -102,6 +102,6 @@ def _possible_knobs(config: TrainConfig, predictor: Predictor) -> Iterator[tuple
             yield adapters | {"model.quantization": "nf4"}, "weights of 4 bits under the adapters"
     if config.micro_batch_tokens != "auto" and config.micro_batch_tokens > 1:
         yield {"micro_batch_tokens": config.micro_batch_tokens // 2}, "more and smaller forwards"
-    if config.prompts_per_step > max(1, config.minibatches):
-        half = max(config.minibatches, config.prompts_per_step // 2, predictor.device.ranks)
+    if config.prompts_per_step > (fewest := max(config.minibatches, predictor.device.ranks)):
+        half = max(fewest, config.prompts_per_step // 2)
         yield {"prompts_per_step": half}, "fewer prompts in a step"

@@ -32,21 +32,15 @@ class Scaled:
     efficiency: float  # GPU-seconds on the fewest GPUs that it fits / on these
 
 
-def scaling(
-    config: TrainConfig,
-    shapes: Shapes,
-    devices: Sequence[DeviceBudget],
-    *,
-    prompt_length: int,
-) -> list[Scaled]:
+def scaling(config: TrainConfig, shapes: Shapes, devices: Sequence[DeviceBudget]) -> list[Scaled]:
     """The same step on each of `devices`, which differ in their number of ranks, the fewest first.
 
     Raises:
         ValueError: nothing is published of the device's speed in the model's dtype, or as `plan`.
     """
-    generations = plan(config, shapes, devices[-1], prompt_length=prompt_length).choice.sizes.generations
+    generations = plan(config, shapes, devices[-1]).choice.sizes.generations
     config = with_values(config, {"rollout.num_generations": generations})
-    choices = [plan(config, shapes, device, prompt_length=prompt_length).choice for device in devices]
+    choices = [plan(config, shapes, device).choice for device in devices]
     predictor = choices[0].predictor
     if not predictor.timed:
         raise ValueError(

@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, is_dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import yaml
 
@@ -17,12 +17,15 @@ from grpo_fast.plan.model_shape import Shapes
 from grpo_fast.plan.prediction import PHASES, STAYS_SHARDED, Prediction, Predictor
 from grpo_fast.plan.sizes import MOST_IN_FLIGHT, StepSizes, step_sizes
 from grpo_fast.policy.architecture import positions
+from grpo_fast.policy.load import require_replay
 from grpo_fast.policy.quantization import quantizes
 from grpo_fast.policy.vision import sees_images
 from grpo_fast.stages import resolve_stages
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+T = TypeVar("T")
 
 MOST_GENERATIONS = 4096  # where the search for a group's size ends
 MOST_CONTEXT = 1 << 24  # and for a completion's
@@ -44,6 +47,7 @@ CONSTANTS = {
 }
 """What `auto` is on a CPU, without planning; for `memory.offload` the engines need no room there."""
 
+MEMORY_KEYS = ("model.gradient_checkpointing", "rollout.vllm.sleep_level", "memory.offload")
 OF_ANY_TRAINING = ("micro_batch_tokens", "model.gradient_checkpointing")
 RECOMPUTED = (False, "mlp", True, "offload")  # by what it costs
 
@@ -85,14 +89,11 @@ class Search:
     config: TrainConfig  # what it leaves to `auto` is tried, the rest is as it is
     shapes: Shapes
     device: DeviceBudget
-    prompt_length: int | None = None  # as of `step_sizes`
-    question_length: int | None = None
 
     @cached_property
     def sizes(self) -> StepSizes:
         """As the configuration has them."""
-        lengths = {"prompt_length": self.prompt_length, "question_length": self.question_length}
-        return step_sizes(self.config, **lengths, ranks=self.device.ranks)
+        return step_sizes(self.config, self.device.ranks)
 
     def fastest(self, generations: int) -> Prediction | None:
         """Of what fits, with `SPARE` left where that is possible, what is predicted to be the fastest.
@@ -167,27 +168,21 @@ class Search:
 
         Each recomputation is traced when it is asked for.
         """
-        run, vllm = self.config, self.config.rollout.vllm
+        config = self.config
 
         def way(recomputed: Any, level: Any, offload: Any) -> Predictor:
-            asleep = vllm.model_copy(update={"sleep_level": level})
-            sections = {
-                "model": run.model.model_copy(update={"gradient_checkpointing": recomputed}),
-                "memory": run.memory.model_copy(update={"offload": offload}),
-                "rollout": run.rollout.model_copy(update={"vllm": asleep}),
-            }
-            return Predictor(run.model_copy(update=sections), self.shapes, self.device)
+            changed = zip(MEMORY_KEYS, (recomputed, level, offload), strict=True)
+            return Predictor(with_values(config, dict(changed)), self.shapes, self.device)
 
-        asked = run.model.gradient_checkpointing
+        asked, level, offload = (at(config, key) for key in MEMORY_KEYS)
         for recomputed in RECOMPUTED if asked == "auto" else [asked]:
-            plain = way(recomputed, vllm.sleep_level, run.memory.offload)
+            plain = way(recomputed, level, offload)
             if asked == "auto" and recomputed == "mlp" and not plain.shape.active_mlp:
                 continue
-            levels: list[Any] = [vllm.sleep_level]
-            if levels == ["auto"] and plain.sleeps:
+            levels, lists = [level], [offload]
+            if level == "auto" and plain.sleeps:
                 levels = [0, 2 if plain.weights.sent else 1]
-            lists: list[Any] = [run.memory.offload]
-            if lists == ["auto"]:
+            if offload == "auto":
                 lists = [list(plain.parts[:count]) for count in range(len(plain.parts) + 1)]
                 lists = [parts for parts in lists if plain.on_host(parts) <= self.device.host_share]
             yield [way(recomputed, level, offload) for level in levels for offload in lists]
@@ -195,13 +190,13 @@ class Search:
     def _fitted(self, predictor: Predictor, sizes: StepSizes, spare: int) -> Prediction | None:
         """With the most completions in flight, then the largest micro-batch, that fit."""
         asked = self.config.micro_batch_tokens
-        in_flight = predictor.largest_fitting(sizes, "most_in_flight", 1, sizes.in_flight, spare=spare)
+        in_flight = predictor.largest_fitting(sizes, "most_in_flight", 1, sizes.in_flight, spare)
         if in_flight is None:
             return None
         sizes = replace(sizes, most_in_flight=in_flight)
         most = AUTO_TOKENS if asked == "auto" else asked
         low = min(sizes.sequence_length, most)
-        tokens = predictor.largest_fitting(sizes, "micro_batch_tokens", low, most, spare=spare)
+        tokens = predictor.largest_fitting(sizes, "micro_batch_tokens", low, most, spare)
         choice = predictor.predict(replace(sizes, micro_batch_tokens=tokens or low))
         batch = choice.micro_batch
         if asked == "auto" and batch.count > 1:  # else shorter completions would fill one beyond what fits
@@ -211,22 +206,19 @@ class Search:
         return None if levels == ["auto", 0] and not choice.is_busy else choice
 
 
-def plan(
-    config: TrainConfig, shapes: Shapes, device: DeviceBudget, *, prompt_length: int | None = None
-) -> Plan:
+def plan(config: TrainConfig, shapes: Shapes, device: DeviceBudget) -> Plan:
     """What to choose for a run on a device; no weights are read.
 
-    Args:
-        prompt_length: tokens of the longest prompt; by default `dataset.max_prompt_length`.
-
     Raises:
-        ValueError: the prompts' length is not known, the model cannot be packed or planned, or as
-            `divisions`.
+        ValueError: the model cannot be packed or planned, or as `step_sizes`, `divisions` and
+            `require_replay`.
     """
+    if config.rollout.router_replay:
+        require_replay(config.model, shapes.config)
     tried = with_constants(config) if device.kind == "cpu" else config
     best: dict[str, tuple[Prediction, Search]] = {}  # by mode
     for divided in divisions(tried, shapes.config, device):
-        search = Search(divided, shapes, device, prompt_length)
+        search = Search(divided, shapes, device)
         generations, mode = search.generations(), divided.distributed.mode
         found = (search.fastest(generations) if generations else None) or search.least()
         if mode not in best or found.cost < best[mode][0].cost:
@@ -296,28 +288,22 @@ def with_constants(config: TrainConfig) -> TrainConfig:
     return with_values(config, {key: value for key, value in read.items() if at(config, key) == "auto"})
 
 
-def with_values(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
-    """The configuration with other values of some dotted keys.
+def with_values(section: T, values: Mapping[str, Any]) -> T:
+    """The configuration, or a section of it, with other values of some dotted keys.
 
     Raises:
         ValueError: values that one section cannot have together.
     """
-    own = {key: value for key, value in values.items() if "." not in key}
-    sections: dict[str, dict[str, Any]] = defaultdict(dict)
+    inner: dict[str, dict[str, Any]] = defaultdict(dict)
     for key, value in values.items():
-        if "." in key:
-            section, _, rest = key.partition(".")
-            sections[section][rest] = value
-    changed = {name: _with_keys(getattr(config, name), keys) for name, keys in sections.items()}
-    return config.model_copy(update=own | changed)
-
-
-def _with_keys(section: Any, values: Mapping[str, Any]) -> Any:
-    if is_dataclass(section):
-        return replace(cast(Any, section), **values)
-    inner = {key: value for key, value in values.items() if "." in key}
-    own = {key: value for key, value in values.items() if "." not in key}
-    for key, value in inner.items():
         name, _, rest = key.partition(".")
-        own[name] = _with_keys(own.get(name, getattr(section, name)), {rest: value})
-    return type(section).model_validate(dict(section) | own)
+        inner[name][rest] = value
+    changed = {
+        name: own[""] if "" in own else with_values(getattr(section, name), own)
+        for name, own in inner.items()
+    }
+    if isinstance(section, TrainConfig):  # whose own checks would ask for more than a plan has
+        return cast(T, section.model_copy(update=changed))
+    if is_dataclass(section):
+        return cast(T, replace(cast(Any, section), **changed))
+    return cast(T, type(section).model_validate(dict(cast(Any, section)) | changed))

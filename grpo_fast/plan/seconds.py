@@ -12,7 +12,7 @@ from grpo_fast.config import TrainConfig
 from grpo_fast.distributed.shards import BUCKET
 from grpo_fast.plan.devices import DeviceBudget
 from grpo_fast.plan.model_shape import ModelShape
-from grpo_fast.plan.sizes import StepSizes, Work
+from grpo_fast.plan.sizes import MicroBatch, StepSizes
 
 if TYPE_CHECKING:
     from grpo_fast.plan.prediction import Predictor
@@ -35,7 +35,7 @@ SUMMING, GRADIENT = 4, 3
 LAYER_SECONDS = 7e-4  # the least that a layer takes: its launches
 
 
-def update_seconds(of: Predictor, work: Work) -> float:
+def update_seconds(of: Predictor, work: MicroBatch) -> float:
     """Of all epochs and minibatches of a step, whose documents are `work` in `work.count` micro-batches."""
     run, shape, device = of.run, of.shape, of.timed_on
     layers = _layer_flops(shape, work.inputs, work.pairs)
@@ -48,7 +48,7 @@ def update_seconds(of: Predictor, work: Work) -> float:
     flops = run.num_iterations * (passes * layers + products * head) + forwards * (layers + head)
     launches = (run.num_iterations * passes + forwards) * work.count * shape.depth
     # Each micro-batch's gradient is written and read, and its float32 sum is read and written.
-    moved = run.num_iterations * work.count * (2 * shape.itemsize + 8) * (shape.narrow + shape.wide)
+    moved = run.num_iterations * work.count * (2 * shape.itemsize + 8) * shape.trained
     if summed := sum(shape.plain.merged):  # experts under adapters: a gradient of each sum, and its way
         flops += run.num_iterations * 2 * shape.active_mlp * work.inputs
         often = SUMMING * (passes - backward) + GRADIENT
@@ -77,34 +77,31 @@ def rollout_seconds(of: Predictor, sizes: StepSizes) -> float:
     length, in_flight = sizes.completion_length, of.engine_price(sizes).rows
     seen, (waves, rest) = sizes.prompt_length + length // 2, divmod(sizes.completions, in_flight)
     token = waves * token_seconds(of, seen, in_flight) + (token_seconds(of, seen, rest) if rest else 0)
-    return prefill_seconds(of, sizes) + length * token
-
-
-def prefill_seconds(of: Predictor, sizes: StepSizes) -> float:
-    """Of the prompts' way through the model."""
-    tokens, prompt = sizes.prompts * sizes.prompt_length, sizes.prompt_length
-    return _layer_flops(of.shape, tokens, tokens * prompt // 2) / (REACHED_FLOPS * of.timed_on.flops)
+    prompts = sizes.prompts * sizes.prompt_length
+    prefill = _layer_flops(of.shape, prompts, prompts * sizes.prompt_length // 2)
+    return prefill / (REACHED_FLOPS * of.timed_on.flops) + length * token
 
 
 def token_seconds(of: Predictor, seen: int, rows: int) -> float:
     """Of the next token of so many completions in flight, each of which sees `seen` tokens."""
-    shape, device = of.engine_shape, of.timed_on
+    shape, device = of.shape, of.timed_on
     weights = shape.active + shape.vocabulary * shape.hidden
+    quantized = shape.quantized * of.weights.shared  # an engine's own copy is in full precision
     in_4_bits = 0.5 if rows <= FUSED_4_BITS else 0.5 + 2 * shape.itemsize  # else they are made anew, and read
-    read = shape.itemsize * (weights - shape.quantized) + in_4_bits * shape.quantized
+    read = shape.itemsize * (weights - quantized) + in_4_bits * quantized
     read += rows * shape.kv_bytes(seen)
     computing = 2 * rows * weights / (REACHED_FLOPS * device.flops)
     host = of.engine.token_seconds + of.engine.layer_seconds * shape.depth
     return max(read / (REACHED_BANDWIDTH * device.bandwidth), computing, host)
 
 
-def update_exchange(of: Predictor, work: Work) -> float:
+def update_exchange(of: Predictor, work: MicroBatch) -> float:
     """Between ranks, of all epochs and minibatches of a step, each of `work.count` micro-batches.
 
     Gradients travel as float32, weights and hidden states as they are.
     """
     run, shape, device = of.run, of.shape, of.timed_on
-    trained, steps = shape.narrow + shape.wide, run.num_iterations * run.minibatches
+    trained, steps = shape.trained, run.num_iterations * run.minibatches
     if run.distributed.mode != "shard":
         weights = shape.itemsize * shape.narrow + 4 * shape.wide
         buckets = 1 + 4 * trained // BUCKET

@@ -57,18 +57,11 @@ class StepSizes:
         return self.completions * per_completion
 
 
-def step_sizes(
-    config: TrainConfig,
-    *,
-    prompt_length: int | None = None,
-    question_length: int | None = None,
-    ranks: int = 1,
-) -> StepSizes:
+def step_sizes(config: TrainConfig, ranks: int = 1) -> StepSizes:
     """The sizes of a run's steps; a group of two and one completion a micro-batch where they are `auto`.
 
     Args:
-        prompt_length: tokens of the longest prompt, and `question_length` of evaluation's; by default as
-            their datasets limit them.
+        config: `max_prompt_length` of its data, and of evaluation's, is how long prompts are.
         ranks: which share the prompts; the sizes are those of the rank with the most.
 
     Raises:
@@ -76,41 +69,35 @@ def step_sizes(
     """
     if config.algorithm != "grpo":
         raise ValueError(f"algorithm = {config.algorithm!r} has no rollouts; only grpo can be planned")
-    prompt_length = prompt_length or config.dataset.max_prompt_length
-    if prompt_length is None:
+    prompt = config.dataset.max_prompt_length
+    if prompt is None:
         raise ValueError(
             "the longest prompt is not known: set dataset.max_prompt_length (or --prompt-length of "
             "`grpo-fast plan`)"
         )
     generations, tokens, vllm = config.rollout.num_generations, config.micro_batch_tokens, config.rollout.vllm
-    completion_length = config.rollout.max_completion_length
-    question_length = question_length or getattr(config.evaluation.dataset, "max_prompt_length", None) or 0
+    completion = config.rollout.max_completion_length
+    question = getattr(config.evaluation.dataset, "max_prompt_length", None) or 0
     return StepSizes(
         prompts=-(-config.prompts_per_step // ranks),
         generations=2 if generations == "auto" else generations,
-        prompt_length=prompt_length,
-        completion_length=completion_length,
-        micro_batch_tokens=prompt_length + completion_length if tokens == "auto" else tokens,
+        prompt_length=prompt,
+        completion_length=completion,
+        micro_batch_tokens=prompt + completion if tokens == "auto" else tokens,
         minibatches=config.minibatches,
         most_in_flight=vllm.max_sequences or MOST_IN_FLIGHT,
-        longest=vllm.max_model_length or question_length + completion_length,
+        longest=vllm.max_model_length or question + completion,
     )
 
 
 @dataclass(frozen=True)
-class Work:
-    """What the seconds of an update follow from."""
+class MicroBatch:
+    """The largest micro-batch of an optimiser step, in the sizes that bytes and seconds follow from."""
 
     inputs: int
     pairs: int  # of tokens that see each other
     targets: int
     count: float  # micro-batches of an optimiser step
-
-
-@dataclass(frozen=True)
-class MicroBatch(Work):
-    """The largest micro-batch of an optimiser step, in the sizes that bytes follow from."""
-
     documents: int
     joined: int  # completions that come after another with their prompt
     prompt: int  # tokens of each prompt
@@ -180,9 +167,4 @@ def largest(low: int, high: int, fits: Callable[[int], bool]) -> int | None:
     """The largest number from `low` to `high` that fits, where none fits beyond one that does not."""
     if not fits(low):
         return None
-    step = low
-    while low < high and fits(min(low + step, high)):
-        low = min(low + step, high)
-        step *= 2
-    beyond = range(low + 1, min(low + step, high + 1))
-    return low + bisect_left(beyond, True, key=lambda number: not fits(number))
+    return low + bisect_left(range(low + 1, high + 1), True, key=lambda number: not fits(number))

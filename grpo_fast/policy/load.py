@@ -184,9 +184,8 @@ def _obstacle(config: ModelConfig, architecture: PreTrainedConfig) -> str | None
     return "model.packing = none" if config.packing == "none" else packing_obstacle(architecture)
 
 
-def require_replay(config: ModelConfig) -> None:
+def require_replay(config: ModelConfig, architecture: PreTrainedConfig) -> None:
     """Raises ValueError where the configuration tells that the model takes no `rollout.router_replay`."""
-    architecture = load_architecture(config)
     obstacle = _obstacle(config, architecture)
     if not expert_count(architecture):
         obstacle = "it has no experts, so no router"

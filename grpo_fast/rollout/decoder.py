@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from math import expm1, inf, log
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,13 +21,24 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from grpo_fast.policy.architecture import whole_rows
-from grpo_fast.policy.price import KvLayer
 from grpo_fast.rollout.images import ImagePrompts
+
+if TYPE_CHECKING:
+    from grpo_fast.plan.model_shape import ModelShape
 
 Prompt = Sequence[int]
 
 CACHES = ("cache", "past_key_values", "cache_params", "state")  # how models call what they take and give back
 _OF_CACHES = (Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin)  # objects that hold tensors
+
+
+class InFlight(NamedTuple):
+    """What is decoded at once."""
+
+    prompts: int
+    longest: int  # tokens of a prompt
+    rows: int  # completions
+    max_new: int  # tokens of the longest completion
 
 
 class ExpandedDecoder:
@@ -62,26 +73,14 @@ class ExpandedDecoder:
         return True
 
     @staticmethod
-    def kv_tokens(prompts: int, longest: int, rows: int, max_new: int) -> int:
-        """Tokens whose keys and values are held at once for `rows` completions of `prompts` prompts."""
-        return rows * (longest + max_new)
+    def kv_tokens(held: InFlight) -> int:
+        """Tokens whose keys and values are held at once."""
+        return held.rows * (held.longest + held.max_new)
 
     @classmethod
-    def kv_bytes(
-        cls,
-        layers: Sequence[KvLayer],
-        *,
-        prompts: int,
-        longest: int,
-        rows: int,
-        max_new: int,
-        itemsize: int,
-        on_cpu: bool,
-    ) -> int:
+    def kv_bytes(cls, shape: ModelShape, held: InFlight, *, on_cpu: bool) -> int:
         """Bytes of keys, values and states at the end of the longest completion."""
-        tokens = longest + max_new
-        numbers = sum(layer.numbers * min(tokens, layer.window or tokens) for layer in layers)
-        return rows * (itemsize * numbers + sum(layer.state for layer in layers))
+        return held.rows * shape.kv_bytes(held.longest + held.max_new)
 
     @classmethod
     def held_once(cls, prompts: Sequence[Prompt]) -> int:
@@ -173,7 +172,7 @@ class RecomputedDecoder(ExpandedDecoder):
     cost = "each token costs its whole sequence again, which is slow"
 
     @classmethod
-    def kv_bytes(cls, layers: Sequence[KvLayer], **sizes: Any) -> int:
+    def kv_bytes(cls, shape: ModelShape, held: InFlight, *, on_cpu: bool) -> int:
         return 0
 
     def prefill(self, prompts: Sequence[Prompt], owners: Tensor) -> Tensor:

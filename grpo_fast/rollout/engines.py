@@ -161,7 +161,7 @@ class TransformersKind(EngineKind):
 
     def price(self, demand: Demand) -> EnginePrice:
         """At the end of its longest batch, when the cache is full."""
-        from grpo_fast.rollout.decoder import ExpandedDecoder, RecomputedDecoder
+        from grpo_fast.rollout.decoder import ExpandedDecoder, InFlight, RecomputedDecoder
         from grpo_fast.rollout.sampling import SLICE, SLICE_ELSEWHERE
         from grpo_fast.rollout.shared_prefix import SharedPrefixDecoder
         from grpo_fast.rollout.transformers import tokens_at_once
@@ -172,31 +172,24 @@ class TransformersKind(EngineKind):
         if shape.shares_prefix:
             decoder = SharedPrefixDecoder
 
-        def prompts(rows: int) -> int:
-            return -(-rows // read.generations)
+        def held(rows: int) -> InFlight:
+            return InFlight(-(-rows // read.generations), read.prompt_length, rows, length)
 
         def tokens(rows: int) -> int:
-            return decoder.kv_tokens(prompts(rows), read.prompt_length, rows, length)
+            return decoder.kv_tokens(held(rows))
 
         budget = max(tokens(1), tokens_at_once(demand.config.max_batch_tokens, device))
         rows = bisect_right(range(1, sizes.completions + 1), budget, key=tokens) or 1
+        prompts = held(rows).prompts
         drawn = min(rows * shape.vocabulary, SLICE.get(device, SLICE_ELSEWHERE))
-        logits = shape.itemsize * prompts(rows) * (shape.vocabulary + shape.hidden)
-        at_once = prompts(rows) * read.prompt_length if shape.layers else tokens(rows)
+        logits = shape.itemsize * prompts * (shape.vocabulary + shape.hidden)
+        at_once = prompts * read.prompt_length if shape.layers else tokens(rows)
         prefill = shape.plain.forward(at_once) + logits
         scores = 4 * rows * shape.heads * (read.prompt_length + 2 * length)
         decode = rows * shape.vocabulary * shape.itemsize + 4 * _DRAW_COPIES * drawn + scores
         return EnginePrice(
             weights=demand.base_bytes * demand.trained.sharded,
-            kv_cache=decoder.kv_bytes(
-                shape.layers,
-                prompts=prompts(rows),
-                longest=read.prompt_length,
-                rows=rows,
-                max_new=length,
-                itemsize=shape.itemsize,
-                on_cpu=device == "cpu",
-            ),
+            kv_cache=decoder.kv_bytes(shape, held(rows), on_cpu=device == "cpu"),
             workspace=max(int(prefill), decode),
             residue=0,
             rows=rows,

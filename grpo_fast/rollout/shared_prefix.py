@@ -10,7 +10,7 @@ compressed (section 2.1 of arXiv:2405.04434).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,8 +24,7 @@ from transformers.cache_utils import (
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from grpo_fast.policy.price import KvLayer
-from grpo_fast.rollout.decoder import ExpandedDecoder, Prompt, selected
+from grpo_fast.rollout.decoder import ExpandedDecoder, InFlight, Prompt, selected
 from grpo_fast.rollout.prefix_layers import (
     LatentLayer,
     SuffixAndStateLayer,
@@ -34,6 +33,9 @@ from grpo_fast.rollout.prefix_layers import (
     latent_of,
     unexpanded,
 )
+
+if TYPE_CHECKING:
+    from grpo_fast.plan.model_shape import ModelShape
 
 SHARED_PREFIX_ATTENTION = "grpo_fast_shared_prefix"  # among transformers' implementations
 WORTH_SHARING = 16  # tokens: a shorter common beginning is not worth a forward of its own
@@ -59,26 +61,15 @@ class SharedPrefixDecoder(ExpandedDecoder):
         return common_length(prompts)
 
     @staticmethod
-    def kv_tokens(prompts: int, longest: int, rows: int, max_new: int) -> int:
-        return prompts * longest + rows * max_new
+    def kv_tokens(held: InFlight) -> int:
+        return held.prompts * held.longest + held.rows * held.max_new
 
     @classmethod
-    def kv_bytes(
-        cls,
-        layers: Sequence[KvLayer],
-        *,
-        prompts: int,
-        longest: int,
-        rows: int,
-        max_new: int,
-        itemsize: int,
-        on_cpu: bool,
-    ) -> int:
-        widths = [layer.numbers for layer in layers]
-        growing = rows * max(widths) * max_new // 2  # a buffer that grows is copied
-        held = cls.kv_tokens(prompts, longest, rows, max_new) * sum(widths)
-        states = rows * sum(layer.state for layer in layers)
-        return (4 if on_cpu else itemsize) * (held + growing) + states
+    def kv_bytes(cls, shape: ModelShape, held: InFlight, *, on_cpu: bool) -> int:
+        widths = [layer.numbers for layer in shape.layers]
+        growing = held.rows * max(widths) * held.max_new // 2  # a buffer that grows is copied
+        states = held.rows * sum(layer.state for layer in shape.layers)
+        return (4 if on_cpu else shape.itemsize) * (cls.kv_tokens(held) * sum(widths) + growing) + states
 
     @classmethod
     def held_once(cls, prompts: Sequence[Prompt]) -> int:

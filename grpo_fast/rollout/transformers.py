@@ -20,7 +20,7 @@ from grpo_fast.policy import Policy
 from grpo_fast.policy.architecture import fix_rope
 from grpo_fast.policy.routing import recorded
 from grpo_fast.rollout.choice import fitting_decoder, set_attention
-from grpo_fast.rollout.decoder import ExpandedDecoder, Prompt, RecomputedDecoder, bounded_steps
+from grpo_fast.rollout.decoder import ExpandedDecoder, InFlight, Prompt, RecomputedDecoder, bounded_steps
 from grpo_fast.rollout.images import ImagePrompts
 from grpo_fast.rollout.requests import Requests
 from grpo_fast.rollout.sampling import draw, make_warper, uniforms_of
@@ -217,7 +217,7 @@ class TransformersEngine:
 
     def _require_room(self, prompt: Prompt, max_new: int) -> None:
         """Raises ValueError where one completion alone exceeds `max_batch_tokens`."""
-        largest = self._decoder_type.kv_tokens(1, len(prompt), 1, max_new)
+        largest = self._decoder_type.kv_tokens(InFlight(1, len(prompt), 1, max_new))
         if self.max_batch_tokens is not None and largest > self.max_batch_tokens:
             raise ValueError(
                 f"max_batch_tokens = {self.max_batch_tokens} cannot hold one completion of up to {max_new} "
@@ -234,7 +234,7 @@ class TransformersEngine:
         for row in rows:
             new = not chunk or row.prompt != chunk[-1].prompt
             own = len(row.prompt) - once
-            needed = once + way.kv_tokens(distinct + new, own, len(chunk) + 1, max_new)
+            needed = once + way.kv_tokens(InFlight(distinct + new, own, len(chunk) + 1, max_new))
             uneven = not way.pads and chunk and len(row.prompt) != len(chunk[0].prompt)
             if chunk and (needed > budget or uneven):
                 yield chunk

@@ -105,7 +105,7 @@ def build_grpo_trainer(config: TrainConfig, world: World = SINGLE_PROCESS) -> Tr
         resolve_loss(stage.config.loss)  # one of the user's own is found here, or refused before any work
     needs_reference = any(stage.config.loss.needs_reference for stage in stages)
     if config.rollout.router_replay:
-        require_replay(config.model)
+        require_replay(config.model, load_architecture(config.model))
     tokenizer = load_tokenizer(config.model)  # first, so that a mistake in the data shows before weights load
     held_out = None
     if config.evaluation.dataset is not None:

@@ -11,7 +11,7 @@ from grpo_fast.algorithm import Algorithm
 from grpo_fast.config import TrainConfig
 from grpo_fast.data import PromptDataset
 from grpo_fast.methods import describe_method
-from grpo_fast.plan import device_budget, shapes_of, step_sizes
+from grpo_fast.plan import device_budget, shapes_of, step_sizes, with_values
 from grpo_fast.plan.devices import DeviceBudget
 from grpo_fast.plan.prediction import Predictor
 from grpo_fast.run_record.summary import bytes_text, duration_text
@@ -86,7 +86,7 @@ def expected(trainer: Algorithm, device: DeviceBudget) -> str:
     config = trainer.config
     longest = max(len(prompt.token_ids) for prompt in trainer.prompts.dataset)
     try:
-        sizes = step_sizes(config, prompt_length=longest, ranks=device.ranks)
+        sizes = step_sizes(with_values(config, {"dataset.max_prompt_length": longest}), device.ranks)
         shapes = shapes_of(config.model.path, config.model.revision)
         prediction = Predictor(config, shapes, device).predict(sizes)
     except (ValueError, RuntimeError) as error:

@@ -69,7 +69,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 32},
 }
-CPU = DeviceBudget("cpu", "cpu", 8 << 30)
+CPU = DeviceBudget("cpu", name="cpu", total=8 << 30)
 
 
 @pytest.fixture(scope="session")

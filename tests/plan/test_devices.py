@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
+from grpo_fast.head.plan import Device
 from grpo_fast.plan import devices
 from grpo_fast.plan.devices import device_budget
 
@@ -29,9 +29,7 @@ from grpo_fast.plan.devices import device_budget
 def test_a_gpu_is_known_by_its_name_or_its_size(total: int, names: list[str]) -> None:
     found = [device_budget(name) for name in names]
 
-    assert {(budget.kind, budget.total, budget.head_device.has_triton) for budget in found} == {
-        ("cuda", total, True)
-    }
+    assert {(budget.kind, budget.total, budget.has_triton) for budget in found} == {("cuda", total, True)}
 
 
 def test_an_unknown_gpu_is_answered_with_the_known_ones() -> None:
@@ -69,7 +67,7 @@ def test_a_container_plans_with_its_own_limit_where_it_has_one(
 def test_the_gpu_at_hand_keeps_its_own_memory_and_has_published_speeds(
     name: str, flops: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    facts = SimpleNamespace(capability=(9, 9), shared_memory=7, gfx="gfx942")
+    facts = Device("cuda", (9, 9), 7, has_triton=True, gfx="gfx942")
     monkeypatch.setattr(devices, "device_facts", lambda *_: facts)
     known = {"is_available": True, "current_device": 0, "get_device_name": name, "memory_reserved": 100}
     for function, value in {**known, "mem_get_info": (1 << 30, 8 << 30)}.items():
@@ -78,6 +76,6 @@ def test_the_gpu_at_hand_keeps_its_own_memory_and_has_published_speeds(
     found = device_budget()
 
     assert (found.name, found.capability, found.flops) == (name, (9, 9), flops)
-    assert found.head_device.architecture == "gfx942"
+    assert found.architecture == "gfx942"
     assert found.total == (1 << 30) + 100 + devices.CUDA_CONTEXT
     assert 1 << 20 < found.host < sys.maxsize

@@ -12,7 +12,7 @@ from grpo_fast.plan.head_bytes import head_bytes
 from grpo_fast.plan.measure import peak_bytes
 
 CPU = torch.device("cpu")
-HOPPER = device_budget("H200").head_device
+HOPPER = device_budget("H200")
 WAYS = [(True, False), (True, True), (False, False)]
 
 

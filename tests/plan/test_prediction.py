@@ -14,6 +14,7 @@ from grpo_fast.plan.devices import device_budget
 from grpo_fast.plan.measure import calibrated, measured_update, peak_bytes
 from grpo_fast.plan.model_shape import Shapes, model_config, with_layers
 from grpo_fast.plan.prediction import Prediction, Predictor
+from grpo_fast.plan.search import with_values
 from grpo_fast.plan.sizes import StepSizes
 from grpo_fast.policy.config import LoraConfig
 from grpo_fast.rollout.choice import WAYS
@@ -130,9 +131,10 @@ def test_a_calibration_finds_a_prediction_that_holds_and_corrects_one_that_does_
     config: Any, predictor: Any
 ) -> None:
     planned = predictor(config("gemma3_text", num_hidden_layers=6, layer_types=None))
-    given = planned.run, planned.shapes
-    found = calibrated(*given, planned.device, UPDATE).transient
-    doubled = calibrated(*given, replace(planned.device, transient=2.0), UPDATE).transient
+    lengths = {"dataset.max_prompt_length": 40, "rollout.max_completion_length": 32}
+    given = with_values(planned.run, lengths), planned.shapes
+    found = calibrated(*given, planned.device).transient
+    doubled = calibrated(*given, replace(planned.device, transient=2.0)).transient
 
     assert found == pytest.approx(1, abs=0.05)
     assert doubled == pytest.approx(found, abs=0.05)

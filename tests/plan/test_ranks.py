@@ -160,9 +160,9 @@ def test_one_gpu_waits_for_none_and_of_more_the_slowest_is_waited_for_longer(sha
 
 
 def test_efficiency_is_of_the_gpu_seconds_of_the_fewest(shapes: Shapes) -> None:
-    alone, both = scaling(run(), shapes, [gpus(1), gpus(2)], prompt_length=64)
+    alone, both = scaling(run(), shapes, [gpus(1), gpus(2)])
 
     assert (alone.gpus, alone.efficiency, both.gpus) == (1, 1, 2)
     assert both.efficiency == pytest.approx(sum(alone.seconds.values()) / (2 * sum(both.seconds.values())))
     with pytest.raises(ValueError, match=r"80GiB.*published"):
-        scaling(run(), shapes, [replace(device_budget("80GiB"), ranks=2)], prompt_length=64)
+        scaling(run(), shapes, [replace(device_budget("80GiB"), ranks=2)])

@@ -11,7 +11,7 @@ import torch
 from grpo_fast.rollout import Sampling, make_engine, shared_prefix
 from grpo_fast.rollout import transformers as engine_module
 from grpo_fast.rollout.config import RolloutConfig
-from grpo_fast.rollout.decoder import EvenDecoder, ExpandedDecoder, RecomputedDecoder, bounded_steps
+from grpo_fast.rollout.decoder import EvenDecoder, ExpandedDecoder, InFlight, RecomputedDecoder, bounded_steps
 from grpo_fast.rollout.shared_prefix import HybridDecoder, SharedPrefixDecoder
 from grpo_fast.rollout.transformers import TransformersEngine
 
@@ -140,7 +140,7 @@ def test_a_token_budget_splits_the_work_and_neither_it_nor_company_changes_what_
 
     def spied(rows, *rest) -> None:
         longest, distinct = max(len(row.prompt) for row in rows), len({row.prompt for row in rows})
-        sizes.append(kv_tokens(distinct, longest, len(rows), SAMPLING.max_completion_length))
+        sizes.append(kv_tokens(InFlight(distinct, longest, len(rows), SAMPLING.max_completion_length)))
         draw_together(rows, *rest)
 
     done: set[int] = set()
