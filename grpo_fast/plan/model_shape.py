@@ -6,6 +6,7 @@ import copy
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -20,7 +21,7 @@ from grpo_fast.policy.config import ModelConfig
 from grpo_fast.policy.experts import chosen_share, is_expert, require_router
 from grpo_fast.policy.layers import decoder_layers, fuse_layers
 from grpo_fast.policy.load import prepare_to_train, resolve_dtype
-from grpo_fast.policy.price import KvLayer, computed, price_layers
+from grpo_fast.policy.price import computed, price_layers
 from grpo_fast.policy.quantization import cast_rest, count_numbers, is_quantized, loading_settings, quantizes
 from grpo_fast.policy.recurrent import fork_states
 from grpo_fast.policy.source import PREFIX, resolve_source
@@ -141,6 +142,14 @@ def _quantized(model: PreTrainedModel, settings: Any, device: torch.device | str
     return cast_rest(quantizer.postprocess_model(model), model.dtype)
 
 
+@dataclass(frozen=True)
+class KvLayer:
+    """What a layer that attends caches of a sequence."""
+
+    numbers: int  # keys and values of one token
+    window: int | None  # tokens that a sliding window keeps; None: all
+
+
 class ModelShape:
     """What a model's bytes follow from, counted of one that `skeleton` made.
 
@@ -204,12 +213,12 @@ class ModelShape:
         self.itemsize: int = head.element_size()  # bytes of one number of the model's dtype
         self.heads: int = getattr(config, "num_attention_heads", 0)  # of queries; Mamba has none
         self.head_dim = max(head_dims(config))
-        # As transformers keeps keys, values and states; none where nothing is kept.
-        self.layers = _kv_layers(cache)
+        # As transformers keeps keys and values, and bytes of the states of a sequence, however long it is.
+        self.layers, self.states = _cached_parts(cache)
         self.shares_prefix = shares_prefix(base, cache)  # our own decoding holds prompts once
         paged = sum(layer.numbers for layer in self.layers)
         if latent := getattr(config, "kv_lora_rank", None):  # vLLM keeps multi-head latent attention as it is
-            paged = sum(latent + config.qk_rope_head_dim for layer in self.layers if layer.numbers)
+            paged = len(self.layers) * (latent + config.qk_rope_head_dim)
         # In vLLM's pages, which layers with a window share with those without.
         self.paged_kv_bytes_per_token = self.itemsize * paged
 
@@ -229,7 +238,7 @@ class ModelShape:
     def kv_bytes(self, tokens: int) -> int:
         """Bytes of one sequence in transformers' cache, exactly `tokens` long."""
         numbers = sum(layer.numbers * min(tokens, layer.window or tokens) for layer in self.layers)
-        return self.itemsize * numbers + sum(layer.state for layer in self.layers)
+        return self.itemsize * numbers + self.states
 
 
 class Shapes:
@@ -299,8 +308,8 @@ def _cached(base: PreTrainedModel) -> Any:
     return next(filter(None, (getattr(output, name, None) for name in CACHES)), None)
 
 
-def _kv_layers(cache: Any) -> tuple[KvLayer, ...]:
-    """What is cached of one token in each layer that attends, and one more for the states of all others."""
+def _cached_parts(cache: Any) -> tuple[list[KvLayer], int]:
+    """What is cached of one token in each layer that attends, and bytes of the states of all others."""
     from grpo_fast.rollout.decoder import changed
 
     def note(tensor: Tensor) -> Tensor:
@@ -321,7 +330,7 @@ def _kv_layers(cache: Any) -> tuple[KvLayer, ...]:
         for layer in attending
     ]
     states = sum(map(_nbytes, found)) - sum(layer.keys.nbytes + layer.values.nbytes for layer in attending)
-    return (*layers, KvLayer(0, state=states)) if states else tuple(layers)
+    return layers, states
 
 
 def with_layers(config: PretrainedConfig, count: int) -> PretrainedConfig:

@@ -137,8 +137,8 @@ class Prediction:
         if predictor.engine.name == "vllm" and predictor.on_gpu:
             values["rollout.vllm.sleep_level"] = vllm.sleep_level
             values["rollout.vllm.max_sequences"] = sizes.in_flight
-            if vllm.gpu_memory_utilization is None:
-                kv_cache = self.parts["rollout"]["KV cache"]
+            kv_cache = self.parts["rollout"].get("KV cache")
+            if kv_cache and vllm.gpu_memory_utilization is None:
                 values["rollout.vllm.kv_cache_gib"] = math.ceil(100 * kv_cache / GIB) / 100
         if self.mode:
             values["distributed.mode"] = run.distributed.mode
@@ -379,7 +379,6 @@ class Predictor:
                 sinks=has_sinks(self.shapes.config),
             )
             for layer in shape.layers
-            if layer.numbers
         ]
 
     def _engine(self, sizes: StepSizes) -> dict[str, int]:

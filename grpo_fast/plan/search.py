@@ -143,12 +143,12 @@ class Search:
         """The longest that fits with the least at once; None: not even one token of a completion."""
         # One completion in a micro-batch, however long.
         sizes = replace(self._least, generations=generations, micro_batch_tokens=1)
-        most, frugal = 0, None
-        for *_, way in self._ways():
-            tokens = way.largest_fitting(sizes, "completion_length", 1, MOST_CONTEXT) or 0
-            if tokens > most:
-                most, frugal = tokens, way
-        if frugal is None:
+        found = [
+            (way.largest_fitting(sizes, "completion_length", 1, MOST_CONTEXT) or 0, way)
+            for *_, way in self._ways()
+        ]
+        most, frugal = max(found, key=lambda one: one[0])
+        if not most:
             return None
         short, then = (frugal.predict(replace(sizes, completion_length=length)) for length in (1, most + 1))
         phase = max(PHASES, key=then.total)
@@ -164,10 +164,7 @@ class Search:
         return replace(self.sizes, micro_batch_tokens=self.sizes.sequence_length, most_in_flight=1)
 
     def _ways(self) -> Iterator[list[Predictor]]:
-        """For each recomputation, the fastest first, every sleep level and offload, the most frugal last.
-
-        Each recomputation is traced when it is asked for.
-        """
+        """For each recomputation, the fastest first, every sleep level and offload, the most frugal last."""
         config = self.config
 
         def way(recomputed: Any, level: Any, offload: Any) -> Predictor:

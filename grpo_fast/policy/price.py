@@ -26,15 +26,6 @@ Place = tuple[int | None, bool]
 
 
 @dataclass(frozen=True)
-class KvLayer:
-    """What a layer caches of a sequence."""
-
-    numbers: int  # keys and values of one token
-    window: int | None = None  # tokens that a sliding window keeps; None: all
-    state: int = 0  # bytes of a recurrent state, however long the sequence
-
-
-@dataclass(frozen=True)
 class LayersPrice:
     """Bytes of one token."""
 

@@ -168,7 +168,8 @@ class TransformersKind(EngineKind):
 
         shape, sizes, device = demand.shape, demand.sizes, "cuda" if demand.trained.on_gpu else "cpu"
         read, length = demand.read_at_once, demand.sizes.completion_length
-        decoder = ExpandedDecoder if shape.layers else RecomputedDecoder
+        caches = bool(shape.layers or shape.states)
+        decoder = ExpandedDecoder if caches else RecomputedDecoder
         if shape.shares_prefix:
             decoder = SharedPrefixDecoder
 
@@ -183,7 +184,7 @@ class TransformersKind(EngineKind):
         prompts = held(rows).prompts
         drawn = min(rows * shape.vocabulary, SLICE.get(device, SLICE_ELSEWHERE))
         logits = shape.itemsize * prompts * (shape.vocabulary + shape.hidden)
-        at_once = prompts * read.prompt_length if shape.layers else tokens(rows)
+        at_once = prompts * read.prompt_length if caches else tokens(rows)
         prefill = shape.plain.forward(at_once) + logits
         scores = 4 * rows * shape.heads * (read.prompt_length + 2 * length)
         decode = rows * shape.vocabulary * shape.itemsize + 4 * _DRAW_COPIES * drawn + scores

@@ -68,8 +68,8 @@ class SharedPrefixDecoder(ExpandedDecoder):
     def kv_bytes(cls, shape: ModelShape, held: InFlight, *, on_cpu: bool) -> int:
         widths = [layer.numbers for layer in shape.layers]
         growing = held.rows * max(widths) * held.max_new // 2  # a buffer that grows is copied
-        states = held.rows * sum(layer.state for layer in shape.layers)
-        return (4 if on_cpu else shape.itemsize) * (cls.kv_tokens(held) * sum(widths) + growing) + states
+        numbers = cls.kv_tokens(held) * sum(widths) + growing
+        return (4 if on_cpu else shape.itemsize) * numbers + held.rows * shape.states
 
     @classmethod
     def held_once(cls, prompts: Sequence[Prompt]) -> int:

@@ -61,7 +61,7 @@ def test_a_base_in_4_bits_is_read_as_it_is_for_few_rows_and_made_anew_for_many(
 ) -> None:
     gpu = device_budget("H100")
     planned = predictor(Shapes(config()), gpu, dtype="bfloat16", attention="sdpa")
-    planned.shape.active, planned.shape.layers = 10**10, ()
+    planned.shape.active, planned.shape.layers = 10**10, []
 
     def moved(quantized: int, rows: int) -> float:
         planned.shape.quantized = quantized
