@@ -356,30 +356,15 @@ class Predictor:
 
     def _attention(self, batch: MicroBatch) -> list[PackedPrice]:
         """Of each layer, beyond its share of `LayersPrice`."""
-        shape, square = self.shape, batch.sequence**2
-        text = self.shapes.config.get_text_config()
+        shape, text = self.shape, self.shapes.config.get_text_config()
         if self.own_attention:
-            pairs = batch.documents * square  # rows are computed together
+            pairs = batch.documents * batch.sequence**2  # rows are computed together
             # As if every score were kept, and twice that in the backward: what SDPA computes takes less.
             return [PackedPrice(int(kept * pairs), int(2 * kept * pairs)) for kept in shape.plain.pairs]
-        return [
-            attention_price(
-                self.attention,
-                tokens=batch.inputs,
-                joined=batch.joined * batch.prompt,
-                copied=batch.joined * batch.sequence,
-                masked=batch.masked,
-                scores=batch.documents * square + batch.masked,
-                largest=square,
-                heads=shape.heads,
-                head_dim=shape.head_dim,
-                kv_numbers=layer.numbers,
-                itemsize=shape.itemsize,
-                softcap=getattr(text, "attn_logit_softcapping", None) is not None,
-                sinks=has_sinks(self.shapes.config),
-            )
-            for layer in shape.layers
-        ]
+        softcap = getattr(text, "attn_logit_softcapping", None) is not None
+        limits = {"softcap": softcap, "sinks": has_sinks(self.shapes.config)}
+        widths = [layer.numbers for layer in shape.layers]
+        return [attention_price(self.attention, batch, shape, numbers, **limits) for numbers in widths]
 
     def _engine(self, sizes: StepSizes) -> dict[str, int]:
         price = self.engine_price(sizes)

@@ -21,6 +21,9 @@ from grpo_fast.policy.vision import model_class
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+    from grpo_fast.plan.model_shape import ModelShape
+    from grpo_fast.plan.sizes import MicroBatch
+
 PACKED_ATTENTION = "grpo_fast_packed"  # the name under which transformers finds `packed_attention`
 PRICED_ATTENTION = "grpo_fast_priced"  # and `priced_attention`
 SOFTCAP_BYTES_PER_SCORE = 18
@@ -133,32 +136,19 @@ class PackedPrice(NamedTuple):
 
 
 def price(
-    attention: str,
-    *,
-    tokens: int,
-    joined: int,
-    copied: int,
-    masked: int,
-    scores: int,
-    largest: int,
-    heads: int,
-    head_dim: int,
-    kv_numbers: int,
-    itemsize: int,
-    softcap: bool,
-    sinks: bool,
+    attention: str, batch: MicroBatch, shape: ModelShape, kv_numbers: int, *, softcap: bool, sinks: bool
 ) -> PackedPrice:
     """Of `packed_attention` in a micro-batch.
 
     Args:
         attention: as `resolve_attention` gives it.
-        tokens: of the micro-batch.
-        joined: keys that are copied for completions that share a prompt: the prompt's.
-        copied: these, and the completions' own behind them.
-        masked: elements of SDPA's masks.
-        scores: pairs of a query and a key that SDPA looks at, and `largest` those of one call.
         kv_numbers: of a token's keys and values.
     """
+    tokens, itemsize, heads, head_dim = batch.inputs, shape.itemsize, shape.heads, shape.head_dim
+    joined = batch.joined * batch.prompt  # keys that are copied for completions that share a prompt
+    copied = batch.joined * batch.sequence  # these, and the completions' own behind them
+    largest = batch.sequence**2  # pairs of a query and a key in one call of SDPA
+    scores = batch.documents * largest + batch.masked  # and in all
     if attention == "flex_attention":
         return PackedPrice(0, 0)
     if attention == "flash_attention_2":  # queries' gradients in float32; keys' and values' for every head
@@ -169,7 +159,7 @@ def price(
     kept = itemsize * (kv_numbers * copied + heads * head_dim * tokens)  # the pieces' results are joined
     if not softcap:
         kept += itemsize * heads * head_dim * tokens * sinks
-        return PackedPrice(kept + itemsize * masked, 0)  # masks are converted for each layer anew
+        return PackedPrice(kept + itemsize * batch.masked, 0)  # masks are converted for each layer anew
     kept += itemsize * 2 * heads * head_dim * (tokens + copied)  # keys and values for every head
     per_score = 2 * 4 + (itemsize if itemsize < 4 else 0)
     return PackedPrice(kept + heads * scores * per_score, heads * largest * SOFTCAP_BYTES_PER_SCORE)
