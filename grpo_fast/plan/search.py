@@ -299,8 +299,9 @@ def with_values(section: T, values: Mapping[str, Any]) -> T:
         name: own[""] if "" in own else with_values(getattr(section, name), own)
         for name, own in inner.items()
     }
+    given: Any = section
     if isinstance(section, TrainConfig):  # whose own checks would ask for more than a plan has
         return cast(T, section.model_copy(update=changed))
     if is_dataclass(section):
-        return cast(T, replace(cast(Any, section), **changed))
-    return cast(T, type(section).model_validate(dict(cast(Any, section)) | changed))
+        return cast(T, replace(given, **changed))
+    return cast(T, type(given).model_validate(dict(given) | changed))
