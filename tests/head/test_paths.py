@@ -339,8 +339,8 @@ def test_a_batch_with_more_pairs_than_there_is_room_for_is_made_again_or_exact(
         assert out.certificate.values.tolist() == [1, 0, 0, 1]
     else:
         assert 0.3 < out.certificate.density < 1
-    for got, wanted in zip(found, expected, strict=True):
-        assert oracle.relative(got, wanted) < (2e-5 if exact else 1e-2)
+    for got, wanted in zip(found, expected, strict=True):  # 4e-3 is usual, and a pair lost costs 9e-2
+        assert oracle.relative(got, wanted) < (2e-5 if exact else 3e-2)
 
 
 def test_a_captured_backward_asks_nobody_and_is_exact(crowded, oracle, monkeypatch):
