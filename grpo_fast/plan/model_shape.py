@@ -197,12 +197,12 @@ class ModelShape:
         self.tensors, self.trainable_tensors = len(every), len(trained)
         self.trained = sum(sizes)
         # Of 16 bits, which have float32 masters; the others are their own.
-        self.narrow = sum(p.numel() for p in trained if p.element_size() < 4)
-        self.wide = self.trained - self.narrow
+        self.params_16bit = sum(p.numel() for p in trained if p.element_size() < 4)
+        self.params_32bit = self.trained - self.params_16bit
         self.moments_8bit = sum(8 * n if n < _LEAST_8BIT else 2 * (n + 4 * -(-n // 256)) for n in sizes)
         self.largest = max(sizes, default=0)  # numbers of a trained tensor
         # Numbers of the three trained tensors in a row that are largest together.
-        self.neighbours = max((sum(sizes[i : i + 3]) for i in range(len(sizes))), default=0)
+        self.largest_three_adjacent = max((sum(sizes[i : i + 3]) for i in range(len(sizes))), default=0)
         self.layer = max((sum(map(_nbytes, own)) for own in of_layers), default=0)  # bytes of the largest
         self.layer_trained = max(map(sum, trained_in_layers), default=0)  # numbers of the largest layer
         self.layer_tensor = max((size for own in trained_in_layers for size in own), default=0)

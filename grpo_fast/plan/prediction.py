@@ -237,15 +237,15 @@ class Predictor:
         backward = self._micro_batch(batch, first=not accumulates) | self._gathered()
         moments = [resident | dict.fromkeys(away, 0) | backward]
         # One tensor's state is there, the last one's leaves, the next one's comes.
-        moments_there = shape.moments(optimizer.kind) * shape.neighbours // shape.trained
-        visiting = {"optimizer": moments_there, "master": 4 * shape.neighbours}
-        visitors = {part: min(resident[part], self._own(visiting[part])) for part in away}
+        moments_there = shape.moments(optimizer.kind) * shape.largest_three_adjacent // shape.trained
+        on_device = {"optimizer": moments_there, "master": 4 * shape.largest_three_adjacent}
+        streamed = {part: min(resident[part], self._own(on_device[part])) for part in away}
         step = resident | {"gradients": self._held(4 * shape.trained)}
         if away or several:
-            moments.append(step | visitors | self._exchanged())
+            moments.append(step | streamed | self._exchanged())
         if optimizer.stochastic_rounding:  # one master, then 16 bits of chance beside it
             step |= {"master": self._own(4 * shape.largest)}
-            moments.append(step | visitors | self._exchanged() | {"master": self._own(6 * shape.largest)})
+            moments.append(step | streamed | self._exchanged() | {"master": self._own(6 * shape.largest)})
         if optimizer.kind == "adamw_8bit" and not self.on_gpu:
             moments.append(step | {"optimizer": step["optimizer"] + _STEP_8BIT * shape.largest})
         return max(map(self._with_overheads, moments), key=lambda parts: sum(parts.values()))
@@ -266,8 +266,8 @@ class Predictor:
         needs_reference = self.run.loss.needs_reference and self.run.model.lora is None
         return {
             "weights": self._held(shape.bytes),
-            "master": self._own(4 * shape.narrow) * (not optimizer.stochastic_rounding),
-            "gradients": self._held(4 * shape.narrow + 4 * shape.wide * accumulates),
+            "master": self._own(4 * shape.params_16bit) * (not optimizer.stochastic_rounding),
+            "gradients": self._held(4 * shape.params_16bit + 4 * shape.params_32bit * accumulates),
             "optimizer": moments if optimizer.kind == "adamw_8bit" else moments + steps,
             "reference": self._held(shape.bytes) * needs_reference,
         }
@@ -329,7 +329,7 @@ class Predictor:
         of_hidden = shape.itemsize * shape.hidden * (tokens + batch.targets)
         # What a float32 parameter has of its gradient so far: the head's first, at the end all.
         head_grad = 4 * table * (first and shape.head_trained and shape.itemsize == 4)
-        all_grads = 4 * shape.wide * first
+        all_grads = 4 * shape.params_32bit * first
         embedding = shape.itemsize * table * shape.embedding_trained * (head_grad > 0 or not first)
         dequantized = shape.itemsize * shape.largest_quantized
         kept = layers.kept(recomputes, tokens)

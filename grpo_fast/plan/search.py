@@ -104,7 +104,7 @@ class Search:
         found: list[Prediction] = []
         sizes = replace(self._least, generations=generations, most_in_flight=self.sizes.most_in_flight)
         for spare in (int(SPARE * self.device.total), 0):
-            for ways in self._ways():
+            for ways in self._candidates():
                 found += [choice for way in ways if (choice := self._fitted(way, sizes, spare))]
                 if any(choice.is_busy for choice in found):
                     break
@@ -114,7 +114,7 @@ class Search:
 
     def least(self) -> Prediction:
         """The smallest step in the way that takes the least."""
-        choices = [frugal.predict(self._least) for *_, frugal in self._ways()]
+        choices = [least_memory.predict(self._least) for *_, least_memory in self._candidates()]
         return max(choices, key=lambda choice: choice.free)
 
     def generations(self) -> int | None:
@@ -133,8 +133,8 @@ class Search:
         """
         found: list[int] = []
         sizes = replace(self._least, micro_batch_tokens=sys.maxsize) if at_once else self._least
-        for *_, frugal in self._ways():
-            found += filter(None, [frugal.largest_fitting(sizes, "generations", 2, most)])
+        for *_, least_memory in self._candidates():
+            found += filter(None, [least_memory.largest_fitting(sizes, "generations", 2, most)])
             if most in found:
                 break
         return max(found, default=None)
@@ -145,12 +145,14 @@ class Search:
         sizes = replace(self._least, generations=generations, micro_batch_tokens=1)
         found = [
             (way.largest_fitting(sizes, "completion_length", 1, MOST_CONTEXT) or 0, way)
-            for *_, way in self._ways()
+            for *_, way in self._candidates()
         ]
-        most, frugal = max(found, key=lambda one: one[0])
+        most, least_memory = max(found, key=lambda one: one[0])
         if not most:
             return None
-        short, then = (frugal.predict(replace(sizes, completion_length=length)) for length in (1, most + 1))
+        short, then = (
+            least_memory.predict(replace(sizes, completion_length=length)) for length in (1, most + 1)
+        )
         phase = max(PHASES, key=then.total)
         grown = Counter(then.parts[phase]) - Counter(short.parts[phase])
         part, _ = grown.most_common(1)[0]
@@ -163,8 +165,8 @@ class Search:
         """One completion in flight, and one in a micro-batch."""
         return replace(self.sizes, micro_batch_tokens=self.sizes.sequence_length, most_in_flight=1)
 
-    def _ways(self) -> Iterator[list[Predictor]]:
-        """For each recomputation, the fastest first, every sleep level and offload, the most frugal last."""
+    def _candidates(self) -> Iterator[list[Predictor]]:
+        """For each recomputation, the fastest first, every sleep level and offload, the least memory last."""
         config = self.config
 
         def way(recomputed: Any, level: Any, offload: Any) -> Predictor:

@@ -63,7 +63,7 @@ def transfer_seconds(of: Predictor) -> float:
     """Of a step's copies: state to each optimiser step, the reference once; both directions overlap."""
     run, shape, offloaded = of.run, of.shape, of.offloaded
     moments = shape.moments(run.optimizer.kind) * ("optimizer" in offloaded)
-    masters = 4 * shape.narrow * ("master" in offloaded)
+    masters = 4 * shape.params_16bit * ("master" in offloaded)
     steps = run.num_iterations * run.minibatches
     copied = steps * (moments + masters) / of.device.ranks + shape.bytes * ("reference" in offloaded)
     return copied / _host_link(of.timed_on)
@@ -103,7 +103,7 @@ def update_exchange(of: Predictor, work: MicroBatch) -> float:
     run, shape, device = of.run, of.shape, of.timed_on
     trained, steps = shape.trained, run.num_iterations * run.minibatches
     if run.distributed.mode != "shard":
-        weights = shape.itemsize * shape.narrow + 4 * shape.wide
+        weights = shape.itemsize * shape.params_16bit + 4 * shape.params_32bit
         buckets = 1 + 4 * trained // BUCKET
         return _collective_seconds(device, steps * (4 * trained + weights), 2 * steps * buckets)
     table = shape.parameters.get("head", 0)  # tied, it is the embedding's

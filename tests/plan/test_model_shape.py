@@ -105,8 +105,8 @@ def test_what_is_trained_is_what_the_optimiser_gets(
 
     assert shape.trained == sum(p.numel() for p in trained.values())
     assert shape.trainable_tensors == len(trained)
-    assert 4 * shape.narrow == sum(t.nbytes for t in optimizer.masters().values())
-    assert 4 * shape.narrow == sum(t.nbytes for t in optimizer.gradient_buffers().values())
+    assert 4 * shape.params_16bit == sum(t.nbytes for t in optimizer.masters().values())
+    assert 4 * shape.params_16bit == sum(t.nbytes for t in optimizer.gradient_buffers().values())
     moments = sum(t.nbytes for t in optimizer.moments().values())
     steps = 4 * shape.trainable_tensors if kind == "adamw" else 0
     assert shape.moments(kind) + steps == moments
@@ -155,7 +155,11 @@ def test_a_base_in_4_bits_has_its_scales_beside_it(saved: bool, config: Any) -> 
 
     shape = ModelShape(skeleton(quantised, model))
 
-    assert (shape.parameters, shape.active, shape.narrow) == (plain.parameters, plain.active, plain.narrow)
+    assert (shape.parameters, shape.active, shape.params_16bit) == (
+        plain.parameters,
+        plain.active,
+        plain.params_16bit,
+    )
     blocks = [width * 128 // 64 for width in (128, 64, 64, 128, 256, 256, 256)]  # q, k, v, o, then the MLP's
     scales = 4 * sum(blocks) if saved else sum(n + 4 * -(-n // 256) + 4 * (256 + 1) for n in blocks)
     tables = 4 * 16 * len(blocks)

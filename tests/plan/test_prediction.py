@@ -208,7 +208,7 @@ def test_state_that_visits_the_device_takes_three_tensors_in_a_row(predictor: An
 
     # The embedding, then the first layer's q and k; the head comes last, after a norm of 128 numbers.
     numbers = max(2**15 * 128 + 128 * 128 + 64 * 128, 2**15 * 128 + 128 + 128)
-    assert planned.shape.neighbours == numbers
+    assert planned.shape.largest_three_adjacent == numbers
     assert (parts["optimizer"], parts["master"]) == (8 * numbers, 4 * numbers)
     assert "activations" not in parts
 

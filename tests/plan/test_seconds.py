@@ -143,7 +143,7 @@ def test_what_is_recomputed_launched_and_moved_takes_what_arithmetic_by_hand_say
     moved = 12 * plain.shape.trained / (0.6 * 3350e9)
     assert update(plain, replace(many, count=10**6)) == pytest.approx(10**6 * (9 * 7e-4 + moved))
 
-    trained, weights = plain.shape.narrow, plain.shape.bytes
+    trained, weights = plain.shape.params_16bit, plain.shape.bytes
     steps = {"num_iterations": 2, "minibatches": 3, "prompts_per_step": 3}
     assert transfer_seconds(made({"memory": {"offload": ["gradients"]}})) == 0
     assert transfer_seconds(made({"memory": {"offload": ["optimizer"]}})) == 8 * trained / 50e9
