@@ -96,6 +96,12 @@ def test_normalise_then_sum_is_gdpo_written_by_hand(randn):
     torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
 
 
+def test_a_group_is_flat_where_each_reward_scaled_by_itself_is(randn):
+    table = torch.ones(3, 4, 2)
+    table[1, :, 0], table[2] = randn(4), randn(4, 2)
+    assert decoupled_advantages(table, [1.0, 0.5]).flat.tolist() == [True, False, False]
+
+
 def test_without_weight_or_reward_nothing_is_learnt_when_each_reward_is_scaled_by_itself(randn):
     weightless = decoupled_advantages(torch.stack([randn(2, 3), torch.ones(2, 3)], dim=-1), [0.0, 1.0])
     table = randn(2, 3, 2)
