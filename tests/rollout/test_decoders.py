@@ -72,6 +72,12 @@ def test_latent_attention_decodes_to_rounding_from_one_latent_a_token(family, ad
     assert not any("expand_kv" in vars(module) for module in model.modules())
 
 
+def test_keys_and_values_of_unequal_widths_decode_to_rounding(family_model):
+    model = family_model("youtu")
+    logits, tokens, _ = decoded(ExpandedDecoder, model)
+    assert distance(logits.flatten(0, 1), own(model, tokens).flatten(0, 1)) < 1e-5
+
+
 @pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1", "kimi_linear", "lfm2", "mamba2"])
 def test_a_prompt_is_read_once_and_its_state_forked_for_all_its_completions(family, family_model):
     model = family_model(family)
