@@ -24,6 +24,7 @@ def batch() -> tuple[torch.Tensor, ...]:
     bias[140:] = torch.where(torch.rand(160, generator=rng) < 0.5, bias[140:], -torch.inf)
     targets = torch.randint(0, 140, (14,), generator=rng)
     targets[3] = -100
+    targets[4:6] = torch.tensor([SPLIT - 1, SPLIT])  # on both sides of the border
     return hidden, weight, bias, targets
 
 
