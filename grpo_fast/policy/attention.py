@@ -116,8 +116,10 @@ def priced_attention(
 
 
 class _Priced(torch.autograd.Function):
-    """Keeps what every fused attention does: its operands, its result, and a number a row. There
-    is no backward: on the meta device nothing is differentiated."""
+    """Keeps what every fused attention does: its operands, its result, and a number a row.
+
+    There is no backward: on the meta device nothing is differentiated.
+    """
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

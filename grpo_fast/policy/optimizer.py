@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -67,7 +67,7 @@ class PolicyOptimizer:
         self._parameters = dict(parameters)
         self._device = next(iter(self._parameters.values())).device
         self._world = world
-        self._on_host = {"optimizer", "master"} if config.kind == "adamw_offload" else {*on_host}
+        self._on_host: set[State] = {*(get_args(State) if config.kind == "adamw_offload" else on_host)}
         self._masters: dict[str, Tensor] = {}
         self._buffers: dict[str, Tensor] = {}  # float32, for the gradients of 16-bit parameters
         self._gathered: dict[str, Tensor] = {}  # those of them that hold a gradient
@@ -231,7 +231,7 @@ class PolicyOptimizer:
                 master.copy_(rows_of(self._parameters[name], self._world).detach())
             yield [name]
 
-    def _movable(self, name: str, states: Collection[str]) -> list[Tensor]:
+    def _movable(self, name: str, states: Collection[State]) -> list[Tensor]:
         """The tensors of these states that are worth moving to the host's memory and back."""
         if self._masters[name].nbytes < SMALLEST:
             return []
@@ -357,13 +357,14 @@ class PolicyOptimizer:
     @torch.no_grad()
     def _write_back(self, names: Iterable[str]) -> None:
         """The parameters of 16 bits become what their masters are."""
-        rounded = [name for name in names if name in self._buffers]
-        masters = [self._masters[name] for name in rounded]
+        in_16_bits = [name for name in names if name in self._buffers]
+        masters = [self._masters[name] for name in in_16_bits]
         if self._rounds:
             for master in masters:
                 round_to_bfloat16(master, self._noise)
-        if rounded:  # in few launches
-            torch._foreach_copy_([rows_of(self._parameters[name], self._world) for name in rounded], masters)
+        if in_16_bits:  # in few launches
+            own = [rows_of(self._parameters[name], self._world) for name in in_16_bits]
+            torch._foreach_copy_(own, masters)
         if self._rounds:
             for master in masters:
                 master.untyped_storage().resize_(0)
