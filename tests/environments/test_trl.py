@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -120,10 +121,11 @@ def here(seen: Seen, environment: type, folder: str, out: Path) -> dict[str, flo
 
 @pytest.mark.parametrize("environment", SAYS)
 def test_an_environment_shows_the_model_and_the_rewards_the_same_in_trl_and_here(
-    environment: type, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    environment: type, tokenizer: Any, tmp_path: Path
 ) -> None:
+    tokenizer = copy.deepcopy(tokenizer)  # TRL adds a response template to it
     templates = Path(trl.__file__).parent / "chat_templates"
-    monkeypatch.setattr(tokenizer, "chat_template", (templates / "qwen2_5.jinja").read_text("utf-8"))
+    tokenizer.chat_template = (templates / "qwen2_5.jinja").read_text("utf-8")
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     tokens = {"vocab_size": len(tokenizer), "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
     tokenizer.save_pretrained(tmp_path)
