@@ -43,7 +43,10 @@ def with_experts(tmp_path, seed):
 def test_an_update_computes_with_the_experts_that_drew_its_completions_in_one_turn_or_several(
     kind, request, with_experts
 ):
-    config = with_experts(request.getfixturevalue(kind)) | {"num_iterations": 2}
+    config = with_experts(request.getfixturevalue(kind)) | {
+        "num_iterations": 2,
+        "advantage": {"skip_flat_groups": False},
+    }
     trainer = build_trainer(TrainConfig(**config))
     table, _ = trainer.collect(Clock())
     experts = table.inputs[EXPERTS]
