@@ -130,8 +130,8 @@ def test_of_few_words_each_pulls_as_it_does_in_full_logits(
 
     found = torch.autograd.grad(call.outputs((name,), tolerance=tolerance)[name], parameters, upstream)
 
-    for got, expected in zip(found, exact, strict=False):
-        assert oracle.relative(got, expected) < 2e-5
+    for got, expected in zip(found, exact, strict=False):  # with a tolerance a small row's pull is drawn
+        assert oracle.relative(got, expected) < (2.5e-3 if tolerance else 2e-5)
 
 
 def test_a_frozen_heads_z_loss_has_its_gradient(on_path, make_call, oracle):
