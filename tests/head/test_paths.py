@@ -114,7 +114,7 @@ def test_a_frozen_side_costs_the_other_nothing(
         ("logprob", True, 0.0, False),
         ("logprob", True, 0.0, True),
         ("entropy", False, 0.0, False),
-        ("entropy", False, 1.0, False),
+        ("entropy", False, 0.01, False),  # at 1 the pull of a row that is 1,000 times smaller would be drawn
     ],
 )
 def test_of_few_words_each_pulls_as_it_does_in_full_logits(
@@ -130,8 +130,8 @@ def test_of_few_words_each_pulls_as_it_does_in_full_logits(
 
     found = torch.autograd.grad(call.outputs((name,), tolerance=tolerance)[name], parameters, upstream)
 
-    for got, expected in zip(found, exact, strict=False):  # with a tolerance a small row's pull is drawn
-        assert oracle.relative(got, expected) < (2.5e-3 if tolerance else 2e-5)
+    for got, expected in zip(found, exact, strict=False):
+        assert oracle.relative(got, expected) < 2e-5
 
 
 def test_a_frozen_heads_z_loss_has_its_gradient(on_path, make_call, oracle):
