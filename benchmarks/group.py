@@ -19,7 +19,7 @@ from functools import partial
 
 import torch
 
-from grpo_fast.policy.config import ModelConfig
+from grpo_fast.config.policy import ModelConfig
 
 from . import measure, step
 from .contest import Contest, Entrant, Found
@@ -83,7 +83,7 @@ def _try(probe: Probe) -> tuple[float, int | None]:
 
 def predict_group(probe: Probe) -> int | None:
     """Completions of one prompt whose update the memory planner sees fit; None where not even two do."""
-    from grpo_fast.config import TrainConfig
+    from grpo_fast.config.schema import TrainConfig
     from grpo_fast.plan import Shapes, device_budget
     from grpo_fast.plan.prediction import Predictor
     from grpo_fast.plan.search import MOST_GENERATIONS

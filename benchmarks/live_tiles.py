@@ -101,14 +101,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> int:
     from safetensors.torch import save_file
 
+    from grpo_fast.config.data import DatasetConfig
+    from grpo_fast.config.policy import ModelConfig
     from grpo_fast.data import load_prompts
-    from grpo_fast.data.config import DatasetConfig
+    from grpo_fast.data.table import Completions
     from grpo_fast.policy import load_policy, pack
-    from grpo_fast.policy.config import ModelConfig
     from grpo_fast.policy.source import resolve_source
     from grpo_fast.rollout import Sampling
     from grpo_fast.rollout.transformers import TransformersEngine
-    from grpo_fast.table import Completions
 
     policy = load_policy(ModelConfig(path=options.model, dtype=options.dtype))
     head = policy.head

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_fast.run_record.logs import provenance
+from grpo_fast.record.logs import provenance
 
 from .contest import BYTES, FLOPS, Entrant, Prepared
 from .measure import seconds_of

@@ -20,16 +20,16 @@ import torch
 from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
-from grpo_fast.config import TrainConfig
+from grpo_fast.config.policy import LoraConfig, ModelConfig
+from grpo_fast.config.rollout import RolloutConfig
+from grpo_fast.config.schema import TrainConfig
+from grpo_fast.data.table import Completions
 from grpo_fast.plan import Shapes, device_budget, plan
 from grpo_fast.policy import Policy, load_policy, pack
 from grpo_fast.policy.architecture import check_architecture
-from grpo_fast.policy.config import LoraConfig, ModelConfig
 from grpo_fast.policy.recurrent import keep_step_limits
 from grpo_fast.policy.vision import auto_class
 from grpo_fast.rollout import Sampling, make_engine
-from grpo_fast.rollout.config import RolloutConfig
-from grpo_fast.table import Completions
 
 from .measure import preload
 from .models import make_samples, make_tokenizer

@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from grpo_fast.config.policy import ModelConfig
+from grpo_fast.data.table import Completions
 from grpo_fast.objective import StepTotals
 from grpo_fast.plan import SHAPES
 from grpo_fast.plan.measure import random_policy
 from grpo_fast.plan.model_shape import with_layers
 from grpo_fast.policy import Policy
-from grpo_fast.policy.config import ModelConfig
 from grpo_fast.policy.load import resolve_attention
-from grpo_fast.table import Completions
 
 from .session import ByDevice, positive
 

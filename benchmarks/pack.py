@@ -15,11 +15,11 @@ from functools import partial
 import numpy as np
 import torch
 
+from grpo_fast.data.table import Completions
 from grpo_fast.groups.advantages import group_advantages
 from grpo_fast.objective import GRPOLossConfig, LossInputs, policy_loss
 from grpo_fast.objective.catalog import LOSS_TYPES
 from grpo_fast.policy.packing import pack
-from grpo_fast.table import Completions
 
 from .contest import Contest, Entrant, Prepared
 from .peers import choose_names

@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 
-from grpo_fast.config_io import load_config
-from grpo_fast.run_record.files import read_jsonl
-from grpo_fast.run_record.logs import EVALUATIONS_FILE, PROVENANCE_FILE, TIMINGS_FILE
-from grpo_fast.run_record.summary import score_text
+from grpo_fast.config.load import load_config
+from grpo_fast.record.files import read_jsonl
+from grpo_fast.record.logs import EVALUATIONS_FILE, PROVENANCE_FILE, TIMINGS_FILE
+from grpo_fast.record.summary import score_text
 
 from .record import write_json
 

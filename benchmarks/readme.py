@@ -23,7 +23,7 @@ from jinja2 import Environment
 from packaging.version import Version
 from pydantic import TypeAdapter
 
-from grpo_fast.run_record.summary import duration_text, score_text
+from grpo_fast.record.summary import duration_text, score_text
 
 from . import model_types, vllm_types
 from .accuracy import is_wrong

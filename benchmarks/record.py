@@ -14,7 +14,7 @@ from typing import Any, Literal
 from pydantic import TypeAdapter
 from pydantic_core import to_json
 
-from grpo_fast.run_record.files import write_whole
+from grpo_fast.record.files import write_whole
 
 from .measure import OK, Memory, Spread
 

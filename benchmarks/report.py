@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment, StrictUndefined
 
-from grpo_fast.run_record.report import packaged
+from grpo_fast.record.report import packaged
 
 from .contest import BYTES, FLOPS
 from .measure import SKIPPED

@@ -11,9 +11,9 @@ import statistics
 from collections.abc import Sequence
 from functools import partial
 
-from grpo_fast.policy.config import ModelConfig
+from grpo_fast.config.policy import ModelConfig
+from grpo_fast.config.rollout import RolloutConfig
 from grpo_fast.rollout import make_engine, sampling_of
-from grpo_fast.rollout.config import RolloutConfig
 
 from . import models
 from .contest import TOKENS, Contest, Entrant, Prepared

@@ -25,10 +25,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from grpo_fast.config.policy import ModelConfig, OptimizerConfig
 from grpo_fast.head import HeadParameters, linear_grpo_loss
 from grpo_fast.objective import LossInputs, StepTotals, policy_loss
 from grpo_fast.policy import PackedBatch, Policy, PolicyOptimizer, pack
-from grpo_fast.policy.config import ModelConfig, OptimizerConfig
 
 from . import models
 from .contest import FLOPS, TOKENS, Contest, Entrant, Prepared

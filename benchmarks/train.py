@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from grpo_fast.policy.config import ModelConfig
+from grpo_fast.config.policy import ModelConfig
 
 from .contest import TOKENS, Contest, Entrant, Prepared, Sample
 from .measure import Memory, Stopwatch, give_back_memory, in_a_process, preload
@@ -65,7 +65,7 @@ def our_turn(
     folder: Path, shape: dict[str, Any], prompts: Sequence[str], steps: int, seed: int, device: torch.device
 ) -> Turn:
     """Steps of our trainer, with its own clock for the phases."""
-    from grpo_fast.config import TrainConfig
+    from grpo_fast.config.schema import TrainConfig
     from grpo_fast.plan import device_budget, resolve_auto, shapes_of, step_sizes, with_values
     from grpo_fast.plan.prediction import PHASES, Predictor
     from grpo_fast.run.build import build_grpo_trainer

@@ -21,12 +21,12 @@ from unittest.mock import patch
 
 import torch
 
+from grpo_fast.config.policy import ModelConfig
+from grpo_fast.config.rollout import RolloutConfig, VLLMConfig
 from grpo_fast.data.types import Prompt
 from grpo_fast.environments import episodes
 from grpo_fast.environments.tools import Toolset, Toolsets
-from grpo_fast.policy.config import ModelConfig
 from grpo_fast.rollout import Completion, Requests, Sampling, make_engine
-from grpo_fast.rollout.config import RolloutConfig, VLLMConfig
 from grpo_fast.rollout.requests import Request
 
 from . import models

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
+from grpo_fast.config.policy import LoraConfig, ModelConfig
+from grpo_fast.config.rollout import VLLMConfig
 from grpo_fast.policy import Policy, load_policy
 from grpo_fast.policy.architecture import rounding_nats
-from grpo_fast.policy.config import LoraConfig, ModelConfig
 from grpo_fast.rollout import Completion, Sampling
-from grpo_fast.rollout.config import VLLMConfig
 from grpo_fast.rollout.vllm import installed_version
 
 from .models import make_tokenizer

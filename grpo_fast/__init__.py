@@ -15,9 +15,9 @@ if TYPE_CHECKING:  # what editors and type checkers see; `__getattr__` gives it 
     from grpo_fast.objective import LossInputs as LossInputs
     from grpo_fast.objective import LossOutputs as LossOutputs
     from grpo_fast.objective import StepTotals as StepTotals
+    from grpo_fast.record.callbacks import Callback as Callback
     from grpo_fast.run.python import Run as Run
     from grpo_fast.run.python import train as train
-    from grpo_fast.run_record.callbacks import Callback as Callback
 
     __version__: str
 
@@ -33,13 +33,13 @@ _PUBLIC = {
     "head.outputs": ["GRPOLossOutput", "HeadOutput"],
     "objective": ["GRPOLossConfig", "LossInputs", "LossOutputs", "StepTotals"],
     "run.python": ["Run", "train"],
-    "run_record.callbacks": ["Callback"],
+    "record.callbacks": ["Callback"],
 }
 
 __all__ = [name for names in _PUBLIC.values() for name in names]
 
 if not TYPE_CHECKING:
-    from grpo_fast.lookup import lazy_names
+    from grpo_fast.config.lookup import lazy_names
 
     _public_name = lazy_names(__name__, _PUBLIC)
 

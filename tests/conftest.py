@@ -356,7 +356,7 @@ def playing_toy(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.fixture
 def make_trainer(toy: dict[str, Any]) -> Callable[..., Any]:
     """Builds the trainer of the toy; sections given are merged into the toy's."""
-    from grpo_fast.config import TrainConfig
+    from grpo_fast.config.schema import TrainConfig
     from grpo_fast.run import build_trainer
 
     def make(**sections: Any) -> Any:

@@ -15,8 +15,8 @@ from packaging.specifiers import SpecifierSet
 
 from benchmarks.__main__ import main as benchmarks
 from grpo_fast import cli
-from grpo_fast.config import TrainConfig
-from grpo_fast.config_io import load_config
+from grpo_fast.config.load import load_config
+from grpo_fast.config.schema import TrainConfig
 from grpo_fast.integrations.compat import HOSTS
 from grpo_fast.objective.catalog import CATALOG, METHODS
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from grpo_fast.config.data import DatasetConfig
+from grpo_fast.config.policy import ModelConfig, OptimizerConfig
 from grpo_fast.data import Prompt, load_prompts
-from grpo_fast.data.config import DatasetConfig
 from grpo_fast.examples import count_shapes, train_from_python, train_grpo
 from grpo_fast.policy import load_policy
-from grpo_fast.policy.config import ModelConfig, OptimizerConfig
 from grpo_fast.rollout import Completion
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import grpo_fast
-from grpo_fast.lookup import choices
+from grpo_fast.config.lookup import choices
 
 FAILURE, USAGE, INTERRUPTED = 1, 2, 130
 
@@ -141,7 +141,7 @@ def parse(tokens: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def report_error(error: Exception) -> int:
     """One sentence on stderr; the exit code."""
-    from grpo_fast.config_keys import ConfigError
+    from grpo_fast.config.keys import ConfigError
 
     text = str(error).strip()
     ours = type(error).__module__.startswith("grpo_fast.")

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from grpo_fast.config import TrainConfig
-from grpo_fast.config_io import check_filled_in, convert_file, dump_config, load_config
-from grpo_fast.config_keys import ConfigError, Problem
+from grpo_fast.config.keys import ConfigError, Problem
+from grpo_fast.config.load import check_filled_in, convert_file, dump_config, load_config
+from grpo_fast.config.schema import TrainConfig
 from grpo_fast.distributed.joining import awaited
 
 
@@ -38,12 +38,12 @@ def train(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 def groups(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """`grpo-fast groups describe`: every stage that groups its prompts in its own way."""
     config = load_config(args.config, overrides)
+    from grpo_fast.config.stages import resolve_stages
     from grpo_fast.data import load_prompts
     from grpo_fast.environments import load_toolsets
     from grpo_fast.groups.sampler import describe_groups
     from grpo_fast.plan import resolve_auto
     from grpo_fast.policy import load_tokenizer
-    from grpo_fast.stages import resolve_stages
 
     config = resolve_auto(config)
     tokenizer = load_tokenizer(config.model)
@@ -148,7 +148,7 @@ def export(args: argparse.Namespace, _: Sequence[str]) -> int:
 
 
 def report(args: argparse.Namespace, _: Sequence[str]) -> int:
-    from grpo_fast.run_record.report import write_report
+    from grpo_fast.record.report import write_report
 
     print(write_report(*map(Path, args.runs), to=Path(args.output) if args.output else None))
     return 0

@@ -12,22 +12,23 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grpo_fast.config import TrainConfig
-from grpo_fast.config_io import check_filled_in, config_path, load_config
-from grpo_fast.config_keys import ConfigError, Problem
+from grpo_fast.config.keys import ConfigError, Problem
+from grpo_fast.config.load import check_filled_in, config_path, load_config
+from grpo_fast.config.record import CONFIG_FILE
+from grpo_fast.config.schema import TrainConfig
+from grpo_fast.config.secrets import masked
 from grpo_fast.data.types import spoken
+from grpo_fast.record.files import require_writable
+from grpo_fast.record.summary import reward_text, score_text
 from grpo_fast.rollout import Engine, Sampling, make_engine, require_engine, sampling_of
-from grpo_fast.run_record.files import CONFIG_FILE, require_writable
-from grpo_fast.run_record.summary import reward_text, score_text
-from grpo_fast.secrets import masked
 
 if TYPE_CHECKING:
     from grpo_fast.data import Prompt, PromptDataset
-    from grpo_fast.evaluate import Evaluation
+    from grpo_fast.loop.collect import Group
+    from grpo_fast.loop.evaluate import Evaluation
     from grpo_fast.policy import Policy
     from grpo_fast.rewards import RewardSet
     from grpo_fast.rollout.types import Rollout
-    from grpo_fast.score import Group
 
 
 def evaluate(args: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -43,9 +44,9 @@ def evaluate(args: argparse.Namespace, overrides: Sequence[str]) -> int:
             message = f"must be a file that can be written, in a folder that is there ({error.strerror})"
             raise ConfigError("eval", [Problem("--output", message, args.output)]) from None
     from grpo_fast.distributed.world import SINGLE_PROCESS
-    from grpo_fast.evaluate import evaluate as score_answers
-    from grpo_fast.run_record.alerts import AlertMonitor
-    from grpo_fast.run_record.logs import provenance
+    from grpo_fast.loop.evaluate import evaluate as score_answers
+    from grpo_fast.record.alerts import AlertMonitor
+    from grpo_fast.record.logs import provenance
 
     held_out = config.evaluation.dataset is not None
     parts = Parts.load(config, args.config, held_out=held_out)
@@ -89,8 +90,8 @@ def evaluate(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 def preview(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     config = load_config(args.config, overrides)
     check_filled_in(config)
+    from grpo_fast.loop.collect import groups_of, score, with_advantages
     from grpo_fast.plan import resolve_auto
-    from grpo_fast.score import groups_of, score, with_advantages
 
     require_engine(config.rollout)
     config = resolve_auto(config)

@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from grpo_fast.config import TrainConfig
-from grpo_fast.config_keys import ConfigError, Problem, keys, unknown_key, without_positions
-from grpo_fast.convert import TABLES, names_of_peers
-from grpo_fast.convert.names import NAMES
-from grpo_fast.convert.rules import translate
-from grpo_fast.section import LARGEST
+from grpo_fast.config.foreign import TABLES, names_of_peers
+from grpo_fast.config.foreign.names import NAMES
+from grpo_fast.config.foreign.rules import translate
+from grpo_fast.config.keys import ConfigError, Problem, keys, unknown_key, without_positions
+from grpo_fast.config.schema import TrainConfig
+from grpo_fast.config.section import LARGEST
 
 TOOLS = tuple(dict.fromkeys(tool for tool, _ in TABLES))
 REPEATED = "evaluation.dataset."  # holds what `dataset` holds

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, overload
 
-from grpo_fast.data.config import PREFIX, DatasetConfig
+from grpo_fast.config.data import PREFIX, DatasetConfig
+from grpo_fast.config.secrets import masked
 from grpo_fast.data.files import Row, place_of, row_named
 from grpo_fast.data.images import ImageReader, PromptImages, beside
 from grpo_fast.data.render import Renderer, Tools
 from grpo_fast.data.sources import read_rows
 from grpo_fast.data.types import Prompt, own_text
-from grpo_fast.secrets import masked
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

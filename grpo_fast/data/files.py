@@ -13,8 +13,8 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from grpo_fast.data.config import SUFFIXES, DatasetConfig
-from grpo_fast.section import short
+from grpo_fast.config.data import SUFFIXES, DatasetConfig
+from grpo_fast.config.section import short
 
 Row = dict[str, Any]
 HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?")

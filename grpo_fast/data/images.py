@@ -15,8 +15,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from grpo_fast.config.section import short
 from grpo_fast.data.types import Message, text_of
-from grpo_fast.section import short
 
 if TYPE_CHECKING:
     from PIL.Image import Image

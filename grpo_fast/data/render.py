@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from grpo_fast.data.config import DatasetConfig
+from grpo_fast.config.data import DatasetConfig
+from grpo_fast.config.lookup import choices
+from grpo_fast.config.section import short
 from grpo_fast.data.images import placed, row_images
 from grpo_fast.data.types import Message, text_of
-from grpo_fast.lookup import choices
-from grpo_fast.section import short
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -8,11 +8,11 @@ from itertools import islice
 from types import ModuleType
 from typing import Any
 
-from grpo_fast.data.config import PREFIX, SUFFIXES, VERIFIERS, DatasetConfig
+from grpo_fast.config.data import PREFIX, SUFFIXES, VERIFIERS, DatasetConfig
+from grpo_fast.config.lookup import choices
+from grpo_fast.config.secrets import in_use, masked
 from grpo_fast.data.files import Row, file_rows, files_of
 from grpo_fast.data.tasksets import task_rows
-from grpo_fast.lookup import choices
-from grpo_fast.secrets import in_use, masked
 
 # Names that a reward function receives besides the columns.
 RESERVED = (

@@ -8,9 +8,9 @@ from itertools import islice
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from grpo_fast.data.config import VERIFIERS, DatasetConfig
+from grpo_fast.config.data import VERIFIERS, DatasetConfig
+from grpo_fast.config.secrets import in_use, masked
 from grpo_fast.data.files import Row
-from grpo_fast.secrets import in_use, masked
 
 if TYPE_CHECKING:
     from verifiers.v1 import AgentConfig, EnvConfig

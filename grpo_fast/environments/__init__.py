@@ -12,7 +12,7 @@ from grpo_fast.rollout.types import Rollout, generate_rollout
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from grpo_fast.rollout.config import RolloutConfig
+    from grpo_fast.config.rollout import RolloutConfig
 
 __all__ = ["Toolsets", "load_toolsets", "make_rollout"]
 

@@ -14,19 +14,19 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from grpo_fast.data.config import DatasetConfig
+from grpo_fast.config.data import DatasetConfig
+from grpo_fast.config.lookup import choices, raised_at
+from grpo_fast.config.rollout import RolloutConfig
+from grpo_fast.config.section import short
 from grpo_fast.data.render import Renderer
 from grpo_fast.data.types import Message, Prompt
 from grpo_fast.environments.instances import Instances
 from grpo_fast.environments.template import TurnTemplate
 from grpo_fast.environments.tools import ENVIRONMENT_COLUMN, Toolsets
-from grpo_fast.lookup import choices, raised_at
 from grpo_fast.rewards.calls import CallFailed, check_values, event_loop, in_thread
-from grpo_fast.rollout.config import RolloutConfig
 from grpo_fast.rollout.requests import Requests
 from grpo_fast.rollout.sampling import seeded
 from grpo_fast.rollout.types import Collector, Completion, Engine, Episode, RolloutObserver, Sampling
-from grpo_fast.section import short
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from grpo_fast.config.lookup import load_callable
 from grpo_fast.data.types import Prompt
-from grpo_fast.lookup import load_callable
 from grpo_fast.rollout.types import Collector, Completion, Engine, Rollout, RolloutObserver, Sampling
 
 

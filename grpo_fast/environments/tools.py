@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from grpo_fast.data.config import VERIFIERS, DatasetConfig
+from grpo_fast.config.data import VERIFIERS, DatasetConfig
+from grpo_fast.config.lookup import choices, load_callable
+from grpo_fast.config.rollout import RolloutConfig
 from grpo_fast.environments.instances import Instances
-from grpo_fast.lookup import choices, load_callable
-from grpo_fast.rollout.config import RolloutConfig
 
 if TYPE_CHECKING:
     import verifiers.v1 as vf

@@ -16,7 +16,7 @@ from importlib.metadata import version
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from grpo_fast.data.config import DatasetConfig
+from grpo_fast.config.data import DatasetConfig
 from grpo_fast.data.tasksets import COLUMN, environment_config, import_verifiers
 from grpo_fast.data.types import Prompt
 from grpo_fast.environments.endpoint import MODEL, OVERFLOW, Endpoint

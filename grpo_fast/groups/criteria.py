@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from grpo_fast.config.groups import CriterionConfig, GroupConfig
+from grpo_fast.config.lookup import choices, load_callable
 from grpo_fast.data.types import Prompt, own_text, own_turns, text_of
-from grpo_fast.groups.config import CriterionConfig, GroupConfig
-from grpo_fast.lookup import choices, load_callable
 
 HASH_BITS = 10
 EMBEDDING_WIDTH = 2**HASH_BITS

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
+from grpo_fast.config.groups import CurriculumConfig
+from grpo_fast.config.lookup import choices
 from grpo_fast.data import Prompt, PromptSampler
-from grpo_fast.groups.config import CurriculumConfig
-from grpo_fast.lookup import choices
 
 if TYPE_CHECKING:
     from torch import Tensor

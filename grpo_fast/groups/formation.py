@@ -6,10 +6,10 @@ from collections.abc import Hashable, Sequence
 
 import torch
 
+from grpo_fast.config.groups import GroupConfig
+from grpo_fast.config.lookup import load_callable
 from grpo_fast.data.types import Prompt
-from grpo_fast.groups.config import GroupConfig
 from grpo_fast.groups.criteria import Distance, conversation_prefix
-from grpo_fast.lookup import load_callable
 
 Groups = list[list[int]]  # positions in the dataset; the first of a group is its leader
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from grpo_fast.config.groups import CurriculumConfig, GroupConfig
 from grpo_fast.data import Prompt, PromptDataset, PromptSampler
 from grpo_fast.data.types import own_text
-from grpo_fast.groups.config import CurriculumConfig, GroupConfig
 from grpo_fast.groups.criteria import prompt_distance
 from grpo_fast.groups.curriculum import DifficultySampler
 from grpo_fast.groups.formation import Groups, form_groups

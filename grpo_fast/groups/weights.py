@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from grpo_fast.groups.config import AdaptiveWeightsConfig
-from grpo_fast.lookup import choices
+from grpo_fast.config.groups import AdaptiveWeightsConfig
+from grpo_fast.config.lookup import choices
 
 
 class AdaptiveWeights:

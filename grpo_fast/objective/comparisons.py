@@ -12,8 +12,8 @@ from typing import ClassVar, Literal
 
 from pydantic import ConfigDict
 
+from grpo_fast.config.section import EXACT
 from grpo_fast.objective.config import check_fields, option, refuse_unread
-from grpo_fast.section import EXACT
 
 
 @dataclass(frozen=True)

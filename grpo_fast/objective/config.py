@@ -9,7 +9,8 @@ from typing import Any, ClassVar, Literal, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
-from grpo_fast.lookup import OBJECT_MARK
+from grpo_fast.config.lookup import OBJECT_MARK
+from grpo_fast.config.section import EXACT, LARGEST
 from grpo_fast.objective.catalog import (
     CATALOG,
     LOSS_TYPES,
@@ -19,7 +20,6 @@ from grpo_fast.objective.catalog import (
     RatioLevel,
     loss_specific,
 )
-from grpo_fast.section import EXACT, LARGEST
 
 ImportanceLevel = Literal["token", "sequence", "sequence_token"]
 SamplerCorrection = Literal[

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_fast.lookup import OBJECT_MARK, load_callable
+from grpo_fast.config.lookup import OBJECT_MARK, load_callable
 from grpo_fast.objective.catalog import RatioLevel
 from grpo_fast.objective.config import GRPOLossConfig
 from grpo_fast.objective.metrics import policy_metrics

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from grpo_fast.lookup import load_callable
+from grpo_fast.config.lookup import load_callable
 from grpo_fast.objective.catalog import RatioLevel
 from grpo_fast.objective.config import GRPOLossConfig
 from grpo_fast.objective.types import Segments, present

@@ -10,10 +10,14 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
-from grpo_fast.config import TrainConfig, at
-from grpo_fast.config_io import load_config
+from grpo_fast.config.data import DatasetConfig
+from grpo_fast.config.load import load_config
+from grpo_fast.config.policy import ModelConfig
+from grpo_fast.config.record import CONFIG_FILE
+from grpo_fast.config.rollout import RolloutConfig
+from grpo_fast.config.schema import TrainConfig, at
+from grpo_fast.config.stages import resolve_stages
 from grpo_fast.data import load_prompts
-from grpo_fast.data.config import DatasetConfig
 from grpo_fast.environments import load_toolsets
 from grpo_fast.plan.devices import DeviceBudget, device_budget
 from grpo_fast.plan.model_shape import Shapes, model_config
@@ -29,13 +33,10 @@ from grpo_fast.plan.search import (
     written,
 )
 from grpo_fast.policy import load_tokenizer
-from grpo_fast.policy.config import ModelConfig
 from grpo_fast.policy.load import resolve_device
+from grpo_fast.record.summary import bytes_text
 from grpo_fast.rollout import chosen_engine
-from grpo_fast.rollout.config import RolloutConfig
-from grpo_fast.run_record.files import CONFIG_FILE
-from grpo_fast.run_record.summary import bytes_text
-from grpo_fast.stages import resolve_stages
+from grpo_fast.rollout.engines import draws_with_policy
 
 logger = logging.getLogger(__name__)
 GROUP = "rollout.num_generations"
@@ -192,9 +193,11 @@ def _with_groups(config: TrainConfig, sizes: Sequence[int | str | None]) -> Trai
 
 def _with_corrections(config: TrainConfig, engine: str) -> TrainConfig:
     """With what a null `loss.sampler_correction` means for this engine, of the run and of each stage."""
-    whole, stages = config.with_engine(engine), []
+    own_logprobs = draws_with_policy(engine)
+    whole, stages = config.with_sampler(draws_with_policy=own_logprobs), []
     for stage, resolved in zip(config.stages, resolve_stages(config), strict=False):
-        own, overrides = resolved.config.with_engine(engine).loss.sampler_correction, stage.overrides
+        corrected, overrides = resolved.config.with_sampler(draws_with_policy=own_logprobs), stage.overrides
+        own = corrected.loss.sampler_correction
         # Either may replace the section.
         if own != whole.loss.sampler_correction or overrides.keys() & {"loss", "method"}:
             overrides = _over(overrides, "loss", sampler_correction=own)

@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
 
-from grpo_fast.config import TrainConfig
+from grpo_fast.config.policy import ModelConfig
+from grpo_fast.config.schema import TrainConfig
+from grpo_fast.data.table import Completions
+from grpo_fast.loop.update import packed_loss
 from grpo_fast.plan.devices import DeviceBudget
 from grpo_fast.plan.model_shape import Shapes, random_model, with_layers
 from grpo_fast.plan.prediction import Predictor, transient_bytes
@@ -17,9 +20,6 @@ from grpo_fast.plan.sizes import StepSizes, step_sizes
 from grpo_fast.policy import PackedBatch, Policy, PolicyOptimizer, pack
 from grpo_fast.policy.architecture import packing_obstacle
 from grpo_fast.policy.attention import PACKED_ATTENTION, register
-from grpo_fast.policy.config import ModelConfig
-from grpo_fast.table import Completions
-from grpo_fast.update import packed_loss
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
+from grpo_fast.config.policy import ModelConfig
 from grpo_fast.plan.devices import TABLES
 from grpo_fast.policy.adapters import expert_adapters
 from grpo_fast.policy.architecture import backbone, check_architecture, logit_softcap, packing_obstacle
 from grpo_fast.policy.attention import PRICED_ATTENTION, head_dims, register
-from grpo_fast.policy.config import ModelConfig
 from grpo_fast.policy.experts import chosen_share, is_expert, require_router
 from grpo_fast.policy.layers import decoder_layers, fuse_layers
 from grpo_fast.policy.load import prepare_to_train, resolve_dtype

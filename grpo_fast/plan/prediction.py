@@ -10,7 +10,8 @@ from typing import Any, Literal
 
 import torch
 
-from grpo_fast.config import TrainConfig
+from grpo_fast.config.rollout import Part
+from grpo_fast.config.schema import TrainConfig
 from grpo_fast.distributed.shards import BUCKET
 from grpo_fast.head.plan import Workload
 from grpo_fast.plan.devices import GIB, DeviceBudget, device_budget
@@ -30,7 +31,6 @@ from grpo_fast.policy.attention import PackedPrice, has_sinks
 from grpo_fast.policy.attention import price as attention_price
 from grpo_fast.policy.load import resolve_attention, resolve_dtype
 from grpo_fast.policy.quantization import quantizes
-from grpo_fast.rollout.config import Part
 from grpo_fast.rollout.engines import Demand, EnginePrice, Trained, engine_kind
 from grpo_fast.rollout.handover import MARGIN, PARTS
 

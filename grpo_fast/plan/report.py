@@ -10,16 +10,16 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from grpo_fast.config import TrainConfig
-from grpo_fast.distributed.config import DistributedConfig
+from grpo_fast.config.distributed import DistributedConfig
+from grpo_fast.config.policy import LoraConfig
+from grpo_fast.config.schema import TrainConfig
 from grpo_fast.plan.devices import device_budget
 from grpo_fast.plan.model_shape import Shapes, model_config
 from grpo_fast.plan.prediction import PHASES, Phase, Prediction
 from grpo_fast.plan.room import cheapest_change, memory_options
 from grpo_fast.plan.search import MOST_GENERATIONS, Context, Plan, Search, flow, with_values, written
 from grpo_fast.plan.sizes import StepSizes
-from grpo_fast.policy.config import LoraConfig
-from grpo_fast.run_record.summary import bytes_text, duration_text
+from grpo_fast.record.summary import bytes_text, duration_text
 
 MODELS = ("Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-4B", "Qwen3-8B", "Llama-3.1-8B", "Qwen3-14B", "Qwen3-32B")
 GPUS = ("RTX-4080", "RTX-4090", "A100-40", "H100", "H200")

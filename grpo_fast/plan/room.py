@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
-from grpo_fast.config import TrainConfig
+from grpo_fast.config.policy import LoraConfig
+from grpo_fast.config.schema import TrainConfig
 from grpo_fast.plan.prediction import PHASES, Phase, Predictor
 from grpo_fast.plan.search import Plan, Search, with_values, written
-from grpo_fast.policy.config import LoraConfig
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from grpo_fast.config import TrainConfig
+from grpo_fast.config.schema import TrainConfig
 from grpo_fast.plan.devices import TABLES, DeviceBudget
 from grpo_fast.plan.model_shape import Shapes
 from grpo_fast.plan.prediction import Prediction

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import yaml
 
-from grpo_fast.config import TrainConfig, at
+from grpo_fast.config.schema import TrainConfig, at
+from grpo_fast.config.stages import resolve_stages
 from grpo_fast.plan.devices import DeviceBudget
 from grpo_fast.plan.model_shape import Shapes
 from grpo_fast.plan.prediction import PHASES, STAYS_SHARDED, Prediction, Predictor
@@ -20,7 +21,6 @@ from grpo_fast.policy.architecture import positions
 from grpo_fast.policy.load import require_replay
 from grpo_fast.policy.quantization import quantizes
 from grpo_fast.policy.vision import sees_images
-from grpo_fast.stages import resolve_stages
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from grpo_fast.config import TrainConfig
+from grpo_fast.config.schema import TrainConfig
 from grpo_fast.distributed.shards import BUCKET
 from grpo_fast.plan.devices import DeviceBudget
 from grpo_fast.plan.model_shape import ModelShape

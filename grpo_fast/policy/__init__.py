@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from grpo_fast.lookup import lazy_names
+from grpo_fast.config.lookup import lazy_names
 
 __all__ = [
     "PackedBatch",

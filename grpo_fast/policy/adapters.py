@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from grpo_fast.config.policy import LoraConfig
 from grpo_fast.distributed.shards import whole
-from grpo_fast.policy.config import LoraConfig
 from grpo_fast.policy.experts import fused_experts, is_router
 from grpo_fast.policy.quantization import dequantized
 from grpo_fast.policy.vision import language_model, sees_images

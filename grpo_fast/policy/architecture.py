@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from grpo_fast.data.table import Completions
 from grpo_fast.head import HeadParameters
 from grpo_fast.policy.layers import decoder_layers
 from grpo_fast.policy.layout import PackedLayout
 from grpo_fast.policy.packing import pack
 from grpo_fast.policy.quantization import is_quantized
 from grpo_fast.policy.vision import model_class
-from grpo_fast.table import Completions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from grpo_fast.policy.config import ModelConfig
+from grpo_fast.config.policy import ModelConfig
 from grpo_fast.policy.layers import decoder_layers
 from grpo_fast.policy.vision import language_model, model_class
 

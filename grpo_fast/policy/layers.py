@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
 
-from grpo_fast.policy.config import ModelConfig
+from grpo_fast.config.policy import ModelConfig
 from grpo_fast.policy.host_memory import LayerInputs
 from grpo_fast.policy.vision import language_model
 

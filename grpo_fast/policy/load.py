@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from grpo_fast.config.distributed import DistributedConfig
+from grpo_fast.config.policy import ModelConfig
 from grpo_fast.data.images import ImageReader
-from grpo_fast.distributed.config import DistributedConfig
 from grpo_fast.distributed.world import SINGLE_PROCESS, World
 from grpo_fast.policy.adapters import add_lora
 from grpo_fast.policy.architecture import (
@@ -24,7 +25,6 @@ from grpo_fast.policy.architecture import (
     verify_policy,
 )
 from grpo_fast.policy.attention import PACKED_ATTENTION, flash_obstacle, register
-from grpo_fast.policy.config import ModelConfig
 from grpo_fast.policy.experts import expert_count, is_router, require_router
 from grpo_fast.policy.layers import fuse_layers, recompute, resolve_liger, tile_mlps
 from grpo_fast.policy.policy import Policy

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from grpo_fast.config.policy import OptimizerConfig, State
 from grpo_fast.distributed.shards import all_gather, as_sharded, local, reduce_scatter, rows_of
 from grpo_fast.distributed.world import SINGLE_PROCESS, World
-from grpo_fast.policy.config import OptimizerConfig, State
 from grpo_fast.policy.host_memory import host_like, stream_through_device, to_host
 
 MASTER = "master."  # before a parameter's name, in the names of saved tensors

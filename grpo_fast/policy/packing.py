@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from grpo_fast.data.table import Completions, Integers, offsets_of, ranges
 from grpo_fast.distributed.shards import karmarkar_karp
-from grpo_fast.table import Completions, Integers, offsets_of, ranges
 
 EVEN = 1.01  # the busiest rank's work in units of the mean: more even is not worth a prompt computed twice
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from grpo_fast.data.table import EXPERTS
 from grpo_fast.distributed.shards import whole
 from grpo_fast.distributed.world import SINGLE_PROCESS, World
 from grpo_fast.head import HeadParameters
@@ -27,7 +28,6 @@ from grpo_fast.policy.packing import PackedBatch, TokenCosts
 from grpo_fast.policy.quantization import count_numbers, dequantized, is_quantized
 from grpo_fast.policy.source import save_model
 from grpo_fast.policy.vision import Vision, language_model, language_parameters
-from grpo_fast.table import EXPERTS
 
 if TYPE_CHECKING:
     from peft import PeftModel

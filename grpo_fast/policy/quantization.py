@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from grpo_fast.policy.config import ModelConfig
+from grpo_fast.config.policy import ModelConfig
 from grpo_fast.policy.experts import expert_count
 
 if TYPE_CHECKING:

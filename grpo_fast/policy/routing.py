@@ -22,11 +22,11 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from grpo_fast.data.table import EXPERTS, UNKNOWN, Completions
 from grpo_fast.policy.architecture import random_tokens
 from grpo_fast.policy.experts import expert_blocks, number_of_experts
 from grpo_fast.policy.layers import decoder_layers
 from grpo_fast.policy.packing import pack
-from grpo_fast.table import EXPERTS, UNKNOWN, Completions
 
 if TYPE_CHECKING:
     from grpo_fast.policy.policy import Policy

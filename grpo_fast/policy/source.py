@@ -24,8 +24,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
+from grpo_fast.config.policy import ModelConfig
 from grpo_fast.data.images import INSTALL
-from grpo_fast.policy.config import ModelConfig
 from grpo_fast.policy.quantization import unquantized
 
 if TYPE_CHECKING:

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from grpo_fast.data.table import Completions
 from grpo_fast.data.types import Prompt
 from grpo_fast.groups.advantages import group_advantages
 from grpo_fast.objective.pairs import PreferenceInputs, PreferenceTotals
 from grpo_fast.objective.ranking import RankedInputs
-from grpo_fast.table import Completions
 
 
 @dataclass(frozen=True)

@@ -10,16 +10,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from grpo_fast.config.data import DatasetConfig
+from grpo_fast.config.lookup import choices
+from grpo_fast.config.preference import PreferenceConfig
+from grpo_fast.config.section import short
 from grpo_fast.data import PromptDataset
-from grpo_fast.data.config import DatasetConfig
 from grpo_fast.data.files import row_named
 from grpo_fast.data.render import Renderer
 from grpo_fast.data.types import Message, Prompt
-from grpo_fast.lookup import choices
 from grpo_fast.preference.comparison import Comparison
-from grpo_fast.preference.config import PreferenceConfig
 from grpo_fast.preference.rows import PairRow, RankedGroup, answers, read_row
-from grpo_fast.section import short
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -11,9 +11,9 @@ from statistics import fmean, pstdev
 import torch
 from torch import Tensor
 
+from grpo_fast.data.table import Completions
 from grpo_fast.preference.comparison import group_sizes
-from grpo_fast.run_record.summary import Interval, mean_interval
-from grpo_fast.table import Completions
+from grpo_fast.record.summary import Interval, mean_interval
 
 
 def kendall_tau_b(a: Sequence[float], b: Sequence[float]) -> float:

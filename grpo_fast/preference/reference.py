@@ -14,10 +14,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from grpo_fast.annotate import Annotator
+from grpo_fast.data.table import STRUCTURE, Completions
+from grpo_fast.loop.annotate import Annotator
 from grpo_fast.policy import Policy
 from grpo_fast.policy.source import cache_folder
-from grpo_fast.table import STRUCTURE, Completions
 
 # Of the model's configuration; the dtype is the weights'.
 _UNRELATED = ("_name_or_path", "transformers_version", "dtype")

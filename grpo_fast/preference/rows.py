@@ -17,10 +17,10 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from grpo_fast.config.lookup import choices
+from grpo_fast.config.preference import AnswersConfig
+from grpo_fast.config.section import short
 from grpo_fast.data.types import Prompt
-from grpo_fast.lookup import choices
-from grpo_fast.preference.config import AnswersConfig
-from grpo_fast.section import short
 
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Weight = Annotated[Number, Field(ge=0)]

@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from grpo_fast.algorithm import Algorithm
-from grpo_fast.annotate import Annotator
+from grpo_fast.config.preference import BetaConfig
 from grpo_fast.data import PromptSampler
+from grpo_fast.data.table import Completions
 from grpo_fast.head import linear_logprob
+from grpo_fast.loop.algorithm import Algorithm
+from grpo_fast.loop.annotate import Annotator
 from grpo_fast.objective.metrics import sum_metrics
 from grpo_fast.objective.pairs import kto_reference_point, preference_loss
 from grpo_fast.objective.ranking import ranking_loss
@@ -27,13 +29,11 @@ from grpo_fast.policy import PackedBatch, PolicyOptimizer
 from grpo_fast.policy.host_memory import bytes_in_use
 from grpo_fast.policy.out_of_memory import optimizer_step
 from grpo_fast.preference.comparison import preference_inputs, preference_totals, ranked_inputs
-from grpo_fast.preference.config import BetaConfig
 from grpo_fast.preference.evaluation import RankingEvaluation
-from grpo_fast.run_record.logs import Clock
-from grpo_fast.table import Completions
+from grpo_fast.record.logs import Clock
 
 if TYPE_CHECKING:
-    from grpo_fast.config import TrainConfig
+    from grpo_fast.config.schema import TrainConfig
 
 StepLoss = Callable[[Completions, Tensor], LossOutputs]
 """Some of a step's groups and the (S,) log-probabilities of their completions, in order, to their share of

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, cast
 
-from grpo_fast.lookup import raised_at
+from grpo_fast.config.lookup import raised_at
 
 if TYPE_CHECKING:
     from grpo_fast.rewards.types import Log, RewardFunction

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from pydantic import ValidationError
 
-from grpo_fast.lookup import choices, load_callable
-from grpo_fast.rewards.builtins import BUILTINS
+from grpo_fast.config.lookup import choices, load_callable
+from grpo_fast.config.rewards import BUILTINS
 from grpo_fast.rewards.types import RewardFunction
 
 
@@ -43,9 +43,9 @@ def load_function(reward: str, options: Mapping[str, Any]) -> tuple[str, RewardF
     return name, made, {}
 
 
-def _builtin(name: str) -> type:
+def _builtin(name: str) -> Callable[..., Any]:
     if name in BUILTINS:
-        return BUILTINS[name]
+        return load_callable(BUILTINS[name], "reward")
     module, dot, function = name.rpartition(".")
     hint = f"{module}:{function}" if dot else f"module:{name}"
     raise ValueError(

@@ -14,11 +14,12 @@ from typing import Any, Literal
 
 import torch
 
+from grpo_fast.config.lookup import choices
+from grpo_fast.config.rewards import RewardConfig
+from grpo_fast.config.secrets import in_use
 from grpo_fast.data.types import Prompt
-from grpo_fast.lookup import choices
 from grpo_fast.rewards.builtins.options import column_options
 from grpo_fast.rewards.calls import Call, CallFailed, Runner, check_values, is_async
-from grpo_fast.rewards.config import RewardConfig
 from grpo_fast.rewards.loading import load_function
 from grpo_fast.rewards.types import (
     Batch,
@@ -30,7 +31,6 @@ from grpo_fast.rewards.types import (
     weighted_sum,
 )
 from grpo_fast.rollout.types import Completion, Episode
-from grpo_fast.secrets import in_use
 
 logger = logging.getLogger(__name__)
 

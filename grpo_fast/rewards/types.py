@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo_fast.config.lookup import choices
+from grpo_fast.config.section import short
 from grpo_fast.data.types import Message, Prompt
-from grpo_fast.lookup import choices
 from grpo_fast.rollout.types import Completion, as_asked
-from grpo_fast.section import short
 
 # TRL's contract: f(prompts, completions, completion_ids, environments, trainer_state, log_metric, log_extra,
 # **columns) -> one number or None a completion. A function names the arguments that it wants. It may be

@@ -20,9 +20,9 @@ from grpo_fast.rollout.types import (
 if TYPE_CHECKING:
     import torch
 
+    from grpo_fast.config.rollout import RolloutConfig
     from grpo_fast.distributed.world import World
     from grpo_fast.policy import Policy
-    from grpo_fast.rollout.config import RolloutConfig
 
 __all__ = [
     "Completion",

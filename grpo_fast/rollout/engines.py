@@ -7,16 +7,16 @@ from bisect import bisect_right
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from grpo_fast.lookup import load_object
+from grpo_fast.config.lookup import load_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+    from grpo_fast.config.rollout import RolloutConfig
     from grpo_fast.distributed.world import World
     from grpo_fast.plan.model_shape import ModelShape
     from grpo_fast.plan.sizes import StepSizes
     from grpo_fast.policy import Policy
-    from grpo_fast.rollout.config import RolloutConfig
     from grpo_fast.rollout.types import Engine
 
 ENGINES = {

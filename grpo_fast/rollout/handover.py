@@ -22,12 +22,12 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from grpo_fast.config.rollout import MemoryConfig, Part
 from grpo_fast.policy import Policy, PolicyOptimizer
 from grpo_fast.policy.host_memory import bytes_in_use, copies_on, host_like, move, side_stream
 from grpo_fast.policy.out_of_memory import is_out_of_memory
-from grpo_fast.rollout.config import MemoryConfig, Part
+from grpo_fast.record.logs import Clock
 from grpo_fast.rollout.types import Engine
-from grpo_fast.run_record.logs import Clock
 
 logger = logging.getLogger(__name__)
 PARTS: tuple[Part, ...] = get_args(Part)

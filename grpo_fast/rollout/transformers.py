@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from grpo_fast.data.table import UNKNOWN
 from grpo_fast.policy import Policy
 from grpo_fast.policy.architecture import fix_rope
 from grpo_fast.policy.routing import recorded
@@ -25,7 +26,6 @@ from grpo_fast.rollout.images import ImagePrompts
 from grpo_fast.rollout.requests import Requests
 from grpo_fast.rollout.sampling import draw, make_warper, uniforms_of
 from grpo_fast.rollout.types import Collector, Completion, Prompts, RolloutObserver, Sampling, check_prompts
-from grpo_fast.table import UNKNOWN
 
 if TYPE_CHECKING:
     from peft import PeftModel

@@ -11,7 +11,7 @@ import numpy as np
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from grpo_fast.section import EXACT, Count, Fraction, NotNegative, PositiveInt
+from grpo_fast.config.section import EXACT, Count, Fraction, NotNegative, PositiveInt
 
 if TYPE_CHECKING:
     from grpo_fast.data.types import Message, Prompt

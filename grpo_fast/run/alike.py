@@ -12,17 +12,18 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from grpo_fast.config import TrainConfig
-from grpo_fast.config_io import load_config
+from grpo_fast.config.load import load_config
+from grpo_fast.config.lookup import OBJECT_MARK
+from grpo_fast.config.record import CONFIG_FILE, INPUTS_DIR
+from grpo_fast.config.schema import TrainConfig
+from grpo_fast.config.secrets import masked
+from grpo_fast.config.section import short
+from grpo_fast.config.tree import differences
 from grpo_fast.distributed.world import World
-from grpo_fast.lookup import OBJECT_MARK
-from grpo_fast.run_record.checkpoint import Checkpoint, CheckpointError, CheckpointStore
-from grpo_fast.run_record.files import CONFIG_FILE, INPUTS_DIR, read_jsonl
-from grpo_fast.run_record.logs import METRICS_FILE
-from grpo_fast.run_record.report import REPORT_FILE
-from grpo_fast.secrets import masked
-from grpo_fast.section import short
-from grpo_fast.tree import differences
+from grpo_fast.record.checkpoint import Checkpoint, CheckpointError, CheckpointStore
+from grpo_fast.record.files import read_jsonl
+from grpo_fast.record.logs import METRICS_FILE
+from grpo_fast.record.report import REPORT_FILE
 
 # What a resumed run may do differently and still be the same run: what follows from today's device, and the
 # rate, for one that has diverged.

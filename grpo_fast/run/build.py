@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from grpo_fast.algorithm import Algorithm
-from grpo_fast.annotate import Annotator
-from grpo_fast.config import TrainConfig, at
+from grpo_fast.config.data import PREFIX, VERIFIERS, DatasetConfig
+from grpo_fast.config.rollout import RolloutConfig
+from grpo_fast.config.schema import TrainConfig, at
+from grpo_fast.config.stages import PARTIAL, Stage, resolve_stages, schedule_steps
 from grpo_fast.data import PromptDataset, PromptSampler, exclude_overlap, load_held_out, load_prompts
-from grpo_fast.data.config import PREFIX, VERIFIERS, DatasetConfig
 from grpo_fast.data.tasksets import library_prompts
 from grpo_fast.distributed.world import SINGLE_PROCESS, World
 from grpo_fast.environments import Toolsets, load_toolsets, make_rollout
@@ -27,6 +27,9 @@ from grpo_fast.environments.tools import ENVIRONMENT_COLUMN
 from grpo_fast.groups.sampler import make_sampler
 from grpo_fast.groups.weights import AdaptiveWeights
 from grpo_fast.head import warm_up
+from grpo_fast.loop.algorithm import Algorithm
+from grpo_fast.loop.annotate import Annotator
+from grpo_fast.loop.trainer import StageParts, Trainer
 from grpo_fast.objective import resolve_loss
 from grpo_fast.policy import Policy, PolicyOptimizer, load_policy, load_tokenizer, longest_sequence
 from grpo_fast.policy.load import load_architecture, require_replay, resolve_device
@@ -35,15 +38,12 @@ from grpo_fast.preference.comparison import mismatched, table_of, with_order
 from grpo_fast.preference.data import load_comparisons
 from grpo_fast.preference.reference import with_reference
 from grpo_fast.preference.trainer import PreferenceTrainer
+from grpo_fast.record.callbacks import Callbacks, load_callbacks
+from grpo_fast.record.hub import PushToHub
 from grpo_fast.rewards import RewardError, RewardSet, load_rewards
 from grpo_fast.rewards.types import ENVIRONMENTS
 from grpo_fast.rollout import chosen_engine, engine_kind, make_engine, require_engine
-from grpo_fast.rollout.config import RolloutConfig
 from grpo_fast.run.alike import require_alike
-from grpo_fast.run_record.callbacks import Callbacks, load_callbacks
-from grpo_fast.run_record.hub import PushToHub
-from grpo_fast.stages import PARTIAL, Stage, resolve_stages, schedule_steps
-from grpo_fast.trainer import StageParts, Trainer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -7,12 +7,12 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from grpo_fast.config import TrainConfig
-from grpo_fast.config_io import load_config
+from grpo_fast.config.load import load_config
+from grpo_fast.config.record import CHECKPOINTS_DIR, CONFIG_FILE
+from grpo_fast.config.schema import TrainConfig
 from grpo_fast.policy import Policy, load_policy
 from grpo_fast.policy.optimizer import MASTER, require_same_shapes
-from grpo_fast.run_record.checkpoint import CheckpointStore
-from grpo_fast.run_record.files import CHECKPOINTS_DIR, CONFIG_FILE
+from grpo_fast.record.checkpoint import CheckpointStore
 
 
 def export_run(source: str | Path, out: str | Path) -> Path:

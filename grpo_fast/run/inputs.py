@@ -17,13 +17,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from grpo_fast.config import TrainConfig
-from grpo_fast.config_keys import ConfigError, Problem
+from grpo_fast.config.keys import ConfigError, Problem
+from grpo_fast.config.lookup import OBJECT_MARK
+from grpo_fast.config.record import INPUTS_DIR
+from grpo_fast.config.schema import TrainConfig
+from grpo_fast.config.section import short
 from grpo_fast.data.images import as_json
-from grpo_fast.lookup import OBJECT_MARK
-from grpo_fast.run_record.callbacks import Callback
-from grpo_fast.run_record.files import INPUTS_DIR
-from grpo_fast.section import short
+from grpo_fast.record.callbacks import Callback
 
 # What of a `dataset` section says how a row becomes a prompt.
 RENDERING = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from grpo_fast.config import TrainConfig
+from grpo_fast.config.schema import TrainConfig
 from grpo_fast.run.prepare import RunOutcome, prepared
 
 NO_FILES: Mapping[str, bytes] = MappingProxyType({})

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import torch
 
-from grpo_fast.algorithm import Algorithm
-from grpo_fast.config import TrainConfig
+from grpo_fast.config.methods import describe_method
+from grpo_fast.config.schema import TrainConfig
+from grpo_fast.config.stages import resolve_stages
 from grpo_fast.data import PromptDataset
-from grpo_fast.methods import describe_method
+from grpo_fast.loop.algorithm import Algorithm
 from grpo_fast.plan import device_budget, shapes_of, step_sizes, with_values
 from grpo_fast.plan.devices import DeviceBudget
 from grpo_fast.plan.prediction import Predictor
-from grpo_fast.run_record.summary import bytes_text, duration_text
-from grpo_fast.stages import resolve_stages
+from grpo_fast.record.summary import bytes_text, duration_text
 
 
 def opening_lines(config: TrainConfig, trainer: Algorithm) -> list[str]:

@@ -15,22 +15,22 @@ from signal import SIGHUP, SIGINT, SIGTERM, Signals
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from grpo_fast.algorithm import Algorithm
-from grpo_fast.config import TrainConfig
-from grpo_fast.config_io import dump_config
+from grpo_fast.config.load import dump_config
+from grpo_fast.config.record import CHECKPOINTS_DIR, CONFIG_FILE, LOCK_FILE, LoggingConfig
+from grpo_fast.config.schema import TrainConfig
 from grpo_fast.distributed.joining import awaited
 from grpo_fast.distributed.world import World, joined
+from grpo_fast.loop.algorithm import Algorithm
 from grpo_fast.plan import resolve_auto
 from grpo_fast.policy.load import resolve_device
 from grpo_fast.policy.random_state import restore_rng
+from grpo_fast.record.checkpoint import Checkpoint, CheckpointError, CheckpointStore
+from grpo_fast.record.files import locked_run_dir, write_whole
+from grpo_fast.record.mirrors import require_mirrors
+from grpo_fast.record.recorder import Recorder
 from grpo_fast.run.alike import code_digests, find_checkpoint, require_alike
 from grpo_fast.run.build import build_callbacks, build_trainer, with_steps
 from grpo_fast.run.opening import opening_lines
-from grpo_fast.run_record.checkpoint import Checkpoint, CheckpointError, CheckpointStore
-from grpo_fast.run_record.config import LoggingConfig
-from grpo_fast.run_record.files import CHECKPOINTS_DIR, CONFIG_FILE, LOCK_FILE, locked_run_dir, write_whole
-from grpo_fast.run_record.mirrors import require_mirrors
-from grpo_fast.run_record.recorder import Recorder
 
 
 @dataclass(frozen=True)

@@ -10,22 +10,23 @@ from pathlib import Path
 from signal import SIGINT
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from grpo_fast.config import TrainConfig
-from grpo_fast.config_io import load_config
+from grpo_fast.config.load import load_config
+from grpo_fast.config.lookup import given
+from grpo_fast.config.record import CONFIG_FILE
+from grpo_fast.config.schema import TrainConfig
+from grpo_fast.config.section import short
 from grpo_fast.data import Message
 from grpo_fast.data.dataset import prompts_of
 from grpo_fast.distributed.joining import awaited
-from grpo_fast.lookup import given
 from grpo_fast.policy import Policy
+from grpo_fast.record.callbacks import Callback
+from grpo_fast.record.files import read_jsonl
+from grpo_fast.record.logs import EVALUATIONS_FILE, METRICS_FILE, TIMINGS_FILE, held_out_outcome
+from grpo_fast.record.report import write_report
 from grpo_fast.rollout import Completion, generate_rollout, make_engine, sampling_of
 from grpo_fast.run.export import trained_policy
 from grpo_fast.run.inputs import Inputs
 from grpo_fast.run.loop import train as train_as_configured
-from grpo_fast.run_record.callbacks import Callback
-from grpo_fast.run_record.files import CONFIG_FILE, read_jsonl
-from grpo_fast.run_record.logs import EVALUATIONS_FILE, METRICS_FILE, TIMINGS_FILE, held_out_outcome
-from grpo_fast.run_record.report import write_report
-from grpo_fast.section import short
 
 if TYPE_CHECKING:
     import datasets

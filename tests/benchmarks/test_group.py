@@ -10,7 +10,7 @@ import pytest
 from benchmarks import group, step
 from benchmarks.group import Probe, predict_group, run_probe, search
 from benchmarks.measure import FAILED, NO_TIME, OK, OOM, SKIPPED, preload
-from grpo_fast.policy.config import ModelConfig
+from grpo_fast.config.policy import ModelConfig
 
 TOY = ModelConfig(path="toy", dtype="float32", device="cpu")
 PROBE = Probe("ours", TOY, layers=1, prompt=4, completion=4, budget=1 << 34)

@@ -23,8 +23,8 @@ from benchmarks.models import (
     vocabulary_of,
 )
 from benchmarks.session import add_common_arguments, check_common
+from grpo_fast.config.policy import ModelConfig
 from grpo_fast.policy import pack
-from grpo_fast.policy.config import ModelConfig
 
 WIDTH, LAYERS = 32, 2  # of attention in the architecture `words`
 

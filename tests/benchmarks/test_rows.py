@@ -15,7 +15,7 @@ from benchmarks.live_tiles import Histogram, count_live, load_histogram
 from benchmarks.models import make_policy
 from benchmarks.problem import LOSSES, Setting, loss_of
 from benchmarks.rows import load_real_rows, make_problem
-from grpo_fast.policy.config import ModelConfig
+from grpo_fast.config.policy import ModelConfig
 
 CPU = torch.device("cpu")
 

@@ -18,7 +18,7 @@ import yaml
 import grpo_fast
 from grpo_fast import cli
 from grpo_fast.cli import commands, questions
-from grpo_fast.config_io import load_config
+from grpo_fast.config.load import load_config
 
 MINIMAL = "model: {path: some/model}\ndataset: {source: rows.jsonl}\nrewards: [{reward: exact_match}]\n"
 

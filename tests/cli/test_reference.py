@@ -8,9 +8,9 @@ import pytest
 
 from grpo_fast import cli
 from grpo_fast.cli.reference import find, markdown
-from grpo_fast.config_keys import keys
-from grpo_fast.convert import names_of_peers
-from grpo_fast.convert.names import MOVED
+from grpo_fast.config.foreign import names_of_peers
+from grpo_fast.config.foreign.names import MOVED
+from grpo_fast.config.keys import keys
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 KEYS = [name for name in keys() if not name.startswith("evaluation.dataset.")]

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from grpo_fast.config.data import DatasetConfig
 from grpo_fast.data import LoadReport, exclude_overlap, load_held_out, load_prompts
-from grpo_fast.data.config import DatasetConfig
 from grpo_fast.data.render import Renderer
 from grpo_fast.data.types import spoken
 

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from grpo_fast.data.config import DatasetConfig
+from grpo_fast.config.data import DatasetConfig
+from grpo_fast.config.policy import ModelConfig
 from grpo_fast.data.dataset import PromptDataset, exclude_overlap, prompts_of
 from grpo_fast.data.images import placed
 from grpo_fast.policy import load_tokenizer
-from grpo_fast.policy.config import ModelConfig
 from tests.vision_models import IMAGE_ID, picture, save_vision_model
 
 Prompts = Callable[..., PromptDataset]

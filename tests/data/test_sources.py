@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from grpo_fast.data.config import DatasetConfig
+from grpo_fast.config.data import DatasetConfig
 from grpo_fast.data.sources import generate_rows, read_rows
 
 ROWS = [{"prompt": "one", "answer": 1}, {"prompt": "two", "answer": 2}, {"prompt": "three", "answer": 3}]

@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.tensor import DTensor
 
+from grpo_fast.config.policy import OptimizerConfig
 from grpo_fast.distributed.shards import as_sharded, rows_of
 from grpo_fast.distributed.world import SINGLE_PROCESS, World
 from grpo_fast.policy import PolicyOptimizer
-from grpo_fast.policy.config import OptimizerConfig
 from grpo_fast.policy.optimizer import Diverged
-from grpo_fast.run_record import checkpoint
-from grpo_fast.run_record.checkpoint import MANIFEST, CheckpointSaveError, CheckpointStore, verify
+from grpo_fast.record import checkpoint
+from grpo_fast.record.checkpoint import MANIFEST, CheckpointSaveError, CheckpointStore, verify
 
 SHAPES = {"wide": (7, 5), "row": (1, 6), "vector": (9,), "experts": (2, 3, 4), "unreached": (4, 4)}
 SHAPES["long"] = (7, 1500)  # of each of two ranks enough for moments of 8 bits

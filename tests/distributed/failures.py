@@ -28,22 +28,22 @@ from fork import be_rank
 from torch.distributed import TCPStore
 from torch.distributed.checkpoint.filesystem import FileSystem
 
+import grpo_fast.loop.trainer
 import grpo_fast.run  # what the ranks need is imported once
-import grpo_fast.trainer
 from grpo_fast.cli import main
+from grpo_fast.loop.trainer import Trainer
+from grpo_fast.loop.update import PolicyUpdate
 from grpo_fast.policy import PolicyOptimizer, optimizer
-from grpo_fast.run_record.recorder import Recorder
-from grpo_fast.trainer import Trainer
-from grpo_fast.update import PolicyUpdate
+from grpo_fast.record.recorder import Recorder
 
 # what fails when it is called the third time; the place and the step that the others name
 PLACES: dict[str, tuple[Any, str, str]] = {
     "rollout": (Trainer, "own_rollout", "rollout of step 3"),
-    "reward": (grpo_fast.trainer, "score", "rollout of step 3"),
+    "reward": (grpo_fast.loop.trainer, "score", "rollout of step 3"),
     "gradient": (PolicyUpdate, "backward", "gradient of step 3"),
     "optimizer": (PolicyOptimizer, "step", "optimizer of step 3"),
     "all-gather": (optimizer, "all_gather", "optimizer of step 3"),
-    "evaluation": (grpo_fast.trainer, "evaluate", "record of step 2"),
+    "evaluation": (grpo_fast.loop.trainer, "evaluate", "record of step 2"),
     "save": (FileSystem, "create_stream", "checkpoint of step 3"),
     "record": (Recorder, "watch", "record of step 2"),
 }

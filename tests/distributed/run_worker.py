@@ -18,13 +18,13 @@ import torch
 import torch.multiprocessing as multiprocessing
 from fork import be_rank, free_port
 
-from grpo_fast.config import TrainConfig
+from grpo_fast.config.schema import TrainConfig
 from grpo_fast.policy import PolicyOptimizer
+from grpo_fast.record.callbacks import Callback
+from grpo_fast.record.checkpoint import Checkpoint, DamagedCheckpoint
 from grpo_fast.rollout import transformers
 from grpo_fast.rollout.transformers import TransformersEngine
 from grpo_fast.run import train
-from grpo_fast.run_record.callbacks import Callback
-from grpo_fast.run_record.checkpoint import Checkpoint, DamagedCheckpoint
 
 CASES: dict[str, tuple[Exception | None, dict[str, Any]]] = {  # rank 1's third rollout raises; settings
     "reward": (ValueError("no such answer"), {}),

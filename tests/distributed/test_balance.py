@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from grpo_fast.data.table import Completions
 from grpo_fast.distributed import shards
 from grpo_fast.distributed.shards import all_gather, karmarkar_karp, reduce_scatter
 from grpo_fast.distributed.world import World
 from grpo_fast.policy.packing import TokenCosts, assign_to_ranks
-from grpo_fast.table import Completions
 
 
 def test_largest_differencing_gives_its_authors_sums():

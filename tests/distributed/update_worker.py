@@ -19,17 +19,17 @@ import torch
 from fork import fork
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from grpo_fast.config import TrainConfig
+from grpo_fast.config.schema import TrainConfig
+from grpo_fast.data.table import Completions
 from grpo_fast.distributed import shards
 from grpo_fast.distributed.shards import local
 from grpo_fast.distributed.world import SINGLE_PROCESS, World
+from grpo_fast.loop.collect import to_train
+from grpo_fast.loop.trainer import Trainer
 from grpo_fast.policy import PolicyOptimizer
 from grpo_fast.policy import optimizer as optimizer_module
+from grpo_fast.record.logs import Clock
 from grpo_fast.run import build_trainer
-from grpo_fast.run_record.logs import Clock
-from grpo_fast.score import to_train
-from grpo_fast.table import Completions
-from grpo_fast.trainer import Trainer
 
 # Adam's steps along gradients that are mere rounding are of full size, unless eps exceeds them.
 ADAM = {"eps": 1e-4, "learning_rate": 3e-3, "weight_decay": 0.1}

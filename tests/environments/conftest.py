@@ -11,7 +11,7 @@ import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from grpo_fast.config_io import RECIPES
+from grpo_fast.config.load import RECIPES
 from grpo_fast.rollout import Completion, Requests, Sampling
 
 TEMPLATE = yaml.safe_load((RECIPES / "calculator.yaml").read_text())["model"]["chat_template"]

@@ -18,14 +18,14 @@ from typing import Any, ClassVar
 
 import pytest
 
+from grpo_fast.config.data import DatasetConfig
+from grpo_fast.config.lookup import given
+from grpo_fast.config.rollout import RolloutConfig
 from grpo_fast.data import Prompt
-from grpo_fast.data.config import DatasetConfig
 from grpo_fast.data.dataset import prompts_of
 from grpo_fast.environments import load_toolsets, make_rollout
 from grpo_fast.environments.template import TurnTemplate
-from grpo_fast.lookup import given
 from grpo_fast.rollout import Completion, Requests, Rollout, Sampling
-from grpo_fast.rollout.config import RolloutConfig
 from tests.environments.conftest import END, ScriptedEngine
 
 TURNS = int(os.environ.get("GRPO_FAST_TURNS", "1500"))  # of random text

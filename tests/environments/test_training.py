@@ -13,12 +13,12 @@ import yaml
 
 import grpo_fast
 from grpo_fast.cli import main
-from grpo_fast.config import TrainConfig
+from grpo_fast.config.lookup import given, load_callable
+from grpo_fast.config.rollout import RolloutConfig
+from grpo_fast.config.schema import TrainConfig
 from grpo_fast.data import Prompt
 from grpo_fast.environments import make_rollout
-from grpo_fast.lookup import given, load_callable
 from grpo_fast.rollout import Completion, Episode, Sampling
-from grpo_fast.rollout.config import RolloutConfig
 from grpo_fast.run import build_trainer, train
 
 SHORT = {"reward": "length", "options": {"target": 4}}

@@ -11,11 +11,11 @@ import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from grpo_fast.config import TrainConfig
+from grpo_fast.config.data import DatasetConfig
+from grpo_fast.config.policy import ModelConfig
+from grpo_fast.config.schema import TrainConfig
 from grpo_fast.data import load_prompts
-from grpo_fast.data.config import DatasetConfig
 from grpo_fast.policy import Policy, load_policy
-from grpo_fast.policy.config import ModelConfig
 from grpo_fast.rollout import Requests, Sampling
 from grpo_fast.rollout.transformers import TransformersEngine
 from grpo_fast.run import build_trainer

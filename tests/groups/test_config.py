@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from grpo_fast.config_io import load_config
-from grpo_fast.config_keys import ConfigError
-from grpo_fast.groups.config import AdaptiveWeightsConfig, AdvantageConfig, CurriculumConfig, GroupConfig
+from grpo_fast.config.groups import AdaptiveWeightsConfig, AdvantageConfig, CurriculumConfig, GroupConfig
+from grpo_fast.config.keys import ConfigError
+from grpo_fast.config.load import load_config
 
 MINIMAL = ["model.path=some/model", "dataset.source=rows.jsonl", "rewards=[{reward: exact_match}]"]
 GDPO = {"multi_objective_aggregation": "normalize_then_sum"}

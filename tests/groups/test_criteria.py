@@ -8,8 +8,8 @@ from collections import Counter
 import pytest
 import torch
 
+from grpo_fast.config.groups import CriterionConfig, GroupConfig
 from grpo_fast.data import Prompt
-from grpo_fast.groups.config import CriterionConfig, GroupConfig
 from grpo_fast.groups.criteria import conversation_prefix, label_ids, prompt_distance, tfidf
 
 SIMILAR = GroupConfig(strategy="similarity")

@@ -13,9 +13,9 @@ import torch
 import yaml
 
 from grpo_fast.cli import main
+from grpo_fast.config.data import DatasetConfig
+from grpo_fast.config.groups import CurriculumConfig, GroupConfig
 from grpo_fast.data import LoadReport, PromptDataset, PromptSampler
-from grpo_fast.data.config import DatasetConfig
-from grpo_fast.groups.config import CurriculumConfig, GroupConfig
 from grpo_fast.groups.curriculum import DifficultySampler
 from grpo_fast.groups.sampler import GroupSampler, make_sampler
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from grpo_fast.groups.config import AdaptiveWeightsConfig
+from grpo_fast.config.groups import AdaptiveWeightsConfig
 from grpo_fast.groups.weights import AdaptiveWeights
 
 

@@ -63,7 +63,7 @@ def run_example(
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model with its tokenizer, for TRL's trainers."""
     from benchmarks.models import make_policy
-    from grpo_fast.policy.config import ModelConfig
+    from grpo_fast.config.policy import ModelConfig
 
     folder = tmp_path_factory.mktemp("tiny")
     make_policy(ModelConfig(path="words", dtype="float32", device="cpu")).save_pretrained(folder)

@@ -9,7 +9,7 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from grpo_fast.lookup import given
+from grpo_fast.config.lookup import given
 from grpo_fast.objective import GRPOLossConfig, LossOutputs, StepTotals, policy_loss, resolve_loss
 from grpo_fast.objective.catalog import CATALOG, LOSS_TYPES, Aggregation
 from grpo_fast.objective.metrics import sum_metrics

@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_fast import table as tables
 from grpo_fast.data import Prompt
+from grpo_fast.data import table as tables
+from grpo_fast.loop.collect import to_train
 from grpo_fast.objective import GRPOLossConfig, LossInputs, policy_loss
 from grpo_fast.objective.catalog import CATALOG, LOSS_TYPES, METHODS
-from grpo_fast.run_record.logs import Clock
-from grpo_fast.score import to_train
+from grpo_fast.record.logs import Clock
 
 L_MAX = 8  # dr_grpo's constant; the limit of a completion in tokens
 Completions = list[

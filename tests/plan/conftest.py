@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, PretrainedConfig
 
-from grpo_fast.config import TrainConfig
+from grpo_fast.config.schema import TrainConfig
 from grpo_fast.plan.devices import DeviceBudget
 from grpo_fast.plan.model_shape import Shapes
 from grpo_fast.plan.prediction import Predictor

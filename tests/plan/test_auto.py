@@ -8,17 +8,17 @@ import pytest
 import torch
 
 from grpo_fast.cli import main
-from grpo_fast.config import TrainConfig, at
-from grpo_fast.config_io import dump_config
+from grpo_fast.config.load import dump_config
+from grpo_fast.config.policy import OptimizerConfig
+from grpo_fast.config.schema import TrainConfig, at
+from grpo_fast.config.stages import resolve_stages
 from grpo_fast.plan import auto, longest_prompt
 from grpo_fast.plan.auto import GROUP, OF_ALL_STAGES, resolve_auto
 from grpo_fast.plan.devices import GIB, device_budget
 from grpo_fast.plan.model_shape import Shapes, model_config
 from grpo_fast.plan.search import CONSTANTS, Search
 from grpo_fast.policy import load
-from grpo_fast.policy.config import OptimizerConfig
 from grpo_fast.rollout import vllm
-from grpo_fast.stages import resolve_stages
 
 GPU = replace(device_budget("H200"), name="a small GPU")
 TOOL = "grpo_fast.examples.code_tool:run_python"
@@ -65,7 +65,7 @@ def test_a_cpu_and_training_without_rollouts_take_constants_and_numbers_stay(toy
     assert preference.model.gradient_checkpointing is False
     mlp = own["model"] | {"gradient_checkpointing": "mlp", "dtype": "float32"}
     set_by_hand = TrainConfig.model_validate(toy | {"model": mlp})
-    assert resolve_auto(set_by_hand) == set_by_hand.with_engine("transformers")
+    assert resolve_auto(set_by_hand) == set_by_hand.with_sampler(draws_with_policy=True)
 
 
 def test_a_gpu_takes_what_the_plan_chooses_and_what_is_set_by_hand_stays(

@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
+from grpo_fast.config.policy import LoraConfig, ModelConfig, OptimizerConfig
 from grpo_fast.plan.model_shape import SHAPES, ModelShape, model_config, random_model, skeleton
 from grpo_fast.policy import Policy, PolicyOptimizer
-from grpo_fast.policy.config import LoraConfig, ModelConfig, OptimizerConfig
 from grpo_fast.policy.price import price_layers
 
 MIXTURES = {  # how each calls the number of experts, and of those a token visits

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
+from grpo_fast.config.policy import LoraConfig
 from grpo_fast.plan.devices import device_budget
 from grpo_fast.plan.measure import calibrated, measured_update, peak_bytes
 from grpo_fast.plan.model_shape import Shapes, model_config, with_layers
 from grpo_fast.plan.prediction import Prediction, Predictor
 from grpo_fast.plan.search import with_values
 from grpo_fast.plan.sizes import StepSizes
-from grpo_fast.policy.config import LoraConfig
 from grpo_fast.rollout.choice import WAYS
 from grpo_fast.rollout.handover import MARGIN
 

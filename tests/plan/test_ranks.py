@@ -7,7 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from grpo_fast.config import TrainConfig
+from grpo_fast.config.policy import OptimizerConfig
+from grpo_fast.config.schema import TrainConfig
 from grpo_fast.distributed.shards import rows_of
 from grpo_fast.distributed.world import World
 from grpo_fast.plan import auto
@@ -19,7 +20,6 @@ from grpo_fast.plan.scaling import scaling, step_seconds
 from grpo_fast.plan.search import Search, divisions, plan
 from grpo_fast.plan.sizes import StepSizes
 from grpo_fast.policy import PolicyOptimizer
-from grpo_fast.policy.config import OptimizerConfig
 from grpo_fast.rollout import vllm
 
 SIZES = StepSizes(prompts=4, generations=4, prompt_length=40, completion_length=32, micro_batch_tokens=10**6)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from grpo_fast.config import TrainConfig
+from grpo_fast.config.schema import TrainConfig
 from grpo_fast.plan.devices import GIB, DeviceBudget, device_budget
 from grpo_fast.plan.model_shape import Shapes, model_config, with_layers
 from grpo_fast.plan.prediction import BUSY, Prediction

@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from grpo_fast.data.table import Completions
 from grpo_fast.plan.sizes import StepSizes, largest, largest_micro_batch
 from grpo_fast.policy import PackedBatch, pack
 from grpo_fast.policy.layout import PackedLayout, visible_pairs
-from grpo_fast.table import Completions
 
 SIZES = StepSizes(prompts=5, generations=6, prompt_length=30, completion_length=20, micro_batch_tokens=10**6)
 

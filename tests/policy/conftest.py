@@ -15,9 +15,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from benchmarks import tiny
 from benchmarks.tiny import _changes
+from grpo_fast.config.policy import ModelConfig
+from grpo_fast.data.table import Completions
 from grpo_fast.policy import PackedBatch, Policy, load_policy, pack
-from grpo_fast.policy.config import ModelConfig
-from grpo_fast.table import Completions
 
 VOCABULARY = 61
 SIZES = {

@@ -19,17 +19,17 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from grpo_fast.distributed.config import DistributedConfig
+from grpo_fast.config.distributed import DistributedConfig
+from grpo_fast.config.policy import ModelConfig, OptimizerConfig
+from grpo_fast.config.rollout import RolloutConfig
 from grpo_fast.distributed.shards import local, rows_of, whole
 from grpo_fast.distributed.world import SINGLE_PROCESS, World
+from grpo_fast.loop.update import packed_loss
 from grpo_fast.objective import GRPOLossConfig, StepTotals
 from grpo_fast.policy import PackedBatch, Policy, PolicyOptimizer, layers, load_policy, pack
-from grpo_fast.policy.config import ModelConfig, OptimizerConfig
 from grpo_fast.policy.packing import empty_batch
 from grpo_fast.policy.sharding import ShardedModel
 from grpo_fast.rollout import Sampling, make_engine
-from grpo_fast.rollout.config import RolloutConfig
-from grpo_fast.update import packed_loss
 
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("phi", {}),  # whose head has a bias

@@ -13,13 +13,13 @@ from torch.nn.attention.flex_attention import create_block_mask
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoConfig
 
+from grpo_fast.data.table import Completions
 from grpo_fast.plan.measure import peak_bytes
 from grpo_fast.policy import PackedBatch, Policy, pack
 from grpo_fast.policy.architecture import verify_policy
 from grpo_fast.policy.attention import flash_obstacle, packed_attention
 from grpo_fast.policy.layout import BLOCK, PackedLayout
 from grpo_fast.policy.vision import _runs
-from grpo_fast.table import Completions
 from tests.policy.conftest import batch_logprobs, own_logprobs, packed
 
 Load = Callable[..., Policy]

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from grpo_fast.config import TrainConfig
+from grpo_fast.config.policy import LoraConfig, ModelConfig
+from grpo_fast.config.schema import TrainConfig
+from grpo_fast.data.table import Completions
+from grpo_fast.loop.update import packed_loss
 from grpo_fast.objective import StepTotals
 from grpo_fast.policy import Policy, pack
-from grpo_fast.policy.config import LoraConfig, ModelConfig
 from grpo_fast.policy.experts import balance_loss
 from grpo_fast.policy.load import load_architecture
-from grpo_fast.table import Completions
-from grpo_fast.update import packed_loss
 from tests.policy.conftest import small_config
 
 Load = Callable[..., Policy]

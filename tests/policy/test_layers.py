@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from grpo_fast.config.policy import ModelConfig, OptimizerConfig
+from grpo_fast.data.table import Completions
 from grpo_fast.policy import (
     PackedBatch,
     Policy,
@@ -27,9 +29,7 @@ from grpo_fast.policy import (
     load_policy,
     pack,
 )
-from grpo_fast.policy.config import ModelConfig, OptimizerConfig
 from grpo_fast.policy.layers import LIGER_TYPES, fuse_layers, resolve_compile, resolve_liger
-from grpo_fast.table import Completions
 
 Load = Callable[..., Policy]
 

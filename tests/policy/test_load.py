@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from grpo_fast.config.policy import ModelConfig
 from grpo_fast.distributed.world import World
 from grpo_fast.policy import PackedBatch, Policy, load_policy, longest_sequence
 from grpo_fast.policy import load as load_module
@@ -18,7 +19,6 @@ from grpo_fast.policy.architecture import (
     packing_obstacle,
     verify_policy,
 )
-from grpo_fast.policy.config import ModelConfig
 from grpo_fast.policy.load import (
     faster_dtype,
     resolve_attention,

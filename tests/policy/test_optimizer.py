@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from grpo_fast.config.policy import OptimizerConfig
 from grpo_fast.policy import PolicyOptimizer, host_memory
 from grpo_fast.policy import optimizer as optimizers
 from grpo_fast.policy.adamw_8bit import AdamW8bit
-from grpo_fast.policy.config import OptimizerConfig
 from grpo_fast.policy.optimizer import Diverged, round_to_bfloat16
 
 CONFIG = OptimizerConfig(

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from grpo_fast.data.table import Completions
 from grpo_fast.policy import PackedBatch, pack
-from grpo_fast.table import Completions
 
 Row = tuple[int, int, int]  # tokens of the prompt and of the completion, and the group
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
-from grpo_fast.distributed.config import DistributedConfig
+from grpo_fast.config.distributed import DistributedConfig
+from grpo_fast.config.policy import ModelConfig
 from grpo_fast.distributed.world import World
 from grpo_fast.policy import PackedBatch, Policy, load_policy, load_tokenizer, quantization
-from grpo_fast.policy.config import ModelConfig
 
 LORA = {"r": 4}
 Load = Callable[..., Policy]

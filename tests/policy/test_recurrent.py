@@ -11,16 +11,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from grpo_fast.config.policy import ModelConfig
+from grpo_fast.data.table import Completions
 from grpo_fast.policy import PackedBatch, Policy, load_policy, pack
 from grpo_fast.policy.architecture import packing_obstacle
 from grpo_fast.policy.attention import PACKED_ATTENTION, register
-from grpo_fast.policy.config import ModelConfig
 from grpo_fast.policy.layers import recompute
 from grpo_fast.policy.layout import LEAST_FILLED, RowLayout, alike
 from grpo_fast.policy.load import resolve_packing
 from grpo_fast.policy.packing import laid_out
 from grpo_fast.policy.recurrent import fork_states, recurrent_mixers
-from grpo_fast.table import Completions
 
 from .conftest import VOCABULARY, batch_logprobs, make_samples, own_logprobs, save_model, small_config
 

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from grpo_fast.annotate import Annotator
+from grpo_fast.data.table import EXPERTS, UNKNOWN, Completions
+from grpo_fast.loop.annotate import Annotator
 from grpo_fast.policy import pack
 from grpo_fast.policy.architecture import rounding_nats
 from grpo_fast.policy.experts import expert_blocks
 from grpo_fast.policy.routing import recorded
 from grpo_fast.rollout import Sampling
 from grpo_fast.rollout.transformers import TransformersEngine
-from grpo_fast.table import EXPERTS, UNKNOWN, Completions
 
 from .conftest import batch_logprobs, save_model
 

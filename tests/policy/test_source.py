@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from grpo_fast.config.policy import ModelConfig
 from grpo_fast.policy import Policy, load_policy
 from grpo_fast.policy import source as policy_source
-from grpo_fast.policy.config import ModelConfig
 from grpo_fast.policy.source import convert_packaged_model, resolve_source
 
 Tensors = dict[str, torch.Tensor]

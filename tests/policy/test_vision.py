@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_fast.data.config import DatasetConfig
+from grpo_fast.config.data import DatasetConfig
+from grpo_fast.config.policy import LoraConfig, ModelConfig
 from grpo_fast.data.dataset import PromptDataset, prompts_of
 from grpo_fast.data.images import ImageReader
+from grpo_fast.data.table import Completions
 from grpo_fast.policy import Policy, load_policy, pack
-from grpo_fast.policy.config import LoraConfig, ModelConfig
 from grpo_fast.policy.experts import balance_loss
-from grpo_fast.table import Completions
 from tests.vision_models import CONFIGS, IMAGE_ID, OfGemma4, picture, save_vision_model
 
 KINDS = sorted(CONFIGS)

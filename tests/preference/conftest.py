@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from grpo_fast.config import TrainConfig
+from grpo_fast.config.schema import TrainConfig
 
 WORDS = [f"w{i}" for i in range(2, 24)]
 

@@ -7,7 +7,7 @@ import math
 import pytest
 from pydantic import ValidationError
 
-from grpo_fast.preference.config import BetaConfig
+from grpo_fast.config.preference import BetaConfig
 from grpo_fast.preference.trainer import BetaController
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from grpo_fast.data import Prompt
+from grpo_fast.data.table import Completions
 from grpo_fast.objective.pairs import PreferenceTotals
 from grpo_fast.preference.comparison import (
     Comparison,
@@ -14,7 +15,6 @@ from grpo_fast.preference.comparison import (
     ranked_inputs,
     table_of,
 )
-from grpo_fast.table import Completions
 
 PROMPT = Prompt(0, "p", (1,), {})
 LOGPROBS = -torch.arange(1.0, 5.0)

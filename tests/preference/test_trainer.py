@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_fast.annotate import Annotator
+from grpo_fast.config.policy import LoraConfig
+from grpo_fast.loop.annotate import Annotator
 from grpo_fast.policy import load_policy
-from grpo_fast.policy.config import LoraConfig
 from grpo_fast.preference.reference import fingerprint, with_reference
 from grpo_fast.preference.trainer import PreferenceTrainer
+from grpo_fast.record.logs import Clock
 from grpo_fast.run import train
 from grpo_fast.run.build import build_preference_trainer
-from grpo_fast.run_record.logs import Clock
 
 KTO, AOT = ({"loss": {"loss_type": name}} for name in ("kto", "aot"))
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from grpo_fast.data import Prompt
+from grpo_fast.loop.collect import generate
 from grpo_fast.rewards import Reward, RewardError, RewardSet
 from grpo_fast.rollout import Completion, Sampling
-from grpo_fast.score import generate
 
 PROMPTS = [
     Prompt(i, f"question {i}", (1, 2), {"answer": str(i)} | ({"hint": "x"} if i == 3 else {}))

@@ -2,9 +2,9 @@ import re
 
 import pytest
 
+from grpo_fast.config.rewards import RewardConfig
 from grpo_fast.data import Prompt
 from grpo_fast.rewards import load_rewards
-from grpo_fast.rewards.config import RewardConfig
 from grpo_fast.rollout import Completion
 from grpo_fast.run.alike import code_digests
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from grpo_fast.config.rewards import RewardConfig
 from grpo_fast.data import Prompt
 from grpo_fast.rewards import Reward, RewardError, RewardSet, load_rewards
-from grpo_fast.rewards.config import RewardConfig
 from grpo_fast.rollout import Completion, Episode
 
 PROMPTS = ["one?", "two?", "three?"]

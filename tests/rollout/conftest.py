@@ -25,9 +25,9 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from grpo_fast.config.policy import ModelConfig
+from grpo_fast.config.rollout import VLLMConfig
 from grpo_fast.policy import load_policy
-from grpo_fast.policy.config import ModelConfig
-from grpo_fast.rollout.config import VLLMConfig
 
 TOKENS = {"vocab_size": 30, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
 # vLLM's attention on a CPU wants heads of at least 32.

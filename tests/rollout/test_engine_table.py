@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from grpo_fast.cli import main
+from grpo_fast.config.rollout import RolloutConfig, VLLMConfig
 from grpo_fast.rollout import Sampling, make_engine, require_engine
-from grpo_fast.rollout.config import RolloutConfig, VLLMConfig
 from grpo_fast.rollout.engines import ENGINES, Trained, engine_kind
 from grpo_fast.rollout.vllm import start
 

@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 import torch
 
+from grpo_fast.config.policy import ModelConfig
+from grpo_fast.config.rollout import RolloutConfig, VLLMConfig
 from grpo_fast.policy import Policy, load_policy
-from grpo_fast.policy.config import ModelConfig
 from grpo_fast.rollout import Completion, Requests, Sampling, make_engine
-from grpo_fast.rollout.config import RolloutConfig, VLLMConfig
 from grpo_fast.rollout.vllm.sleep import SleepCycle
 
 SAMPLING = Sampling(max_completion_length=24, seed=7)

@@ -15,15 +15,15 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from grpo_fast import update
-from grpo_fast.config import TrainConfig
+from grpo_fast.config.schema import TrainConfig
+from grpo_fast.loop import update
+from grpo_fast.loop.trainer import Trainer
 from grpo_fast.policy import host_memory, optimizer
+from grpo_fast.record.checkpoint import Checkpoint
 from grpo_fast.rollout import handover
 from grpo_fast.rollout.handover import PARTS
 from grpo_fast.run import build
 from grpo_fast.run.loop import train
-from grpo_fast.run_record.checkpoint import Checkpoint
-from grpo_fast.trainer import Trainer
 
 
 class StrictEngine:

@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_fast.data.config import DatasetConfig
+from grpo_fast.config.data import DatasetConfig
+from grpo_fast.config.policy import ModelConfig
+from grpo_fast.config.rollout import RolloutConfig, VLLMConfig
 from grpo_fast.data.dataset import PromptDataset, prompts_of
 from grpo_fast.data.images import ImageReader
+from grpo_fast.data.table import Completions
 from grpo_fast.policy import Policy, load_policy, pack
-from grpo_fast.policy.config import ModelConfig
 from grpo_fast.rollout import Engine, make_engine
-from grpo_fast.rollout.config import RolloutConfig, VLLMConfig
 from grpo_fast.rollout.types import Sampling, generate_rollout
-from grpo_fast.table import Completions
 from tests.vision_models import CONFIGS, OfGemma4, picture, save_vision_model
 
 

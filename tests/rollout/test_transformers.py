@@ -8,9 +8,9 @@ import peft
 import pytest
 import torch
 
+from grpo_fast.config.rollout import RolloutConfig
 from grpo_fast.rollout import Sampling, make_engine, shared_prefix
 from grpo_fast.rollout import transformers as engine_module
-from grpo_fast.rollout.config import RolloutConfig
 from grpo_fast.rollout.decoder import EvenDecoder, ExpandedDecoder, InFlight, RecomputedDecoder, bounded_steps
 from grpo_fast.rollout.shared_prefix import HybridDecoder, SharedPrefixDecoder
 from grpo_fast.rollout.transformers import TransformersEngine

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import grpo_fast
-from grpo_fast.config import TrainConfig
+from grpo_fast.config.schema import TrainConfig
 from grpo_fast.distributed.world import World
 from grpo_fast.examples import count_shapes
 from grpo_fast.run.build import require_packed_and_whole

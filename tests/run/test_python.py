@@ -15,11 +15,11 @@ from transformers import AutoModelForCausalLM
 
 import grpo_fast
 from grpo_fast import run
-from grpo_fast.config import TrainConfig
-from grpo_fast.config_io import load_config
-from grpo_fast.lookup import load_callable
+from grpo_fast.config.load import load_config
+from grpo_fast.config.lookup import load_callable
+from grpo_fast.config.schema import TrainConfig
+from grpo_fast.record.checkpoint import CheckpointError
 from grpo_fast.run.inputs import Inputs
-from grpo_fast.run_record.checkpoint import CheckpointError
 
 
 def near_w7(completions: list[str], **columns: Any) -> list[float]:

@@ -7,8 +7,8 @@ Raises:
     ImportError: TRL is missing, or of a version whose fused LM head is not known.
 """
 
+from grpo_fast.config.lookup import lazy_names
 from grpo_fast.integrations.trl.patch import patch, patched, unpatch
-from grpo_fast.lookup import lazy_names
 
 __all__ = ["FastGRPOTrainer", "patch", "patched", "unpatch"]
 __getattr__ = lazy_names(__name__, {"trainer": ("FastGRPOTrainer",)})

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, ConfigDict
 from pydantic.dataclasses import dataclass
 
-from grpo_fast.lookup import choices
+from grpo_fast.config.lookup import choices
 
 Completions = Sequence[Any]  # N texts, or N conversations: one message of the assistant, or an episode's
 Scores = list[float | None]

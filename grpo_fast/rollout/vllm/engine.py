@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from grpo_fast.config.rollout import VLLMConfig
 from grpo_fast.data.images import opened
 from grpo_fast.distributed.shards import local
 from grpo_fast.distributed.world import SINGLE_PROCESS, World
 from grpo_fast.policy.source import first_not_finite
 from grpo_fast.policy.vision import sees_images
-from grpo_fast.rollout.config import VLLMConfig
 from grpo_fast.rollout.requests import Request, Requests
 from grpo_fast.rollout.sampling import any_seed, seeded
 from grpo_fast.rollout.types import Collector, Completion, Prompts, RolloutObserver, Sampling, check_prompts

@@ -5,9 +5,9 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from grpo_fast.config.rollout import VLLMConfig
 from grpo_fast.data.images import INSTALL
 from grpo_fast.policy.vision import looks_both_ways, sees_images
-from grpo_fast.rollout.config import VLLMConfig
 from grpo_fast.rollout.engines import Trained
 
 if TYPE_CHECKING:

@@ -24,12 +24,13 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
+from grpo_fast.config.rollout import VLLMConfig
+from grpo_fast.config.section import short
 from grpo_fast.distributed.world import SINGLE_PROCESS, World
 from grpo_fast.policy.quantization import unquantized
 from grpo_fast.policy.random_state import capture_rng, restore_rng
 from grpo_fast.policy.recurrent import recurrent_mixers
 from grpo_fast.policy.source import cache_folder
-from grpo_fast.rollout.config import VLLMConfig
 from grpo_fast.rollout.engines import Trained
 from grpo_fast.rollout.vllm import IN_PROCESS, installed_version, require_vllm, version_problem
 from grpo_fast.rollout.vllm.quantized import handed_out, register
@@ -37,7 +38,6 @@ from grpo_fast.rollout.vllm.repairs import repair
 from grpo_fast.rollout.vllm.rules import keeps_adapters, kv_cache_gib, sharing_obstacle
 from grpo_fast.rollout.vllm.sleep import GIB, require_empty_pool, weights_outside_the_pool
 from grpo_fast.rollout.vllm.weights import Placement, checkpoint_weights, has_experts, share, watch_loading
-from grpo_fast.section import short
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -2,7 +2,8 @@ from decimal import Decimal
 
 import pytest
 
-from grpo_fast.rewards.builtins import BUILTINS
+from grpo_fast.config.lookup import load_callable
+from grpo_fast.config.rewards import BUILTINS
 from grpo_fast.rewards.builtins.text import number_in
 
 GSM8K = "She sold 48 / 2 = <<48/2=24>>24 clips in May.\nIn all 1,072.\n#### 1,072"
@@ -10,7 +11,7 @@ TAGS = "<think>a\nb</think>\n<answer>c</answer>"
 
 
 def score(name, completions, options=None, **columns):
-    return BUILTINS[name](**options or {})(completions=completions, **columns)
+    return load_callable(BUILTINS[name], "reward")(**options or {})(completions=completions, **columns)
 
 
 @pytest.mark.parametrize(

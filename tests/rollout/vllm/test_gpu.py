@@ -17,10 +17,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from grpo_fast.config.policy import LoraConfig, ModelConfig
+from grpo_fast.config.rollout import VLLMConfig
 from grpo_fast.policy import Policy, load_policy
-from grpo_fast.policy.config import LoraConfig, ModelConfig
 from grpo_fast.rollout import Sampling
-from grpo_fast.rollout.config import VLLMConfig
 
 SAMPLING = Sampling(max_completion_length=20, seed=11)
 PROMPTS = [(5, 6, 7), tuple(3 + i % 26 for i in range(140))]
@@ -86,7 +86,7 @@ def in_a_process_of_its_own(*arguments: str) -> None:
 
 def pressed(config: str, resume: str) -> None:
     """Steps within 12 GiB: 8 of keys and values, 0.9 of weights, 7.5 of masters, gradients and moments."""
-    from grpo_fast.config import TrainConfig
+    from grpo_fast.config.schema import TrainConfig
     from grpo_fast.run import train
 
     held = torch.empty(torch.cuda.mem_get_info()[0] - 12 * 2**30, dtype=torch.uint8, device="cuda")

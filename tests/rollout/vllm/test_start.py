@@ -13,10 +13,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from grpo_fast.config_io import load_config
+from grpo_fast.config.load import load_config
+from grpo_fast.config.rollout import RolloutConfig, VLLMConfig
 from grpo_fast.distributed.world import World
 from grpo_fast.rollout import make_engine, require_engine, vllm
-from grpo_fast.rollout.config import RolloutConfig, VLLMConfig
 from grpo_fast.rollout.vllm import IN_PROCESS, require_vllm, start, version_problem
 from grpo_fast.rollout.vllm.sleep import GIB
 from grpo_fast.rollout.vllm.start import (

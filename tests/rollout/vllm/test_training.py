@@ -12,9 +12,9 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from grpo_fast.config import TrainConfig
+from grpo_fast.config.schema import TrainConfig
+from grpo_fast.record.checkpoint import CheckpointStore
 from grpo_fast.run import build_trainer, train
-from grpo_fast.run_record.checkpoint import CheckpointStore
 
 STEPS = 3
 ROUNDING = {"float32": 1e-3, "bfloat16": 0.3}  # the largest difference of a token, in nats
@@ -37,7 +37,7 @@ def vllm_toy(toy: dict[str, Any], saved_model) -> dict[str, Any]:
 def test_sampler_and_trainer_agree_where_asked_and_a_resumed_run_goes_on_as_if_never_stopped(
     vllm_toy, on_vllms_cpu, contents, tmp_path: Path, monkeypatch
 ):
-    monkeypatch.setattr("grpo_fast.trainer.COMPARE_EVERY", 2)
+    monkeypatch.setattr("grpo_fast.loop.trainer.COMPARE_EVERY", 2)
     run, whole = tmp_path / "run", tmp_path / "whole"
     uncorrected = vllm_toy | {"loss": {"sampler_correction": "none"}}
     config = TrainConfig(**uncorrected, checkpoint={"every": 1, "keep": STEPS}, output_dir=str(run))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from benchmarks.tiny import tiny_config, tiny_model
-from grpo_fast.policy.config import LoraConfig
+from grpo_fast.config.policy import LoraConfig
 from grpo_fast.rollout import Sampling
 from grpo_fast.rollout.vllm.weights import (
     Placement,

@@ -13,15 +13,15 @@ from types import SimpleNamespace
 import torch
 from triton.backends import backends
 
-from grpo_fast.annotate import Annotator
+from grpo_fast.config.policy import ModelConfig
+from grpo_fast.config.rollout import VLLMConfig
+from grpo_fast.data.table import EXPERTS, Completions
+from grpo_fast.loop.annotate import Annotator
 from grpo_fast.policy import load_policy
-from grpo_fast.policy.config import ModelConfig
 from grpo_fast.policy.experts import expert_blocks
 from grpo_fast.policy.routing import recorded
 from grpo_fast.rollout import Sampling
-from grpo_fast.rollout.config import VLLMConfig
 from grpo_fast.rollout.vllm.engine import VLLMEngine
-from grpo_fast.table import EXPERTS, Completions
 
 ROUNDING = 1e-3
 PROMPTS = [[3 + i % 20 for i in range(40)], [5, 6, 7], [3 + i % 20 for i in range(35)]]

@@ -19,13 +19,13 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from conftest import largest_difference
 from fork import fork
 
-from grpo_fast.distributed.config import DistributedConfig
+from grpo_fast.config.distributed import DistributedConfig
+from grpo_fast.config.policy import ModelConfig
+from grpo_fast.config.rollout import MemoryConfig, RolloutConfig, VLLMConfig
 from grpo_fast.distributed.shards import local
 from grpo_fast.distributed.world import RankError, World
 from grpo_fast.policy import Policy, load_policy
-from grpo_fast.policy.config import ModelConfig
 from grpo_fast.rollout import Sampling, make_engine
-from grpo_fast.rollout.config import MemoryConfig, RolloutConfig, VLLMConfig
 from grpo_fast.rollout.handover import PARTS, DeviceHandover
 
 ROUNDING = 1e-3

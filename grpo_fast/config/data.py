@@ -1,0 +1,63 @@
+"""Where prompts come from: the `dataset` section of the configuration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from grpo_fast.config.section import PositiveInt, Section, Seed
+
+PREFIX = "reasoning_gym:"
+VERIFIERS = "verifiers:"
+SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
+
+
+class DatasetConfig(Section):
+    """Where prompts come from, and how a row becomes one."""
+
+    source: str = Field(
+        description="JSONL, Parquet or CSV file, a folder, hub id, `reasoning_gym:TASK`, `verifiers:TASKSET`"
+    )
+    name: str | None = Field(None, description="the hub dataset's configuration; in a folder, a folder")
+    split: str = Field(
+        "train", description="of a hub dataset; in a folder, how its files' names begin; a file has none"
+    )
+    prompt_column: str = Field("prompt", description="text, or a list of messages {role, content}")
+    rename: dict[str, str] = Field({}, description="column in the data -> its name everywhere else")
+    prompt_template: str | None = Field(
+        None, description="str.format over the row's columns; makes the prompt"
+    )
+    chat: Literal["auto"] | bool = Field(
+        "auto", description="text becomes a user turn of the chat template; auto: where the tokenizer has one"
+    )
+    system_prompt: str | None = Field(None, description="goes before every prompt")
+    examples: list[tuple[str, str]] = Field(
+        [], description="turns (user, assistant) shown before each prompt"
+    )
+    max_prompt_length: PositiveInt | None = Field(
+        None, description="tokens, the chat template's included; null: no limit"
+    )
+    overlong_prompts: Literal["filter", "truncate", "error"] = Field(
+        "filter", description="what becomes of prompts above max_prompt_length; truncate keeps their end"
+    )
+    size: PositiveInt | None = Field(None, description="rows to generate, or to keep")
+    seed: Seed = Field(
+        0,
+        description="of the generator of `reasoning_gym:TASK`: row i is drawn from seed + i; where it is "
+        "given, of the order of `verifiers:TASKSET`",
+    )
+    options: dict[str, Any] = Field(
+        {},
+        description="passed to the generator of `reasoning_gym:TASK`; of `verifiers:TASKSET` its `env` "
+        "block, and that library's `renderer` and `select`",
+    )
+
+    @property
+    def idle_keys(self) -> tuple[str, ...]:
+        """Keys that only other sources read."""
+        if self.source.startswith((PREFIX, VERIFIERS)):
+            return ("name", "split")
+        one_file = Path(self.source).suffix in SUFFIXES
+        return ("name", "split", "seed", "options") if one_file else ("seed", "options")

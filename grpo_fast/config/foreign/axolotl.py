@@ -1,0 +1,105 @@
+"""Axolotl: the YAML of a GRPO run, with its `trl:` and `vllm:` blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from grpo_fast.config.foreign.conversion import Conversion, Entry, convert_entries, default_entries
+from grpo_fast.config.foreign.rules import (
+    NOTHING,
+    Absent,
+    Places,
+    Rule,
+    by_table,
+    find_rule,
+    load_yaml,
+    rules_of,
+)
+from grpo_fast.config.foreign.trl import trl_rules, with_usual
+
+# Axolotl hands TRL what is set, so TRL's defaults hold for the rest; these are its own.
+DEFAULTS: dict[str, Any] = {
+    "max_completion_length": 512,
+    "lr_scheduler": "cosine",
+    "adam_beta2": 0.999,
+    "num_train_epochs": 1.0,
+}
+# Axolotl's own names for what TRL calls otherwise.
+SYNONYMS = {
+    "num_epochs": "num_train_epochs",
+    "micro_batch_size": "per_device_train_batch_size",
+    "optimizer": "optim",
+    "torch_dtype": "dtype",
+    "wandb_name": "run_name",
+}
+LOSSES = {"dpo": "sigmoid", "ipo": "ipo", "kto": "kto", "orpo": "orpo", "simpo": "simpo"}
+DATASET = {"path": "dataset.source", "name": "dataset.name", "split": "dataset.split"}
+TRANSFORM = (
+    "rows are not transformed by a function: apply it once and give its rows as a JSONL file, or set "
+    "dataset.prompt_column, prompt_template, system_prompt and rename"
+)
+SHARED = "here vLLM and the trainer share the GPU: lower it where they do not fit"
+
+
+def read_axolotl(document: Mapping[str, Any]) -> Conversion:
+    """Keys of the `trl:` block count as TRL's, those of the file by Axolotl's names or TRL's."""
+    if not document.get("rl"):
+        raise ValueError(
+            "has no `rl`, so it trains on given answers, and runs here on rewards or comparisons"
+        )
+    block, vllm = _block(document, "trl"), _block(document, "vllm")
+    siblings = {SYNONYMS.get(key, key): value for key, value in {**document, **block}.items()}
+    siblings.setdefault("adapter", None)
+    preference = document.get("rl") in LOSSES
+    rules, notes = trl_rules(siblings, preference)
+    rules |= {**dict(rules_of(load_yaml("axolotl.yaml"))), "rl": _algorithm, "wandb_project": _wandb}
+    notes["vllm.gpu_memory_utilization"] = SHARED
+    named = [(f"trl.{key}", key, value) for key, value in block.items()]
+    nested = ("trl", "vllm", "datasets", "test_datasets")
+    named += [(key, SYNONYMS.get(key, key), value) for key, value in document.items() if key not in nested]
+    named += [(f"vllm.{key}", f"vllm.{key}", value) for key, value in vllm.items()]
+    entries = [
+        *(Entry(key, value, find_rule(name, rules), notes.get(name, "")) for key, name, value in named),
+        *_datasets(document, "datasets", ""),
+        *_datasets(document, "test_datasets", "evaluation."),
+        *default_entries("Axolotl", with_usual(DEFAULTS, siblings), siblings, rules),
+    ]
+    return convert_entries("Axolotl", entries, siblings, preference=preference)
+
+
+def _block(document: Mapping[str, Any], key: str) -> dict[str, Any]:
+    block = document.get(key) or {}
+    if not isinstance(block, Mapping):
+        raise ValueError(f"{key} = {block!r} is not a section of keys")
+    return dict(block)
+
+
+def _wandb(value: Any, document: Mapping[str, Any]) -> Places:
+    """A project turns W&B on, unless another key turns it off."""
+    on = document.get("use_wandb") is not False and document.get("wandb_mode") != "disabled"
+    return {"logging.project": value, "logging.wandb": on} if value else {}
+
+
+def _algorithm(value: Any, _: Mapping[str, Any]) -> Places:
+    if value in LOSSES:
+        return {"algorithm": "dpo", "preference.loss.loss_type": LOSSES[value]}
+    if value == "gdpo":
+        return {"algorithm": "grpo", "advantage.multi_objective_aggregation": "normalize_then_sum"}
+    otherwise = f"is not offered; it is grpo, gdpo or one of {', '.join(LOSSES)}"
+    return by_table(value, {}, to="algorithm", values={"grpo": "grpo"}, otherwise=otherwise)
+
+
+def _datasets(document: Mapping[str, Any], key: str, prefix: str) -> Iterator[Entry]:
+    """The first dataset; a run here has one, and one for its held-out questions."""
+    entries = document.get(key) or []
+    if not isinstance(entries, Iterable) or not all(isinstance(entry, Mapping) for entry in entries):
+        raise ValueError(f"{key} = {entries!r} is not a list of sections, `- path: NAME`")
+    for position, entry in enumerate(entries):
+        for name, value in entry.items():
+            rule: Rule = Absent(TRANSFORM, NOTHING, decide=True)
+            if position:
+                rule = Absent("a run has one dataset; join the files, or pick one", decide=True)
+            elif name in DATASET and value is not None:
+                rule = prefix + DATASET[name]
+            yield Entry(f"{key}.{position}.{name}", value, rule)

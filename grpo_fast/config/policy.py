@@ -1,0 +1,140 @@
+"""Which model is trained, and by which steps: the sections `model` and `optimizer`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from grpo_fast.config.section import Count, Fraction, NotNegative, Positive, PositiveInt, Section
+
+State = Literal["optimizer", "master"]
+"""What an optimiser keeps of each parameter: Adam's moments, and the float32 master of a 16-bit one."""
+
+Decay = Annotated[float, Field(ge=0, lt=1)]
+
+
+class LoraConfig(Section):
+    """Low-rank adapters in place of the weights (Hu et al. 2021, arXiv:2106.09685), scaled by alpha / r."""
+
+    r: PositiveInt = Field(16, description="rank")
+    alpha: Positive = Field(32.0, description="the adapter's product is scaled by alpha / r")
+    dropout: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.0, description="share of the adapter's inputs left out"
+    )
+    target_modules: str | list[str] = Field(
+        "all-linear",
+        description="names of modules or of experts' tensors, a regular expression, or all linear layers and "
+        "experts, without head and routers",
+    )
+
+
+class ModelConfig(Section):
+    """Which model, where, in which precision, and what of it is trained."""
+
+    path: str = Field(
+        description="a folder, a hub id, or `package:NAME` for a GGUF file shipped by a Python package"
+    )
+    revision: str | None = Field(
+        None, description="of a hub id: branch, tag or commit; null: the default branch"
+    )
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
+        "auto",
+        description="of weights and computation; the head's logits are float32. auto: bfloat16 on a GPU, on "
+        "a CPU bfloat16 or float32, whichever it multiplies faster; a resumed run keeps its own",
+    )
+    device: str = Field("auto", description="cpu, cuda or cuda:N; auto: the GPU where there is one")
+    attention: Literal["auto", "sdpa", "flash_attention_2", "flex_attention"] = Field(
+        "auto",
+        description="auto: the FlashAttention-2 of torch on a GPU in 16 bits where it fits the model, "
+        "FlexAttention on other GPUs, SDPA on a CPU",
+    )
+    packing: Literal["auto", "none"] = Field(
+        "auto",
+        description="none: each completion is a row with its prompt, by the model's own attention, which is "
+        "slower and right for whatever transformers computes; auto: completions share their prompt, none "
+        "where a model cannot be packed",
+    )
+    quantization: Literal["nf4"] | None = Field(
+        None,
+        description="nf4: all linear layers but the head in 4 bits, as QLoRA has them; it needs lora, and "
+        "bitsandbytes. A model that is saved in bitsandbytes' 4 bits stays so without it",
+    )
+    lora: LoraConfig | None = Field(
+        None, description="train adapters instead of the weights; {}: the defaults"
+    )
+    train_lm_head: bool = Field(
+        True, description="false freezes the head, tied or not: no gradient of width V"
+    )
+    train_router: bool = Field(
+        True, description="false freezes the routers of a mixture of experts, which choose a token's experts"
+    )
+    router_aux_loss: Positive | None = Field(
+        None,
+        description="coefficient of a mixture's load-balancing loss, as transformers computes it of the "
+        "tokens of a micro-batch, in GRPO's loss; null: none",
+    )
+    head_tolerance: float | None = Field(
+        None,
+        ge=0,
+        description="root mean square error of the head's gradient, which is drawn without bias, in units of "
+        "rounding to bfloat16; 0: exact, the same on every device; null: the default where kernels run",
+    )
+    gradient_checkpointing: bool | Literal["mlp", "offload", "auto"] = Field(
+        "auto",
+        description="recompute activations in the backward, of whole layers or of their MLPs alone: less "
+        "memory, more time; offload: of whole layers, whose inputs wait in the host's memory; auto: on a GPU "
+        "by the plan, elsewhere and without rollouts false",
+    )
+    liger_kernels: Literal["auto"] | bool = Field(
+        "auto",
+        description="liger-kernel's layer kernels; auto: on a GPU where it is installed, for the types of "
+        "models that it computes as transformers does",
+    )
+    compile: Literal["auto"] | bool = Field(
+        "auto",
+        description="torch.compile of each layer; auto: on a GPU without Liger, not of experts",
+    )
+    chat_template: str | None = Field(
+        None, description="a Jinja file, or a template's text, in place of the tokenizer's own"
+    )
+    trust_remote_code: bool = Field(
+        False, description="true runs the Python code that the model's repository ships, whatever it does"
+    )
+
+    @property
+    def recomputed(self) -> Literal[True, "mlp", "offload"] | None:
+        """What the backward recomputes; None also of an `auto` that nothing has resolved."""
+        how = self.gradient_checkpointing
+        return None if how is False or how == "auto" else how
+
+
+class OptimizerConfig(Section):
+    """AdamW, the learning rate's schedule and the gradient's clip."""
+
+    kind: Literal["adamw", "adamw_8bit", "adamw_offload"] = Field(
+        "adamw",
+        description="adamw_8bit keeps the moments in 8 bits, by bitsandbytes; adamw_offload keeps them and "
+        "float32 masters in the host's memory, from where they visit the device in each step: what "
+        "memory.offload = [optimizer, master] does, which goes with adamw_8bit too",
+    )
+    stochastic_rounding: bool = Field(
+        False,
+        description="bfloat16 weights are rounded up or down by chance after each step, in place of float32 "
+        "masters: 4 bytes a parameter less, and small steps add up all the same",
+    )
+    learning_rate: Positive = Field(1e-6, description="after the warmup")
+    betas: tuple[Decay, Decay] = Field((0.9, 0.95), description="decays of the two moments, each in [0, 1)")
+    # A smaller one would be zero in float32.
+    eps: Annotated[float, Field(ge=1e-20)] = Field(1e-8, description="added to the root of the second moment")
+    weight_decay: NotNegative = Field(0.0, description="decoupled, times the learning rate")
+    max_grad_norm: Positive | None = Field(
+        1.0, description="the gradient's norm is clipped to it; null: never"
+    )
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="of the learning rate after the warmup, over max_steps"
+    )
+    warmup_steps: Count = Field(0, description="steps in which the learning rate rises in a straight line")
+    min_learning_rate_ratio: Fraction = Field(
+        0.0, description="where linear and cosine end, as a share of learning_rate"
+    )

@@ -1,0 +1,149 @@
+"""What a model says of tokens that are there: the one forward without gradients.
+
+Old, reference and current log-probabilities, entropies, the KL in the reward and the scores of held-out
+completions are all columns that come from here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from grpo_fast.data.table import Completions
+from grpo_fast.distributed.world import SINGLE_PROCESS, World
+from grpo_fast.head import HeadOutput, linear_logprob
+from grpo_fast.policy import PackedBatch, Policy
+from grpo_fast.policy.out_of_memory import MicroBatchBudget
+from grpo_fast.policy.packing import empty_batch, laid_out
+
+
+class Annotator:
+    """Passes over a table in micro-batches that fit, again and again in smaller ones until the memory holds
+    them.
+
+    Args:
+        micro_batch_tokens: input tokens of a micro-batch, while the memory holds them.
+        temperature: of the distribution that log-probabilities are of.
+        whole_prompts: all completions of a prompt are in one micro-batch.
+        ready: waits for the reference's weights, where they were away.
+        world: the ranks that compute together, each its own table.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        micro_batch_tokens: int,
+        temperature: float = 1.0,
+        whole_prompts: bool = False,
+        ready: Callable[[], None] = lambda: None,
+        world: World = SINGLE_PROCESS,
+    ) -> None:
+        self.policy = policy
+        self.configured = micro_batch_tokens
+        self.temperature = temperature
+        self.whole_prompts = whole_prompts
+        self.world = world
+        self.budget = MicroBatchBudget(
+            unit="one prompt with its completions" if whole_prompts else "one completion with its prompt",
+            remedy="shorten the longest completions of the data"
+            if whole_prompts
+            else "lower rollout.max_completion_length",
+            repeats=not policy.sharded,
+        )
+        self._ready = ready
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """Tokens of a micro-batch now."""
+        return self.budget.tokens(self.configured)
+
+    def attempts(
+        self, table: Completions
+    ) -> Iterator[tuple[AbstractContextManager[None], tuple[PackedBatch, ...]]]:
+        """`MicroBatchBudget.attempts` with the table's micro-batches of each attempt."""
+
+        def cut() -> tuple[tuple[PackedBatch, ...], int, int]:
+            batches = self.packed(table)
+            return batches, batches[0].input_ids.numel(), self._longest(table)
+
+        return self.budget.attempts(cut)
+
+    def packed(self, table: Completions) -> tuple[PackedBatch, ...]:
+        """Micro-batches of today's budget with the table's columns: one at least, and as many on every rank
+        where a forward is one of all ranks."""
+        key = (self.micro_batch_tokens, self.whole_prompts, self.policy.packs)
+        if key not in table.layouts:
+            device = self.policy.device
+            batches = []
+            if len(table):
+                batches = laid_out(
+                    table, max_tokens=key[0], device=device, whole_prompts=key[1], shares_prompts=key[2]
+                )
+            count = max(1, len(batches))
+            if self.policy.sharded:
+                count = max(self.world.gather_from_all("the micro-batches", lambda: count))
+            table.layouts[key] = [*batches, *[empty_batch(table, device)] * (count - len(batches))]
+        return tuple(batch.with_columns(table) for batch in table.layouts[key])
+
+    def _longest(self, table: Completions) -> int:
+        """Input tokens of what is never split."""
+        if not len(table):
+            return 1
+        inputs = table.lengths - 1
+        if not self.whole_prompts:
+            return int((table.prompt_lengths + inputs).max())
+        prompts = table.prompt_offsets.diff()
+        return int(prompts.index_add(0, table.prompts, inputs).max())
+
+    @torch.no_grad()
+    def columns(
+        self,
+        table: Completions,
+        *outputs: str,
+        of: Callable[[], AbstractContextManager[Policy]] | None = None,
+    ) -> list[Tensor]:
+        """(N,) float32 of each head output, by default the log-probabilities; 0 for what the model did not
+        write.
+
+        Args:
+            outputs: of `linear_logprob`.
+            of: makes the model current that is asked, the reference say; none: the policy.
+        """
+        names, device = outputs or ("logprob",), self.policy.device
+        for attempt, batches in self.attempts(table):
+            with attempt, nullcontext(self.policy) if of is None else of() as policy:
+                found = [torch.zeros(len(table.token_ids), device=device) for _ in names]
+                for batch in batches:
+                    out = self.head_outputs(policy, batch, *names)
+                    for name, column in zip(names, found, strict=True):
+                        column[batch.token_index] = getattr(out, name).float()
+        return found
+
+    def reference_logprobs(self, table: Completions) -> Tensor:
+        """(N,) float32 under the policy as it was loaded."""
+        self._ready()
+        return self.columns(table, of=self.policy.reference)[0]
+
+    def head_outputs(self, policy: Policy, batch: PackedBatch, *outputs: str) -> HeadOutput:
+        """(N,) float32 log-probabilities at the sampling temperature, and `outputs` besides."""
+        names = tuple(dict.fromkeys(("logprob", *outputs)))
+
+        def work() -> HeadOutput:
+            hidden, joined, own = policy.head_inputs(batch)
+            head = policy.head
+            out = linear_logprob(
+                hidden,
+                head.weight,
+                joined.targets,
+                temperature=self.temperature,
+                outputs=names,
+                **head.options,
+            )
+            return replace(out, **{name: getattr(out, name)[own] for name in names})
+
+        return policy.run(work)

@@ -1,0 +1,292 @@
+"""Completions drawn and scored, rewards compared, advantages given: functions from a table to a table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_fast.config.groups import AdvantageConfig
+from grpo_fast.config.lookup import load_callable
+from grpo_fast.data.table import EXPERTS, Completions
+from grpo_fast.data.types import Prompt
+from grpo_fast.groups.advantages import decoupled_advantages, group_advantages, length_reward_correlation
+from grpo_fast.objective import GRPOLossConfig, StepTotals
+from grpo_fast.objective.types import KNOWN_COLUMNS
+from grpo_fast.rewards import EarlyScores, RewardSet, weighted_sum
+from grpo_fast.rollout.types import Completion, Engine, Rollout, Sampling, as_asked, generate_rollout
+
+Progress = Callable[[int, int, int], None]  # tokens decoded, completions ended, completions in all
+EXTRA = "extra/"  # before the names of columns that rewards have logged
+EPISODE = ("turns", "tool_calls", "tool_failures", "tools_given_up", "environment_seconds")
+"""What the fact `episode` (S, 5) holds; NaN for a completion of one turn without an environment."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """A prompt, its n completions, and what they earned from F reward functions: for a function of a user."""
+
+    prompt: Prompt
+    completions: tuple[Completion, ...]
+    rewards: Tensor  # (n,) float32, the weighted total
+    reward_table: Tensor  # (n, F) float32, NaN where a function does not apply
+    extra: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # columns that rewards logged, n values
+    flat: bool = False  # all rewards equal: nothing to learn
+
+
+@dataclass
+class RolloutWatch:
+    """Beside a rollout: rewards of complete groups, and the display."""
+
+    on_progress: Progress | None = None
+    scores: EarlyScores | None = None
+
+    def group_done(self, index: int, completions: list[Completion]) -> None:
+        if self.scores is not None:
+            self.scores.group_done(index, completions)
+
+    def progress(self, tokens: int, finished: int, total: int) -> None:
+        if self.on_progress is not None:
+            self.on_progress(tokens, finished, total)
+
+
+def generate(
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    n: int,
+    sampling: Sampling,
+    rewards: RewardSet,
+    *,
+    rollout: Rollout = generate_rollout,
+    progress: Progress | None = None,
+) -> tuple[list[list[Completion]], EarlyScores]:
+    """`n` completions of each prompt, and the rewards that were begun meanwhile."""
+    scores = EarlyScores(rewards, prompts)
+    watch = RolloutWatch(progress, scores)
+    watch.progress(0, 0, n * len(prompts))  # the prefill counts
+    try:
+        return rollout(engine, prompts, n, sampling, observer=watch), scores
+    except BaseException:
+        scores.cancel()
+        raise
+
+
+def score(
+    prompts: Sequence[Prompt],
+    completions: Sequence[Sequence[Completion]],
+    rewards: RewardSet,
+    *,
+    weights: Sequence[float] | None = None,
+    precomputed: Mapping[str, Sequence[float]] = MappingProxyType({}),
+) -> Completions:
+    """What G prompts with n completions each earned; their environments have then done their part.
+
+    Args:
+        weights: of the F reward functions in place of their own.
+        precomputed: values of reward functions that have been called already, by name.
+
+    Returns:
+        The table with the column `sampler_logprobs` where the sampler told them, the facts `reward` (S,),
+        `reward_table` (S, F; NaN where a function does not apply), `truncated` (S,) and `episode`, and the
+        objects `prompt` (as it was asked) and `completion`; and the columns of the rollout's own.
+    """
+    result = rewards.score_completions(prompts, completions, precomputed=precomputed)
+    flat = [completion.without_environment() for group in completions for completion in group]
+    asked = [as_asked(p, c) for p, group in zip(prompts, completions, strict=True) for c in group]
+    told = [completion.logprobs for completion in flat]
+    if any(one is None for one in told) and any(one is not None for one in told):
+        raise ValueError(
+            "log-probabilities are None for some completions only; give them for all, or for none"
+        )
+    names = {frozenset(completion.columns) for completion in flat}
+    if len(names) > 1:
+        raise ValueError(f"the rollout's completions have different columns, {sorted(map(sorted, names))}")
+    if taken := names.pop() & KNOWN_COLUMNS:
+        raise ValueError(f"the rollout names columns {sorted(taken)}, which have a meaning here; rename them")
+    experts = [completion.experts for group in completions for completion in group]
+    if any(one is None for one in experts) and any(one is not None for one in experts):
+        raise ValueError("experts are None for some completions only; give them for all, or for none")
+    table = Completions.of(
+        [prompt.token_ids for prompt in asked],
+        [completion.token_ids for completion in flat],
+        [number for number, group in enumerate(completions) for _ in group],
+        mask=[None if c.episode is None else c.episode.sampled for c in flat],
+        facts={
+            "reward": result.total if weights is None else weighted_sum(result.table, weights),
+            "reward_table": result.table,
+            "truncated": torch.tensor([completion.truncated for completion in flat]),
+            "episode": torch.tensor([_episode(completion) for completion in flat], dtype=torch.float64),
+        },
+        inputs={} if experts[0] is None else {EXPERTS: experts},  # type: ignore[dict-item]
+        objects={
+            "prompt": asked,
+            "completion": flat,
+            **{EXTRA + name: values for name, values in result.log.extra.items()},
+        },
+        sampler_logprobs=None if told[0] is None else told,  # type: ignore[arg-type]
+        **{name: [completion.columns[name] for completion in flat] for name in flat[0].columns},
+    )
+    logged = {n: torch.tensor(v, dtype=torch.float64) for n, v in result.log.metrics.items()}
+    return replace(table, logged=logged)
+
+
+def _episode(completion: Completion) -> tuple[float, ...]:
+    told = completion.episode
+    return tuple(float("nan") if told is None else getattr(told, name) for name in EPISODE)
+
+
+def with_advantages(
+    table: Completions,
+    config: AdvantageConfig,
+    weights: Sequence[float],
+    baseline_groups: Sequence[int] | None = None,
+) -> Completions:
+    """With the facts `advantage` (S,) and `flat` (S,): all rewards of the group equal, nothing to learn.
+
+    A user's function may give each token its own: then they are a column, `advantages`, and the fact is their
+    mean.
+
+    Args:
+        weights: of the F reward functions; read where each reward is scaled by itself.
+        baseline_groups: for each group a number, the same where they share a baseline; None: nobody does.
+
+    Raises:
+        ValueError: the configured advantage function returns something of the wrong shape.
+    """
+    if config.multi_objective_aggregation == "normalize_then_sum":
+        found = decoupled_advantages(table.by_group("reward_table"), weights, baseline_groups=baseline_groups)
+    else:
+        found = group_advantages(
+            rewards := table.by_group("reward"),
+            scale_rewards=config.scale_rewards,
+            baseline=config.baseline,
+            baseline_groups=baseline_groups,
+            lengths=table.num_targets.view(rewards.shape),
+        )
+    advantages = found.advantages
+    if config.rescale_flat_groups:
+        advantages = advantages * (len(advantages) / max(1, int((~found.flat).sum())))
+    flat = found.flat.repeat_interleave(advantages.shape[1])
+    compared = table.with_facts(advantage=advantages.flatten(), flat=flat)
+    return compared if config.function is None else _own_advantages(compared, config.function)
+
+
+def _own_advantages(table: Completions, path: str) -> Completions:
+    """With the advantages that a user's function gives; flat where all of a group are zero."""
+    rewards = table.by_group("reward")
+    n = rewards.shape[1]
+    given = load_callable(path, "advantage.function")(groups_of(table), rewards)
+    if len(given) != len(rewards):
+        raise ValueError(f"advantage.function = {path!r} returned {len(given)} groups for {len(rewards)}")
+    tokens: list[list[float]] = []
+    for row, lengths in zip(given, table.lengths.view(-1, n).tolist(), strict=True):
+        found = [len(a) if isinstance(a, (list, tuple)) else m for a, m in zip(row, lengths, strict=False)]
+        if len(row) != n or found != lengths:
+            raise ValueError(
+                f"advantage.function = {path!r} returned {found} values for completions of {lengths} tokens; "
+                "give each completion a number, or a list with one for each of its tokens"
+            )
+        tokens += [
+            [*map(float, a)] if isinstance(a, (list, tuple)) else [float(a)] * length
+            for a, length in zip(row, lengths, strict=True)
+        ]
+    column = torch.tensor([*chain.from_iterable(tokens)])
+    rows = table.spread(torch.arange(len(table)))
+    means = torch.zeros(len(table)).index_add(0, rows, column) / table.lengths
+    live = torch.zeros(len(table), dtype=torch.bool).index_fill(0, rows[column != 0], True)
+    flat = ~live.view(-1, n).any(1).repeat_interleave(n)
+    return table.with_columns(advantages=column).with_facts(advantage=means, flat=flat)
+
+
+def groups_of(table: Completions) -> list[Group]:
+    """The table as a function of a user sees it. All rows are this rank's."""
+    rewards, parts = table.by_group("reward"), table.by_group("reward_table")
+    n = rewards.shape[1]
+
+    def objects(name: str, group: int) -> tuple[Any, ...]:
+        return table.objects[name][n * group : n * (group + 1)]
+
+    return [
+        Group(
+            prompt=objects("prompt", number)[0],
+            completions=objects("completion", number),
+            rewards=rewards[number],
+            reward_table=parts[number],
+            extra={
+                name.removeprefix(EXTRA): objects(name, number)
+                for name in table.objects
+                if name.startswith(EXTRA)
+            },
+            flat="flat" in table.facts and bool(table.facts["flat"][n * number]),
+        )
+        for number in range(len(rewards))
+    ]
+
+
+def overlong_penalties(table: Completions, limit: int, share: float) -> Tensor:
+    """(S,) soft length penalty: rises from 0 to 1 over the last `share` of `limit` tokens.
+
+    DAPO (Yu et al. 2025, arXiv:2503.14476), equation 13.
+    """
+    cache = max(1, round(share * limit))
+    return ((table.lengths - (limit - cache)) / cache).clamp(0, 1)
+
+
+def to_train(
+    table: Completions, config: AdvantageConfig, loss: GRPOLossConfig
+) -> tuple[Completions, StepTotals]:
+    """The update's completions with the column `advantages`, and the counts that its loss is divided by.
+
+    A group without spread has no policy gradient. Where it is skipped it leaves the table but stays in the
+    counts, so that the policy gradient is the same; terms that act on every token, a KL in the loss or an
+    entropy bonus, then act on the other groups only.
+    """
+    if not len(table):
+        return table, StepTotals(num_tokens=0, num_sequences=0)
+    skips = config.skip_flat_groups
+    if skips is None:  # whitened, a flat group's advantages are not zero
+        skips = not loss.reads_every_token and config.scale_rewards != "whiten"
+    counted = ~(table.facts["truncated"] & config.mask_truncated)
+    kept = counted & ~table.facts["flat"] if skips else counted
+    totals = StepTotals(num_tokens=int(table.num_targets[counted].sum()), num_sequences=len(table))
+    chosen = table.select(kept.nonzero()[:, 0])
+    if "advantages" not in chosen.columns:
+        chosen = chosen.with_columns(advantages=chosen.spread(chosen.facts["advantage"]))
+    return chosen, totals
+
+
+def describe(table: Completions, reward_names: Sequence[str]) -> dict[str, float]:
+    """Metrics of a step's groups."""
+    rewards, lengths = table.by_group("reward"), table.num_targets.float().view(table.num_groups, -1)
+    n = rewards.shape[1]
+    ids = [own.numpy().tobytes() for own in table.token_ids.split(table.lengths.tolist())]
+    unique = [(len({*ids[i : i + n]}) - 1) / (n - 1) for i in range(0, len(ids), n)]
+    metrics = {
+        "reward/mean": rewards.nanmean().item(),
+        "reward/std": rewards.std(1).nanmean().item(),
+        "groups/flat": table.facts["flat"].double().mean().item(),
+        "groups/unique_completions": sum(unique) / len(unique),
+        "completion/length_mean": lengths.mean().item(),
+        "completion/length_max": lengths.max().item(),
+        "completion/truncated": table.facts["truncated"].double().mean().item(),
+    }
+    for name, column in zip(reward_names, table.facts["reward_table"].unbind(1), strict=True):
+        metrics[f"reward/{name}/mean"] = column.nanmean().item()
+    correlation = length_reward_correlation(lengths, rewards)
+    if correlation is not None:
+        metrics["completion/length_reward_correlation"] = correlation
+    for name, values in table.logged.items():
+        metrics[f"logged/{name}"] = values.mean().item()
+    episodes = table.facts["episode"]
+    if len(episodes := episodes[~episodes[:, 0].isnan()]):
+        turns, calls, failures, given_up, _ = episodes.sum(0).tolist()
+        metrics["turns/mean"] = turns / len(episodes)
+        metrics["tools/calls"] = calls / len(episodes)
+        metrics["tools/failures"] = failures / max(1, calls)
+        metrics["tools/given_up"] = given_up / max(1, calls)
+    return metrics

@@ -1,0 +1,349 @@
+"""The update: optimiser steps over one rollout's completions, in micro-batches that fit the memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_fast.config.schema import TrainConfig
+from grpo_fast.data.table import Completions
+from grpo_fast.distributed.world import SINGLE_PROCESS, World
+from grpo_fast.head import GRPOLossOutput, linear_grpo_loss
+from grpo_fast.loop.annotate import Annotator
+from grpo_fast.objective import GRPOLossConfig, StepTotals
+from grpo_fast.objective.metrics import sum_metrics
+from grpo_fast.objective.surrogates import held_back
+from grpo_fast.objective.terms import EntropyController, entropy_threshold, kl_estimate
+from grpo_fast.objective.types import KNOWN_COLUMNS, present
+from grpo_fast.policy import PackedBatch, Policy, PolicyOptimizer
+from grpo_fast.policy.experts import balance_loss
+from grpo_fast.policy.out_of_memory import optimizer_step
+from grpo_fast.policy.packing import assign_to_ranks
+from grpo_fast.record.logs import Clock
+from grpo_fast.rollout.transformers import evaluation_mode
+
+AUX_LOSS = "router_aux_loss"
+"""The metric of a mixture's load-balancing loss, before its coefficient."""
+
+Minibatch = tuple[Completions, StepTotals]
+"""This rank's completions of one optimiser step, and the counts of all ranks that its loss is divided by."""
+
+
+class PolicyUpdate:
+    """Optimiser steps over completions. Out of memory, a gradient is computed again in smaller micro-batches.
+
+    Tables, their groups and totals are those of all ranks; each computes a part of them.
+
+    Args:
+        config: the run's, or its stage's; `configure` changes it.
+        ready: waits for the reference's weights, where they were away.
+        world: the ranks that train together, as the optimizer has them.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        optimizer: PolicyOptimizer,
+        config: TrainConfig,
+        ready: Callable[[], None],
+        world: World = SINGLE_PROCESS,
+    ) -> None:
+        self.world = world
+        self.policy = policy
+        self.optimizer = optimizer
+        self.config = config
+        tokens = int(config.micro_batch_tokens)  # `auto` has become a number
+        self.annotator = Annotator(policy, micro_batch_tokens=tokens, ready=ready, world=world)
+        self.entropy_controller = EntropyController.of(config.loss)
+        self.configure(config)
+
+    def configure(self, config: TrainConfig) -> None:
+        """Go on with a stage's configuration; another loss has an entropy controller of its own."""
+        if config.loss != self.config.loss:
+            self.entropy_controller = EntropyController.of(config.loss)
+        self.config = config
+        self.annotator.configured = int(config.micro_batch_tokens)
+        self.annotator.temperature = config.rollout.temperature
+
+    def run(self, table: Completions, totals: StepTotals, clock: Clock) -> dict[str, float]:
+        """`num_iterations` epochs of optimiser steps over one rollout; their mean metrics.
+
+        Raises:
+            torch.OutOfMemoryError: not even the longest completion alone fits.
+        """
+        if not len(table):
+            return {"update/skipped": 1.0, "learning_rate": self.optimizer.learning_rate}
+        minibatches = self.split(table, totals)
+        with clock("logprobs"):
+            for i, (own, counts) in enumerate(minibatches):
+                with self.world.all_succeed("the log-probabilities"):
+                    minibatches[i] = (self.with_fixed_logprobs(own, stale=i > 0), counts)
+        steps = []
+        with clock("update"):
+            for i in [*range(len(minibatches))] * self.config.num_iterations:
+                (own, counts), config = minibatches[i], self.loss_config()
+                chosen, selected = own, counts
+                if self.world.size > 1:
+                    chosen, selected = self.with_token_selection(own, counts, config)
+                with self.world.all_succeed("the gradient"):
+                    old_logprobs, shares = self.gradient(chosen, selected, config)
+                # Before the first update the policy is the old one.
+                minibatches[i] = (own.with_columns(old_logprobs=old_logprobs), counts)
+                steps.append(self.step(shares, config))
+        return {name: fmean(step[name] for step in steps) for name in steps[0]} | {"update/skipped": 0.0}
+
+    def split(self, table: Completions, totals: StepTotals) -> list[Minibatch]:
+        """Minibatches of whole groups, each with its share of the counts; metrics count what is in it."""
+        groups = table.groups.unique()
+        parts = min(self.config.minibatches, len(groups))
+        part_of = torch.searchsorted(groups, table.groups) % parts
+        minibatches = []
+        for part in range(parts):
+            chosen = table if parts == 1 else table.select((part_of == part).nonzero()[:, 0])
+            counts = StepTotals(
+                num_tokens=totals.num_tokens / parts,
+                num_sequences=totals.num_sequences / parts,
+                measured_tokens=int(chosen.num_targets.sum()),
+                measured_sequences=len(chosen),
+            )
+            minibatches.append((self.local(chosen), counts))
+        return minibatches
+
+    def local(self, table: Completions) -> Completions:
+        """This rank's completions of a table, their columns on its device, with the fact `row`: which of all
+        ranks' each is."""
+        own = table.with_facts(row=torch.arange(len(table)))
+        if self.world.size > 1:
+            policy = self.policy
+            sets = assign_to_ranks(table, self.world.size, policy.token_costs, policy.packs)
+            own = own.select(sets[self.world.rank])
+        # Once: micro-batches read them there, without waiting for the device.
+        device = self.policy.device
+        own = replace(own, inputs={name: v.to(device) for name, v in own.inputs.items()})
+        return own.with_columns(**{name: v.to(device) for name, v in own.columns.items()})
+
+    def with_fixed_logprobs(self, table: Completions, stale: bool = False) -> Completions:
+        """Old and reference log-probabilities, each only where the loss needs it.
+
+        The policy moves before a `stale` minibatch's turn, so its old log-probabilities are computed now;
+        the first one's are those of its own first forward.
+        """
+        if self.config.old_logprobs == "sampler":
+            table = table.with_columns(old_logprobs=table.columns["sampler_logprobs"])
+        elif stale:
+            table = table.with_columns(old_logprobs=self.annotator.columns(table)[0])
+        if self.config.loss.needs_reference and not self.config.loss.kl_in_reward:
+            table = table.with_columns(ref_logprobs=self.annotator.reference_logprobs(table))
+        return table
+
+    def gradient(
+        self, table: Completions, totals: StepTotals, config: GRPOLossConfig
+    ) -> tuple[Tensor, list[dict[str, Tensor]]]:
+        """The gradient of a step, whose micro-batches' losses add up.
+
+        Returns:
+            The old log-probabilities (N,): the table's, or where it has none the policy's, as the first
+            update's are. And each micro-batch's share of the metrics.
+        """
+        # As old log-probabilities they leave nothing to compare; of a truncated distribution they are biased.
+        hides_sampler = self.config.old_logprobs == "sampler" or self.config.rollout.truncations
+        for attempt, batches in self.annotator.attempts(table):
+            with attempt:
+                self.optimizer.zero_grad()  # of an attempt that failed
+                chosen, counts = table, totals
+                if self.world.size == 1 and len(batches) > 1:  # a single micro-batch chooses by itself
+                    chosen, counts = self.with_token_selection(table, totals, config)
+                logprobs = torch.zeros(len(table.token_ids), device=self.policy.device)
+                shares = []
+                for batch in batches:
+                    if chosen is not table:
+                        batch = batch.with_columns(chosen)
+                    if hides_sampler:
+                        shown = {n: v for n, v in batch.columns.items() if n != "sampler_logprobs"}
+                        batch = replace(batch, columns=shown)
+                    loss = partial(
+                        packed_loss,
+                        self.policy,
+                        batch,
+                        config,
+                        totals=counts,
+                        temperature=self.config.rollout.temperature,
+                        optimizer=self.optimizer,
+                    )
+                    out = self.policy.run(loss)
+                    out.loss.backward()
+                    if self.world.is_main or not self.policy.vocab_parallel:  # else all have the same
+                        shares.append(out.metrics | {"loss": out.loss.detach()})
+                    elif AUX_LOSS in out.metrics:  # but this, and what it adds
+                        balance = out.metrics[AUX_LOSS]
+                        shares.append(
+                            {AUX_LOSS: balance, "loss": present(self.policy.router_aux_loss) * balance}
+                        )
+                    logprobs[batch.token_index] = present(out.logprobs)
+                if self.policy.routing is not None:
+                    shares.append(self.policy.routing.differing())
+        return table.columns.get("old_logprobs", logprobs), shares
+
+    def step(self, shares: Sequence[Mapping[str, Tensor]], config: GRPOLossConfig) -> dict[str, float]:
+        """The optimiser's step with the gradient at hand; its metrics from the micro-batches' shares."""
+        learning_rate = self.optimizer.learning_rate
+        with self.world.at("the optimizer"):
+            grad_norm = optimizer_step(self.optimizer)
+        of_ranks = self.world.gather_from_all("the update's metrics", partial(sum_metrics, shares))
+        metrics = sum_metrics(of_ranks) | {"grad_norm": grad_norm, "learning_rate": learning_rate}
+        if "experts/replayed" in metrics:
+            differing, replayed = metrics.pop("experts/differing"), metrics.pop("experts/replayed")
+            metrics["sampling/experts_differ_mean"] = differing / max(1, replayed)
+        if config.use_adaptive_entropy:
+            self.entropy_controller.update(metrics["entropy"])
+            metrics["entropy_coef"] = config.entropy_coef
+        return metrics
+
+    def loss_config(self) -> GRPOLossConfig:
+        """The configured loss with what only the run knows."""
+        config = self.config.loss
+        constant = not config.is_custom and config.aggregation_kind == "constant_length"
+        if constant and config.max_completion_length is None:
+            config = replace(config, max_completion_length=self.config.rollout.max_completion_length)
+        if config.use_adaptive_entropy:
+            config = replace(config, entropy_coef=self.entropy_controller.active_coef)
+        return config
+
+    def with_token_selection(
+        self, table: Completions, totals: StepTotals, config: GRPOLossConfig
+    ) -> Minibatch:
+        """The minibatch with what is chosen over the tokens of all micro-batches and ranks, by one forward.
+
+        The cut of `top_entropy_quantile`, and the tokens that clip_cov and kl_cov hold back.
+        """
+        cuts, holds = config.top_entropy_quantile < 1, not config.is_custom and config.facts.holds_back
+        if not (cuts or holds):
+            return table, totals
+        tokens: dict[int, Tensor] = {}
+        for found in self.world.gather_tensors(
+            "the choice of tokens", partial(self._choice_values, table, cuts)
+        ):
+            parts = found["values"].split(found["sizes"].tolist())
+            tokens |= zip(found["rows"].tolist(), parts, strict=True)
+        order = sorted(tokens)  # that of one micro-batch: then the same tokens are drawn, too
+        logprobs, old_logprobs, advantages, entropies = torch.cat([tokens[n] for n in order]).unbind(1)
+        every = torch.ones_like(logprobs, dtype=torch.bool)
+        if cuts:
+            threshold = entropy_threshold(entropies, every, config.top_entropy_quantile)
+            kept = int((entropies >= threshold).sum())
+            totals = replace(totals, entropy_threshold=threshold, entropy_tokens=kept)
+        if holds:
+            choose = partial(held_back, logprobs, old_logprobs, advantages, every, config)
+            held = self.world.from_main("the choice of tokens", choose)  # which may draw
+            held_of = dict(zip(order, held.split([len(tokens[n]) for n in order]), strict=True))
+            column = torch.zeros_like(table.mask)
+            column[table.mask] = torch.cat([held[:0], *(held_of[n] for n in table.facts["row"].tolist())])
+            table = table.with_columns(held_back=column.to(self.policy.device))
+        return table, totals
+
+    def _choice_values(self, table: Completions, entropy: bool) -> dict[str, Tensor]:
+        """`rows` (S,), their `sizes` in tokens, and `values` (N, 4) on the CPU: log-probabilities, old ones,
+        advantages, entropies or zeros."""
+        found = self.annotator.columns(table, "logprob", *["entropy"] * entropy)
+        old = table.columns.get("old_logprobs", found[0])
+        entropies = found[1] if entropy else torch.zeros_like(old)
+        values = [found[0], old, table.columns["advantages"], entropies]
+        written = torch.stack([value.cpu() for value in values], 1)[table.mask]
+        return {"rows": table.facts["row"], "sizes": table.num_targets, "values": written}
+
+    def sampler_difference(self, table: Completions) -> float | None:
+        """Mean nats a token between log-probabilities of sampler and policy; None: the sampler told none."""
+        if "sampler_logprobs" not in table.columns:
+            return None
+        own = self.local(table)
+
+        def differences() -> tuple[float, int]:
+            with evaluation_mode(self.policy.model):  # without LoRA's dropout, as the engine
+                (logprobs,) = self.annotator.columns(own)
+            apart = (logprobs - own.columns["sampler_logprobs"]).cpu()[own.mask].abs()
+            return apart.double().sum().item(), len(apart)
+
+        found = self.world.gather_from_all("the sampler's log-probabilities", differences)
+        return sum(total for total, _ in found) / sum(tokens for _, tokens in found)
+
+    def kl_penalties(self, table: Completions) -> Tensor:
+        """(S,) float32 on the CPU: beta times the KL to the reference, summed over each completion."""
+        own, loss = self.local(table), self.config.loss
+
+        def penalties() -> dict[str, Tensor]:
+            (logprobs,) = self.annotator.columns(own)
+            ref_logprobs = self.annotator.reference_logprobs(own)
+            kl = loss.beta * kl_estimate(logprobs, ref_logprobs, loss.kl_estimator or "k1")
+            return {"rows": own.facts["row"], "penalties": own.sums(kl.cpu())}
+
+        whole = torch.zeros(len(table))
+        for found in self.world.gather_tensors("the KL to the reference", penalties):
+            whole[found["rows"]] = found["penalties"]
+        return whole
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-able."""
+        return {
+            "entropy_controller": self.entropy_controller.state_dict(),
+            "micro_batch_limit": self.annotator.budget.limit,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.entropy_controller.load_state_dict(state["entropy_controller"])
+        self.annotator.budget.limit = state["micro_batch_limit"]
+
+
+def packed_loss(
+    policy: Policy,
+    batch: PackedBatch,
+    config: GRPOLossConfig | None = None,
+    *,
+    totals: StepTotals | None = None,
+    temperature: float = 1.0,
+    optimizer: PolicyOptimizer | None = None,
+) -> GRPOLossOutput:
+    """`linear_grpo_loss` of a micro-batch, entropy among its metrics; called within `Policy.run`.
+
+    Of a head that the ranks share, all but `logprobs`, (N,) of this batch, is of the tokens of all ranks.
+
+    Args:
+        totals: what the losses of a step's micro-batches are divided by; none: the batch's own counts.
+        optimizer: to whose gradient of the head the backward adds; none: to the parameter's own.
+    """
+    routed: list[Tensor] | None = None if policy.router_aux_loss is None else []
+    own = len(batch.targets)
+    hidden, batch, local = policy.head_inputs(batch, routed)
+    head = policy.head
+    known: dict[str, Any] = {n: v for n, v in batch.columns.items() if n in KNOWN_COLUMNS}
+    others = {name: values for name, values in batch.columns.items() if name not in KNOWN_COLUMNS}
+    weight_grad = None if optimizer is None else optimizer.gradient_of(policy.head_weight)
+    out = linear_grpo_loss(
+        hidden,
+        # Detached: a hook on it is the optimizer's own, which is not needed here.
+        head.weight if weight_grad is None else head.weight.detach(),
+        batch.targets,
+        sequence_ids=batch.sequence_ids,
+        num_sequences=batch.num_sequences,
+        group_ids=batch.group_ids,
+        **known,
+        columns=others,
+        totals=totals,
+        config=config or GRPOLossConfig(),
+        temperature=temperature,
+        entropy=True,
+        weight_grad=weight_grad,
+        **head.options,
+    )
+    if routed is not None:
+        # Of a step's micro-batches, and ranks, a mean with their tokens as weights.
+        share = 1.0 if totals is None else own / (totals.measured_tokens or totals.num_tokens)
+        balance = balance_loss(policy.base_model, routed) * share
+        loss = out.loss + present(policy.router_aux_loss) * balance.to(out.loss)
+        out = replace(out, loss=loss, metrics=out.metrics | {AUX_LOSS: balance.detach()})
+    return replace(out, logprobs=present(out.logprobs)[local])

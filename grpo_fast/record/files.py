@@ -1,0 +1,180 @@
+"""A run's folder: held by one process, with JSON lines that survive a kill and files replaced as a whole."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from grpo_fast.config.record import LOCK_FILE
+
+logger = logging.getLogger(__name__)
+
+Record = Mapping[str, Any]
+
+
+class RunInUse(RuntimeError):
+    """Another process trains in the folder."""
+
+
+@contextmanager
+def locked_run_dir(run_dir: Path) -> Iterator[None]:
+    """Make a run's folder where there is none, and hold it against every other process, also of other hosts.
+
+    The operating system's lock on `run.lock` ends with its process, however that ends. The file stays, with
+    the name of the last holder: were it deleted, two processes could hold a lock of that name.
+
+    Raises:
+        RunInUse: another process holds it; the message names host, process and start.
+        OSError: the folder cannot be written to.
+    """
+    started = datetime.now(timezone.utc).isoformat(sep=" ", timespec="seconds")
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        file = (run_dir / LOCK_FILE).open("a+")
+    except OSError as error:
+        raise _unwritable(run_dir, error) from error
+    with file:
+        os.register_at_fork(after_in_child=file.close)  # a worker that outlives the run would hold it on
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            other = file.read().strip() or "another process"
+            raise RunInUse(
+                f"output_dir = {str(run_dir)!r} is in use: {other} trains there. Wait for its end or stop "
+                "it, then continue with --resume; or choose another output_dir"
+            ) from None
+        except OSError as error:
+            logger.warning(
+                "%s cannot be locked (%s): nothing keeps a second process out", run_dir, error.strerror
+            )
+        try:
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on host {socket.gethostname()}, started {started}\n")
+            file.flush()
+            os.fsync(file.fileno())  # for other hosts
+        except OSError as error:
+            raise _unwritable(run_dir, error) from error
+        yield
+
+
+def _unwritable(run_dir: Path, error: OSError) -> OSError:
+    return OSError(f"cannot write to {run_dir}: {error}; choose another output_dir")
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Replaces a file at once: whoever reads it, also after a kill, finds the old content or the new one.
+
+    Raises:
+        OSError: the disk is full, or the folder cannot be written to; the error names the file.
+    """
+    unfinished = path.with_name(f"{path.name}.tmp")
+    try:
+        unfinished.write_bytes(content)
+        os.replace(unfinished, path)
+    except OSError as error:
+        unfinished.unlink(missing_ok=True)
+        raise OSError(error.errno, f"cannot be written ({error.strerror})", str(path)) from error
+
+
+def require_writable(path: Path) -> None:
+    """Raises OSError for a file that could not be written in the end; leaves all as it is."""
+    is_new = not path.exists()
+    path.open("ab").close()
+    if is_new:
+        path.unlink()
+
+
+class JsonlLog:
+    """An append-only file of JSON objects, one a line.
+
+    A line is on its way to the file system when `append` returns, so a killed process loses none.
+    A last line that a kill, a full disk or a power cut left unfinished is removed when the file is
+    opened. Python's shortest float representation makes values exact, so equal runs write equal
+    bytes. JSON has no NaN or infinity: both become null.
+
+    Raises:
+        OSError: the file cannot be opened or appended to; what was there before stays intact.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = open(path, "a+b", buffering=0)  # noqa: SIM115  closed by close()
+        content = path.read_bytes()
+        size = len(_whole(content))
+        if size < len(content):
+            logger.warning("%s: its last line was torn and is lost (from byte %d on)", path, size)
+            self._file.truncate(size)
+
+    def append(self, *records: Record) -> None:
+        """Write records as lines, all or none of them.
+
+        Raises:
+            OSError: the disk is full or the file is gone.
+        """
+        texts = []
+        for record in records:  # NumPy's scalars become numbers, NaN and infinity null
+            plain = json.dumps(record, default=lambda scalar: scalar.item())
+            finite = json.loads(plain, parse_constant=lambda _: None)
+            texts.append(json.dumps(finite, ensure_ascii=False) + "\n")
+        # A lone surrogate has no UTF-8; as a backslash escape it is valid JSON and reads back the same.
+        rest = memoryview("".join(texts).encode("utf-8", "backslashreplace"))
+        size = self._file.seek(0, os.SEEK_END)
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError as error:
+            self._file.truncate(size)
+            message = f"cannot append to it ({error.strerror}); make room and resume the run"
+            raise OSError(error.errno, message, str(self.path)) from error
+
+    def rewind(self, step: int) -> None:
+        """Cut off the lines of later steps; raises ValueError as `read_jsonl`."""
+        lines = self.path.read_bytes().splitlines(keepends=True)
+        records = read_jsonl(self.path)
+        kept = (line for line, record in zip(lines, records, strict=True) if record["step"] <= step)
+        self._file.truncate(sum(map(len, kept)))
+
+    def sync(self) -> None:
+        """Flush all lines to the disk itself."""
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """The records of a file, without an unfinished last line; an absent file has none.
+
+    Raises:
+        ValueError: another line is not a JSON object.
+    """
+    if not path.exists():
+        return []
+    records = []
+    for number, line in enumerate(_whole(path.read_bytes()).split(b"\n")[:-1], start=1):
+        try:
+            record = json.loads(line)
+            if not isinstance(record, dict):
+                raise ValueError(f"got {line[:80]!r}")
+        except ValueError as error:
+            raise ValueError(
+                f"{path}, line {number}: no JSON object ({error}); repair or delete the line"
+            ) from error
+        records.append(record)
+    return records
+
+
+def _whole(content: bytes) -> bytes:
+    """Without a last line that does not end, or has the zeros that a power cut leaves in it."""
+    end = content.rfind(b"\n") + 1
+    start = content.rfind(b"\n", 0, max(end - 1, 0)) + 1
+    return content[: start if b"\0" in content[start:end] else end]

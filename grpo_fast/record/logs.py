@@ -1,0 +1,192 @@
+"""What a run writes down while it runs. Each file takes up where a checkpoint left it.
+
+| file | one line is | same bytes after kill and resume |
+|---|---|---|
+| `metrics.jsonl` | a step's metrics | yes |
+| `samples.jsonl` | a sampled completion with its rewards | yes |
+| `evaluations.jsonl` | a held-out score | yes |
+| `alerts.jsonl` | an alert that was raised, or has cleared | yes |
+| `timings.jsonl` | a step's seconds, tokens/s, memory | no: wall-clock |
+| `provenance.jsonl` | a start: versions, device, command | no |
+
+NaN and infinity are written as null.
+"""
+
+from __future__ import annotations
+
+import logging
+import platform
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from grpo_fast.config.record import LoggingConfig
+from grpo_fast.config.secrets import masked_command
+from grpo_fast.data.types import Message
+from grpo_fast.record.alerts import Alert
+from grpo_fast.record.files import JsonlLog, read_jsonl
+from grpo_fast.record.mirrors import open_mirrors, table_of
+from grpo_fast.record.summary import Interval, before_after
+
+METRICS_FILE = "metrics.jsonl"
+TIMINGS_FILE = "timings.jsonl"
+SAMPLES_FILE = "samples.jsonl"
+EVALUATIONS_FILE = "evaluations.jsonl"
+ALERTS_FILE = "alerts.jsonl"
+PROVENANCE_FILE = "provenance.jsonl"
+FILES = (METRICS_FILE, SAMPLES_FILE, EVALUATIONS_FILE, ALERTS_FILE, TIMINGS_FILE, PROVENANCE_FILE)
+
+logger = logging.getLogger(__name__)
+
+NO_TIMINGS: Mapping[str, float] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class SampleRecord:
+    """A completion as it is shown to a person."""
+
+    group: int  # of the step's batch; completions of one prompt have the same
+    question: str | Sequence[Message]  # the prompt as the rewards see it: text, or a conversation
+    prompt: str  # as the model is given it
+    completion: str
+    rewards: Mapping[str, float | None]  # by function; None where not applicable
+    reward: float  # the weighted total
+    advantage: float  # mean over the tokens
+    truncated: bool  # stopped by max_completion_length
+    num_tokens: int  # that the model wrote
+    extra: Mapping[str, Any] = field(default_factory=dict)  # what rewards logged beside, by column
+    messages: Sequence[Message] | None = None  # the completion, where tools or an environment take part
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step did."""
+
+    metrics: dict[str, float]
+    timings: dict[str, float]  # what depends on the clock or the machine
+    samples: Sequence[SampleRecord] = ()
+
+
+class RunLogs:
+    """A run's files, and wherever the configuration mirrors its metrics.
+
+    The files hold every step that is logged; `logging.every` thins the mirrors.
+
+    Raises:
+        RuntimeError: a mirror does not start.
+        OSError: `run_dir` cannot be written; of all methods: the disk is full.
+    """
+
+    def __init__(self, run_dir: Path, config: LoggingConfig) -> None:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self._every = config.every
+        self._mirrors = open_mirrors(run_dir, config)
+        self._files = {name: JsonlLog(run_dir / name) for name in FILES}
+        self._files[PROVENANCE_FILE].append(provenance())
+
+    def metrics(
+        self, step: int, metrics: Mapping[str, float], timings: Mapping[str, float] = NO_TIMINGS
+    ) -> None:
+        """Write one step. What depends on the clock or the machine belongs in `timings`."""
+        metrics, timings = ({name: float(n) for name, n in found.items()} for found in (metrics, timings))
+        self._files[METRICS_FILE].append({"step": step, **metrics})
+        if timings:
+            self._files[TIMINGS_FILE].append({"step": step, **timings})
+        if step % self._every == 0:
+            self._mirror("log", step, {**metrics, **timings})
+
+    def samples(self, step: int, samples: Sequence[SampleRecord]) -> None:
+        self._files[SAMPLES_FILE].append(*({"step": step, **vars(sample)} for sample in samples))
+        if samples:
+            self._mirror("table", step, *table_of(samples))
+
+    def evaluation(self, step: int, name: str, score: float, interval: Interval, n: int) -> None:
+        """`interval` is (low, high); `n` counts questions. One `name` throughout a run makes one curve."""
+        record = {"step": step, "name": name, "score": score, "interval": interval, "n": n}
+        self._files[EVALUATIONS_FILE].append(record)
+
+    def alert(self, alert: Alert) -> None:
+        self._files[ALERTS_FILE].append(vars(alert))
+
+    def rewind(self, step: int) -> None:
+        """Go back to a step that a resumed run goes on from, to -1 in a new one."""
+        for name, file in self._files.items():
+            if name != PROVENANCE_FILE:
+                file.rewind(step)
+
+    def sync(self) -> None:
+        """Flush all to the disk itself, as a checkpoint needs."""
+        for file in self._files.values():
+            file.sync()
+
+    def _mirror(self, method: str, *arguments: Any) -> None:
+        """Call each mirror; one that fails costs a warning, never the run."""
+        for mirror in list(self._mirrors):
+            try:
+                getattr(mirror, method)(*arguments)
+            except Exception as error:
+                self._mirrors.remove(mirror)
+                name, has_all = type(mirror).__name__, "metrics.jsonl and samples.jsonl have everything"
+                logger.warning("%s failed (%r) and gets nothing more; %s", name, error, has_all)
+
+    def close(self) -> None:
+        self._mirror("close")
+        for file in self._files.values():
+            file.close()
+
+
+def held_out_outcome(run_dir: Path) -> str | None:
+    """The held-out score before → after, once there are both."""
+    scores = [e for e in read_jsonl(run_dir / EVALUATIONS_FILE) if e["name"] == "held-out"]
+    return f"held-out score: {before_after(scores[0], scores[-1])}" if len(scores) > 1 else None
+
+
+class Clock:
+    """Where the seconds of a step go, by phase."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            elapsed = time.perf_counter() - start
+            self.seconds[f"time/{phase}"] = self.seconds.get(f"time/{phase}", 0.0) + elapsed
+
+
+PACKAGES = (
+    *("grpo-fast", "torch", "triton", "transformers", "peft", "datasets", "accelerate"),
+    *("liger-kernel", "vllm"),
+)
+
+
+def provenance() -> dict[str, Any]:
+    """One start of a run: UTC time, command line, Python, operating system, device, package versions."""
+    versions = {}
+    for name in PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    versions["torch"] = torch.__version__  # the build as well, as in 2.13.0+cpu
+    device = f"CPU, {torch.get_num_threads()} threads"
+    if torch.cuda.is_available():
+        device = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
+    return {
+        "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": masked_command(sys.argv),
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "device": device,
+        "versions": versions,
+    }

@@ -1,0 +1,259 @@
+"""What happens to a run beside its steps: each is written down, shown and saved, and safe when one fails."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from signal import Signals
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.console import Console
+
+from grpo_fast.distributed.world import RankError
+from grpo_fast.policy.optimizer import Diverged
+from grpo_fast.policy.random_state import capture_rng
+from grpo_fast.record.alerts import AlertMonitor
+from grpo_fast.record.callbacks import Callbacks
+from grpo_fast.record.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    CheckpointSaveError,
+    CheckpointStore,
+    step_of,
+)
+from grpo_fast.record.display import Display
+from grpo_fast.record.logs import RunLogs, StepResult, held_out_outcome
+from grpo_fast.record.report import write_report
+
+if TYPE_CHECKING:
+    from grpo_fast.config.schema import TrainConfig
+    from grpo_fast.loop.algorithm import Algorithm
+
+
+class Recorder:
+    """Logs, checkpoints, alerts and the display of a run; a context that the steps run in.
+
+    Left by an error, it saves the last finished step where the weights are still its own. Each rank of the
+    store's world has one, and all leave together.
+
+    Args:
+        code: what the rewards and the like were loaded from, by `code_digests`.
+
+    Raises:
+        Diverged: for a FloatingPointError of a step, on any rank; names what is left of the run.
+    """
+
+    def __init__(
+        self,
+        trainer: Algorithm,
+        config: TrainConfig,
+        store: CheckpointStore,
+        *,
+        checkpoint: Checkpoint | None,
+        show: bool,
+        callbacks: Callbacks,
+        code: Mapping[str, str],
+    ) -> None:
+        self.trainer, self.config, self.callbacks, self.code = trainer, config, callbacks, code
+        self.run_dir = Path(config.output_dir)
+        self.store, self.world = store, store.world
+        self.monitor = AlertMonitor(config.alerts)
+        if checkpoint:
+            self.monitor.load_state_dict(checkpoint.state["alerts"])
+            callbacks.load_state_dict(checkpoint.state.get("callbacks", {}))
+        self.logs = RunLogs(self.run_dir, config.logging)
+        self._stack = ExitStack()
+        self._stack.callback(self.logs.close)
+        if checkpoint:
+            store.rewind(checkpoint.step)
+        self.logs.rewind(checkpoint.step if checkpoint else -1)
+        options: dict[str, Any] = {"start_step": trainer.step, "verbose": config.logging.verbose}
+        console = None if show else Console(quiet=True, force_terminal=False, force_jupyter=False)
+        self.display = Display(config.max_steps, console=console, **options)
+        self.say = self.display.message
+        self.saved = checkpoint.step if checkpoint else None  # the step of the newest checkpoint
+        self.capture()
+
+    def __enter__(self) -> Recorder:
+        self._stack.enter_context(self.display)
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        with self._stack:
+            if error is None:
+                return
+            kinds = [isinstance(error, one) for one in (FloatingPointError, Diverged, CheckpointError)]
+            try:
+                with self.world.all_succeed("the error") as found:
+                    found.append((*kinds, self.trainer.optimizer.mid_step))
+            except RankError as lost:
+                self.say(f"{type(error).__name__}, and step {self.trainer.step} cannot be saved: {lost}")
+                return
+            not_finite, bad_gradient, of_the_disk, mid_step = map(any, zip(*found, strict=True))
+            if not_finite:
+                raise self.diverged(error, bad_gradient, mid_step) from error
+            if not of_the_disk:  # whose error says what is intact
+                self.rescue(error, mid_step)
+
+    def begin(self) -> None:
+        """Score the held-out questions before the first step."""
+        self.callbacks.tell("on_train_begin", self.trainer.step, self.config, self.trainer.policy)
+        if self.trainer.step == 0:
+            evaluated = self.evaluate(None)
+            self.logs.metrics(0, evaluated)
+            self.watch(evaluated)
+            if evaluated:
+                self.callbacks.tell("on_evaluate", 0, evaluated)
+        self.capture()
+
+    def record(self, result: StepResult) -> None:
+        """Write and show a finished step, score the held-out questions and save where that is due."""
+        step, config, timings = self.trainer.step, self.config, result.timings
+        last = step == config.max_steps
+        evaluated: dict[str, float] = {}
+        sampled = config.logging.samples_every and (step - 1) % config.logging.samples_every == 0
+        try:
+            if sampled:
+                self.logs.samples(step, result.samples)
+            if last or (config.evaluation.every and step % config.evaluation.every == 0):
+                evaluated = self.evaluate(None if last else config.evaluation.size)
+        finally:
+            metrics = result.metrics | evaluated
+            self.logs.metrics(step, metrics, timings)
+        self.display.update(step, metrics, timings)
+        if sampled:
+            self.display.samples(result.samples, config.logging.show_samples)
+        self.watch(metrics)
+        self.callbacks.tell("on_step_end", step, {**metrics, **timings})
+        if evaluated:
+            self.callbacks.tell("on_evaluate", step, evaluated)
+        self.capture()
+        if config.checkpoint.every and step % config.checkpoint.every == 0:
+            self.save()
+
+    def watch(self, metrics: Mapping[str, float]) -> None:
+        """Raise and clear alerts."""
+        for alert in self.monitor.update(self.trainer.step, metrics):
+            self.logs.alert(alert)
+            self.say(alert.text)
+
+    def save_last(self) -> None:
+        if self.trainer.step not in (0, self.saved):
+            self.save(must=True)
+
+    def finish(self, signal: Signals | None) -> None:
+        """The outcome and the report of a run that is saved; `signal` stopped it early."""
+        stopped_by = signal.name if signal else self.callbacks.stopped_by
+        if stopped_by:
+            safe = f"saved at step {self.saved}" if self.saved else "nothing is trained yet"
+            self.say(f"{stopped_by}: {safe}; continue with --resume")
+        self.say(held_out_outcome(self.run_dir) or f"step {self.trainer.step} of {self.config.max_steps}")
+        try:
+            self.say(f"report: {write_report(self.run_dir)}")
+        except (OSError, ValueError) as error:  # of the page alone: the run is done and saved
+            self.say(f"no report: {error}; `grpo-fast report {self.run_dir}` writes it")
+        if self.saved:
+            self.say(f"model: `grpo-fast export {self.run_dir} OUT` writes it for transformers and vLLM")
+        self.callbacks.tell("on_train_end", self.trainer.step, stopped_by)
+
+    def rescue(self, error: BaseException, mid_step: bool) -> None:
+        """After an error: save the last finished step, unless an update has begun to change its weights."""
+        trainer, problem = self.trainer, type(error).__name__
+        if mid_step:
+            last = "there is no checkpoint yet" if self.saved is None else f"the last is of step {self.saved}"
+            self.say(f"{problem} amid the update of step {trainer.step + 1}, which cannot be saved; {last}")
+            return
+        try:
+            if trainer.policy.device.type == "cuda":
+                torch.cuda.synchronize(trainer.policy.device)
+            if self.captured != trainer.step:  # the step was finished, writing it down was not
+                self.capture()
+            if trainer.step not in (0, self.saved):
+                self.say(f"{problem}: saving step {trainer.step}; interrupt to leave without")
+                self.save(must=True, tell=False)
+        except Exception as second:
+            self.say(f"{problem}, and step {trainer.step} could not be saved: {second}")
+        else:
+            if trainer.step:
+                self.say(f"{problem}: step {trainer.step} is safe; continue with --resume")
+
+    def diverged(self, error: BaseException, bad_gradient: bool, mid_step: bool) -> Diverged:
+        """The error to raise when a run's numbers are no longer finite; it names where to go on from.
+
+        The checkpoint of the last step is offered only if the failed step had updated the weights already:
+        otherwise its own weights give NaN.
+        """
+        step = self.trainer.step
+        lower = f"a lower optimizer.learning_rate ({self.trainer.optimizer.learning_rate:.3g} now)"
+        if self.config.model.dtype == "float16":
+            lower += ", or anew with model.dtype = bfloat16"
+        paths = self.world.from_main("the checkpoints", self.store.paths)
+        good = [path for path in paths if step_of(path) < step + mid_step]
+        if not (step or mid_step):
+            left = "nothing is trained yet, so it is the model or its precision: try model.dtype = float32"
+        elif good:
+            left = f"continue from the newest checkpoint before, --resume {good[-1]}, with {lower}"
+        else:
+            left = f"there is no checkpoint from before: start anew with checkpoint.every and {lower}"
+            if step and bad_gradient and not mid_step:
+                with suppress(CheckpointSaveError, Diverged):  # by other hands than the optimizer's
+                    weights = self.store.save(step, self.trainer.policy.saved_weights(), None)
+                    left += f"; the weights of step {step} alone are saved: `grpo-fast export {weights} OUT`"
+        return Diverged(f"the run diverged after step {step}: {error}; {left}")
+
+    def evaluate(self, size: int | None) -> dict[str, float]:
+        """Score the held-out questions, write it down, show it."""
+        if not self.trainer.held_out:
+            return {}
+        evaluation = self.trainer.evaluate(size)
+        step, n = self.trainer.step, evaluation.n
+        name = "held-out" if n == len(self.trainer.held_out) else f"held-out, first {n}"
+        self.logs.evaluation(step, name, evaluation.score, evaluation.interval, n)
+        self.display.evaluation(step, evaluation.score, evaluation.interval, n)
+        return {"eval/score": evaluation.score} | {f"eval/{k}": v for k, v in evaluation.metrics.items()}
+
+    def capture(self) -> None:
+        """Keep what a checkpoint holds besides the weights and the optimizer's tensors, between two steps.
+
+        The coming step moves prompts and random states on long before it changes a weight. Until it does,
+        this and the tensors are a checkpoint of the step before.
+        """
+        state = {
+            "optimizer": self.trainer.optimizer.state(),
+            "trainer": self.trainer.state_dict(),
+            "alerts": self.monitor.state_dict(),
+            "callbacks": self.callbacks.state_dict(),
+            "code": self.code,
+            "rng": capture_rng(),
+        }
+        # A copy of what changes, at every step; JSON, which takes far longer, is for checkpoints.
+        self.captured, self.state = self.trainer.step, pickle.dumps(state)
+
+    def save(self, *, must: bool = False, tell: bool = True) -> None:
+        """Write a checkpoint; a failed one loses nothing, so unless it is the last the run goes on.
+
+        Args:
+            must: it is the last.
+            tell: the callbacks hear of it.
+
+        Raises:
+            CheckpointSaveError: of the last one, for which its weights alone are saved if there is room.
+        """
+        self.logs.sync()
+        step, tensors = self.captured, self.trainer.optimizer.state_tensors()
+        try:
+            path = self.store.save(step, tensors, pickle.loads(self.state))
+        except CheckpointSaveError as error:
+            if must:
+                weights = self.store.save(step, self.trainer.policy.saved_weights(), None)
+                raise CheckpointSaveError(
+                    f"{error}. Saved are the weights of step {step} alone: `grpo-fast export {weights} OUT`"
+                ) from error
+            self.say(f"checkpoint of step {step} not saved: {error}; training goes on")
+            return
+        self.saved = step
+        if tell:
+            self.callbacks.tell("on_save", step, path)

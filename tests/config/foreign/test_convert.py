@@ -1,0 +1,182 @@
+"""Foreign configurations: every key in the account, the right places, an outcome that loads."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from grpo_fast.config.foreign import Conversion, convert
+from grpo_fast.config.foreign.conversion import LEFT
+from grpo_fast.config.foreign.names import NAMES
+from grpo_fast.config.foreign.references import resolve
+from grpo_fast.config.load import convert_file
+
+
+def converted(document: dict[str, Any] | str, source: str | None = None) -> Conversion:
+    document = yaml.safe_load(document) if isinstance(document, str) else document
+    conversion = convert(document, source=source)
+    assert all(row.reason for row in conversion.rows if row.outcome in LEFT)
+    return conversion
+
+
+def outcomes(document: dict[str, Any] | str) -> dict[str, str]:
+    return {row.key: row.outcome for row in converted(document).rows}
+
+
+def check_places(conversion: Conversion, expected: dict[str, Any]) -> None:
+    """`...` stands for a place that is not set."""
+    assert {place: conversion.places.get(place, ...) for place in expected} == expected
+
+
+RISE = {"name": "x.LinearLR", "kwargs": {"start_factor": 0.1, "total_iters": 5}}
+FALL = {"name": "x.CosineAnnealingLR", "kwargs": {"eta_min": 0.25}}
+COSINE = {"schedule": "cosine", "warmup_steps": 5, "min_learning_rate_ratio": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("grpo.max_num_steps", 999_999, {"max_steps": 999_999}),
+        ("grpo.adv_estimator.name", "reinforce", {}),
+        ("grpo.normalize_rewards", False, {"advantage.scale_rewards": "none"}),
+        ("loss_fn.use_cispo", True, {"loss.loss_type": "cispo"}),
+        ("loss_fn.token_level_loss", False, {"loss.loss_type": "grpo"}),
+        ("loss_fn.use_importance_sampling_correction", False, {"loss.sampler_correction": "none"}),
+        ("loss_fn.use_importance_sampling_correction", True, {}),  # without bounds
+        ("loss_fn.disable_ppo_ratio", True, {}),
+        ("policy.train_global_batch_size", 32, {}),  # of an unknown number of completions
+        ("policy.optimizer.name", "torch.optim.SGD", {}),
+        ("policy.optimizer.name", "bitsandbytes.optim.AdamW8bit", {"optimizer.kind": "adamw_8bit"}),
+        ("policy.generation.stop_strings", ["a"], {"rollout.stop": ["a"]}),
+        ("policy.generation.backend", "vllm", {"rollout.engine": "vllm"}),
+        ("policy.generation.backend", "megatron", {}),
+        ("data.train.output_key", "solution", {"dataset.rename": {"solution": "answer"}}),
+        ("policy.scheduler", [RISE, FALL], {f"optimizer.{key}": value for key, value in COSINE.items()}),
+        ("policy.scheduler", [{"name": "x.StepLR", "kwargs": {}}], {}),
+        ("checkpointing.enabled", False, {"checkpoint.every": 0}),
+    ],
+)
+def test_a_nemo_rl_value_is_put_in_our_terms_or_left(key, value, expected):
+    document = {"policy.model_name": "a/b", "policy.optimizer.kwargs.lr": 0.5, key: value}
+
+    conversion = converted(document, "nemo_rl")
+
+    row = next(row for row in conversion.rows if row.key == key)
+    assert {place: conversion.places[place] for place in row.places} == expected
+    assert (row.outcome in LEFT) == (not expected)
+
+
+def test_nemo_rls_one_section_form_takes_both_its_own_and_the_common_names():
+    text = "algorithm: {name: grpo, num_generations_per_prompt: 4, ratio_clip_min: 0.1, beta: 0.02, odd: 1}\n"
+    text += "policy: {model_name: a/b}"
+    expected = {"rollout.num_generations": 4, "loss.epsilon_low": 0.1, "loss.beta": 0.02}
+    expected |= {"loss.sampler_correction": "none"}  # a missing key's
+    check_places(converted(text), expected)
+    assert outcomes(text)["algorithm.odd"] == "needs a decision"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "algorithm: {name: dpo, beta: 0.2, loss_type: ipo}\npolicy: {model_name: a/b}",
+        "dpo: {reference_policy_kl_penalty: 0.2}\npolicy: {model_name: a/b}",
+        "base_model: a/b\nrl: dpo\nrl_beta: 0.2\ntrl: {max_completion_length: 9}",
+        "{beta: 0.2, loss_type: [sigmoid], truncation_mode: keep_start, model_name_or_path: a/b}",
+    ],
+)
+def test_preference_terms_are_not_taken_for_grpos(text):
+    found = converted(text)
+    check_places(found, {"algorithm": "dpo", "preference.loss.beta": 0.2})
+    assert not any(place.split(".")[0] in ("loss", "rollout", "rewards") for place in found.places)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"loss_type": ["sigmoid"], "label_smoothing": 0.1}, {"loss_type": "cdpo", "label_smoothing": 0.1}),
+        ({"loss_type": ["sigmoid", "sft"]}, {"loss_type": ["sigmoid", "sft"]}),
+        ({"loss_type": ["nca_pair"]}, {"loss_type": ...}),
+    ],
+)
+def test_trls_preference_losses_keep_their_names_but_for_a_smoothed_sigmoid(settings, expected):
+    conversion = converted({**settings, "truncation_mode": "keep_start"})
+    check_places(conversion, {f"preference.loss.{key}": value for key, value in expected.items()})
+
+
+BATCHES = {
+    "num_generations": 4,
+    "per_device_train_batch_size": 8,
+    "gradient_accumulation_steps": 2,
+    "steps_per_generation": 4,
+    "num_iterations": 2,
+}
+
+
+@pytest.mark.parametrize(
+    ("document", "expected"),
+    [
+        (
+            BATCHES | {"max_steps": 100, "save_steps": 50, "warmup_steps": 7},
+            {"prompts_per_step": 8, "minibatches": 2, "max_steps": 25}
+            | {"checkpoint.every": 13, "optimizer.warmup_steps": 2},
+        ),
+        ({"num_generations": 8, "per_device_train_batch_size": 3}, {"prompts_per_step": ...}),
+        (
+            {"num_generations": 8, "use_vllm": True, "beta": 0.1, "adam_beta1": 0.8},
+            {"prompts_per_step": 1, "minibatches": 1, "optimizer.betas": [0.8, 0.999]}
+            | {"rollout.max_completion_length": 512, "optimizer.schedule": "linear"}
+            | {"loss.sampler_correction": "sequence_mask", "loss.use_bias_correction_kl": True},
+        ),
+        (
+            {"num_generations": 8, "epsilon": 0.2, "sapo_temperature_pos": 0.9, "loss_type": "sapo"},
+            {"loss.epsilon_low": ..., "loss.sapo_temperature_pos": 0.9},
+        ),
+    ],
+    ids=["a step here is a rollout", "does not divide", "defaults that differ", "what the loss reads"],
+)
+def test_trls_terms_find_their_places(document, expected):
+    check_places(converted(document), expected)
+
+
+def test_two_keys_for_one_place_with_different_values_are_told():
+    conversion = converted({"num_generations": 8, "bf16": True, "dtype": "float32"})
+    reasons = {row.key: row.reason for row in conversion.rows}
+    assert "model.dtype" in reasons["dtype"] and "bf16" in reasons["dtype"]
+
+
+def test_a_token_is_not_shown():
+    assert "hf_secret" not in converted({"num_generations": 8, "hub_token": "hf_secret"}).listing()
+
+
+def test_a_nemo_rl_file_inherits_from_the_one_beside_it(tmp_path: Path):
+    parent = "grpo: {num_prompts_per_step: 32, num_generations_per_prompt: 16}\npolicy: {model_name: a/b}\n"
+    (tmp_path / "parent.yaml").write_text(parent, encoding="utf-8")
+    child = tmp_path / "child.yaml"
+    child.write_text("defaults: parent.yaml\ngrpo: {num_generations_per_prompt: 8}\n", encoding="utf-8")
+    check_places(convert_file(child)[0], {"rollout.num_generations": 8, "prompts_per_step": 32})
+
+
+def test_references_resolve_and_circles_end():
+    leaves = {"a.b": 3, "a.c": "${.b}", "d": "${mul:${a.b}, ${a.c}}", "e": "x-${a.b}"}
+    stay = {"f": "${f}", "g": "${none}", "j": "${add:1,2}", "k": "${mul:x,2}"}
+    assert resolve(leaves | stay) == {"a.b": 3, "a.c": 3, "d": 9, "e": "x-3"} | stay
+    assert resolve({"half": "${mul:0.5, 3}"}) == {"half": 1.5}
+
+
+@pytest.mark.parametrize("name", ["GRPOConfig", "DPOConfig"])
+def test_every_field_of_the_real_trl_is_in_the_table_and_in_the_account(name, tmp_path):
+    trl = pytest.importorskip("trl")
+    names = {field.name for field in dataclasses.fields(getattr(trl, name))}
+    assert names <= set(NAMES)
+    path = tmp_path / "trl.json"
+    config = getattr(trl, name)(output_dir=str(tmp_path), use_cpu=True, bf16=True)
+    path.write_text(json.dumps(config.to_dict()), encoding="utf-8")
+
+    rows = convert_file(path)[0].rows
+
+    assert set(config.to_dict()) <= {row.key for row in rows}

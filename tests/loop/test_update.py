@@ -1,0 +1,542 @@
+"""One update: its loss over micro-batches, and out of memory, a step as of small ones from the start."""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from grpo_fast.config.policy import LoraConfig, ModelConfig, OptimizerConfig
+from grpo_fast.data.table import Completions
+from grpo_fast.loop import update as update_module
+from grpo_fast.loop.collect import to_train
+from grpo_fast.loop.trainer import Trainer
+from grpo_fast.loop.update import packed_loss
+from grpo_fast.objective import StepTotals
+from grpo_fast.objective.metrics import sum_metrics
+from grpo_fast.plan.measure import random_batches, random_policy
+from grpo_fast.plan.sizes import StepSizes
+from grpo_fast.policy import PolicyOptimizer
+from grpo_fast.policy.out_of_memory import is_out_of_memory, optimizer_step
+from grpo_fast.record.logs import Clock
+
+Gradients = dict[str, torch.Tensor]
+
+
+def collected(trainer: Trainer) -> tuple[Completions, StepTotals]:
+    """One batch's completions, and the counts that their loss is divided by."""
+    table, _ = trainer.collect(Clock())
+    return to_train(table, trainer.config.advantage, trainer.config.loss)
+
+
+def ready(trainer: Trainer, table: Completions) -> Completions:
+    """One optimiser step's completions, ready for its gradient."""
+    return trainer.update.with_fixed_logprobs(trainer.update.local(table))
+
+
+def gradients(trainer: Trainer, table: Completions, totals: StepTotals) -> tuple[float, Gradients]:
+    """Loss and gradient of one optimiser step, without taking it."""
+    _, shares = trainer.update.gradient(ready(trainer, table), totals, trainer.update.loss_config())
+    loss = sum(share["loss"].item() for share in shares)
+    trained = trainer.policy.trainable().items()
+    return loss, {name: p.grad.clone() for name, p in trained if p.grad is not None}
+
+
+def shifted(table: Completions, shift: float | torch.Tensor) -> Completions:
+    """With other log-probabilities of the sampler."""
+    return table.with_columns(sampler_logprobs=table.columns["sampler_logprobs"] + shift)
+
+
+def assert_same(found: tuple[float, Gradients], expected: tuple[float, Gradients]) -> None:
+    assert found[0] == pytest.approx(expected[0], abs=1e-6)
+    for name, gradient in expected[1].items():
+        torch.testing.assert_close(found[1][name], gradient, rtol=1e-4, atol=1e-6)
+
+
+def quantile_in_a_gap(trainer: Trainer, table: Completions) -> float:
+    """A share of tokens whose threshold lies between two entropies: rounding decides between tokens that are
+    equal, as the first after one prompt."""
+    _, entropies = trainer.update.annotator.columns(table, "logprob", "entropy")
+    ordered = entropies[table.mask].sort().values
+    third = len(ordered) // 3
+    place = third + int(ordered.diff()[third:-third].argmax())
+    return 1 - (place + 0.5) / (len(ordered) - 1)
+
+
+def weights(trainer: Trainer) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in trainer.policy.trainable().values()])
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        {"loss_type": "grpo", "beta": 0.1},
+        {"loss_type": "dr_grpo", "beta": 0.1},
+        {"aggregation": "constant_length"},
+        {},
+    ],
+)
+def test_micro_batching_changes_neither_loss_nor_gradient(make_trainer, seed, loss):
+    trainer = make_trainer(loss=loss, seed=seed)
+    trainer.train_step()  # off the reference, so that the KL term has a gradient
+    samples, totals = collected(trainer)
+    counts, results = [], []
+    for budget in (4096, 64, 16):
+        trainer.update.configure(trainer.config.model_copy(update={"micro_batch_tokens": budget}))
+        counts.append(len(trainer.update.annotator.packed(samples)))
+        results.append(gradients(trainer, samples, totals))
+    assert 1 == counts[0] < counts[1] < counts[2]
+    for found in results[1:]:
+        assert_same(found, results[0])
+
+
+def test_a_completion_of_several_micro_batches_trains_with_its_layers_recomputed(
+    make_trainer, seed, monkeypatch
+) -> None:
+    """In one micro-batch of its own, its MLPs in tiles: the gradient is that of a batch with room for it."""
+    monkeypatch.setattr("grpo_fast.policy.layers.TILE_TOKENS", 10)
+    dice, results = random.Random(seed), []
+    lengths = (64, 5, 9)
+    samples = Completions.of([(1, 2)] * 3, [dice.choices(range(20), k=n) for n in lengths])
+    advantages = torch.tensor([dice.gauss(0, 1) for _ in lengths])
+    samples = samples.with_columns(advantages=samples.spread(advantages))
+    for budget, recomputed in ((4096, False), (16, True)):
+        trainer = make_trainer(micro_batch_tokens=budget, model={"gradient_checkpointing": recomputed})
+        results.append(gradients(trainer, samples, StepTotals(78, 3)))
+    assert trainer.update.annotator.packed(samples)[0].targets.numel() == 64
+    assert_same(results[1], results[0])
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        {"loss_type": "kl_cov", "kl_cov_ratio": 0.1, "kl_cov_coef": 3.0},
+        {"loss_type": "clip_cov", "clip_cov_ratio": 0.1, "clip_cov_low": 0.0, "top_entropy_quantile": 0.5},
+    ],
+    ids=lambda loss: loss["loss_type"],
+)
+def test_a_steps_tokens_are_held_back_by_one_forward_however_the_step_is_cut(
+    make_trainer, monkeypatch, seed, loss
+):
+    trainer = make_trainer(loss=loss, seed=seed, old_logprobs="sampler")
+    samples, totals = collected(trainer)
+    dice = random.Random(seed)  # ratios off one: a penalty has a gradient, and some are clipped
+    noise = torch.tensor([dice.gauss(0, 0.3) for _ in samples.token_ids])
+    samples = shifted(samples, noise)
+    config = trainer.config.loss
+    if config.top_entropy_quantile < 1:
+        config = replace(config, top_entropy_quantile=quantile_in_a_gap(trainer, samples))
+    results, batches = [], []
+    for budget in (4096, 64, 16):
+        changes = {"micro_batch_tokens": budget, "loss": config}
+        trainer.update.configure(trainer.config.model_copy(update=changes))
+        batches.append(len(trainer.update.annotator.packed(samples)))
+        torch.manual_seed(seed)  # clip_cov draws
+        with monkeypatch.context() as patch:
+            calls = count_forwards(trainer, patch)
+            results.append(gradients(trainer, samples, totals))
+        assert calls.count(False) == (batches[-1] if batches[-1] > 1 else 0)
+    assert 1 == batches[0] < batches[1] < batches[2]
+    for found in results[1:]:
+        assert_same(found, results[0])
+
+
+def test_minibatches_share_whole_groups_and_the_counts(make_trainer):
+    trainer = make_trainer(minibatches=3, advantage={"skip_flat_groups": False})
+    samples, totals = collected(trainer)
+    parts = trainer.update.split(samples, totals)
+
+    groups = [{*part.groups.tolist()} for part, _ in parts]
+    assert sorted(map(len, groups)) == [1, 1, 2] and len(set.union(*groups)) == 4
+    for name, share in (("num_tokens", totals.num_tokens), ("num_sequences", totals.num_sequences)):
+        assert [getattr(counts, name) for _, counts in parts] == [pytest.approx(share / 3)] * 3
+    assert [counts.measured_sequences for _, counts in parts] == [len(part) for part, _ in parts]
+    assert sum(counts.measured_tokens for _, counts in parts) == totals.num_tokens
+
+
+@pytest.mark.parametrize("lora", [None, {"r": 4}], ids=["full", "lora"])
+def test_a_trained_head_adds_its_own_gradient_in_every_micro_batch(make_trainer, monkeypatch, lora):
+    trainer = make_trainer(model={"lora": lora})
+    head, given = trainer.policy.head, []
+    linear_grpo_loss = update_module.linear_grpo_loss
+
+    def watched(*args: Any, weight_grad: torch.Tensor | None, **options: Any) -> Any:
+        given.append(weight_grad)
+        return linear_grpo_loss(*args, weight_grad=weight_grad, **options)
+
+    monkeypatch.setattr(update_module, "linear_grpo_loss", watched)
+    table, totals = collected(trainer)
+    trainer.update.gradient(table, totals, trainer.update.loss_config())
+
+    assert len(given) == len(trainer.update.annotator.packed(table)) > 1
+    assert all(into is head.weight.grad for into in given)  # None with adapters
+    assert (head.weight.grad is None) == (lora is not None)
+
+
+def test_skipping_groups_without_spread_changes_no_gradient_and_metrics_are_of_what_was_computed(
+    make_trainer, seed
+):
+    trainer = make_trainer(seed=seed)
+    table, _ = trainer.collect(Clock())
+    odd = table.groups % 2 == 1
+    flat = table.with_facts(
+        flat=table.facts["flat"] | odd, advantage=table.facts["advantage"].where(~odd, 0.0)
+    )
+    config, loss = trainer.config.advantage, trainer.config.loss
+    skipped, totals = to_train(flat, config, loss)
+    kept, same_totals = to_train(flat, config.model_copy(update={"skip_flat_groups": False}), loss)
+    assert len(skipped) < len(kept) and totals == same_totals
+    assert_same(gradients(trainer, skipped, totals), gradients(trainer, kept, totals))
+
+    (entropy,) = trainer.update.annotator.columns(skipped, "entropy")
+    metrics = trainer.update.run(skipped, totals, Clock())
+    assert metrics["entropy"] == pytest.approx(entropy.mean().item(), rel=1e-4)
+    assert metrics["policy/ratio_mean"] == pytest.approx(1.0, abs=1e-5)
+    assert metrics["clip_ratio/region_mean"] == 0
+    assert metrics["sampling/logp_difference_mean"] < 1e-4
+
+
+def count_forwards(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Grows by one for each forward of the policy; true where it is for a gradient."""
+    forward, calls = trainer.policy.hidden_states, []
+
+    def counted(batch: Any, **given: Any) -> torch.Tensor:
+        calls.append(torch.is_grad_enabled())
+        return forward(batch, **given)
+
+    monkeypatch.setattr(trainer.policy, "hidden_states", counted)
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("old_logprobs", "minibatches", "extra"),
+    [("recompute", 1, 0), ("recompute", 2, 1), ("sampler", 2, 0)],
+)
+def test_old_logprobs_cost_a_forward_only_for_minibatches_whose_turn_comes_after_an_update(
+    make_trainer, monkeypatch, old_logprobs: str, minibatches: int, extra: int
+):
+    sections = {"num_iterations": 2, "minibatches": minibatches, "old_logprobs": old_logprobs}
+    trainer = make_trainer(**sections, micro_batch_tokens=4096, optimizer={"learning_rate": 2e-2})
+    trainer.sampler_seen = True  # which takes one more, once
+    calls = count_forwards(trainer, monkeypatch)
+    metrics = trainer.train_step().metrics
+    assert calls.count(True) == 2 * minibatches and calls.count(False) == extra
+    assert metrics["clip_ratio/region_mean"] > 0  # the second epoch is off-policy
+
+
+def test_old_logprobs_of_later_epochs_are_those_of_the_policy_that_sampled(make_trainer, seed):
+    trainer = make_trainer(num_iterations=2, seed=seed)
+    table, totals = collected(trainer)
+    (expected,) = trainer.update.annotator.columns(table)
+    config, update = trainer.update.loss_config(), trainer.update
+    old, shares = update.gradient(table, totals, config)
+    update.step(shares, config)
+    again, _ = update.gradient(table.with_columns(old_logprobs=old), totals, config)
+    torch.testing.assert_close(old, expected, rtol=0, atol=1e-6)
+    assert again is old
+
+
+def test_the_samplers_logprobs_as_old_ones_put_its_error_into_the_ratio(make_trainer, seed):
+    trainer = make_trainer(old_logprobs="sampler", seed=seed)
+    samples, totals = collected(trainer)
+    for given, ratio in ((samples, 1.0), (shifted(samples, -0.5), math.exp(0.5))):
+        config = trainer.update.loss_config()
+        metrics = sum_metrics(trainer.update.gradient(ready(trainer, given), totals, config)[1])
+        assert metrics["policy/ratio_max"] == pytest.approx(ratio, rel=1e-3)
+        assert (metrics["clip_ratio/high_mean"] > 0) == (ratio > 1.2)
+
+
+def test_an_on_policy_step_takes_the_truncated_ratio_to_the_sampler_without_a_forward(
+    make_trainer, monkeypatch, seed
+):
+    loss = {"sampler_correction": "token_truncate", "sampler_clip_max": 1.25}
+    trainer = make_trainer(loss=loss, seed=seed, micro_batch_tokens=4096)
+    samples, totals = collected(trainer)
+    expected: Gradients = {}
+    for shift, weight in ((0.0, 1.0), (-0.1, math.exp(0.1)), (-1.0, 1.25)):
+        calls = count_forwards(trainer, monkeypatch)
+        _, grads = gradients(trainer, shifted(samples, shift), totals)
+        assert calls == [True]
+        expected = expected or grads
+        for name, grad in grads.items():
+            torch.testing.assert_close(grad, weight * expected[name], rtol=1e-3, atol=1e-5)
+
+    with pytest.raises(ValueError, match="sampler_correction = 'token_truncate'"):
+        make_trainer(old_logprobs="sampler", loss={"sampler_correction": "token_truncate"})
+
+
+def test_a_trainer_around_vllm_corrects_for_it_without_being_told(make_trainer):
+    trainer = make_trainer()
+    trainer.engine.name = "vllm"
+    trainer.enter(0)
+    samples, totals = collected(trainer)
+    _, grads = gradients(trainer, shifted(samples, -10.0), totals)  # ratios far beyond the bound
+    assert not any(grad.any() for grad in grads.values())
+
+
+@pytest.mark.parametrize("cut", [{"top_p": 0.9}, {"top_k": 3}, {"min_p": 0.01}], ids=str)
+def test_no_ratio_is_taken_to_a_truncated_distribution(make_trainer, cut):
+    trainer = make_trainer(rollout=cut)
+    assert not [name for name in trainer.train_step().metrics if name.startswith("sampling/")]
+
+    (key,) = cut
+    for reader in ({"old_logprobs": "sampler"}, {"loss": {"sampler_correction": "token_mask"}}):
+        with pytest.raises(ValueError, match=rf"({'|'.join(reader)}).*rollout\.{key} = .*leave out"):
+            make_trainer(rollout=cut, **reader)
+
+
+@pytest.mark.parametrize(
+    ("sections", "asking"),
+    [
+        ({}, [0, 10, 20]),
+        ({"old_logprobs": "sampler"}, [*range(21)]),
+        ({"loss": {"sampler_correction": "token_mask"}}, [*range(21)]),
+        ({"loss": {"off_policy_mask_threshold": 0.5}}, [*range(21)]),
+        ({"loss": {"loss_type": "grpo_fast.objective.loss:policy_loss"}}, [*range(21)]),
+    ],
+    ids=str,
+)
+def test_the_sampler_is_asked_for_logprobs_where_a_loss_reads_them_and_else_now_and_then(
+    make_trainer, monkeypatch, sections, asking
+):
+    trainer, asked = make_trainer(**sections), []
+
+    def generate(prompts: Any, n: int, sampling: Any, observer: Any) -> Any:
+        asked.extend([trainer.step] if sampling.logprobs else [])
+        raise InterruptedError
+
+    monkeypatch.setattr(trainer.engine, "generate", generate)
+    for trainer.step in range(21):
+        with pytest.raises(InterruptedError):
+            trainer.rollout(trainer.prompts.next(), 0, Clock())
+    assert asked == asking and not trainer.evaluation_sampling.logprobs
+
+
+def test_lora_trains_the_adapters_only_and_needs_no_second_model_for_the_kl(make_trainer):
+    trainer = make_trainer(model={"lora": {"r": 4}}, loss={"beta": 0.1}, optimizer={"learning_rate": 1e-2})
+    names = set(trainer.policy.trainable())
+    assert names and all("lora_" in name for name in names)
+    first, second = trainer.train_step().metrics, trainer.train_step().metrics
+    assert first["kl"] == pytest.approx(0, abs=1e-6) and second["kl"] > 1e-6
+
+
+def test_adaptive_entropy_raises_its_coefficient_while_the_entropy_is_below_its_target(make_trainer):
+    loss = {"use_adaptive_entropy": True, "entropy_target": 100.0, "entropy_coef_delta": 0.01}
+    trainer = make_trainer(loss=loss)
+    coefficients = [trainer.train_step().metrics["entropy_coef"] for _ in range(3)]
+    assert coefficients == pytest.approx([0.0, 0.01, 0.02])
+
+
+def limit_memory(
+    trainer: Trainer, tokens: int, monkeypatch: pytest.MonkeyPatch, *, backward: bool = False
+) -> list[int]:
+    """The policy's forward, or its backward after the head's, raises above so many tokens.
+
+    Returns:
+        The sizes that were refused.
+    """
+    forward: Callable[..., torch.Tensor] = trainer.policy.hidden_states
+    refused: list[int] = []
+
+    def bounded(batch: Any, **given: Any) -> torch.Tensor:
+        size = batch.input_ids.numel()
+
+        def refuse(_: Any = None) -> None:
+            refused.append(size)
+            raise torch.OutOfMemoryError(f"tried to allocate for {size} tokens")
+
+        if size > tokens and not backward:
+            refuse()
+        hidden = forward(batch, **given)
+        if size > tokens and hidden.requires_grad:
+            hidden.register_hook(refuse)
+        return hidden
+
+    monkeypatch.setattr(trainer.policy, "hidden_states", bounded)
+    return refused
+
+
+@pytest.mark.parametrize(
+    ("sections", "backward"),
+    [
+        ({}, True),
+        ({"model": {"dtype": "bfloat16"}}, True),
+        ({"num_iterations": 2}, False),
+        ({"loss": {"top_entropy_quantile": 0.5}}, False),
+        ({"model": {"lora": {"r": 4, "dropout": 0.5}}}, False),
+    ],
+    ids=str,
+)
+def test_a_step_after_out_of_memory_is_that_of_small_micro_batches_from_the_start(
+    make_trainer, monkeypatch, seed: int, sections: dict[str, Any], backward: bool
+) -> None:
+    trainer = make_trainer(seed=seed, micro_batch_tokens=4096, **sections)
+    refused = limit_memory(trainer, 40, monkeypatch, backward=backward)
+    found = trainer.train_step()
+    budget = trainer.update.annotator.budget.limit
+
+    assert refused and budget is not None and budget < min(refused)
+    assert found.timings["memory/micro_batch_tokens"] == budget
+    small = make_trainer(seed=seed, micro_batch_tokens=budget, **sections)
+    assert found.metrics == small.train_step().metrics
+    assert torch.equal(weights(trainer), weights(small))
+
+
+def test_a_step_of_the_optimiser_that_does_not_fit_says_what_helps(make_trainer, monkeypatch) -> None:
+    optimizer = make_trainer().optimizer
+    errors = iter([RuntimeError("CUDA error: out of memory"), RuntimeError("size mismatch")])
+
+    def broken() -> float:
+        raise next(errors)
+
+    monkeypatch.setattr(optimizer, "step", broken)
+    with pytest.raises(torch.OutOfMemoryError, match=r"model\.lora.*train_lm_head.*CUDA error"):
+        optimizer_step(optimizer)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        optimizer_step(optimizer)
+
+
+def test_only_the_optimiser_step_that_failed_is_repeated(make_trainer, monkeypatch, seed: int) -> None:
+    sections = {"seed": seed, "num_iterations": 3, "minibatches": 2, "micro_batch_tokens": 4096}
+    sections["loss"] = {"beta": 0.1}  # its reference log-probabilities move to the smaller micro-batches
+    sections["advantage"] = {"skip_flat_groups": False}  # else few samples might be left
+    trainer, whole = make_trainer(**sections), make_trainer(**sections)
+    steps, loss = [], update_module.packed_loss
+    step = trainer.optimizer.step
+    monkeypatch.setattr(trainer.optimizer, "step", lambda: steps.append(True) or step())
+
+    def late(policy: Any, batch: Any, *args: Any, **options: Any) -> Any:
+        if len(steps) == 3 and batch.num_sequences == 12:  # the whole minibatch, two groups of six
+            raise torch.OutOfMemoryError("later than the first")
+        return loss(policy, batch, *args, **options)
+
+    before = weights(trainer)
+    with monkeypatch.context() as patch:
+        patch.setattr(update_module, "packed_loss", late)
+        metrics = trainer.train_step().metrics
+
+    expected = whole.train_step().metrics
+    assert len(steps) == 6 and trainer.update.annotator.budget.limit is not None
+    for name in ("kl", "entropy", "grad_norm"):
+        assert metrics[name] == pytest.approx(expected[name], rel=1e-2)
+    # In the norm: where a gradient is rounding noise, Adam steps by the full rate in either direction.
+    distance = (weights(trainer) - weights(whole)).norm()
+    assert distance < 1e-2 * (weights(whole) - before).norm()
+
+
+def test_known_log_probabilities_move_to_the_tokens_they_belong_to(make_trainer) -> None:
+    trainer = make_trainer(micro_batch_tokens=4096)
+    table, _ = collected(trainer)
+    table = table.with_columns(old_logprobs=1000.0 * table.spread(torch.arange(len(table))) + table.token_ids)
+    annotator = trainer.update.annotator
+    whole = annotator.packed(table)
+
+    annotator.budget.limit = 30
+    ((_, smaller),) = annotator.attempts(table)
+
+    assert len(smaller) > len(whole)
+    for batch in (*whole, *smaller):
+        expected = 1000 * batch.rows[batch.sequence_ids] + batch.targets
+        assert torch.equal(batch.columns["old_logprobs"], expected.float())
+    assert annotator.packed(table)[0].targets is smaller[0].targets  # not laid out again
+
+
+def test_where_one_completion_does_not_fit_the_error_names_what_helps(make_trainer, monkeypatch) -> None:
+    trainer = make_trainer()
+    limit_memory(trainer, 3, monkeypatch)
+    with pytest.raises(torch.OutOfMemoryError, match=r"gradient_checkpointing.*max_completion_length.*lora"):
+        trainer.train_step()
+    assert not trainer.optimizer.mid_step
+
+
+def test_the_run_says_so_once_and_a_resumed_one_begins_with_what_fits(
+    make_trainer, monkeypatch, caplog
+) -> None:
+    trainer = make_trainer(micro_batch_tokens=4096)
+    limit_memory(trainer, 60, monkeypatch)
+    with caplog.at_level(logging.WARNING):
+        trainer.train_step()
+        said = len(caplog.records)
+        trainer.train_step()
+    assert f"micro_batch_tokens = {trainer.update.annotator.budget.limit}" in caplog.text
+    assert len(caplog.records) == said
+
+    resumed = make_trainer(micro_batch_tokens=4096)
+    resumed.load_state_dict(trainer.state_dict())
+    assert resumed.update.annotator.micro_batch_tokens == trainer.update.annotator.budget.limit < 60
+
+
+def test_a_forward_for_fixed_log_probabilities_is_repeated_too(make_trainer, monkeypatch) -> None:
+    trainer = make_trainer(loss={"beta": 0.1, "kl_in_reward": True}, micro_batch_tokens=4096)
+    refused = limit_memory(trainer, 60, monkeypatch)
+    table, _ = trainer.collect(Clock())
+    assert refused and trainer.update.annotator.budget.limit <= 60
+    penalties = table.facts["reward"] - table.facts["reward_table"][:, 0]
+    assert penalties.abs().max() < 1e-4  # the policy is its reference still
+
+
+def test_other_errors_are_not_taken_for_it(make_trainer, monkeypatch) -> None:
+    assert is_out_of_memory(RuntimeError("CUDA error: out of memory"))
+    assert is_out_of_memory(RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"))
+    assert not is_out_of_memory(RuntimeError("size mismatch"))
+    assert not is_out_of_memory(ValueError("out of memory"))
+    attempts: list[int] = []
+
+    def broken(*_: Any, **__: Any) -> Any:
+        attempts.append(1)
+        raise RuntimeError("size mismatch")
+
+    monkeypatch.setattr(update_module, "packed_loss", broken)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        make_trainer().train_step()
+    assert len(attempts) == 1
+
+
+SIZES = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "eos_token_id": 2, "bos_token_id": 1}
+WORK = StepSizes(prompts=3, generations=2, prompt_length=6, completion_length=5, micro_batch_tokens=20)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_the_whole_models_gradient_is_that_of_autograd(seed: int, tied: bool, dtype: str) -> None:
+    config = AutoConfig.for_model("llama", **SIZES, **HEADS, tie_word_embeddings=tied)
+    torch.manual_seed(seed)
+    model = ModelConfig(path="-", dtype=dtype)
+    policy = random_policy(config, model, attention="sdpa", device=torch.device("cpu"))
+    optimizer, head = PolicyOptimizer(policy.trainable(), OptimizerConfig(), total_steps=1), policy.head
+
+    def gradients(batches: Sequence[Any], *, in_place: bool) -> Gradients:
+        """What the optimiser would step by."""
+        optimizer.zero_grad()
+        for batch in batches:
+            packed_loss(policy, batch, optimizer=optimizer if in_place else None).loss.backward()
+        return {name: optimizer.gradient_of(p).clone() for name, p in policy.trainable().items()}
+
+    batches = random_batches(policy, WORK)
+    assert len(batches) > 1
+    found, expected = gradients(batches, in_place=True), gradients(batches, in_place=False)
+    (name,) = (name for name, p in policy.trainable().items() if p is head.weight)
+    mine, theirs = found.pop(name), expected.pop(name)
+    assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+    # Each of a micro-batch's gradients of the head is rounded, in 16 bits up to three times.
+    parts = sum(gradients([batch], in_place=False)[name].norm() for batch in batches)
+    assert mine.norm() > 0
+    assert (mine - theirs).norm() <= 4 * torch.finfo(getattr(torch, dtype)).eps * parts
+
+
+@pytest.mark.parametrize("model", [{"lora": LoraConfig(r=4)}, {"train_lm_head": False}], ids=str)
+def test_a_frozen_head_has_no_gradient_to_add_to(model: dict[str, Any]) -> None:
+    config = AutoConfig.for_model("llama", **SIZES, **HEADS, tie_word_embeddings=False)
+    device = torch.device("cpu")
+    policy = random_policy(config, ModelConfig(path="-", **model), attention="sdpa", device=device)
+    optimizer = PolicyOptimizer(policy.trainable(), OptimizerConfig(), total_steps=1)
+
+    assert optimizer.gradient_of(policy.head.weight) is None

@@ -1,0 +1,219 @@
+"""A run's folder: one holder, files whole at every moment, and JSON lines that a kill cannot spoil."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import multiprocessing
+import os
+import random
+import resource
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+
+from grpo_fast.record import files
+from grpo_fast.record.files import JsonlLog, RunInUse, locked_run_dir, read_jsonl
+
+FORK = multiprocessing.get_context("fork")  # a process of its own without imports of its own
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Iterator[JsonlLog]:
+    log = JsonlLog(tmp_path / "log.jsonl")
+    yield log
+    log.close()
+
+
+@pytest.mark.parametrize("error", [None, KeyboardInterrupt])
+def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch, error: Any):
+    path = tmp_path / "config.yaml"
+    path.write_bytes(b"old and long")
+    if error:
+        monkeypatch.setattr(files.os, "replace", Mock(side_effect=error))
+    with pytest.raises(error) if error else nullcontext():
+        files.write_whole(path, b"new")
+    assert path.read_bytes() == (b"old and long" if error else b"new")
+
+
+def on_a_full_disk(work: Callable[[], None]) -> str:
+    """What a process that does the work is told, where files end at 40 bytes."""
+
+    def run(result: Any) -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (40, 40))
+        try:
+            work()
+        except OSError as error:
+            result.send(str(error))
+
+    receiver, sender = FORK.Pipe(duplex=False)
+    process = FORK.Process(target=run, args=(sender,))
+    process.start()
+    process.join()
+    return receiver.recv()
+
+
+def test_a_full_disk_is_told_with_the_file_that_it_has_no_room_for(tmp_path: Path):
+    path = tmp_path / "config.yaml"
+    message = on_a_full_disk(lambda: files.write_whole(path, 100 * b"x"))
+    assert "cannot be written" in message and str(path) in message
+    assert not [*tmp_path.iterdir()]
+
+
+def test_records_are_read_back_as_they_were_written_whole_and_as_numbers_or_null(tmp_path: Path):
+    path = tmp_path / "log.jsonl"
+    path.write_bytes(b'{"step": 1}\n{"step": 2, "re')
+    text = {"text": "two\nlines, \u2028, ü and a broken \udc80 byte", "values": [0.1, 1 / 3, 1e-300, 7]}
+    infinite = [float("nan"), float("-inf")]
+
+    log = JsonlLog(path)  # and the half-written line is gone
+    log.append(text, {})
+    log.append({"a": np.float32(0.5), "b": np.int64(3), "c": {"d": infinite}, "e": True})
+    log.close()
+
+    assert path.read_bytes().endswith(b'{"a": 0.5, "b": 3, "c": {"d": [null, null]}, "e": true}\n')
+    assert read_jsonl(path)[:-1] == [{"step": 1}, text, {}]
+
+
+def test_going_back_to_a_step_forgets_what_came_after(log: JsonlLog):
+    log.append({"step": 1}, {"step": 2}, {"step": 2}, {"step": 3})
+    log.rewind(2)
+    log.append({"step": 4})
+    assert [record["step"] for record in read_jsonl(log.path)] == [1, 2, 2, 4]
+
+
+def test_reading_leaves_out_an_unfinished_last_line_and_names_any_other_damage(tmp_path: Path):
+    path = tmp_path / "log.jsonl"
+    assert read_jsonl(path) == []  # absent
+
+    path.write_bytes(b'{"step": 1}\n{"st')
+    assert read_jsonl(path) == [{"step": 1}]
+
+    for damaged, line in ((b'{"step": 1}\n{"st\n{"step": 3}\n', "line 2"), (b"[1]\n", "line 1")):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=line):
+            read_jsonl(path)
+
+
+def test_a_write_that_finds_no_room_leaves_whole_lines_and_says_which_file(log: JsonlLog):
+    def append() -> None:
+        log.append({"step": 1})
+        try:
+            log.append({"step": 2, "text": "x" * 100})
+        finally:
+            log.append({"step": 3})
+
+    assert "cannot append" in (message := on_a_full_disk(append)) and str(log.path) in message
+    assert [record["step"] for record in read_jsonl(log.path)] == [1, 3]
+
+
+def record_of(step: int) -> dict[str, Any]:
+    return {"step": step, "value": 1 / (step + 1), "text": "x" * 5000}
+
+
+def keep_writing(path: Path, first: int, sender: Any) -> None:
+    log = JsonlLog(path)
+    log.rewind(first - 1)
+    for step in range(first, 10**9):
+        log.append(record_of(step))
+        if step == first:
+            sender.send("writing")
+
+
+def test_a_file_killed_at_random_points_and_taken_up_again_equals_one_written_in_one_go(
+    tmp_path: Path, dice: random.Random
+):
+    path, step = tmp_path / "log.jsonl", 0
+
+    for _ in range(5):
+        receiver, sender = FORK.Pipe(duplex=False)
+        writer = FORK.Process(target=keep_writing, args=(path, step, sender))
+        writer.start()
+        assert receiver.recv() == "writing"
+        time.sleep(dice.uniform(0, 0.05))
+        writer.kill()
+        writer.join()
+        step = dice.randint(0, path.read_bytes().count(b"\n"))  # a checkpoint somewhere in what was written
+
+    log = JsonlLog(path)
+    log.rewind(step - 1)
+    log.close()
+    expected = [record_of(i) for i in range(step)]
+    assert read_jsonl(path) == expected
+    assert path.read_bytes() == b"".join(json.dumps(record).encode() + b"\n" for record in expected)
+
+
+def hold(run_dir: Path, start, results, end) -> None:
+    start.wait()
+    try:
+        with locked_run_dir(run_dir):
+            results.put("held")
+            end.wait()
+    except RunInUse as error:
+        results.put(str(error))
+
+
+def test_of_processes_that_start_at_one_instant_exactly_one_holds_the_folder(tmp_path: Path):
+    start, end, results = FORK.Event(), FORK.Event(), FORK.Queue()
+    processes = [FORK.Process(target=hold, args=(tmp_path, start, results, end)) for _ in range(6)]
+    for process in processes:
+        process.start()
+    start.set()
+    said = [results.get(timeout=60) for _ in processes]
+    end.set()
+    for process in processes:
+        process.join()
+    assert said.count("held") == 1
+    assert all(str(tmp_path) in text and "--resume" in text for text in said if text != "held")
+
+
+def hold_with_a_worker(run_dir: Path, workers) -> None:
+    with locked_run_dir(run_dir):
+        if (worker := os.fork()) == 0:
+            signal.pause()
+        workers.put(worker)
+        signal.pause()
+
+
+def test_a_killed_holder_is_named_before_and_forgotten_after_though_its_worker_lives_on(tmp_path: Path):
+    workers = FORK.Queue()
+    holder = FORK.Process(target=hold_with_a_worker, args=(tmp_path, workers))
+    holder.start()
+    worker = workers.get(timeout=60)
+    try:
+        named = rf"process {holder.pid} on host {socket.gethostname()}, started \d{{4}}-\d\d-\d\d \d\d:"
+        with pytest.raises(RunInUse, match=named), locked_run_dir(tmp_path):
+            pass
+        holder.kill()
+        holder.join()
+        with locked_run_dir(tmp_path):
+            os.kill(worker, 0)  # is alive
+    finally:
+        os.kill(worker, signal.SIGKILL)
+
+
+def test_a_file_system_without_locks_is_told_and_trained_on_and_one_that_cannot_be_written_is_refused(
+    tmp_path: Path, monkeypatch, caplog
+):
+    unsupported = OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=unsupported))
+    with locked_run_dir(tmp_path):
+        assert f"{tmp_path} cannot be locked" in caplog.text
+    for path, method in ((tmp_path / "run.lock" / "run", "mkdir"), (tmp_path, "fsync")):
+        if method == "fsync":
+            monkeypatch.setattr(files.os, "fsync", Mock(side_effect=OSError(errno.ENOSPC, "no room")))
+        with (
+            pytest.raises(OSError, match=f"cannot write to {path}: .*another output_dir"),
+            locked_run_dir(path),
+        ):
+            pass
