@@ -22,8 +22,6 @@ COMMANDS = {
     "scaling": ("scaling", "the head against tokens and vocabulary, with fitted exponents"),
     "crossover": ("crossover", "the head against density: where the exact backward overtakes"),
     "bias": ("bias", "errors of a backward that draws, drops or filters, against tokens and tolerance"),
-    "models": ("model_types", "what each type of causal language model of transformers does here"),
-    "vllm": ("vllm_types", "what vLLM draws from each type of model, against the policy's own forward"),
     "rows": ("live_tiles", "sample a model's own rows, and the histogram of their live tiles"),
     "aot": ("aot", "registers, spills and instructions of the shipped kernels, compiled ahead of time"),
     "compare": ("compare", "two records of one subcommand: what changed beyond noise"),

@@ -25,7 +25,6 @@ from pydantic import TypeAdapter
 
 from grpo_fast.record.summary import duration_text, score_text
 
-from . import model_types, vllm_types
 from .accuracy import is_wrong
 from .measure import SKIPPED
 from .problem import PRODUCT
@@ -94,9 +93,6 @@ def render(path: Path, link: str) -> str:
         "aot": aot,
         "score": lambda found: score_text(found["score"], found["interval"]),
         "duration": duration_text,
-        "models": model_types.TABLE.shown,
-        "summary": model_types.summary,
-        "vllm_types": vllm_types.TABLE.shown,
         "join_command": shlex.join,
     }
     template = templates.from_string((HERE / "readme.md.j2").read_text(encoding="utf-8"))

@@ -91,7 +91,6 @@ def test_whole_steps_of_both_trainers_have_phases(run, monkeypatch):
         ("head --device cpu --impl nobody", "--impl 'nobody' is part of no implementation's name"),
         ("crossover --device cpu --factors 0", "--factors must be above 0"),
         ("bias --rows nowhere --tokens 284 1136 --batches 3", "one for each of the 2 --tokens, and a last"),
-        ("models --only llama5", "--only llama5: transformers has no language model of this type"),
     ],
 )
 def test_a_value_that_cannot_be_used_is_named(arguments, message, capsys):

@@ -13,18 +13,17 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from benchmarks import tiny
-from benchmarks.tiny import _changes
 from grpo_fast.config.policy import ModelConfig
 from grpo_fast.data.table import Completions
 from grpo_fast.policy import PackedBatch, Policy, load_policy, pack
+from tests import tiny
 
 VOCABULARY = 61
 SIZES = {
     **{"vocab_size": VOCABULARY, "max_position_embeddings": 256},
     **{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2},
 }
-CHANGES: dict[str, dict[str, Any]] = {  # of the sizes that `benchmarks.tiny` gives a family
+CHANGES: dict[str, dict[str, Any]] = {  # of the sizes that `tests.tiny` gives a family
     "llama": {"tie_word_embeddings": True},
     "gemma2": {"attn_logit_softcapping": 2.0},  # one sliding layer, one full; both softcaps
     # Heads of two widths, experts beside the MLP, and a layer that takes the keys of the one before.
@@ -45,7 +44,7 @@ CHANGES: dict[str, dict[str, Any]] = {  # of the sizes that `benchmarks.tiny` gi
 
 
 def small_config(family: str, **changes: object) -> Any:
-    usual = _changes(AutoConfig.for_model(family), tiny.SIZES)
+    usual = tiny.changes(AutoConfig.for_model(family))
     return AutoConfig.for_model(family, **{**usual, **SIZES, **CHANGES.get(family, {}), **changes})
 
 

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.tiny import tiny_config
 from grpo_fast.config.policy import LoraConfig, ModelConfig
 from grpo_fast.policy import PackedBatch, Policy
 from grpo_fast.policy.adapters import adapted_weights, merged
 from grpo_fast.policy.layers import recompute
 from grpo_fast.policy.load import prepare_to_train
 from tests.policy.conftest import small_config
+from tests.tiny import tiny_config
 
 Load = Callable[..., Policy]
 MIXTURES = (

@@ -8,13 +8,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.tiny import tiny_config, tiny_model
 from grpo_fast.config.policy import ModelConfig
 from grpo_fast.config.rollout import RolloutConfig
 from grpo_fast.data.table import Completions
 from grpo_fast.policy import PackedBatch, Policy, load_policy, pack
 from grpo_fast.rollout import Sampling, make_engine
 from tests.policy.conftest import batch_logprobs, save_model
+from tests.tiny import tiny_config, tiny_model
 
 LORA = {"r": 4, "alpha": 8.0}
 Load = Callable[..., Policy]

@@ -57,7 +57,7 @@ ROUNDED += ["zamba2", "zaya", "minimax"]
 
 def made(family: str) -> PreTrainedModel:
     """A random model, peaked enough that sampling has a shape to get wrong, but where rounding would grow."""
-    from benchmarks.tiny import tiny_config  # not beside the scripts that import this file
+    from tests.tiny import tiny_config  # not beside the scripts that import this file
 
     changes = {"initializer_range": 0.1 if family in ROUNDED else 0.3} | CHANGES.get(family, {})
     config = tiny_config(changes.pop("model_type", family))

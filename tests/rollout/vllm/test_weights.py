@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from benchmarks.tiny import tiny_config, tiny_model
 from grpo_fast.config.policy import LoraConfig
 from grpo_fast.rollout import Sampling
 from grpo_fast.rollout.vllm.weights import (
@@ -24,6 +23,7 @@ from grpo_fast.rollout.vllm.weights import (
     storage_of,
     watch_loading,
 )
+from tests.tiny import tiny_config, tiny_model
 
 WIDTH, ROWS, PADDED = 4, 6, 8
 SIZES = {"q": 4, "k": 2, "v": 2}
