@@ -72,8 +72,6 @@ PARTS = (
           f"{_WIDE} --loss logprob --rows histogram --impl ours"),
     _part("goals-small", 1.2, "the head's goals, H = 896, and H = 1536",
           f"{_HEAD} --hidden 896 1536 --loss logprob --rows histogram --impl ours"),
-    _part("crossover", 1.2, "time against density, and where the exact backward overtakes",
-          "bench crossover"),
     _part("peers", 3, "every installed peer beside ours", f"{_MIDDLE} --loss logprob --rows histogram"),
     _part("profile", 1, "kernels of one step, and the gap", "bench profile"),
     _part("peers-flat", 3, "the same on rows where nothing can be left out",
@@ -85,7 +83,6 @@ PARTS = (
     _part("tests", 5, "kernels and head against their oracles on the GPU",
           f"{_PYTEST} {_BOTH} {_WORKERS} {_OF_HEAD} tests/kernels --ignore=tests/kernels/test_aot.py",
           "pytest"),
-    _part("scaling", 4, "time and memory against N and V", "bench scaling"),
     *(_part(tool, 4, f"compute-sanitizer {tool} on small kernels",
             f"compute-sanitizer --tool {tool} --error-exitcode 9 "
             f"{_PYTEST} {_BOTH} {_SMALL} --maxfail=3 {_CHECKED}", "pytest compute-sanitizer")

@@ -127,9 +127,7 @@ HEAD = "--tokens 32 --hidden 16 --vocab 300 --impl ours --dtype float32"
 STEP = "--model toy --prompts 1 --group 2"
 TINY = {
     "head": f"{HEAD} --histogram benchmarks/results/live_tiles_qwen2.5_coder_1.5b.json",
-    "crossover": f"{HEAD} --factors 1",
     "kernels": HEAD.replace("--impl ours", ""),
-    "scaling": "--tokens 16 --vocab 200 --at-tokens 16 --at-vocab 200 --hidden 16 --impl ours",
     "train": f"{STEP} --prompt 4 --completion 4 --steps 1 --engine transformers --impl ours",
     "group": "--model toy --prompt 4 --completion 4 --largest 2 --impl ours",
     "step": f"{STEP} --micro-batch-tokens 300 --impl ours",
@@ -208,13 +206,13 @@ def test_the_tuner_times_a_change_and_refuses_a_wrong_one(interpreted, monkeypat
 
 def test_what_decides_the_goals_comes_first_and_fits_in_eight_minutes(tmp_path, monkeypatch):
     names = [part.name for part in PARTS]
-    first = names[: names.index("crossover") + 1]
+    first = names[: names.index("peers")]
     ran = []
     monkeypatch.setattr(gpu, "run", lambda parts, minutes, out: ran.extend(p.name for p in parts) or 0)
 
     gpu.main(["--out", str(tmp_path), "--only", "tune", "goals-2048", "profile", "--skip", "profile"])
 
     assert ran == ["goals-2048", "tune"]
-    assert first == ["environment", "smoke", "goals-2048", "goals-4096", "goals-small", "crossover"]
+    assert first == ["environment", "smoke", "goals-2048", "goals-4096", "goals-small"]
     assert sum(part.minutes for part in PARTS if part.name in first) <= 8
     assert names[-1] == "tune" and len(set(names)) == len(names)

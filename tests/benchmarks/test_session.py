@@ -126,7 +126,7 @@ def test_measurements_survive_the_file_with_their_nan(tmp_path):
     assert repr(read(tmp_path / "step.json")) == repr(record)  # as text, where NaN equals itself
 
 
-@pytest.mark.parametrize("kind", ["head", "scaling", "step", "train", "group", "rollout", "turns", "pack"])
+@pytest.mark.parametrize("kind", ["head", "step", "train", "group", "rollout"])
 def test_the_checked_in_records_are_read(kind):
     record = read(Path(session.__file__).parent / "results" / f"{kind}_cpu.json")
 

@@ -10,7 +10,6 @@ from benchmarks import quickstart, step, train
 from benchmarks.__main__ import main
 from benchmarks.measure import OK
 from grpo_fast import cli
-from grpo_fast.objective.catalog import LOSS_TYPES
 from tests.benchmarks.conftest import by_name
 
 
@@ -29,20 +28,6 @@ def test_an_update_is_the_same_for_all_implementations(run):
         assert {"forward", "head and loss", "backward", "optimizer"} <= set(found[name].phases)
 
 
-def test_a_step_is_laid_out_in_whole_groups_and_every_loss_timed_a_token(run):
-    sizes = ["--tokens", "40", "--prompt", "3", "--completion", "9", "--group", "4"]
-    names = ["--impl", "table", "pack", "advantages", "loss", "--micro-batch-tokens", "16", "64"]
-
-    record = run("pack", *sizes, *names)
-
-    assert [cell.shape["micro_batch_tokens"] for cell in record.cells] == [
-        most for most in (16, 64) for _ in range(3 + len(LOSS_TYPES))
-    ]
-    for found in record.cells:
-        each, tokens = found.metrics["nanoseconds_a_token"], found.shape["tokens"]
-        assert 40 <= tokens < 40 + 4 * 9 and each * tokens == pytest.approx(1e6 * found.time.median)
-
-
 def test_an_engines_cycle_is_timed_phase_by_phase(run):
     record = run("rollout", "--model", "toy", "--group", "3", "--completion", "4", "--impl", "transformers")
 
@@ -50,17 +35,6 @@ def test_an_engines_cycle_is_timed_phase_by_phase(run):
     assert found.status == OK
     assert set(found.phases) == {"generate", "sleep", "sync", "wake"}
     assert 0 < found.metrics["tokens"] <= 2 * 3 * 4
-
-
-def test_a_rollout_of_several_turns_decodes_as_much_with_slow_tools(run):
-    sizes = ["--prompts", "2", "--group", "3", "--common", "4", "--turn", "6", "--seconds", "0.05"]
-    record = run("turns", "--model", "toy", *sizes, "--impl", "transformers")
-
-    at_once, slow = (found.metrics for found in record.cells)
-    assert {found.status for found in record.cells} == {OK}
-    assert at_once["tokens"] == slow["tokens"] and 2 * 3 <= slow["calls"] <= 2 * 3 * 2
-    assert slow["chain_seconds"] in (0.05, 0.1)  # of the completion with the most turns, not of all
-    assert slow["one_by_one_seconds"] >= slow["calls"] * 0.05
 
 
 def test_whole_steps_of_both_trainers_have_phases(run, monkeypatch):
@@ -89,7 +63,6 @@ def test_whole_steps_of_both_trainers_have_phases(run, monkeypatch):
         ("head --device cpu --rows real", "--rows real needs --real-rows FILE"),
         ("head --device cpu --real-rows absent.safetensors", "absent.safetensors cannot be read"),
         ("head --device cpu --impl nobody", "--impl 'nobody' is part of no implementation's name"),
-        ("crossover --device cpu --factors 0", "--factors must be above 0"),
         ("bias --rows nowhere --tokens 284 1136 --batches 3", "one for each of the 2 --tokens, and a last"),
     ],
 )
