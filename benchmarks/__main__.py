@@ -20,8 +20,6 @@ COMMANDS = {
     "bias": ("bias", "errors of a backward that draws, drops or filters, against tokens and tolerance"),
     "rows": ("live_tiles", "sample a model's own rows, and the histogram of their live tiles"),
     "aot": ("aot", "registers, spills and instructions of the shipped kernels, compiled ahead of time"),
-    "compare": ("compare", "two records of one subcommand: what changed beyond noise"),
-    "report": ("report", "records as one HTML page with plots"),
     "readme": ("readme", "write README.md's tables from the checked-in records"),
 }
 FAILURE, INTERRUPTED = 2, 130

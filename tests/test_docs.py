@@ -52,7 +52,7 @@ def test_every_command_runs_as_it_stands(name: str, toy: dict[str, Any], tmp_pat
 def test_the_commands_of_the_benchmarks_are_there(capsys):
     found = {m for page in PAGES.values() for m in re.findall(r"python -m benchmarks (\w+)", page)}
 
-    assert {"head", "step", "readme", "report"} <= found
+    assert {"head", "step", "readme"} <= found
     for name in found:
         with pytest.raises(SystemExit) as left:
             benchmarks([name, "--help"])

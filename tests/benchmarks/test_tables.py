@@ -1,18 +1,14 @@
-"""How shapes and numbers are said, the tables of measurements, and the page that shows records."""
+"""How shapes and numbers are said, and the tables of measurements."""
 
 from __future__ import annotations
 
-import base64
-import re
 from dataclasses import replace
-from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks.__main__ import main
 from benchmarks.measure import Memory, Spread
 from benchmarks.problem import Setting
-from benchmarks.record import Measurement, Record, write_json
+from benchmarks.record import Measurement
 from benchmarks.tables import DASH, console, label, number, print_measurements, shape_tables, skipped
 
 SETTING = vars(Setting("peaked", 64, 32, 300, "forward_backward", True, "float32"))
@@ -68,36 +64,3 @@ def test_each_shape_is_a_table_the_fastest_first_and_who_was_skipped_stands_else
     assert list(skipped(CELLS)) == [("absent", "not installed")]
     print_measurements(console(), [ABSENT, BROKEN])
     assert "failed no [file] <boom>" in capsys.readouterr().out
-
-
-def test_a_page_of_several_records_has_plots_every_measurement_and_provenance_and_works_offline(tmp_path):
-    about = {"benchmark_device": "a <machine>", "copy_gigabytes_per_second": 40.0, "command": ["python", "x"]}
-    group = Measurement("ours", {"model": "toy"}, metrics={"largest_group": 9.0})
-    records = {
-        "head.json": Record("head", CELLS, about, gpu_states=[{"clocks.sm": "1980 MHz"}]),
-        "empty.json": Record("train", [], about),
-        "group.json": Record("group", [group], about, stopped="interrupted", not_measured=[SETTING]),
-    }
-    for name, record in records.items():
-        write_json(tmp_path / name, record)
-
-    out = tmp_path / "out.html"
-    assert main(["report", *(str(tmp_path / name) for name in records), f"--html={out}"]) == 0
-
-    page = out.read_text()
-    for text in ("out of memory", "no [file] &lt;boom&gt;", "not installed", "python x", "1980 MHz",
-                 "a &lt;machine&gt;", "interrupted", "1 shapes were not measured"):  # fmt: skip
-        assert text in page
-    assert "<script" not in page and not re.search(r'(src|href)="(?!data:)', page)
-    titles = re.findall(r'alt="(.*?)"', page)
-    for kind in ("Time, ms, N 64", "Time, ms, against tokens", "Error of dX, against time, N 64",
-                 "Peak memory", "TFLOP/s, against FLOPs per byte", "Largest group"):  # fmt: skip
-        assert any(title.startswith(kind) for title in titles), kind
-    drawn = [ElementTree.fromstring(base64.b64decode(data)) for data in re.findall(r"base64,([^\"]+)", page)]
-    assert {"ours", "fast"} <= {text.strip() for text in drawn[0].itertext()}
-
-
-@pytest.mark.parametrize(("record", "html"), [("none.json", "o.html"), ("", "no/o.html")])
-def test_what_cannot_be_read_or_written_is_named(tmp_path, capsys, record, html):
-    assert main(["report", str(tmp_path / record), f"--html={tmp_path / html}"]) == 2
-    assert ("none.json" if record else "its folder does not exist") in capsys.readouterr().err
