@@ -19,7 +19,6 @@ COMMANDS = {
     "train": ("train", "whole training steps, our trainer and TRL's"),
     "bias": ("bias", "errors of a backward that draws, drops or filters, against tokens and tolerance"),
     "rows": ("live_tiles", "sample a model's own rows, and the histogram of their live tiles"),
-    "aot": ("aot", "registers, spills and instructions of the shipped kernels, compiled ahead of time"),
     "readme": ("readme", "write README.md's tables from the checked-in records"),
 }
 FAILURE, INTERRUPTED = 2, 130

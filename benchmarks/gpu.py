@@ -57,7 +57,6 @@ _HEAD = "bench head --tokens 16384 --vocab 151936"
 # Verbose: the log says what was found. A file that needs what is not installed does not stop the others.
 _PYTEST = "python -m pytest -p no:cacheprovider -v -ra --tb=short --continue-on-collection-errors"
 _WORKERS = "-n 8" if importlib.util.find_spec("xdist") else ""  # most of the time goes into compiling
-_COMPILERS = max(1, min(16, os.cpu_count() or 1) - 2)
 _SMALL = "-k '(pairs or row or small) and not hundred'"  # under compute-sanitizer, whose accesses are slow
 _CHECKED = "tests/kernels/test_sparse.py tests/kernels/test_select.py tests/head/test_stress.py"
 _OF_HEAD = "tests/head/test_paths.py tests/head/test_stress.py"
@@ -100,9 +99,6 @@ PARTS = (
           "transformers datasets"),
     _part("step", 5, "one update of a real architecture", "bench step", "transformers"),
     _part("rollout", 5, "an engine's cycle: generate, sleep, sync, wake", "bench rollout", "vllm"),
-    _part("tune", 7, "every kernel's sizes",
-          "python -m benchmarks.tune --minutes {minutes} --out {json} --log {log} "
-          f"--processes {_COMPILERS}"),
 )  # fmt: skip
 """By value: whether it is right, the goals, the open questions, the peers; what takes long comes last."""
 

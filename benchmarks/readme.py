@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment
-from packaging.version import Version
 from pydantic import TypeAdapter
 
 from grpo_fast.record.summary import duration_text, score_text
@@ -90,7 +89,6 @@ def render(path: Path, link: str) -> str:
     templates.filters |= {
         "measurements": measurements,
         "bias": bias,
-        "aot": aot,
         "score": lambda found: score_text(found["score"], found["interval"]),
         "duration": duration_text,
         "join_command": shlex.join,
@@ -194,12 +192,3 @@ def bias(record: dict[str, Any]) -> Iterator[tuple[list[str], list[list[str]]]]:
 def _in_units(cell: dict[str, Any], rounded: dict[str, Any]) -> str:
     ratios = (cell[name] / rounded[name] for name in ("hidden", "weight", "behind"))
     return " · ".join(f"{ratio:.0f}" if ratio >= 10 else f"{ratio:.2g}" for ratio in ratios)
-
-
-def aot(summaries: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Architectures down, versions of Triton across."""
-    versions = sorted({row["triton"] for row in summaries}, key=Version)
-    found = {(row["architecture"], row["triton"]): f"{row['kernels']} · {row['faulty']}" for row in summaries}
-    names = dict.fromkeys(row["architecture"] for row in summaries)
-    rows = [[name, *(found.get((name, version), DASH) for version in versions)] for name in names]
-    return ["architecture", *(f"Triton {version}" for version in versions)], rows

@@ -1,7 +1,7 @@
 """One process for the whole tree: Triton kernels run on the GPU where there is one, else interpreted.
 
 Triton reads the variable that chooses its interpreter while it is imported, so it is set here, before any
-test module. What needs the real compiler without a GPU (`benchmarks.aot`) runs in a process of its own.
+test module. What needs the real compiler without a GPU (`tests/kernels/aot.py`) runs in a process of its own.
 `TRITON_INTERPRET=0` or `=1` in the environment overrides the choice.
 
 The interpreter holds bfloat16 as its bit pattern in uint16 and computes on those integers: products, sums and

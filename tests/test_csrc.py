@@ -23,17 +23,16 @@ def test_the_count_keeps_its_histogram_in_shared_memory_and_a_tile_short(tmp_pat
     if compiler is None:
         pytest.skip("needs nvcc")
     pytest.importorskip("triton", reason="its wheel carries cuobjdump")
-    from benchmarks.machine_code import cuobjdump, read
+    from triton.tools.disasm import get_sass
 
     output = tmp_path / "kernel.cubin"
     options = re.findall(r'"(-(?:std|O|ftz)[^"]*)"', (ROOT / "setup.py").read_text())
     command = [compiler, *options, "-arch=sm_90", "-cubin", ROOT / "csrc" / "count_pairs.cu", "-o", output]
     subprocess.run(command, check=True)
 
-    _, spills, _, loops = read(output.read_bytes(), disassemble=True)
-    sass = cuobjdump("-sass", str(output))
-    assert not spills and "ATOMS" in sass and not re.search(r"\b(?:ATOMG|RED)\b", sass)
-    assert 0 < loops.instructions < 1500  # twice what 256 tiles need: with an entropy and without
+    sass = get_sass(output.read_bytes())
+    assert "ATOMS" in sass and not re.search(r"\b(?:ATOMG|RED|STL|LDL)\b", sass)  # STL, LDL: spills
+    assert 0 < sass.count(";") < 1500  # twice what 256 tiles need: with an entropy and without
 
 
 @pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
