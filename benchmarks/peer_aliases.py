@@ -45,7 +45,7 @@ def liger() -> None:
     from grpo_fast import linear_logprob
     from grpo_fast.integrations import liger as ours
 
-    for kind in ("GRPO", "DPO", "ORPO", "SimPO", "CPO", "KTO"):
+    for kind in ("GRPO",):
         name = f"LigerFusedLinear{kind}"
         module = getattr(ours, f"{name}Loss")
         home = importlib.import_module(f"liger_kernel.chunked_loss.{kind.lower()}_loss")
