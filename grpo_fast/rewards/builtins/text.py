@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
+from grpo_fast.config.section import PositiveInt
 from grpo_fast.rewards.builtins.options import (
     AnswerReward,
     Completions,
@@ -127,14 +128,11 @@ class RegexFormat:
         return [float(self.pattern.fullmatch(text) is not None) for text in texts(completions)]
 
 
-Positive = Annotated[int, Field(ge=1)]
-
-
 @reward
 class Length:
     """−penalty × |tokens − target| / target: 0 at the target, falling on both sides."""
 
-    target: Positive
+    target: PositiveInt
     penalty: Annotated[float, Field(gt=0)] = 1.0
 
     def __call__(
@@ -150,8 +148,8 @@ class SoftOverlong:
     0 up to max_length − cache tokens, falling to −1 at max_length, −1 beyond.
     """
 
-    max_length: Positive
-    cache: Positive
+    max_length: PositiveInt
+    cache: PositiveInt
 
     @model_validator(mode="after")
     def _consistent(self) -> SoftOverlong:
