@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from grpo_fast.config.section import PositiveInt
 from grpo_fast.rewards.builtins.options import (
     AnswerReward,
-    Completions,
+    CompletionTexts,
     GroupPattern,
     Pattern,
     Scores,
@@ -91,7 +91,7 @@ class TagFormat:
     tags: Tags = Field(default_factory=lambda: ["think", "answer"])
     prefix: str = ""  # what the prompt has begun already, such as "<think>"
 
-    def __call__(self, completions: Completions, **columns: Any) -> Scores:
+    def __call__(self, completions: CompletionTexts, **columns: Any) -> Scores:
         return [float(self._fits(self.prefix + text)) for text in texts(completions)]
 
     def _fits(self, text: str) -> bool:
@@ -112,7 +112,7 @@ class TagFormatIncremental:
     tags: Tags = Field(default_factory=lambda: ["think", "answer"])
     prefix: str = ""  # what the prompt has begun already
 
-    def __call__(self, completions: Completions, **columns: Any) -> Scores:
+    def __call__(self, completions: CompletionTexts, **columns: Any) -> Scores:
         wanted = marks(self.tags)
         found = [[(self.prefix + text).count(mark) for mark in wanted] for text in texts(completions)]
         return [counts.count(1) / len(wanted) for counts in found]
@@ -124,7 +124,7 @@ class RegexFormat:
 
     pattern: Pattern
 
-    def __call__(self, completions: Completions, **columns: Any) -> Scores:
+    def __call__(self, completions: CompletionTexts, **columns: Any) -> Scores:
         return [float(self.pattern.fullmatch(text) is not None) for text in texts(completions)]
 
 
@@ -136,7 +136,7 @@ class Length:
     penalty: Annotated[float, Field(gt=0)] = 1.0
 
     def __call__(
-        self, completions: Completions, completion_ids: Sequence[Sequence[int]], **columns: Any
+        self, completions: CompletionTexts, completion_ids: Sequence[Sequence[int]], **columns: Any
     ) -> Scores:
         return [-self.penalty * abs(n - self.target) / self.target for n in map(len, completion_ids)]
 
@@ -158,7 +158,7 @@ class SoftOverlong:
         return self
 
     def __call__(
-        self, completions: Completions, completion_ids: Sequence[Sequence[int]], **columns: Any
+        self, completions: CompletionTexts, completion_ids: Sequence[Sequence[int]], **columns: Any
     ) -> Scores:
         free = self.max_length - self.cache
         return [max(-1.0, min(0.0, (free - n) / self.cache)) for n in map(len, completion_ids)]
