@@ -15,12 +15,10 @@ from pathlib import Path
 from grpo_fast.config.keys import ConfigError, Problem
 from grpo_fast.config.load import check_filled_in, convert_file, dump_config, load_config
 from grpo_fast.config.schema import TrainConfig
-from grpo_fast.distributed.joining import awaited
 
 
 def train(args: argparse.Namespace, overrides: Sequence[str]) -> int:
-    with awaited():
-        config = load_config(args.config, [*overrides, *(["logging.verbose=true"] if args.verbose else [])])
+    config = load_config(args.config, [*overrides, *(["logging.verbose=true"] if args.verbose else [])])
     if args.print_config:
         from grpo_fast.plan import resolve_auto
 

@@ -51,7 +51,7 @@ class DatasetConfig(Section):
     options: dict[str, Any] = Field(
         {},
         description="passed to the generator of `reasoning_gym:TASK`; of `verifiers:TASKSET` its `env` "
-        "block, and that library's `renderer` and `select`",
+        "block, and that library's `select`",
     )
 
     @property

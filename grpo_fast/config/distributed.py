@@ -27,7 +27,7 @@ class DistributedConfig(Section):
         30.0, description="minutes that a rank waits for the others before the run stops with an error"
     )
     heartbeat_timeout: Annotated[float, Field(ge=5)] = Field(
-        60.0,
-        description="seconds without a sign of life after which a rank is lost, unless a rank of its host "
-        "sees its process run",
+        300.0,
+        description="seconds without a sign of life after which a rank is lost; torchrun notices a process "
+        "that died at once",
     )

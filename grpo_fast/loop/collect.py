@@ -19,6 +19,7 @@ from grpo_fast.groups.advantages import decoupled_advantages, group_advantages, 
 from grpo_fast.objective import GRPOLossConfig, StepTotals
 from grpo_fast.objective.types import KNOWN_COLUMNS
 from grpo_fast.rewards import EarlyScores, RewardSet, weighted_sum
+from grpo_fast.rewards.types import Scored
 from grpo_fast.rollout.types import Completion, Engine, Rollout, Sampling, as_asked, generate_rollout
 
 Progress = Callable[[int, int, int], None]  # tokens decoded, completions ended, completions in all
@@ -82,7 +83,7 @@ def score(
     rewards: RewardSet,
     *,
     weights: Sequence[float] | None = None,
-    precomputed: Mapping[str, Sequence[float]] = MappingProxyType({}),
+    precomputed: Mapping[str, Scored] = MappingProxyType({}),
 ) -> Completions:
     """What G prompts with n completions each earned; their environments have then done their part.
 

@@ -16,13 +16,15 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from grpo_fast.rewards.reward_set import EarlyScores, Reward, RewardSet, load_rewards
+    from grpo_fast.rewards.early import EarlyScores
+    from grpo_fast.rewards.reward_set import Reward, RewardSet, load_rewards
     from grpo_fast.rewards.types import RewardError, RewardFunction, RewardResult, weighted_sum
 else:
     __getattr__ = lazy_names(
         __name__,
         {
-            "reward_set": ["EarlyScores", "Reward", "RewardSet", "load_rewards"],
+            "early": ["EarlyScores"],
+            "reward_set": ["Reward", "RewardSet", "load_rewards"],
             "types": ["RewardError", "RewardFunction", "RewardResult", "weighted_sum"],
         },
     )

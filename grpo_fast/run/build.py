@@ -34,7 +34,7 @@ from grpo_fast.objective import resolve_loss
 from grpo_fast.policy import Policy, PolicyOptimizer, load_policy, load_tokenizer, longest_sequence
 from grpo_fast.policy.load import load_architecture, require_replay, resolve_device
 from grpo_fast.policy.quantization import require_bitsandbytes
-from grpo_fast.preference.comparison import mismatched, table_of, with_order
+from grpo_fast.preference.comparison import comparison_table, mismatched, with_order
 from grpo_fast.preference.data import load_comparisons
 from grpo_fast.preference.reference import with_reference
 from grpo_fast.preference.trainer import PreferenceTrainer
@@ -265,9 +265,9 @@ def build_preference_trainer(config: TrainConfig) -> PreferenceTrainer:
     if config.evaluation.dataset is not None:
         questions = load_held_out(config.evaluation.dataset, tokenizer)
         prompts = exclude_overlap(prompts, questions)
-        held_out = with_order(table_of(load(questions, held_out=True).values()))
+        held_out = with_order(comparison_table(load(questions, held_out=True).values()))
     rows = load(prompts).values()
-    tables = [table_of(rows), *([] if ranks or section.loss.paired else [mismatched(rows)])]
+    tables = [comparison_table(rows), *([] if ranks or section.loss.paired else [mismatched(rows)])]
     sequences = (
         torch.cat([table.prompt_of(row), table.tokens_of(row)]).tolist()
         for table in (*tables, *([] if held_out is None else [held_out]))

@@ -18,7 +18,6 @@ from typing import Any
 from grpo_fast.config.load import dump_config
 from grpo_fast.config.record import CHECKPOINTS_DIR, CONFIG_FILE, LOCK_FILE, LoggingConfig
 from grpo_fast.config.schema import TrainConfig
-from grpo_fast.distributed.joining import awaited
 from grpo_fast.distributed.world import World, joined
 from grpo_fast.loop.algorithm import Algorithm
 from grpo_fast.plan import resolve_auto
@@ -136,8 +135,7 @@ def prepared(
 
 @contextmanager
 def joined_ranks(config: TrainConfig) -> Iterator[World]:
-    with awaited():
-        device = resolve_device(config.model.device)
+    device = resolve_device(config.model.device)
     waits = timedelta(minutes=config.distributed.timeout)
     with joined(device, waits, config.distributed.heartbeat_timeout) as world:
         yield world

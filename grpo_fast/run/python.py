@@ -17,7 +17,6 @@ from grpo_fast.config.schema import TrainConfig
 from grpo_fast.config.section import short
 from grpo_fast.data import Message
 from grpo_fast.data.dataset import prompts_of
-from grpo_fast.distributed.joining import awaited
 from grpo_fast.policy import Policy
 from grpo_fast.record.callbacks import Callback
 from grpo_fast.record.files import read_jsonl
@@ -87,8 +86,7 @@ def train(
         settings["evaluation"] = inputs.evaluation(evaluation)
     if callbacks is not None:
         settings["callbacks"] = callbacks
-    with awaited():
-        whole = load_config(config, inputs.plain(settings))
+    whole = load_config(config, inputs.plain(settings))
     whole = inputs.placed(whole, like_dataset=not isinstance(evaluation, Mapping | None))
     checkpoint = "latest" if resume is True else str(resume) if resume else None
     with given(inputs.objects):

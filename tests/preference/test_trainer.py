@@ -15,7 +15,7 @@ import torch
 from grpo_fast.config.policy import LoraConfig
 from grpo_fast.loop.annotate import Annotator
 from grpo_fast.policy import load_policy
-from grpo_fast.preference.reference import fingerprint, with_reference
+from grpo_fast.preference.reference import reference_digest, with_reference
 from grpo_fast.preference.trainer import PreferenceTrainer
 from grpo_fast.record.logs import Clock
 from grpo_fast.run import train
@@ -191,20 +191,20 @@ def test_the_second_run_reads_what_the_first_has_computed(trainer, tmp_path, mon
 
 
 def test_the_reference_is_of_these_weights_and_tokens_and_not_of_new_adapters(config, trainer):
-    first = fingerprint(trainer.policy, trainer.comparisons)
+    first = reference_digest(trainer.policy, trainer.comparisons)
     adapted = load_policy(config.model.model_copy(update={"lora": LoraConfig(r=2)}))
-    assert fingerprint(adapted, trainer.comparisons) == first
+    assert reference_digest(adapted, trainer.comparisons) == first
     fewer = trainer.comparisons[1:]
-    assert fingerprint(trainer.policy, fewer) != first
+    assert reference_digest(trainer.policy, fewer) != first
     settings = trainer.policy.base_model.config
     settings.name_or_path = "another/place"
-    assert fingerprint(trainer.policy, trainer.comparisons) == first
+    assert reference_digest(trainer.policy, trainer.comparisons) == first
     settings.rms_norm_eps *= 2
-    assert fingerprint(trainer.policy, trainer.comparisons) != first
+    assert reference_digest(trainer.policy, trainer.comparisons) != first
     settings.rms_norm_eps /= 2
     with torch.no_grad():
         next(iter(trainer.policy.trainable().values())).view(-1)[0].add_(1e-3)
-    assert fingerprint(trainer.policy, trainer.comparisons) != first
+    assert reference_digest(trainer.policy, trainer.comparisons) != first
 
 
 def test_no_reference_is_computed_for_a_loss_without_one(make_run, tmp_path):
@@ -214,7 +214,7 @@ def test_no_reference_is_computed_for_a_loss_without_one(make_run, tmp_path):
 
 
 def test_a_damaged_file_and_a_folder_that_cannot_be_written_are_named(trainer, tmp_path):
-    name = fingerprint(trainer.policy, trainer.comparisons)
+    name = reference_digest(trainer.policy, trainer.comparisons)
     path, fewer = tmp_path / "cache" / f"{name}.safetensors", trainer.comparisons[1:]
     with_reference(fewer, trainer.annotator, tmp_path / "other")
     (of_fewer,) = (tmp_path / "other").iterdir()
