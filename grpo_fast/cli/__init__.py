@@ -236,12 +236,12 @@ def build_parser() -> tuple[Parser, Mapping[str, Parser]]:
     page = "the page; default: report.html in the run's directory, comparison.html here for several"
     report.add_argument("-o", "--output", metavar="OUT", help=page)
 
-    foreign = "turn an Axolotl, TRL, NeMo-RL or verl configuration into ours, listing each key"
+    foreign = "turn an Axolotl, TRL or NeMo-RL configuration into ours, listing each key"
     foreign += "; leaves with 3 where something is to be decided before it is the same experiment"
     convert = add("convert", "commands:convert", foreign)
-    convert.add_argument("file", metavar="FILE", help="YAML, JSON, or a script (.sh, .txt) with the command")
+    convert.add_argument("file", metavar="FILE", help="YAML or JSON")
     convert.add_argument("-o", "--output", metavar="OUT", help="the YAML file to write, else standard output")
-    sources = ("axolotl", "trl", "nemo_rl", "verl")
+    sources = ("axolotl", "trl", "nemo_rl")
     convert.add_argument("--source", choices=sources, help="default: recognised by its keys")
 
     every = "what can be configured: every key, or one, with its meaning and what other tools call it"

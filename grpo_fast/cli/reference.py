@@ -24,7 +24,7 @@ BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiv
 HEADING = """# The configuration
 
 A run is a YAML file of these keys, and any of them may follow a command as `key=value`. TRL's and Axolotl's
-names are understood in their place; `grpo-fast convert` reads whole files of theirs, NeMo-RL's and verl's.
+names are understood in their place; `grpo-fast convert` reads whole files of theirs and NeMo-RL's.
 `grpo-fast config KEY` shows one key, a section, or what another tool's name is called here.
 
 `evaluation.dataset` holds the keys of `dataset`. This page is written by

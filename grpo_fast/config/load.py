@@ -15,12 +15,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from grpo_fast.config.foreign import Conversion, convert
-from grpo_fast.config.foreign.command import read_command
 from grpo_fast.config.foreign.conversion import FILL_IN
 from grpo_fast.config.foreign.names import NAMES
 from grpo_fast.config.foreign.references import with_defaults
-from grpo_fast.config.foreign.rules import Rule, translate
-from grpo_fast.config.foreign.verl import RULES as VERL
+from grpo_fast.config.foreign.rules import translate
 from grpo_fast.config.keys import (
     TO_FILL_IN,
     ConfigError,
@@ -45,7 +43,6 @@ from grpo_fast.objective.catalog import METHODS
 
 logger = logging.getLogger(__name__)
 RECIPES = Path(__file__).parents[1] / "recipes"
-FOREIGN: dict[str, Rule] = {**VERL, **NAMES}  # names of other tools that load_config understands
 Pairs = list[tuple[str, Any]]
 
 
@@ -57,7 +54,7 @@ def load_config(path: str | Path | None, overrides: Sequence[str] | Mapping[str,
             run's directory is its output_dir, wherever it was when the run was started.
         overrides: `optimizer.learning_rate=1e-6`, `--optimizer.learning_rate=1e-6`, or the latter as two
             items. Values are YAML. `rewards.0.weight=2` reaches into a list. The flat names of
-            TRL and Axolotl (`learning_rate=1e-6`) and verl's dotted ones serve as well, here and at the top
+            TRL and Axolotl (`learning_rate=1e-6`) serve as well, here and at the top
             level of the file. Or names with their values as Python has them. What the file sets and is
             not read beside them is left out.
 
@@ -88,7 +85,7 @@ def convert_file(path: str | Path, *, source: str | None = None) -> tuple[Conver
     """(what became of each key of a foreign file, our YAML); `source` as for `convert`.
 
     Args:
-        path: YAML, JSON, or a shell script or text with the command that starts the run.
+        path: YAML or JSON.
 
     Raises:
         ConfigError: the file cannot be read, or holds no foreign configuration.
@@ -119,20 +116,8 @@ def convert_file(path: str | Path, *, source: str | None = None) -> tuple[Conver
 def _read_foreign(path: Path) -> dict[str, Any]:
     if path.suffix in (".yaml", ".yml", ".json"):
         return _read_mapping(path)
-    if path.suffix not in (".sh", ".txt"):
-        message = "is none of .yaml, .yml, .json, or .sh and .txt with the command that starts the run"
-        raise ConfigError(str(path), [Problem("the file", message)])
-
-    def value(text: str) -> Any:
-        try:
-            return _parsed(text, text)
-        except ConfigError:
-            return text
-
-    try:
-        return read_command(path.read_text(encoding="utf-8"), value)
-    except (OSError, ValueError) as error:
-        raise ConfigError(str(path), [Problem("the file", f"cannot be read: {error}")]) from None
+    message = "is none of .yaml, .yml and .json; write a command's flags as lines `key: value`"
+    raise ConfigError(str(path), [Problem("the file", message)])
 
 
 def _blamed(problem: Problem, places: Mapping[str, Any]) -> list[str]:
@@ -237,11 +222,11 @@ def _apply(pairs: Pairs, tree: Any, siblings: Mapping[str, Any], problems: list[
     """
     written: dict[str, tuple[str, Any]] = {}  # leaf -> the name that set it in this layer, and its value
     for name, value in pairs:
-        if not is_key(name) and name not in FOREIGN:
+        if not is_key(name) and name not in NAMES:
             problems.append(unknown_key(name, value))
             continue
         try:
-            places = {name: value} if is_key(name) else translate(FOREIGN[name], value, siblings)
+            places = {name: value} if is_key(name) else translate(NAMES[name], value, siblings)
             for leaf, item in flatten(places).items():
                 writer, earlier = written.setdefault(leaf, (name, item))
                 if earlier is not item and earlier != item:

@@ -1,4 +1,4 @@
-"""Foreign names and configurations (TRL, Axolotl, NeMo-RL, verl) in our terms, every key accounted for."""
+"""Foreign names and configurations (TRL, Axolotl, NeMo-RL) in our terms, every key accounted for."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
 
-from grpo_fast.config.foreign import nemo_rl, verl
+from grpo_fast.config.foreign import nemo_rl
 from grpo_fast.config.foreign.axolotl import read_axolotl
 from grpo_fast.config.foreign.conversion import Conversion
 from grpo_fast.config.foreign.names import MOVED
@@ -15,16 +15,16 @@ from grpo_fast.config.foreign.trl import PREFERENCE, read_trl
 
 __all__ = ["Conversion", "convert", "recognise"]
 
-READERS = {"axolotl": read_axolotl, "trl": read_trl, "nemo_rl": nemo_rl.read_nemo_rl, "verl": verl.read_verl}
+READERS = {"axolotl": read_axolotl, "trl": read_trl, "nemo_rl": nemo_rl.read_nemo_rl}
 
-# Keys of supervised fine-tuning alone: of TRL's and of reward models', NeMo-RL's section, verl's model.
+# Keys of supervised fine-tuning alone: of TRL's and of reward models', and NeMo-RL's section.
 SUPERVISED = (
     *("assistant_only_loss", "completion_only_loss", "dataset_text_field", "eval_packing", "packing"),
     *("packing_strategy", "chat_template_path", "max_seq_length", "center_rewards_coefficient"),
-    *("sft", "rm", "model.partial_pretrain"),
+    *("sft", "rm"),
 )
 FLAT = "TRL, Axolotl"
-TABLES = ((FLAT, MOVED), (FLAT, PREFERENCE), ("NeMo-RL", nemo_rl.RULES), ("verl", verl.RULES))
+TABLES = ((FLAT, MOVED), (FLAT, PREFERENCE), ("NeMo-RL", nemo_rl.RULES))
 # With one of these values or another, every rule that is a function gives its places.
 _PROBES: tuple[Any, ...] = (1, 0.5, True, "wandb", "owner/name", ["a"])
 
@@ -34,7 +34,7 @@ def convert(document: Mapping[str, Any], *, source: str | None = None) -> Conver
 
     Args:
         document: the foreign configuration as plain data.
-        source: `axolotl`, `trl`, `nemo_rl` or `verl`; by default recognised by the keys.
+        source: `axolotl`, `trl` or `nemo_rl`; by default recognised by the keys.
 
     Raises:
         ValueError: the configuration is ours already, or trains on answers that are given.
@@ -56,11 +56,11 @@ def recognise(document: Mapping[str, Any]) -> str:
     sections = {key for key, value in document.items() if isinstance(value, Mapping)}
     if {"model", "dataset"} <= sections:
         raise ValueError("has our sections model and dataset already; `grpo-fast train` takes it as it is")
-    sections |= {key.partition(".")[0] for key in document if "." in key}  # of a command's overrides
+    sections |= {key.partition(".")[0] for key in document if "." in key}
     if {"algo", "ckpt"} & sections:
         raise ValueError("is OpenRLHF's, which is not converted; write the keys that matter by hand")
     if "actor_rollout_ref" in sections or "algorithm.adv_estimator" in document:
-        return "verl"
+        raise ValueError("is verl's, which is not converted; write the keys that matter by hand")
     if sections & {"algorithm", "policy", "grpo", "dpo"}:
         return "nemo_rl"
     return "axolotl" if {"base_model", "rl", "trl"} & set(document) else "trl"
