@@ -159,7 +159,7 @@ def test_an_interruption_and_an_unexpected_error_have_their_codes(monkeypatch, c
 )
 def test_overrides_are_told_from_the_commands_own_options(command, tokens, own, overrides):
     _, parsers = cli.build_parser()
-    assert parsers[command].split_overrides(tokens) == (own, overrides)
+    assert cli.split_overrides(parsers[command], tokens) == (own, overrides)
 
 
 def test_several_answers_take_the_rollouts_temperature_where_evaluation_is_greedy(config):
@@ -182,15 +182,12 @@ def test_convert_writes_a_configuration_that_train_accepts_and_refuses_one_of_ou
 
 def test_a_checkout_that_is_not_installed_has_its_commands(monkeypatch, capsys):
     assert leave("--version") == leave("--version", "train", "no.yaml") == 0
-    version = f"grpo-fast {importlib.metadata.version('grpo-fast')}\n"
-    assert version == f"grpo-fast {grpo_fast.__version__}\n"
-    assert capsys.readouterr().out == 2 * version
+    assert capsys.readouterr().out == 2 * f"grpo-fast {grpo_fast.__version__}\n"
 
     def missing(name):
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "version", missing)
-    assert leave("--version") == 1
-    assert "pip install ." in capsys.readouterr().err
-    assert cli.main(["config", "max_steps"]) == 0
-    assert "max_steps" in capsys.readouterr().out
+    assert leave("--version") == cli.main(["config", "max_steps"]) == 0
+    shown = capsys.readouterr().out
+    assert "pip install ." in shown and "max_steps" in shown

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import yaml
 
-from grpo_fast.config.foreign import Conversion, convert
-from grpo_fast.config.foreign.conversion import LEFT
+from grpo_fast.config.convert import convert, convert_file
+from grpo_fast.config.foreign.conversion import Conversion
 from grpo_fast.config.foreign.names import NAMES
-from grpo_fast.config.foreign.references import resolve
-from grpo_fast.config.load import convert_file
+
+LEFT = ("not applicable", "needs a decision")
 
 
 def converted(document: dict[str, Any] | str, source: str | None = None) -> Conversion:
@@ -161,11 +161,22 @@ def test_a_nemo_rl_file_inherits_from_the_one_beside_it(tmp_path: Path):
     check_places(convert_file(child)[0], {"rollout.num_generations": 8, "prompts_per_step": 32})
 
 
-def test_references_resolve_and_circles_end():
-    leaves = {"a.b": 3, "a.c": "${.b}", "d": "${mul:${a.b}, ${a.c}}", "e": "x-${a.b}"}
-    stay = {"f": "${f}", "g": "${none}", "j": "${add:1,2}", "k": "${mul:x,2}"}
-    assert resolve(leaves | stay) == {"a.b": 3, "a.c": 3, "d": 9, "e": "x-3"} | stay
-    assert resolve({"half": "${mul:0.5, 3}"}) == {"half": 1.5}
+def test_references_of_nemo_rl_resolve_and_others_stay_as_written(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    length, batch = "policy.max_total_sequence_length", "policy.train_micro_batch_size"
+    policy = {"model_name": "a/b", "max_total_sequence_length": 512, "train_micro_batch_size": 4}
+    policy["sequence_packing"] = {"enabled": True, "train_mb_tokens": f"${{mul:${{{length}}}, ${{{batch}}}}}"}
+    policy["generation"] = {
+        "temperature": 0.5,
+        "val_temperature": "${.temperature}",
+        "top_p": "${oc.env:HF_TOKEN}",
+    }
+    document = {"policy": policy, "grpo": {"max_num_steps": "${grpo.max_num_steps}"}}
+    document["checkpointing"] = {"checkpoint_dir": "${no.where}"}
+    found = converted(document)
+    check_places(found, {"micro_batch_tokens": 2048, "evaluation.temperature": 0.5, "rollout.top_p": ...})
+    asked = {"policy.generation.top_p", "grpo.max_num_steps", "checkpointing.checkpoint_dir"}
+    assert asked <= {*found.open} and "hf_secret" not in found.listing()
 
 
 @pytest.mark.parametrize("name", ["GRPOConfig", "DPOConfig"])

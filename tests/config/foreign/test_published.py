@@ -11,9 +11,10 @@ import pytest
 import yaml
 
 from grpo_fast import cli
-from grpo_fast.config.foreign import Conversion
+from grpo_fast.config.convert import convert_file
+from grpo_fast.config.foreign.conversion import Conversion
 from grpo_fast.config.keys import ConfigError
-from grpo_fast.config.load import convert_file, load_config
+from grpo_fast.config.load import load_config
 from grpo_fast.config.rewards import RewardConfig
 from grpo_fast.config.tree import flatten
 from grpo_fast.rewards.loading import load_function
