@@ -7,16 +7,14 @@ import importlib
 import importlib.metadata
 import importlib.util
 import os
-import platform
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from packaging.requirements import Requirement
 
 from grpo_fast.rollout.vllm import installed_version, version_problem
 
 NOT_OURS = ("test", "trl")  # extras of developers, and of those who train with another trainer
-MODULES = {"pyyaml": "yaml"}
 
 
 class Finding(NamedTuple):
@@ -31,9 +29,8 @@ class Finding(NamedTuple):
 def doctor(args: argparse.Namespace, _: Sequence[str]) -> int:
     """Print the diagnosis; 0 where training can work."""
     findings = [*examine()]
-    width = max(len(finding.name) for finding in findings)
     for state, name, detail, _essential in findings:
-        print(f"{state:<8}{name:<{width}}  {detail}")
+        print(f"{state:<8}{name:<{max(len(finding.name) for finding in findings)}}  {detail}")
     healthy = all(finding.state == "ok" for finding in findings if finding.essential)
     print("all that training needs is there" if healthy else "training cannot work like this")
     return 0 if healthy else 1
@@ -50,28 +47,25 @@ def examine() -> Iterator[Finding]:
 
 def libraries() -> Iterator[Finding]:
     """Compare what is installed with what the package requires; what an extra brings is not essential."""
-    yield Finding("ok", "python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
     for wanted in map(Requirement, importlib.metadata.requires("grpo-fast") or ()):
         name, extra = wanted.name, str(wanted.marker or "").rpartition("extra == ")[2].strip("\"'")
         remedy = f"pip install --upgrade 'grpo-fast[{extra}]'" if extra else f"pip install '{wanted}'"
-        if name == "vllm":  # its builds have names and versions of their own
-            version = installed_version()
-            problem = version_problem(version)
-            state = "missing" if version is None else "broken" if problem else "ok"
-            yield Finding(state, name, problem or f"{version}; rollout.engine = auto takes it on a GPU")
-        elif extra not in NOT_OURS:
-            try:
-                version = importlib.metadata.version(name)
-                if not wanted.specifier.contains(version, prereleases=True):
-                    yield Finding("broken", name, f"{version}: {remedy}", not extra)
-                    continue
-                if not extra:
-                    importlib.import_module(MODULES.get(name, name.replace("-", "_")))
-                yield Finding("ok", name, version, not extra)
-            except importlib.metadata.PackageNotFoundError:
-                yield Finding("missing", name, remedy, not extra)
-            except Exception as error:
-                yield Finding("broken", name, f"does not import ({error!r}): {remedy}", True)
+        if name == "vllm" or extra in NOT_OURS:
+            continue
+        try:
+            version = importlib.metadata.version(name)
+            if not wanted.specifier.contains(version, prereleases=True):
+                raise ImportError(f"{version} is not {wanted.specifier}")
+            if not extra:
+                importlib.import_module({"pyyaml": "yaml"}.get(name, name.replace("-", "_")))
+            yield Finding("ok", name, version, not extra)
+        except importlib.metadata.PackageNotFoundError:
+            yield Finding("missing", name, remedy, not extra)
+        except Exception as error:
+            yield Finding("broken", name, f"{error}: {remedy}", not extra)
+    vllm = installed_version()  # of builds that have other names
+    state = "missing" if vllm is None else "broken" if version_problem(vllm) else "ok"
+    yield Finding(state, "vllm", version_problem(vllm) or f"{vllm}, for rollout.engine")
 
 
 def devices() -> Iterator[Finding]:
@@ -88,8 +82,7 @@ def devices() -> Iterator[Finding]:
         detail = f"{facts.name}, compute capability {facts.major}.{facts.minor}, {memory}"
         yield Finding("ok", f"cuda:{index}", detail)
     if not torch.cuda.device_count():
-        reason = "torch is built without CUDA" if torch.version.cuda is None else "no GPU is visible"
-        yield Finding("missing", "cuda", f"{reason}; training runs on the CPU")
+        yield Finding("missing", "cuda", f"training runs on the CPU; torch's CUDA is {torch.version.cuda}")
 
 
 def head() -> Iterator[Finding]:
@@ -99,8 +92,8 @@ def head() -> Iterator[Finding]:
     from grpo_fast.head import linear_logprob
 
     where = "cuda" if torch.cuda.is_available() else "cpu"
-    hidden = torch.ones(4, 64, dtype=torch.bfloat16, device=where, requires_grad=True)
-    weight = torch.ones(256, 64, dtype=torch.bfloat16, device=where, requires_grad=True)
+    like: Any = {"dtype": torch.bfloat16, "device": where}
+    hidden, weight = (torch.ones(n, 64, **like).requires_grad_() for n in (4, 256))
     linear_logprob(hidden, weight, torch.arange(4, device=where)).logprob.sum().backward()
     yield Finding("ok", "head", f"forward and backward on {where}", True)
 

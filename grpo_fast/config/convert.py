@@ -15,12 +15,6 @@ from grpo_fast.config.load import merged, read_mapping, validated
 from grpo_fast.config.yaml_text import dump_yaml
 
 READERS = {"axolotl": read_axolotl, "trl": read_trl, "nemo_rl": nemo_rl.read_nemo_rl}
-# Keys of supervised fine-tuning alone: of TRL's and of reward models', and NeMo-RL's section.
-SUPERVISED = (
-    *("assistant_only_loss", "completion_only_loss", "dataset_text_field", "eval_packing", "packing"),
-    *("packing_strategy", "chat_template_path", "max_seq_length", "center_rewards_coefficient"),
-    *("sft", "rm"),
-)
 
 
 def convert_file(path: str | Path, *, source: str | None = None) -> tuple[Conversion, str]:
@@ -61,32 +55,20 @@ def convert(document: Mapping[str, Any], *, source: str | None = None) -> Conver
     """Return our configuration from a foreign one, with an account of each key.
 
     Raises:
-        ValueError: the configuration is ours already, or trains on answers that are given.
+        ValueError: the configuration is ours already, empty, or of a tool that is not converted.
     """
-    found = [key for key in SUPERVISED if key in document]
-    if found and not document.keys() & {"num_generations", "grpo", "dpo"}:
-        raise ValueError(f"trains on given answers ({found[0]}), and runs here on rewards or comparisons")
-    return READERS[source or recognise(document)](document)
-
-
-def recognise(document: Mapping[str, Any]) -> str:
-    """Return whose configuration this is.
-
-    Raises:
-        ValueError: it is ours already, empty, or of a tool that is not converted.
-    """
+    sections = {key for key, value in document.items() if isinstance(value, Mapping)}
+    sections |= {key.partition(".")[0] for key in document if "." in key}
     if not document:
         raise ValueError("is empty")
-    sections = {key for key, value in document.items() if isinstance(value, Mapping)}
     if {"model", "dataset"} <= sections:
         raise ValueError("has our sections model and dataset already; `grpo-fast train` takes it as it is")
-    sections |= {key.partition(".")[0] for key in document if "." in key}
     for key, tool in {"algo": "OpenRLHF", "ckpt": "OpenRLHF", "actor_rollout_ref": "verl"}.items():
         if key in sections:
             raise ValueError(f"is {tool}'s, which is not converted; write the keys that matter by hand")
-    if sections & {"algorithm", "policy", "grpo", "dpo"}:
-        return "nemo_rl"
-    return "axolotl" if {"base_model", "rl", "trl"} & set(document) else "trl"
+    is_nemo = sections & {"algorithm", "policy", "grpo", "dpo"}
+    is_axolotl = document.keys() & {"base_model", "rl", "trl"}
+    return READERS[source or ("nemo_rl" if is_nemo else "axolotl" if is_axolotl else "trl")](document)
 
 
 def _blamed(problem: Problem, places: Mapping[str, Any]) -> list[str]:

@@ -88,6 +88,8 @@ def unknown_key(name: str, value: Any = ...) -> Problem:
         *get_close_matches(bare, known, 2, 0.75),
         *(key for key in known if key.rpartition(".")[2] == leaf),
     ]
+    parent, section = name.rpartition(".")[0], f"{bare.rpartition('.')[0]}."
+    near = [f"{parent}.{key.removeprefix(section)}" if key.startswith(section) else key for key in near]
     likely = " or ".join([*dict.fromkeys(near)][:3])
     hint = f"did you mean {likely}?" if near else "`grpo-fast config` lists all"
     return Problem(name, f"no such key; {hint}", value)

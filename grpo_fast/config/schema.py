@@ -166,8 +166,8 @@ CONTRADICTIONS: list[tuple[str, Callable[[TrainConfig], object]]] = [
         lambda c: c.algorithm == "grpo" and not (c.rewards or c.rollout.environment or c.dataset.is_taskset),
     ),
     (
-        "rollout.router_replay = true: neither compiled layers nor `verifiers:` know the experts that were "
-        "chosen; set model.compile to false, or leave router_replay out",
+        "rollout.router_replay = true: `verifiers:` does not hand on which experts were chosen, and compiled "
+        "layers do not look; set model.compile to false, or leave router_replay out",
         lambda c: c.rollout.router_replay and (c.model.compile is True or c.dataset.is_taskset),
     ),
     (
@@ -187,8 +187,9 @@ CONTRADICTIONS: list[tuple[str, Callable[[TrainConfig], object]]] = [
         lambda c: c.old_logprobs == "sampler" and c.loss.needs_sampler,
     ),
     (
-        "{0.rollout.truncations} of rollout would bias the ratios to the sampler that old_logprobs = "
-        "{0.old_logprobs!r} and loss.sampler_correction = {0.loss.sampler_correction!r} take; leave out one",
+        "old_logprobs = {0.old_logprobs!r} and loss.sampler_correction = {0.loss.sampler_correction!r} take "
+        "ratios to the sampler, which rollout.top_p = {0.rollout.top_p}, rollout.top_k = {0.rollout.top_k} "
+        "or rollout.min_p = {0.rollout.min_p} would bias; leave out one or the others",
         lambda c: (c.old_logprobs == "sampler" or c.loss.needs_sampler) and c.rollout.truncations,
     ),
     (

@@ -44,6 +44,6 @@ def test_only_essential_libraries_decide_on_health(requirement, state, code, rem
     own = [requirement, "pytest; extra == 'test'"]  # developers' libraries are not looked for
     monkeypatch.setattr(importlib.metadata, "requires", lambda _: own)
 
-    library = [*examine()][1]
+    library = next(iter(examine()))
     assert library.state == state and remedy in library.detail
     assert main(["doctor"]) == code and remedy in capsys.readouterr().out

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import attrgetter
 from typing import Any, Literal
 
 from grpo_fast.config.foreign.rules import NOTHING, Absent, NotApplicable, Places, Rule, translate
+from grpo_fast.config.secrets import masked
 from grpo_fast.config.section import short
 from grpo_fast.objective.catalog import CATALOG, loss_specific
 
@@ -33,8 +34,7 @@ class Row:
     reason: str = ""
 
     def __str__(self) -> str:
-        secret = isinstance(self.value, str) and self.key.endswith(("hub_token", "api_key"))
-        return f"{self.key} = {'(hidden)' if secret else short(self.value)}"
+        return f"{self.key} = {short(masked(self.value, self.key))}"
 
 
 @dataclass(frozen=True)
@@ -84,21 +84,20 @@ class Conversion:
 
     def listing(self) -> str:
         """Each key with what became of it, those without a place together under their reason."""
-        return "\n".join(self._lines())
-
-    def _lines(self) -> Iterator[str]:
+        lines = []
         for row in (row for row in self.rows if row.outcome not in (LEFT_OUT, TO_DECIDE)):
             target = f" -> {', '.join(row.places)}" if row.places and row.places != (row.key,) else ""
-            yield f"{row.outcome}: {row}{target}" + (f" ({row.reason})" if row.reason else "")
+            lines.append(f"{row.outcome}: {row}{target}" + (f" ({row.reason})" if row.reason else ""))
         by_reason = attrgetter("reason")
         for outcome in (LEFT_OUT, TO_DECIDE):
             left = sorted((row for row in self.rows if row.outcome == outcome), key=by_reason)
             for reason, rows in groupby(left, key=by_reason):
-                yield from (f"{outcome}: {reason}", *(f"  {row}" for row in rows))
+                lines += [f"{outcome}: {reason}", *(f"  {row}" for row in rows)]
         if self.fill_in:
-            yield f"to fill in, for the file does not say: {', '.join(self.fill_in)}"
+            lines.append(f"to fill in, for the file does not say: {', '.join(self.fill_in)}")
         if self.open:
-            yield f"not the same experiment before these are decided: {', '.join(self.open)}"
+            lines.append(f"not the same experiment before these are decided: {', '.join(self.open)}")
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True)

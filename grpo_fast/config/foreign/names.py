@@ -7,7 +7,6 @@ changes its name or its values and what has no place is in `trl.yaml`; what depe
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -23,6 +22,7 @@ from grpo_fast.config.foreign.rules import (
     translate,
 )
 from grpo_fast.config.rewards import BUILTINS
+from grpo_fast.config.tree import with_leaves
 
 TRACKERS = ("tensorboard", "wandb", "trackio")
 
@@ -117,26 +117,13 @@ def import_path(name: str) -> str:
     return name if ":" in name or not dot else f"{module}:{function}"
 
 
-def tools(value: Any, _: Siblings) -> Places:
-    return {"rollout.tools": [import_path(name) for name in as_list(value)]} if value else {}
-
-
-def environment_factory(value: Any, _: Siblings) -> Places:
-    if isinstance(value, Mapping):
-        value = {name: import_path(factory) for name, factory in value.items()}
-    return {"rollout.environment": import_path(value) if isinstance(value, str) else value} if value else {}
-
-
 def correction(value: Any, siblings: Siblings) -> Places:
-    """TRL's correction is of vLLM's log-probabilities only."""
-    on = value and siblings.get("use_vllm", True)
+    """TRL's correction is of vLLM's log-probabilities only; `value` is the switch, or the mode beside it."""
+    switch = siblings.get("vllm_importance_sampling_correction", True)
+    if value is None or (isinstance(value, str) and not switch):
+        return {}
     mode = siblings.get("vllm_importance_sampling_mode") or "sequence_mask"
-    return {"loss.sampler_correction": mode if on else "none"}
-
-
-def correction_mode(value: Any, siblings: Siblings) -> Places:
-    on = value and siblings.get("vllm_importance_sampling_correction", True)
-    return correction(True, siblings) if on else {}
+    return {"loss.sampler_correction": mode if value and siblings.get("use_vllm", True) else "none"}
 
 
 _TABLE = load_yaml("trl.yaml")
@@ -149,10 +136,11 @@ MOVED: dict[str, Rule] = {
     "reward_funcs": reward_funcs,
     "reward_weights": reward_weights,
     "stop": lambda value, _: {"rollout.stop": as_list(value)} if value else {},
-    "vllm_importance_sampling_correction": correction,
-    "vllm_importance_sampling_mode": correction_mode,
-    "tools": tools,
-    "environment_factory": environment_factory,
+    **dict.fromkeys(("vllm_importance_sampling_correction", "vllm_importance_sampling_mode"), correction),
+    "tools": lambda value, _: {"rollout.tools": [*map(import_path, as_list(value))]} if value else {},
+    "environment_factory": lambda value, _: (
+        {"rollout.environment": with_leaves(value, import_path)} if value else {}
+    ),
     # TRL counts rounds of calls, and a message of the model follows each.
     "max_tool_calling_iterations": lambda value, _: {} if value is None else {"rollout.max_turns": value + 1},
     **dict.fromkeys(("adam_beta1", "adam_beta2"), partial(betas, "")),

@@ -33,44 +33,6 @@ def check_places(conversion: Conversion, expected: dict[str, Any]) -> None:
     assert {place: conversion.places.get(place, ...) for place in expected} == expected
 
 
-RISE = {"name": "x.LinearLR", "kwargs": {"start_factor": 0.1, "total_iters": 5}}
-FALL = {"name": "x.CosineAnnealingLR", "kwargs": {"eta_min": 0.25}}
-COSINE = {"schedule": "cosine", "warmup_steps": 5, "min_learning_rate_ratio": 0.5}
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "expected"),
-    [
-        ("grpo.max_num_steps", 999_999, {"max_steps": 999_999}),
-        ("grpo.adv_estimator.name", "reinforce", {}),
-        ("grpo.normalize_rewards", False, {"advantage.scale_rewards": "none"}),
-        ("loss_fn.use_cispo", True, {"loss.loss_type": "cispo"}),
-        ("loss_fn.token_level_loss", False, {"loss.loss_type": "grpo"}),
-        ("loss_fn.use_importance_sampling_correction", False, {"loss.sampler_correction": "none"}),
-        ("loss_fn.use_importance_sampling_correction", True, {}),  # without bounds
-        ("loss_fn.disable_ppo_ratio", True, {}),
-        ("policy.train_global_batch_size", 32, {}),  # of an unknown number of completions
-        ("policy.optimizer.name", "torch.optim.SGD", {}),
-        ("policy.optimizer.name", "bitsandbytes.optim.AdamW8bit", {"optimizer.kind": "adamw_8bit"}),
-        ("policy.generation.stop_strings", ["a"], {"rollout.stop": ["a"]}),
-        ("policy.generation.backend", "vllm", {"rollout.engine": "vllm"}),
-        ("policy.generation.backend", "megatron", {}),
-        ("data.train.output_key", "solution", {"dataset.rename": {"solution": "answer"}}),
-        ("policy.scheduler", [RISE, FALL], {f"optimizer.{key}": value for key, value in COSINE.items()}),
-        ("policy.scheduler", [{"name": "x.StepLR", "kwargs": {}}], {}),
-        ("checkpointing.enabled", False, {"checkpoint.every": 0}),
-    ],
-)
-def test_a_nemo_rl_value_is_put_in_our_terms_or_left(key, value, expected):
-    document = {"policy.model_name": "a/b", "policy.optimizer.kwargs.lr": 0.5, key: value}
-
-    conversion = converted(document, "nemo_rl")
-
-    row = next(row for row in conversion.rows if row.key == key)
-    assert {place: conversion.places[place] for place in row.places} == expected
-    assert (row.outcome in LEFT) == (not expected)
-
-
 def test_nemo_rls_one_section_form_takes_both_its_own_and_the_common_names():
     text = "algorithm: {name: grpo, num_generations_per_prompt: 4, ratio_clip_min: 0.1, beta: 0.02, odd: 1}\n"
     text += "policy: {model_name: a/b}"

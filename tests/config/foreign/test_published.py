@@ -154,8 +154,6 @@ def test_the_length_of_a_run_is_carried_over_or_asked_for(source, keys, expected
         ("run.yaml", "base_model: m\nrl: grpo\ntrl: 3", "trl = 3"),
         ("run.yaml", "base_model: m\nrl: grpo\ndatasets: [a]", "datasets = ['a']"),
         ("run.yaml", "base_model: m\nnum_epochs: 3", "given answers"),
-        ("run.yaml", "model_name_or_path: m\npacking: true", "given answers (packing)"),
-        ("run.yaml", "sft: {max_num_steps: 3}\npolicy: {model_name: m}", "given answers (sft)"),
         ("run.yaml", "actor_rollout_ref: {model: {path: m}}", "verl's, which is not converted"),
         ("run.yaml", "algo.advantage.estimator: group_norm", "OpenRLHF"),
         ("run.yaml", "model: {path: m}\ndataset: {source: d}", "grpo-fast train"),
