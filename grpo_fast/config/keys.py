@@ -19,7 +19,6 @@ from grpo_fast.config.section import short
 TO_FILL_IN = "is to be filled in: the file that it was converted from does not say"
 # What the configuration no longer has: a key, for all below it too, or `key=value`, and what replaces it.
 REMOVED: dict[str, str] = {"actor_rollout_ref": "verl's names are not read; `grpo-fast config` lists ours"}
-_UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
 
 
 @dataclass(frozen=True)
@@ -75,14 +74,17 @@ def without_positions(name: str) -> str:
     return ".".join(part for part in name.split(".") if not part.isdigit())
 
 
+def removed(name: str) -> str | None:
+    """What to do in place of a key or `key=value` that there was; None: there was none."""
+    return next((why for key, why in REMOVED.items() if name == key or name.startswith(f"{key}.")), None)
+
+
 def unknown_key(name: str, value: Any = ...) -> Problem:
     """A key that does not exist: why, where it once did or people know it from elsewhere, or the nearest."""
     bare = without_positions(name)
     leaf = bare.rpartition(".")[2]
-    if why := _removed(bare):
-        return Problem(name, why, value)
-    if leaf in ABSENT:
-        return Problem(name, f"has no place here: {ABSENT[leaf].reason}", value)
+    if leaf in ABSENT or removed(bare):
+        return Problem(name, removed(bare) or f"has no place here: {ABSENT[leaf].reason}", value)
     known = [*keys(), *MOVED]
     near = [
         *get_close_matches(bare, known, 2, 0.75),
@@ -95,33 +97,24 @@ def unknown_key(name: str, value: Any = ...) -> Problem:
     return Problem(name, f"no such key; {hint}", value)
 
 
-def _removed(name: str) -> str | None:
-    return next((why for key, why in REMOVED.items() if name == key or name.startswith(f"{key}.")), None)
-
-
 def problems_of(error: ValidationError) -> list[Problem]:
     """Pydantic's errors in our words, the alternatives of one value together."""
-    found: dict[str, list[Mapping[str, Any]]] = {}
+    found: dict[str, Problem] = {}
     for item in error.errors(include_url=False):
-        name = ".".join(map(str, item["loc"]))
-        while name and item["type"] not in _UNKNOWN and without_positions(name) not in keys():
+        kind, value, name = item["type"], item["input"], ".".join(map(str, item["loc"]))
+        if kind in ("extra_forbidden", "unexpected_keyword_argument"):
+            found[name] = unknown_key(name, value)
+            continue
+        while name and without_positions(name) not in keys():
             name = name.rpartition(".")[0]  # a member of a union
-        found.setdefault(name, []).append(item)
-    return [_problem(name, items) for name, items in found.items()]
-
-
-def _problem(name: str, items: Sequence[Mapping[str, Any]]) -> Problem:
-    kind, value, bare = items[0]["type"], items[0]["input"], without_positions(name)
-    description = keys().get(bare, {}).get("description")
-    described = f" ({description})" if description else ""
-    if value == FILL_IN:
-        return Problem(name, TO_FILL_IN, FILL_IN)
-    if kind in _UNKNOWN:
-        return unknown_key(name, value)
-    if kind == "missing":
-        return Problem(name, f"is required{described}")
-    texts = (item["msg"].removeprefix("Value error, ").replace("Input should", "should", 1) for item in items)
-    message = _removed(f"{bare}={value}") or " or ".join(dict.fromkeys(texts))
-    if not name or (kind == "value_error" and isinstance(value, dict)):
-        return Problem(name or "the configuration", message)
-    return Problem(name, f"{message}{described}", value)
+        bare = without_positions(name)
+        message = item["msg"].removeprefix("Value error, ").replace("Input should", "should", 1)
+        message = removed(f"{bare}={value}") or {"missing": "is required"}.get(kind, message)
+        if name in found:  # another alternative of the same value
+            message = f"{message} or {found[name].message}"
+        elif description := keys().get(bare, {}).get("description"):
+            message = f"{message} ({description})"
+        message = TO_FILL_IN if value == FILL_IN else message
+        shown = ... if kind == "missing" or (kind == "value_error" and isinstance(value, dict)) else value
+        found[name] = Problem(name or "the configuration", message, shown)
+    return [*found.values()]

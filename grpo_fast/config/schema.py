@@ -143,6 +143,7 @@ _ENTROPY = "entropy_target entropy_coef_min entropy_coef_max entropy_coef_delta"
 UNREAD: list[tuple[str, str, str, Callable[[TrainConfig], object]]] = [
     ("", _SAMPLING, _BY_ALGORITHM, lambda c: c.algorithm != "grpo"),
     ("preference", "answers max_completion_length", _BY_ALGORITHM, lambda c: c.algorithm == "grpo"),
+    ("model", "router_aux_loss", _BY_ALGORITHM, lambda c: c.algorithm != "grpo"),
     ("preference", "loss beta", _BY_ALGORITHM, lambda c: c.algorithm != "dpo"),
     ("preference", "ranking", _BY_ALGORITHM, lambda c: c.algorithm != "rank"),
     ("advantage", _ESTIMATORS, "beside advantage.function", lambda c: not c.method and c.advantage.function),

@@ -44,97 +44,16 @@ def problems_of(path: Path, overrides: list[str] | dict[str, Any]) -> dict[str, 
     return {problem.name: str(problem) for problem in caught.value.problems}
 
 
-def at(config: TrainConfig, place: str) -> Any:
-    """`rewards.0.weight` of a configuration."""
-    value: Any = config
-    for part in place.split("."):
-        value = value[int(part)] if part.isdigit() else getattr(value, part)
-    return value
+def cases(name: str) -> list[dict[str, Any]]:
+    return yaml.safe_load(Path(__file__).with_name(name).read_text(encoding="utf-8"))
 
 
-ALIASES = """
-model: {path: m}
-rewards: [{reward: exact_match}]
-dataset: &task {source: "reasoning_gym:chain_sum", seed: 1, options: {a: 1}}
-evaluation: {dataset: {<<: *task, seed: 2}}
-"""
-RATE = "optimizer: {learning_rate: 3e-6, weight_decay: 0.1}"
-LIST = ["base_model=m", "dataset_name=d", "reward_weights=[2,1]", "reward_funcs=[mine.score,exact_match]"]
-SYNTAX = "${HF_TOKEN} ${open ???"  # OmegaConf's, which is plain text here
-Places = dict[str, Any]
-ACCEPTED: list[tuple[str, list[str], Places]] = [
-    (MINIMAL + RATE, [], {"model.path": "some/model", "optimizer.learning_rate": 3e-6}),
-    (MINIMAL, [], {"rollout.num_generations": "auto", "micro_batch_tokens": "auto"}),
-    *(
-        (MINIMAL + RATE, tokens, {"optimizer.learning_rate": 1e-5, "optimizer.weight_decay": 0.1})
-        for tokens in (
-            ["optimizer.learning_rate=1e-5"],
-            ["--optimizer.learning_rate=1e-5"],
-            ["--optimizer.learning_rate", "1e-5"],
-            ["learning_rate=1e-5"],
-            ["--learning-rate", "1e-5"],
-            ["optimizer={learning_rate: 1e-5}"],
-        )
-    ),
-    (MINIMAL, ["rewards.0.weight=0.5"], {"rewards.0.reward": "exact_match", "rewards.0.weight": 0.5}),
-    (ALIASES, ["dataset.options={b: 2}"], {"dataset.options": {"b": 2}}),
-    (
-        ALIASES,
-        ["dataset.options.a=2"],
-        {"dataset.options": {"a": 2}}
-        | {"evaluation.dataset.options": {"a": 1}, "evaluation.dataset.seed": 2},
-    ),
-    (
-        MINIMAL + "optimizer: {betas: [9e-1, 95e-2]}",  # exponents without a point are numbers
-        [
-            "dataset.source=reasoning_gym:any",
-            "dataset.options={tolerance: 1e-6, name: '1e-6', switch: on, day: 2020-01-02}",
-        ],
-        {"optimizer.betas": (0.9, 0.95)}
-        | {"dataset.options": {"tolerance": 1e-6, "name": "1e-6", "switch": True, "day": "2020-01-02"}},
-    ),
-    (
-        MINIMAL + f"dataset: {{source: d.jsonl, system_prompt: '{SYNTAX}'}}",
-        [],
-        {"dataset.system_prompt": SYNTAX},
-    ),
-    (MINIMAL, [f"dataset.system_prompt={SYNTAX}"], {"dataset.system_prompt": SYNTAX}),
-    (MINIMAL, ["dataset.system_prompt=???"], {"dataset.system_prompt": "???"}),
-    (MINIMAL + "learning_rate: 3e-6\n" + RATE, [], {"optimizer.learning_rate": 3e-6}),  # twice, but agreed
-    *(
-        (MINIMAL + text, tokens, {"optimizer.warmup_steps": 5})
-        for text, tokens in (
-            ("max_steps: 50\nwarmup_ratio: 0.1", []),
-            ("max_steps: 100\nwarmup_ratio: 0.1", ["max_steps=50"]),
-            ("max_steps: 50", ["warmup_ratio=0.1"]),
-            ("warmup_ratio: 0.9", ["max_steps=6"]),  # a step at the full rate is left
-        )
-    ),
-    (MINIMAL + "max_steps: 10", ["save_steps=1"], {"checkpoint.every": 1}),  # not a share
-    (
-        MINIMAL,
-        ["vllm_importance_sampling_correction=false", "vllm_importance_sampling_mode=token_mask"],
-        {"loss.sampler_correction": "none"},
-    ),
-    (MINIMAL + "adapter: lora\nlora_r: 4", [], {"model.lora.r": 4}),
-    (MINIMAL, ["push_to_hub=true", "hub_model_id=ada/m"], {"hub.push": "ada/m", "hub.private": True}),
-    (MINIMAL, ["max_steps=1e3"], {"max_steps": 1000}),
-    ("{}", LIST, {"rewards.0.reward": "mine:score", "rewards.0.weight": 2, "rewards.1.weight": 1}),
-    # A key of text takes braces as they are.
-    *(
-        (MINIMAL, [f"dataset.prompt_template={text}"], {"dataset.prompt_template": text})
-        for text in ("{question}", "{question}?", "{input", "[INST] {q}")
-    ),
-]
-
-
-@pytest.mark.parametrize(("text", "overrides", "places"), ACCEPTED)
-def test_files_overrides_and_flat_names_reach_their_places(write, text, overrides, places):
-    if text.count("dataset:") > 1:
-        text = text.replace("dataset: {source: rows.jsonl}\n", "")
-    config = load_config(write(text), overrides)
-
-    assert {place: at(config, place) for place in places} == places
+@pytest.mark.parametrize("case", cases("accepted.yaml"))
+def test_files_overrides_and_flat_names_reach_their_places(write, case):
+    text = case.get("whole", MINIMAL + case.get("file", ""))
+    for overrides in case.get("sets", [[]]):
+        config = load_config(write(text), overrides).model_dump(mode="json")
+        assert {place: value_at(config, place) for place in case["places"]} == case["places"]
 
 
 FLAT = """
@@ -165,85 +84,12 @@ def test_flat_names_known_from_trl_and_axolotl_find_their_place(write):
     assert load_config(write(MINIMAL), FLAT.split()) == load_config(None, places)
 
 
-# Overrides, and what the one problem with each says: its key first.
-REFUSED = [
-    ("lr_scheduler_type=polynomial", "lr_scheduler_type"),
-    ("optim=sgd", "optim"),
-    ("push_to_hub=true", "push_to_hub"),
-    ("report_to=[mlflow]", "report_to"),
-    ("adapter=ia3", "adapter"),
-    ("save_steps=0.1", "save_steps"),
-    ("reward_weights=[1]", "reward_weights"),
-    ("generation_kwargs={seed: 1}", "generation_kwargs"),
-    ("lr_scheduler_kwargs={min_lr: 1e-7}", "lr_scheduler_kwargs"),
-    ("shuffle_dataset=false", "shuffle_dataset"),
-    ("num_train_epochs=0", "epochs"),
-    ("optimizer.gradient_accumulation_steps=4", "optimizer.gradient_accumulation_steps"),
-    ("actor_rollout_ref.rollout.n=4", "actor_rollout_ref.rollout.n", "verl"),
-    ("minibatches=40", "the configuration", "minibatches = 40"),
-    ("rewards.1.weight=2", "rewards.1.weight"),
-    ("model.lora.target_modules=3", "model.lora.target_modules"),
-    ("max_steps=true", "max_steps"),
-    ("max_steps.x=1", "max_steps"),
-    ("learning_rate='1e-5'", "optimizer.learning_rate"),
-    ("logging.wandb=1", "logging.wandb"),
-    ("dataset.chat='yes'", "dataset.chat"),
-    ("optimizer.betas=[0.9]", "optimizer.betas.1"),
-    ("optimizer.betas=[0.9", "optimizer.betas", "line 1"),
-    ("optimizer.betas=[0.9, 0.9, 0.9]", "optimizer.betas"),
-    ("optimizer.betas=[0.9, 1.0]", "optimizer.betas.1", "less than 1"),
-    ("optimizer.max_grad_norm=.inf", "optimizer.max_grad_norm", "a finite number"),
-    ("loss.beta=.nan", "loss.beta", "a finite number"),
-    ("num_generations=1000000000", "rollout.num_generations", "65536"),
-    ("temperature=1e30", "rollout.temperature", "100"),
-    ("rewards.0.weight=1e300", "rewards.0.weight", "1000000"),
-    ("seed=4294967296", "seed", "less than or equal to 2147483647"),
-    ("hub.push=near-w7", "hub.push", "write owner/near-w7"),
-    ("hub.push=ada/near w7", "hub.push"),
-    ("alerts.window=0", "alerts.window", "greater than or equal to 1"),
-    ("dataset.examples=[[question]]", "dataset.examples.0.1"),
-    ("model.lora=true", "model.lora"),
-    ("optimizer.learning_rat=1", "optimizer.learning_rat", "did you mean optimizer.learning_rate"),
-    ("num_generation=4", "num_generation", "did you mean num_generations"),
-    ("optimizer.num_generations=4", "optimizer.num_generations", "rollout.num_generations"),
-    ("rewards.0.weigth=2", "rewards.0.weigth", "did you mean rewards.0.weight"),
-    ("model.lora={alhpa: 3}", "model.lora.alhpa", "did you mean model.lora.alpha"),
-    ("roll_out={}", "roll_out", "did you mean rollout"),
-    ("dataset.split=test", "dataset", "with source = 'rows.jsonl'"),
-    ("dataset.seed=3", "dataset", "with source"),
-    ("model={path: 'package:llm', revision: main}", "model", "no hub id"),
-    ("groups.max_group_size=8", "groups", "by groups.strategy"),
-    (
-        "advantage={function: 'a:b', baseline: leave_one_out}",
-        "the configuration",
-        "beside advantage.function",
-    ),
-    ("loss.kl_in_reward=true", "the configuration", "loss.kl_in_reward = True is not read without loss.beta"),
-    ("loss.entropy_target=1", "the configuration", "without loss.use_adaptive_entropy"),
-    ("loss.max_completion_length=64", "the configuration", "constant_length"),
-    ("optimizer.min_learning_rate_ratio=0.1", "optimizer", "by schedule = 'constant'"),
-    ("preference.loss.beta=0.3", "the configuration", "by algorithm = 'grpo'"),
-    ("algorithm=dpo", "the configuration", "rewards = [RewardConfig(", "by algorithm = 'dpo'"),
-    ("old_logprobs=sampler rollout.top_p=0.9", "the configuration", "rollout.top_p = 0.9"),
-    ("loss.sampler_correction=token_mask old_logprobs=sampler", "the configuration", "'token_mask'"),
-    ("rollout.router_replay=true model.compile=true", "the configuration", "model.compile"),
-    ("optimizer.stochastic_rounding=true model.dtype=float16", "the configuration", "model.dtype"),
-    ("curriculum={} groups.strategy=similarity", "the configuration", "curriculum and groups.strategy"),
-    ("optimizer.warmup_steps=100", "the configuration", "optimizer.warmup_steps = 100"),
-    ("epochs=2 max_steps=100", "the configuration", "epochs = 2 says", "max_steps"),
-    ("epochs=2 curriculum={}", "the configuration", "curriculum"),
-    ("epochs=2 advantage.dynamic_sampling=true", "the configuration", "advantage.dynamic_sampling"),
-    ("epochs=2 stages=[{name: a}]", "the configuration", "stages"),
-    ("learning_rate=1e-5 optimizer.learning_rate=2e-5", "optimizer.learning_rate", "given twice", "1e-05"),
-]
-
-
-@pytest.mark.parametrize(("override", "parts"), [(override, parts) for override, *parts in REFUSED])
-def test_a_wrong_setting_is_refused_by_its_key(write, override, parts):
-    overrides = re.split(r" (?=[\w.]+=)", override)
+@pytest.mark.parametrize("case", cases("refused.yaml"), ids=lambda case: case["set"])
+def test_a_wrong_setting_is_refused_by_its_key(write, case):
+    overrides = re.split(r" (?=[\w.]+=)", case["set"])
     ((name, problem),) = problems_of(write(MINIMAL), overrides).items()
-    assert name == parts[0] and all(part in problem for part in parts[1:])
-    assert parts[1:] or len(problem) > 40  # it says what to do
+    assert name == case["key"] and all(words in problem for words in case.get("says", ()))
+    assert "says" in case or len(problem) > 40  # it says what to do
 
 
 def kinds(
@@ -304,7 +150,7 @@ def test_every_problem_is_listed_at_once_with_its_place_and_value(write):
 
     of_the_file = {"model.dtype", "rollout.num_generations", "rewards.0.reward", "dataset", "foo_bar"}
     assert set(found) == {*of_the_file, "optimizer.learning_rate", "max_steps"}
-    assert "rollout.num_generations = 1: should be greater than or equal to 2" in str(found)
+    assert "rollout.num_generations = 1: should be " in found["rollout.num_generations"]
     assert found["dataset"] == "dataset: is required"
 
 
@@ -383,7 +229,7 @@ def test_a_command_validates_its_configuration_once(toy, write, monkeypatch, tmp
     monkeypatch.setattr(
         config_module, "with_method", lambda tree: (validated.append(tree), with_method(tree))[1]
     )
-    load_config(write(MINIMAL + RATE), ["max_steps=7", "method=gspo", "learning_rate=1e-5"])
+    load_config(write(MINIMAL), ["max_steps=7", "method=gspo", "learning_rate=1e-5"])
     assert len(validated) == 1
     validated.clear()
     command = ["train", str(write(yaml.safe_dump(toy))), "max_steps=1", f"output_dir={tmp_path / 'run'}"]

@@ -63,6 +63,9 @@ def test_a_key_that_the_method_leaves_at_its_default_departs_too():
     assert departures(run_of(method="dapo", advantage={"function": "mine:own"}))
     beside = {"sampler_correction": "token_truncate", "sampler_clip_max": 2.0}
     assert not departures(run_of(method="dapo", loss=beside, advantage={"max_draws": 7}))
+    unread = run_of(method="rloo", loss={"beta": 0.0})  # what only the method sets may go unread
+    assert unread.loss.kl_in_reward and departures(unread).keys() == {"loss.beta"}
+    run_of(method="rloo", advantage={"function": "mine:own"})
 
 
 def test_another_loss_leaves_out_the_methods_keys_of_its_own():
@@ -72,23 +75,13 @@ def test_another_loss_leaves_out_the_methods_keys_of_its_own():
     assert run_of(method="dapo", loss=GRPOLossConfig("grpo")).loss == GRPOLossConfig("grpo")
 
 
-def test_what_only_the_method_sets_may_go_unread():
-    config = run_of(method="rloo", loss={"beta": 0.0})
-    assert config.loss.kl_in_reward and departures(config).keys() == {"loss.beta"}
-    run_of(method="rloo", advantage={"function": "mine:own"})
-
-
-def test_a_name_that_is_no_method_is_told_with_the_nearest(caplog):
-    with pytest.raises(ConfigError, match=r"method = 'rlo': is no method; there are .*did you mean 'rloo'\?"):
-        load_config("quickstart", {"method": "rlo"})
-    for wrong in (["rloo"], {"rloo": 1}, 3):
-        with pytest.raises(ConfigError, match="method = "):
-            load_config("quickstart", {"method": wrong})
+@pytest.mark.parametrize(
+    ("wrong", "said"), [("rlo", "did you mean 'rloo'"), (["rloo"], ""), ({"rloo": 1}, ""), (3, "")]
+)
+def test_a_name_that_is_no_method_is_refused_with_the_nearest(wrong, said, caplog):
+    with pytest.raises(ConfigError, match=f"method = .*{said}"):
+        load_config("quickstart", {"method": wrong})
     assert not caplog.records
-    with pytest.raises(ValueError, match="by algorithm = 'dpo'"):
-        TrainConfig(model=MINIMAL["model"], dataset=MINIMAL["dataset"], algorithm="dpo", method="rloo")
-    with pytest.raises(ValueError, match="valid dictionary"):
-        TrainConfig.model_validate([])
 
 
 def test_a_method_on_the_command_line_replaces_what_the_file_says_of_another(tmp_path, caplog):

@@ -57,19 +57,6 @@ def test_preference_terms_are_not_taken_for_grpos(text):
     assert not any(place.split(".")[0] in ("loss", "rollout", "rewards") for place in found.places)
 
 
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        ({"loss_type": ["sigmoid"], "label_smoothing": 0.1}, {"loss_type": "cdpo", "label_smoothing": 0.1}),
-        ({"loss_type": ["sigmoid", "sft"]}, {"loss_type": ["sigmoid", "sft"]}),
-        ({"loss_type": ["nca_pair"]}, {"loss_type": ...}),
-    ],
-)
-def test_trls_preference_losses_keep_their_names_but_for_a_smoothed_sigmoid(settings, expected):
-    conversion = converted({**settings, "truncation_mode": "keep_start"})
-    check_places(conversion, {f"preference.loss.{key}": value for key, value in expected.items()})
-
-
 BATCHES = {
     "num_generations": 4,
     "per_device_train_batch_size": 8,
@@ -95,24 +82,29 @@ BATCHES = {
             | {"loss.sampler_correction": "sequence_mask", "loss.use_bias_correction_kl": True},
         ),
         (
+            {"loss_type": ["sigmoid"], "label_smoothing": 0.1, "truncation_mode": "keep_start"},
+            {"preference.loss.loss_type": "cdpo", "preference.loss.label_smoothing": 0.1},
+        ),
+        (
+            {"loss_type": ["sigmoid", "sft"], "truncation_mode": "keep_start"},
+            {"preference.loss.loss_type": ["sigmoid", "sft"]},
+        ),
+        ({"loss_type": ["nca_pair"], "ld_alpha": 1}, {"preference.loss.loss_type": ...}),
+        (
             {"num_generations": 8, "epsilon": 0.2, "sapo_temperature_pos": 0.9, "loss_type": "sapo"},
             {"loss.epsilon_low": ..., "loss.sapo_temperature_pos": 0.9},
         ),
     ],
-    ids=["a step here is a rollout", "does not divide", "defaults that differ", "what the loss reads"],
 )
 def test_trls_terms_find_their_places(document, expected):
     check_places(converted(document), expected)
 
 
-def test_two_keys_for_one_place_with_different_values_are_told():
-    conversion = converted({"num_generations": 8, "bf16": True, "dtype": "float32"})
-    reasons = {row.key: row.reason for row in conversion.rows}
+def test_keys_that_disagree_are_told_and_tokens_are_not_shown():
+    found = converted({"num_generations": 8, "bf16": True, "dtype": "float32", "hub_token": "hf_secret"})
+    reasons = {row.key: row.reason for row in found.rows}
     assert "model.dtype" in reasons["dtype"] and "bf16" in reasons["dtype"]
-
-
-def test_a_token_is_not_shown():
-    assert "hf_secret" not in converted({"num_generations": 8, "hub_token": "hf_secret"}).listing()
+    assert "hf_secret" not in found.listing()
 
 
 def test_a_nemo_rl_file_inherits_from_the_one_beside_it(tmp_path: Path):
