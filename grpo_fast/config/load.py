@@ -124,6 +124,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
         document = json.loads(text) if path.suffix == ".json" else parse_yaml(text)
+        document = with_leaves(document, lambda leaf: leaf)  # a copy, in which no two places share a mapping
     except RecursionError:
         raise ConfigError(str(path), [Problem("the file", "is nested too deeply")]) from None
     except (OSError, ValueError) as error:
@@ -142,14 +143,24 @@ def merged(layers: Sequence[Places], problems: list[Problem]) -> dict[str, Any]:
     """
     tree = OmegaConf.create(flags={"allow_objects": True})
     for place, value in (pair for layer in layers for pair in layer.items()):
-        held = with_leaves(value, lambda leaf: leaf.encode() if isinstance(leaf, str) else leaf)
+        held = with_leaves(value, _hidden)
         merge = isinstance(value, Mapping) and place.rpartition(".")[2] not in FREE_FORM
         try:
             OmegaConf.update(tree, place, held, merge=merge, force_add=True)
+        except RecursionError:
+            problems.append(Problem(place, "is nested too deeply"))
         except OmegaConfBaseException as error:
             problems.append(Problem(place, str(error).partition("\n")[0], value))
     found: Any = OmegaConf.to_container(tree)
-    return with_leaves(found, lambda leaf: leaf.decode() if isinstance(leaf, bytes) else leaf)
+    return with_leaves(found, _shown)
+
+
+def _hidden(leaf: Any) -> Any:
+    return leaf.encode("utf-8", "surrogatepass") if isinstance(leaf, str) else leaf
+
+
+def _shown(leaf: Any) -> Any:
+    return leaf.decode("utf-8", "surrogatepass") if isinstance(leaf, bytes) else leaf
 
 
 def _places(layer: Mapping[str, Any], siblings: Mapping[str, Any], problems: list[Problem]) -> Places:

@@ -9,24 +9,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
-from grpo_fast.config.groups import AdvantageConfig
 from grpo_fast.config.section import at, one_of, short, words
 from grpo_fast.objective.catalog import CATALOG, METHODS
-from grpo_fast.objective.config import GRPOLossConfig
 
 if TYPE_CHECKING:
     from grpo_fast.config.schema import TrainConfig
 
-# The sections that a method fills, and all that another method replaces.
-SECTIONS: dict[str, Any] = {"loss": GRPOLossConfig, "advantage": AdvantageConfig}
-REPLACED = (*SECTIONS, "old_logprobs")
+REPLACED = ("loss", "advantage", "old_logprobs")  # by another method
 # What turns rewards into advantages.
 ESTIMATOR = {"advantage.multi_objective_aggregation"}.union(*(facts.estimator for facts in CATALOG.values()))
-# Follow from the engine, from lengths and from cost: with another value of them a method is still itself.
-_OF_THE_RUN = {
-    *("loss.sampler_correction", "loss.sampler_clip_min", "loss.sampler_clip_max"),
-    *("loss.max_completion_length", "advantage.max_draws", "advantage.skip_flat_groups"),
-}
+# Follow from cost: with another value of them a method is still itself.
+_OF_THE_RUN = ("advantage.max_draws", "advantage.skip_flat_groups")
 
 MethodName = Annotated[str, one_of(METHODS, "method"), words(METHODS)]
 
@@ -51,18 +44,10 @@ def with_method(settings: Any) -> Any:
     return tree
 
 
-def departures(config: TrainConfig, method: str | None = None) -> dict[str, tuple[Any, Any]]:
-    """Return keys by which a configuration is not a method's, its own by default: the values of both."""
-    if (method := method or config.method) is None:
-        return {}
-    own, wanted = METHODS[method], dict[str, Any]()
-    for name, section in SECTIONS.items():
-        pure = section(**{key.partition(".")[2]: own[key] for key in own if key.startswith(f"{name}.")})
-        names = getattr(section, "model_fields", None) or section.__dataclass_fields__
-        wanted |= {f"{name}.{key}": getattr(pure, key) for key in names}
-    wanted |= {key: own[key] for key in own if "." not in key}
-    pairs = {key: (at(config, key), value) for key, value in wanted.items() if key not in _OF_THE_RUN}
-    return {key: (value, wanted) for key, (value, wanted) in pairs.items() if value != wanted}
+def departures(config: TrainConfig, method: str | None) -> dict[str, tuple[Any, Any]]:
+    """Return keys that a method sets and a configuration has otherwise: the value in force, the method's."""
+    own = {key: value for key, value in METHODS.get(method or "", {}).items() if key not in _OF_THE_RUN}
+    return {key: (at(config, key), value) for key, value in own.items() if at(config, key) != value}
 
 
 def describe_method(config: TrainConfig) -> str:
@@ -70,18 +55,18 @@ def describe_method(config: TrainConfig) -> str:
 
     Without a method: where advantages are not those of the paper whose surrogate `loss_type` is, or nothing.
     """
-    name = config.method or config.loss.loss_type
-    if name not in METHODS or (config.method is None and config.advantage.function is not None):
-        return ""
-    own, changed = METHODS[name], departures(config, name)
-    if config.method is None:
+    name, alone = config.method or config.loss.loss_type, config.method is None
+    changed = departures(config, name)
+    if alone:
         read = ESTIMATOR | ({"loss.kl_in_reward"} if config.loss.beta else set())
-        changed = {key: pair for key, pair in changed.items() if key in read}
+        changed = {
+            key: pair for key, pair in changed.items() if key in read and not config.advantage.function
+        }
     listed = ", ".join(f"{key}={short(value)} (not {short(its)})" for key, (value, its) in changed.items())
-    if config.method is None:
+    if alone:
         return listed and (
             f"loss_type = {name} sets the surrogate alone; advantages are not those of {name}, by {listed}: "
             f"`method: {name}` sets them"
         )
-    kept = " ".join(f"{key}={short(own[key])}" for key in own if key not in changed)
+    kept = " ".join(f"{key}={short(value)}" for key, value in METHODS[name].items() if key not in changed)
     return f"{name} sets {kept}" + (f"; no longer {name}: {listed}" if changed else "")

@@ -9,13 +9,6 @@ from grpo_fast.config.foreign.conversion import Conversion, Entry, convert_entri
 from grpo_fast.config.foreign.rules import NOTHING, Absent, Places, Rule, find_rule, load_yaml, rules_of
 from grpo_fast.config.foreign.trl import trl_rules, with_usual
 
-# Axolotl hands TRL what is set, so TRL's defaults hold for the rest; these are its own.
-DEFAULTS: dict[str, Any] = {
-    "max_completion_length": 512,
-    "lr_scheduler": "cosine",
-    "adam_beta2": 0.999,
-    "num_train_epochs": 1.0,
-}
 # Axolotl's own names for what TRL calls otherwise.
 SYNONYMS = {
     "num_epochs": "num_train_epochs",
@@ -24,7 +17,6 @@ SYNONYMS = {
     "torch_dtype": "dtype",
     "wandb_name": "run_name",
 }
-LOSSES = {"dpo": "sigmoid", "ipo": "ipo", "kto": "kto", "orpo": "orpo", "simpo": "simpo"}
 DATASET = {"path": "dataset.source", "name": "dataset.name", "split": "dataset.split"}
 TRANSFORM = (
     "rows are not transformed by a function: apply it once and give its rows as a JSONL file, or set "
@@ -49,9 +41,11 @@ def read_axolotl(document: Mapping[str, Any]) -> Conversion:
             raise ValueError(f"{name} = {datasets!r} is not a list of sections, `- path: NAME`")
     siblings = {SYNONYMS.get(key, key): value for key, value in {**document, **blocks["trl"]}.items()}
     siblings["use_peft"] = bool(document.get("adapter"))
-    preference = document["rl"] in LOSSES
+    preference = document["rl"] not in ("grpo", "gdpo")
+    table = load_yaml("axolotl.yaml")
+    defaults = with_usual(table.pop("_defaults"), siblings)
     rules, notes = trl_rules(siblings, preference)
-    rules |= {**dict(rules_of(load_yaml("axolotl.yaml"))), "rl": _algorithm, "wandb_project": _wandb}
+    rules |= {**dict(rules_of(table)), "wandb_project": _wandb}
     notes["vllm.gpu_memory_utilization"] = SHARED
     named = [(f"trl.{key}", key, value) for key, value in blocks["trl"].items()]
     own = [(key, value) for key, value in document.items() if key not in (*blocks, *lists)]
@@ -62,7 +56,6 @@ def read_axolotl(document: Mapping[str, Any]) -> Conversion:
         *_datasets(lists, "datasets", ""),
         *_datasets(lists, "test_datasets", "evaluation."),
     ]
-    defaults = with_usual(DEFAULTS, siblings)
     return convert_entries("Axolotl", entries, siblings, rules, defaults, preference=preference)
 
 
@@ -70,16 +63,6 @@ def _wandb(value: Any, document: Mapping[str, Any]) -> Places:
     """A project turns W&B on, unless another key turns it off."""
     on = document.get("use_wandb") is not False and document.get("wandb_mode") != "disabled"
     return {"logging.project": value, "logging.wandb": on} if value else {}
-
-
-def _algorithm(value: Any, _: Mapping[str, Any]) -> Places:
-    if value in LOSSES:
-        return {"algorithm": "dpo", "preference.loss.loss_type": LOSSES[value]}
-    if value == "gdpo":
-        return {"algorithm": "grpo", "advantage.multi_objective_aggregation": "normalize_then_sum"}
-    if value != "grpo":
-        raise ValueError(f"is not offered; it is grpo, gdpo or one of {', '.join(LOSSES)}")
-    return {"algorithm": "grpo"}
 
 
 def _datasets(lists: Mapping[str, Any], key: str, prefix: str) -> Iterator[Entry]:

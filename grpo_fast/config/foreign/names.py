@@ -127,6 +127,7 @@ def correction(value: Any, siblings: Siblings) -> Places:
 
 
 _TABLE = load_yaml("trl.yaml")
+DEFAULTS: dict[str, Any] = _TABLE["defaults"]  # what a missing key means there, where ours means another
 REWARDS: dict[str, dict[str, Any]] = _TABLE["rewards"]
 PREFERENCE: dict[str, Rule] = dict(rules_of(_TABLE["preference"]))  # when training is on fixed pairs
 MOVED: dict[str, Rule] = {

@@ -7,19 +7,11 @@ from functools import partial
 from typing import Any
 
 from grpo_fast.config.foreign.conversion import Conversion, Entry, convert_entries
-from grpo_fast.config.foreign.names import NAMES, PREFERENCE, REWARDS, as_list
+from grpo_fast.config.foreign.names import DEFAULTS, NAMES, PREFERENCE, REWARDS, as_list
 from grpo_fast.config.foreign.rules import Absent, NotApplicable, Places, Rule, Siblings, translate
 from grpo_fast.config.rewards import BUILTINS
 from grpo_fast.objective.comparisons import PREFERENCE_LOSSES
 
-# What a missing key means there, where ours would mean something else.
-DEFAULTS: dict[str, Any] = {
-    "max_completion_length": 512,
-    "lr_scheduler_type": "linear",
-    "adam_beta2": 0.999,
-    "gradient_checkpointing": True,
-    "num_train_epochs": 3.0,
-}
 BATCH = (
     "per_device_train_batch_size",
     "gradient_accumulation_steps",
