@@ -64,7 +64,7 @@ def with_defaults(
 def _resolved(document: Mapping[str, Any]) -> dict[str, Any]:
     """The leaves with OmegaConf's references filled in; one that leads out of the file stays as written."""
     leaves = flatten(document)
-    OmegaConf.register_new_resolver("mul", lambda *factors: prod(factors), replace=True)
+    OmegaConf.register_resolver("mul", lambda *factors: prod(factors), replace=True)
     for key, value in leaves.items():
         if isinstance(value, str) and "${" in value and "${oc." not in value:
             with suppress(OmegaConfBaseException):
