@@ -11,9 +11,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from grpo_fast.config.keys import ConfigError, Problem
-from grpo_fast.config.load import check_filled_in, convert_file, dump_config, load_config
+from grpo_fast.config.load import check_filled_in, dump_config, load_config
 from grpo_fast.config.schema import TrainConfig
 
 
@@ -47,24 +48,18 @@ def groups(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     tokenizer = load_tokenizer(config.model)
     shown: list[tuple[object, ...]] = []
     for stage in resolve_stages(config):
-        rollout = stage.config.rollout
-        grouped = (stage.config.dataset, stage.config.groups, stage.config.prompts_per_step)
-        settings = (*grouped, rollout.tools, rollout.environment)
+        of, rollout = stage.config, stage.config.rollout
+        settings = (of.dataset, of.groups, of.prompts_per_step, rollout.tools, rollout.environment)
         if settings in shown:
             continue
         shown.append(settings)
         if stage.name:
             print(f"stage {stage.name}:")
-        toolsets = load_toolsets(rollout, stage.config.dataset)
-        description = describe_groups(
-            load_prompts(stage.config.dataset, tokenizer, toolsets.schemas if toolsets else None),
-            stage.config.groups,
-            num_generations=int(rollout.num_generations),
-            prompts_per_step=stage.config.prompts_per_step,
-            seed=stage.config.seed,
-            examples=args.examples,
-        )
-        print(description)
+        toolsets = load_toolsets(rollout, of.dataset)
+        prompts = load_prompts(of.dataset, tokenizer, toolsets.schemas if toolsets else None)
+        size, per_step = int(rollout.num_generations), of.prompts_per_step
+        options: Any = {"num_generations": size, "prompts_per_step": per_step, "seed": of.seed}
+        print(describe_groups(prompts, of.groups, examples=args.examples, **options))
     return 0
 
 
@@ -155,6 +150,8 @@ def report(args: argparse.Namespace, _: Sequence[str]) -> int:
 def convert(args: argparse.Namespace, _: Sequence[str]) -> int:
     """`grpo-fast convert`: the configuration on standard output or in a file, the list of keys on stderr; 3
     where a person has to decide something before it is the same experiment."""
+    from grpo_fast.config.convert import convert_file
+
     conversion, text = convert_file(args.file, source=args.source)
     print(conversion.listing(), file=sys.stderr)
     if args.output:

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from grpo_fast.config.section import Count, Fraction, NotNegative, Positive, PositiveInt, Section
+from grpo_fast.config.section import (
+    Count,
+    Fraction,
+    NotNegative,
+    Positive,
+    PositiveInt,
+    Section,
+    refuse_unread,
+)
 
 State = Literal["optimizer", "master"]
 """What an optimiser keeps of each parameter: Adam's moments, and the float32 master of a 16-bit one."""
@@ -102,6 +111,12 @@ class ModelConfig(Section):
         False, description="true runs the Python code that the model's repository ships, whatever it does"
     )
 
+    @model_validator(mode="after")
+    def _reads_what_is_set(self) -> ModelConfig:
+        if self.path.startswith("package:") or Path(self.path).expanduser().is_dir():
+            refuse_unread(self, ["revision"], f"with path = {self.path!r}, which is no hub id")
+        return self
+
     @property
     def recomputed(self) -> Literal[True, "mlp", "offload"] | None:
         """What the backward recomputes; None also of an `auto` that nothing has resolved."""
@@ -124,7 +139,9 @@ class OptimizerConfig(Section):
         "masters: 4 bytes a parameter less, and small steps add up all the same",
     )
     learning_rate: Positive = Field(1e-6, description="after the warmup")
-    betas: tuple[Decay, Decay] = Field((0.9, 0.95), description="decays of the two moments, each in [0, 1)")
+    betas: Annotated[tuple[Decay, Decay], Field(strict=False)] = Field(
+        (0.9, 0.95), description="decays of the two moments, each in [0, 1)"
+    )
     # A smaller one would be zero in float32.
     eps: Annotated[float, Field(ge=1e-20)] = Field(1e-8, description="added to the root of the second moment")
     weight_decay: NotNegative = Field(0.0, description="decoupled, times the learning rate")
@@ -138,3 +155,9 @@ class OptimizerConfig(Section):
     min_learning_rate_ratio: Fraction = Field(
         0.0, description="where linear and cosine end, as a share of learning_rate"
     )
+
+    @model_validator(mode="after")
+    def _reads_what_is_set(self) -> OptimizerConfig:
+        if self.schedule == "constant":
+            refuse_unread(self, ["min_learning_rate_ratio"], "by schedule = 'constant'")
+        return self

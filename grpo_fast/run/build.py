@@ -18,7 +18,7 @@ import torch
 from grpo_fast.config.data import PREFIX, VERIFIERS, DatasetConfig
 from grpo_fast.config.rollout import RolloutConfig
 from grpo_fast.config.schema import TrainConfig, at
-from grpo_fast.config.stages import PARTIAL, Stage, resolve_stages, schedule_steps
+from grpo_fast.config.stages import Stage, resolve_stages, schedule_steps
 from grpo_fast.data import PromptDataset, PromptSampler, exclude_overlap, load_held_out, load_prompts
 from grpo_fast.data.tasksets import library_prompts
 from grpo_fast.distributed.world import SINGLE_PROCESS, World
@@ -198,9 +198,7 @@ def with_steps(config: TrainConfig) -> TrainConfig:
     steps = ceil(round(config.epochs * len(prompts) / config.prompts_per_step, 9))
     counted = f"{len(prompts):,} prompts, {config.prompts_per_step} a step"
     logger.warning("epochs = %g: max_steps = %d, for %s", config.epochs, steps, counted)
-    return TrainConfig.model_validate(
-        config.model_dump() | {"epochs": None, "max_steps": steps}, context=PARTIAL
-    )
+    return TrainConfig.model_validate(config.model_dump() | {"epochs": None, "max_steps": steps})
 
 
 def load_train_prompts(

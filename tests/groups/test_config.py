@@ -44,13 +44,13 @@ def test_a_contradiction_is_refused_and_names_the_key(section, settings, named):
     ("overrides", "named"),
     [
         (["curriculum={}", "groups.strategy=similarity"], "curriculum"),
-        (["groups.similarity_threshold=0.9"], "similarity_threshold = 0.9: is not read by .* = 'prompt'"),
+        (["groups.similarity_threshold=0.9"], "similarity_threshold = 0.9 is not read by .* = 'prompt'"),
         (
             ["groups.strategy=prefix", "groups.embedding=a:b"],
-            "embedding = 'a:b': is not read",
+            "embedding = 'a:b' is not read",
         ),
-        (["groups.strategy=a:b", "groups.prefix_turns=2"], "prefix_turns = 2: is not read by .* = 'a:b'"),
-        (["groups.max_group_size=9"], "max_group_size = 9: is not read"),
+        (["groups.strategy=a:b", "groups.prefix_turns=2"], "prefix_turns = 2 is not read by .* = 'a:b'"),
+        (["groups.max_group_size=9"], "max_group_size = 9 is not read"),
     ],
 )
 def test_keys_that_another_strategy_reads_and_a_curriculum_beside_shared_baselines_are_refused(

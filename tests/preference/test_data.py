@@ -224,10 +224,9 @@ REWARDS = [{"reward": "exact_match"}]
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({"rewards": REWARDS}, r"rewards\s+is not read by algorithm = 'dpo'"),
-        ({"evaluation": {"num_samples": 4}}, r"evaluation.num_samples\s+is not read by algorithm = 'dpo'"),
-        ({"preference": {"ranking": {"objective": "pairwise"}}}, r"preference.ranking\s+is not read"),
-        ({"algorithm": "rank", "preference": {"loss": {"beta": 0.3}}}, r"preference.loss\s+is not read"),
+        ({"rewards": REWARDS}, r"rewards = .* is not read by algorithm = 'dpo'"),
+        ({"preference": {"ranking": {"objective": "pairwise"}}}, r"preference.ranking = .* is not read"),
+        ({"algorithm": "rank", "preference": {"loss": {"beta": 0.3}}}, r"preference.loss = .* is not read"),
         ({"algorithm": "grpo", "rewards": REWARDS, "preference": {"loss": {"beta": 0.3}}}, "preference"),
         ({"preference": {"loss": {"beta": 0}}}, r"preference.loss.beta\s+Input should be greater than 0"),
         ({"preference": {"answers": {"template": "no answer"}}}, r"has no \{answer\}"),
