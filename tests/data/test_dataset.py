@@ -44,9 +44,7 @@ class TestForm:
         assert dataset[0].prompt == prompt
         assert dataset[0].columns == {"answer": 1}
 
-    def test_configured_turns_come_before_a_conversations_own_but_for_its_system_message(
-        self, tokenizer, write
-    ):
+    def test_configured_turns_come_before_a_conversations_own(self, tokenizer, write):
         source = write({"prompt": [SYSTEM, *CONVERSATION]}, {"prompt": CONVERSATION})
         first, second = load_prompts(DatasetConfig(source=source, **EXAMPLES), tokenizer)
         shown = [{"role": "user", "content": "two ?"}, {"role": "assistant", "content": "2"}]

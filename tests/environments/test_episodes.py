@@ -116,7 +116,7 @@ def paths(**objects: Any) -> Any:
     return given({f"m:{name}": value for name, value in objects.items()})
 
 
-def test_what_the_model_sees_is_the_conversation_and_what_it_learns_from_is_its_own(tokenizer) -> None:
+def test_the_model_sees_the_conversation_and_trains_on_its_own_tokens(tokenizer) -> None:
     turns = [call("guess", word="äpfel") + call("look_up", key="k", times=2), "It is [k]."]
     with paths(look_up=look_up, Game=Game):
         rows = [{"prompt": "Who?", "begin": " Guess!", "answer": 4}]
@@ -522,7 +522,7 @@ class Guided:
         return float(self.done)
 
 
-def test_instances_are_made_once_reset_for_each_completion_and_closed_at_the_end(tokenizer) -> None:
+def test_instances_are_made_once_reset_for_each_completion_and_closed(tokenizer) -> None:
     with paths(Guided=Guided):
         rollout, prompts = rollout_of(tokenizer, environment="m:Guided")
 
