@@ -374,7 +374,7 @@ def limit_memory(
     ],
     ids=str,
 )
-def test_a_step_after_out_of_memory_is_that_of_small_micro_batches(
+def test_a_step_after_out_of_memory_is_that_of_small_micro_batches_from_the_start(
     make_trainer, monkeypatch, seed: int, sections: dict[str, Any], backward: bool
 ) -> None:
     trainer = make_trainer(seed=seed, micro_batch_tokens=4096, **sections)
