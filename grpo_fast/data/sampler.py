@@ -35,11 +35,6 @@ class PromptSampler:
         self._epoch = -1
         self._order: list[int] = []
 
-    @property
-    def epoch(self) -> float:
-        """Epochs drawn so far."""
-        return self.drawn / len(self.dataset)
-
     def next(self) -> list[Prompt]:
         """The next `batch_size` prompts."""
         batch = [self._at(self.drawn + offset) for offset in range(self.batch_size)]

@@ -98,7 +98,7 @@ class Conversation:
             self.failures += 1
             self.given_up += isinstance(error, Overdue)
             return str({"error": str(error)})  # as TRL says it
-        text = text_of(given, f"the tool {name}")
+        text = joined_text(given, f"the tool {name}")
         return str(given) if text is None else text
 
     async def required(self, what: str, function: Callable[..., Any], row: Mapping[str, Any]) -> Any:
@@ -142,7 +142,7 @@ class Conversation:
             self.seconds += time.monotonic() - begun
 
 
-def text_of(given: Any, what: str) -> str | None:
+def joined_text(given: Any, what: str) -> str | None:
     """Return text, or blocks of text joined; None of anything else.
 
     Args:

@@ -17,7 +17,7 @@ from grpo_fast.config.rollout import RolloutConfig
 from grpo_fast.config.section import short
 from grpo_fast.data.render import Renderer
 from grpo_fast.data.types import Message, Prompt
-from grpo_fast.environments.conversation import Conversation, text_of
+from grpo_fast.environments.conversation import Conversation, joined_text
 from grpo_fast.environments.instances import Instances
 from grpo_fast.environments.template import TurnTemplate
 from grpo_fast.environments.tools import ENVIRONMENT_COLUMN, Toolsets
@@ -180,7 +180,7 @@ class EpisodeRollout(CoroutineRollout):
         if given is None:
             return talk
         what = f"{type(environment).__name__}.reset"
-        if (said := text_of(given, what)) is None:
+        if (said := joined_text(given, what)) is None:
             raise RuntimeError(
                 f"{what} returned {short(given)}, a {type(given).__name__}, for row {prompt.index}: return "
                 "the text that goes to the end of the prompt, or None"

@@ -44,9 +44,7 @@ class TestForm:
         assert dataset[0].prompt == prompt
         assert dataset[0].columns == {"answer": 1}
 
-    def test_configured_turns_come_before_a_conversations_own_but_for_its_system_message(
-        self, tokenizer, write
-    ):
+    def test_configured_turns_come_before_a_conversations_own(self, tokenizer, write):
         source = write({"prompt": [SYSTEM, *CONVERSATION]}, {"prompt": CONVERSATION})
         first, second = load_prompts(DatasetConfig(source=source, **EXAMPLES), tokenizer)
         shown = [{"role": "user", "content": "two ?"}, {"role": "assistant", "content": "2"}]
@@ -220,20 +218,20 @@ def test_held_out_questions_leave_the_training_set_and_are_counted(questions_of)
 
 
 @pytest.mark.parametrize(
-    ("train", "held_out", "any_order", "kept"),
+    ("train", "held_out", "generated", "kept"),
     [
-        (["What  is\tONE ?", "two"], "what is one?", None, ["two"]),
-        (["one is two"], "two is one", None, ["one is two"]),
+        (["What  is\tONE ?", "two"], "what is one?", False, ["two"]),
+        (["one is two"], "two is one", False, ["one is two"]),
         (["31 + 6 =", "3 + 16 ="], "6 + 31 =", True, ["3 + 16 ="]),
         (["2.5 + 3.1"], "3.5 + 2.1", True, ["2.5 + 3.1"]),
     ],
-    ids=["case and spacing", "order in prose", "commuted on request", "a decimal number is one word"],
+    ids=["case and spacing", "order in prose", "commuted", "a decimal number is one word"],
 )
-def test_what_counts_as_the_same_question(questions_of, train, held_out, any_order, kept):
-    found = exclude_overlap(
-        questions_of("train", *train), questions_of("test", held_out), any_order=any_order
-    )
-    assert questions(found) == kept
+def test_what_counts_as_the_same_question(questions_of, train, held_out, generated, kept):
+    asked, questions_held_out = questions_of("train", *train), questions_of("test", held_out)
+    if generated:
+        asked = replace(asked, config=DatasetConfig(source="reasoning_gym:chain_sum", size=2))
+    assert questions(exclude_overlap(asked, questions_held_out)) == kept
 
 
 def test_system_prompts_and_examples_take_no_part(questions_of):

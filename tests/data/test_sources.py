@@ -206,6 +206,6 @@ def test_a_verifiers_of_before_v1_is_told_which_is_needed(tmp_path, monkeypatch)
         monkeypatch.delitem(sys.modules, name)
     (tmp_path / "verifiers.py").write_text("def load_environment(name): ...")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ImportError, match=r"needs verifiers 0.4 or newer.* an older one is installed: pip"):
+    with pytest.raises(ImportError, match=r"needs verifiers 0.4 or newer.*pip install --upgrade"):
         read_rows(DatasetConfig(source="verifiers:x"))
     del sys.modules["verifiers"]

@@ -24,7 +24,7 @@ from torch.distributed import TCPStore
 from grpo_fast.distributed import watch
 from grpo_fast.distributed.world import RankError, World
 
-watch.BEAT, watch.GRACE = 0.2, 1.5
+watch.BEAT, watch.GRACE = 0.2, 5.0
 FOREVER = 1000  # seconds
 SIZES = {"killed_in_a_collective": 3, "failed_while_others_work": 3}
 
@@ -79,7 +79,7 @@ def failed_outside(world: World) -> None:
 
 
 def hanging(world: World) -> None:
-    world.objects = dist.new_group(backend="gloo", timeout=timedelta(seconds=1))
+    world.objects = dist.new_group(backend="gloo", timeout=timedelta(seconds=3))
     world.gather_from_all("the rewards", lambda: time.sleep(FOREVER * world.rank))
 
 

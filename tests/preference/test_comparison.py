@@ -51,7 +51,7 @@ def test_pairs_are_split_into_chosen_and_rejected():
     assert plain.margins is plain.weights is plain.ref_chosen_logprobs is plain.ref_rejected_logprobs is None
 
 
-def test_weights_of_labelled_completions_stand_in_the_order_of_the_loss_the_chosen_first():
+def test_weights_of_labelled_completions_stand_chosen_first():
     grades, weights = (0.0, 1.0, 0.0, 1.0), (1.0, 2.0, 3.0, 4.0)
     labelled = [
         Comparison(PROMPT, ids(2), (g,), weight=w, mismatched_ids=(7, 8))

@@ -83,7 +83,7 @@ def test_a_pair_is_a_prompt_and_two_completions_that_end_with_the_end_token(toke
     assert (pair.grades, pair.margin, pair.weight) == ((1.0, 0.0), 0.5, 2.0)
 
 
-def test_conversations_give_the_same_tokens_as_text_whether_or_not_they_repeat_the_prompt(tmp_path):
+def test_conversations_give_the_same_tokens_as_text(tmp_path):
     def says(role: str, content: str) -> dict[str, str]:
         return {"role": role, "content": content}
 
@@ -110,7 +110,7 @@ def test_any_end_token_of_the_model_ends_a_completion(tmp_path):
     assert texts(pair) == ["three be", "four five </s>"]
 
 
-def test_labelled_completions_are_paired_with_the_next_rows_for_ktos_reference_point(tmp_path):
+def test_labelled_completions_are_paired_with_the_next_rows(tmp_path):
     rows = [
         {"prompt": "one", "completion": "two", "label": True},
         {"prompt": "two", "completion": "three", "label": False},
@@ -216,24 +216,3 @@ def test_a_template_that_rewrites_the_prompt_once_it_is_answered_is_refused(tmp_
     )
     with pytest.raises(ValueError, match="writes the prompt otherwise once answered"):
         load(tmp_path, [PAIR], tokenizer)
-
-
-REWARDS = [{"reward": "exact_match"}]
-
-
-@pytest.mark.parametrize(
-    ("config", "said"),
-    [
-        ({"rewards": REWARDS}, r"rewards = .* is not read by algorithm = 'dpo'"),
-        ({"preference": {"ranking": {"objective": "pairwise"}}}, r"preference.ranking = .* is not read"),
-        ({"algorithm": "rank", "preference": {"loss": {"beta": 0.3}}}, r"preference.loss = .* is not read"),
-        ({"algorithm": "grpo", "rewards": REWARDS, "preference": {"loss": {"beta": 0.3}}}, "preference"),
-        ({"preference": {"loss": {"beta": 0}}}, r"preference.loss.beta\s+Input should be greater than 0"),
-        ({"preference": {"answers": {"template": "no answer"}}}, r"has no \{answer\}"),
-    ],
-)
-def test_a_configuration_of_another_algorithm_is_refused_at_the_start(config, said):
-    with pytest.raises(ValueError, match=said):
-        TrainConfig(
-            **{"algorithm": "dpo", "model": {"path": "m"}, "dataset": {"source": "x.jsonl"}, **config}
-        )
