@@ -101,10 +101,8 @@ def load_policy(
         **origin_of(config),
         **(loading_settings(config, home) if quantized else {}),
     )
-    if not has_type(model.config):  # of a model's text alone, as Emu3's and Mllama's: nothing would load it
+    if not has_type(model.config):  # of a model's text alone, as Mllama's: nothing would load it
         model.whole_config = architecture
-    if hasattr(model.config, "rescale_every"):  # RWKV's: it would divide the weights that train, in place
-        model.config.rescale_every = 0
     model = cast_rest(model, getattr(torch, config.dtype)) if quantized else model.to(home)
     require_vocabulary(tokenizer, model, config.path)
     keep_step_limits(model)

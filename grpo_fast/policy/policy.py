@@ -20,7 +20,7 @@ from grpo_fast.distributed.shards import whole
 from grpo_fast.distributed.world import SINGLE_PROCESS, World
 from grpo_fast.head import HeadParameters
 from grpo_fast.policy.adapters import adapted_weights, base_name, merged
-from grpo_fast.policy.architecture import fix_rope, head_parameters, head_reader, whole_rows
+from grpo_fast.policy.architecture import backbone, fix_rope, head_parameters, whole_rows
 from grpo_fast.policy.experts import chosen_share, is_expert
 from grpo_fast.policy.layout import PackedLayout, RowLayout
 from grpo_fast.policy.optimizer import MASTER
@@ -219,7 +219,7 @@ class Policy:
             "input_ids": batch.input_ids[None],
             "position_ids": batch.position_ids[None],
         }
-        reads, attention, both_ways = head_reader(self.base_model), self.attention, None
+        reads, attention, both_ways = backbone(self.base_model), self.attention, None
         if any(batch.images):
             reads = language_model(self.base_model)
             given, both_ways = self.vision.packed(batch)
@@ -246,7 +246,7 @@ class Policy:
         lengths = [end - start for start, end in pairwise(bounds)]
         # As many forwards on each rank, where each is one of all.
         layout = RowLayout(bounds[:-1], lengths, batch.input_ids.device, pads="right", together=self.sharded)
-        model, settings = head_reader(self.base_model), _WITH_ROUTERS if routed is not None else {}
+        model, settings = backbone(self.base_model), _WITH_ROUTERS if routed is not None else {}
         found = [
             model(**whole_rows(self.base_model, batch.input_ids[rows.tokens]), **settings)
             for rows in layout.batches

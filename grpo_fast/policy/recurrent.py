@@ -1,6 +1,6 @@
 """Layers that carry a state along the tokens, over packed documents: the prompt's state is computed once.
 
-A recurrent mixer (gated delta rule, Mamba, short convolution, linear attention, RG-LRU) runs twice: over the
+A recurrent mixer (gated delta rule, Mamba, short convolution, linear attention) runs twice: over the
 prompts of a batch, and over the completions, each of which begins with a copy of the state behind its prompt,
 whose gradient is summed over them. Both times transformers' own module computes, by flash-linear-attention,
 causal-conv1d and mamba-ssm where these are installed. What it takes for its cache is ours, and keeps what a
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import conv1d, pad
+from torch.nn.functional import pad
 
 from grpo_fast.policy.layers import decoder_layers
 from grpo_fast.policy.layout import PackedLayout, RowLayout, repeated
@@ -113,17 +113,12 @@ class StateCache:
 
 def recurrent_mixers(model: nn.Module) -> list[Any]:
     """The modules of a model that carry a state along the tokens."""
-    return [module for module in model.modules() if _writes_state(module) or _keeps_state(module)]
+    return [module for module in model.modules() if _writes_state(module)]
 
 
 def _writes_state(module: nn.Module) -> bool:
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return code is not None and not STATE_WRITES.isdisjoint(code.co_names)
-
-
-def _keeps_state(module: nn.Module) -> bool:
-    """Whether it is RecurrentGemma's, whose state is an attribute."""
-    return hasattr(module, "conv1d_state") and hasattr(module, "rg_lru")
 
 
 def fork_states(model: nn.Module) -> None:
@@ -160,7 +155,7 @@ def _forked(mixer: Any, *args: Any, **kwargs: Any) -> Any:
         return mixer.plain_forward(*args, **kwargs)
     given = inspect.signature(mixer.plain_forward).bind(*args, **kwargs).arguments
     given |= given.pop("kwargs", {})
-    run = partial(_run_griffin if _keeps_state(mixer) else _run, mixer)
+    run = partial(_run, mixer)
     prompts, completions = layout.prompt_rows, layout.completion_rows
     read = [run(_at(given, rows.tokens), rows.mask, None) for rows in prompts.batches]
     behind = {kind: torch.cat([states[kind] for _, states in read]) for kind in read[0][1]}
@@ -211,21 +206,3 @@ def _run(mixer: Any, given: dict[str, Any], mask: Tensor | None, states: States 
     cache, names = StateCache(states), inspect.signature(mixer.plain_forward).parameters
     given = given | dict.fromkeys(_CACHES.intersection(names), cache)
     return mixer.plain_forward(**given | dict.fromkeys(_MASKS.intersection(names), mask)), cache.states
-
-
-def _run_griffin(
-    block: Any, given: dict[str, Any], mask: Tensor | None, states: States | None
-) -> tuple[Any, States]:
-    """`_run` of RecurrentGemma's block, which cannot go on with a sequence (Griffin, arXiv:2402.19427)."""
-    inputs = given["input_states"]
-    branch = block.linear_x(inputs)
-    if mask is not None:
-        branch = branch * mask[..., None]
-    branch, width = branch.transpose(1, 2), block.conv1d_width - 1
-    seen = pad(branch, (width, 0)) if states is None else torch.cat([states["conv", 0], branch], -1)
-    convolved = conv1d(seen, block.conv_1d.weight, block.conv_1d.bias, groups=len(block.conv_1d.weight))
-    block.rg_lru.recurrent_states = None if states is None else states["recurrent", 0]
-    hidden = block.rg_lru(convolved.transpose(1, 2), given["position_ids"])
-    behind = {("conv", 0): seen[..., -width:], ("recurrent", 0): block.rg_lru.recurrent_states}
-    block.conv1d_state = block.rg_lru.recurrent_states = None
-    return (block.linear_out(hidden * block.act_fn(block.linear_y(inputs))), None), behind

@@ -306,17 +306,6 @@ def test_keys_and_values_are_what_the_engine_holds(
     assert held <= found <= 1.25 * held  # of one layer, a copy while it grows; windows keep a token less
 
 
-def test_what_has_no_cache_keeps_nothing_and_computes_whole_sequences(config: Any, predictor: Any) -> None:
-    planned = predictor(config("recurrent_gemma"))
-    parts = planned.predict(ROLLOUT).parts["rollout"]
-
-    assert "KV cache" not in parts
-    whole = ROLLOUT.completions * ROLLOUT.sequence_length
-    assert parts["engine workspace"] >= planned.shape.plain.forward(whole)
-    on_gpu = predictor(planned.shapes, device_budget("H200"), dtype="bfloat16", attention="sdpa")
-    assert "rollout.vllm.kv_cache_gib" not in on_gpu.predict(ROLLOUT).values
-
-
 def test_decoding_takes_what_was_predicted(shapes: Shapes, predictor: Any) -> None:
     planned = predictor(shapes)
     parts = planned.predict(ROLLOUT).parts["rollout"]

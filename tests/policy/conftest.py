@@ -34,7 +34,6 @@ CHANGES: dict[str, dict[str, Any]] = {  # of the sizes that `benchmarks.tiny` gi
         **{"enable_moe_block": True, "vocab_size_per_layer_input": VOCABULARY},
     },
     "mimo_v2_flash": {"head_dim": 12},  # wider than its values
-    "rwkv": {"num_hidden_layers": 7},  # which rescales from the sixth layer on
     "jamba": {"num_hidden_layers": 2, "attn_layer_period": 2, "attn_layer_offset": 1},
     "cohere": {"logit_scale": 0.25},
     "seed_oss": {"residual_dropout": 0.3},

@@ -27,7 +27,6 @@ from .conftest import VOCABULARY, batch_logprobs, make_samples, own_logprobs, sa
 HYBRIDS = (
     *("qwen3_next", "qwen3_5_text", "olmo_hybrid", "kimi_linear", "bamba", "nemotron_h", "granitemoehybrid"),
     *("falcon_h1", "zamba2", "lfm2", "minimax"),
-    "recurrent_gemma",  # a window shorter than the sequences, beside the state
 )
 SINKS = ("gpt_oss", "granite_swa", "mimo_v2_flash")  # of attention: with experts, with a window, of wide keys
 ROWS = ("bloom", "falcon", "stablelm", "llama4_text", "jamba", "mamba2")
@@ -96,7 +95,7 @@ def test_time_steps_keep_to_the_limits_of_the_configuration_in_policy_and_refere
 
 @pytest.mark.parametrize(
     ("family", "what"),
-    [("qwen3_5_text", True), ("qwen3_5_text", "mlp"), ("zamba2", True), ("recurrent_gemma", "mlp")],
+    [("qwen3_5_text", True), ("qwen3_5_text", "mlp"), ("zamba2", True), ("lfm2", "mlp")],
 )
 def test_what_is_recomputed_has_the_same_gradient(family: str, what: Any, rng: torch.Generator) -> None:
     plain = random_model(family, seed=3)
