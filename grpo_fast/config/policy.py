@@ -24,8 +24,13 @@ class LoraConfig(Section):
     )
     target_modules: str | list[str] = Field(
         "all-linear",
-        description="names of modules or of experts' tensors, a regular expression, or all linear layers and "
-        "experts, without head and routers",
+        description="names of modules, a regular expression, or all linear layers without the head, as peft "
+        "takes them",
+    )
+    target_parameters: list[str] | None = Field(
+        None,
+        description="names of parameters that no linear layer holds, as peft takes them, such as "
+        "mlp.experts.gate_up_proj; they need dropout = 0. null: what peft adds by itself for some mixtures",
     )
 
 

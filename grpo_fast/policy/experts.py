@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from grpo_fast.config.policy import ModelConfig
 from grpo_fast.policy.layers import decoder_layers
-from grpo_fast.policy.vision import language_model, model_class
+from grpo_fast.policy.vision import model_class
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -52,13 +52,6 @@ def is_expert(name: str, parameter: Tensor) -> bool:
 def is_router(name: str) -> bool:
     """Whether a module, or a parameter of one, of a mixture of experts chooses between them."""
     return not _ROUTERS.isdisjoint(name.split("."))
-
-
-def fused_experts(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters (E, A, B) that hold a matrix of each expert, by name."""
-    read = {*language_model(model).parameters()}
-    named = ((name, parameter) for name, parameter in model.named_parameters() if parameter in read)
-    return {name: parameter for name, parameter in named if _is_stack(name, parameter)}
 
 
 def _is_stack(name: str, parameter: Tensor) -> bool:

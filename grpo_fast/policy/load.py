@@ -219,7 +219,9 @@ def prepare_to_train(model: PreTrainedModel, config: ModelConfig) -> PreTrainedM
         if not config.train_lm_head:
             model.get_output_embeddings().requires_grad_(False)
     if not config.train_router:
-        _freeze_routers(model, config)
+        for name, parameter in model.named_parameters():
+            if is_router(name):  # its adapters too, which peft may add by itself
+                parameter.requires_grad_(False)
     if config.recomputed:
         recompute(model, config.recomputed)
     trained.eval()
@@ -227,17 +229,6 @@ def prepare_to_train(model: PreTrainedModel, config: ModelConfig) -> PreTrainedM
         if isinstance(dropout := getattr(module, "lora_dropout", None), nn.Module):
             dropout.train()
     return trained
-
-
-def _freeze_routers(model: PreTrainedModel, config: ModelConfig) -> None:
-    for name, parameter in model.named_parameters():
-        if is_router(name):
-            if "lora_" in name:
-                raise ValueError(
-                    "model.train_router = false, and model.lora.target_modules = "
-                    f"{config.lora and config.lora.target_modules!r} adapts the router; leave one of them out"
-                )
-            parameter.requires_grad_(False)
 
 
 def resolve_device(name: str) -> torch.device:

@@ -22,6 +22,7 @@ from grpo_fast.config.foreign.rules import (
     rules_of,
     translate,
 )
+from grpo_fast.config.policy import LoraConfig
 from grpo_fast.config.rewards import BUILTINS
 
 TRACKERS = ("tensorboard", "wandb", "trackio")
@@ -206,7 +207,7 @@ MOVED: dict[str, Rule] = {
     "hub_model_id": partial(hub, "push"),
     "hub_private_repo": partial(hub, "private"),
     "push_to_hub": push_to_hub,
-    **{f"lora_{key}": partial(lora, key) for key in ("r", "alpha", "dropout", "target_modules")},
+    **{f"lora_{key}": partial(lora, key) for key in LoraConfig.model_fields},
     "reward_funcs": reward_funcs,
     "reward_weights": reward_weights,
     "stop": stop,
