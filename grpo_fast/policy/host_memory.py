@@ -6,6 +6,7 @@ import logging
 import resource
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
 
@@ -43,31 +44,20 @@ def _warn_of_ordinary_memory(error: str) -> None:
     )
 
 
-def stream_through_device(groups: Sequence[Sequence[Tensor]], device: torch.device) -> Iterator[int]:
-    """Each group's index, while its tensors are on the device; then they go to the host as they became.
+@contextmanager
+def on_device(tensors: Sequence[Tensor], device: torch.device) -> Iterator[None]:
+    """Hold tensors of the host on the device; their content goes back to the same host memory.
 
-    The next group comes and the last one leaves meanwhile: the device holds three groups at most.
+    All copies are queued on the current stream. Synchronize it before the host reads the tensors.
     """
-    inward, outward = side_stream(device), side_stream(device)
-    leaving: list[torch.cuda.Event] = []
-    coming = copies_on(device, groups[0], inward) if groups else ([], None)
-    for index, group in enumerate(groups):
-        here, arrived = coming
-        if len(leaving) > 1:
-            leaving.pop(0).synchronize()  # else this loop, far ahead of the device, would fetch everything
-        coming = copies_on(device, groups[index + 1], inward) if index + 1 < len(groups) else ([], None)
-        wait(arrived, device)
-        hosts = [host_like(tensor) if tensor.is_cuda else tensor.data for tensor in group]
-        move(group, here)
-        yield index
-        left = copy_beside(outward, hosts, here)
-        if outward is not None and left is not None:
-            for tensor in here:
-                tensor.record_stream(outward)
-            leaving.append(left)
-        move(group, hosts)
-    if outward is not None:
-        outward.synchronize()
+    hosts = [tensor.data for tensor in tensors]
+    move(tensors, [host.to(device, non_blocking=True) for host in hosts])
+    try:
+        yield
+    finally:
+        for tensor, host in zip(tensors, hosts, strict=True):
+            host.copy_(tensor.detach(), non_blocking=True)
+        move(tensors, hosts)
 
 
 def copies_on(

@@ -34,7 +34,6 @@ CHECKPOINTED, OFFLOADED, MLPS, LORA, QLORA, FROZEN_HEAD = (
     {"lora": LoraConfig(r=8), "quantization": "nf4"},
     {"train_lm_head": False},
 )
-IN_8_BITS, ROUNDED = {"kind": "adamw_8bit"}, {"stochastic_rounding": True}
 
 
 def compare(predictor: Predictor, sizes: StepSizes, tolerance: float) -> None:
@@ -67,10 +66,6 @@ def compare(predictor: Predictor, sizes: StepSizes, tolerance: float) -> None:
         ("llama", "bfloat16", MLPS, {}, LONG, 0.04),  # in tiles
         ("llama", "float32", CHECKPOINTED, {}, LONG, 0.08),
         ("llama", "bfloat16", QLORA | OFFLOADED, {}, LONG, 0.04),
-        ("qwen2", "bfloat16", {}, IN_8_BITS, UPDATE, 0.03),  # which a CPU steps as float32, one by one
-        ("qwen2", "float32", {}, IN_8_BITS, FEW, 0.03),
-        ("qwen2", "bfloat16", {}, ROUNDED, FEW, 0.03),
-        ("qwen2", "bfloat16", {}, ROUNDED | IN_8_BITS, UPDATE, 0.03),
     ],
 )
 @pytest.mark.drawn(8)
