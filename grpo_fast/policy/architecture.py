@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterable, Sequence
-from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 
 from grpo_fast.data.table import Completions
 from grpo_fast.head import HeadParameters
-from grpo_fast.policy.layers import decoder_layers
+from grpo_fast.policy.layers import decoder_layers, wrap_forward
 from grpo_fast.policy.layout import PackedLayout
 from grpo_fast.policy.packing import pack
 from grpo_fast.policy.quantization import is_quantized
@@ -148,26 +147,28 @@ def positions(config: PreTrainedConfig) -> int | None:
     return max(most, int(rope["factor"] * (rope.get("original_max_position_embeddings") or most)))
 
 
-def fix_rope(model: nn.Module, length: int) -> None:
-    """Let rotary positions turn as in a sequence of `length` tokens, whatever a batch holds.
+def fix_rope(model: nn.Module, length: int | None) -> None:
+    """Pin length-dependent rotary positions to those of a sequence of `length` tokens.
 
-    Of the types `longrope` and `dynamic` a token's frequencies go by the longest sequence of its forward: it
-    would have one policy alone and another in company.
+    With the types `longrope` and `dynamic`, frequencies depend on the longest sequence of a forward, so that
+    log-probabilities would depend on the other sequences in the batch. None: as in the model's own forward.
     """
     modules: Iterable[Any] = model.modules()
     for rope in modules:
         kinds = getattr(rope, "rope_type", ())
         kinds = kinds.values() if isinstance(kinds, dict) else [kinds]  # of each type of layer
         if not {"longrope", "dynamic"}.isdisjoint(kinds):
-            if "forward" not in vars(rope):
-                rope.plain_forward, rope.forward = rope.forward, MethodType(_beside_the_longest, rope)
-            rope.last_position = length - 1
+            if not hasattr(rope, "length"):
+                wrap_forward(rope, _rope_of_length)
+            rope.length = length
 
 
-def _beside_the_longest(rope: Any, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Sines and cosines (B, T, D) of `position_ids` (B, T), computed with one more position."""
-    last = torch.full_like(position_ids[..., :1], rope.last_position)
-    found = rope.plain_forward(x, torch.cat([position_ids, last], -1), *args, **kwargs)
+def _rope_of_length(rope: Any, original_forward: Any, x: Tensor, position_ids: Tensor, *args: Any) -> Any:
+    """Sines and cosines (B, T, D) of `position_ids` (B, T), computed with one more position, the last."""
+    if rope.length is None:
+        return original_forward(x, position_ids, *args)
+    last = torch.full_like(position_ids[..., :1], rope.length - 1)
+    found = original_forward(x, torch.cat([position_ids, last], -1), *args)
     return tuple(part[..., :-1, :] for part in found)
 
 

@@ -10,15 +10,15 @@ backward needs.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from functools import partial
-from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from grpo_fast.policy.layers import decoder_layers
+from grpo_fast.policy.layers import decoder_layers, wrap_forward
 from grpo_fast.policy.layout import PackedLayout, RowLayout, repeated
 
 if TYPE_CHECKING:
@@ -122,40 +122,37 @@ def _writes_state(module: nn.Module) -> bool:
 
 
 def fork_states(model: nn.Module) -> None:
-    """Let recurrent layers, if there are any, take packed batches; all else they compute as before.
-
-    Before layers are compiled or recomputed: in its backward a layer tells its mixers the layout again.
-    """
+    """Let recurrent layers take packed batches; all else they compute as before."""
     for mixer in recurrent_mixers(model):
-        mixer.packed_layout, mixer.plain_forward = None, mixer.forward
-        mixer.forward = MethodType(_forked, mixer)
+        mixer.packed_layout = None
+        wrap_forward(mixer, _forked)
     for layer in decoder_layers(model):
         if mixers := recurrent_mixers(layer):
-            layer.mixers, layer.forward_alike = mixers, layer.forward
-            layer.forward = MethodType(_with_layout, layer)
+            layer.mixers = mixers
+            wrap_forward(layer, _with_layout)
 
 
-def _with_layout(layer: Any, *args: Any, **kwargs: Any) -> Any:
-    """A layer's forward, in which its mixers know the layout: few layers hand it on to them."""
+def _with_layout(layer: Any, original_forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A layer's forward, in which its mixers know the layout: few layers pass it to them."""
     outer = [mixer.packed_layout for mixer in layer.mixers]
     for mixer in layer.mixers:
         mixer.packed_layout = kwargs.get("packed_layout")
     try:
-        return layer.forward_alike(*args, **kwargs)
+        return original_forward(*args, **kwargs)
     finally:
         for mixer, layout in zip(layer.mixers, outer, strict=True):
             mixer.packed_layout = layout
 
 
 @torch.compiler.disable
-def _forked(mixer: Any, *args: Any, **kwargs: Any) -> Any:
+def _forked(mixer: Any, original_forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """A mixer's forward over a packed batch, of (1, T, ...): prompts first, then completions."""
     layout: PackedLayout | None = mixer.packed_layout
     if layout is None:
-        return mixer.plain_forward(*args, **kwargs)
-    given = inspect.signature(mixer.plain_forward).bind(*args, **kwargs).arguments
+        return original_forward(*args, **kwargs)
+    given = inspect.signature(original_forward).bind(*args, **kwargs).arguments
     given |= given.pop("kwargs", {})
-    run = partial(_run, mixer)
+    run = partial(_run, original_forward)
     prompts, completions = layout.prompt_rows, layout.completion_rows
     read = [run(_at(given, rows.tokens), rows.mask, None) for rows in prompts.batches]
     behind = {kind: torch.cat([states[kind] for _, states in read]) for kind in read[0][1]}
@@ -197,12 +194,14 @@ def _joined(layout: RowLayout, results: list[Any]) -> list[Tensor | None]:
     return found
 
 
-def _run(mixer: Any, given: dict[str, Any], mask: Tensor | None, states: States | None) -> tuple[Any, States]:
+def _run(
+    forward: Callable[..., Any], given: dict[str, Any], mask: Tensor | None, states: States | None
+) -> tuple[Any, States]:
     """What a mixer returns of rows (B, L, ...) that begin with these states, and the states behind them.
 
     Args:
         mask: (B, L), false for padding; none: nothing is before a row's first token.
     """
-    cache, names = StateCache(states), inspect.signature(mixer.plain_forward).parameters
+    cache, names = StateCache(states), inspect.signature(forward).parameters
     given = given | dict.fromkeys(_CACHES.intersection(names), cache)
-    return mixer.plain_forward(**given | dict.fromkeys(_MASKS.intersection(names), mask)), cache.states
+    return forward(**given | dict.fromkeys(_MASKS.intersection(names), mask)), cache.states

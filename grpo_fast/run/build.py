@@ -125,10 +125,12 @@ def build_grpo_trainer(config: TrainConfig, world: World = SINGLE_PROCESS) -> Tr
         load_architecture(config.model), on_gpu=device.type == "cuda", images=shown
     )
     policy = load_policy(
-        config.model, needs_reference=needs_reference, world=world, distributed=config.distributed
+        config.model,
+        needs_reference=needs_reference,
+        world=world,
+        distributed=config.distributed,
+        router_replay=config.rollout.router_replay,
     )
-    if config.rollout.router_replay:
-        policy.replay_routing()
     if policy.head_weight.is_cuda:  # before gradients and the optimizer take their memory
         for stage in stages:
             policy.run(partial(warm_up_head, policy, stage.config))

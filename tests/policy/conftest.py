@@ -124,9 +124,12 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 def load(folder_of: Callable[..., Path]) -> Callable[..., Policy]:
     """`load("llama", dtype="bfloat16")`: a policy of that family, in float32 unless said otherwise."""
 
-    def load(family: str = "llama", *, needs_reference: bool = False, **settings: object) -> Policy:
+    def load(
+        family: str = "llama", *, needs_reference: bool = False, router_replay: bool = False, **settings: Any
+    ) -> Policy:
         settings = {"path": str(folder_of(family)), "dtype": "float32", "device": "cpu", **settings}
-        return load_policy(ModelConfig(**settings), needs_reference=needs_reference)
+        config = ModelConfig.model_validate(settings)
+        return load_policy(config, needs_reference=needs_reference, router_replay=router_replay)
 
     return load
 

@@ -58,8 +58,7 @@ def test_given_experts_give_the_log_probabilities_and_gradients_of_a_model_that_
     load, folder_of, rng, samples, recomputed
 ):
     folder = str(folder_of("qwen3_moe", norm_topk_prob=True))
-    policy = load("qwen3_moe", path=folder, gradient_checkpointing=recomputed)
-    policy.replay_routing()
+    policy = load("qwen3_moe", path=folder, gradient_checkpointing=recomputed, router_replay=True)
     choices = random_choices(rng, len(samples.prompt_ids) + len(samples.token_ids))
     table = replace(samples, inputs={EXPERTS: choices})
     (batch,) = pack(table, max_tokens=10_000, device="cpu")
@@ -104,8 +103,7 @@ def test_given_experts_give_the_log_probabilities_and_gradients_of_a_model_that_
 def test_what_the_sampler_chose_is_what_the_update_computes_with_after_its_router_has_moved(
     family, load, tmp_path, rng
 ):
-    policy = load(path=str(save_model(tmp_path, family, **ROUTERS[family])))
-    policy.replay_routing()
+    policy = load(path=str(save_model(tmp_path, family, **ROUTERS[family])), router_replay=True)
     engine = TransformersEngine(
         policy.model, policy.tokenizer, eos_ids=policy.eos_token_ids, tells_experts=True
     )
@@ -160,8 +158,7 @@ def test_what_is_known_of_inputs_stays_with_its_tokens_when_a_table_is_cut_and_j
 
 def test_a_reference_that_is_the_model_without_adapters_routes_by_itself(load, rng, samples):
     lora = {"r": 2, "target_modules": ["q_proj", "v_proj"]}
-    policy = load("qwen3_moe", lora=lora)
-    policy.replay_routing()
+    policy = load("qwen3_moe", lora=lora, router_replay=True)
     choices = random_choices(rng, len(samples.prompt_ids) + len(samples.token_ids))
     annotator = Annotator(policy, micro_batch_tokens=10_000)
 
@@ -173,6 +170,6 @@ def test_a_reference_that_is_the_model_without_adapters_routes_by_itself(load, r
 
 def test_a_model_without_experts_or_whose_experts_cannot_be_given_is_refused(load):
     with pytest.raises(ValueError, match="router_replay = true, and LlamaForCausalLM has no experts in"):
-        load("llama").replay_routing()
+        load("llama", router_replay=True)
     with pytest.raises(ValueError, match="PhimoeSparseMoeBlock in layer 0 does not compute with the experts"):
-        load("phimoe").replay_routing()  # whose router takes the best score, twice
+        load("phimoe", router_replay=True)  # whose router takes the best score, twice
