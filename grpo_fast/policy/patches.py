@@ -55,8 +55,8 @@ class Setting:
 
 
 class Patch(NamedTuple):
-    applies: Callable[[Any, Setting], Any]
-    apply: Callable[[Any, Setting], None]
+    applies: Callable[[Any, Any], Any]  # of the model and the `Setting`
+    apply: Callable[[Any, Any], None]
 
 
 PATCHES = (

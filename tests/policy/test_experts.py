@@ -45,7 +45,7 @@ def tables(seed: int) -> tuple[Completions, Tensor, Tensor]:
 @pytest.mark.parametrize("packing", ["auto", "none"])
 @pytest.mark.parametrize("family", ["jetmoe", "mixtral", "olmoe", "phimoe", "qwen3_moe"])
 @pytest.mark.drawn(8)
-def test_the_balance_of_packed_tokens_and_its_gradient_are_those_of_transformers(
+def test_the_packed_balance_loss_and_its_gradient_are_transformers(
     load: Load, folder_of: Callable[..., Path], family: str, packing: str, how: dict[str, Any], seed: int
 ) -> None:
     policy = load(family, packing=packing, router_aux_loss=COEFFICIENT, **how)

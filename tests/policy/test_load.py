@@ -65,7 +65,7 @@ def test_a_model_that_packing_does_not_understand_is_refused(
         verify_policy(policy)
 
 
-def test_in_sixteen_bits_packed_logits_may_differ_by_the_models_own_rounding_alone(load: Load) -> None:
+def test_in_16_bits_packed_logits_may_differ_by_the_models_own_rounding(load: Load) -> None:
     policy = load("llama", dtype="bfloat16")
     for name, parameter in policy.model.named_parameters():
         if "layers" in name and parameter.ndim > 1:
@@ -146,7 +146,7 @@ def test_a_token_beyond_the_embedding_is_refused_with_both_numbers(load: Load) -
         longest_sequence(policy, [[3], [4, 61]])
 
 
-def test_all_linear_adapts_every_projection_but_the_head_and_only_its_dropout_is_on(load: Load) -> None:
+def test_all_linear_adapts_all_but_the_head_and_only_its_dropout_is_on(load: Load) -> None:
     policy = load("qwen2", lora={"r": 2, "dropout": 0.25}, dtype="bfloat16")
 
     adapted = {name.split(".lora_")[0].rsplit(".", 1)[-1] for name in policy.trainable()}
@@ -198,7 +198,7 @@ def test_a_chat_template_comes_from_a_file_and_padding_is_the_end_token(load: Lo
 
 
 @pytest.mark.parametrize("faster", ["bfloat16", "float32"])
-def test_auto_is_the_dtype_that_this_cpu_multiplies_faster_and_bfloat16_on_a_gpu(
+def test_auto_is_the_faster_dtype_on_a_cpu_and_bfloat16_on_a_gpu(
     load: Load, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, faster: str
 ) -> None:
     monkeypatch.setattr(
