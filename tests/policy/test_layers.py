@@ -235,55 +235,46 @@ def test_liger_computes_a_layer_as_transformers_does(
     assert of_liger[0] < 1.05 * of_own[0] and of_liger[1] < 3 * of_own[1]
 
 
-@pytest.mark.parametrize(
-    ("wanted", "device", "kind", "chosen"),
-    [
-        ("auto", "cuda", "qwen2", True),
-        ("auto", "cuda", "olmo2", False),
-        ("auto", "cpu", "qwen2", False),
-        (False, "cuda", "qwen2", False),
-        (True, "cuda", "olmo2", True),
-        (True, "cuda", "cohere", "Liger has none for 'cohere'"),
-        (True, "cpu", "qwen2", "needs a CUDA device, not cpu"),
-    ],
-)
-def test_liger_is_chosen_where_it_is_known_to_be_exact_or_asked_for(
-    wanted: object, device: str, kind: str, chosen: object
+CHOICES: list[
+    tuple[dict[str, Any], str, str, bool, bool]
+] = [  # keys, device, type of model; Liger, torch.compile
+    ({}, "cuda", "qwen2", True, False),
+    ({}, "cuda", "olmo2", False, True),
+    ({}, "cuda", "qwen3_moe", False, False),
+    ({}, "cpu", "qwen2", False, False),
+    ({"liger_kernels": False}, "cuda", "qwen2", False, True),
+    ({"liger_kernels": True}, "cuda", "olmo2", True, False),
+    ({"liger_kernels": False, "compile": False}, "cuda", "qwen2", False, False),
+    ({"compile": True}, "cpu", "qwen3_moe", False, True),
+]
+
+
+@pytest.mark.parametrize(("keys", "device", "kind", "liger", "compiled"), CHOICES)
+def test_liger_where_it_is_exact_and_torch_compile_elsewhere_on_a_gpu(
+    keys: dict[str, Any], device: str, kind: str, liger: bool, compiled: bool
 ) -> None:
     pytest.importorskip("liger_kernel", reason="install liger-kernel")
-    config = ModelConfig(path="-", liger_kernels=wanted)
-
-    if isinstance(chosen, bool):
-        assert resolve_liger(config, torch.device(device), kind) is chosen
-    else:
-        with pytest.raises(ValueError, match=rf"model\.liger_kernels = true.*{chosen}"):
-            resolve_liger(config, torch.device(device), kind)
-
-
-def test_liger_is_left_out_where_it_is_not_installed_or_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("grpo_fast.policy.layers.find_spec", lambda name: None)
-
-    assert not resolve_liger(ModelConfig(path="-"), torch.device("cuda"), "qwen2")
-    with pytest.raises(ImportError, match=r"liger_kernels = true needs liger-kernel: pip install"):
-        resolve_liger(ModelConfig(path="-", liger_kernels=True), torch.device("cuda"), "qwen2")
+    config = ModelConfig(path="-", **keys)
+    assert resolve_liger(config, torch.device(device), kind) is liger
+    plain = kind != "qwen3_moe"
+    assert resolve_compile(config, torch.device(device), liger=liger, plain=plain) is compiled
 
 
 @pytest.mark.parametrize(
-    ("wanted", "device", "liger", "plain", "compiled"),
+    ("device", "kind", "installed", "error", "problem"),
     [
-        ("auto", "cuda", False, True, True),
-        ("auto", "cuda", True, True, False),
-        ("auto", "cuda", False, False, False),
-        ("auto", "cpu", False, True, False),
-        (False, "cuda", False, True, False),
-        (True, "cpu", False, False, True),
+        ("cuda", "cohere", True, ValueError, "Liger has none for 'cohere'"),
+        ("cpu", "qwen2", True, ValueError, "needs a CUDA device, not cpu"),
+        ("cuda", "qwen2", False, ImportError, "pip install liger-kernel"),
     ],
 )
-def test_layers_are_compiled_on_a_gpu_without_liger_or_when_asked_for(
-    wanted: Any, device: str, liger: bool, plain: bool, compiled: bool
+def test_liger_is_refused_where_it_cannot_compute_the_layers(
+    device: str, kind: str, installed: bool, error: Any, problem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = ModelConfig(path="-", compile=wanted)
-    assert resolve_compile(config, torch.device(device), liger=liger, plain=plain) == compiled
+    pytest.importorskip("liger_kernel", reason="install liger-kernel")
+    monkeypatch.setattr("grpo_fast.policy.layers.find_spec", lambda name: installed or None)
+    with pytest.raises(error, match=rf"model\.liger_kernels = true.*{problem}"):
+        resolve_liger(ModelConfig(path="-", liger_kernels=True), torch.device(device), kind)
 
 
 # With gradients and without; from transformers 5.24 on a layer and its attention share a wrapper.
