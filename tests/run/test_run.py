@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from torch.distributed import TCPStore
 
@@ -269,9 +270,10 @@ def test_a_quantised_base_and_state_of_few_bits_resume_to_the_bit(assert_equal_r
     sections["evaluation"] = {**toy["evaluation"], "every": 1}
     whole, resumed = (in_process(toy, tmp_path / name, **sections) for name in ("whole", "resumed"))
 
-    train(whole, display=False)
-    train(resumed.model_copy(update={"max_steps": 1}), display=False)
-    train(resumed, resume="latest", display=False)
+    with torch.compiler.set_stance("force_eager"):  # torchao would compile its step for each shape
+        train(whole, display=False)
+        train(resumed.model_copy(update={"max_steps": 1}), display=False)
+        train(resumed, resume="latest", display=False)
 
     assert_equal_runs(tmp_path / "whole", tmp_path / "resumed")
     policy, step = trained_policy(resumed, tmp_path / "resumed")
