@@ -33,8 +33,13 @@ class LoraConfig(Section):
     )
     target_modules: str | list[str] = Field(
         "all-linear",
-        description="names of modules or of experts' tensors, a regular expression, or all linear layers and "
-        "experts, without head and routers",
+        description="names of modules, a regular expression, or all linear layers without the head, as peft "
+        "takes them",
+    )
+    target_parameters: list[str] | None = Field(
+        None,
+        description="names of parameters that no linear layer holds, as peft takes them, such as "
+        "mlp.experts.gate_up_proj; they need dropout = 0. null: what peft adds by itself for some mixtures",
     )
 
 
@@ -129,14 +134,14 @@ class OptimizerConfig(Section):
 
     kind: Literal["adamw", "adamw_8bit", "adamw_offload"] = Field(
         "adamw",
-        description="adamw_8bit keeps the moments in 8 bits, by bitsandbytes; adamw_offload keeps them and "
+        description="adamw_8bit keeps the moments in 8 bits, by torchao; adamw_offload keeps them and "
         "float32 masters in the host's memory, from where they visit the device in each step: what "
         "memory.offload = [optimizer, master] does, which goes with adamw_8bit too",
     )
     stochastic_rounding: bool = Field(
         False,
-        description="bfloat16 weights are rounded up or down by chance after each step, in place of float32 "
-        "masters: 4 bytes a parameter less, and small steps add up all the same",
+        description="torchao rounds bfloat16 weights up or down at random after each step, in place of "
+        "float32 masters: 4 bytes a parameter less, and small steps still add up",
     )
     learning_rate: Positive = Field(1e-6, description="after the warmup")
     betas: Annotated[tuple[Decay, Decay], Field(strict=False)] = Field(

@@ -19,11 +19,12 @@ from grpo_fast.policy.adapters import expert_adapters
 from grpo_fast.policy.architecture import backbone, check_architecture, logit_softcap, packing_obstacle
 from grpo_fast.policy.attention import PRICED_ATTENTION, head_dims, register
 from grpo_fast.policy.experts import chosen_share, is_expert, require_router
-from grpo_fast.policy.layers import decoder_layers, fuse_layers
+from grpo_fast.policy.layers import decoder_layers
 from grpo_fast.policy.load import prepare_to_train, resolve_dtype
+from grpo_fast.policy.optimizer import moment_bytes_8bit
+from grpo_fast.policy.patches import Setting, apply_patches
 from grpo_fast.policy.price import computed, price_layers
 from grpo_fast.policy.quantization import cast_rest, count_numbers, is_quantized, loading_settings, quantizes
-from grpo_fast.policy.recurrent import fork_states
 from grpo_fast.policy.source import PREFIX, resolve_source
 from grpo_fast.policy.vision import auto_class
 
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = TABLES["models"]
 """name: (transformers' model type, what its published config.json says)"""
 
-_LEAST_8BIT = 4096  # numbers of a tensor from which on bitsandbytes' moments are 8 bits, with a scale for 256
 
 # What a module's name says of its parameters, in this order: some attentions have norms of their own.
 _MARKS = {
@@ -117,10 +117,10 @@ def random_model(
     if quantizes(model, config):
         settings = loading_settings(model, torch.device(device))
         found = _quantized(found, settings.get("quantization_config") or config.quantization_config, device)
+    trained = prepare_to_train(found, model)
     if found.device.type != "meta":
-        fork_states(found)
-        fuse_layers(found, model, found.device)
-    return prepare_to_train(found, model)
+        apply_patches(found, Setting(model, found.device))
+    return trained
 
 
 def _quantized(model: PreTrainedModel, settings: Any, device: torch.device | str) -> PreTrainedModel:
@@ -199,7 +199,7 @@ class ModelShape:
         # Of 16 bits, which have float32 masters; the others are their own.
         self.params_16bit = sum(p.numel() for p in trained if p.element_size() < 4)
         self.params_32bit = self.trained - self.params_16bit
-        self.moments_8bit = sum(8 * n if n < _LEAST_8BIT else 2 * (n + 4 * -(-n // 256)) for n in sizes)
+        self.moments_8bit = sum(map(moment_bytes_8bit, sizes))
         self.largest = max(sizes, default=0)  # numbers of a trained tensor
         # Numbers of the three trained tensors in a row that are largest together.
         self.largest_three_adjacent = max((sum(sizes[i : i + 3]) for i in range(len(sizes))), default=0)

@@ -47,7 +47,6 @@ FRAGMENTATION = 0.05  # of the transient bytes, which the allocator may waste
 BUSY = 8_192  # tokens of a micro-batch that keep a GPU busy
 
 _STATE: tuple[Part, ...] = ("optimizer", "master")  # what an optimiser step alone reads
-_STEP_8BIT = 20  # transient bytes of a number whose 8-bit moments a CPU steps
 
 _TRANSIENT = (
     *("activations", "gradients in flight", "head", "masks", "packed batches", "engine workspace"),
@@ -243,11 +242,6 @@ class Predictor:
         step = resident | {"gradients": self._held(4 * shape.trained)}
         if away or several:
             moments.append(step | streamed | self._exchanged())
-        if optimizer.stochastic_rounding:  # one master, then 16 bits of chance beside it
-            step |= {"master": self._own(4 * shape.largest)}
-            moments.append(step | streamed | self._exchanged() | {"master": self._own(6 * shape.largest)})
-        if optimizer.kind == "adamw_8bit" and not self.on_gpu:
-            moments.append(step | {"optimizer": step["optimizer"] + _STEP_8BIT * shape.largest})
         return max(map(self._with_overheads, moments), key=lambda parts: sum(parts.values()))
 
     def _rollout(self, sizes: StepSizes) -> dict[str, int]:
@@ -268,7 +262,7 @@ class Predictor:
             "weights": self._held(shape.bytes),
             "master": self._own(4 * shape.params_16bit) * (not optimizer.stochastic_rounding),
             "gradients": self._held(4 * shape.params_16bit + 4 * shape.params_32bit * accumulates),
-            "optimizer": moments if optimizer.kind == "adamw_8bit" else moments + steps,
+            "optimizer": moments + steps,
             "reference": self._held(shape.bytes) * needs_reference,
         }
 

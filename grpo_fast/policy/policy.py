@@ -20,7 +20,7 @@ from grpo_fast.distributed.shards import whole
 from grpo_fast.distributed.world import SINGLE_PROCESS, World
 from grpo_fast.head import HeadParameters
 from grpo_fast.policy.adapters import adapted_weights, base_name, merged
-from grpo_fast.policy.architecture import fix_rope, head_parameters, head_reader, whole_rows
+from grpo_fast.policy.architecture import backbone, fix_rope, head_parameters, whole_rows
 from grpo_fast.policy.experts import chosen_share, is_expert
 from grpo_fast.policy.layout import PackedLayout, RowLayout
 from grpo_fast.policy.optimizer import MASTER
@@ -53,6 +53,7 @@ class Policy:
         reference: a frozen copy; needless with LoRA, where the adapters are switched off instead.
         head_tolerance: of the head's gradient, as `linear_logprob` takes it.
         router_aux_loss: coefficient of the load-balancing loss that an update adds; None: none.
+        routing: sends tokens to the experts that a batch's inputs name, in all but the reference.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Policy:
         reference: PreTrainedModel | None = None,
         head_tolerance: float | None = None,
         router_aux_loss: float | None = None,
+        routing: RoutingReplay | None = None,
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
@@ -76,28 +78,12 @@ class Policy:
         if reference is not None:
             self._reference = Policy(reference, tokenizer, attention=attention)
         self._shards: ShardedModel | None = None
-        self.routing: RoutingReplay | None = None
+        self.routing = routing
 
     @cached_property
     def vision(self) -> Vision:
         """What the model sees of images."""
         return Vision(self.base_model, cast("Any", self.tokenizer).images)
-
-    def replay_routing(self) -> None:
-        """From now on tokens go to the experts that a batch's inputs name, in all but the reference.
-
-        Raises:
-            ValueError: a model without experts, whose router's choice cannot be given, or that is not packed.
-        """
-        if not self.packs:
-            raise ValueError(
-                f"rollout.router_replay = true goes with packing, and {type(self.base_model).__name__} has a "
-                "row for each completion (model.packing = none); leave it out"
-            )
-        from grpo_fast.policy.routing import RoutingReplay  # which verifies a policy
-
-        self.routing = RoutingReplay(self.base_model)
-        self.routing.verify(self)
 
     def shard(self, world: World, *, head: str) -> None:
         """Divide the weights, and those of the reference, over the ranks: from now on each has its rows.
@@ -219,7 +205,7 @@ class Policy:
             "input_ids": batch.input_ids[None],
             "position_ids": batch.position_ids[None],
         }
-        reads, attention, both_ways = head_reader(self.base_model), self.attention, None
+        reads, attention, both_ways = backbone(self.base_model), self.attention, None
         if any(batch.images):
             reads = language_model(self.base_model)
             given, both_ways = self.vision.packed(batch)
@@ -246,7 +232,7 @@ class Policy:
         lengths = [end - start for start, end in pairwise(bounds)]
         # As many forwards on each rank, where each is one of all.
         layout = RowLayout(bounds[:-1], lengths, batch.input_ids.device, pads="right", together=self.sharded)
-        model, settings = head_reader(self.base_model), _WITH_ROUTERS if routed is not None else {}
+        model, settings = backbone(self.base_model), _WITH_ROUTERS if routed is not None else {}
         found = [
             model(**whole_rows(self.base_model, batch.input_ids[rows.tokens]), **settings)
             for rows in layout.batches

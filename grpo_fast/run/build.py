@@ -33,7 +33,7 @@ from grpo_fast.loop.trainer import StageParts, Trainer
 from grpo_fast.objective import resolve_loss
 from grpo_fast.policy import Policy, PolicyOptimizer, load_policy, load_tokenizer, longest_sequence
 from grpo_fast.policy.load import load_architecture, require_replay, resolve_device
-from grpo_fast.policy.quantization import require_bitsandbytes
+from grpo_fast.policy.optimizer import needs_torchao
 from grpo_fast.preference.comparison import comparison_table, mismatched, with_order
 from grpo_fast.preference.data import load_comparisons
 from grpo_fast.preference.reference import with_reference
@@ -71,8 +71,7 @@ def build_trainer(config: TrainConfig, world: World = SINGLE_PROCESS) -> Algorit
             )
         torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)
-    if config.optimizer.kind == "adamw_8bit":
-        require_bitsandbytes("optimizer.kind = 'adamw_8bit'")
+    needs_torchao(config.optimizer)  # refused before any work where it is missing
     if config.algorithm == "grpo":
         return build_grpo_trainer(config, world)
     if world.size > 1:
@@ -126,10 +125,12 @@ def build_grpo_trainer(config: TrainConfig, world: World = SINGLE_PROCESS) -> Tr
         load_architecture(config.model), on_gpu=device.type == "cuda", images=shown
     )
     policy = load_policy(
-        config.model, needs_reference=needs_reference, world=world, distributed=config.distributed
+        config.model,
+        needs_reference=needs_reference,
+        world=world,
+        distributed=config.distributed,
+        router_replay=config.rollout.router_replay,
     )
-    if config.rollout.router_replay:
-        policy.replay_routing()
     if policy.head_weight.is_cuda:  # before gradients and the optimizer take their memory
         for stage in stages:
             policy.run(partial(warm_up_head, policy, stage.config))

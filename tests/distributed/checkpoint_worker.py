@@ -134,6 +134,7 @@ def main(world: World, folder: Path, seed: int, checks: Sequence[Callable[..., N
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    torch.compiler.set_stance("force_eager")  # torchao would compile its step for each shape
     for size, checks in WORLDS:
         arguments = (Path(sys.argv[1]), int(sys.argv[2]), checks)
         if size == 1:  # what is imported on the way, the others have too

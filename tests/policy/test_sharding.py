@@ -41,7 +41,7 @@ def test_what_fsdp_cannot_divide_is_refused_by_name(load: Callable[..., Policy])
             policy.shard(ranks, head="gathered")
 
 
-def test_experts_that_ranks_choose_are_refused_where_torch_cannot_keep_them_apart(
+def test_lists_of_experts_are_not_sharded_with_a_torch_that_mixes_them(
     load: Callable[..., Policy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy = load("qwen2")

@@ -30,8 +30,7 @@ PROMPTS = [[3 + i % 20 for i in range(40)], [5, 6, 7], [3 + i % 20 for i in rang
 def main(folder: str) -> None:
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
     backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True), compiler=None)
-    policy = load_policy(ModelConfig(path=folder, dtype="float32", device="cpu"))
-    policy.replay_routing()
+    policy = load_policy(ModelConfig(path=folder, dtype="float32", device="cpu"), router_replay=True)
     with VLLMEngine(policy, VLLMConfig(kv_cache_gib=0.05), max_length=128, tells_experts=True) as engine:
         for again in (False, True):  # after a sync, whose prompts are read anew
             if again:
