@@ -178,7 +178,6 @@ def linear_grpo_loss(
     sampler_logprobs: Tensor | None = None,
     loss_mask: Tensor | None = None,
     group_ids: Tensor | None = None,
-    held_back: Tensor | None = None,
     columns: Mapping[str, Tensor] | None = None,
     num_sequences: int | None = None,
     totals: StepTotals | None = None,
@@ -201,8 +200,6 @@ def linear_grpo_loss(
         loss_mask: (N,) bool, or zeros and ones, which is checked on a CPU only; False keeps a token out of
             the loss at no cost. None: all tokens count.
         group_ids: (N,) int64; completions of one prompt share a group.
-        held_back: (N,) bool, the tokens that clip_cov or kl_cov holds back, chosen over the optimiser step.
-            None: chosen over this batch.
         columns: (N,) each by name, for a loss of one's own.
         num_sequences: None reads it off `sequence_ids`, which waits for the device: give it on a GPU.
         totals: `grpo_fast.StepTotals`, counts over the optimiser step, when this batch is only part of it.
@@ -217,7 +214,6 @@ def linear_grpo_loss(
     per_token: dict[str, Any] = {
         "advantages": advantages, "sequence_ids": sequence_ids, "old_logprobs": old_logprobs,
         "ref_logprobs": ref_logprobs, "sampler_logprobs": sampler_logprobs, "group_ids": group_ids,
-        "held_back": held_back,
     }  # fmt: skip
     packed = per_token | {"targets": targets, "loss_mask": loss_mask}
     check_policy_loss(hidden, packed, num_sequences, config, totals)

@@ -24,9 +24,11 @@ _MASKS = (torch.bool, torch.uint8, *_INTEGERS, *_FLOATS)  # trainers keep masks 
 _PER_TOKEN = {
     "targets": _INTEGERS, "advantages": _FLOATS, "sequence_ids": _INTEGERS, "old_logprobs": _FLOATS,
     "ref_logprobs": _FLOATS, "sampler_logprobs": _FLOATS, "loss_mask": _MASKS, "group_ids": _INTEGERS,
-    "held_back": (torch.bool,),
 }  # fmt: skip
 _NEEDED = ("targets", "advantages", "sequence_ids")
+_REMOVED = {
+    "held_back": "was removed: clip_cov and kl_cov choose tokens within the batch; leave it out",
+}
 
 
 def head_call(
@@ -46,6 +48,7 @@ def head_call(
     weight_grad: Tensor | None = None,
     recompute: bool = True,
     process_group: ProcessGroup | None = None,
+    **unknown: object,
 ) -> tuple[HeadCall, Shard | None]:
     """Flattens the leading dimensions, fixes the compute dtype and marks ignored and invalid targets.
 
@@ -57,9 +60,11 @@ def head_call(
         The call, and of a weight that is one of several which; collective then.
 
     Raises:
-        TypeError: not a tensor of the right kind.
+        TypeError: not a tensor of the right kind, or an unknown argument.
         ValueError: shapes or values that do not fit together.
     """
+    for name in unknown:
+        raise TypeError(f"{name} {_REMOVED.get(name, 'is no argument of this function; see its `help`')}")
     if not isinstance(process_group, ProcessGroup | None):
         raise TypeError(f"process_group must be a torch.distributed ProcessGroup, got {process_group!r}")
     shard = None if process_group is None else Shard.of(weight, process_group)

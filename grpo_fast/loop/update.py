@@ -18,8 +18,7 @@ from grpo_fast.head import GRPOLossOutput, linear_grpo_loss
 from grpo_fast.loop.annotate import Annotator
 from grpo_fast.objective import GRPOLossConfig, StepTotals
 from grpo_fast.objective.metrics import sum_metrics
-from grpo_fast.objective.surrogates import held_back
-from grpo_fast.objective.terms import EntropyController, entropy_threshold, kl_estimate
+from grpo_fast.objective.terms import EntropyController, kl_estimate
 from grpo_fast.objective.types import KNOWN_COLUMNS, present
 from grpo_fast.policy import PackedBatch, Policy, PolicyOptimizer
 from grpo_fast.policy.experts import balance_loss
@@ -88,11 +87,8 @@ class PolicyUpdate:
         with clock("update"):
             for i in [*range(len(minibatches))] * self.config.num_iterations:
                 (own, counts), config = minibatches[i], self.loss_config()
-                chosen, selected = own, counts
-                if self.world.size > 1:
-                    chosen, selected = self.with_token_selection(own, counts, config)
                 with self.world.all_succeed("the gradient"):
-                    old_logprobs, shares = self.gradient(chosen, selected, config)
+                    old_logprobs, shares = self.gradient(own, counts, config)
                 # Before the first update the policy is the old one.
                 minibatches[i] = (own.with_columns(old_logprobs=old_logprobs), counts)
                 steps.append(self.step(shares, config))
@@ -156,14 +152,9 @@ class PolicyUpdate:
         for attempt, batches in self.annotator.attempts(table):
             with attempt:
                 self.optimizer.zero_grad()  # of an attempt that failed
-                chosen, counts = table, totals
-                if self.world.size == 1 and len(batches) > 1:  # a single micro-batch chooses by itself
-                    chosen, counts = self.with_token_selection(table, totals, config)
                 logprobs = torch.zeros(len(table.token_ids), device=self.policy.device)
                 shares = []
                 for batch in batches:
-                    if chosen is not table:
-                        batch = batch.with_columns(chosen)
                     if hides_sampler:
                         shown = {n: v for n, v in batch.columns.items() if n != "sampler_logprobs"}
                         batch = replace(batch, columns=shown)
@@ -172,7 +163,7 @@ class PolicyUpdate:
                         self.policy,
                         batch,
                         config,
-                        totals=counts,
+                        totals=totals,
                         temperature=self.config.rollout.temperature,
                         optimizer=self.optimizer,
                     )
@@ -214,48 +205,6 @@ class PolicyUpdate:
         if config.use_adaptive_entropy:
             config = replace(config, entropy_coef=self.entropy_controller.active_coef)
         return config
-
-    def with_token_selection(
-        self, table: Completions, totals: StepTotals, config: GRPOLossConfig
-    ) -> Minibatch:
-        """The minibatch with what is chosen over the tokens of all micro-batches and ranks, by one forward.
-
-        The cut of `top_entropy_quantile`, and the tokens that clip_cov and kl_cov hold back.
-        """
-        cuts, holds = config.top_entropy_quantile < 1, not config.is_custom and config.facts.holds_back
-        if not (cuts or holds):
-            return table, totals
-        tokens: dict[int, Tensor] = {}
-        for found in self.world.gather_tensors(
-            "the choice of tokens", partial(self._choice_values, table, cuts)
-        ):
-            parts = found["values"].split(found["sizes"].tolist())
-            tokens |= zip(found["rows"].tolist(), parts, strict=True)
-        order = sorted(tokens)  # that of one micro-batch: then the same tokens are drawn, too
-        logprobs, old_logprobs, advantages, entropies = torch.cat([tokens[n] for n in order]).unbind(1)
-        every = torch.ones_like(logprobs, dtype=torch.bool)
-        if cuts:
-            threshold = entropy_threshold(entropies, every, config.top_entropy_quantile)
-            kept = int((entropies >= threshold).sum())
-            totals = replace(totals, entropy_threshold=threshold, entropy_tokens=kept)
-        if holds:
-            choose = partial(held_back, logprobs, old_logprobs, advantages, every, config)
-            held = self.world.from_main("the choice of tokens", choose)  # which may draw
-            held_of = dict(zip(order, held.split([len(tokens[n]) for n in order]), strict=True))
-            column = torch.zeros_like(table.mask)
-            column[table.mask] = torch.cat([held[:0], *(held_of[n] for n in table.facts["row"].tolist())])
-            table = table.with_columns(held_back=column.to(self.policy.device))
-        return table, totals
-
-    def _choice_values(self, table: Completions, entropy: bool) -> dict[str, Tensor]:
-        """`rows` (S,), their `sizes` in tokens, and `values` (N, 4) on the CPU: log-probabilities, old ones,
-        advantages, entropies or zeros."""
-        found = self.annotator.columns(table, "logprob", *["entropy"] * entropy)
-        old = table.columns.get("old_logprobs", found[0])
-        entropies = found[1] if entropy else torch.zeros_like(old)
-        values = [found[0], old, table.columns["advantages"], entropies]
-        written = torch.stack([value.cpu() for value in values], 1)[table.mask]
-        return {"rows": table.facts["row"], "sizes": table.num_targets, "values": written}
 
     def sampler_difference(self, table: Completions) -> float | None:
         """Mean nats a token between log-probabilities of sampler and policy; None: the sampler told none."""

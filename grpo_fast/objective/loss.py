@@ -13,7 +13,7 @@ from grpo_fast.config.lookup import OBJECT_MARK, load_callable
 from grpo_fast.objective.catalog import RatioLevel
 from grpo_fast.objective.config import GRPOLossConfig
 from grpo_fast.objective.metrics import policy_metrics
-from grpo_fast.objective.surrogates import PolicyTokens, Surrogate, held_back, log_importance, surrogate_of
+from grpo_fast.objective.surrogates import PolicyTokens, Surrogate, log_importance, surrogate_of
 from grpo_fast.objective.terms import entropy_threshold, kl_estimate, off_policy_keep, sampler_weights
 from grpo_fast.objective.types import (
     LossFunction,
@@ -34,7 +34,8 @@ def policy_loss(inputs: LossInputs, config: GRPOLossConfig) -> LossOutputs:
 
     w: the loss's aggregation over the whole step (`StepTotals`); keep: the entropy and off-policy masks;
     c: the sampler correction, times `LossInputs.policy_weights`; e: a mean over the tokens that the entropy
-    mask keeps. Losses and metrics of a step's micro-batches add up to the step's.
+    mask keeps. Losses and metrics of a step's micro-batches add up to the step's. clip_cov, kl_cov and
+    top_entropy_quantile are the exception: they choose tokens within the micro-batch.
 
     Returns:
         `loss` () and `metrics`, see `LossOutputs`. A custom loss (`module:function`) returns its own.
@@ -137,12 +138,10 @@ def _tokens(inputs: LossInputs, config: GRPOLossConfig) -> PolicyTokens:
     segments = Segments.of(inputs.sequence_ids, mask, inputs.num_sequences, logprobs.dtype)
     old_logprobs = logprobs.detach() if inputs.old_logprobs is None else inputs.old_logprobs
     advantages = inputs.advantages.to(logprobs.dtype)
-    correction, held = None, inputs.held_back
+    correction = None
     if inputs.sampler_logprobs is not None:
         correction = sampler_weights(old_logprobs, inputs.sampler_logprobs, segments, config)
-    if held is None and config.facts.holds_back:
-        held = held_back(logprobs.detach(), old_logprobs, advantages, mask, config)
-    return PolicyTokens(logprobs, old_logprobs, advantages, segments, correction, held)
+    return PolicyTokens(logprobs, old_logprobs, advantages, segments, correction)
 
 
 def _kept(
@@ -153,15 +152,9 @@ def _kept(
     entropy_mean = token_weights("token_mean", tokens.segments, totals)
     if config.top_entropy_quantile < 1:
         entropy = present(inputs.entropy).detach()
-        threshold = totals.entropy_threshold
-        if threshold is None:
-            threshold = entropy_threshold(entropy, mask, config.top_entropy_quantile)
-        keep = mask & (entropy >= threshold)
-        if totals.entropy_tokens is None:
-            kept_share = keep.sum().clamp(min=1) / mask.sum().to(entropy_mean.dtype)
-            entropy_mean = entropy_mean * keep / kept_share
-        else:
-            entropy_mean = keep.to(entropy_mean.dtype) / max(totals.entropy_tokens, 1)
+        keep = mask & (entropy >= entropy_threshold(entropy, mask, config.top_entropy_quantile))
+        kept_share = keep.sum().clamp(min=1) / mask.sum().to(entropy_mean.dtype)
+        entropy_mean = entropy_mean * keep / kept_share
     if config.off_policy_mask_threshold is not None:
         behaviour = tokens.old_logprobs if inputs.sampler_logprobs is None else inputs.sampler_logprobs
         threshold = config.off_policy_mask_threshold

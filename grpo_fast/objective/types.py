@@ -25,8 +25,6 @@ class StepTotals:
     num_sequences: float  # sequences, whether or not a token of theirs is masked out
     measured_tokens: float | None = None  # tokens in the step's batches, for metrics; None: num_tokens
     measured_sequences: float | None = None  # sequences in the step's batches; None: num_sequences
-    entropy_threshold: float | None = None  # top_entropy_quantile's, of the step; None: the micro-batch's
-    entropy_tokens: float | None = None  # tokens at or above it in the step; None: the micro-batch's share
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,6 @@ class LossInputs:
     group_ids: Tensor | None = None  # (N,) int64: completions of one prompt share a group
     totals: StepTotals | None = None  # None: this micro-batch is the whole step
     policy_weights: Tensor | None = None  # (N,) float32, detached: factor of each token's policy term
-    held_back: Tensor | None = None  # (N,) bool, see `surrogates.held_back`; None: chosen of this micro-batch
     columns: Mapping[str, Tensor] = field(default_factory=dict)  # (N,) each: what else a rollout has told
 
 

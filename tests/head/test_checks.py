@@ -58,6 +58,7 @@ def refuses(function, given: dict[str, object], name: str, value: object, error:
         ("ignore_index", None, TypeError),
         ("process_group", "world", TypeError),
         ("weight_gard", None, TypeError),
+        ("held_back", None, TypeError),
         ("weight_grad", torch.zeros(20, 8, dtype=torch.int32), TypeError),
         ("weight_grad", torch.zeros(2, 8), ValueError),
         ("weight_grad", torch.zeros(8, 20).t(), ValueError),

@@ -6,7 +6,6 @@ import logging
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -60,16 +59,6 @@ def assert_same(found: tuple[float, Gradients], expected: tuple[float, Gradients
         torch.testing.assert_close(found[1][name], gradient, rtol=1e-4, atol=1e-6)
 
 
-def quantile_in_a_gap(trainer: Trainer, table: Completions) -> float:
-    """A share of tokens whose threshold lies between two entropies: rounding decides between tokens that are
-    equal, as the first after one prompt."""
-    _, entropies = trainer.update.annotator.columns(table, "logprob", "entropy")
-    ordered = entropies[table.mask].sort().values
-    third = len(ordered) // 3
-    place = third + int(ordered.diff()[third:-third].argmax())
-    return 1 - (place + 0.5) / (len(ordered) - 1)
-
-
 def weights(trainer: Trainer) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in trainer.policy.trainable().values()])
 
@@ -112,40 +101,6 @@ def test_a_completion_of_several_micro_batches_trains_with_its_layers_recomputed
         results.append(gradients(trainer, samples, StepTotals(78, 3)))
     assert trainer.update.annotator.packed(samples)[0].targets.numel() == 64
     assert_same(results[1], results[0])
-
-
-@pytest.mark.parametrize(
-    "loss",
-    [
-        {"loss_type": "kl_cov", "kl_cov_ratio": 0.1, "kl_cov_coef": 3.0},
-        {"loss_type": "clip_cov", "clip_cov_ratio": 0.1, "clip_cov_low": 0.0, "top_entropy_quantile": 0.5},
-    ],
-    ids=lambda loss: loss["loss_type"],
-)
-def test_a_steps_tokens_are_held_back_by_one_forward_however_the_step_is_cut(
-    make_trainer, monkeypatch, seed, loss
-):
-    trainer = make_trainer(loss=loss, seed=seed, old_logprobs="sampler")
-    samples, totals = collected(trainer)
-    dice = random.Random(seed)  # ratios off one: a penalty has a gradient, and some are clipped
-    noise = torch.tensor([dice.gauss(0, 0.3) for _ in samples.token_ids])
-    samples = shifted(samples, noise)
-    config = trainer.config.loss
-    if config.top_entropy_quantile < 1:
-        config = replace(config, top_entropy_quantile=quantile_in_a_gap(trainer, samples))
-    results, batches = [], []
-    for budget in (4096, 64, 16):
-        changes = {"micro_batch_tokens": budget, "loss": config}
-        trainer.update.configure(trainer.config.model_copy(update=changes))
-        batches.append(len(trainer.update.annotator.packed(samples)))
-        torch.manual_seed(seed)  # clip_cov draws
-        with monkeypatch.context() as patch:
-            calls = count_forwards(trainer, patch)
-            results.append(gradients(trainer, samples, totals))
-        assert calls.count(False) == (batches[-1] if batches[-1] > 1 else 0)
-    assert 1 == batches[0] < batches[1] < batches[2]
-    for found in results[1:]:
-        assert_same(found, results[0])
 
 
 def test_minibatches_share_whole_groups_and_the_counts(make_trainer):
