@@ -169,13 +169,7 @@ class PolicyUpdate:
                     )
                     out = self.policy.run(loss)
                     out.loss.backward()
-                    if self.world.is_main or not self.policy.vocab_parallel:  # else all have the same
-                        shares.append(out.metrics | {"loss": out.loss.detach()})
-                    elif AUX_LOSS in out.metrics:  # but this, and what it adds
-                        balance = out.metrics[AUX_LOSS]
-                        shares.append(
-                            {AUX_LOSS: balance, "loss": present(self.policy.router_aux_loss) * balance}
-                        )
+                    shares.append(out.metrics | {"loss": out.loss.detach()})
                     logprobs[batch.token_index] = present(out.logprobs)
                 if self.policy.routing is not None:
                     shares.append(self.policy.routing.differing())
@@ -259,16 +253,12 @@ def packed_loss(
 ) -> GRPOLossOutput:
     """`linear_grpo_loss` of a micro-batch, entropy among its metrics; called within `Policy.run`.
 
-    Of a head that the ranks share, all but `logprobs`, (N,) of this batch, is of the tokens of all ranks.
-
     Args:
         totals: what the losses of a step's micro-batches are divided by; none: the batch's own counts.
         optimizer: to whose gradient of the head the backward adds; none: to the parameter's own.
     """
     routed: list[Tensor] | None = None if policy.router_aux_loss is None else []
-    own = len(batch.targets)
-    hidden, batch, local = policy.head_inputs(batch, routed)
-    head = policy.head
+    hidden, head = policy.hidden_states(batch, routed=routed), policy.head
     known: dict[str, Any] = {n: v for n, v in batch.columns.items() if n in KNOWN_COLUMNS}
     others = {name: values for name, values in batch.columns.items() if name not in KNOWN_COLUMNS}
     weight_grad = None if optimizer is None else optimizer.gradient_of(policy.head_weight)
@@ -291,8 +281,8 @@ def packed_loss(
     )
     if routed is not None:
         # Of a step's micro-batches, and ranks, a mean with their tokens as weights.
-        share = 1.0 if totals is None else own / (totals.measured_tokens or totals.num_tokens)
+        share = 1.0 if totals is None else len(batch.targets) / (totals.measured_tokens or totals.num_tokens)
         balance = balance_loss(policy.base_model, routed) * share
         loss = out.loss + present(policy.router_aux_loss) * balance.to(out.loss)
         out = replace(out, loss=loss, metrics=out.metrics | {AUX_LOSS: balance.detach()})
-    return replace(out, logprobs=present(out.logprobs)[local])
+    return out

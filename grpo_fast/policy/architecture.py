@@ -280,8 +280,7 @@ def verify_policy(policy: Policy) -> None:
             [own_logits(model, sequence) for sequence in sequences],
             own_logits(model, sequences[0][:-3]),
             rounding(model, sequences[0]),
-        ),
-        whole_head=True,
+        )
     )
     name = type(model).__name__
     error = distance(begun, own[0][:-3])
