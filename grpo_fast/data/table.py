@@ -44,6 +44,9 @@ class Completions:
     # tokens of all prompts, and then of all completions, as inputs of the model; on any device
     objects: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # S each; None of other ranks
     logged: Mapping[str, Tensor] = field(default_factory=dict)  # what rewards logged
+    layouts: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """Micro-batches of these rows by what they were packed within, for whoever packs them. Other columns do
+    not change them, other rows do."""
 
     @staticmethod
     def of(
@@ -142,11 +145,6 @@ class Completions:
         written = torch.cat([self.mask.new_zeros(1, dtype=torch.int64), self.mask.cumsum(0)])
         return written[self.offsets].diff()
 
-    @cached_property
-    def layouts(self) -> dict[Any, Any]:
-        """Micro-batches of these rows, by what they were packed within: further columns do not move them."""
-        return {}
-
     def prompt_of(self, row: int) -> Tensor:
         """Tokens of the prompt that a completion answers."""
         start, end = self.prompt_offsets[self.prompts[row] : self.prompts[row] + 2]
@@ -156,16 +154,23 @@ class Completions:
         """Tokens of a completion."""
         return self.token_ids[self.offsets[row] : self.offsets[row + 1]]
 
-    def with_columns(self, **columns: Tensor) -> Completions:
-        """With these columns, (N,) each, beside or in place of others."""
-        changed = replace(self, columns={**self.columns, **columns})
-        changed.__dict__["layouts"] = self.layouts
-        return changed
+    def with_columns(self, **columns: Tensor | None) -> Completions:
+        """With these columns, (N,) each, beside or in place of others; without those that are None."""
+        known = {**self.columns, **columns}
+        return self._same_rows(columns={name: v for name, v in known.items() if v is not None})
 
     def with_facts(self, **facts: Tensor) -> Completions:
         """With these facts, (S, ...) each, beside or in place of others."""
-        changed = replace(self, facts={**self.facts, **facts})
-        changed.__dict__["layouts"] = self.layouts
+        return self._same_rows(facts={**self.facts, **facts})
+
+    def to(self, device: torch.device) -> Completions:
+        """With columns and inputs on a device."""
+        moved = ({n: v.to(device) for n, v in part.items()} for part in (self.columns, self.inputs))
+        return self._same_rows(**dict(zip(("columns", "inputs"), moved, strict=True)))
+
+    def _same_rows(self, **changes: Any) -> Completions:
+        changed = replace(self, **changes)
+        object.__setattr__(changed, "layouts", self.layouts)
         return changed
 
     def spread(self, per_completion: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from grpo_fast.head.outputs import GRPOLossOutput, HeadOutput
 from grpo_fast.head.parallel import parallel_statistics
 from grpo_fast.head.topk import top_entries
 from grpo_fast.objective import GRPOLossConfig, LossInputs, StepTotals, policy_loss
+from grpo_fast.objective.types import TOKEN_COLUMNS
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -183,6 +184,7 @@ def linear_grpo_loss(
     totals: StepTotals | None = None,
     config: GRPOLossConfig | None = None,
     entropy: bool = False,
+    entropy_coef: float | None = None,
     **options: Unpack[HeadOptions],
 ) -> GRPOLossOutput:
     """A policy loss of the packed batch: N completion tokens, each with the hidden state that predicts it.
@@ -200,28 +202,31 @@ def linear_grpo_loss(
         loss_mask: (N,) bool, or zeros and ones, which is checked on a CPU only; False keeps a token out of
             the loss at no cost. None: all tokens count.
         group_ids: (N,) int64; completions of one prompt share a group.
-        columns: (N,) each by name, for a loss of one's own.
+        columns: (N,) each by name: for a loss of one's own, and any of `TOKEN_COLUMNS` that is not given.
         num_sequences: None reads it off `sequence_ids`, which waits for the device: give it on a GPU.
         totals: `grpo_fast.StepTotals`, counts over the optimiser step, when this batch is only part of it.
         config: the loss and its constants; None for `GRPOLossConfig()`.
         entropy: return the entropy too (also as a metric), whether or not the loss needs it.
+        entropy_coef: of the entropy bonus, in place of the configuration's.
         The others are those of `linear_logprob`.
 
     Raises:
         TypeError, ValueError: as `linear_logprob`, or an input that the loss needs is missing.
     """
     config = _DEFAULT_LOSS if config is None else config
-    per_token: dict[str, Any] = {
-        "advantages": advantages, "sequence_ids": sequence_ids, "old_logprobs": old_logprobs,
-        "ref_logprobs": ref_logprobs, "sampler_logprobs": sampler_logprobs, "group_ids": group_ids,
+    named = {
+        "advantages": advantages, "sequence_ids": sequence_ids, "loss_mask": loss_mask,
+        "old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs, "sampler_logprobs": sampler_logprobs,
+        "group_ids": group_ids,
     }  # fmt: skip
-    packed = per_token | {"targets": targets, "loss_mask": loss_mask}
-    check_policy_loss(hidden, packed, num_sequences, config, totals)
+    others = {**(columns or {}), **{name: values for name, values in named.items() if values is not None}}
+    known: dict[str, Any] = {name: others.pop(name, None) for name in TOKEN_COLUMNS}
+    check_policy_loss(hidden, targets, known, num_sequences, config, totals, entropy_coef)
     ignore_index = options.get("ignore_index", IGNORE_INDEX)
-    counted = targets != ignore_index
+    counted, loss_mask = targets != ignore_index, known.pop("loss_mask")
     loss_mask = counted if loss_mask is None else loss_mask.bool() & counted
     targets = torch.where(loss_mask, targets, ignore_index)
-    needs_entropy = config.needs_entropy
+    needs_entropy = config.needs_entropy or bool(entropy_coef)
     wanted = {"logprob", "entropy"} if entropy or needs_entropy else {"logprob"}
     differentiable = wanted if needs_entropy else {"logprob"}
     call, shard = head_call(hidden, weight, targets, wanted, differentiable, **options)
@@ -237,11 +242,11 @@ def linear_grpo_loss(
         num_sequences=num_sequences,
         entropy=token_entropy,
         totals=totals,
-        columns=columns or {},
-        **per_token,
+        columns=others,
+        **known,
     )
     fused = backend_of(call) == "triton" and fuses(inputs, config)
-    result = fused_policy_loss(inputs, config) if fused else policy_loss(inputs, config)
+    result = (fused_policy_loss if fused else policy_loss)(inputs, config, entropy_coef)
     return GRPOLossOutput(
         loss=result.loss,
         metrics=result.metrics,

@@ -14,17 +14,11 @@ from torch.distributed import ProcessGroup
 
 from grpo_fast.head.call import ROW_IGNORED, ROW_INVALID, HeadCall, Shard
 from grpo_fast.objective import GRPOLossConfig, StepTotals
+from grpo_fast.objective.types import FLOATS, INTEGERS, TOKEN_COLUMNS
 
 IGNORE_INDEX = -100  # as torch's cross-entropy has it
 OUTPUTS = ("logprob", "entropy", "logsumexp", "mean_logit", "argmax_is_target", "log_sum_sq_probs")
 
-_INTEGERS = (torch.int64, torch.int32)
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_MASKS = (torch.bool, torch.uint8, *_INTEGERS, *_FLOATS)  # trainers keep masks in any of these
-_PER_TOKEN = {
-    "targets": _INTEGERS, "advantages": _FLOATS, "sequence_ids": _INTEGERS, "old_logprobs": _FLOATS,
-    "ref_logprobs": _FLOATS, "sampler_logprobs": _FLOATS, "loss_mask": _MASKS, "group_ids": _INTEGERS,
-}  # fmt: skip
 _NEEDED = ("targets", "advantages", "sequence_ids")
 _REMOVED = {
     "held_back": "was removed: clip_cov and kl_cov choose tokens within the batch; leave it out",
@@ -129,15 +123,17 @@ def is_number(value: object, least: float = 0.0, most: float = math.inf) -> Type
 
 def check_policy_loss(
     hidden: Tensor,
-    per_token: Mapping[str, Tensor | None],
+    targets: Tensor,
+    columns: Mapping[str, Tensor | None],
     num_sequences: int | None,
     config: GRPOLossConfig,
     totals: StepTotals | None,
+    entropy_coef: float | None,
 ) -> None:
     """Judges what a policy loss reads beside the head's arguments: flat, of one length, on one device.
 
     Args:
-        per_token: (N,) tensors by argument's name, None for one that may be left out and is.
+        columns: those of `TOKEN_COLUMNS`, (N,) each by name, None for one that may be left out and is.
 
     Raises:
         TypeError: not a tensor, of the wrong kind of numbers, or a loss or totals of another type.
@@ -148,21 +144,24 @@ def check_policy_loss(
         raise TypeError(f"config must be a GRPOLossConfig, such as GRPOLossConfig('dapo'), got {config!r}")
     if not isinstance(totals, StepTotals | None):
         raise TypeError(f"totals must be a StepTotals, or None where the batch is the step, got {totals!r}")
-    _check("hidden", hidden, _FLOATS)
+    _check("hidden", hidden, FLOATS)
     if hidden.dim() != 2:
         raise ValueError(
             f"hidden must be (N, H), the packed batch, got shape {tuple(hidden.shape)}: select the rows that "
             "predict completion tokens, as hidden[mask]"
         )
+    dtypes = {"targets": INTEGERS} | TOKEN_COLUMNS
     spread = "(N,), one value a token; values[sequence_ids] spreads a sequence's"
-    for name, tensor in per_token.items():
+    for name, tensor in {"targets": targets, **columns}.items():
         if tensor is not None or name in _NEEDED:
-            _check(name, tensor, _PER_TOKEN[name], hidden.shape[:1], hidden.device, spread)
+            _check(name, tensor, dtypes[name], hidden.shape[:1], hidden.device, spread)
+    if entropy_coef is not None and not is_number(entropy_coef):
+        raise ValueError(f"entropy_coef must be at least 0, or None for the loss's, got {entropy_coef!r}")
     if num_sequences is not None and (not isinstance(num_sequences, Integral) or num_sequences < 0):
         raise ValueError(f"num_sequences must be a count, or None to be read off, got {num_sequences!r}")
     if hidden.device.type != "cpu" or torch.compiler.is_compiling():
         return
-    ids, mask = per_token["sequence_ids"], per_token["loss_mask"]
+    ids, mask = columns["sequence_ids"], columns["loss_mask"]
     if ids is not None and ids.numel():
         _check_sequences(ids, num_sequences)
     if mask is not None and not ((mask == 0) | (mask == 1)).all():
@@ -217,25 +216,25 @@ def _check(
 
 
 def _check_operands(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None) -> None:
-    _check("hidden", hidden, _FLOATS)
-    _check("weight", weight, _FLOATS, device=hidden.device)
+    _check("hidden", hidden, FLOATS)
+    _check("weight", weight, FLOATS, device=hidden.device)
     if weight.dim() != 2 or weight.numel() == 0:
         raise ValueError(
             f"weight must be (V, H) with entries, got shape {tuple(weight.shape)}: gather it first where "
             "FSDP or ZeRO-3 has split it"
         )
     leading = hidden.shape[:-1]
-    _check("hidden", hidden, _FLOATS, (*leading, weight.shape[1]), what="(..., H), H as in weight")
-    _check("targets", targets, _INTEGERS, leading, hidden.device, "of hidden's leading dimensions")
+    _check("hidden", hidden, FLOATS, (*leading, weight.shape[1]), what="(..., H), H as in weight")
+    _check("targets", targets, INTEGERS, leading, hidden.device, "of hidden's leading dimensions")
     if bias is not None:
-        _check("bias", bias, _FLOATS, weight.shape[:1], hidden.device, "(V,) as in weight")
+        _check("bias", bias, FLOATS, weight.shape[:1], hidden.device, "(V,) as in weight")
 
 
 def _check_weight_grad(weight: Tensor, weight_grad: Tensor | None) -> None:
     """Raises where it cannot take the weight's gradient, or a hook would miss it."""
     if weight_grad is None:
         return
-    _check("weight_grad", weight_grad, _FLOATS, weight.shape, weight.device, "(V, H) as weight")
+    _check("weight_grad", weight_grad, FLOATS, weight.shape, weight.device, "(V, H) as weight")
     if weight_grad.stride(1) != 1 or weight_grad.requires_grad:
         raise ValueError("weight_grad must have unit stride along H and require no gradient: make a new one")
     if weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None):

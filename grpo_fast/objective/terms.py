@@ -118,7 +118,7 @@ class EntropyController:
 
     @property
     def active_coef(self) -> float:
-        """The coefficient for the coming step, to be put into the config by `dataclasses.replace`."""
+        """The coefficient for the coming step, as `policy_loss` takes it."""
         return self.coef if self.last_entropy <= self.config.entropy_target else 0.0
 
     def update(self, entropy: float) -> None:

@@ -15,6 +15,9 @@ from torch import Tensor
 from grpo_fast.objective.catalog import Aggregation
 
 T = TypeVar("T")
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+INTEGERS = (torch.int64, torch.int32)
+MASKS = (torch.bool, torch.uint8, *INTEGERS, *FLOATS)  # trainers keep masks in any of these
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,12 @@ class LossInputs:
 
 KNOWN_COLUMNS = frozenset(field.name for field in fields(LossInputs))
 """Names that a column of a rollout's own cannot have."""
+
+TOKEN_COLUMNS = {
+    "advantages": FLOATS, "sequence_ids": INTEGERS, "loss_mask": MASKS, "old_logprobs": FLOATS,
+    "ref_logprobs": FLOATS, "sampler_logprobs": FLOATS, "group_ids": INTEGERS, "policy_weights": FLOATS,
+}  # fmt: skip
+"""The inputs of each token that do not come from the head, with their dtypes: add a new one here."""
 
 
 @dataclass(frozen=True)

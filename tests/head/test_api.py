@@ -153,22 +153,29 @@ def batch(rng) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    "options", [{"loss_type": "grpo", "beta": 0.1}, {"loss_type": "dapo", "entropy_coef": 0.5}], ids=str
+    ("options", "entropy_coef"),
+    [
+        ({"loss_type": "grpo", "beta": 0.1}, None),
+        ({"loss_type": "dapo", "entropy_coef": 0.5}, None),
+        ({"loss_type": "dapo"}, 0.5),  # in place of the configuration's
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("mask_dtype", [torch.bool, torch.float32])
-def test_the_policy_loss_is_the_objective_s_of_full_logits(make_call, oracle, batch, options, mask_dtype):
+def test_the_policy_loss_is_the_objective_s_of_full_logits(
+    make_call, oracle, batch, options, entropy_coef, mask_dtype
+):
     call, config = make_call((24,), spread=1.0), GRPOLossConfig(**options)
     mask = batch["loss_mask"] & (call.targets != -100)
     exact = oracle.statistics(call)
     inputs = LossInputs(
         logprobs=exact["logprob"], entropy=exact["entropy"], num_sequences=6, **batch | {"loss_mask": mask}
     )
-    expected = policy_loss(inputs, config).loss
+    expected = policy_loss(inputs, config, entropy_coef).loss
     given = batch | {"loss_mask": batch["loss_mask"].to(mask_dtype)}
 
-    out = linear_grpo_loss(
-        call.hidden, call.weight, call.targets, **given, config=config, entropy=config.beta > 0
-    )
+    options = {"config": config, "entropy": config.beta > 0, "entropy_coef": entropy_coef}
+    out = linear_grpo_loss(call.hidden, call.weight, call.targets, **given, **options)
 
     torch.testing.assert_close(out.loss, expected, rtol=1e-5, atol=1e-6)
     found = torch.autograd.grad(out.loss, call.parameters)
@@ -177,6 +184,30 @@ def test_the_policy_loss_is_the_objective_s_of_full_logits(make_call, oracle, ba
     torch.testing.assert_close(out.logprobs, torch.where(mask, exact["logprob"], 0))
     torch.testing.assert_close(out.entropy, torch.where(mask, exact["entropy"], 0))
     assert not out.logprobs.requires_grad and not out.entropy.requires_grad
+
+
+def test_columns_may_come_in_a_mapping_and_others_reach_a_custom_loss(
+    make_call, batch, monkeypatch, tmp_path
+):
+    call = make_call((24,), spread=1.0)
+    operands, config = (call.hidden, call.weight, call.targets), GRPOLossConfig("grpo", beta=0.1)
+    columns = batch | {"mine": torch.ones(24)}
+    needed = {name: columns[name] for name in ("advantages", "sequence_ids")}
+    (tmp_path / "loss_of_columns.py").write_text(
+        "from grpo_fast.objective import LossOutputs\n"
+        "def loss(inputs):\n"
+        "    told = {'mine': inputs.columns['mine'].sum(), 'others': len(inputs.columns)}\n"
+        "    return LossOutputs(inputs.logprobs.sum() + inputs.old_logprobs.sum(), told)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+
+    found = linear_grpo_loss(*operands, **needed, columns=columns, config=config)
+    custom = linear_grpo_loss(
+        *operands, **needed, columns=columns, config=GRPOLossConfig("loss_of_columns:loss")
+    )
+
+    assert torch.equal(found.loss, linear_grpo_loss(*operands, **batch, config=config).loss)
+    assert custom.metrics == {"mine": 24, "others": 1}
 
 
 def test_a_policy_loss_of_no_token_is_zero_with_zero_gradient(make_call):

@@ -133,6 +133,7 @@ def test_shapes_can_be_asked_on_the_meta_device(arguments):
         ("num_sequences", -1, ValueError),
         ("config", "dapo", TypeError),
         ("totals", 6, TypeError),
+        ("entropy_coef", -0.1, ValueError),
     ],
 )
 def test_a_wrong_argument_of_the_policy_loss_is_named(arguments, name, value, error):

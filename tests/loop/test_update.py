@@ -42,7 +42,7 @@ def ready(trainer: Trainer, table: Completions) -> Completions:
 
 def gradients(trainer: Trainer, table: Completions, totals: StepTotals) -> tuple[float, Gradients]:
     """Loss and gradient of one optimiser step, without taking it."""
-    _, shares = trainer.update.gradient(ready(trainer, table), totals, trainer.update.loss_config())
+    _, shares = trainer.update.gradient(ready(trainer, table), totals)
     loss = sum(share["loss"].item() for share in shares)
     trained = trainer.policy.trainable().items()
     return loss, {name: p.grad.clone() for name, p in trained if p.grad is not None}
@@ -128,7 +128,7 @@ def test_a_trained_head_adds_its_own_gradient_in_every_micro_batch(make_trainer,
 
     monkeypatch.setattr(update_module, "linear_grpo_loss", watched)
     table, totals = collected(trainer)
-    trainer.update.gradient(table, totals, trainer.update.loss_config())
+    trainer.update.gradient(table, totals)
 
     assert len(given) == len(trainer.update.annotator.packed(table)) > 1
     assert all(into is head.weight.grad for into in given)  # None with adapters
@@ -190,10 +190,10 @@ def test_old_logprobs_of_later_epochs_are_those_of_the_policy_that_sampled(make_
     trainer = make_trainer(num_iterations=2, seed=seed)
     table, totals = collected(trainer)
     (expected,) = trainer.update.annotator.columns(table)
-    config, update = trainer.update.loss_config(), trainer.update
-    old, shares = update.gradient(table, totals, config)
-    update.step(shares, config)
-    again, _ = update.gradient(table.with_columns(old_logprobs=old), totals, config)
+    update = trainer.update
+    old, shares = update.gradient(table, totals)
+    update.step(shares)
+    again, _ = update.gradient(table.with_columns(old_logprobs=old), totals)
     torch.testing.assert_close(old, expected, rtol=0, atol=1e-6)
     assert again is old
 
@@ -202,8 +202,7 @@ def test_the_samplers_logprobs_as_old_ones_put_its_error_into_the_ratio(make_tra
     trainer = make_trainer(old_logprobs="sampler", seed=seed)
     samples, totals = collected(trainer)
     for given, ratio in ((samples, 1.0), (shifted(samples, -0.5), math.exp(0.5))):
-        config = trainer.update.loss_config()
-        metrics = sum_metrics(trainer.update.gradient(ready(trainer, given), totals, config)[1])
+        metrics = sum_metrics(trainer.update.gradient(ready(trainer, given), totals)[1])
         assert metrics["policy/ratio_max"] == pytest.approx(ratio, rel=1e-3)
         assert (metrics["clip_ratio/high_mean"] > 0) == (ratio > 1.2)
 
