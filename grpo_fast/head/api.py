@@ -14,7 +14,6 @@ from grpo_fast.head.fused_loss import fused_policy_loss, fuses
 from grpo_fast.head.operator import backend_of, head_statistics
 from grpo_fast.head.outputs import GRPOLossOutput, HeadOutput
 from grpo_fast.head.parallel import parallel_statistics
-from grpo_fast.head.topk import top_entries
 from grpo_fast.objective import GRPOLossConfig, LossInputs, StepTotals, policy_loss
 from grpo_fast.objective.types import TOKEN_COLUMNS
 
@@ -44,7 +43,6 @@ def linear_logprob(
     targets: Tensor,
     *,
     outputs: Sequence[str] = ("logprob",),
-    topk: int = 0,
     **options: Unpack[HeadOptions],
 ) -> HeadOutput:
     """Log-probability of each target under softmax(softcap·tanh((X Wᵀ + bias)·logit_scale/softcap) /
@@ -75,7 +73,6 @@ def linear_logprob(
         softcap: bound of the logits (Gemma 2); None for no bound.
         outputs: what to return besides `logprob`: "entropy", "logsumexp", "mean_logit", "argmax_is_target",
             "log_sum_sq_probs". The first three are differentiable too.
-        topk: also return the ids and log-probabilities of that many most probable tokens.
         tolerance: root mean square error that the backward may have, in units of what rounding the logit
             gradient to bfloat16 costs; 0 for the exact gradient. Above it, small parts of the gradient are
             kept by chance and scaled up: the gradient is unbiased, and `certificate` has its error. None for
@@ -108,9 +105,6 @@ def linear_logprob(
     if "argmax_is_target" in wanted:
         found["argmax_is_target"] = (rows.target_logit >= rows.max_logit) & (call.targets >= 0)
     shaped = {name: found[name].reshape(targets.shape) for name in wanted | {"logprob"}}
-    if topk:
-        top = top_entries(call, rows.logsumexp.detach(), topk, shard)
-        shaped["topk_ids"], shaped["topk_logprobs"] = (part.reshape(*targets.shape, topk) for part in top)
     return HeadOutput(**shaped, certificate=certificate)
 
 

@@ -22,6 +22,7 @@ OUTPUTS = ("logprob", "entropy", "logsumexp", "mean_logit", "argmax_is_target", 
 _NEEDED = ("targets", "advantages", "sequence_ids")
 _REMOVED = {
     "held_back": "was removed: clip_cov and kl_cov choose tokens within the batch; leave it out",
+    "topk": "was removed: take (hidden @ weight.T).log_softmax(-1).topk(k) of the rows you inspect",
 }
 
 
