@@ -76,8 +76,7 @@ def linear_logprob(
         tolerance: root mean square error that the backward may have, in units of what rounding the logit
             gradient to bfloat16 costs; 0 for the exact gradient. Above it, small parts of the gradient are
             kept by chance and scaled up: the gradient is unbiased, and `certificate` has its error. None for
-            2.5 on a GPU and 0 elsewhere, where leaving out saves no time. For whom the gradient must not
-            depend on which rows share a batch: 0.
+            2.5. Where no kernel runs the gradient is exact. Use 0 for batch-invariant gradients.
         deterministic: demand bit-equal results from run to run. No path adds in a changing order, and what
             is drawn follows from the batch, so it costs nothing and changes nothing.
         weight_grad: (V, H), any float dtype, an existing gradient like `weight.grad`: the backward adds the

@@ -123,9 +123,7 @@ def _head_backward(*arguments: Any) -> tuple[Tensor, ...]:
 
             result = accelerated.backward(call, statistics, gradients, wanted, saved, certificate, plan)
         else:
-            result = reference.backward(
-                call, statistics, gradients, wanted, certificate, plan.chunks, plan.tolerance
-            )
+            result = reference.backward(call, statistics, gradients, wanted, certificate, plan.chunks)
     if wanted.into_weight is not None:
         result = result._replace(weight=None)
     # An operator returns tensors: what was not asked for is empty.

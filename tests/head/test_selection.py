@@ -1,4 +1,4 @@
-"""The sparse backward in plain torch: unbiased, as certified, and the same choice as the kernels'."""
+"""The sampled backward, of the oracle and of the kernels: unbiased, as certified, the same choice."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import torch
 from grpo_fast.kernels import BF16_ROUNDING
 
 from grpo_fast import linear_logprob
-from grpo_fast.head import reference
-from grpo_fast.head.selection import salt_of
+from tests.head import selection
 
 
 def run(call, tolerance: float, upstream: torch.Tensor | None = None, outputs=("logprob",)):
@@ -26,11 +25,17 @@ def run(call, tolerance: float, upstream: torch.Tensor | None = None, outputs=("
     return torch.autograd.grad(loss, call.parameters), out.certificate
 
 
+@pytest.fixture(autouse=True)
+def sampling_without_kernels():
+    with selection.sampling_without_kernels():
+        yield
+
+
 @pytest.fixture
 def resalted(monkeypatch):
     """Every backward draws anew."""
-    salts = iter(range(10**6))
-    monkeypatch.setattr(reference, "salt_of", lambda *batch: salt_of(*batch) + 7919 * next(salts))
+    salts, salt_of = iter(range(10**6)), selection.salt_of
+    monkeypatch.setattr(selection, "salt_of", lambda *batch: salt_of(*batch) + 7919 * next(salts))
 
 
 @pytest.mark.usefixtures("resalted")
@@ -77,18 +82,6 @@ def test_the_error_is_what_the_certificate_says(make_call, transformed, toleranc
     assert (weight - of_weight).norm() <= 2 * certificate.weight_error * rounding * call.hidden.norm(
         dim=1
     ).max()
-
-
-def test_chunks_of_rows_and_columns_change_no_choice(make_call, monkeypatch):
-    call = make_call((40,), 1500, 32, spread=8.0, transformed=True, dtype=torch.float64)
-    whole, certificate = run(call, 5.0)
-    monkeypatch.setattr("grpo_fast.head.plan._CHUNK_ROWS", 7)
-    monkeypatch.setattr("grpo_fast.head.plan._CPU_CHUNK_BYTES", 7 * 8 * 300)
-    chunked, same = run(call, 5.0)
-
-    torch.testing.assert_close(certificate.values, same.values)
-    for a, b in zip(chunked, whole, strict=True):
-        torch.testing.assert_close(a, b)
 
 
 @pytest.mark.parametrize("magnitude", [1e-25, 1e25])

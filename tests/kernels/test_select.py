@@ -13,7 +13,7 @@ from grpo_fast.kernels.coefficients import RowCoefficients, row_coefficients
 from grpo_fast.kernels.pairs import Pairs, list_pairs
 from grpo_fast.kernels.select import ActivePairs, Masses, choose_threshold, count_pairs, select_live
 
-from grpo_fast.head import selection
+from tests.head import selection
 
 HALF = SparseConfig()
 SHAPES = {
