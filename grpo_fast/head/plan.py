@@ -115,7 +115,7 @@ def plan_head(device: Device, work: Workload) -> HeadPlan:
     if work.softcap or keep or jacobian:  # with tensor memory these spill in a wide tile by themselves
         forward_wide = work.extra_statistics < 1 and device.capability[0] != 10
     backward_wide = not (work.softcap or work.entropy_gradient or work.mean_gradient)
-    sizes = sizes_for(device.architecture, work.dtype, work.hidden_size, work.trainable, device.shared_memory)
+    sizes = sizes_for(device.architecture, work.dtype, device.shared_memory)
     forward_tile = _descriptor_tile(device, work, sizes, wide=forward_wide) or sizes.pointer_forward
     backward_tile = _descriptor_tile(device, work, sizes, wide=backward_wide) or sizes.pointer_backward
     row_bytes = max(work.vocabulary, 1) * work.dtype.itemsize

@@ -181,7 +181,7 @@ def test_strided_rows_and_the_shipped_float32_configuration(make_head):
         for t in (head.hidden, head.weight)
     )
 
-    config = replace(sizes_for("sm_90", torch.float32, 48, True).sparse, row_entries=64)
+    config = replace(sizes_for("sm_90", torch.float32).sparse, row_entries=64)
     got = run(replace(head, hidden=hidden[:, :48], weight=weight[:, :48]), config=config).got
 
     assert relative(got.hidden, head.d_hidden) < 1e-6
