@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from grpo_fast.head.checks import IGNORE_INDEX, check_outputs, check_policy_loss, head_call, is_number
+from grpo_fast.head.checks import (
+    IGNORE_INDEX,
+    check_numbers,
+    check_outputs,
+    check_policy_loss,
+    head_call,
+)
 from grpo_fast.head.fused_loss import fused_policy_loss, fuses
 from grpo_fast.head.operator import backend_of, head_statistics
 from grpo_fast.head.outputs import GRPOLossOutput, HeadOutput
@@ -136,10 +142,8 @@ def linear_cross_entropy(
     """
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
-    if not is_number(label_smoothing, 0, 1):
-        raise ValueError(f"label_smoothing must lie in [0, 1], got {label_smoothing!r}")
-    if not is_number(z_loss):
-        raise ValueError(f"z_loss must be at least 0 and finite, got {z_loss!r}")
+    check_numbers(most=1, label_smoothing=label_smoothing)
+    check_numbers(z_loss=z_loss)
     wanted = {"logprob"}
     if label_smoothing or z_loss:
         wanted.add("logsumexp")
