@@ -85,6 +85,7 @@ def test_the_error_is_what_the_certificate_says(make_call, transformed, toleranc
 
 
 @pytest.mark.parametrize("magnitude", [1e-25, 1e25])
+@pytest.mark.drawn(3)
 def test_gradients_of_any_size_keep_their_relative_accuracy(on_path, make_call, oracle, magnitude):
     call = on_path(make_call((24,), 1200, 32, spread=8.0))
     upstream = on_path(torch.ones(24))
@@ -99,6 +100,7 @@ def test_gradients_of_any_size_keep_their_relative_accuracy(on_path, make_call, 
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.drawn(3)
 def test_a_row_that_is_not_finite_harms_no_other_row_and_the_certificate_says_so(on_path, make_call, value):
     call = on_path(make_call((24,), 1200, 32, spread=8.0))
     upstream = on_path(torch.ones(24))
