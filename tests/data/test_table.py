@@ -41,7 +41,7 @@ def assert_rows(table: Completions, rows: list[tuple[list[int], list[int], int, 
     torch.testing.assert_close(table.facts["reward"], torch.tensor([reward for *_, reward in rows]))
 
 
-def test_rows_keep_their_prompt_their_columns_and_their_facts_wherever_they_go(seed: int) -> None:
+def test_rows_keep_their_prompt_columns_and_facts_wherever_they_go(seed: int) -> None:
     table, rows = drawn(seed)
     assert_rows(table, rows)
     order = random.Random(seed).sample(range(len(rows)), k=max(1, len(rows) - 2))

@@ -89,7 +89,7 @@ def test_a_compiled_caller_may_change_the_temperature_from_call_to_call(make_cal
 
 
 @pytest.mark.parametrize("tolerance", [1.0, None])
-def test_the_certificate_is_pending_until_a_backward_that_is_exact_without_kernels(make_call, tolerance):
+def test_the_certificate_is_pending_until_the_backward_exact_without_kernels(make_call, tolerance):
     call = make_call((12,), 600, 16, spread=8.0)
 
     out = linear_logprob(call.hidden, call.weight, call.targets, tolerance=tolerance)
@@ -226,7 +226,7 @@ def test_masked_tokens_cost_nothing_and_may_hold_anything(make_call, batch):
     assert (spoiled.grad[~batch["loss_mask"]] == 0).all()
 
 
-def test_a_frozen_weights_gradient_is_added_too_and_the_biass_goes_through_autograd(make_call):
+def test_a_frozen_weights_gradient_is_added_and_the_bias_has_its_own(make_call):
     call = make_call((20,), bias=True)
     expected = torch.autograd.grad(call.outputs()["logprob"].sum(), call.parameters)
     call.weight.requires_grad_(False)

@@ -46,7 +46,7 @@ def make_hard(make_call, hopper, rng):
     ("dtype", "limit"), [(torch.float32, 2e-5), (torch.bfloat16, 2.6e-3), (torch.float16, 8e-4)]
 )
 @pytest.mark.drawn(3)
-def test_stored_exponentials_give_gradients_no_worse_than_a_rounded_logit_gradient(
+def test_stored_exponentials_err_no_more_than_a_rounded_logit_gradient(
     make_hard, oracle, dtype, limit, frozen
 ):
     call, upstream = make_hard(dtype)

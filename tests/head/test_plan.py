@@ -41,7 +41,7 @@ def test_the_reference_runs_where_the_kernels_cannot(device, dtype, path):
     assert plan_head(device, replace(WORK, dtype=dtype)).backend == path
 
 
-def test_an_amd_gpu_is_known_by_its_name_and_not_by_a_capability_like_nvidias(monkeypatch):
+def test_an_amd_gpu_is_known_by_its_name_and_not_by_a_capability(monkeypatch):
     facts = SimpleNamespace(gcnArchName="gfx942:sramecc+:xnack-", major=9, minor=4)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: facts)
     monkeypatch.setattr(torch.version, "hip", "7.1")
@@ -55,7 +55,7 @@ def test_an_amd_gpu_is_known_by_its_name_and_not_by_a_capability_like_nvidias(mo
 @pytest.mark.parametrize(
     ("device", "wide"), [(H200, True), (BLACKWELL, False), (replace(BLACKWELL, capability=(10, 3)), False)]
 )
-def test_a_softcap_or_what_is_kept_takes_the_wide_tile_where_it_does_not_spill(device, wide):
+def test_a_softcap_or_kept_values_take_the_wide_tile_where_it_does_not_spill(device, wide):
     for work in (replace(WORK, softcap=True), replace(WORK, keep=True, tolerance=0.0)):
         assert (plan_head(device, work).forward_tile.columns == 256) == wide
         assert plan_head(device, replace(work, extra_statistics=1)).forward_tile.columns == 128
@@ -84,7 +84,7 @@ def test_every_tile_fits_the_shared_memory_in_whole_mass_tiles(device, dtype):
             assert plan.dense_columns % plan.backward_tile.columns == 0
 
 
-def test_datacentre_gpus_since_hopper_read_through_descriptors_unless_the_operands_are_misaligned():
+def test_datacentre_gpus_since_hopper_read_aligned_operands_by_descriptors():
     for device in (H200, BLACKWELL):
         assert plan_head(device, WORK).forward_tile.descriptors
         assert not plan_head(device, replace(WORK, aligned=False)).forward_tile.descriptors
@@ -131,7 +131,7 @@ def test_what_takes_many_registers_takes_half_a_tile():
     ],
     ids=str,
 )
-def test_a_backward_draws_takes_up_or_is_formed_by_the_forward_as_the_call_allows(device, asked, found):
+def test_the_plan_samples_keeps_or_prepares_the_gradient_as_the_call_allows(device, asked, found):
     plan = plan_head(device, replace(WORK, **asked))
 
     assert {name: getattr(plan, name) for name in found} == found

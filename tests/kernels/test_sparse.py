@@ -63,7 +63,7 @@ def straightforward(head) -> dict[str, float]:
     ],
 )
 @pytest.mark.drawn(3)
-def test_tolerance_zero_is_the_dense_gradient_added_to_existing_ones_at_every_edge(
+def test_tolerance_zero_is_the_dense_gradient_at_every_edge(
     make_head, rng, vocabulary, depth, transformed, dtype
 ):
     peak = 8.0 if transformed else 1.0
@@ -133,7 +133,7 @@ def test_the_mean_over_batches_is_exact_and_the_error_is_as_certified(make_head,
     ],
 )
 @pytest.mark.drawn(4)
-def test_half_precision_errs_no_more_than_dense_in_that_dtype_plus_the_tolerance(
+def test_half_precision_errs_as_dense_in_that_dtype_plus_the_tolerance(
     make_head, dtype, magnitude, tolerance
 ):
     head = make_head(24, 700, dtype=dtype, peak=30.0)

@@ -86,7 +86,7 @@ def test_micro_batching_changes_neither_loss_nor_gradient(make_trainer, seed, lo
         assert_same(found, results[0])
 
 
-def test_a_completion_of_several_micro_batches_trains_with_its_layers_recomputed(
+def test_a_completion_longer_than_a_micro_batch_trains_with_recomputation(
     make_trainer, seed, monkeypatch
 ) -> None:
     """In one micro-batch of its own, its MLPs in tiles: the gradient is that of a batch with room for it."""
@@ -135,9 +135,7 @@ def test_a_trained_head_adds_its_own_gradient_in_every_micro_batch(make_trainer,
     assert (head.weight.grad is None) == (lora is not None)
 
 
-def test_skipping_groups_without_spread_changes_no_gradient_and_metrics_are_of_what_was_computed(
-    make_trainer, seed
-):
+def test_skipping_flat_groups_changes_no_gradient_and_metrics_are_of_others(make_trainer, seed):
     trainer = make_trainer(seed=seed)
     table, _ = trainer.collect(Clock())
     odd = table.groups % 2 == 1
@@ -174,7 +172,7 @@ def count_forwards(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> list[bo
     ("old_logprobs", "minibatches", "extra"),
     [("recompute", 1, 0), ("recompute", 2, 1), ("sampler", 2, 0)],
 )
-def test_old_logprobs_cost_a_forward_only_for_minibatches_whose_turn_comes_after_an_update(
+def test_old_logprobs_cost_a_forward_only_for_stale_minibatches(
     make_trainer, monkeypatch, old_logprobs: str, minibatches: int, extra: int
 ):
     sections = {"num_iterations": 2, "minibatches": minibatches, "old_logprobs": old_logprobs}
@@ -207,9 +205,7 @@ def test_the_samplers_logprobs_as_old_ones_put_its_error_into_the_ratio(make_tra
         assert (metrics["clip_ratio/high_mean"] > 0) == (ratio > 1.2)
 
 
-def test_an_on_policy_step_takes_the_truncated_ratio_to_the_sampler_without_a_forward(
-    make_trainer, monkeypatch, seed
-):
+def test_an_on_policy_step_corrects_for_the_sampler_without_a_forward(make_trainer, monkeypatch, seed):
     loss = {"sampler_correction": "token_truncate", "sampler_clip_max": 1.25}
     trainer = make_trainer(loss=loss, seed=seed, micro_batch_tokens=4096)
     samples, totals = collected(trainer)
@@ -257,7 +253,7 @@ def test_no_ratio_is_taken_to_a_truncated_distribution(make_trainer, cut):
     ],
     ids=str,
 )
-def test_the_sampler_is_asked_for_logprobs_where_a_loss_reads_them_and_else_now_and_then(
+def test_the_sampler_returns_logprobs_where_they_are_read_or_each_10_steps(
     make_trainer, monkeypatch, sections, asking
 ):
     trainer, asked = make_trainer(**sections), []
@@ -281,7 +277,7 @@ def test_lora_trains_the_adapters_only_and_needs_no_second_model_for_the_kl(make
     assert first["kl"] == pytest.approx(0, abs=1e-6) and second["kl"] > 1e-6
 
 
-def test_adaptive_entropy_raises_its_coefficient_while_the_entropy_is_below_its_target(make_trainer):
+def test_adaptive_entropy_raises_its_coefficient_below_its_target(make_trainer):
     loss = {"use_adaptive_entropy": True, "entropy_target": 100.0, "entropy_coef_delta": 0.01}
     trainer = make_trainer(loss=loss)
     coefficients = [trainer.train_step().metrics["entropy_coef"] for _ in range(3)]
@@ -328,7 +324,7 @@ def limit_memory(
     ],
     ids=str,
 )
-def test_a_step_after_out_of_memory_is_that_of_small_micro_batches_from_the_start(
+def test_a_step_after_out_of_memory_equals_one_of_small_micro_batches(
     make_trainer, monkeypatch, seed: int, sections: dict[str, Any], backward: bool
 ) -> None:
     trainer = make_trainer(seed=seed, micro_batch_tokens=4096, **sections)

@@ -84,9 +84,7 @@ def test_tokens_that_do_not_count_are_never_read(loss_type, make_batch):
 
 @pytest.mark.parametrize("aggregation", [None, *get_args(Aggregation)])
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_without_old_logprobs_the_ratio_is_one_and_the_gradient_is_the_policy_gradient(
-    loss_type, aggregation, make_batch
-):
+def test_without_old_logprobs_the_gradient_is_the_policy_gradient(loss_type, aggregation, make_batch):
     batch = make_batch()
     config = GRPOLossConfig(loss_type, aggregation=aggregation, max_completion_length=12)
 
@@ -110,9 +108,7 @@ def test_without_old_logprobs_the_ratio_is_one_and_the_gradient_is_the_policy_gr
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 @pytest.mark.parametrize("corrected", [False, True], ids=["", "bias-corrected"])
-def test_the_kl_term_is_beta_times_the_mean_estimate_and_may_be_in_the_reward_instead(
-    estimator, corrected, make_batch
-):
+def test_the_kl_term_is_beta_times_the_mean_or_in_the_reward_instead(estimator, corrected, make_batch):
     batch = make_batch(spread=0.6)
     config = GRPOLossConfig(kl_estimator=estimator)
     without = policy_loss(batch.inputs(), config).loss
@@ -134,7 +130,7 @@ def test_the_kl_term_is_beta_times_the_mean_estimate_and_may_be_in_the_reward_in
 
 
 @pytest.mark.parametrize("loss_type", ["dapo", "gspo"])
-def test_metrics_are_means_over_what_the_batches_hold_and_the_loss_over_the_whole_step(loss_type, make_batch):
+def test_metrics_are_means_over_the_batches_and_the_loss_over_the_step(loss_type, make_batch):
     batch, config = make_batch(spread=0.3), GRPOLossConfig(loss_type, beta=0.1)
     n, sequences = batch.totals.num_tokens, batch.totals.num_sequences
     half_left_out = StepTotals(2 * n, 2 * sequences, measured_tokens=n, measured_sequences=sequences)

@@ -22,7 +22,7 @@ from grpo_fast.objective.types import Segments
 @pytest.mark.parametrize(
     ("estimator", "corrected"), [("k1", False), ("k3", False), ("k1", True), ("k2", False), ("k3", True)]
 )
-def test_the_mean_of_k1_and_k3_is_the_kl_and_so_is_its_gradient_where_promised(estimator, corrected, rng):
+def test_the_mean_of_k1_and_k3_and_the_promised_gradients_are_the_kls(estimator, corrected, rng):
     logits = torch.randn(7, generator=rng, dtype=torch.float64, requires_grad=True)
     ref = (logits.detach() + 0.3 * torch.randn(7, generator=rng, dtype=torch.float64)).log_softmax(0)
     logprobs = logits.log_softmax(0)
@@ -152,7 +152,7 @@ def test_quantile_zero_keeps_the_one_token_of_highest_entropy(make_batch):
     assert gradient.flatten().nonzero().flatten().tolist() == [highest.item()]
 
 
-def test_the_controller_raises_its_weight_while_entropy_is_low_and_goes_on_where_it_was_saved():
+def test_the_controller_raises_its_weight_while_entropy_is_low_and_resumes():
     controller = EntropyController.of(
         GRPOLossConfig(
             use_adaptive_entropy=True,
