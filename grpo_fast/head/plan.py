@@ -61,6 +61,7 @@ class Workload:
     aligned: bool = True  # operands fit tensor descriptors: unit stride along H, rows on 16 bytes
     keep: bool = False  # the caller lets the forward keep N·V elements for the backward
     jacobian: bool = False  # the log-probability alone is differentiated, in the hidden states alone
+    # Read by who plans a run's memory:
     hidden_size: int = 2048
     trainable: bool = True  # the weight takes a gradient
 
