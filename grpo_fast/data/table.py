@@ -164,8 +164,10 @@ class Completions:
 
     def to(self, device: torch.device) -> Completions:
         """With columns and inputs on a device."""
-        moved = ({n: v.to(device) for n, v in part.items()} for part in (self.columns, self.inputs))
-        return self._same_rows(**dict(zip(("columns", "inputs"), moved, strict=True)))
+        columns, inputs = (
+            {name: values.to(device) for name, values in part.items()} for part in (self.columns, self.inputs)
+        )
+        return replace(self, columns=columns, inputs=inputs)
 
     def _same_rows(self, **changes: Any) -> Completions:
         changed = replace(self, **changes)
