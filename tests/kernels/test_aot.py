@@ -66,7 +66,7 @@ def counted(*names):
 
 
 def tuned():
-    sizes = tuning.TABLE["sm_90"]["half"]
+    sizes = tuning.load_tables()["sm_90"].sizes("half", 2048, True)
     narrow = tune.changed(sizes, tune.FORWARD, {"warps": 4})
     return [tune.compile_one("sm_90", tune.SHAPES[0], of) for of in (sizes, narrow)]
 
