@@ -73,6 +73,17 @@ def test_a_column_of_some_completions_only_is_refused(seed: int) -> None:
         Completions.join([table, other])
 
 
+def test_layouts_are_of_the_same_rows_whatever_their_columns(seed: int) -> None:
+    table, _ = drawn(seed)
+    table.layouts["budget"] = "batches"
+    zeros = torch.zeros(len(table.token_ids))
+
+    told = table.with_columns(told=zeros, scaled=None).with_facts(row=zeros)
+    assert told.layouts is table.layouts and [*told.columns] == ["told"]
+    for other in (table.select([0]), replace(table, mask=~table.mask), table.to(torch.device("cpu"))):
+        assert not other.layouts
+
+
 def test_sums_and_spreads_are_of_each_completions_own_tokens(seed: int) -> None:
     table, rows = drawn(seed)
     written = torch.tensor([random.Random(seed + i).random() < 0.7 for i in range(len(table.mask))])
