@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from grpo_fast.config.section import Positive, Section
 
@@ -17,12 +18,6 @@ class DistributedConfig(Section):
         description="replicate: whole weights on every rank, gradients, masters and moments sharded; shard: "
         "weights too (FSDP2); auto: by the plan, on a CPU replicate",
     )
-    head: Literal["auto", "gathered", "sharded"] = Field(
-        "auto",
-        description="of mode shard: gathered brings the head's weight to the tokens, sharded the tokens' "
-        "hidden states to the weight's rows, unless it is tied to the embedding; auto: by the plan, on a CPU "
-        "sharded where it is not tied",
-    )
     timeout: Positive = Field(
         30.0, description="minutes that a rank waits for the others before the run stops with an error"
     )
@@ -31,3 +26,10 @@ class DistributedConfig(Section):
         description="seconds without a sign of life after which a rank is lost; torchrun notices a process "
         "that died at once",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _removed(cls, data: Any) -> Any:
+        if isinstance(data, Mapping) and "head" in data:
+            raise ValueError("distributed.head was removed: mode shard always gathers the head; leave it out")
+        return data

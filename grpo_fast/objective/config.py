@@ -163,7 +163,7 @@ class GRPOLossConfig:
     entropy_coef_max: float = option(1.0, "adaptive: entropy_coef at most", ge=0)
     entropy_coef_delta: float = option(0.005, "adaptive: change of entropy_coef in an optimiser step", gt=0)
     top_entropy_quantile: float = option(
-        1.0, "share of tokens, highest entropy first, that the policy term keeps", ge=0, le=1
+        1.0, "share of a micro-batch's tokens, highest entropy first, that the policy term keeps", ge=0, le=1
     )
 
     off_policy_mask_threshold: float | None = option(
@@ -249,9 +249,9 @@ class GRPOLossConfig:
 
     @property
     def reads_every_token(self) -> bool:
-        """Whether a token without an advantage may change the loss: by KL, entropy, or what is held back."""
+        """Whether a token without an advantage may change the loss: by KL, entropy or covariance."""
         in_loss = self.needs_reference and not self.kl_in_reward
-        return self.is_custom or in_loss or self.needs_entropy or self.facts.holds_back
+        return self.is_custom or in_loss or self.needs_entropy or "covariance" in self.facts.cuts
 
     @property
     def needs_sampler(self) -> bool:

@@ -141,8 +141,6 @@ class Prediction:
                 values["rollout.vllm.kv_cache_gib"] = math.ceil(100 * kv_cache / GIB) / 100
         if self.mode:
             values["distributed.mode"] = run.distributed.mode
-        if predictor.sharded:
-            values["distributed.head"] = run.distributed.head
         return values
 
 
@@ -171,7 +169,6 @@ class Predictor:
         self.dtype: torch.dtype = getattr(torch, run.model.dtype)
         self.on_gpu = device.kind == "cuda"
         self.sharded = device.ranks > 1 and run.distributed.mode == "shard"
-        self.head_sharded = self.sharded and run.distributed.head == "sharded"
         self.attention: str = run.model.attention
         if self.attention == "auto":
             target = torch.device(device.kind)
@@ -277,14 +274,14 @@ class Predictor:
     def _gathered(self) -> dict[str, int]:
         """What FSDP2 has whole: a layer and the next one, and the layer's gradient, as it is and in float32.
 
-        The head's weight and gradient stay from the loss to the end, unless hidden states come to its rows.
+        The head's weight and gradient stay from the loss to the end.
         """
         if not self.sharded:
             return {}
         shape = self.shape
         layers = 2 * shape.layer + (shape.itemsize + 4) * shape.layer_trained
         head = shape.itemsize * shape.vocabulary * shape.hidden * (1 + shape.head_trained)
-        return {"gathered": layers + head * (not self.head_sharded)}
+        return {"gathered": layers + head}
 
     def _exchanged(self) -> dict[str, int]:
         """What an optimiser step of mode replicate adds: its rows of the summed gradients, and a bucket."""
@@ -305,10 +302,9 @@ class Predictor:
         layers = shape.fused if fused else shape.plain
         attention = self._attention(batch)
         masks = sum(one.kept for one in attention[: 1 if recomputes in (True, "offload") else None])
-        ranks = self.device.ranks if self.head_sharded else 1
         call = Workload(
-            rows=batch.targets * ranks,
-            vocabulary=-(-shape.vocabulary // ranks),
+            rows=batch.targets,
+            vocabulary=shape.vocabulary,
             dtype=self.dtype,
             softcap=shape.softcap,
             extra_statistics=1,
@@ -318,7 +314,6 @@ class Predictor:
             trainable=shape.head_trained,
         )
         head = head_bytes(self.device, call, weight_grad=shape.head_trained)
-        of_all_ranks = shape.itemsize * call.rows * shape.hidden * self.head_sharded  # hidden states
         table = shape.vocabulary * shape.hidden
         of_hidden = shape.itemsize * shape.hidden * (tokens + batch.targets)
         # What a float32 parameter has of its gradient so far: the head's first, at the end all.
@@ -336,7 +331,7 @@ class Predictor:
             {
                 "activations": kept + shape.itemsize * shape.hidden * batch.targets,
                 "gradients in flight": head_grad,
-                "head": head.kept + of_all_ranks + max(head.forward, head.backward),
+                "head": head.kept + max(head.forward, head.backward),
                 "masks": masks,
             },
             {"activations": kept, "gradients in flight": head_grad + of_layer, "masks": masks},

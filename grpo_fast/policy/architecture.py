@@ -255,8 +255,7 @@ def verify_policy(policy: Policy) -> None:
             policy.head.logits(policy.hidden_states(batch, layout)),
             [own_logits(model, sequence) for sequence in sequences],
             rounding(model, sequences[0]),
-        ),
-        whole_head=True,
+        )
     )
     name = type(model).__name__
     alone = [logits[len(prompts[row]) - 1 : -1] for logits, row in zip(own, batch.rows.tolist(), strict=True)]

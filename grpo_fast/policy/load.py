@@ -133,7 +133,7 @@ def load_policy(
         )
     if shards:
         with world.all_succeed("the weights"):
-            policy.shard(world, head=distributed.head)
+            policy.shard(world)
     problem = _problem(policy, world)
     if problem is not None and policy.packs:
         policy.packs, packed = False, problem

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from grpo_fast.data.table import EXPERTS
 from grpo_fast.distributed.shards import whole
@@ -85,11 +84,8 @@ class Policy:
         """What the model sees of images."""
         return Vision(self.base_model, cast("Any", self.tokenizer).images)
 
-    def shard(self, world: World, *, head: str) -> None:
+    def shard(self, world: World) -> None:
         """Divide the weights, and those of the reference, over the ranks: from now on each has its rows.
-
-        Args:
-            head: "gathered" or "sharded", as `distributed.head`.
 
         Raises:
             ValueError: as `ShardedModel`.
@@ -97,9 +93,7 @@ class Policy:
         from grpo_fast.policy.sharding import ShardedModel  # imports all of FSDP
 
         for policy in filter(None, (self, self._reference)):
-            policy._shards = ShardedModel(
-                policy.model, policy.base_model, world, gathers_head=head == "gathered"
-            )
+            policy._shards = ShardedModel(policy.model, policy.base_model, world)
 
     def fix_rope(self, length: int) -> None:
         """One set of rotary frequencies for all sequences of a run, the longest of which has `length` tokens.
@@ -114,20 +108,12 @@ class Policy:
         """Whether each rank has its rows of every weight only, so that a forward is one of all ranks."""
         return self._shards is not None
 
-    @property
-    def vocab_parallel(self) -> bool:
-        """Whether each rank computes its rows of the vocabulary for the tokens of all ranks."""
-        return self._shards is not None and self._shards.vocab_parallel
-
-    def run(self, work: Callable[[], T], *, whole_head: bool = False) -> T:
+    def run(self, work: Callable[[], T]) -> T:
         """What `work` returns. All that reads weights is called in here: `hidden_states`, `head`, the model.
 
         Where weights are sharded, all ranks are here together, and a backward follows where gradients are on.
-
-        Args:
-            whole_head: all of the head's rows, even where the ranks share its work.
         """
-        return work() if self._shards is None else self._shards.run(work, whole_head=whole_head)
+        return work() if self._shards is None else self._shards.run(work)
 
     @property
     def base_model(self) -> PreTrainedModel:
@@ -172,13 +158,8 @@ class Policy:
 
     @property
     def head(self) -> HeadParameters:
-        """Whole, or of a sharded head this rank's rows, for hidden states as `head_inputs` gives them."""
-        head = replace(head_parameters(self.base_model), tolerance=self.head_tolerance)
-        if self._shards is None or not isinstance(head.weight, DTensor):
-            return head
-        bias = None if head.bias is None else cast("Any", head.bias).to_local()
-        group = self._shards.world.mesh.get_group()
-        return replace(head, weight=head.weight.to_local(), bias=bias, process_group=group)
+        """The head for what `hidden_states` returns; where weights are sharded, read it within `run`."""
+        return replace(head_parameters(self.base_model), tolerance=self.head_tolerance)
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -246,18 +227,6 @@ class Policy:
                 routed.append(layout.join(rows))
         hidden = layout.join([output[0] for output in found])
         return hidden.index_select(0, layout.tokens.argsort()[batch.loss_index])
-
-    def head_inputs(
-        self, batch: PackedBatch, routed: list[Tensor] | None = None
-    ) -> tuple[Tensor, PackedBatch, slice]:
-        """`hidden_states` and the batch as the head needs them, and which rows are this batch's: all.
-
-        Of a sharded head: those of all ranks, see `ShardedModel.tokens_of_all`.
-        """
-        hidden = self.hidden_states(batch, routed=routed)
-        if self._shards is None or not self._shards.vocab_parallel:
-            return hidden, batch, slice(None)
-        return self._shards.tokens_of_all(hidden, batch)
 
     @contextlib.contextmanager
     def reference(self) -> Iterator[Policy]:

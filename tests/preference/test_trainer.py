@@ -91,7 +91,7 @@ def test_training_lifts_the_held_out_score(algorithm, preference, metric, make_r
         ("rank", {}, 70, 2),  # the gradient of the first micro-batch is there
     ],
 )
-def test_a_step_after_out_of_memory_is_that_of_small_micro_batches(
+def test_a_step_after_out_of_memory_equals_one_of_small_micro_batches(
     algorithm, preference, micro_batch_tokens, at, make_run, monkeypatch, caplog
 ):
     config = make_run(algorithm, preference, micro_batch_tokens=micro_batch_tokens)

@@ -43,7 +43,7 @@ def require_agreement(policy: Policy, tokens: Sequence[int], logprobs: Tensor) -
     Raises ValueError where vLLM computes something else than the policy.
     """
     with evaluation_mode(policy.model):
-        logits = policy.run(lambda: own_logits(policy.base_model, tokens), whole_head=True)[:-1].cpu()
+        logits = policy.run(lambda: own_logits(policy.base_model, tokens))[:-1].cpu()
     expected = logits.log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
     apart = float((logprobs - expected).abs().mean())
     if not agree(logprobs, expected, policy.base_model):
