@@ -81,7 +81,7 @@ def raised_at(error: BaseException) -> str:
     machinery = (
         "<frozen",
         *(str(Path(str(m.__file__)).parent) for m in libraries),
-        str(Path(__file__).parent),
+        str(Path(__file__).parent.parent),  # the whole package
     )
     trace = traceback.extract_tb(error.__traceback__)
     frames = [frame for frame in trace if not frame.filename.startswith(machinery)]
