@@ -158,7 +158,7 @@ def test_a_run_whose_terminal_is_closed_saves_and_leaves(toy, tmp_path: Path):
     _, status = os.waitpid(child, 0)
 
     assert os.waitstatus_to_exitcode(status) == 129
-    assert "╯".encode() in said  # the panel of a terminal
+    assert "━".encode() in said  # the bar of a terminal
     assert saved(run_dir).step == steps_of(run_dir)[-1] >= 2
 
 
