@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment, StrictUndefined
 
-from grpo_fast.record.report import packaged
-
 from .contest import BYTES, FLOPS
 from .measure import SKIPPED
 from .record import Measurement, Record, read
@@ -65,7 +63,9 @@ def main(options: argparse.Namespace) -> int:
     )
     template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
     sections = [_section(path, read(path)) for path in options.records]
-    page = template.render(sections=sections, style=packaged("report.css"), explanation=EXPLANATION)
+    page = template.render(
+        sections=sections, style=TEMPLATE.with_name("report.css").read_text("utf-8"), explanation=EXPLANATION
+    )
     options.html.write_text(page, encoding="utf-8")
     print(f"written to {options.html}")
     return 0

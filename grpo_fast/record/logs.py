@@ -145,8 +145,9 @@ class RunLogs:
 
 
 def held_out_outcome(run_dir: Path) -> str | None:
-    """The held-out score before → after, once there are both."""
-    scores = [e for e in read_jsonl(run_dir / EVALUATIONS_FILE) if e["name"] == "held-out"]
+    """Return the held-out score before → after, or None while there are not both."""
+    scores = [one for one in read_jsonl(run_dir / EVALUATIONS_FILE) if one["name"] == "held-out"]
+    scores = [one for one in scores if one["score"] is not None]
     return f"held-out score: {before_after(scores[0], scores[-1])}" if len(scores) > 1 else None
 
 
