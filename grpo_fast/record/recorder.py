@@ -198,10 +198,12 @@ class Recorder:
             left = f"continue from the newest checkpoint before, --resume {good[-1]}, with {lower}"
         else:
             left = f"there is no checkpoint from before: start anew with checkpoint.every and {lower}"
-            if step and bad_gradient and not mid_step:
-                with suppress(CheckpointSaveError, Diverged):  # by other hands than the optimizer's
-                    weights = self.store.save(step, self.trainer.policy.saved_weights(), None)
-                    left += f"; the weights of step {step} alone are saved: `grpo-fast export {weights} OUT`"
+            if step and bad_gradient and not mid_step:  # the weights are still those of the last step
+                with suppress(CheckpointSaveError, Diverged):
+                    path = self.store.save(
+                        step, self.trainer.optimizer.state_tensors(), pickle.loads(self.state)
+                    )
+                    left += f"; `grpo-fast export {path} OUT` writes the weights of step {step}"
         return Diverged(f"the run diverged after step {step}: {error}; {left}")
 
     def evaluate(self, size: int | None) -> dict[str, float]:
@@ -233,14 +235,14 @@ class Recorder:
         self.captured, self.state = self.trainer.step, pickle.dumps(state)
 
     def save(self, *, must: bool = False, tell: bool = True) -> None:
-        """Write a checkpoint; a failed one loses nothing, so unless it is the last the run goes on.
+        """Write a checkpoint; unless it must succeed, a failed one costs a message and the run goes on.
 
         Args:
             must: it is the last.
-            tell: the callbacks hear of it.
+            tell: call the callbacks.
 
         Raises:
-            CheckpointSaveError: of the last one, for which its weights alone are saved if there is room.
+            CheckpointSaveError: of the last one.
         """
         self.logs.sync()
         step, tensors = self.captured, self.trainer.optimizer.state_tensors()
@@ -248,10 +250,7 @@ class Recorder:
             path = self.store.save(step, tensors, pickle.loads(self.state))
         except CheckpointSaveError as error:
             if must:
-                weights = self.store.save(step, self.trainer.policy.saved_weights(), None)
-                raise CheckpointSaveError(
-                    f"{error}. Saved are the weights of step {step} alone: `grpo-fast export {weights} OUT`"
-                ) from error
+                raise
             self.say(f"checkpoint of step {step} not saved: {error}; training goes on")
             return
         self.saved = step

@@ -79,7 +79,7 @@ def find_checkpoint(
             f"output_dir = {str(run_dir)!r} holds no run to resume; start it without --resume, or name the "
             "folder that the run has been moved to in the place of its configuration"
         )
-    checkpoint = store.load_intact() if resume == "latest" else store.load(resume)
+    checkpoint = store.load_latest() if resume == "latest" else store.load(resume)
     if checkpoint is None:
         steps = max((record["step"] for record in read_jsonl(run_dir / METRICS_FILE)), default=0)
         every = load_config(earlier).checkpoint.every
@@ -91,8 +91,6 @@ def find_checkpoint(
         return None, []
     if checkpoint.path.resolve().parent != store.root.resolve():
         raise CheckpointError(f"{resume} is a checkpoint of another run than output_dir = {str(run_dir)!r}")
-    if not checkpoint.state:
-        raise CheckpointError(f"{resume} holds weights alone: it can be exported, and not be resumed")
     if checkpoint.step > config.max_steps:
         raise CheckpointError(
             f"max_steps = {config.max_steps}, and {checkpoint.path} has more: raise max_steps, or resume "

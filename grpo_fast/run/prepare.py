@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import signal
 import threading
 from collections.abc import Iterator, Mapping
@@ -114,7 +113,6 @@ def prepared(
         world.from_main("the call's objects", partial(keep, files, run_dir))
         with world.all_succeed("the model and the data"):
             trainer = build_trainer(config, world)
-        require_room(world, store, config, trainer)
         stack.enter_context(trainer)
         if checkpoint is not None:
             restore(trainer, checkpoint)
@@ -161,13 +159,6 @@ def require_alike_ranks(world: World, config: TrainConfig, resume: str | None) -
         code = code_digests(asked)
     require_alike(world, "the code", lambda: {place: digest[:16] for place, digest in code.items()})
     return code
-
-
-def require_room(world: World, store: CheckpointStore, config: TrainConfig, trainer: Algorithm) -> None:
-    # A checkpoint has of each weight two moments and itself or its master, in 32 bits at least.
-    size = sum(3 * w.numel() * max(w.itemsize, 4) for w in trainer.policy.trainable().values())
-    saves = math.ceil(config.max_steps / (config.checkpoint.every or config.max_steps))
-    world.from_main("the room for checkpoints", partial(store.check_room, size, saves))
 
 
 def restore(trainer: Algorithm, checkpoint: Checkpoint) -> None:

@@ -18,7 +18,6 @@ from grpo_fast.policy import PolicyOptimizer
 from grpo_fast.policy.optimizer import Diverged
 from grpo_fast.record.checkpoint import (
     Checkpoint,
-    CheckpointError,
     CheckpointSaveError,
     CheckpointStore,
 )
@@ -174,39 +173,27 @@ def test_a_model_whose_first_gradient_is_not_finite_is_to_blame_itself(toy, tmp_
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
-def test_a_run_that_diverges_without_a_checkpoint_leaves_finite_weights_to_export_and_not_to_resume(
-    toy, tmp_path: Path, fail
-):
+def test_a_run_that_diverges_without_a_checkpoint_can_be_exported(toy, tmp_path: Path, fail):
     config = in_process(toy, tmp_path / "run")
-    weights = tmp_path / "run" / "checkpoints" / "step-00000003.weights"
+    saved = tmp_path / "run" / "checkpoints" / "step-00000003"
     said = fail(config, STEP, NAN)
-    assert "no checkpoint from before" in said and f"`grpo-fast export {weights} OUT`" in said
+    assert "no checkpoint from before" in said and f"`grpo-fast export {saved} OUT`" in said
 
     export_run(tmp_path / "run", tmp_path / "out")
     assert (tmp_path / "out" / "model.safetensors").exists()
-    with pytest.raises(CheckpointError, match="weights alone"):
-        train(config, resume=str(weights), display=False)
 
 
-@pytest.mark.parametrize("room", ["for the weights", "for nothing"])
-def test_the_last_step_s_weights_alone_are_saved_where_a_checkpoint_has_no_room(
-    toy, tmp_path: Path, monkeypatch, room: str
-):
-    run_dir = tmp_path / "run"
-
-    write, tried = FileSystem.create_stream, []
+def test_a_last_checkpoint_without_room_ends_the_run_with_an_error(toy, tmp_path: Path, monkeypatch):
+    write = FileSystem.create_stream
 
     def full(files: FileSystem, path: Path, mode: str) -> Any:
-        if path.parent.name == "step-00000003.tmp" and not (tried and room == "for the weights"):
-            tried.append(path)
+        if path.parent.name == "step-00000003.tmp":
             raise OSError(errno.ENOSPC, "No space left on device")
         return write(files, path, mode)
 
     monkeypatch.setattr(FileSystem, "create_stream", full)
-    said = "grpo-fast export" if room == "for the weights" else "cannot save .*step-00000003"
-    with pytest.raises(CheckpointSaveError, match=said):
-        train(in_process(toy, run_dir, max_steps=3, checkpoint={"every": 2, "keep": 1}), display=False)
+    config = in_process(toy, tmp_path / "run", max_steps=3, checkpoint={"every": 2})
+    with pytest.raises(CheckpointSaveError, match=r"cannot save .*step-00000003.*newest .*step-00000002"):
+        train(config, display=False)
 
-    found = CheckpointStore(run_dir / "checkpoints")
-    assert found.load_intact().step == 2
-    assert found.load_latest().step == (3 if room == "for the weights" else 2)
+    assert newest(config).step == 2
