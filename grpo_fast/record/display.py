@@ -7,8 +7,7 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import Any, TextIO, cast
 
@@ -137,18 +136,15 @@ class Output:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        with self._or_without():
-            self._stream.write(text)
+        self._or_without(self._stream.write, text)
         return len(text)
 
     def flush(self) -> None:
-        with self._or_without():
-            self._stream.flush()
+        self._or_without(self._stream.flush)
 
-    @contextmanager
-    def _or_without(self) -> Iterator[None]:
+    def _or_without(self, call: Callable[..., Any], *arguments: str) -> None:
         try:
-            yield
+            call(*arguments)
         except OSError as error:
             logger.warning("standard output cannot be written (%s): the run goes on without", error)
             nowhere = os.open(os.devnull, os.O_WRONLY)

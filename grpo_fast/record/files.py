@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import socket
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -90,55 +91,37 @@ def require_writable(path: Path) -> None:
         path.unlink()
 
 
-class JsonlLog:
-    """An append-only file of JSON objects, one a line, in which equal runs write equal bytes.
-
-    A killed process loses no line that was appended. Opening the file removes a last line that a kill, a full
-    disk or a power cut left unfinished. NaN and infinity, which JSON lacks, become null.
+def append_jsonl(path: Path, *records: Mapping[str, Any]) -> None:
+    """Append records as lines, all or none of them; equal records are equal bytes.
 
     Raises:
-        OSError: the file cannot be opened or appended to; what was there before stays intact.
+        OSError: the disk is full or the file cannot be opened; what was there before stays intact.
     """
+    lines = []
+    for record in records:  # NumPy's scalars become numbers; NaN and infinity, which JSON lacks, null
+        plain = json.dumps(record, default=lambda scalar: scalar.item())
+        finite = json.loads(plain, parse_constant=lambda _: None)
+        lines.append(json.dumps(finite, ensure_ascii=False) + "\n")
+    size = path.stat().st_size if path.exists() else 0
+    try:
+        with path.open("ab") as file:
+            # A lone surrogate has no UTF-8; as a backslash escape it is valid JSON and reads back the same.
+            file.write("".join(lines).encode("utf-8", "backslashreplace"))
+    except OSError as error:
+        with suppress(OSError):
+            os.truncate(path, size)
+        message = f"cannot append to it ({error.strerror}); make room and resume the run"
+        raise OSError(error.errno, message, str(path)) from error
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._file = open(path, "a+b", buffering=0)  # noqa: SIM115  closed by close()
-        content = path.read_bytes()
-        if (size := len(_whole(content))) < len(content):
-            logger.warning("%s: its last line was torn and is lost (from byte %d on)", path, size)
-            self._file.truncate(size)
 
-    def append(self, *records: Mapping[str, Any]) -> None:
-        """Write records as lines, all or none of them."""
-        lines = []
-        for record in records:  # NumPy's scalars become numbers, NaN and infinity null
-            plain = json.dumps(record, default=lambda scalar: scalar.item())
-            finite = json.loads(plain, parse_constant=lambda _: None)
-            lines.append(json.dumps(finite, ensure_ascii=False) + "\n")
-        # A lone surrogate has no UTF-8; as a backslash escape it is valid JSON and reads back the same.
-        rest = memoryview("".join(lines).encode("utf-8", "backslashreplace"))
-        size = self._file.seek(0, os.SEEK_END)
-        try:
-            while rest:
-                rest = rest[self._file.write(rest) :]
-        except OSError as error:
-            self._file.truncate(size)
-            message = f"cannot append to it ({error.strerror}); make room and resume the run"
-            raise OSError(error.errno, message, str(self.path)) from error
-
-    def rewind(self, step: int) -> None:
-        """Cut off the lines of later steps; raise ValueError as `read_jsonl`."""
-        lines = self.path.read_bytes().splitlines(keepends=True)
-        records = read_jsonl(self.path)
-        kept = (line for line, record in zip(lines, records, strict=True) if record["step"] <= step)
-        self._file.truncate(sum(map(len, kept)))
-
-    def sync(self) -> None:
-        """Flush all lines to the disk itself."""
-        os.fsync(self._file.fileno())
-
-    def close(self) -> None:
-        self._file.close()
+def rewind_jsonl(path: Path, step: float = math.inf) -> None:
+    """Make the file, and cut off an unfinished last line and later steps; raise as `read_jsonl`."""
+    path.touch()
+    content = path.read_bytes()
+    if len(whole := _whole(content)) < len(content):
+        logger.warning("%s: its last line was torn and is lost", path)
+    lines = zip(whole.splitlines(keepends=True), read_jsonl(path), strict=True)
+    os.truncate(path, sum(len(line) for line, record in lines if record.get("step", 0) <= step))
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
