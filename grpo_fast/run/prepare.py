@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -78,14 +78,7 @@ class PreparedRun:
 
 
 @contextmanager
-def prepared(
-    config: TrainConfig,
-    resume: str | None,
-    *,
-    changed_code: bool,
-    display: bool,
-    files: Mapping[str, bytes],
-) -> Iterator[PreparedRun]:
+def prepared(config: TrainConfig, resume: str | None, *, display: bool) -> Iterator[PreparedRun]:
     """A run as `train` is asked for it, everything checked, built and restored. Raises as `train`."""
     run_dir = Path(config.output_dir)
     with ExitStack() as stack:
@@ -98,7 +91,7 @@ def prepared(
         config = world.from_main("the length", partial(with_steps, config))
         config = world.from_main("the plan", partial(resolve_auto, config, run_dir, ranks=world.size))
         store = CheckpointStore(run_dir / CHECKPOINTS_DIR, config.checkpoint.keep, world)
-        find = partial(find_checkpoint, run_dir, store, config, resume, code, changed_code=changed_code)
+        find = partial(find_checkpoint, run_dir, store, config, resume, code)
         checkpoint, changes = world.from_main("the checkpoint", find)
         own_dir = run_dir
         if not world.is_main:  # rank 0's are the run's files: what the others write, nobody keeps
@@ -110,7 +103,6 @@ def prepared(
         with world.all_succeed("the callbacks"):
             callbacks = build_callbacks(config)
         require_mirrors(config.logging)
-        world.from_main("the call's objects", partial(keep, files, run_dir))
         with world.all_succeed("the model and the data"):
             trainer = build_trainer(config, world)
         stack.enter_context(trainer)
@@ -171,12 +163,6 @@ def restore(trainer: Algorithm, checkpoint: Checkpoint) -> None:
     trainer.load_state_dict(checkpoint.state["trainer"])
     restore_rng(checkpoint.state["rng"])
     trainer.step = checkpoint.step
-
-
-def keep(files: Mapping[str, bytes], run_dir: Path) -> None:
-    for name, content in files.items():
-        (run_dir / name).parent.mkdir(exist_ok=True)
-        write_whole(run_dir / name, content)
 
 
 @contextmanager
