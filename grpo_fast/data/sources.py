@@ -58,7 +58,7 @@ def _source_rows(config: DatasetConfig) -> Iterable[Row]:
         rows: Iterable[Row] = load_object(config.source, "dataset.source")
         return rows
     files = files_of(config)
-    return (row for _, row in file_rows(files)) if files else _hub_rows(config)
+    return file_rows(files) if files else _hub_rows(config)
 
 
 def _hub_rows(config: DatasetConfig) -> Iterable[Row]:

@@ -90,7 +90,7 @@ def whole_run(toy: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.mark.parametrize(("target", "error"), [(FORWARD, KeyboardInterrupt()), (SYNC, ValueError("bug"))])
-def test_a_run_that_fails_before_an_update_saves_the_step_before_and_resumes_as_if_nothing_had_been(
+def test_a_failure_before_an_update_is_resumed_as_if_it_had_not_been(
     toy, contents, tmp_path: Path, whole_run: Path, fail, target: str, error: BaseException
 ):
     config = in_process(toy, tmp_path / "failed")
@@ -123,9 +123,7 @@ def test_a_failure_while_a_step_is_written_down_keeps_the_step(toy, tmp_path: Pa
     assert [record["step"] for record in read_jsonl(tmp_path / "run" / "metrics.jsonl")] == [*range(6)]
 
 
-def test_amid_several_updates_nothing_is_saved_and_the_message_names_the_last_checkpoint(
-    toy, tmp_path: Path, fail
-):
+def test_amid_several_updates_nothing_is_saved(toy, tmp_path: Path, fail):
     config = in_process(toy, tmp_path / "run", num_iterations=2, checkpoint={"every": 2})
     said = fail(config, BACKWARD, KeyboardInterrupt(), call=2)
     assert "amid the update of step 4" in said and "the last is of step 2" in said
@@ -148,7 +146,7 @@ def test_a_run_that_diverges_keeps_and_names_the_newest_checkpoint_before(
 
 
 @pytest.mark.parametrize("every", [1, 3])
-def test_weights_that_a_step_has_made_infinite_are_found_by_the_save_or_by_the_next_rollout(
+def test_infinite_weights_are_found_by_the_save_or_the_next_rollout(
     toy, tmp_path: Path, monkeypatch, every: int
 ):
     run_dir, step = tmp_path / "run", PolicyOptimizer.step
