@@ -61,10 +61,9 @@ def write_report(*run_dirs: Path, to: Path | None = None) -> Path:
     """
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
-    runs, loader = [read_run(run_dir) for run_dir in run_dirs], PackageLoader("grpo_fast.record", "")
-    jinja = Environment(
-        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
+    runs = [read_run(run_dir) for run_dir in run_dirs]
+    loader = PackageLoader("grpo_fast.record", "")
+    jinja = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
     page = jinja.get_template("report.html.j2").render(
         runs=runs,
         charts=charts(runs),
