@@ -114,7 +114,10 @@ class CheckpointStore:
         Raises:
             CheckpointSaveError: the disk is full or cannot be written.
             Diverged: a tensor holds NaN or infinity.
+            ValueError: the store was opened to read.
         """
+        if self.keep is None:
+            raise ValueError("this store was opened to read; give CheckpointStore a value for keep")
         for name in self._agreed(lambda: first_not_finite({n: local(t) for n, t in tensors.items()})):
             if name:
                 raise Diverged(f"{name} holds NaN or infinity")
@@ -126,7 +129,7 @@ class CheckpointStore:
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not self._lead(self._make_room):
                     raise
                 self._write(path, tensors, content)
-            self._lead(lambda: self._delete(self.paths()[: -(self.keep or 1)]))
+            self._lead(lambda: self._delete(self.paths()[: -(self.keep or 0)]))
         except OSError as error:
             newest = next(reversed(self.paths()), None)
             kept = f"the newest checkpoint is {newest}" if newest else "there is no checkpoint"

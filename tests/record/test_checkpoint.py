@@ -84,6 +84,8 @@ def test_what_was_saved_is_loaded_and_the_newest_are_kept(store):
     assert sorted(verify(store.paths()[0])) == sorted(set(FILES) - {"manifest.json"})
     with pytest.raises(CheckpointError, match=r"step-00000009.*step-00000003"):
         store.load("step-00000009")
+    with pytest.raises(ValueError, match="opened to read"):
+        CheckpointStore(store.root).save(6, {}, {})
 
 
 def test_tensors_of_any_dtype_stride_and_size_are_saved_by_value(store, contents):

@@ -142,7 +142,7 @@ def test_a_file_killed_at_random_and_resumed_equals_a_whole_one(log: Path, dice:
 def hold(run_dir: Path, start, results, end) -> None:
     start.wait()
     try:
-        with locked_run_dir(run_dir):
+        with locked_run_dir(run_dir / "new" / "run"):
             results.put("held")
             end.wait()
     except RunInUse as error:
