@@ -90,6 +90,13 @@ def rng(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
+@pytest.fixture(autouse=True)
+def only_tests_of_the_report_draw_charts(request: pytest.FixtureRequest, monkeypatch: Any) -> None:
+    """Skip the charts of every other test's runs: matplotlib takes about a second for a run's."""
+    if request.path.name != "test_report.py":
+        monkeypatch.setattr("grpo_fast.record.report.draw", lambda *_: "")
+
+
 @pytest.fixture(scope="session")
 def contents() -> Callable[[Any], dict[str, torch.Tensor]]:
     """A checkpoint's tensors, whole."""

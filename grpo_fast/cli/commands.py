@@ -26,11 +26,12 @@ def train(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         print(dump_config(resolve_auto(config)), end="")
         return 0
     check_filled_in(config)
-    if args.changed_code and args.resume is None:
-        raise ConfigError("train", [Problem("--changed-code", "says what --resume may go on with; add it")])
+    if args.changed_code:
+        gone = "is gone: --resume goes on with edited code, and warns of it; leave it out"
+        raise ConfigError("train", [Problem("--changed-code", gone)])
     from grpo_fast import run
 
-    ended = run.train(config, resume=args.resume, changed_code=args.changed_code)
+    ended = run.train(config, resume=args.resume)
     return 0 if ended.stopped_by is None else 128 + ended.stopped_by
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from grpo_fast.config.data import PREFIX, DatasetConfig
 from grpo_fast.config.secrets import masked
-from grpo_fast.data.files import Row, place_of, row_named
+from grpo_fast.data.files import Row, row_named
 from grpo_fast.data.images import ImageReader, PromptImages, beside
 from grpo_fast.data.render import Renderer, Tools
 from grpo_fast.data.sources import read_rows
@@ -123,9 +123,9 @@ def prompts_of(
             begun.append(index)
     if begun:
         logger.warning(
-            "%d of %d prompts end with the assistant (%s the first): the model goes on with that turn; where "
-            "it is the whole answer, take it out of the prompt",
-            *(len(begun), len(rows), place_of(config, begun[0])),
+            "%d of %d prompts end with the assistant (%s, row %d the first): the model goes on with that "
+            "turn; where it is the whole answer, take it out of the prompt",
+            *(len(begun), len(rows), config.source, begun[0]),
         )
     # A chat template writes the special tokens itself.
     encoded = tokenizer(texts, add_special_tokens=not render.chat, return_attention_mask=False, verbose=False)
