@@ -28,6 +28,7 @@ from transformers import (
 from grpo_fast.config.policy import ModelConfig
 from grpo_fast.config.rollout import VLLMConfig
 from grpo_fast.policy import load_policy
+from grpo_fast.policy.recurrent import keep_step_limits
 
 TOKENS = {"vocab_size": 30, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
 # vLLM's attention on a CPU wants heads of at least 32.
@@ -64,7 +65,9 @@ def made(family: str) -> PreTrainedModel:
     config.update(TOKENS | changes)
     # transformers' SDPA leaves Gemma 2's softcap out
     eager = {"attn_implementation": "eager"} if family not in ("llama", "qwen3", "mistral", "gemma3") else {}
-    return AutoModelForCausalLM.from_config(config, **eager).eval()
+    model = AutoModelForCausalLM.from_config(config, **eager).eval()
+    keep_step_limits(model)  # as `load_policy` does
+    return model
 
 
 @pytest.fixture
