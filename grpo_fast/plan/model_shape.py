@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = TABLES["models"]
 """name: (transformers' model type, what its published config.json says)"""
 
+_CACHES = ("cache", "past_key_values", "cache_params", "state")  # how models call what they give back
+
 
 # What a module's name says of its parameters, in this order: some attentions have norms of their own.
 _MARKS = {
@@ -159,7 +161,7 @@ class ModelShape:
     def __init__(self, model: PreTrainedModel | PeftModel) -> None:
         from transformers import PreTrainedModel
 
-        from grpo_fast.rollout.shared_prefix import shares_prefix
+        from grpo_fast.rollout.decoder import reads_prompts_once
 
         base = model if isinstance(model, PreTrainedModel) else cast(PreTrainedModel, model.get_base_model())
         config = base.config.get_text_config()
@@ -215,7 +217,7 @@ class ModelShape:
         self.head_dim = max(head_dims(config))
         # As transformers keeps keys and values, and bytes of the states of a sequence, however long it is.
         self.layers, self.states = _cached_parts(cache)
-        self.shares_prefix = shares_prefix(base, cache)  # our own decoding holds prompts once
+        self.shares_prefix = reads_prompts_once(base)  # in our own decoding
         paged = sum(layer.numbers for layer in self.layers)
         if latent := getattr(config, "kv_lora_rank", None):  # vLLM keeps multi-head latent attention as it is
             paged = len(self.layers) * (latent + config.qk_rope_head_dim)
@@ -300,24 +302,15 @@ def _part(base: PreTrainedModel, name: str, parameter: nn.Parameter) -> str:
 
 def _cached(base: PreTrainedModel) -> Any:
     """transformers' own cache after one token, so that no architecture needs a formula; None: it has none."""
-    from grpo_fast.rollout.decoder import CACHES
-
     with torch.no_grad():
         own = packing_obstacle(base.config) is not None
         output = computed(backbone(base), 1, own_attention=own, use_cache=True)
-    return next(filter(None, (getattr(output, name, None) for name in CACHES)), None)
+    return next(filter(None, (getattr(output, name, None) for name in _CACHES)), None)
 
 
 def _cached_parts(cache: Any) -> tuple[list[KvLayer], int]:
     """What is cached of one token in each layer that attends, and bytes of the states of all others."""
-    from grpo_fast.rollout.decoder import changed
-
-    def note(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    found: list[Tensor] = []
-    changed(cache, note)
+    found = [*_tensors_in(cache)]
     every = getattr(cache, "layers", ())
     attending = [
         layer for layer in every if getattr(layer, "keys", None) is not None and layer.keys.dim() > 1
@@ -331,6 +324,17 @@ def _cached_parts(cache: Any) -> tuple[list[KvLayer], int]:
     ]
     states = sum(map(_nbytes, found)) - sum(layer.keys.nbytes + layer.values.nbytes for layer in attending)
     return layers, states
+
+
+def _tensors_in(held: Any) -> Iterator[Tensor]:
+    """Those that a cache, or a part of one, holds; of one dimension are counters, and empty layers."""
+    if isinstance(held, Tensor):
+        yield from [held] if held.dim() > 1 else []
+    elif isinstance(held, list | tuple | dict):
+        for part in held.values() if isinstance(held, dict) else held:
+            yield from _tensors_in(part)
+    elif type(held).__name__.endswith(("Cache", "Layer")):
+        yield from _tensors_in(vars(held))
 
 
 def with_layers(config: PretrainedConfig, count: int) -> PretrainedConfig:
