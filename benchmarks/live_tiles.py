@@ -104,7 +104,7 @@ def main(options: argparse.Namespace) -> int:
     from grpo_fast.config.data import DatasetConfig
     from grpo_fast.config.policy import ModelConfig
     from grpo_fast.data import load_prompts
-    from grpo_fast.data.table import Completions
+    from grpo_fast.data.table import CompletionTable
     from grpo_fast.policy import load_policy, pack
     from grpo_fast.policy.source import resolve_source
     from grpo_fast.rollout import Sampling
@@ -118,7 +118,7 @@ def main(options: argparse.Namespace) -> int:
     prompts = [prompt.token_ids for prompt in load_prompts(asked, policy.tokenizer)]
     with TransformersEngine(policy.model, policy.tokenizer, eos_ids=policy.eos_token_ids) as engine:
         groups = engine.generate(prompts, 1, Sampling(options.max_tokens, temperature=1.0, seed=options.seed))
-    samples = Completions.of(prompts, [completion.token_ids for (completion,) in groups])
+    samples = CompletionTable.of(prompts, [completion.token_ids for (completion,) in groups])
     batches = pack(samples, max_tokens=8192, device=policy.device)
     hidden = torch.cat([policy.hidden_states(batch) for batch in batches])
     targets = torch.cat([batch.targets for batch in batches])

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from grpo_fast.config.policy import ModelConfig
-from grpo_fast.data.table import Completions
+from grpo_fast.data.table import CompletionTable
 from grpo_fast.objective import StepTotals
 from grpo_fast.plan import SHAPES
 from grpo_fast.plan.measure import random_policy
@@ -159,7 +159,7 @@ def draw_lengths(prompts: int, group: int, seed: int) -> list[tuple[int, int]]:
 
 def make_samples(
     lengths: Sequence[tuple[int, int]], group: int, vocabulary: int, seed: int
-) -> tuple[Completions, StepTotals]:
+) -> tuple[CompletionTable, StepTotals]:
     """Random tokens of the given lengths; a group shares its prompt, and half of it has a positive advantage.
 
     The two last tokens of the vocabulary, padding and end, are not drawn.
@@ -171,7 +171,7 @@ def make_samples(
         if index % group == 0:
             prompt = tuple(generator.choices(range(vocabulary - 2), k=prompt_length))
         rows.append((prompt, tuple(generator.choices(range(vocabulary - 2), k=length)), index // group))
-    table = Completions.of(*zip(*rows, strict=True))
+    table = CompletionTable.of(*zip(*rows, strict=True))
     advantages = table.spread(1.0 - 2.0 * (torch.arange(len(rows)) % 2))
     table = table.with_columns(advantages=advantages, sampler_logprobs=torch.zeros_like(advantages))
     return table, StepTotals(num_tokens=len(table.token_ids), num_sequences=len(table))

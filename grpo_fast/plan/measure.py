@@ -11,7 +11,7 @@ import torch
 
 from grpo_fast.config.policy import ModelConfig
 from grpo_fast.config.schema import TrainConfig
-from grpo_fast.data.table import Completions
+from grpo_fast.data.table import CompletionTable
 from grpo_fast.loop.update import packed_loss
 from grpo_fast.plan.devices import DeviceBudget
 from grpo_fast.plan.model_shape import Shapes, random_model, with_layers
@@ -141,7 +141,7 @@ def random_batches(policy: Policy, sizes: StepSizes) -> list[PackedBatch]:
     prompts = [draw(sizes.prompt_length) for _ in range(sizes.groups)]
     groups = [number for number in range(sizes.groups) for _ in range(sizes.generations)]
     answers = [draw(sizes.completion_length) for _ in groups]
-    table = Completions.of([prompts[number] for number in groups], answers, groups)
+    table = CompletionTable.of([prompts[number] for number in groups], answers, groups)
     zeros = torch.zeros(len(table.token_ids))
     table = table.with_columns(advantages=zeros + 1, sampler_logprobs=zeros)
     most = sizes.micro_batch_tokens

@@ -23,7 +23,14 @@ from grpo_fast.rollout.decoder import decode, reads_prompts_once
 from grpo_fast.rollout.generate import generate, takes_padding
 from grpo_fast.rollout.requests import Requests
 from grpo_fast.rollout.sampling import uniforms_of
-from grpo_fast.rollout.types import Collector, Completion, Prompts, RolloutObserver, Sampling, check_prompts
+from grpo_fast.rollout.types import (
+    Collector,
+    Completion,
+    PromptTokens,
+    RolloutObserver,
+    Sampling,
+    check_prompts,
+)
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -102,7 +109,7 @@ class TransformersEngine:
 
     def generate(
         self,
-        prompts: Prompts,
+        prompts: PromptTokens,
         n: int,
         sampling: Sampling,
         *,

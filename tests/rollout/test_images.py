@@ -15,7 +15,7 @@ from grpo_fast.config.policy import ModelConfig
 from grpo_fast.config.rollout import RolloutConfig, VLLMConfig
 from grpo_fast.data.dataset import PromptDataset, prompts_of
 from grpo_fast.data.images import ImageReader
-from grpo_fast.data.table import Completions
+from grpo_fast.data.table import CompletionTable
 from grpo_fast.policy import Policy, load_policy, pack
 from grpo_fast.rollout import Engine, make_engine
 from grpo_fast.rollout.types import Sampling, generate_rollout
@@ -33,7 +33,7 @@ def agree(
     groups = generate_rollout(engine, dataset, 3, Sampling(max_completion_length=12))
     drawn = [completion for group in groups for completion in group]
     owners = [owner for owner in range(len(dataset)) for _ in range(3)]
-    table = Completions.of(
+    table = CompletionTable.of(
         [dataset[owner].token_ids for owner in owners],
         [completion.token_ids for completion in drawn],
         owners,

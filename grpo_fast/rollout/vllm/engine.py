@@ -28,13 +28,20 @@ from grpo_fast.policy.source import first_not_finite
 from grpo_fast.policy.vision import sees_images
 from grpo_fast.rollout.requests import Request, Requests
 from grpo_fast.rollout.sampling import any_seed, seeded
-from grpo_fast.rollout.types import Collector, Completion, Prompts, RolloutObserver, Sampling, check_prompts
+from grpo_fast.rollout.types import (
+    Collector,
+    Completion,
+    PromptTokens,
+    RolloutObserver,
+    Sampling,
+    check_prompts,
+)
 from grpo_fast.rollout.vllm import checks
 from grpo_fast.rollout.vllm.convert import completion_of, content_of, params_of
 from grpo_fast.rollout.vllm.settings import choose, require_vision
 from grpo_fast.rollout.vllm.sleep import SleepCycle
 from grpo_fast.rollout.vllm.start import keeping_ranks, start, stopped
-from grpo_fast.rollout.vllm.weights import WeightSync, fingerprint
+from grpo_fast.rollout.vllm.weights import WeightSync, weight_versions
 
 if TYPE_CHECKING:
     from vllm import LLM, SamplingParams
@@ -129,7 +136,7 @@ class VLLMEngine:
 
     def generate(
         self,
-        prompts: Prompts,
+        prompts: PromptTokens,
         n: int,
         sampling: Sampling,
         *,
@@ -218,7 +225,7 @@ class VLLMEngine:
         """Since they were taken over. Raises RuntimeError where the engine is closed or sleeps."""
         self._require_open()
         self._cycle.require_awake()
-        return fingerprint(self._policy) != self._synced
+        return weight_versions(self._policy) != self._synced
 
     def _require_servable(self, name: str, prompt: Sequence[int], sampling: Sampling) -> None:
         """Raises ValueError where there is no room, or stop strings would be missed."""
@@ -260,7 +267,7 @@ class VLLMEngine:
                 raise RuntimeError(
                     "vLLM keeps cached keys and values of older weights: requests are in flight"
                 )
-        self._synced = fingerprint(policy)
+        self._synced = weight_versions(policy)
 
     def wake(self) -> None:
         self._require_open()

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from grpo_fast.policy import Policy
 
-Weights = Iterable[tuple[str, Tensor]]
+NamedTensors = Iterable[tuple[str, Tensor]]
 Way = Literal["shared", "direct", "portable", "adapter"]
 
 
@@ -64,7 +64,7 @@ class _Watcher(TorchDispatchMode):
         self._name = ""
         self._weight: Tensor | None = None
 
-    def handing_out(self, weights: Weights) -> Iterator[tuple[str, Tensor]]:
+    def handing_out(self, weights: NamedTensors) -> Iterator[tuple[str, Tensor]]:
         for name, weight in weights:
             self._name, self._weight = name, weight
             yield name, weight
@@ -81,7 +81,7 @@ class _Watcher(TorchDispatchMode):
 
 
 @torch.no_grad()
-def watch_loading(load: Callable[[Weights], object], weights: Weights) -> list[Placement]:
+def watch_loading(load: Callable[[NamedTensors], object], weights: NamedTensors) -> list[Placement]:
     """Load `weights` with the engine's own loader; returns where they went, in order."""
     with _Watcher() as watcher:
         load(watcher.handing_out(weights))
@@ -186,7 +186,7 @@ def checkpoint_weights(policy: Policy, *, adapters: bool = True) -> Iterator[tup
             yield from revert_weight_conversion(policy.base_model, {name: tensor}).items()
 
 
-def fingerprint(policy: Policy) -> tuple[int, ...]:
+def weight_versions(policy: Policy) -> tuple[int, ...]:
     """Changes with every in-place operation on a trained parameter that torch knows of: none on its rows."""
     return tuple(parameter._version for parameter in policy.trainable().values())
 

@@ -16,7 +16,7 @@ from triton.backends import backends
 
 from grpo_fast.config.policy import ModelConfig
 from grpo_fast.config.rollout import VLLMConfig
-from grpo_fast.data.table import EXPERTS, Completions
+from grpo_fast.data.table import EXPERTS, CompletionTable
 from grpo_fast.loop.annotate import Annotator
 from grpo_fast.policy import load_policy
 from grpo_fast.policy.experts import expert_blocks
@@ -59,7 +59,7 @@ def main(folder: str) -> None:
 
 def compare(policy, groups) -> None:
     flat = [(prompt, c) for prompt, group in zip(PROMPTS, groups, strict=True) for c in group]
-    table = Completions.of(
+    table = CompletionTable.of(
         [prompt for prompt, _ in flat],
         [c.token_ids for _, c in flat],
         inputs={EXPERTS: [c.experts for _, c in flat]},
@@ -69,7 +69,7 @@ def compare(policy, groups) -> None:
     with recorded(policy.base_model) as take:
         (logprobs,) = annotator.columns(table)
         (replayed,) = take()
-        annotator.columns(Completions.of([p for p, _ in flat], [c.token_ids for _, c in flat]))
+        annotator.columns(CompletionTable.of([p for p, _ in flat], [c.token_ids for _, c in flat]))
         (alone,) = take()
     (batch,) = annotator.packed(table)
     given = table.inputs[EXPERTS][batch.input_index]
