@@ -39,10 +39,12 @@ class ImageReader:
 
     Args:
         load: gives the processor, when the first image comes; its errors say what is missing.
+        files: the processor's files, which a saved model needs.
     """
 
-    def __init__(self, load: Callable[[], Any]) -> None:
+    def __init__(self, load: Callable[[], Any], files: Sequence[str] = ()) -> None:
         self._load = load
+        self.files = tuple(files)
 
     @cached_property
     def processor(self) -> Any:

@@ -32,7 +32,7 @@ from grpo_fast.plan.search import (
     with_values,
     written,
 )
-from grpo_fast.policy import load_tokenizer
+from grpo_fast.policy import load_image_reader, load_tokenizer
 from grpo_fast.policy.load import resolve_device
 from grpo_fast.record.summary import bytes_text
 from grpo_fast.rollout import chosen_engine
@@ -123,7 +123,7 @@ def longest_prompt(dataset: DatasetConfig, model: ModelConfig, rollout: RolloutC
         return dataset.max_prompt_length
     toolsets = load_toolsets(rollout)
     schemas = None if toolsets is None else toolsets.schemas
-    prompts = load_prompts(dataset, load_tokenizer(model), schemas)
+    prompts = load_prompts(dataset, load_tokenizer(model), schemas, load_image_reader(model))
     return max(len(prompt.token_ids) for prompt in prompts)
 
 

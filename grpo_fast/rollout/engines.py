@@ -152,7 +152,7 @@ class TransformersKind(EngineKind):
             policy.fix_rope(max_length)
         if policy.sharded:
             return OwnCopyEngine(policy, max_length=max_length, **options)
-        options |= {"eos_ids": policy.eos_token_ids, "image_reader": lambda: policy.vision.reader}
+        options |= {"eos_ids": policy.eos_token_ids, "image_reader": policy.image_reader}
         return TransformersEngine(policy.model, policy.tokenizer, **options)
 
     def weights(self, config: RolloutConfig, trained: Trained) -> Weights:

@@ -7,7 +7,7 @@ other choice. So both decoding loops sample alike.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 from unittest.mock import patch
 
@@ -23,12 +23,10 @@ from transformers import (
     cache_utils,
 )
 
-from grpo_fast.data.images import PromptImages
+from grpo_fast.data.images import ImageReader, PromptImages
 from grpo_fast.rollout.batch import Batch
 
 _PER_TOKEN = {"token_type_ids", "mm_token_type_ids"}  # of what a processor returns
-
-ReadImages = Callable[[PromptImages], Mapping[str, Tensor]]  # `ImageReader.inputs`
 
 
 def takes_padding(model: Any) -> bool:
@@ -42,7 +40,7 @@ def takes_padding(model: Any) -> bool:
     return general and "position_ids" in inspect.signature(model.forward).parameters
 
 
-def generate(model: PreTrainedModel, batch: Batch, read_images: ReadImages | None = None) -> None:
+def generate(model: PreTrainedModel, batch: Batch, image_reader: ImageReader | None = None) -> None:
     """Sample the completions of a batch that shares no prompts."""
     rows = torch.arange(len(batch.pending), device=model.device)
 
@@ -58,7 +56,7 @@ def generate(model: PreTrainedModel, batch: Batch, read_images: ReadImages | Non
     # The model's own generation_config may penalise repetition, or sample by another temperature.
     with patch.object(model, "generation_config", GenerationConfig()):
         model.generate(  # type: ignore[operator]
-            **_inputs(model, batch, read_images),
+            **_inputs(model, batch, image_reader),
             max_new_tokens=batch.max_new,
             do_sample=False,
             logits_processor=LogitsProcessorList([sampled]),
@@ -66,12 +64,12 @@ def generate(model: PreTrainedModel, batch: Batch, read_images: ReadImages | Non
         )
 
 
-def _inputs(model: PreTrainedModel, batch: Batch, read_images: ReadImages | None) -> dict[str, Tensor]:
+def _inputs(model: PreTrainedModel, batch: Batch, image_reader: ImageReader | None) -> dict[str, Tensor]:
     """What `generate` is given of the prompts, padded on the left, and of their images, row by row."""
     read: dict[PromptImages | None, Mapping[str, Tensor]] = {None: {}}
     for row in batch.pending:
-        if row.images not in read and row.images is not None and read_images is not None:
-            read[row.images] = read_images(row.images)
+        if row.images not in read and row.images is not None and image_reader is not None:
+            read[row.images] = image_reader.inputs(row.images)
     given = [read[row.images] for row in batch.pending]
     takes = inspect.signature(model.forward).parameters
     names = {name for row in given for name in row if name in takes} - {"input_ids", "attention_mask"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
@@ -70,7 +70,7 @@ class TransformersEngine:
         *,
         eos_ids: Iterable[int],
         max_batch_tokens: int | None = None,
-        image_reader: Callable[[], ImageReader] | None = None,
+        image_reader: ImageReader | None = None,
         tells_experts: bool = False,
     ) -> None:
         """Wrap a model; nothing is allocated.
@@ -81,7 +81,7 @@ class TransformersEngine:
             eos_ids: any of these tokens ends a completion.
             max_batch_tokens: tokens whose keys and values may be held at once; None: all of a call, or
                 on a CPU what keeps it fast.
-            image_reader: called where a prompt has images; None: they are refused.
+            image_reader: reads the images of prompts; None: they are refused.
             tells_experts: completions have the experts that were chosen.
 
         Raises:
@@ -249,7 +249,7 @@ class TransformersEngine:
                 if shares:
                     decode(self._base, batch)
                 else:
-                    generate(self._base, batch, self._image_reader and self._image_reader().inputs)
+                    generate(self._base, batch, self._image_reader)
 
     def _batches(self, pending: Sequence[Pending]) -> Iterator[list[Pending]]:
         """Split rows of ascending lengths into batches, as large as `max_batch_tokens` allows."""

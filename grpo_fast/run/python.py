@@ -195,7 +195,9 @@ class TrainedPolicy:
         for_messages = {"source": "generate(prompts)"}
         dataset = config.dataset.model_copy(update=as_they_are | for_messages)
         rows = [{dataset.prompt_column: prompt} for prompt in prompts]
-        questions = prompts_of(rows, dataset, self.tokenizer) if rows else ()
+        questions = (
+            prompts_of(rows, dataset, self.tokenizer, images=self._policy.image_reader) if rows else ()
+        )
         ours = config.rollout.model_copy(update={"engine": "transformers"})
         with make_engine(ours, self._policy) as engine:
             return [group[0] for group in generate_rollout(engine, questions, 1, drawn)]

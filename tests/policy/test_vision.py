@@ -29,7 +29,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def load(folder: Path, **changes: Any) -> Policy:
     policy = load_policy(ModelConfig(path=str(folder), dtype="float32", device="cpu", **changes))
     if policy.base_model.config.model_type == "gemma4":
-        policy.tokenizer.images = ImageReader(lambda: OfGemma4(folder))
+        policy.image_reader = ImageReader(lambda: OfGemma4(folder), policy.image_reader.files)
     return policy
 
 
@@ -41,7 +41,7 @@ def questions(policy: Policy) -> PromptDataset:
         {"prompt": "how many shapes", "image": picture(40, 64)},
         {"prompt": "how many shapes", "image": None},
     ]
-    return prompts_of(rows, DatasetConfig(source="rows"), policy.tokenizer)
+    return prompts_of(rows, DatasetConfig(source="rows"), policy.tokenizer, images=policy.image_reader)
 
 
 def completions_of(dataset: PromptDataset) -> CompletionTable:

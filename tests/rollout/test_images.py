@@ -53,14 +53,14 @@ def test_completions_have_the_logprobs_that_the_trainer_computes(kind: str, tmp_
         ModelConfig(path=str(save_vision_model(tmp_path, kind)), dtype="float32", device="cpu")
     )
     if kind == "gemma4":
-        policy.tokenizer.images = ImageReader(lambda: OfGemma4(tmp_path))
+        policy.image_reader = ImageReader(lambda: OfGemma4(tmp_path))
     rows: list[dict[str, Any]] = [
         {"prompt": "how many", "images": [picture(64, 64), picture(90, 40)]},
         {"prompt": "how many shapes", "image": picture(40, 64)},
         {"prompt": "how many shapes", "image": picture(40, 64)},
         {"prompt": "how many shapes", "image": None},
     ]
-    dataset = prompts_of(rows, DatasetConfig(source="rows"), policy.tokenizer)
+    dataset = prompts_of(rows, DatasetConfig(source="rows"), policy.tokenizer, images=policy.image_reader)
     with make_engine(RolloutConfig(engine="transformers"), policy, max_length=64) as engine:
         agree(policy, engine, dataset, 1e-5)
 
@@ -73,10 +73,10 @@ def with_vllm(folder: Path, kind: str, **text: Any) -> tuple[Policy, PromptDatas
     model = ModelConfig(path=str(save_vision_model(folder, kind, **heads, **text)), dtype=dtype, device="cpu")
     policy = load_policy(model)
     if kind == "gemma4":
-        policy.tokenizer.images = ImageReader(lambda: OfGemma4(folder))
+        policy.image_reader = ImageReader(lambda: OfGemma4(folder))
     rows = [{"prompt": "how many", "image": picture(64, 64)} for _ in range(2)]
     config = RolloutConfig(engine="vllm", vllm=VLLMConfig(kv_cache_gib=0.05))
-    dataset = prompts_of(rows, DatasetConfig(source="rows"), policy.tokenizer)
+    dataset = prompts_of(rows, DatasetConfig(source="rows"), policy.tokenizer, images=policy.image_reader)
     return policy, dataset, make_engine(config, policy, max_length=128)
 
 
