@@ -21,9 +21,10 @@ if TYPE_CHECKING:  # what editors and type checkers see; `__getattr__` gives it 
 
     __version__: str
 
-# In a checkout the kernels lie in their own top-level folder, which must not become an importable
-# top-level name: transformers looks for the hub's package of that name. An installed package has
-# `grpo_fast/kernels` in place and needs nothing.
+# In a checkout the kernels lie in the top-level folder `kernels/`. It has no `__init__.py`, as transformers
+# imports the hub's package of that name. Hence the inner folder: without it the whole repository would be on
+# this path, and import-linter would read all of it; a symbolic link would hide the kernels from it.
+# An installed package has `grpo_fast/kernels` in place and needs nothing.
 _checkout_kernels = Path(__file__).resolve().parent.parent / "kernels"
 if (_checkout_kernels / "kernels" / "__init__.py").is_file():
     __path__.append(str(_checkout_kernels))

@@ -90,6 +90,13 @@ def rng(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
+@pytest.fixture(autouse=True)
+def only_tests_of_the_report_draw_charts(request: pytest.FixtureRequest, monkeypatch: Any) -> None:
+    """Skip the charts of every other test's runs: matplotlib takes about a second for a run's."""
+    if request.path.name != "test_report.py":
+        monkeypatch.setattr("grpo_fast.record.report.draw", lambda *_: "")
+
+
 @pytest.fixture(scope="session")
 def contents() -> Callable[[Any], dict[str, torch.Tensor]]:
     """A checkpoint's tensors, whole."""
@@ -139,6 +146,7 @@ def arithmetic_of_a_gpu_in_the_interpreter() -> Iterator[None]:
         yield
         return
     interpreter = pytest.importorskip("triton.runtime.interpreter")
+    semantic = pytest.importorskip("triton.language.semantic")
     with pytest.MonkeyPatch.context() as patch, np.errstate(all="ignore"):
         _correct_bf16(interpreter, patch)
         builder = interpreter.InterpreterBuilder
@@ -146,6 +154,14 @@ def arithmetic_of_a_gpu_in_the_interpreter() -> Iterator[None]:
         patch.setattr(builder, "create_minnumf", lambda self, *pair: self.binary_op(*pair, np.fmin))
         patch.setattr(builder, "create_splat", _splat)
         _patch_the_language_once_a_launch(interpreter, patch)
+        # It computes what an assertion would need that is never made, which takes a third of a kernel's time.
+        patch.setattr(semantic.TritonSemantic, "binary_op_sanitize_overflow_impl", lambda *_: None)
+        of_scalar = functools.cache(interpreter._get_np_dtype)
+        patch.setattr(
+            interpreter,
+            "_get_np_dtype",
+            lambda kind: np.dtype(np.uint64) if kind.scalar.is_ptr() else of_scalar(kind.scalar),
+        )
         yield
 
 

@@ -83,7 +83,7 @@ def build(tmp_path: Path):
 
 
 @pytest.mark.parametrize(("nvcc", "holds"), [(FAKE_NVCC, True), (None, False)], ids=["nvcc", "no nvcc"])
-def test_a_wheel_holds_the_library_for_any_python_where_there_is_nvcc_and_else_is_pure(build, nvcc, holds):
+def test_a_wheel_holds_the_library_where_there_is_nvcc_else_it_is_pure(build, nvcc, holds):
     error, said, checkout = build(nvcc, None, "-q", "bdist_wheel")
 
     assert not error, said
@@ -105,7 +105,7 @@ def test_a_wheel_holds_the_library_for_any_python_where_there_is_nvcc_and_else_i
     ],
     ids=["built", "not wanted", "broken", "broken and wanted", "no nvcc and wanted", "neither 0 nor 1"],
 )
-def test_a_checkout_builds_the_library_where_it_is_looked_for_and_fails_only_where_it_must_have_it(
+def test_a_checkout_builds_the_library_and_fails_only_where_it_must_have_it(
     build, nvcc, wanted, built, error
 ):
     failed, said, checkout = build(nvcc, wanted, "build_ext", "--inplace")

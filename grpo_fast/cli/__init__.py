@@ -13,6 +13,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import grpo_fast
@@ -30,48 +31,22 @@ FIRST_STEPS = "begin with `grpo-fast doctor`, then `grpo-fast train quickstart`,
 ASSIGNMENT = re.compile(r"[A-Za-z_][\w.-]*=")
 
 
-class Parser(argparse.ArgumentParser):
-    """An argument parser that tells its own options from overrides of the configuration."""
-
-    def __init__(self, **settings: Any) -> None:
-        self.takes_one_value: dict[str, bool] = {}  # by option string
-        super().__init__(**{**settings, "allow_abbrev": False})
-
-    def add_argument(self, *flags: str, **settings: Any) -> argparse.Action:
-        action = super().add_argument(*flags, **settings)
-        self.takes_one_value.update(dict.fromkeys(action.option_strings, action.nargs is None))
-        return action
-
-    def split_overrides(self, tokens: Sequence[str]) -> tuple[list[str], list[str]]:
-        """(this parser's own tokens, overrides of the configuration)."""
-        own: list[str] = []
-        overrides: list[str] = []
-        waiting = iter(tokens)
-        for token in waiting:
-            flag, equals, _ = token.partition("=")
-            if flag in self.takes_one_value:
-                own.append(token)
-                own += [next(waiting, "")] if self.takes_one_value[flag] and not equals else []
-            elif token.startswith("--") and len(token) > 2:
-                if near := difflib.get_close_matches(flag, self.takes_one_value, 1, 0.85):
-                    self.error(f"unknown option {flag}; did you mean {near[0]}?")
-                overrides.append(token)
-                value = None if equals else next(waiting, None)
-                overrides += [] if value is None else [value]
-            else:
-                (overrides if ASSIGNMENT.match(token) else own).append(token)
-        return own, overrides
-
-
-class ShowVersion(argparse.Action):
-    """Looks for it only when asked: a checkout that is not installed has none."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        try:
-            print(f"grpo-fast {grpo_fast.__version__}")
-        except importlib.metadata.PackageNotFoundError:
-            parser.exit(FAILURE, "grpo-fast has a version where it is installed: pip install .\n")
-        parser.exit()
+def split_overrides(parser: argparse.ArgumentParser, tokens: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return (a command's own tokens, overrides of the configuration)."""
+    own: list[str] = []
+    overrides: list[str] = []
+    waiting = iter(tokens)
+    for token in waiting:
+        flag, equals, _ = token.partition("=")
+        if action := parser._option_string_actions.get(flag):
+            own += [token, next(waiting, "")] if action.nargs is None and not equals else [token]
+        elif token.startswith("--") and len(token) > 2:
+            if near := difflib.get_close_matches(flag, parser._option_string_actions, 1, 0.85):
+                parser.error(f"unknown option {flag}; did you mean {near[0]}?")
+            overrides += [token] if equals else [token, *islice(waiting, 1)]
+        else:
+            (overrides if ASSIGNMENT.match(token) else own).append(token)
+    return own, overrides
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -131,7 +106,7 @@ def parse(tokens: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     takes_overrides = command.get_default("takes_overrides")
     overrides: list[str] = []
     if takes_overrides:
-        rest, overrides = command.split_overrides(rest)
+        rest, overrides = split_overrides(command, rest)
     args, stray = parser.parse_known_args([name, *rest])
     if stray:
         hint = "; a key of the configuration is set by KEY=VALUE" if takes_overrides else ""
@@ -165,16 +140,26 @@ def at_least(minimum: int) -> Callable[[str], int]:
     return number
 
 
-def build_parser() -> tuple[Parser, Mapping[str, Parser]]:
+def version() -> str:
+    """Name the installed version; a checkout that is not installed has none."""
+    try:
+        return f"grpo-fast {grpo_fast.__version__}"
+    except importlib.metadata.PackageNotFoundError:
+        return "grpo-fast, not installed: pip install ."
+
+
+def build_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
     """The whole command line, and each command's own parser by name."""
     description = "Group-relative policy optimisation of language models."
-    parser = Parser(prog="grpo-fast", description=description, epilog=FIRST_STEPS)
-    parser.add_argument("--version", action=ShowVersion, nargs=0, help="print the version")
+    options: Any = {"prog": "grpo-fast", "description": description, "epilog": FIRST_STEPS}
+    parser = argparse.ArgumentParser(**options, allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=version(), help="print the version")
     parser.add_argument("--debug", action="store_true", help="show a traceback when a command fails")
-    parsers = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=Parser)
+    parsers = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    def add(name: str, run: str, text: str, overrides: bool = False, **more: Any) -> Parser:
-        command = parsers.add_parser(name, help=text, epilog=OVERRIDES_HELP if overrides else None, **more)
+    def add(name: str, run: str, text: str, overrides: bool = False, **more: Any) -> argparse.ArgumentParser:
+        epilog = OVERRIDES_HELP if overrides else None
+        command = parsers.add_parser(name, help=text, epilog=epilog, allow_abbrev=False, **more)
         command.set_defaults(command=run, takes_overrides=overrides)
         return command
 
@@ -184,8 +169,7 @@ def build_parser() -> tuple[Parser, Mapping[str, Parser]]:
     train.add_argument("--print-config", action="store_true", help=whole)
     resume = "continue from the newest intact checkpoint in output_dir, or from this one"
     train.add_argument("--resume", nargs="?", const="latest", metavar="CHECKPOINT", help=resume)
-    other = "with --resume: although the code of rewards, environments or callbacks is not what it was"
-    train.add_argument("--changed-code", action="store_true", help=other)
+    train.add_argument("--changed-code", action="store_true", help=argparse.SUPPRESS)
     train.add_argument("--verbose", action="store_true", help="print every metric of a step")
 
     evaluate = add("eval", "questions:evaluate", "pass@1, pass@k and mean@k on a dataset", overrides=True)
@@ -236,12 +220,12 @@ def build_parser() -> tuple[Parser, Mapping[str, Parser]]:
     page = "the page; default: report.html in the run's directory, comparison.html here for several"
     report.add_argument("-o", "--output", metavar="OUT", help=page)
 
-    foreign = "turn an Axolotl, TRL, NeMo-RL or verl configuration into ours, listing each key"
+    foreign = "turn an Axolotl, TRL or NeMo-RL configuration into ours, listing each key"
     foreign += "; leaves with 3 where something is to be decided before it is the same experiment"
     convert = add("convert", "commands:convert", foreign)
-    convert.add_argument("file", metavar="FILE", help="YAML, JSON, or a script (.sh, .txt) with the command")
+    convert.add_argument("file", metavar="FILE", help="YAML or JSON")
     convert.add_argument("-o", "--output", metavar="OUT", help="the YAML file to write, else standard output")
-    sources = ("axolotl", "trl", "nemo_rl", "verl")
+    sources = ("axolotl", "trl", "nemo_rl")
     convert.add_argument("--source", choices=sources, help="default: recognised by its keys")
 
     every = "what can be configured: every key, or one, with its meaning and what other tools call it"

@@ -11,27 +11,27 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from grpo_fast.config.keys import ConfigError, Problem
-from grpo_fast.config.load import check_filled_in, convert_file, dump_config, load_config
+from grpo_fast.config.load import check_filled_in, dump_config, load_config
 from grpo_fast.config.schema import TrainConfig
-from grpo_fast.distributed.joining import awaited
 
 
 def train(args: argparse.Namespace, overrides: Sequence[str]) -> int:
-    with awaited():
-        config = load_config(args.config, [*overrides, *(["logging.verbose=true"] if args.verbose else [])])
+    config = load_config(args.config, [*overrides, *(["logging.verbose=true"] if args.verbose else [])])
     if args.print_config:
         from grpo_fast.plan import resolve_auto
 
         print(dump_config(resolve_auto(config)), end="")
         return 0
     check_filled_in(config)
-    if args.changed_code and args.resume is None:
-        raise ConfigError("train", [Problem("--changed-code", "says what --resume may go on with; add it")])
+    if args.changed_code:
+        gone = "is gone: --resume goes on with edited code, and warns of it; leave it out"
+        raise ConfigError("train", [Problem("--changed-code", gone)])
     from grpo_fast import run
 
-    ended = run.train(config, resume=args.resume, changed_code=args.changed_code)
+    ended = run.train(config, resume=args.resume)
     return 0 if ended.stopped_by is None else 128 + ended.stopped_by
 
 
@@ -49,24 +49,18 @@ def groups(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     tokenizer = load_tokenizer(config.model)
     shown: list[tuple[object, ...]] = []
     for stage in resolve_stages(config):
-        rollout = stage.config.rollout
-        grouped = (stage.config.dataset, stage.config.groups, stage.config.prompts_per_step)
-        settings = (*grouped, rollout.tools, rollout.environment)
+        of, rollout = stage.config, stage.config.rollout
+        settings = (of.dataset, of.groups, of.prompts_per_step, rollout.tools, rollout.environment)
         if settings in shown:
             continue
         shown.append(settings)
         if stage.name:
             print(f"stage {stage.name}:")
-        toolsets = load_toolsets(rollout, stage.config.dataset)
-        description = describe_groups(
-            load_prompts(stage.config.dataset, tokenizer, toolsets.schemas if toolsets else None),
-            stage.config.groups,
-            num_generations=int(rollout.num_generations),
-            prompts_per_step=stage.config.prompts_per_step,
-            seed=stage.config.seed,
-            examples=args.examples,
-        )
-        print(description)
+        toolsets = load_toolsets(rollout, of.dataset)
+        prompts = load_prompts(of.dataset, tokenizer, toolsets.schemas if toolsets else None)
+        size, per_step = int(rollout.num_generations), of.prompts_per_step
+        options: Any = {"num_generations": size, "prompts_per_step": per_step, "seed": of.seed}
+        print(describe_groups(prompts, of.groups, examples=args.examples, **options))
     return 0
 
 
@@ -157,6 +151,8 @@ def report(args: argparse.Namespace, _: Sequence[str]) -> int:
 def convert(args: argparse.Namespace, _: Sequence[str]) -> int:
     """`grpo-fast convert`: the configuration on standard output or in a file, the list of keys on stderr; 3
     where a person has to decide something before it is the same experiment."""
+    from grpo_fast.config.convert import convert_file
+
     conversion, text = convert_file(args.file, source=args.source)
     print(conversion.listing(), file=sys.stderr)
     if args.output:

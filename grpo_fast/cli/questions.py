@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 
 def evaluate(args: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """`grpo-fast eval`: score answers to the held-out questions."""
     config = load_config(args.config, overrides)
     num_samples = max(args.k) if args.num_samples is None else args.num_samples
     if num_samples < max(args.k):
@@ -51,20 +52,12 @@ def evaluate(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     held_out = config.evaluation.dataset is not None
     parts = Parts.load(config, args.config, held_out=held_out)
     asked = config.evaluation.model_copy(update={"num_samples": num_samples})
-    sampling = evaluation_sampling(config, num_samples)
-    with parts.engine(parts.questions, sampling) as engine:
-        result = score_answers(
-            engine,
-            parts.questions,
-            parts.rewards,
-            asked,
-            sampling,
-            world=SINGLE_PROCESS,
-            rollout=parts.rollout,
-        )
-        engine_name = engine.name
+    questions, sampling = parts.questions, evaluation_sampling(config, num_samples)
+    with parts.engine(questions, sampling) as engine:
+        options: Any = {"world": SINGLE_PROCESS, "rollout": parts.rollout}
+        result = score_answers(engine, questions, parts.rewards, asked, sampling, **options)
     model = config.model.path if parts.step is None else f"{args.config}, step {parts.step}"
-    print(model, parts.questions.described, sep="; ")
+    print(model, questions.described, sep="; ")
     if not held_out:
         print("not held out: there is no evaluation.dataset, and dataset, which is trained on, was asked")
     print(evaluation_table(result, args.k, sampling.temperature))
@@ -76,18 +69,18 @@ def evaluate(args: argparse.Namespace, overrides: Sequence[str]) -> int:
             "model": config.model.path,
             "run": None if parts.step is None else args.config,
             "step": parts.step,
-            "dataset": masked(parts.questions.config.model_dump(mode="json")),
+            "dataset": masked(questions.config.model_dump(mode="json")),
             "held_out": held_out,
-            "engine": engine_name,
+            "engine": engine.name,
             "sampling": asdict(sampling),
         }
         record = measured | provenance() | evaluation_record(result, args.k)
-        text = json.dumps(record, indent=1, allow_nan=False)
-        Path(args.output).write_text(text, encoding="utf-8")
+        Path(args.output).write_text(json.dumps(record, indent=1, allow_nan=False), encoding="utf-8")
     return 0
 
 
 def preview(args: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """`grpo-fast preview`: print prompts, completions and rewards before training."""
     config = load_config(args.config, overrides)
     check_filled_in(config)
     from grpo_fast.loop.collect import groups_of, score, with_advantages
@@ -104,8 +97,10 @@ def preview(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     sampling = sampling_of(config.rollout, config.seed)
     with parts.engine(prompts, sampling) as engine:
         completions = parts.rollout(engine, prompts, int(config.rollout.num_generations), sampling)
-    table = score(prompts, completions, parts.rewards)
-    for group in groups_of(with_advantages(table, config.advantage, parts.rewards.weights)):
+    table = with_advantages(
+        score(prompts, completions, parts.rewards), config.advantage, parts.rewards.weights
+    )
+    for group in groups_of(table):
         rendered = str(parts.policy.tokenizer.decode(list(group.prompt.token_ids)))
         print(group_text(group, parts.rewards.names, rendered))
     return 0
@@ -166,24 +161,21 @@ def evaluation_sampling(config: TrainConfig, num_samples: int) -> Sampling:
 
 
 def group_text(group: Group, reward_names: Sequence[str], rendered_prompt: str) -> str:
-    """The prompt as the model sees it, its completions, and what each earned."""
-    lines = [
-        f"prompt of row {group.prompt.index}, {len(group.prompt.token_ids)} tokens",
-        _block(rendered_prompt),
-    ]
+    """The prompt as the model sees it, its completions and their rewards."""
+    head = f"prompt of row {group.prompt.index}, {len(group.prompt.token_ids)} tokens"
+    lines = [head, _block(rendered_prompt)]
     answers = zip(group.completions, group.rewards.tolist(), group.reward_table.tolist(), strict=True)
     for number, (completion, reward, row) in enumerate(answers, 1):
-        parts = ", ".join(
-            f"{name} {reward_text(value)}" for name, value in zip(reward_names, row, strict=True)
-        )
+        named = zip(reward_names, row, strict=True)
+        parts = ", ".join(f"{name} {reward_text(value)}" for name, value in named)
         size = f"{completion.num_sampled} tokens{', truncated' if completion.truncated else ''}"
         lines.append(f"completion {number}: reward {reward_text(reward)} ({parts}), {size}")
         if completion.episode is None:
             lines.append(_block(completion.text))
         for who, what in spoken(completion.episode.messages) if completion.episode else ():
             lines += [f"  {who}", _block(what)]
-    spread = group.rewards.std(correction=0).item()
-    verdict = "no spread: this group teaches nothing" if group.flat else f"standard deviation {spread:.3f}"
+    spread = f"standard deviation {group.rewards.std(correction=0).item():.3f}"
+    verdict = "no spread: this group teaches nothing" if group.flat else spread
     lines.append(f"group: mean reward {reward_text(group.rewards.nanmean().item())}, {verdict}")
     return "\n".join(lines) + "\n"
 
@@ -194,33 +186,29 @@ def _block(text: str) -> str:
 
 def evaluation_table(result: Evaluation, ks: Sequence[int], temperature: float) -> str:
     """The figures for a person."""
-    rows = [(f"pass@{k}", score_text(result.pass_at(k), result.interval_at(k))) for k in sorted(set(ks))]
+    rows = {f"pass@{k}": score_text(result.pass_at(k), result.interval_at(k)) for k in sorted(set(ks))}
     if result.num_samples > 1:
-        rows.append((f"mean@{result.num_samples}", score_text(result.score, result.interval)))
-    rows += [("mean reward", f"{result.mean_reward:.4f}"), ("truncated", f"{100 * result.truncated:.1f} %")]
+        rows[f"mean@{result.num_samples}"] = score_text(result.score, result.interval)
+    rows |= {"mean reward": f"{result.mean_reward:.4f}", "truncated": f"{100 * result.truncated:.1f} %"}
     skipped = f", {result.skipped} more without a score" if result.skipped else ""
     answers = "1 answer" if result.num_samples == 1 else f"{result.num_samples} answers"
     head = (
         f"{result.n} questions{skipped}, {answers} each at temperature {temperature:g}; "
         f"right: {result.reward_name} >= {result.threshold:g}; 95 % intervals over questions"
     )
-    width = max(len(name) for name, _ in rows)
-    return "\n".join([head, *(f"{name:<{width}}  {value}" for name, value in rows)])
+    width = max(map(len, rows))
+    return "\n".join([head, *(f"{name:<{width}}  {value}" for name, value in rows.items())])
 
 
 def evaluation_record(result: Evaluation, ks: Sequence[int]) -> dict[str, Any]:
     """The figures for a program, with every answer; null stands for a score that does not apply."""
-    return {
-        "n": result.n,
-        "skipped": result.skipped,
-        "num_samples": result.num_samples,
+    answers = zip(result.prompts, result.scores, result.completions, strict=True)
+    names = ("n", "skipped", "num_samples", "threshold", "mean_reward", "truncated")
+    return {name: getattr(result, name) for name in names} | {
         "reward": result.reward_name,
-        "threshold": result.threshold,
         "pass_at": {str(k): result.pass_at(k) for k in ks},
         "intervals": {str(k): result.interval_at(k) for k in ks},
         "mean_at_n": result.score,
-        "mean_reward": result.mean_reward,
-        "truncated": result.truncated,
         "questions": [
             {
                 "index": prompt.index,
@@ -229,6 +217,6 @@ def evaluation_record(result: Evaluation, ks: Sequence[int]) -> dict[str, Any]:
                 "completions": [c.text if c.episode is None else c.episode.messages for c in group],
                 "tokens": [completion.num_sampled for completion in group],
             }
-            for prompt, scores, group in zip(result.prompts, result.scores, result.completions, strict=True)
+            for prompt, scores, group in answers
         ],
     }

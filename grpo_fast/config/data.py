@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from grpo_fast.config.section import PositiveInt, Section, Seed
+from grpo_fast.config.lookup import FROM_PYTHON
+from grpo_fast.config.section import PositiveInt, Section, Seed, refuse_unread
 
 PREFIX = "reasoning_gym:"
 VERIFIERS = "verifiers:"
@@ -33,7 +34,7 @@ class DatasetConfig(Section):
         "auto", description="text becomes a user turn of the chat template; auto: where the tokenizer has one"
     )
     system_prompt: str | None = Field(None, description="goes before every prompt")
-    examples: list[tuple[str, str]] = Field(
+    examples: list[Annotated[tuple[str, str], Field(strict=False)]] = Field(
         [], description="turns (user, assistant) shown before each prompt"
     )
     max_prompt_length: PositiveInt | None = Field(
@@ -51,13 +52,23 @@ class DatasetConfig(Section):
     options: dict[str, Any] = Field(
         {},
         description="passed to the generator of `reasoning_gym:TASK`; of `verifiers:TASKSET` its `env` "
-        "block, and that library's `renderer` and `select`",
+        "block, and that library's `select`",
     )
+
+    @property
+    def is_taskset(self) -> bool:
+        """Whether the prompts, and their rewards, are those of the verifiers library."""
+        return self.source.startswith(VERIFIERS)
 
     @property
     def idle_keys(self) -> tuple[str, ...]:
         """Keys that only other sources read."""
         if self.source.startswith((PREFIX, VERIFIERS)):
             return ("name", "split")
-        one_file = Path(self.source).suffix in SUFFIXES
+        one_file = Path(self.source).suffix in SUFFIXES or self.source.endswith(FROM_PYTHON)
         return ("name", "split", "seed", "options") if one_file else ("seed", "options")
+
+    @model_validator(mode="after")
+    def _reads_what_is_set(self) -> DatasetConfig:
+        refuse_unread(self, self.idle_keys, f"with source = {self.source!r}")
+        return self

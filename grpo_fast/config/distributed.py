@@ -17,17 +17,11 @@ class DistributedConfig(Section):
         description="replicate: whole weights on every rank, gradients, masters and moments sharded; shard: "
         "weights too (FSDP2); auto: by the plan, on a CPU replicate",
     )
-    head: Literal["auto", "gathered", "sharded"] = Field(
-        "auto",
-        description="of mode shard: gathered brings the head's weight to the tokens, sharded the tokens' "
-        "hidden states to the weight's rows, unless it is tied to the embedding; auto: by the plan, on a CPU "
-        "sharded where it is not tied",
-    )
     timeout: Positive = Field(
         30.0, description="minutes that a rank waits for the others before the run stops with an error"
     )
     heartbeat_timeout: Annotated[float, Field(ge=5)] = Field(
-        60.0,
-        description="seconds without a sign of life after which a rank is lost, unless a rank of its host "
-        "sees its process run",
+        300.0,
+        description="seconds without a sign of life after which a rank is lost; torchrun notices a process "
+        "that died at once",
     )

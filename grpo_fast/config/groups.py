@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from grpo_fast.config.section import Fraction, Positive, PositiveInt, Section, one_of, words
+from grpo_fast.config.section import Fraction, Positive, PositiveInt, Section, one_of, refuse_unread, words
 from grpo_fast.objective.estimators import BASELINES, SCALES
 
 
@@ -23,6 +23,11 @@ class CriterionConfig(Section):
 Scale = Annotated[str, one_of(SCALES, "scale"), words(SCALES)]
 Baseline = Annotated[str, one_of(BASELINES, "baseline"), words(BASELINES)]
 STRATEGIES = ("prompt", "similarity", "prefix", "combined")
+READ_BY = {
+    "similarity": {"similarity_threshold", "embedding"},
+    "prefix": {"prefix_turns"},
+    "combined": {"similarity_threshold", "embedding", "prefix_turns"},
+}
 
 
 class GroupConfig(Section):
@@ -56,6 +61,11 @@ class GroupConfig(Section):
                 f"groups.strategy = {self.strategy!r} is unknown; choose one of {', '.join(STRATEGIES)}, or "
                 "give your own function as 'module:function'"
             )
+        by_likeness = {"similarity_threshold", "embedding", "prefix_turns"} - READ_BY.get(
+            self.strategy, set()
+        )
+        by_size = set() if self.shares_baselines else {"min_group_size", "max_group_size"}
+        refuse_unread(self, sorted(by_likeness | by_size), f"by groups.strategy = {self.strategy!r}")
         if self.min_group_size > self.max_group_size:
             raise ValueError(
                 f"groups.min_group_size = {self.min_group_size} exceeds max_group_size = "

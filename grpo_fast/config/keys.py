@@ -17,6 +17,11 @@ from grpo_fast.config.secrets import masked
 from grpo_fast.config.section import short
 
 TO_FILL_IN = "is to be filled in: the file that it was converted from does not say"
+# What the configuration no longer has: a key, for all below it too, or `key=value`, and what replaces it.
+REMOVED: dict[str, str] = {
+    "actor_rollout_ref": "verl's names are not read; `grpo-fast config` lists ours",
+    "distributed.head": "was removed: mode shard always gathers the head; leave it out",
+}
 
 
 @dataclass(frozen=True)
@@ -61,29 +66,10 @@ def keys() -> dict[str, Mapping[str, Any]]:
     return found
 
 
-def free_form(name: str) -> bool:
-    """Whether a key holds a mapping whose keys are the user's."""
-    return "additionalProperties" in keys().get(name, ())
-
-
-def is_key(name: str) -> bool:
-    """Whether a dotted name is a key; free-form mappings take any."""
-    name = without_positions(name)
-    return name in keys() or any(name.startswith(f"{key}.") for key in filter(free_form, keys()))
-
-
-def nearest_keys(name: str, limit: int = 3) -> list[str]:
-    """Up to `limit` keys or flat names of other tools that a misspelt one may mean, the likeliest first.
-
-    Keys of the same section come first, then the same last part elsewhere, then names alike.
-    """
-    parent, _, leaf = name.rpartition(".")
-    known = {key: key.rpartition(".") for key in (*keys(), *MOVED)}
-    beside = {last: key for key, (section, _, last) in known.items() if section == parent}
-    found = [beside[last] for last in get_close_matches(leaf, beside, cutoff=0.7)]
-    found += [key for key, (_, _, last) in known.items() if last == leaf]
-    found += get_close_matches(name, known, cutoff=0.75)
-    return list(dict.fromkeys(found))[:limit]
+def takes_text(name: str) -> bool:
+    """Whether the value of a key is a text and nothing else."""
+    schema = keys().get(without_positions(name), {})
+    return {kind.get("type") for kind in schema.get("anyOf", [schema])} <= {"string", "null"}
 
 
 def without_positions(name: str) -> str:
@@ -91,71 +77,47 @@ def without_positions(name: str) -> str:
     return ".".join(part for part in name.split(".") if not part.isdigit())
 
 
+def removed(name: str) -> str | None:
+    """What to do in place of a key or `key=value` that there was; None: there was none."""
+    return next((why for key, why in REMOVED.items() if name == key or name.startswith(f"{key}.")), None)
+
+
 def unknown_key(name: str, value: Any = ...) -> Problem:
-    """A key that does not exist, with the reason if people know it from elsewhere, or the nearest names."""
-    parent, _, leaf = name.rpartition(".")
-    if leaf in ABSENT:
-        return Problem(name, f"has no place here: {ABSENT[leaf].reason}", value)
-    bare = without_positions(parent)
-    found = [
-        f"{parent}{key.removeprefix(bare)}" if parent and key.startswith(f"{bare}.") else key
-        for key in nearest_keys(without_positions(name))
+    """A key that does not exist: why, where it once did or people know it from elsewhere, or the nearest."""
+    bare = without_positions(name)
+    leaf = bare.rpartition(".")[2]
+    if leaf in ABSENT or removed(bare):
+        return Problem(name, removed(bare) or f"has no place here: {ABSENT[leaf].reason}", value)
+    known = [*keys(), *MOVED]
+    near = [
+        *get_close_matches(bare, known, 2, 0.75),
+        *(key for key in known if key.rpartition(".")[2] == leaf),
     ]
-    hint = f"did you mean {' or '.join(found)}?" if found else "`grpo-fast config` lists all"
+    parent, section = name.rpartition(".")[0], f"{bare.rpartition('.')[0]}."
+    near = [f"{parent}.{key.removeprefix(section)}" if key.startswith(section) else key for key in near]
+    likely = " or ".join([*dict.fromkeys(near)][:3])
+    hint = f"did you mean {likely}?" if near else "`grpo-fast config` lists all"
     return Problem(name, f"no such key; {hint}", value)
 
 
-def problems_of(error: ValidationError, data: Any) -> list[Problem]:
-    """Pydantic's errors over `data` in our words, the alternatives of one value together."""
-    found: dict[str, list[Mapping[str, Any]]] = {}
+def problems_of(error: ValidationError) -> list[Problem]:
+    """Pydantic's errors in our words, the alternatives of one value together."""
+    found: dict[str, Problem] = {}
     for item in error.errors(include_url=False):
-        found.setdefault(_name(item["loc"], data), []).append(item)
-    return [_problem(name, items) for name, items in found.items()]
-
-
-def _name(location: Sequence[str | int], data: Any) -> str:
-    """The dotted name of an error: its location as far as the data goes, which leaves out union members."""
-    parts = []
-    for part in location:
-        if isinstance(data, dict) and isinstance(part, str):
-            data = data.get(part)
-        elif isinstance(data, list) and isinstance(part, int) and part < len(data):
-            data = data[part]
-        else:
-            break
-        parts.append(str(part))
-    return ".".join(parts)
-
-
-def _problem(name: str, items: Sequence[Mapping[str, Any]]) -> Problem:
-    first, key = items[0], keys().get(without_positions(name), {})
-    described = f" ({key['description']})" if "description" in key else ""
-    if first["input"] == FILL_IN:
-        return Problem(name, TO_FILL_IN, FILL_IN)
-    if first["type"] == "missing" and isinstance(first["loc"][-1], str):
-        return Problem(name, f"is required{described}")
-    if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-        return unknown_key(name, first["input"])
-    message = " or ".join(dict.fromkeys(_message(item) for item in items))
-    if {"type": "null"} in key.get("anyOf", ()) and first["type"] not in ("value_error", "ignored"):
-        message += " or null"
-    if not name or (first["type"] == "value_error" and isinstance(first["input"], dict)):
-        return Problem(name or "the configuration", message)
-    return Problem(name, f"{message}{described}", first["input"])
-
-
-def _message(item: Mapping[str, Any]) -> str:
-    kind = item["type"]
-    if kind == "missing":
-        return f"has no value number {item['loc'][-1] + 1}"
-    if kind == "too_long":
-        return f"has {item['ctx']['actual_length']} values, and takes {item['ctx']['max_length']}"
-    if kind in ("model_type", "dataclass_type", "dict_type"):
-        return "should hold keys, as {key: value}"
-    if kind in ("list_type", "tuple_type"):
-        return "should be a list, as [value, value]"
-    if kind == "literal_error" and isinstance(item["input"], str):
-        options = [option.strip(" '") for option in item["ctx"]["expected"].replace(" or ", ",").split(",")]
-        near = get_close_matches(item["input"], options, 1)
-        return f"should be {item['ctx']['expected']}" + (f"; did you mean {near[0]}?" if near else "")
-    return item["msg"].removeprefix("Value error, ").replace("Input should", "should", 1)
+        kind, value, name = item["type"], item["input"], ".".join(map(str, item["loc"]))
+        if kind in ("extra_forbidden", "unexpected_keyword_argument"):
+            found[name] = unknown_key(name, value)
+            continue
+        while name and without_positions(name) not in keys():
+            name = name.rpartition(".")[0]  # a member of a union
+        bare = without_positions(name)
+        message = item["msg"].removeprefix("Value error, ").replace("Input should", "should", 1)
+        message = removed(f"{bare}={value}") or {"missing": "is required"}.get(kind, message)
+        if name in found:  # another alternative of the same value
+            message = f"{message} or {found[name].message}"
+        elif description := keys().get(bare, {}).get("description"):
+            message = f"{message} ({description})"
+        message = TO_FILL_IN if value == FILL_IN else message
+        shown = ... if kind == "missing" or (kind == "value_error" and isinstance(value, dict)) else value
+        found[name] = Problem(name or "the configuration", message, shown)
+    return [*found.values()]

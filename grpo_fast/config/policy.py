@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from grpo_fast.config.section import Count, Fraction, NotNegative, Positive, PositiveInt, Section
+from grpo_fast.config.section import (
+    Count,
+    Fraction,
+    NotNegative,
+    Positive,
+    PositiveInt,
+    Section,
+    refuse_unread,
+)
 
 State = Literal["optimizer", "master"]
 """What an optimiser keeps of each parameter: Adam's moments, and the float32 master of a 16-bit one."""
@@ -24,8 +33,13 @@ class LoraConfig(Section):
     )
     target_modules: str | list[str] = Field(
         "all-linear",
-        description="names of modules or of experts' tensors, a regular expression, or all linear layers and "
-        "experts, without head and routers",
+        description="names of modules, a regular expression, or all linear layers without the head, as peft "
+        "takes them",
+    )
+    target_parameters: list[str] | None = Field(
+        None,
+        description="names of parameters that no linear layer holds, as peft takes them, such as "
+        "mlp.experts.gate_up_proj; they need dropout = 0. null: what peft adds by itself for some mixtures",
     )
 
 
@@ -102,6 +116,12 @@ class ModelConfig(Section):
         False, description="true runs the Python code that the model's repository ships, whatever it does"
     )
 
+    @model_validator(mode="after")
+    def _reads_what_is_set(self) -> ModelConfig:
+        if self.path.startswith("package:") or Path(self.path).expanduser().is_dir():
+            refuse_unread(self, ["revision"], f"with path = {self.path!r}, which is no hub id")
+        return self
+
     @property
     def recomputed(self) -> Literal[True, "mlp", "offload"] | None:
         """What the backward recomputes; None also of an `auto` that nothing has resolved."""
@@ -114,17 +134,19 @@ class OptimizerConfig(Section):
 
     kind: Literal["adamw", "adamw_8bit", "adamw_offload"] = Field(
         "adamw",
-        description="adamw_8bit keeps the moments in 8 bits, by bitsandbytes; adamw_offload keeps them and "
+        description="adamw_8bit keeps the moments in 8 bits, by torchao; adamw_offload keeps them and "
         "float32 masters in the host's memory, from where they visit the device in each step: what "
         "memory.offload = [optimizer, master] does, which goes with adamw_8bit too",
     )
     stochastic_rounding: bool = Field(
         False,
-        description="bfloat16 weights are rounded up or down by chance after each step, in place of float32 "
-        "masters: 4 bytes a parameter less, and small steps add up all the same",
+        description="torchao rounds bfloat16 weights up or down at random after each step, in place of "
+        "float32 masters: 4 bytes a parameter less, and small steps still add up",
     )
     learning_rate: Positive = Field(1e-6, description="after the warmup")
-    betas: tuple[Decay, Decay] = Field((0.9, 0.95), description="decays of the two moments, each in [0, 1)")
+    betas: Annotated[tuple[Decay, Decay], Field(strict=False)] = Field(
+        (0.9, 0.95), description="decays of the two moments, each in [0, 1)"
+    )
     # A smaller one would be zero in float32.
     eps: Annotated[float, Field(ge=1e-20)] = Field(1e-8, description="added to the root of the second moment")
     weight_decay: NotNegative = Field(0.0, description="decoupled, times the learning rate")
@@ -138,3 +160,9 @@ class OptimizerConfig(Section):
     min_learning_rate_ratio: Fraction = Field(
         0.0, description="where linear and cosine end, as a share of learning_rate"
     )
+
+    @model_validator(mode="after")
+    def _reads_what_is_set(self) -> OptimizerConfig:
+        if self.schedule == "constant":
+            refuse_unread(self, ["min_learning_rate_ratio"], "by schedule = 'constant'")
+        return self

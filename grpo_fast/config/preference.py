@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from grpo_fast.config.section import Fraction, NotNegative, Positive, PositiveInt, Section
+from grpo_fast.config.section import Fraction, FromMapping, NotNegative, Positive, PositiveInt, Section
 from grpo_fast.objective.comparisons import PreferenceLossConfig, RankingLossConfig
 
 
@@ -56,9 +56,13 @@ class AnswersConfig(Section):
 class PreferenceConfig(Section):
     """Training on fixed completions: `algorithm: dpo` reads `loss` and `beta`, `rank` reads `ranking`."""
 
-    loss: PreferenceLossConfig = Field(PreferenceLossConfig(), description="of algorithm: dpo")
+    loss: Annotated[PreferenceLossConfig, FromMapping()] = Field(
+        PreferenceLossConfig(), description="of algorithm: dpo"
+    )
     beta: BetaConfig = Field(BetaConfig(), description="how `loss.beta` moves during the run")
-    ranking: RankingLossConfig = Field(RankingLossConfig(), description="of algorithm: rank")
+    ranking: Annotated[RankingLossConfig, FromMapping()] = Field(
+        RankingLossConfig(), description="of algorithm: rank"
+    )
     answers: AnswersConfig | None = Field(
         None, description="makes the completions from the right answer, where the data hold none"
     )

@@ -5,13 +5,10 @@ Secret is what stands under a name that ends in key, token, secret or password, 
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-
-import yaml
 
 MASK = "***"
 VARIABLE = re.compile(r"\$\{(\w+)\}")
@@ -23,7 +20,7 @@ _IN_URL = re.compile(
     re.IGNORECASE,
 )
 
-
+_HELD = re.compile(r"(key|token|secret|password)['\"]?\s*:", re.IGNORECASE)
 _KEY = re.compile(r"(--)?[A-Za-z_][\w.-]*=")  # at the beginning of an override
 
 
@@ -79,25 +76,18 @@ def in_use(options: Mapping[str, Any], place: str) -> dict[str, Any]:
 
 
 def masked_command(arguments: Sequence[str]) -> list[str]:
-    """A command line as it may be shown: overrides `KEY=VALUE`, `--KEY=VALUE` and `--KEY VALUE` are known."""
+    """A command line as it may be shown: overrides `KEY=VALUE`, `--KEY=VALUE` and `--KEY VALUE` are known.
+
+    A mapping or list that holds a secret is hidden as a whole.
+    """
     shown, before = [], ""
     for argument in arguments:
         key, equals, text = argument.partition("=") if _KEY.match(argument) else (before, "", argument)
         name = key.lstrip("-").replace("-", "_").rpartition(".")[2]
-        shown.append((f"{key}=" if equals else "") + _masked_text(text, name))
+        value = MASK if text[:1] in ("{", "[") and _HELD.search(text) else str(masked(text, name))
+        shown.append(f"{key}={value}" if equals else value)
         before = argument if argument.startswith("--") and not equals else ""
     return shown
-
-
-def _masked_text(text: str, name: str) -> str:
-    if is_secret(name) or text[:1] not in ("{", "["):
-        return str(masked(text, name))
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:  # nobody can say where in it a secret ends
-        return MASK
-    hidden = masked(value, name)
-    return text if hidden == value else json.dumps(hidden, default=str)
 
 
 def _changed(value: Any, name: str, place: str, change: Callable[[Any, str, str], Any]) -> Any:

@@ -1,86 +1,57 @@
-"""The base class of every section of the configuration, and the rule for its values.
+"""The base class of every section of the configuration, and the types of its values.
 
-A number is a number, a text a text and a switch a switch: none is turned into another. Every number is
-finite, wherever it stands; what has no limit is null.
+Sections are strict: a number is a number, a text a text and a switch a switch. Numbers are finite; null
+stands for no limit.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
-from dataclasses import is_dataclass
-from numbers import Real
+from collections.abc import Iterable, Mapping
+from functools import reduce
 from typing import Annotated, Any
 
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
-    ValidationError,
-    ValidatorFunctionWrapHandler,
+    GetCoreSchemaHandler,
     WithJsonSchema,
-    field_validator,
 )
-from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from grpo_fast.config.lookup import choices
+from grpo_fast.objective.config import LARGEST
 
-LARGEST = 2**31 - 1  # of a whole number: what torch, NumPy and vLLM all take
-
-PositiveInt = Annotated[int, Field(ge=1, le=LARGEST)]
-Count = Annotated[int, Field(ge=0, le=LARGEST)]
+_whole = BeforeValidator(lambda v: int(v) if isinstance(v, float) and v.is_integer() else v)  # 1e3
+PositiveInt = Annotated[int, Field(ge=1, le=LARGEST), _whole]
+Count = Annotated[int, Field(ge=0, le=LARGEST), _whole]
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
-Seed = Annotated[int, Field(ge=0, le=LARGEST)]
+Seed = Count
 
-# Of sections and of dataclasses that stand for one.
 EXACT = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
 class Section(BaseModel):
     """A part of the configuration. Unknown keys are errors; values don't change once made."""
 
-    model_config = ConfigDict(**EXACT, frozen=True, validate_default=True)
-
-    @field_validator("*", mode="wrap")
-    @classmethod
-    def _as_written(cls, value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
-        made = handler(value)
-        if errors := list(_changes(value, made)):
-            raise ValidationError.from_exception_data(cls.__name__, errors)
-        return made
+    model_config = ConfigDict(**EXACT, strict=True, frozen=True, validate_default=True)
 
 
-def _changes(written: Any, made: Any, place: tuple[str | int, ...] = ()) -> Iterator[InitErrorDetails]:
-    """Values that validation converted, and numbers of free-form mappings that are not finite."""
-    if isinstance(made, BaseModel) or isinstance(written, BaseModel):
-        return
-    if isinstance(written, Mapping):
-        values = vars(made) if is_dataclass(made) else made
-        for key, value in written.items():
-            yield from _changes(value, values[key], (*place, key))
-    elif isinstance(written, list | tuple):
-        for index, (value, one) in enumerate(zip(written, made, strict=True)):
-            yield from _changes(value, one, (*place, index))
-    elif _kind(written) != _kind(made):
-        message = f"should be {_kind(made)}, not {_kind(written)}"
-        yield InitErrorDetails(type=PydanticCustomError("kind", message), loc=place, input=written)
-    elif isinstance(made, float) and not math.isfinite(made):
-        yield InitErrorDetails(type="finite_number", loc=place, input=written)
+class FromMapping:
+    """Annotation of a strict dataclass that is a section: accept a mapping of its fields, too."""
 
-
-def _kind(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true or false"
-    if isinstance(value, Real):
-        return "a number"
-    return "text" if isinstance(value, str) else type(value).__name__
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> Any:
+        schema = handler(source)
+        found: Any = handler.resolve_ref_schema(schema)
+        found["strict"] = False
+        return schema
 
 
 def one_of(table: Mapping[str, Any], kind: str) -> AfterValidator:
-    """Beside `str`: the rows of a table, those that are added to it too."""
+    """Annotation of `str`: the rows of a table, including rows that are added later."""
 
     def known(name: str) -> str:
         if name not in table:
@@ -91,8 +62,22 @@ def one_of(table: Mapping[str, Any], kind: str) -> AfterValidator:
 
 
 def words(table: Mapping[str, Any]) -> WithJsonSchema:
-    """Beside `one_of`: what the reference lists."""
+    """Annotation next to `one_of`: what the reference lists."""
     return WithJsonSchema({"enum": [*table]})
+
+
+def refuse_unread(section: Any, names: Iterable[str], why: str, place: str = "") -> None:
+    """Raise ValueError where one of a section's keys asks for something else than its default."""
+    fields: Any = getattr(type(section), "model_fields", None) or type(section).__dataclass_fields__
+    for name in names:
+        if (value := getattr(section, name)) not in (fields[name].default, None):
+            key = f"{place}.{name}" if place else name
+            raise ValueError(f"{key} = {short(value)} is not read {why}; leave it out")
+
+
+def at(config: Any, name: str) -> Any:
+    """The value of a dotted key; None within a section that is not there."""
+    return reduce(lambda section, key: getattr(section, key, None), name.split("."), config)
 
 
 def short(value: Any, limit: int = 70) -> str:

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, ValidationError
 
-from grpo_fast.config.methods import without_sections
+from grpo_fast.config.methods import REPLACED
 from grpo_fast.config.section import PositiveInt, Section
 
 if TYPE_CHECKING:
@@ -29,11 +29,9 @@ OVERRIDABLE = (
 )
 # Engine and optimizer are made once; a stage changes how they sample and step.
 SERVES_ALL = {
-    "rollout": ("engine", "max_batch_tokens", "router_replay"),
-    "optimizer": ("kind", "stochastic_rounding"),
+    "rollout": {"engine", "max_batch_tokens", "router_replay"},
+    "optimizer": {"kind", "stochastic_rounding"},
 }
-# The context to validate a part of a run in: what it does not read may be for another part.
-PARTIAL = "partial"
 # Another value of this key replaces its whole section.
 SECTION_DISCRIMINATOR = dict(dataset="source", loss="loss_type", groups="strategy", adaptive_weights="method")
 
@@ -69,7 +67,7 @@ class Stage:
 
 
 def resolve_stages(config: TrainConfig) -> tuple[Stage, ...]:
-    """The stages of a run in order; one that is the whole run where none are configured.
+    """Return the stages of a run in order; one that is the whole run where none are configured.
 
     Raises:
         ValueError: names that repeat, steps that don't add up to max_steps, or overrides that are not allowed
@@ -77,10 +75,9 @@ def resolve_stages(config: TrainConfig) -> tuple[Stage, ...]:
     """
     if not config.stages:
         return (Stage("", 0, config.max_steps, config, fresh_optimizer=False),)
-    names = [stage.name for stage in config.stages]
+    names, base = [stage.name for stage in config.stages], config.model_dump() | {"stages": []}
     if len(set(names)) < len(names):
         raise ValueError(f"stages = {names}: two have one name; rename one")
-    base = config.model_dump() | {"stages": []}
     stages = tuple(
         Stage(stage.name, start, end, _configure(type(config), stage, base), stage.fresh_optimizer)
         for stage, (start, end) in zip(config.stages, pairwise(_bounds(config)), strict=True)
@@ -96,71 +93,60 @@ def resolve_stages(config: TrainConfig) -> tuple[Stage, ...]:
 
 
 def stage_at(stages: Sequence[Stage], step: int) -> int:
-    """Index of the stage that trains `step`; beyond the end, of the last one."""
+    """Return the index of the stage that trains `step`; beyond the end, of the last one."""
     return next((i for i, stage in enumerate(stages) if step < stage.end), len(stages) - 1)
 
 
 def schedule_steps(stages: Sequence[Stage], index: int) -> int:
-    """Steps from one fresh optimizer to the next, around stage `index`: what its schedule spans."""
+    """Count the steps from one fresh optimizer to the next, around stage `index`: what its schedule spans."""
     first = max((i for i in range(1, index + 1) if stages[i].fresh_optimizer), default=0)
     last = next((i for i in range(index + 1, len(stages)) if stages[i].fresh_optimizer), len(stages))
     return sum(stage.steps for stage in stages[first:last])
 
 
 def _bounds(config: TrainConfig) -> list[int]:
-    """Where each stage starts, and the end."""
-    *earlier, last = config.stages
-    bounds = [0]
-    for stage in earlier:
-        if stage.steps is None:
-            raise ValueError(f"stages: {stage.name!r} has no steps; only the last stage may leave them out")
-        bounds.append(bounds[-1] + stage.steps)
-    end = config.max_steps if last.steps is None else bounds[-1] + last.steps
+    """Return where each stage starts, and the end."""
+    *earlier, last = [stage.steps for stage in config.stages]
+    if None in earlier:
+        name = config.stages[earlier.index(None)].name
+        raise ValueError(f"stages: {name!r} has no steps; only the last stage may leave them out")
+    bounds = [*accumulate(filter(None, earlier), initial=0)]
+    end = config.max_steps if last is None else bounds[-1] + last
     if end != config.max_steps or bounds[-1] >= end:
         raise ValueError(
-            f"stages take {end if last.steps else bounds[-1]} steps and max_steps is {config.max_steps}: set "
+            f"stages take {end if last else bounds[-1]} steps and max_steps is {config.max_steps}: set "
             "max_steps to their sum, or leave out the steps of the last stage, which then takes what remains"
         )
     return [*bounds, end]
 
 
-def _check_overrides(stage: StageConfig) -> None:
-    for key in stage.overrides.keys() - set(OVERRIDABLE):
-        raise ValueError(
-            f"overrides {key!r}, which is the same for the whole run; a stage may override "
-            f"{', '.join(OVERRIDABLE)}"
-        )
-    for section, names in SERVES_ALL.items():
-        found = stage.overrides.get(section)
-        for name in names:
-            if isinstance(found, Mapping) and name in found:
-                raise ValueError(f"overrides {section}.{name}, one for all stages; set it at the top level")
-    if "optimizer" in stage.overrides and not stage.fresh_optimizer:
-        raise ValueError(
-            "overrides the optimizer, whose state goes on from the stage before; add fresh_optimizer: true"
-        )
-
-
 def _configure(kind: type[TrainConfig], stage: StageConfig, base: Mapping[str, Any]) -> TrainConfig:
+    """Merge a stage's overrides into the run's settings, and validate the result once."""
+    over = stage.overrides
     try:
-        _check_overrides(stage)
-        if stage.overrides.get("method", base["method"]) != base["method"]:
-            base = without_sections(base)
-        changes = {key: _merge(key, base.get(key, {}), value) for key, value in stage.overrides.items()}
-        merged = {**base, **changes}
-        return kind.model_validate(merged, context=PARTIAL)
+        if found := over.keys() - {*OVERRIDABLE}:
+            allowed = ", ".join(OVERRIDABLE)
+            raise ValueError(f"overrides {min(found)!r}; a stage may override {allowed}")
+        for section, names in SERVES_ALL.items():
+            if isinstance(given := over.get(section), Mapping) and (found := given.keys() & names):
+                raise ValueError(f"overrides {section}.{min(found)}, one for all stages; set it outside")
+        if "optimizer" in over and not stage.fresh_optimizer:
+            raise ValueError(
+                "overrides the optimizer, which goes on from the stage before; add fresh_optimizer: true"
+            )
+        if over.get("method", base["method"]) != base["method"]:
+            base = {key: value for key, value in base.items() if key not in REPLACED}
+        return kind.model_validate(
+            {**base, **{key: _merged(key, base.get(key, {}), over[key]) for key in over}}
+        )
     except ValidationError as error:
-        problems = "; ".join(_problem(item) for item in error.errors(include_url=False))
+        items = [(".".join(map(str, item["loc"])), item["msg"]) for item in error.errors()]
+        problems = "; ".join(f"{place}: {text.removeprefix('Value error, ')}" for place, text in items)
     except ValueError as error:
         problems = str(error)
-    raise ValueError(f"stage {stage.name!r}: {problems}")
+    raise ValueError(f"stage {stage.name!r}: {problems.removeprefix(': ')}")
 
 
-def _merge(key: str, below: Any, above: Any) -> Any:
-    sections = isinstance(below, Mapping) and isinstance(above, Mapping)
-    return {**below, **above} if sections and SECTION_DISCRIMINATOR.get(key) not in above else above
-
-
-def _problem(item: Mapping[str, Any]) -> str:
-    place = ".".join(map(str, item["loc"]))
-    return f"{place + ': ' if place else ''}{item['msg'].removeprefix('Value error, ')}"
+def _merged(key: str, below: Any, above: Any) -> Any:
+    is_section = isinstance(below, Mapping) and isinstance(above, Mapping)
+    return {**below, **above} if is_section and SECTION_DISCRIMINATOR.get(key) not in above else above

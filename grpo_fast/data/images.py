@@ -116,22 +116,6 @@ def beside(source: str, image: Any) -> Any:
     return str((folder if folder.is_dir() else folder.parent) / Path(image).expanduser())
 
 
-def as_json(image: Any) -> Any:
-    """An image of a program's own rows as a file of JSON keeps it: a whole path, or bytes in base64."""
-    found = image
-    if isinstance(image, Mapping):
-        found = image.get("bytes") or image.get("path")
-        if isinstance(image.get("bytes"), str):
-            return image
-    if isinstance(found, str | Path):
-        return str(Path(found).expanduser().absolute())
-    if not isinstance(found, bytes):
-        file = io.BytesIO()
-        opened(found).save(file, "PNG")
-        found = file.getvalue()
-    return {"bytes": base64.b64encode(found).decode()}
-
-
 def row_images(row: Mapping[str, Any]) -> list[Any]:
     """What the columns `image` and `images` of a row have; empty where it has none.
 

@@ -60,10 +60,6 @@ class Renderer:
                 "dataset.chat = auto, or write the text into dataset.prompt_template"
             )
 
-    def prompt(self, row: Mapping[str, Any]) -> str | list[Message]:
-        """`prompt_and_images` of a row that has no images."""
-        return self.prompt_and_images(row)[0]
-
     def prompt_and_images(self, row: Mapping[str, Any]) -> tuple[str | list[Message], list[Any]]:
         """A row as the rewards see it, and its images: text as it is, a conversation after the configured
         turns; where there are tools or images, always a conversation.
@@ -101,7 +97,7 @@ class Renderer:
         """What follows the prompt's text when `answer` completes it, to the end of the turn.
 
         Args:
-            prompt: as `prompt` gives it.
+            prompt: as `prompt_and_images` returns it.
             answer: the assistant's reply; to a prompt that is a reply already begun, the rest of it.
 
         Raises:

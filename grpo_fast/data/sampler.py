@@ -31,14 +31,9 @@ class PromptSampler:
         self.batch_size = batch_size
         self.seed = seed
         self.drawn = 0  # prompts since the start
-        self._fingerprint = _fingerprint(dataset)
+        self._digest = _dataset_digest(dataset)
         self._epoch = -1
         self._order: list[int] = []
-
-    @property
-    def epoch(self) -> float:
-        """Epochs drawn so far."""
-        return self.drawn / len(self.dataset)
 
     def next(self) -> list[Prompt]:
         """The next `batch_size` prompts."""
@@ -59,7 +54,7 @@ class PromptSampler:
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able; the same prompts follow after `load_state_dict`."""
-        return {"drawn": self.drawn, "seed": self.seed, "dataset": self._fingerprint}
+        return {"drawn": self.drawn, "seed": self.seed, "dataset": self._digest}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises ValueError when the state is of another dataset or seed."""
@@ -67,7 +62,7 @@ class PromptSampler:
             raise ValueError(
                 f"the saved prompt order has seed {state['seed']}, this run {self.seed}: keep the seed"
             )
-        if state["dataset"] != self._fingerprint:
+        if state["dataset"] != self._digest:
             raise ValueError(
                 "the saved prompt order belongs to other prompts than this run has: resume with the dataset, "
                 "tokenizer and prompt settings it was started with"
@@ -88,7 +83,7 @@ class PromptSampler:
         return order
 
 
-def _fingerprint(dataset: Sequence[Prompt]) -> str:
+def _dataset_digest(dataset: Sequence[Prompt]) -> str:
     digest = hashlib.sha256()
     for prompt in dataset:
         digest.update(repr((prompt.index, prompt.token_ids)).encode())

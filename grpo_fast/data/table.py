@@ -12,13 +12,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-T = TypeVar("T")
 EXPERTS = "experts"  # the inputs' (L, k) experts that the sampler chose in each of L layers
 UNKNOWN = -1  # in `inputs`, where nothing is told
 Integers = np.ndarray[Any, np.dtype[np.int64]]
@@ -44,6 +43,9 @@ class Completions:
     # tokens of all prompts, and then of all completions, as inputs of the model; on any device
     objects: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # S each; None of other ranks
     logged: Mapping[str, Tensor] = field(default_factory=dict)  # what rewards logged
+    layouts: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """Micro-batches of these rows by what they were packed within, for whoever packs them. Other columns do
+    not change them, other rows do."""
 
     @staticmethod
     def of(
@@ -78,9 +80,9 @@ class Completions:
         keys = [*zip(of_each if groups is None else groups, of_each, strict=True)]
         numbers = [places.setdefault(key, len(places)) for key in keys]
         lengths = np.fromiter(map(len, tokens), np.int64, len(tokens))
-        written = None if mask is None else [one for one in mask]
+        written = [None] * len(tokens) if mask is None else [*mask]
         flat_mask = np.ones(int(lengths.sum()), bool)
-        if written is not None and any(one is not None for one in written):
+        if any(one is not None for one in written):
             whole = [(True,) * len(t) if one is None else one for one, t in zip(written, tokens, strict=True)]
             flat_mask = _flat("mask", whole, lengths, np.bool_)
         found = {n: _flat(n, v, lengths, np.float32) for n, v in columns.items() if v is not None}
@@ -142,11 +144,6 @@ class Completions:
         written = torch.cat([self.mask.new_zeros(1, dtype=torch.int64), self.mask.cumsum(0)])
         return written[self.offsets].diff()
 
-    @cached_property
-    def layouts(self) -> dict[Any, Any]:
-        """Micro-batches of these rows, by what they were packed within: further columns do not move them."""
-        return {}
-
     def prompt_of(self, row: int) -> Tensor:
         """Tokens of the prompt that a completion answers."""
         start, end = self.prompt_offsets[self.prompts[row] : self.prompts[row] + 2]
@@ -156,16 +153,25 @@ class Completions:
         """Tokens of a completion."""
         return self.token_ids[self.offsets[row] : self.offsets[row + 1]]
 
-    def with_columns(self, **columns: Tensor) -> Completions:
-        """With these columns, (N,) each, beside or in place of others."""
-        changed = replace(self, columns={**self.columns, **columns})
-        changed.__dict__["layouts"] = self.layouts
-        return changed
+    def with_columns(self, **columns: Tensor | None) -> Completions:
+        """With these columns, (N,) each, beside or in place of others; without those that are None."""
+        known = {**self.columns, **columns}
+        return self._same_rows(columns={name: v for name, v in known.items() if v is not None})
 
     def with_facts(self, **facts: Tensor) -> Completions:
         """With these facts, (S, ...) each, beside or in place of others."""
-        changed = replace(self, facts={**self.facts, **facts})
-        changed.__dict__["layouts"] = self.layouts
+        return self._same_rows(facts={**self.facts, **facts})
+
+    def to(self, device: torch.device) -> Completions:
+        """With columns and inputs on a device."""
+        columns, inputs = (
+            {name: values.to(device) for name, values in part.items()} for part in (self.columns, self.inputs)
+        )
+        return replace(self, columns=columns, inputs=inputs)
+
+    def _same_rows(self, **changes: Any) -> Completions:
+        changed = replace(self, **changes)
+        object.__setattr__(changed, "layouts", self.layouts)
         return changed
 
     def spread(self, per_completion: Tensor) -> Tensor:
@@ -224,9 +230,8 @@ class Completions:
         Raises:
             ValueError: a column or a fact that one table lacks.
         """
-        first = tables[0]
         if len(tables) == 1:
-            return first
+            return tables[0]
         for what in ("columns", "facts", "inputs"):
             names = [{*getattr(table, what)} for table in tables]
             if lacking := sorted(set.union(*names) - set.intersection(*names)):
@@ -234,69 +239,58 @@ class Completions:
                     f"{what} {lacking} are of some completions only; give them for all, or for none"
                 )
 
-        def shifted(values: Callable[[Completions], Tensor], sizes: Sequence[int]) -> Tensor:
-            before = offsets_of(sizes)[:-1].tolist()
+        def joined(values: Callable[[Completions], Tensor]) -> Tensor:
+            return torch.cat([values(table) for table in tables])
+
+        def shifted(values: Callable[[Completions], Tensor], sizes: Iterable[int]) -> Tensor:
+            before = torch.tensor([0, *sizes][: len(tables)]).cumsum(0)
             return torch.cat([values(t) + start for t, start in zip(tables, before, strict=True)])
 
-        def ends(values: Callable[[Completions], Tensor]) -> Tensor:
-            joined = shifted(lambda t: values(t)[1:], [int(values(t)[-1]) for t in tables])
-            return torch.cat([joined.new_zeros(1), joined])
+        def by_name(part: str) -> dict[str, Tensor]:
+            of_each: list[Mapping[str, Tensor]] = [getattr(table, part) for table in tables]
+            names = dict.fromkeys(chain.from_iterable(of_each))
+            return {name: torch.cat([own[name] for own in of_each if name in own]) for name in names}
 
-        def together(values: Callable[[Completions], Mapping[str, Tensor]]) -> dict[str, Tensor]:
-            names = dict.fromkeys(name for t in tables for name in values(t))
-            return {name: torch.cat([values(t)[name] for t in tables if name in values(t)]) for name in names}
+        def inputs(name: str) -> Tensor:
+            parts = [t.inputs[name].tensor_split([len(t.prompt_ids)]) for t in tables]
+            return torch.cat([*(of_prompts for of_prompts, _ in parts), *(rest for _, rest in parts)])
 
         def objects(name: str) -> tuple[Any, ...]:
             return tuple(value for t in tables for value in t.objects.get(name, (None,) * len(t)))
 
         return Completions(
-            prompt_ids=torch.cat([t.prompt_ids for t in tables]),
-            prompt_offsets=ends(lambda t: t.prompt_offsets),
+            prompt_ids=joined(lambda t: t.prompt_ids),
+            prompt_offsets=torch.from_numpy(offsets_of(joined(lambda t: t.prompt_offsets.diff()).numpy())),
             prompts=shifted(lambda t: t.prompts, [len(t.prompt_offsets) - 1 for t in tables]),
             groups=shifted(lambda t: t.groups, [t.num_groups for t in tables]),
-            token_ids=torch.cat([t.token_ids for t in tables]),
-            offsets=ends(lambda t: t.offsets),
-            mask=torch.cat([t.mask for t in tables]),
-            columns=together(lambda t: t.columns),
-            facts=together(lambda t: t.facts),
-            inputs={
-                name: torch.cat(
-                    [
-                        *(t.inputs[name][: len(t.prompt_ids)] for t in tables),
-                        *(t.inputs[name][len(t.prompt_ids) :] for t in tables),
-                    ]
-                )
-                for name in first.inputs
-            },
+            token_ids=joined(lambda t: t.token_ids),
+            offsets=torch.from_numpy(offsets_of(joined(lambda t: t.lengths).numpy())),
+            mask=joined(lambda t: t.mask),
+            columns=by_name("columns"),
+            facts=by_name("facts"),
+            inputs={name: inputs(name) for name in tables[0].inputs},
             objects={name: objects(name) for name in dict.fromkeys(n for t in tables for n in t.objects)},
-            logged=together(lambda t: t.logged),
+            logged=by_name("logged"),
         )
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything but the objects, by name: what ranks exchange."""
-        parts: Any = {
-            "columns": self.columns,
-            "facts": self.facts,
-            "inputs": self.inputs,
-            "logged": self.logged,
-        }
-        named = {f"{part}/{name}": v for part, values in parts.items() for name, v in values.items()}
+        named = {f"{part}/{name}": v for part in PARTS for name, v in getattr(self, part).items()}
         return {name: getattr(self, name) for name in STRUCTURE} | named
 
     @staticmethod
     def from_tensors(tensors: Mapping[str, Tensor]) -> Completions:
         """What `tensors` has given."""
-        parts: dict[str, Any] = {"columns": {}, "facts": {}, "inputs": {}, "logged": {}}
+        fields: dict[str, Any] = {name: tensors[name] for name in STRUCTURE} | {part: {} for part in PARTS}
         for name, values in tensors.items():
             part, _, rest = name.partition("/")
             if rest:
-                parts[part][rest] = values
-            else:
-                parts[name] = values
-        return Completions(**parts)
+                fields[part][rest] = values
+        return Completions(**fields)
 
 
 STRUCTURE = ("prompt_ids", "prompt_offsets", "prompts", "groups", "token_ids", "offsets", "mask")
+PARTS = ("columns", "facts", "inputs", "logged")
 
 
 def offsets_of(lengths: Sequence[int] | Integers) -> Integers:

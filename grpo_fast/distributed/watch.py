@@ -1,8 +1,9 @@
-"""Ranks watch each other: a thread of each tells once a second how its rank is, and hears of the others.
+"""Ranks watch each other: a thread of each publishes a sign of life once a second, and reads the others'.
 
-A collective waits for all ranks, and NCCL's cannot be interrupted. Where a rank is lost or has failed, each
-other one's watch calls its main thread away from its work, says whose fault the error of a collective is, and
-ends the process with a message where the main thread stays.
+A collective waits for all ranks, and an NCCL collective cannot be interrupted. When a rank is lost or fails,
+the thread of each other rank interrupts the Python code of its main thread with an error that names the rank
+at fault. It ends the process if the main thread does not leave. torchrun itself ends the ranks when a process
+dies; the watch covers hosts that vanish, other launchers, and errors that leave others in a collective.
 """
 
 from __future__ import annotations
@@ -15,106 +16,102 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, cast
 
-import psutil
 from torch.distributed import Store
 
-from grpo_fast.distributed.joining import KEY, RankError
+BEAT = 1.0  # seconds between two signs of life
+GRACE = 15.0  # seconds in which the main thread may leave by itself
+COLLECTIVE = re.compile("gloo|nccl|pair closure", re.IGNORECASE)  # in the RuntimeErrors of collectives
+GO_ON = "; continue from the newest checkpoint with --resume (torchrun --max-restarts does it by itself)"
+KEY = "grpo_fast/rank/{}"  # of a rank's beat in the store
 
-BEAT = 1.0  # seconds from one sign of life to the next
-GRACE = 15.0  # seconds for the main thread to leave by itself
-COLLECTIVE = re.compile("gloo|nccl|pair closure", re.IGNORECASE)  # in its RuntimeErrors
+
+class RankError(RuntimeError):
+    """Another rank failed, is lost, or is at another place."""
 
 
 @dataclass
 class Beat:
-    """What a rank tells of itself; times are of its own clock."""
+    """What a rank publishes about itself. Times are of its own clock."""
 
     rank: int
     host: str
     process: int
-    node: str | None  # whose processes see each other
     sent: float = 0.0
     place: str | None = None
     entered: float = 0.0
     exchanges: int = 0  # of all ranks that it has finished
-    failure: str | None = None  # in the exchange that comes next, or for good
-    heard: bool = False  # the failure is that of another rank
-    apart: bool = False  # for good: it takes part in no exchange any more
-    sees: Sequence[int] = ()  # ranks of its node whose processes run
+    failure: str | None = None  # before its next exchange
+    apart: bool = False  # it takes part in no exchange any more
 
     def __str__(self) -> str:
         where = f", {self.sent - self.entered:.0f} s at {self.place}" if self.place else ""
         return f"rank {self.rank} (process {self.process} on host {self.host}{where})"
 
-    def runs(self, node: str | None) -> bool | None:
-        """Whether the process, if one of this node, is there: it may be busy, or stopped for a while."""
-        if node is None or node != self.node:
-            return None
-        try:
-            return psutil.Process(self.process).status() != psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
-            return False
-
 
 class Watch:
-    """Watches the other ranks for one rank; a context, entered by its main thread when all have joined.
+    """Watches the other ranks for one rank. Its main thread enters the context when all have joined.
 
     Args:
         store: of all ranks.
-        timeout: seconds without a sign of life after which a rank that no one sees is lost.
+        timeout: seconds without a sign of life after which a rank is lost.
     """
 
     def __init__(self, store: Store, rank: int, size: int, timeout: float) -> None:
         self.timeout = timeout
         self.store: Store = cast("Any", store).clone()  # a connection of its own
         self.store.set_timeout(timedelta(seconds=timeout))
-        self.own = Beat(rank, socket.gethostname(), os.getpid(), node())
+        self.own = Beat(rank, socket.gethostname(), os.getpid())
         self.keys = [KEY.format(other) for other in range(size) if other != rank]
-        self.others: dict[int, tuple[float, Beat]] = {}  # and when each was heard
-        self.silent: set[int] = set()  # heard nothing of for too long
-        self.working = False  # the main thread may be called away
+        self.others: dict[int, tuple[float, Beat]] = {}  # the newest beat, and when it was first read
+        self.working = False  # the main thread may be interrupted
         self.agreed: BaseException | None = None  # the error that all ranks know of
         self.lost: str | None = None  # why no exchange can succeed any more
         self.left = threading.Event()
         self.thread = threading.Thread(target=self.run, name="watch", daemon=True)
-        self.tell()
+        self.publish()
 
     def __enter__(self) -> Watch:
         self.main = threading.get_ident()
-        self.handler = signal.signal(signal.SIGURG, self.called_away)  # a signal that nobody sends
-        self.hear()
+        self.handler = signal.signal(signal.SIGURG, self.interrupt)  # a signal that nobody else sends
+        self.read()
         self.thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.stop()
-        signal.signal(signal.SIGURG, self.handler)
-
-    def stop(self) -> None:
         self.left.set()
         self.thread.join()
+        signal.signal(signal.SIGURG, self.handler)
+
+    def meet(self, size: int, timeout: timedelta) -> None:
+        """Wait until all ranks have published themselves; raise RankError with those that do not come."""
+        missing, end = [*range(size)], time.monotonic() + timeout.total_seconds()
+        while missing := [rank for rank in missing if not self.store.check([KEY.format(rank)])]:
+            if time.monotonic() > end:
+                named = ", ".join(map(str, missing))
+                waited = f"{timeout.total_seconds():.0f} s (distributed.timeout)"
+                raise RankError(f"rank {named} did not join within {waited}: its log says why")
+            time.sleep(0.1)
 
     @contextmanager
     def at(self, place: str) -> Iterator[None]:
-        """Where this rank is, for messages. An error that leaves it is told to the others.
+        """Name where this rank is. An error that leaves the block is published, and ends all exchanges.
 
         Raises:
-            RankError: in the stead of a collective's error; at once where a rank is lost.
+            RankError: instead of a collective's own error; at once if a rank is lost.
         """
         own = self.own
         outer = own.place, own.entered, self.working
         own.place, own.entered, self.working = place, time.monotonic(), False
-        self.tell()
+        self.publish()
         try:
-            if self.lost or own.apart:
-                raise RankError(self.lost or f"the ranks are apart: {own.failure}")
+            if self.lost:
+                raise RankError(self.lost)
             yield
         except BaseException as error:
             explained = self.explained(error)
@@ -128,118 +125,91 @@ class Watch:
 
     @contextmanager
     def work(self) -> Iterator[None]:
-        """What the main thread is called away from; raises RankError where the work is for nothing."""
+        """Let the watch interrupt this block with RankError once its result cannot be used."""
         outer, self.working = self.working, True
         try:
-            self.called_away()
+            self.interrupt()
             yield
         finally:
             self.working = outer
 
+    def interrupt(self, *_: object) -> None:
+        if self.working and (trouble := self.trouble()):
+            raise RankError(trouble)
+
     def finished(self) -> None:
-        """An exchange of all ranks; what failed in it they know."""
-        self.own.failure, self.own.heard = None, False
+        """Count an exchange of all ranks, after which they know what failed before it."""
+        self.own.failure = None
         self.own.exchanges += 1
 
     def explained(self, error: BaseException) -> BaseException:
-        """A collective's error as one that says whose fault it is; any other as it is."""
+        """Return a collective's error as one that names the rank at fault, and any other error unchanged."""
         ours = isinstance(error, RankError) or not isinstance(error, RuntimeError)
         if ours or not COLLECTIVE.search(str(error)):
             return error
-        now = time.monotonic()  # each other rank is heard once more, or is lost
-        while not self.trouble() and any(heard < now + BEAT for heard, _ in self.others.values()):
+        begun, awaited = time.monotonic(), [beat for _, beat in self.others.values()]
+        while awaited and not self.trouble() and time.monotonic() < begun + 4 * BEAT:
             time.sleep(BEAT / 10)
-        others = ", ".join(str(beat) for _, beat in self.others.values())
-        self.tell()
-        return RankError(self.trouble() or f"{self.own} was left waiting by {others}: {error}; {go_on()}")
+            awaited = [beat for read, beat in self.others.values() if read < begun]
+        self.publish()
+        at_fault = awaited or [beat for _, beat in self.others.values()]
+        named = ", ".join(map(str, at_fault))
+        return RankError(self.trouble() or f"{named} does not answer: {error}{GO_ON}")
 
     def fail(self, error: BaseException, *, apart: bool = False) -> str:
-        """Tell the others; returns what they hear."""
-        own = self.own
-        who = f"rank {own.rank} (process {own.process} on host {own.host})"
-        heard, text = isinstance(error, RankError), f"{type(error).__name__}: {error}"
-        text = str(error) if heard else f"{who} failed at {own.place}: {text}"
-        if not own.apart:  # what follows a failure is not told in its stead
-            own.failure, own.heard, own.apart = text, heard, apart
-            self.tell()
+        """Publish this rank's error, and return what the others read."""
+        own, text = self.own, str(error).removesuffix(GO_ON)
+        if not isinstance(error, RankError):
+            who = f"rank {own.rank} (process {own.process} on host {own.host})"
+            text = f"{who} failed at {own.place}: {type(error).__name__}: {error}"
+        own.failure = own.failure or text
+        if apart:
+            own.apart, self.lost = True, self.lost or own.failure + GO_ON
+        self.publish()
         return text
 
     def trouble(self) -> str | None:
-        """Why this rank's work is for nothing: a rank is lost, or has failed in an exchange yet to come."""
-        beats = [beat for _, beat in self.others.values()]
-        return self.lost or self.cause([b for b in beats if b.failure and b.exchanges >= self.own.exchanges])
+        """Return why this rank's work is for nothing: a rank is lost, or failed before the next exchange."""
+        beats = (beat for _, beat in self.others.values() if beat.exchanges >= self.own.exchanges)
+        return self.lost or next((beat.failure for beat in beats if beat.failure), None)
 
-    def tell(self) -> None:
+    def publish(self) -> None:
         self.own.sent = time.monotonic()
-        with suppress(RuntimeError):  # `hear` says that the store is gone
+        with suppress(RuntimeError):  # `run` reports that the store is gone
             self.store.set(KEY.format(self.own.rank), json.dumps(asdict(self.own)))
 
-    def hear(self) -> None:
-        now = time.monotonic()
-        beats = [Beat(**json.loads(text)) for text in self.store.multi_get(self.keys)]
-        runs = {beat.rank: beat.runs(self.own.node) for beat in beats}
-        self.own.sees = [rank for rank, there in runs.items() if there]
-        signs = {*self.own.sees}
-        for beat in beats:
-            if beat.rank not in self.others or self.others[beat.rank][1].sent != beat.sent:
-                signs |= {beat.rank, *beat.sees}
-        self.others = {b.rank: (now if b.rank in signs else self.others[b.rank][0], b) for b in beats}
-        self.silent = {rank for rank, (heard, _) in self.others.items() if now - heard > self.timeout}
-        away = [b for b in beats if b.apart or runs[b.rank] is False or b.rank in self.silent]
-        self.lost = f"{self.cause(away)}; {go_on()}" if away else None
-
-    def cause(self, beats: Sequence[Beat]) -> str | None:
-        """What happened to ranks that failed or are gone, those first that did not only hear of another's."""
-        first = [beat for beat in beats if not beat.heard] or beats
-        return "; ".join(map(self.fate, first)) or None
-
-    def fate(self, beat: Beat) -> str:
-        if beat.failure:
-            return beat.failure
-        if beat.rank in self.silent:
-            remedy = "raise distributed.heartbeat_timeout where it was only slow"
-            return f"{beat} has given no sign of life for {self.timeout:.0f} s ({remedy})"
-        return f"{beat} is gone"
+    def read(self) -> None:
+        """Read the others' beats, and decide whether one of them is lost."""
+        now, causes = time.monotonic(), []
+        for text in self.store.multi_get(self.keys):
+            beat = Beat(**json.loads(text))
+            read, known = self.others.get(beat.rank, (now, beat))
+            self.others[beat.rank] = read, beat = (read if known.sent == beat.sent else now), beat
+            if beat.apart:
+                causes.append(str(beat.failure))
+            elif now - read > self.timeout:
+                remedy = "raise distributed.heartbeat_timeout if it was only slow"
+                causes.append(f"{beat} has given no sign of life for {self.timeout:.0f} s ({remedy})")
+        if causes and not self.lost:
+            self.lost = "; ".join(dict.fromkeys(causes)) + GO_ON
 
     def run(self) -> None:
-        """The thread's work: tell and hear, and end the process where its main thread stays."""
+        """Publish and read until the end, and end the process if its main thread does not leave."""
         since: float | None = None
         while not self.left.wait(BEAT):
             try:
-                self.tell()
-                self.hear()
+                self.publish()
+                self.read()
             except RuntimeError as error:
-                self.lost = f"the store of the ranks does not answer, its process is gone: {error}; {go_on()}"
+                self.lost = self.lost or f"the store of the ranks does not answer: {error}{GO_ON}"
             trouble = self.trouble() if self.own.place else None
             if trouble is None:
                 since = None
             elif since is None:
                 since = time.monotonic()
                 signal.pthread_kill(self.main, signal.SIGURG)
-            elif time.monotonic() - since > GRACE:  # the main thread waits for nothing
+            elif time.monotonic() - since > GRACE:
                 print(f"grpo-fast: {self.own} cannot go on and ends: {trouble}", file=sys.stderr, flush=True)
                 self.fail(RankError(trouble), apart=True)
                 sys.stdout.flush()
                 os._exit(1)
-
-    def called_away(self, *_: object) -> None:
-        """The main thread, wherever it is in Python."""
-        if self.working and (trouble := self.trouble()):
-            raise RankError(trouble)
-
-
-def node() -> str | None:
-    """The same for two processes only where they see each other's; None where that cannot be known."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return None
-
-
-def go_on() -> str:
-    """How a run that has lost a rank continues."""
-    count, most = (os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
-    if int(count) < int(most):
-        return "torchrun starts the ranks again, from the newest checkpoint"
-    return "continue from the newest checkpoint with --resume"

@@ -6,6 +6,7 @@ rank all results; where one rank fails, all leave the place, so that none waits 
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -19,11 +20,10 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load, save
 from torch import Tensor
-from torch.distributed import ProcessGroup, Store
+from torch.distributed import DistNetworkError, PrefixStore, ProcessGroup, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh
 
-from grpo_fast.distributed.joining import RankError, awaited, connect, launched, meet, numbers, of_attempt
-from grpo_fast.distributed.watch import Watch
+from grpo_fast.distributed.watch import RankError, Watch
 
 T = TypeVar("T")
 _CPU = torch.device("cpu")
@@ -76,10 +76,10 @@ class World:
         return self.launcher is not None and self.launcher.check([str(run_dir.resolve())])
 
     def at(self, place: str) -> AbstractContextManager[None]:
-        """Where this rank is while it takes part in collectives, for the messages of all ranks.
+        """Name the place where this rank takes part in collectives, for the messages of all ranks.
 
         Raises:
-            RankError: in the stead of a collective's error; another rank is lost.
+            RankError: instead of a collective's own error; at once if another rank is lost.
         """
         return nullcontext() if self.watch is None else self.watch.at(self._during(place))
 
@@ -130,7 +130,7 @@ class World:
                     yield results
             except BaseException as raised:
                 error = watch.explained(raised)
-                if watch.lost or watch.own.apart or error is watch.agreed:
+                if watch.lost or error is watch.agreed:
                     raise
                 results, told = [], watch.fail(error)
             dist.all_gather_object(found, (place, told, results), group=self.objects)
@@ -146,7 +146,7 @@ class World:
         """No rank waits for another any more: each is alone, and goes on as long as it likes."""
         self.gather_from_all("the end", bool)  # a rank that leaves before others would seem lost
         if self.watch is not None:
-            self.watch.stop()
+            self.watch.__exit__()
             self.watch, self.objects, self.size = None, None, 1
             _stop()
 
@@ -175,27 +175,28 @@ def mesh_of(device_type: str, size: int) -> DeviceMesh:
 
 
 @contextmanager
-def joined(device: torch.device, timeout: timedelta, heartbeat_timeout: float = 60.0) -> Iterator[World]:
-    """The ranks that torchrun has started, or this process alone.
+def joined(device: torch.device, timeout: timedelta, heartbeat_timeout: float = 300.0) -> Iterator[World]:
+    """Join the ranks that torchrun or another launcher has started, or yield this process alone.
+
+    torchrun ends all ranks when one fails or dies before it joins, and names it.
 
     Args:
         device: `cpu`, or `cuda` for the GPU of this rank.
-        timeout: of every exchange between ranks.
-        heartbeat_timeout: as the configuration has it.
+        timeout: of every exchange between ranks, and of the joining.
+        heartbeat_timeout: seconds without a sign of life after which a rank is lost.
 
     Raises:
-        ValueError: a GPU is named that each rank would take.
+        ValueError: a GPU is named that each rank would take, or no place where the ranks meet.
         RankError: a rank does not come.
     """
-    size, rank, local_rank = numbers()
+    size, rank, local_rank = _numbers()
     if size == 1:
-        yield World(device=device, launcher=connect(timeout) if launched() else None)
+        yield World(device=device, launcher=_connect(timeout) if dist.is_torchelastic_launched() else None)
         return
-    with awaited():
-        device = _own(device, size, local_rank)
-    store = connect(timeout)
-    watch = Watch(of_attempt(store), rank, size, heartbeat_timeout)
-    meet(of_attempt(store), timeout)
+    device = _own(device, size, local_rank)
+    store = _connect(timeout)
+    watch = Watch(_of_attempt(store), rank, size, heartbeat_timeout)
+    watch.meet(size, timeout)
     try:
         with watch:
             with watch.at("the joining"):
@@ -211,8 +212,15 @@ def joined(device: torch.device, timeout: timedelta, heartbeat_timeout: float = 
         _stop()
 
 
+def _numbers() -> tuple[int, int, int]:
+    """Return the number of ranks, this process's rank, and its rank on this host."""
+    alone = {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}
+    size, rank, local_rank = (int(os.environ.get(name, value)) for name, value in alone.items())
+    return size, rank, local_rank
+
+
 def _own(device: torch.device, size: int, local_rank: int) -> torch.device:
-    """This rank's."""
+    """Return this rank's device."""
     if device.type != "cuda":
         return device
     if device.index is not None:
@@ -225,13 +233,34 @@ def _own(device: torch.device, size: int, local_rank: int) -> torch.device:
     return device
 
 
+def _connect(timeout: timedelta) -> Store:
+    """Connect to the store that rank 0 or torchrun keeps."""
+    host, port = (os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT"))
+    size, rank, _ = _numbers()
+    if not host or not port:
+        raise ValueError(
+            f"WORLD_SIZE = {size} without MASTER_ADDR and MASTER_PORT: start the ranks with torchrun, or "
+            "set both to where rank 0 can be reached"
+        )
+    keeps = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    try:
+        return TCPStore(host, int(port), None, keeps, timeout, wait_for_workers=False, multi_tenant=True)
+    except DistNetworkError as error:
+        raise RankError(f"rank 0 cannot be reached at {host}:{port}: {error}") from error
+
+
+def _of_attempt(store: Store) -> Store:
+    """Separate these ranks' keys from those that ranks before a restart by torchrun left in the store."""
+    return PrefixStore(f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{_numbers()[0]}", store)
+
+
 def started(watch: Watch, store: Store, device: torch.device, timeout: timedelta) -> World:
-    """All exchanges are possible from here on."""
+    """Create the process groups; all exchanges are possible from here on."""
     on_gpu = device.type == "cuda"
-    size, rank, _ = numbers()
+    size, rank, _ = _numbers()
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-        store=of_attempt(store),
+        store=_of_attempt(store),
         rank=rank,
         world_size=size,
         timeout=timeout,

@@ -1,203 +1,227 @@
-"""Rollouts on environments of the verifiers library: its loop asks the run's engine, through an endpoint.
-
-The library's TrainClient renders prompts and parses answers, the endpoint draws from token ids and gives
-token ids, and the library's trace keeps which of them the model wrote.
-"""
+"""Rollouts on environments of the verifiers library: its loop plays, and the run's engine answers."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
-import os
 import weakref
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from importlib.metadata import version
-from tempfile import TemporaryDirectory
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+import verifiers.v1 as vf
+from verifiers.v1.clients.client import Client
+from verifiers.v1.clients.train import serialize_completion, tool_to_wire
+from verifiers.v1.dialects import ChatDialect
+from verifiers.v1.dialects.chat import message_to_wire
+from verifiers.v1.errors import ProviderError
+from verifiers.v1.types import AssistantMessage, Response, ToolCall, TurnTokens
+
 from grpo_fast.config.data import DatasetConfig
-from grpo_fast.data.tasksets import COLUMN, environment_config, import_verifiers
+from grpo_fast.data.tasksets import COLUMN, environment_config
 from grpo_fast.data.types import Prompt
-from grpo_fast.environments.endpoint import MODEL, OVERFLOW, Endpoint
 from grpo_fast.environments.episodes import CoroutineRollout
+from grpo_fast.environments.template import TurnTemplate
 from grpo_fast.environments.tools import Verifiers
 from grpo_fast.rewards.calls import event_loop
 from grpo_fast.rollout.requests import Requests
+from grpo_fast.rollout.sampling import request_seed
 from grpo_fast.rollout.types import Completion, Episode, Sampling
 
 if TYPE_CHECKING:
-    import verifiers.v1 as vf
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
+OVERFLOW = "maximum context length"  # words by which the library recognizes a prompt that is too long
+SAMPLED = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+)  # settings that an environment may name if they are equal
 
 
-def own_renderer(model: str, end_ids: Sequence[int]) -> dict[str, Any]:
-    """The library's renderer of a model that it knows by name, else one of ours for any chat template."""
-    from renderers.base import MODEL_RENDERER_MAP
+@dataclass
+class EngineClient(Client):
+    """Answers the library's model calls by the run's engine. Later turns continue the sampled tokens."""
 
-    if model in MODEL_RENDERER_MAP:
-        return {"name": MODEL_RENDERER_MAP[model]}
-    path = "grpo_fast.environments.renderer:TurnRenderer"
-    return {"name": "custom", "import_path": path, "end_ids": tuple(end_ids)}
+    tokenizer: PreTrainedTokenizerBase
+    end_ids: Sequence[int]
+    max_prompt: int  # tokens of the first prompt
+    requests: Requests
+    sampling: Sampling
+    first: dict[str, int] = field(default_factory=dict)  # tokens of the first prompt, by trace
+    templates: dict[str, TurnTemplate] = field(default_factory=dict)  # by the tools that they show
+
+    async def get_response(
+        self,
+        dialect: Any,
+        body: Any,
+        sampling: Any,
+        session_id: Any = None,
+        turn: Any = None,
+        headers: Any = None,
+    ) -> Response:
+        """Return the engine's answer to `turn`, as the library's `TrainClient` does."""
+        if not isinstance(dialect, ChatDialect):
+            raise ProviderError("training needs a harness that uses chat completions", status_code=400)
+        tools = [tool_to_wire(tool) for tool in turn.tools]
+        if (key := json.dumps(tools)) not in self.templates:
+            self.templates[key] = TurnTemplate(self.tokenizer, self.end_ids, tools)
+        template, tail = self.templates[key], [message_to_wire(message) for message in turn.tail]
+        previous = turn.previous_renderer_token_ids()
+        continues = previous is not None and {message["role"] for message in tail} <= {"tool", "user"}
+        if continues:
+            ids = [*previous[0], *previous[1]]
+            ids += template.after(tail, cut_off=ids[-1] not in self.end_ids)
+        else:
+            messages = [message_to_wire(message) for message in turn.prompt]
+            render: Any = self.tokenizer.apply_chat_template
+            ids = render(messages, tools=tools or None, add_generation_prompt=True, return_dict=False)
+        try:
+            answer = await self._draw(session_id, ids, sampling.model_dump(exclude_none=True))
+        except ValueError as error:
+            raise ProviderError(str(error), status_code=400) from error
+        message = template.parse(answer.token_ids)
+        thoughts, _, said = str(message["content"]).rpartition("</think>")
+        thoughts = message.get("reasoning_content") or thoughts.removeprefix("<think>").strip()
+        functions = [call["function"] for call in message.get("tool_calls", ())]
+        calls = [
+            ToolCall(id=f"call_{i}", name=function["name"], arguments=json.dumps(function["arguments"]))
+            for i, function in enumerate(functions)
+        ]
+        response = Response(
+            id="",
+            created=0,
+            model=body["model"],
+            message=AssistantMessage(
+                content=said or None, reasoning_content=thoughts or None, tool_calls=calls or None
+            ),
+            finish_reason="length" if answer.truncated else "tool_calls" if calls else "stop",
+            tokens=TurnTokens(
+                prompt_ids=ids,
+                completion_ids=list(answer.token_ids),
+                completion_logprobs=list(answer.logprobs or ()),
+                bridged=continues,
+            ),
+        )
+        response.raw = serialize_completion(response, body["model"])
+        return response
+
+    async def _draw(self, trace: str, ids: Sequence[int], wanted: dict[str, Any]) -> Completion:
+        """Sample as the run does, because tokens that were sampled otherwise would train as if it had."""
+        sampling = self.sampling
+        first = self.first.setdefault(trace, len(ids))
+        room = first + sampling.max_completion_length - len(ids)
+        if room < 1 or first > self.max_prompt:
+            raise ValueError(
+                f"the prompt has {len(ids)} tokens, and the {OVERFLOW} is {self.max_prompt} for the first "
+                f"(dataset.max_prompt_length), and {sampling.max_completion_length} for all that follows "
+                "(rollout.max_completion_length)"
+            )
+        seed, limit = wanted.pop("seed", None), wanted.pop("max_tokens", room)
+        if other := {k: v for k, v in wanted.items() if k not in SAMPLED or getattr(sampling, k) != v}:
+            raise ValueError(
+                f"the environment asks for {other}, and the run samples as rollout.sampling says"
+            )
+        seed = None if seed is None else request_seed(seed, len(ids))  # turns must not be sampled alike
+        own = replace(sampling, max_completion_length=min(limit, room), seed=seed, logprobs=True)
+        return await asyncio.wrap_future(self.requests.ask(ids, own))
 
 
 class VerifiersRollout(CoroutineRollout):
     """The `Rollout` of an environment of the library.
 
-    Of a trace with several branches, those of a harness that writes its context anew, the one with the most
-    sampled tokens trains. What is left out is counted and told; so are turns that a renderer gave back in
-    other tokens than were sampled, which end a branch, too.
-
-    Args:
-        dataset: the environment's; `max_prompt_length` bounds an episode's first prompt.
-        end_ids: tokens at which the engine ends a turn.
-
-    Raises:
-        ValueError: an option that the library refuses.
+    A harness that rewrites its context makes several branches of a trace. The branch with the most sampled
+    tokens trains, and a warning counts the others' tokens.
     """
 
     def __init__(
         self, dataset: DatasetConfig, tokenizer: PreTrainedTokenizerBase, end_ids: Sequence[int]
     ) -> None:
-        assert dataset.max_prompt_length is not None
-        self.retokenised = self.left_out = 0  # turns, and sampled tokens of other branches
         self._tokenizer = tokenizer
-        self._saved = TemporaryDirectory(prefix="grpo-fast-tokenizer-")  # the library loads its own, by path
-        tokenizer.save_pretrained(self._saved.name)
-        self._endpoint = Endpoint(dataset.max_prompt_length, end_ids)
-        self._environment = import_verifiers().load_environment(
-            environment_config(dataset.source, dataset.options)
-        )
-        self._renderer = dataset.options.get("renderer") or own_renderer(tokenizer.name_or_path, end_ids)
-        self._client: vf.TrainClientConfig | None = None  # once it is served
-        self._over = asyncio.Event()  # keeps alive what waits for it
+        self._limits = end_ids, dataset.max_prompt_length or 0
+        self._endpoint = vf.TrainClientConfig(base_url="http://grpo-fast", api_key_var="GRPO_FAST_NO_KEY")
+        self._environment = vf.load_environment(environment_config(dataset))
+        self.described = f"verifiers: {self._environment.config.env_id}"
+        self._left_out = 0  # sampled tokens of branches that do not train
+        self._serving: asyncio.Task[None] | None = None
+        self._over = asyncio.Event()  # keeps the library's servers alive
         weakref.finalize(self, event_loop("environments").call_soon_threadsafe, self._over.set)
         # It warns of each end of a conversation that the limit brings.
-        quiet = logging.getLogger("verifiers.v1.interception.server")
-        quiet.addFilter(lambda record: OVERFLOW not in record.getMessage())
-
-    @property
-    def described(self) -> str:
-        """The parts of the library that are at work."""
-        from verifiers.v1.configs.agent import agent_config_fields
-
-        env = self._environment
-        seats = (
-            f"{name} by the harness {seat.harness.id if seat.harness else env.config.taskset.id} in "
-            f"{seat.runtime.type}"
-            for name, seat in agent_config_fields(env.config).items()
-        )
-        renderer = self._renderer.get("import_path") or self._renderer.get("name")
-        return (
-            f"verifiers {version('verifiers')}: {env.config.env_id} ({type(env).__name__}, "
-            f"{type(env.taskset).__name__}), {', '.join(seats)}; TrainClient with the renderer {renderer}"
-        )
+        server = logging.getLogger("verifiers.v1.interception.server")
+        server.addFilter(lambda record: OVERFLOW not in record.getMessage())
 
     @asynccontextmanager
     async def opened(self, requests: Requests, sampling: Sampling) -> AsyncIterator[None]:
-        before = self.retokenised, self.left_out
-        await self._serve()
-        with self._endpoint.opened(requests, sampling):
-            yield
-        if (self.retokenised, self.left_out) != before:
-            logger.warning(
-                "%d sampled tokens are not trained: their harness wrote the context anew, or (%d turns) the "
-                "renderer wrote it in other tokens; dataset.options.renderer names another",
-                *(self.left_out - before[1], self.retokenised - before[0]),
-            )
+        if self._serving is None:
+            await self._serve()
+        self._left_out = 0
+        client = EngineClient(self._tokenizer, *self._limits, requests, sampling)
+        self._environment._interception.clients[self._endpoint.model_dump_json()] = client
+        yield
+        if self._left_out:
+            logger.warning("%d sampled tokens are not trained: a harness rewrote its context", self._left_out)
 
     async def _serve(self) -> None:
-        """Start the endpoint and the library's own servers, once."""
-        if self._client is None:
-            await self._endpoint.start()
-            variable = "GRPO_FAST_API_KEY_" + self._endpoint.url.rpartition(":")[2]
-            os.environ[variable] = self._endpoint.key  # the library's agents inherit no variable named so
-            client = import_verifiers().TrainClientConfig(
-                base_url=f"{self._endpoint.url}/v1",
-                api_key_var=variable,
-                renderer=self._renderer,
-                renderer_model_name=self._saved.name,
-            )
-            env, ready, over = self._environment, asyncio.Event(), self._over
+        """Start the library's own servers, for the rest of the run."""
+        environment, over, ready = self._environment, self._over, asyncio.Event()
 
-            async def serve() -> None:  # entered and left in one task, as the library's servers must be
-                async with env.serving():
-                    ready.set()
-                    await over.wait()
+        async def serve() -> None:  # entered and left in one task, as the library's servers must be
+            async with environment.serving():
+                ready.set()
+                await over.wait()
 
-            serving, is_ready = asyncio.ensure_future(serve()), asyncio.ensure_future(ready.wait())
-            await asyncio.wait([serving, is_ready], return_when=asyncio.FIRST_COMPLETED)
-            if serving.done():
-                serving.result()
-            self._client = client
+        self._serving, is_ready = asyncio.ensure_future(serve()), asyncio.ensure_future(ready.wait())
+        await asyncio.wait([self._serving, is_ready], return_when=asyncio.FIRST_COMPLETED)
+        if self._serving.done():
+            self._serving.result()
 
     async def play(self, prompt: Prompt, requests: Requests, sampling: Sampling) -> Completion:
-        """One episode of the library.
-
-        Raises:
-            RuntimeError: it ended before the model wrote anything.
-            ValueError: an environment that trains several agents at once.
-        """
-        library, env = import_verifiers(), self._environment
+        """Play one episode; raise RuntimeError if it ends before the model wrote anything."""
+        env, name = self._environment, self._environment.config.env_id
         kind = type(env.taskset).task_type()
         task = kind(kind.data_type().model_validate(prompt.columns[COLUMN]), env.taskset.config.task)
-        drawn = library.SamplingConfig.model_validate({"seed": sampling.seed})  # the endpoint knows the rest
-        context = library.ModelContext(model=MODEL, client=self._client, sampling=drawn)
-        return self._completion(await env.run_slot(env.slots(task)[0], context))
-
-    def _completion(self, episode: vf.Episode) -> Completion:
-        from verifiers.v1.dialects.chat import message_to_wire
-
+        seed = vf.SamplingConfig.model_validate({"seed": sampling.seed})  # the client knows the rest
+        context = vf.ModelContext(model="policy", client=self._endpoint, sampling=seed)
+        episode = await env.run_slot(env.slots(task)[0], context)
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
         why = f"{errors[-1].type}: {errors[-1].message}" if errors else "nothing was asked of it"
         traces = [trace for trace in episode.traces if trace.agent.trainable]
-        if len(traces) > 1:
-            raise ValueError(
-                f"{episode.env.id} trains {', '.join(trace.agent.name for trace in traces)} in one episode, "
-                "and a completion is of one agent: choose another environment"
-            )
         branches = [b for trace in traces for b in trace.branches if b.trainable and any(b.sampled_mask)]
+        if len(traces) > 1:
+            raise ValueError(f"{name} trains several agents in one episode: choose another environment")
         if not branches:
-            raise RuntimeError(f"an episode of {episode.env.id} ended before its model wrote a word: {why}")
+            raise RuntimeError(f"an episode of {name} ended before its model wrote a word: {why}")
         if not episode.ok:
-            logger.warning("an episode of %s failed and has no reward: %s", episode.env.id, why)
-        trace, branch = traces[0], max(branches, key=lambda branch: sum(branch.sampled_mask))
-        self._count_others(branch, branches)
-        ids, mask = branch.token_ids, branch.sampled_mask
+            logger.warning("an episode of %s failed and has no reward: %s", name, why)
+        nodes = {id(node): sum(node.mask) for branch in branches for node in branch.nodes}
+        branch = max(branches, key=lambda branch: sum(branch.sampled_mask))
+        self._left_out += sum(nodes.values()) - sum(branch.sampled_mask)
+        return self._completion(traces[0], branch, traces[0].reward if episode.ok else None)
+
+    def _completion(self, trace: vf.Trace, branch: vf.Branch, reward: float | None) -> Completion:
+        ids, mask, error = branch.token_ids, branch.sampled_mask, trace.calls[-1].error
         first, end = mask.index(True), len(mask) - mask[::-1].index(True)
-        told = next(i for i, node in enumerate(branch.nodes) if any(node.mask))
+        answered = next(i for i, node in enumerate(branch.nodes) if any(node.mask))
         messages = [message_to_wire(message) for message in branch.messages]
-        reward, failed = trace.reward if episode.ok else None, trace.calls[-1].error
-        overflown = failed is not None and OVERFLOW in failed.message
+        overflown = error is not None and OVERFLOW in error.message
+        episode = Episode(
+            prompt=messages[:answered],
+            prompt_ids=tuple(ids[:first]),
+            sampled=tuple(mask[first:end]),
+            messages=tuple(messages[answered:]),
+            environment=Verifiers(trace, reward),
+            tool_calls=sum(len(message.get("tool_calls", ())) for message in messages[answered:]),
+            environment_seconds=trace.timing.agent.harness.duration,
+            reward=reward,
+        )
         return Completion(
             token_ids=tuple(ids[first:end]),
             logprobs=tuple(branch.logprobs[first:end]),
             text=str(self._tokenizer.decode(ids[first:end], skip_special_tokens=True)),
             truncated=trace.is_truncated or trace.is_timeout or overflown,
-            episode=Episode(
-                prompt=messages[:told],
-                prompt_ids=tuple(ids[:first]),
-                sampled=tuple(mask[first:end]),
-                messages=tuple(messages[told:]),
-                environment=Verifiers(trace, reward),
-                tool_calls=sum(len(message.get("tool_calls", ())) for message in messages[told:]),
-                environment_seconds=trace.timing.agent.harness.duration,
-                reward=reward,
-            ),
+            episode=episode,
         )
-
-    def _count_others(self, trained: vf.Branch, branches: Sequence[vf.Branch]) -> None:
-        """Branches share what comes before they part; where they say the same after that, tokens differ."""
-        from verifiers.v1.graph import message_hash
-
-        known = {id(node) for node in trained.nodes}
-        for branch in branches:
-            self.left_out += sum(sum(node.mask) for node in branch.nodes if id(node) not in known)
-            known |= {id(node) for node in branch.nodes}
-            pairs = zip(branch.nodes, trained.nodes, strict=False)
-            parted = next(((a, b) for a, b in pairs if a is not b), None)
-            if parted is not None:
-                a, b = (message_hash(node.message) for node in parted)
-                self.retokenised += a == b

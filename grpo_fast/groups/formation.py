@@ -11,7 +11,7 @@ from grpo_fast.config.lookup import load_callable
 from grpo_fast.data.types import Prompt
 from grpo_fast.groups.criteria import Distance, conversation_prefix
 
-Groups = list[list[int]]  # positions in the dataset; the first of a group is its leader
+PromptGroups = list[list[int]]  # positions in the dataset; the first of a group is its leader
 
 # Equal vectors are at a distance of about 1e-7, not zero.
 ROUNDING = 1e-6
@@ -20,7 +20,7 @@ BLOCK = 256  # prompts whose distances are computed at once
 
 def form_groups(
     prompts: Sequence[Prompt], config: GroupConfig, distance: Distance | None = None, example_turns: int = 0
-) -> Groups:
+) -> PromptGroups:
     """Group a dataset as configured; no prompt is lost, and none is in two groups.
 
     Args:
@@ -67,7 +67,7 @@ def _own_keys(prompts: Sequence[Prompt], path: str) -> list[Hashable | None]:
     return list(keys)
 
 
-def key_groups(keys: Sequence[Hashable | None], config: GroupConfig) -> Groups:
+def key_groups(keys: Sequence[Hashable | None], config: GroupConfig) -> PromptGroups:
     """Prompts of one key together, in as few even parts as the largest size allows.
 
     A part below the smallest size becomes groups of one; None is no key that others could share.
@@ -75,7 +75,7 @@ def key_groups(keys: Sequence[Hashable | None], config: GroupConfig) -> Groups:
     members: dict[Hashable, list[int]] = {}
     for position, key in enumerate(keys):
         members.setdefault(object() if key is None else key, []).append(position)
-    groups: Groups = []
+    groups: PromptGroups = []
     for group in members.values():
         parts = -(-len(group) // config.max_group_size)
         for part in range(parts):
@@ -84,18 +84,18 @@ def key_groups(keys: Sequence[Hashable | None], config: GroupConfig) -> Groups:
     return groups
 
 
-def leader_clusters(n: int, distance: Distance, *, radius: float, max_size: int) -> Groups:
+def leader_clusters(n: int, distance: Distance, *, radius: float, max_size: int) -> PromptGroups:
     """Each prompt in turn joins the nearest leader within `radius` whose group has room, or leads a new one.
 
     One pass (Hartigan 1975, Clustering Algorithms, chapter 3): deterministic, every member within `radius` of
     its leader, ties to the earlier group.
     """
-    groups: Groups = []
+    groups: PromptGroups = []
     for start in range(0, n, BLOCK):
         block = torch.arange(start, min(start + BLOCK, n))
         known = [group for group in groups if len(group) < max_size]
         # A prompt of the block may come to lead: its distances stand in a column of their own.
-        columns: Groups = [*known, *([] for _ in block)]
+        columns: PromptGroups = [*known, *([] for _ in block)]
         leaders = torch.tensor([group[0] for group in known], dtype=torch.int64)
         distances = distance(block, torch.cat([leaders, block]))
         has_room = torch.arange(len(columns)) < len(known)

@@ -16,7 +16,7 @@ from grpo_fast.data import Prompt, PromptDataset, PromptSampler
 from grpo_fast.data.types import own_text
 from grpo_fast.groups.criteria import prompt_distance
 from grpo_fast.groups.curriculum import DifficultySampler
-from grpo_fast.groups.formation import Groups, form_groups
+from grpo_fast.groups.formation import PromptGroups, form_groups
 
 WIDTH = 100  # characters of a described prompt
 
@@ -65,7 +65,7 @@ class GroupSampler(PromptSampler):
         self._position_of = {prompt.index: position for position, prompt in enumerate(dataset)}
         self._use(form_groups(dataset, config, self.distance, example_turns))
 
-    def _use(self, groups: Groups) -> None:
+    def _use(self, groups: PromptGroups) -> None:
         self.groups = groups
         self._group_of = {position: number for number, group in enumerate(groups) for position in group}
 

@@ -9,13 +9,19 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from grpo_fast.head.checks import IGNORE_INDEX, check_outputs, check_policy_loss, head_call, is_number
+from grpo_fast.head.checks import (
+    IGNORE_INDEX,
+    check_numbers,
+    check_outputs,
+    check_policy_loss,
+    head_call,
+)
 from grpo_fast.head.fused_loss import fused_policy_loss, fuses
-from grpo_fast.head.operator import backend_of, head_statistics
+from grpo_fast.head.operator import backend_of
 from grpo_fast.head.outputs import GRPOLossOutput, HeadOutput
-from grpo_fast.head.parallel import parallel_statistics
-from grpo_fast.head.topk import top_entries
+from grpo_fast.head.parallel import statistics
 from grpo_fast.objective import GRPOLossConfig, LossInputs, StepTotals, policy_loss
+from grpo_fast.objective.types import TOKEN_COLUMNS
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -43,7 +49,6 @@ def linear_logprob(
     targets: Tensor,
     *,
     outputs: Sequence[str] = ("logprob",),
-    topk: int = 0,
     **options: Unpack[HeadOptions],
 ) -> HeadOutput:
     """Log-probability of each target under softmax(softcap·tanh((X Wᵀ + bias)·logit_scale/softcap) /
@@ -74,12 +79,10 @@ def linear_logprob(
         softcap: bound of the logits (Gemma 2); None for no bound.
         outputs: what to return besides `logprob`: "entropy", "logsumexp", "mean_logit", "argmax_is_target",
             "log_sum_sq_probs". The first three are differentiable too.
-        topk: also return the ids and log-probabilities of that many most probable tokens.
         tolerance: root mean square error that the backward may have, in units of what rounding the logit
             gradient to bfloat16 costs; 0 for the exact gradient. Above it, small parts of the gradient are
             kept by chance and scaled up: the gradient is unbiased, and `certificate` has its error. None for
-            2.5 on a GPU and 0 elsewhere, where leaving out saves no time. For whom the gradient must not
-            depend on which rows share a batch: 0.
+            2.5. Where no kernel runs the gradient is exact. Use 0 for batch-invariant gradients.
         deterministic: demand bit-equal results from run to run. No path adds in a changing order, and what
             is drawn follows from the batch, so it costs nothing and changes nothing.
         weight_grad: (V, H), any float dtype, an existing gradient like `weight.grad`: the backward adds the
@@ -102,14 +105,11 @@ def linear_logprob(
     """
     wanted = check_outputs(outputs)
     call, shard = head_call(hidden, weight, targets, wanted, wanted & _DIFFERENTIABLE, **options)
-    rows, certificate = head_statistics(call) if shard is None else parallel_statistics(call, shard)
+    rows, certificate = statistics(call, shard)
     found = {"log_sum_sq_probs": rows.log_sum_sq} | rows._asdict()
     if "argmax_is_target" in wanted:
         found["argmax_is_target"] = (rows.target_logit >= rows.max_logit) & (call.targets >= 0)
     shaped = {name: found[name].reshape(targets.shape) for name in wanted | {"logprob"}}
-    if topk:
-        top = top_entries(call, rows.logsumexp.detach(), topk, shard)
-        shaped["topk_ids"], shaped["topk_logprobs"] = (part.reshape(*targets.shape, topk) for part in top)
     return HeadOutput(**shaped, certificate=certificate)
 
 
@@ -142,17 +142,15 @@ def linear_cross_entropy(
     """
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
-    if not is_number(label_smoothing, 0, 1):
-        raise ValueError(f"label_smoothing must lie in [0, 1], got {label_smoothing!r}")
-    if not is_number(z_loss):
-        raise ValueError(f"z_loss must be at least 0 and finite, got {z_loss!r}")
+    check_numbers(most=1, label_smoothing=label_smoothing)
+    check_numbers(z_loss=z_loss)
     wanted = {"logprob"}
     if label_smoothing or z_loss:
         wanted.add("logsumexp")
     if label_smoothing:
         wanted.add("mean_logit")
     call, shard = head_call(hidden, weight, targets, wanted, wanted, **options)
-    s, _ = head_statistics(call) if shard is None else parallel_statistics(call, shard)
+    s, _ = statistics(call, shard)
     losses = -(1 - label_smoothing) * s.logprob
     if label_smoothing:
         losses = losses + label_smoothing * (s.logsumexp - s.mean_logit)
@@ -178,12 +176,12 @@ def linear_grpo_loss(
     sampler_logprobs: Tensor | None = None,
     loss_mask: Tensor | None = None,
     group_ids: Tensor | None = None,
-    held_back: Tensor | None = None,
     columns: Mapping[str, Tensor] | None = None,
     num_sequences: int | None = None,
     totals: StepTotals | None = None,
     config: GRPOLossConfig | None = None,
     entropy: bool = False,
+    entropy_coef: float | None = None,
     **options: Unpack[HeadOptions],
 ) -> GRPOLossOutput:
     """A policy loss of the packed batch: N completion tokens, each with the hidden state that predicts it.
@@ -201,35 +199,35 @@ def linear_grpo_loss(
         loss_mask: (N,) bool, or zeros and ones, which is checked on a CPU only; False keeps a token out of
             the loss at no cost. None: all tokens count.
         group_ids: (N,) int64; completions of one prompt share a group.
-        held_back: (N,) bool, the tokens that clip_cov or kl_cov holds back, chosen over the optimiser step.
-            None: chosen over this batch.
-        columns: (N,) each by name, for a loss of one's own.
+        columns: (N,) each by name: for a loss of one's own, and any of `TOKEN_COLUMNS` that is not given.
         num_sequences: None reads it off `sequence_ids`, which waits for the device: give it on a GPU.
         totals: `grpo_fast.StepTotals`, counts over the optimiser step, when this batch is only part of it.
         config: the loss and its constants; None for `GRPOLossConfig()`.
         entropy: return the entropy too (also as a metric), whether or not the loss needs it.
+        entropy_coef: of the entropy bonus, in place of the configuration's.
         The others are those of `linear_logprob`.
 
     Raises:
         TypeError, ValueError: as `linear_logprob`, or an input that the loss needs is missing.
     """
     config = _DEFAULT_LOSS if config is None else config
-    per_token: dict[str, Any] = {
-        "advantages": advantages, "sequence_ids": sequence_ids, "old_logprobs": old_logprobs,
-        "ref_logprobs": ref_logprobs, "sampler_logprobs": sampler_logprobs, "group_ids": group_ids,
-        "held_back": held_back,
+    named = {
+        "advantages": advantages, "sequence_ids": sequence_ids, "loss_mask": loss_mask,
+        "old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs, "sampler_logprobs": sampler_logprobs,
+        "group_ids": group_ids,
     }  # fmt: skip
-    packed = per_token | {"targets": targets, "loss_mask": loss_mask}
-    check_policy_loss(hidden, packed, num_sequences, config, totals)
+    others = {**(columns or {}), **{name: values for name, values in named.items() if values is not None}}
+    known: dict[str, Any] = {name: others.pop(name, None) for name in TOKEN_COLUMNS}
+    check_policy_loss(hidden, targets, known, num_sequences, config, totals, entropy_coef)
     ignore_index = options.get("ignore_index", IGNORE_INDEX)
-    counted = targets != ignore_index
+    counted, loss_mask = targets != ignore_index, known.pop("loss_mask")
     loss_mask = counted if loss_mask is None else loss_mask.bool() & counted
     targets = torch.where(loss_mask, targets, ignore_index)
-    needs_entropy = config.needs_entropy
+    needs_entropy = config.needs_entropy or bool(entropy_coef)
     wanted = {"logprob", "entropy"} if entropy or needs_entropy else {"logprob"}
     differentiable = wanted if needs_entropy else {"logprob"}
     call, shard = head_call(hidden, weight, targets, wanted, differentiable, **options)
-    rows, certificate = head_statistics(call) if shard is None else parallel_statistics(call, shard)
+    rows, certificate = statistics(call, shard)
     token_entropy = rows.entropy if "entropy" in wanted else None
     if token_entropy is not None and not needs_entropy:
         token_entropy = token_entropy.detach()
@@ -241,11 +239,11 @@ def linear_grpo_loss(
         num_sequences=num_sequences,
         entropy=token_entropy,
         totals=totals,
-        columns=columns or {},
-        **per_token,
+        columns=others,
+        **known,
     )
     fused = backend_of(call) == "triton" and fuses(inputs, config)
-    result = fused_policy_loss(inputs, config) if fused else policy_loss(inputs, config)
+    result = (fused_policy_loss if fused else policy_loss)(inputs, config, entropy_coef)
     return GRPOLossOutput(
         loss=result.loss,
         metrics=result.metrics,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Set
 from numbers import Integral, Real
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -14,19 +14,36 @@ from torch.distributed import ProcessGroup
 
 from grpo_fast.head.call import ROW_IGNORED, ROW_INVALID, HeadCall, Shard
 from grpo_fast.objective import GRPOLossConfig, StepTotals
+from grpo_fast.objective.types import FLOATS, INTEGERS, TOKEN_COLUMNS
 
 IGNORE_INDEX = -100  # as torch's cross-entropy has it
 OUTPUTS = ("logprob", "entropy", "logsumexp", "mean_logit", "argmax_is_target", "log_sum_sq_probs")
 
-_INTEGERS = (torch.int64, torch.int32)
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_MASKS = (torch.bool, torch.uint8, *_INTEGERS, *_FLOATS)  # trainers keep masks in any of these
-_PER_TOKEN = {
-    "targets": _INTEGERS, "advantages": _FLOATS, "sequence_ids": _INTEGERS, "old_logprobs": _FLOATS,
-    "ref_logprobs": _FLOATS, "sampler_logprobs": _FLOATS, "loss_mask": _MASKS, "group_ids": _INTEGERS,
-    "held_back": (torch.bool,),
-}  # fmt: skip
 _NEEDED = ("targets", "advantages", "sequence_ids")
+_REMOVED = {
+    "held_back": "was removed: clip_cov and kl_cov choose tokens within the batch; leave it out",
+    "topk": "was removed: take (hidden @ weight.T).log_softmax(-1).topk(k) of the rows you inspect",
+}
+_TOKEN = "(N,), one value a token; values[sequence_ids] spreads a sequence's"
+_TENSORS = {
+    "hidden": (FLOATS, "(..., H), H as in weight"),
+    "weight": (FLOATS, "(V, H)"),
+    "targets": (INTEGERS, "of hidden's leading dimensions"),
+    "bias": (FLOATS, "(V,) as in weight"),
+    "weight_grad": (FLOATS, "(V, H) as weight"),
+    **{name: (dtypes, _TOKEN) for name, dtypes in TOKEN_COLUMNS.items()},
+}
+"""What a tensor holds, and which shape it has."""
+
+_NUMBERS = {
+    "logit_scale": "a positive number",
+    "softcap": "a positive number, or None for no cap",
+    "temperature": "positive and finite",
+    "tolerance": "0 (exact) or more, or None for the default",
+    "entropy_coef": "at least 0, or None for the loss's",
+    "label_smoothing": "in [0, 1]",
+    "z_loss": "at least 0 and finite",
+}
 
 
 def head_call(
@@ -46,6 +63,7 @@ def head_call(
     weight_grad: Tensor | None = None,
     recompute: bool = True,
     process_group: ProcessGroup | None = None,
+    **unknown: object,
 ) -> tuple[HeadCall, Shard | None]:
     """Flattens the leading dimensions, fixes the compute dtype and marks ignored and invalid targets.
 
@@ -57,26 +75,19 @@ def head_call(
         The call, and of a weight that is one of several which; collective then.
 
     Raises:
-        TypeError: not a tensor of the right kind.
+        TypeError: not a tensor of the right kind, or an unknown argument.
         ValueError: shapes or values that do not fit together.
     """
-    if not isinstance(process_group, ProcessGroup | None):
-        raise TypeError(f"process_group must be a torch.distributed ProcessGroup, got {process_group!r}")
+    for name in unknown:
+        raise TypeError(f"{name} {_REMOVED.get(name, 'is no argument of this function; see its `help`')}")
+    _check_kind("process_group", process_group, ProcessGroup | None)
+    _check_kind("ignore_index", ignore_index, int)
     shard = None if process_group is None else Shard.of(weight, process_group)
-    _check_operands(hidden, weight, targets, bias)
-    if not (is_number(logit_scale) and logit_scale > 0):
-        raise ValueError(f"logit_scale must be a positive number, got {logit_scale!r}")
-    if softcap is not None and not (is_number(softcap) and softcap > 0):
-        raise ValueError(f"softcap must be a positive number, or None for no cap, got {softcap!r}")
-    if not isinstance(ignore_index, int):
-        raise TypeError(
-            f"ignore_index must be an integer, got {ignore_index!r}: give one that is no token, such as -100"
-        )
+    _check_operands(hidden, weight, targets, bias, weight_grad)
+    check_numbers(positive=True, logit_scale=logit_scale)
+    check_numbers(positive=True, optional=True, softcap=softcap)
+    check_numbers(optional=True, tolerance=tolerance)
     kind = _compute_dtype(hidden, weight)
-    inverse = _inverse_temperature(temperature, targets, kind)
-    _check_weight_grad(weight, weight_grad)
-    if tolerance is not None and not is_number(tolerance):
-        raise ValueError(f"tolerance must be 0 (exact) or more, or None for the default, got {tolerance!r}")
     flat = targets.reshape(-1).to(torch.int64)
     inside = (flat >= 0) & (flat < (weight.shape[0] if shard is None else shard.vocabulary))
     marked = torch.where(inside, flat, ROW_INVALID)
@@ -85,7 +96,7 @@ def head_call(
         weight=weight.to(kind),
         targets=torch.where(flat == ignore_index, ROW_IGNORED, marked),
         bias=bias,
-        inv_temperature=inverse,
+        inv_temperature=_inverse_temperature(temperature, targets, kind),
         logit_scale=float(logit_scale),
         softcap=None if softcap is None else float(softcap),
         entropy="entropy" in wanted,
@@ -102,12 +113,7 @@ def head_call(
 
 
 def check_outputs(outputs: Iterable[str]) -> frozenset[str]:
-    """The requested statistics as a set.
-
-    Raises:
-        TypeError: no sequence.
-        ValueError: a name that the head does not know.
-    """
+    """The requested statistics as a set; TypeError for no sequence, ValueError for an unknown name."""
     if isinstance(outputs, str) or not isinstance(outputs, Iterable):
         raise TypeError(f"outputs must be a sequence of names, as ('entropy',), got {outputs!r}")
     wanted = frozenset(outputs)
@@ -116,48 +122,52 @@ def check_outputs(outputs: Iterable[str]) -> frozenset[str]:
     return wanted
 
 
-def is_number(value: object, least: float = 0.0, most: float = math.inf) -> TypeGuard[float]:
-    """Whether it is a finite real number within the bounds, by comparisons, which a compiler can trace."""
-    # `Real` declares no comparison with a float, though each of its numbers has one.
-    return isinstance(value, Real) and least <= value <= most and value < math.inf  # type: ignore[operator]
+def check_numbers(
+    *, positive: bool = False, optional: bool = False, most: float = math.inf, **values: object
+) -> None:
+    """Raise ValueError unless each is a finite number from 0, or above it, to `most`."""
+    for name, value in values.items():
+        fits = _is_number(value, most) and not (positive and value == 0)
+        if not fits and not (optional and value is None):
+            raise ValueError(f"{name} must be {_NUMBERS[name]}, got {value!r}")
 
 
 def check_policy_loss(
     hidden: Tensor,
-    per_token: Mapping[str, Tensor | None],
+    targets: Tensor,
+    columns: Mapping[str, Tensor | None],
     num_sequences: int | None,
     config: GRPOLossConfig,
     totals: StepTotals | None,
+    entropy_coef: float | None,
 ) -> None:
     """Judges what a policy loss reads beside the head's arguments: flat, of one length, on one device.
 
     Args:
-        per_token: (N,) tensors by argument's name, None for one that may be left out and is.
+        columns: those of `TOKEN_COLUMNS`, (N,) each by name, None for one that may be left out and is.
 
     Raises:
         TypeError: not a tensor, of the wrong kind of numbers, or a loss or totals of another type.
         ValueError: shapes, devices or sequence ids that do not fit together, or a mask that weighs. Ids and
             mask are read on a CPU only.
     """
-    if not isinstance(config, GRPOLossConfig):
-        raise TypeError(f"config must be a GRPOLossConfig, such as GRPOLossConfig('dapo'), got {config!r}")
-    if not isinstance(totals, StepTotals | None):
-        raise TypeError(f"totals must be a StepTotals, or None where the batch is the step, got {totals!r}")
-    _check("hidden", hidden, _FLOATS)
+    _check_kind("config", config, GRPOLossConfig)
+    _check_kind("totals", totals, StepTotals | None)
+    check_numbers(optional=True, entropy_coef=entropy_coef)
+    _check("hidden", hidden)
     if hidden.dim() != 2:
         raise ValueError(
             f"hidden must be (N, H), the packed batch, got shape {tuple(hidden.shape)}: select the rows that "
             "predict completion tokens, as hidden[mask]"
         )
-    spread = "(N,), one value a token; values[sequence_ids] spreads a sequence's"
-    for name, tensor in per_token.items():
+    for name, tensor in {"targets": targets, **columns}.items():
         if tensor is not None or name in _NEEDED:
-            _check(name, tensor, _PER_TOKEN[name], hidden.shape[:1], hidden.device, spread)
+            _check(name, tensor, hidden.shape[:1], hidden.device)
     if num_sequences is not None and (not isinstance(num_sequences, Integral) or num_sequences < 0):
         raise ValueError(f"num_sequences must be a count, or None to be read off, got {num_sequences!r}")
     if hidden.device.type != "cpu" or torch.compiler.is_compiling():
         return
-    ids, mask = per_token["sequence_ids"], per_token["loss_mask"]
+    ids, mask = columns["sequence_ids"], columns["loss_mask"]
     if ids is not None and ids.numel():
         _check_sequences(ids, num_sequences)
     if mask is not None and not ((mask == 0) | (mask == 1)).all():
@@ -165,12 +175,10 @@ def check_policy_loss(
 
 
 def check_values(call: HeadCall) -> None:
-    """Targets and temperatures, where looking at them does not stall a device.
+    """Raise ValueError for a target outside the vocabulary or a temperature that is not positive.
 
-    On an accelerator nothing is raised; a wrong target or temperature makes its row's log-probability NaN.
-
-    Raises:
-        ValueError: a target outside the vocabulary, or a temperature that is not positive.
+    On an accelerator nothing is raised, as looking at values stalls it: a wrong target or temperature makes
+    its row's log-probability NaN.
     """
     if call.targets.device.type != "cpu":
         return
@@ -187,15 +195,25 @@ def check_values(call: HeadCall) -> None:
         )
 
 
+def _is_number(value: object, most: float) -> TypeGuard[float]:
+    """Whether it is a finite real number in [0, most], by comparisons, which a compiler can trace."""
+    # `Real` declares no comparison with a float, though each of its numbers has one.
+    return isinstance(value, Real) and 0 <= value <= most and value < math.inf  # type: ignore[operator]
+
+
+def _check_kind(name: str, value: object, kind: Any) -> None:
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} must be {getattr(kind, '__name__', kind)}, got {value!r}")
+
+
 def _check(
     name: str,
     tensor: Tensor | None,
-    kinds: tuple[torch.dtype, ...],
     shape: tuple[int, ...] | None = None,
     device: torch.device | None = None,
-    what: str = "",
 ) -> None:
-    """Raises unless it is a tensor of one of the dtypes, and of the shape and device where they are given."""
+    """Raise unless it is a tensor of the table's dtypes, of the shape and on the device that are given."""
+    kinds, what = _TENSORS[name]
     if not isinstance(tensor, Tensor) or tensor.dtype not in kinds:
         found = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
         choice = ", ".join(str(kind).removeprefix("torch.") for kind in kinds)
@@ -211,26 +229,24 @@ def _check(
         raise ValueError(f"{name} is on {tensor.device}, the others on {device}: move one to the other")
 
 
-def _check_operands(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None) -> None:
-    _check("hidden", hidden, _FLOATS)
-    _check("weight", weight, _FLOATS, device=hidden.device)
+def _check_operands(
+    hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, weight_grad: Tensor | None
+) -> None:
+    _check("hidden", hidden)
+    _check("weight", weight, device=hidden.device)
     if weight.dim() != 2 or weight.numel() == 0:
         raise ValueError(
             f"weight must be (V, H) with entries, got shape {tuple(weight.shape)}: gather it first where "
             "FSDP or ZeRO-3 has split it"
         )
-    leading = hidden.shape[:-1]
-    _check("hidden", hidden, _FLOATS, (*leading, weight.shape[1]), what="(..., H), H as in weight")
-    _check("targets", targets, _INTEGERS, leading, hidden.device, "of hidden's leading dimensions")
+    leading, device = hidden.shape[:-1], hidden.device
+    _check("hidden", hidden, (*leading, weight.shape[1]))
+    _check("targets", targets, leading, device)
     if bias is not None:
-        _check("bias", bias, _FLOATS, weight.shape[:1], hidden.device, "(V,) as in weight")
-
-
-def _check_weight_grad(weight: Tensor, weight_grad: Tensor | None) -> None:
-    """Raises where it cannot take the weight's gradient, or a hook would miss it."""
+        _check("bias", bias, weight.shape[:1], device)
     if weight_grad is None:
         return
-    _check("weight_grad", weight_grad, _FLOATS, weight.shape, weight.device, "(V, H) as weight")
+    _check("weight_grad", weight_grad, weight.shape, device)
     if weight_grad.stride(1) != 1 or weight_grad.requires_grad:
         raise ValueError("weight_grad must have unit stride along H and require no gradient: make a new one")
     if weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None):
@@ -273,8 +289,7 @@ def _inverse_temperature(temperature: float | Tensor, targets: Tensor, kind: tor
     """(N,) 1/temperature, None for one; NaN where a tensor's entry is not positive and finite."""
     accumulator = torch.float64 if kind == torch.float64 else torch.float32
     if not isinstance(temperature, Tensor):
-        if not (is_number(temperature) and temperature > 0):
-            raise ValueError(f"temperature must be positive and finite, got {temperature!r}")
+        check_numbers(positive=True, temperature=temperature)
         if temperature == 1.0:
             return None
         return torch.full_like(targets.reshape(-1), 1.0 / temperature, dtype=accumulator)

@@ -15,7 +15,7 @@ from grpo_fast.head.call import schema_of
 from grpo_fast.kernels.policy_facts import RESULTS, LossConstants, PolicyBatch
 from grpo_fast.objective import GRPOLossConfig, LossInputs, StepTotals
 from grpo_fast.objective.metrics import RATIO_BAND
-from grpo_fast.objective.types import LossOutputs, present
+from grpo_fast.objective.types import TOKEN_COLUMNS, LossOutputs, present
 
 _UNKNOWN = -1.0
 
@@ -24,7 +24,8 @@ def fuses(inputs: LossInputs, config: GRPOLossConfig) -> bool:
     """Whether the kernel computes this loss of these inputs; where an input is missing, it does not."""
     if config.is_custom or config.facts.fused is None:
         return False
-    plain = config.top_entropy_quantile == 1 and inputs.policy_weights is None
+    unread = TOKEN_COLUMNS.keys() - {*PolicyBatch._fields, "group_ids"}
+    plain = config.top_entropy_quantile == 1 and all(getattr(inputs, name) is None for name in unread)
     length_known = config.aggregation_kind != "constant_length" or config.max_completion_length is not None
     given = (
         (inputs.ref_logprobs is not None or not config.needs_reference or config.kl_in_reward)
@@ -38,14 +39,18 @@ def fuses(inputs: LossInputs, config: GRPOLossConfig) -> bool:
     return plain and length_known and given and not differentiable and filled and float32
 
 
-def fused_policy_loss(inputs: LossInputs, config: GRPOLossConfig) -> LossOutputs:
+def fused_policy_loss(
+    inputs: LossInputs, config: GRPOLossConfig, entropy_coef: float | None = None
+) -> LossOutputs:
     """`policy_loss` of inputs that `fuses`, differentiable once in the log-probabilities and the entropy."""
     batch = PolicyBatch(*(getattr(inputs, name) for name in PolicyBatch._fields))
-    total, result, _, _ = _policy_loss(*batch, *loss_constants(config, inputs.totals))
+    total, result, _, _ = _policy_loss(*batch, *loss_constants(config, inputs.totals, entropy_coef))
     return LossOutputs(total, _metrics(result, inputs, config))
 
 
-def loss_constants(config: GRPOLossConfig, totals: StepTotals | None) -> LossConstants:
+def loss_constants(
+    config: GRPOLossConfig, totals: StepTotals | None, entropy_coef: float | None = None
+) -> LossConstants:
     """A loss that the kernel has a branch for."""
     low, high, cap = present(config.facts.fused)(config)
     level, _, action = (config.sampler_correction or "none").partition("_")
@@ -57,7 +62,8 @@ def loss_constants(config: GRPOLossConfig, totals: StepTotals | None) -> LossCon
     return LossConstants(
         config.facts.surrogate, config.ratio_level, config.aggregation_kind, low, high, cap,
         kl=config.kl_kind, beta=config.beta if in_loss else 0.0, correct_kl=config.use_bias_correction_kl,
-        entropy_coef=config.entropy_coef, correction_level=level, correction_masks=action == "mask",
+        entropy_coef=_or(entropy_coef, config.entropy_coef),
+        correction_level=level, correction_masks=action == "mask",
         correction_min=_or(config.sampler_clip_min, -math.inf),
         correction_max=_or(config.sampler_clip_max, math.inf),
         drift_max=_or(config.off_policy_mask_threshold, math.inf), ratio_band=RATIO_BAND,

@@ -113,7 +113,7 @@ def _head_backward(*arguments: Any) -> tuple[Tensor, ...]:
     statistics, saved = RowStatistics(*arguments[-3]), SavedForBackward(*arguments[-2])
     certificate = Certificate(arguments[-1])
     of_entropy, of_mean = gradients.entropy is not None, gradients.mean_logit is not None
-    plan = _plan(call, entropy_gradient=of_entropy, mean_gradient=of_mean, trainable=wanted.weight)
+    plan = _plan(call, entropy_gradient=of_entropy, mean_gradient=of_mean)
     with torch.cuda.device_of(call.hidden), torch.autocast(call.hidden.device.type, enabled=False):
         if saved.jacobian.numel():
             result = scaled_jacobian(call, gradients, saved.jacobian)
@@ -123,9 +123,7 @@ def _head_backward(*arguments: Any) -> tuple[Tensor, ...]:
 
             result = accelerated.backward(call, statistics, gradients, wanted, saved, certificate, plan)
         else:
-            result = reference.backward(
-                call, statistics, gradients, wanted, certificate, plan.chunks, plan.tolerance
-            )
+            result = reference.backward(call, statistics, gradients, wanted, certificate, plan.chunks)
     if wanted.into_weight is not None:
         result = result._replace(weight=None)
     # An operator returns tensors: what was not asked for is empty.
@@ -195,14 +193,13 @@ def _plan_forward(call: HeadCall, *, aligned: bool | None = None) -> HeadPlan:
 
 def _plan(call: HeadCall, *, aligned: bool | None = None, **facts: Any) -> HeadPlan:
     """The plan, with facts of the call named as `Workload` names them; `aligned` is read off the weight."""
-    (rows, depth), device = call.hidden.shape, call.hidden.device
+    device = call.hidden.device
     work = Workload(
-        rows=rows,
+        rows=call.hidden.shape[0],
         vocabulary=call.vocabulary,
         dtype=call.hidden.dtype,
         softcap=call.softcap is not None,
         tolerance=call.tolerance,
-        hidden_size=depth,
         aligned=_fits_descriptors(call.weight) if aligned is None else aligned,
         **facts,
     )

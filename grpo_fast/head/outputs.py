@@ -74,8 +74,6 @@ class HeadOutput:
     mean_logit: Tensor | None = None  # (...) over the vocabulary
     argmax_is_target: Tensor | None = None  # (...) bool; a tie counts
     log_sum_sq_probs: Tensor | None = None  # (...) log Σ p²: minus the collision entropy
-    topk_ids: Tensor | None = None  # (..., k) int64, most probable first; -1 where ignored
-    topk_logprobs: Tensor | None = None  # (..., k)
     certificate: Certificate | None = None  # filled by the backward
 
 

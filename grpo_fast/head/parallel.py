@@ -26,12 +26,14 @@ from grpo_fast.head.operator import head_statistics
 from grpo_fast.head.outputs import Certificate
 
 
-def parallel_statistics(call: HeadCall, shard: Shard) -> tuple[RowStatistics, Certificate]:
-    """`head_statistics` of the whole vocabulary.
+def statistics(call: HeadCall, shard: Shard | None) -> tuple[RowStatistics, Certificate]:
+    """`head_statistics` of the whole vocabulary, where the weight is all of it or one of several.
 
-    `call.weight` and `.bias` are this rank's rows, its targets are global. Each rank draws on its own, in
-    units of what rounding costs among its rows, so that all together keep to the tolerance.
+    With a shard `call.weight` and `.bias` are this rank's rows, its targets are global. Each rank samples by
+    itself, in units of what rounding costs among its rows, so that all together keep to the tolerance.
     """
+    if shard is None:
+        return head_statistics(call)
     entries, targets, group, start = call.vocabulary, call.targets, shard.group, shard.start
     local, certificate = head_statistics(
         call._replace(

@@ -57,10 +57,11 @@ class Workload:
     extra_statistics: int = 0  # beyond log-probability and log-sum-exp
     entropy_gradient: bool = False  # there is an upstream gradient of the entropy
     mean_gradient: bool = False  # of the mean logit: not sparse
-    tolerance: float | None = None  # None for DEFAULT_TOLERANCE, exact where no kernel runs
+    tolerance: float | None = None  # None for DEFAULT_TOLERANCE; read where kernels run
     aligned: bool = True  # operands fit tensor descriptors: unit stride along H, rows on 16 bytes
     keep: bool = False  # the caller lets the forward keep N·V elements for the backward
     jacobian: bool = False  # the log-probability alone is differentiated, in the hidden states alone
+    # Read by who plans a run's memory:
     hidden_size: int = 2048
     trainable: bool = True  # the weight takes a gradient
 
@@ -104,9 +105,9 @@ def plan_head(device: Device, work: Workload) -> HeadPlan:
     # Three statistics, or one and a softcap or the store of what is kept, need the registers of half a tile;
     # so does the entropy's gradient.
     most = MOST_TILES * TILE  # entries
-    tolerance = (
-        0.0 if work.mean_gradient or work.vocabulary > most else tolerance_in_force(backend, work.tolerance)
-    )
+    tolerance = DEFAULT_TOLERANCE if work.tolerance is None else work.tolerance
+    if backend == "reference" or work.mean_gradient or work.vocabulary > most:
+        tolerance = 0.0
     stores = backend == "triton" and not work.softcap
     exact = tolerance == 0 or (work.keep and stores)
     jacobian = work.jacobian and exact and (stores or backend == "reference")
@@ -115,7 +116,7 @@ def plan_head(device: Device, work: Workload) -> HeadPlan:
     if work.softcap or keep or jacobian:  # with tensor memory these spill in a wide tile by themselves
         forward_wide = work.extra_statistics < 1 and device.capability[0] != 10
     backward_wide = not (work.softcap or work.entropy_gradient or work.mean_gradient)
-    sizes = sizes_for(device.architecture, work.dtype, work.hidden_size, work.trainable, device.shared_memory)
+    sizes = sizes_for(device.architecture, work.dtype, device.shared_memory)
     forward_tile = _descriptor_tile(device, work, sizes, wide=forward_wide) or sizes.pointer_forward
     backward_tile = _descriptor_tile(device, work, sizes, wide=backward_wide) or sizes.pointer_backward
     row_bytes = max(work.vocabulary, 1) * work.dtype.itemsize
@@ -132,13 +133,6 @@ def plan_head(device: Device, work: Workload) -> HeadPlan:
         dense_columns=_dense_columns(work, backward_tile.columns),
         sparse=sizes.sparse,
     )
-
-
-def tolerance_in_force(backend: Backend, tolerance: float | None) -> float:
-    """The tolerance itself, or what None stands for."""
-    if tolerance is not None:
-        return tolerance
-    return DEFAULT_TOLERANCE if backend == "triton" else 0.0
 
 
 def head_backend(device: Device, dtype: torch.dtype) -> Backend:

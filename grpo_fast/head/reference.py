@@ -25,8 +25,6 @@ from grpo_fast.head.call import (
 )
 from grpo_fast.head.outputs import Certificate
 from grpo_fast.head.plan import Chunks
-from grpo_fast.head.selection import salt_of, select
-from grpo_fast.kernels import TILE
 
 
 def forward(call: HeadCall, chunks: Chunks) -> tuple[RowStatistics, SavedForBackward]:
@@ -56,41 +54,27 @@ def backward(
     wanted: Wanted,
     certificate: Certificate,
     chunks: Chunks,
-    tolerance: float = 0.0,
 ) -> HeadGradients:
-    """Gradients; fills the certificate. Idle rows cost nothing.
-
-    Args:
-        tolerance: as the kernels take it. Not with gradients of the mean logit.
-    """
+    """Exact gradients; fills the certificate. Idle rows cost nothing."""
     certificate.fill(None)
     rows, kind = LogitGradient.of(call, statistics, gradients), call.accumulator
     index = rows.live().nonzero().squeeze(1)
     live, rows = call.rows(index), rows.rows(index)
     hidden = torch.zeros_like(live.hidden, dtype=kind) if wanted.hidden else None
-    weight = bias = selection = None
+    weight = bias = None
     if wanted.weight:
         weight = torch.zeros_like(call.weight) if wanted.into_weight is None else wanted.into_weight
     if wanted.bias and call.bias is not None:
         bias = torch.zeros_like(call.bias)
     parameters = [total for total in (weight, bias) if total is not None]
-    small_entries = rows.mass.new_zeros(())
     with _exact_bf16_products(call):
-        if tolerance:
-            salt = salt_of(statistics.logsumexp, call.targets)
-            selection = select(live, rows, index, salt, wanted, tolerance, chunks)
         for columns in chunks.of_columns(call.vocabulary):
             sums = [torch.zeros_like(total[columns], dtype=kind) for total in parameters]
             for part in chunks.of_rows(index.numel()):
                 block = live.rows(part)
-                gradient = of_hidden = rows.rows(part).of_products(block, columns)
-                if selection is not None:
-                    gradient = of_hidden = selection.of_pairs(gradient, part, columns)
-                    if hidden is not None:
-                        of_hidden, small = selection.of_hidden(gradient, part, columns)
-                        small_entries += small
+                gradient = rows.rows(part).of_products(block, columns)
                 if hidden is not None:
-                    hidden[part].addmm_(of_hidden, call.weight[columns].to(kind))
+                    hidden[part].addmm_(gradient, call.weight[columns].to(kind))
                 if weight is not None:
                     sums[0].addmm_(gradient.t(), block.hidden.to(kind))
                 if bias is not None:
@@ -100,9 +84,6 @@ def backward(
     if hidden is not None:
         everywhere = torch.zeros_like(call.hidden, memory_format=torch.contiguous_format)
         hidden = everywhere.index_copy_(0, index, hidden.to(everywhere.dtype))
-    tiles = -(-call.vocabulary // TILE)
-    if selection is not None:
-        certificate.fill(selection.metrics(small_entries, call.targets.numel() * tiles))
     return HeadGradients(hidden, weight, bias)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -134,16 +133,14 @@ class Annotator:
         names = tuple(dict.fromkeys(("logprob", *outputs)))
 
         def work() -> HeadOutput:
-            hidden, joined, own = policy.head_inputs(batch)
-            head = policy.head
-            out = linear_logprob(
+            hidden, head = policy.hidden_states(batch), policy.head
+            return linear_logprob(
                 hidden,
                 head.weight,
-                joined.targets,
+                batch.targets,
                 temperature=self.temperature,
                 outputs=names,
                 **head.options,
             )
-            return replace(out, **{name: getattr(out, name)[own] for name in names})
 
         return policy.run(work)

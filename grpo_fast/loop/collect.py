@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,8 +19,10 @@ from grpo_fast.groups.advantages import decoupled_advantages, group_advantages, 
 from grpo_fast.objective import GRPOLossConfig, StepTotals
 from grpo_fast.objective.types import KNOWN_COLUMNS
 from grpo_fast.rewards import EarlyScores, RewardSet, weighted_sum
+from grpo_fast.rewards.types import Scored
 from grpo_fast.rollout.types import Completion, Engine, Rollout, Sampling, as_asked, generate_rollout
 
+T = TypeVar("T")
 Progress = Callable[[int, int, int], None]  # tokens decoded, completions ended, completions in all
 EXTRA = "extra/"  # before the names of columns that rewards have logged
 EPISODE = ("turns", "tool_calls", "tool_failures", "tools_given_up", "environment_seconds")
@@ -82,7 +84,7 @@ def score(
     rewards: RewardSet,
     *,
     weights: Sequence[float] | None = None,
-    precomputed: Mapping[str, Sequence[float]] = MappingProxyType({}),
+    precomputed: Mapping[str, Scored] = MappingProxyType({}),
 ) -> Completions:
     """What G prompts with n completions each earned; their environments have then done their part.
 
@@ -98,19 +100,13 @@ def score(
     result = rewards.score_completions(prompts, completions, precomputed=precomputed)
     flat = [completion.without_environment() for group in completions for completion in group]
     asked = [as_asked(p, c) for p, group in zip(prompts, completions, strict=True) for c in group]
-    told = [completion.logprobs for completion in flat]
-    if any(one is None for one in told) and any(one is not None for one in told):
-        raise ValueError(
-            "log-probabilities are None for some completions only; give them for all, or for none"
-        )
+    told = _all_or_none("log-probabilities", [completion.logprobs for completion in flat])
+    experts = _all_or_none("experts", [c.experts for group in completions for c in group])
     names = {frozenset(completion.columns) for completion in flat}
     if len(names) > 1:
         raise ValueError(f"the rollout's completions have different columns, {sorted(map(sorted, names))}")
     if taken := names.pop() & KNOWN_COLUMNS:
         raise ValueError(f"the rollout names columns {sorted(taken)}, which have a meaning here; rename them")
-    experts = [completion.experts for group in completions for completion in group]
-    if any(one is None for one in experts) and any(one is not None for one in experts):
-        raise ValueError("experts are None for some completions only; give them for all, or for none")
     table = Completions.of(
         [prompt.token_ids for prompt in asked],
         [completion.token_ids for completion in flat],
@@ -122,17 +118,25 @@ def score(
             "truncated": torch.tensor([completion.truncated for completion in flat]),
             "episode": torch.tensor([_episode(completion) for completion in flat], dtype=torch.float64),
         },
-        inputs={} if experts[0] is None else {EXPERTS: experts},  # type: ignore[dict-item]
+        inputs={} if experts is None else {EXPERTS: experts},
         objects={
             "prompt": asked,
             "completion": flat,
             **{EXTRA + name: values for name, values in result.log.extra.items()},
         },
-        sampler_logprobs=None if told[0] is None else told,  # type: ignore[arg-type]
+        sampler_logprobs=told,
         **{name: [completion.columns[name] for completion in flat] for name in flat[0].columns},
     )
     logged = {n: torch.tensor(v, dtype=torch.float64) for n, v in result.log.metrics.items()}
     return replace(table, logged=logged)
+
+
+def _all_or_none(what: str, values: Sequence[T | None]) -> list[T] | None:
+    """The values of all completions; None where none has one."""
+    given = [value for value in values if value is not None]
+    if given and len(given) < len(values):
+        raise ValueError(f"{what} are None for some completions only; give them for all, or for none")
+    return given or None
 
 
 def _episode(completion: Completion) -> tuple[float, ...]:

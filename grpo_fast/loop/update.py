@@ -18,9 +18,8 @@ from grpo_fast.head import GRPOLossOutput, linear_grpo_loss
 from grpo_fast.loop.annotate import Annotator
 from grpo_fast.objective import GRPOLossConfig, StepTotals
 from grpo_fast.objective.metrics import sum_metrics
-from grpo_fast.objective.surrogates import held_back
-from grpo_fast.objective.terms import EntropyController, entropy_threshold, kl_estimate
-from grpo_fast.objective.types import KNOWN_COLUMNS, present
+from grpo_fast.objective.terms import EntropyController, kl_estimate
+from grpo_fast.objective.types import present
 from grpo_fast.policy import PackedBatch, Policy, PolicyOptimizer
 from grpo_fast.policy.experts import balance_loss
 from grpo_fast.policy.out_of_memory import optimizer_step
@@ -67,9 +66,18 @@ class PolicyUpdate:
         """Go on with a stage's configuration; another loss has an entropy controller of its own."""
         if config.loss != self.config.loss:
             self.entropy_controller = EntropyController.of(config.loss)
-        self.config = config
+        self.config, self.loss = config, config.loss
+        if self.loss.max_completion_length is None:
+            self.loss = replace(self.loss, max_completion_length=config.rollout.max_completion_length)
         self.annotator.configured = int(config.micro_batch_tokens)
         self.annotator.temperature = config.rollout.temperature
+
+    @property
+    def entropy_coef(self) -> float:
+        """The coefficient of the entropy bonus in the coming optimizer step."""
+        return (
+            self.entropy_controller.active_coef if self.loss.use_adaptive_entropy else self.loss.entropy_coef
+        )
 
     def run(self, table: Completions, totals: StepTotals, clock: Clock) -> dict[str, float]:
         """`num_iterations` epochs of optimiser steps over one rollout; their mean metrics.
@@ -87,15 +95,12 @@ class PolicyUpdate:
         steps = []
         with clock("update"):
             for i in [*range(len(minibatches))] * self.config.num_iterations:
-                (own, counts), config = minibatches[i], self.loss_config()
-                chosen, selected = own, counts
-                if self.world.size > 1:
-                    chosen, selected = self.with_token_selection(own, counts, config)
+                own, counts = minibatches[i]
                 with self.world.all_succeed("the gradient"):
-                    old_logprobs, shares = self.gradient(chosen, selected, config)
+                    old_logprobs, shares = self.gradient(own, counts)
                 # Before the first update the policy is the old one.
                 minibatches[i] = (own.with_columns(old_logprobs=old_logprobs), counts)
-                steps.append(self.step(shares, config))
+                steps.append(self.step(shares))
         return {name: fmean(step[name] for step in steps) for name in steps[0]} | {"update/skipped": 0.0}
 
     def split(self, table: Completions, totals: StepTotals) -> list[Minibatch]:
@@ -116,83 +121,70 @@ class PolicyUpdate:
         return minibatches
 
     def local(self, table: Completions) -> Completions:
-        """This rank's completions of a table, their columns on its device, with the fact `row`: which of all
-        ranks' each is."""
+        """This rank's completions of a table, with the fact `row`, their row among those of all ranks.
+
+        What is known of their tokens goes to the device here, once, and stays there.
+        """
         own = table.with_facts(row=torch.arange(len(table)))
         if self.world.size > 1:
             policy = self.policy
             sets = assign_to_ranks(table, self.world.size, policy.token_costs, policy.packs)
             own = own.select(sets[self.world.rank])
-        # Once: micro-batches read them there, without waiting for the device.
-        device = self.policy.device
-        own = replace(own, inputs={name: v.to(device) for name, v in own.inputs.items()})
-        return own.with_columns(**{name: v.to(device) for name, v in own.columns.items()})
+        return own.to(self.policy.device)
 
     def with_fixed_logprobs(self, table: Completions, stale: bool = False) -> Completions:
-        """Old and reference log-probabilities, each only where the loss needs it.
+        """With old and reference log-probabilities, each only where the loss needs it.
 
         The policy moves before a `stale` minibatch's turn, so its old log-probabilities are computed now;
-        the first one's are those of its own first forward.
+        the first one's are those of its own first forward. The sampler's log-probabilities leave the table
+        where no ratio to them exists: as old ones they are that policy's own, and those of a truncated
+        distribution are of another.
         """
+        known: dict[str, Tensor | None] = {}
         if self.config.old_logprobs == "sampler":
-            table = table.with_columns(old_logprobs=table.columns["sampler_logprobs"])
-        elif stale:
-            table = table.with_columns(old_logprobs=self.annotator.columns(table)[0])
+            known = {"old_logprobs": table.columns["sampler_logprobs"], "sampler_logprobs": None}
+        else:
+            if self.config.rollout.truncations:
+                known["sampler_logprobs"] = None
+            if stale:
+                known["old_logprobs"] = self.annotator.columns(table)[0]
         if self.config.loss.needs_reference and not self.config.loss.kl_in_reward:
-            table = table.with_columns(ref_logprobs=self.annotator.reference_logprobs(table))
-        return table
+            known["ref_logprobs"] = self.annotator.reference_logprobs(table)
+        return table.with_columns(**known)
 
-    def gradient(
-        self, table: Completions, totals: StepTotals, config: GRPOLossConfig
-    ) -> tuple[Tensor, list[dict[str, Tensor]]]:
+    def gradient(self, table: Completions, totals: StepTotals) -> tuple[Tensor, list[dict[str, Tensor]]]:
         """The gradient of a step, whose micro-batches' losses add up.
 
         Returns:
             The old log-probabilities (N,): the table's, or where it has none the policy's, as the first
             update's are. And each micro-batch's share of the metrics.
         """
-        # As old log-probabilities they leave nothing to compare; of a truncated distribution they are biased.
-        hides_sampler = self.config.old_logprobs == "sampler" or self.config.rollout.truncations
+        loss = partial(
+            packed_loss,
+            self.policy,
+            config=self.loss,
+            entropy_coef=self.entropy_coef,
+            totals=totals,
+            temperature=self.config.rollout.temperature,
+            optimizer=self.optimizer,
+        )
         for attempt, batches in self.annotator.attempts(table):
             with attempt:
                 self.optimizer.zero_grad()  # of an attempt that failed
-                chosen, counts = table, totals
-                if self.world.size == 1 and len(batches) > 1:  # a single micro-batch chooses by itself
-                    chosen, counts = self.with_token_selection(table, totals, config)
                 logprobs = torch.zeros(len(table.token_ids), device=self.policy.device)
                 shares = []
                 for batch in batches:
-                    if chosen is not table:
-                        batch = batch.with_columns(chosen)
-                    if hides_sampler:
-                        shown = {n: v for n, v in batch.columns.items() if n != "sampler_logprobs"}
-                        batch = replace(batch, columns=shown)
-                    loss = partial(
-                        packed_loss,
-                        self.policy,
-                        batch,
-                        config,
-                        totals=counts,
-                        temperature=self.config.rollout.temperature,
-                        optimizer=self.optimizer,
-                    )
-                    out = self.policy.run(loss)
+                    out = self.policy.run(partial(loss, batch))
                     out.loss.backward()
-                    if self.world.is_main or not self.policy.vocab_parallel:  # else all have the same
-                        shares.append(out.metrics | {"loss": out.loss.detach()})
-                    elif AUX_LOSS in out.metrics:  # but this, and what it adds
-                        balance = out.metrics[AUX_LOSS]
-                        shares.append(
-                            {AUX_LOSS: balance, "loss": present(self.policy.router_aux_loss) * balance}
-                        )
+                    shares.append(out.metrics | {"loss": out.loss.detach()})
                     logprobs[batch.token_index] = present(out.logprobs)
                 if self.policy.routing is not None:
                     shares.append(self.policy.routing.differing())
         return table.columns.get("old_logprobs", logprobs), shares
 
-    def step(self, shares: Sequence[Mapping[str, Tensor]], config: GRPOLossConfig) -> dict[str, float]:
+    def step(self, shares: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
         """The optimiser's step with the gradient at hand; its metrics from the micro-batches' shares."""
-        learning_rate = self.optimizer.learning_rate
+        learning_rate, entropy_coef = self.optimizer.learning_rate, self.entropy_coef
         with self.world.at("the optimizer"):
             grad_norm = optimizer_step(self.optimizer)
         of_ranks = self.world.gather_from_all("the update's metrics", partial(sum_metrics, shares))
@@ -200,62 +192,10 @@ class PolicyUpdate:
         if "experts/replayed" in metrics:
             differing, replayed = metrics.pop("experts/differing"), metrics.pop("experts/replayed")
             metrics["sampling/experts_differ_mean"] = differing / max(1, replayed)
-        if config.use_adaptive_entropy:
+        if self.loss.use_adaptive_entropy:
             self.entropy_controller.update(metrics["entropy"])
-            metrics["entropy_coef"] = config.entropy_coef
+            metrics["entropy_coef"] = entropy_coef
         return metrics
-
-    def loss_config(self) -> GRPOLossConfig:
-        """The configured loss with what only the run knows."""
-        config = self.config.loss
-        constant = not config.is_custom and config.aggregation_kind == "constant_length"
-        if constant and config.max_completion_length is None:
-            config = replace(config, max_completion_length=self.config.rollout.max_completion_length)
-        if config.use_adaptive_entropy:
-            config = replace(config, entropy_coef=self.entropy_controller.active_coef)
-        return config
-
-    def with_token_selection(
-        self, table: Completions, totals: StepTotals, config: GRPOLossConfig
-    ) -> Minibatch:
-        """The minibatch with what is chosen over the tokens of all micro-batches and ranks, by one forward.
-
-        The cut of `top_entropy_quantile`, and the tokens that clip_cov and kl_cov hold back.
-        """
-        cuts, holds = config.top_entropy_quantile < 1, not config.is_custom and config.facts.holds_back
-        if not (cuts or holds):
-            return table, totals
-        tokens: dict[int, Tensor] = {}
-        for found in self.world.gather_tensors(
-            "the choice of tokens", partial(self._choice_values, table, cuts)
-        ):
-            parts = found["values"].split(found["sizes"].tolist())
-            tokens |= zip(found["rows"].tolist(), parts, strict=True)
-        order = sorted(tokens)  # that of one micro-batch: then the same tokens are drawn, too
-        logprobs, old_logprobs, advantages, entropies = torch.cat([tokens[n] for n in order]).unbind(1)
-        every = torch.ones_like(logprobs, dtype=torch.bool)
-        if cuts:
-            threshold = entropy_threshold(entropies, every, config.top_entropy_quantile)
-            kept = int((entropies >= threshold).sum())
-            totals = replace(totals, entropy_threshold=threshold, entropy_tokens=kept)
-        if holds:
-            choose = partial(held_back, logprobs, old_logprobs, advantages, every, config)
-            held = self.world.from_main("the choice of tokens", choose)  # which may draw
-            held_of = dict(zip(order, held.split([len(tokens[n]) for n in order]), strict=True))
-            column = torch.zeros_like(table.mask)
-            column[table.mask] = torch.cat([held[:0], *(held_of[n] for n in table.facts["row"].tolist())])
-            table = table.with_columns(held_back=column.to(self.policy.device))
-        return table, totals
-
-    def _choice_values(self, table: Completions, entropy: bool) -> dict[str, Tensor]:
-        """`rows` (S,), their `sizes` in tokens, and `values` (N, 4) on the CPU: log-probabilities, old ones,
-        advantages, entropies or zeros."""
-        found = self.annotator.columns(table, "logprob", *["entropy"] * entropy)
-        old = table.columns.get("old_logprobs", found[0])
-        entropies = found[1] if entropy else torch.zeros_like(old)
-        values = [found[0], old, table.columns["advantages"], entropies]
-        written = torch.stack([value.cpu() for value in values], 1)[table.mask]
-        return {"rows": table.facts["row"], "sizes": table.num_targets, "values": written}
 
     def sampler_difference(self, table: Completions) -> float | None:
         """Mean nats a token between log-probabilities of sampler and policy; None: the sampler told none."""
@@ -266,7 +206,7 @@ class PolicyUpdate:
         def differences() -> tuple[float, int]:
             with evaluation_mode(self.policy.model):  # without LoRA's dropout, as the engine
                 (logprobs,) = self.annotator.columns(own)
-            apart = (logprobs - own.columns["sampler_logprobs"]).cpu()[own.mask].abs()
+            apart = (logprobs - own.columns["sampler_logprobs"])[own.mask.to(logprobs.device)].abs()
             return apart.double().sum().item(), len(apart)
 
         found = self.world.gather_from_all("the sampler's log-probabilities", differences)
@@ -280,7 +220,7 @@ class PolicyUpdate:
             (logprobs,) = self.annotator.columns(own)
             ref_logprobs = self.annotator.reference_logprobs(own)
             kl = loss.beta * kl_estimate(logprobs, ref_logprobs, loss.kl_estimator or "k1")
-            return {"rows": own.facts["row"], "penalties": own.sums(kl.cpu())}
+            return {"rows": own.facts["row"], "penalties": own.sums(kl).cpu()}
 
         whole = torch.zeros(len(table))
         for found in self.world.gather_tensors("the KL to the reference", penalties):
@@ -306,44 +246,41 @@ def packed_loss(
     *,
     totals: StepTotals | None = None,
     temperature: float = 1.0,
+    entropy_coef: float | None = None,
     optimizer: PolicyOptimizer | None = None,
 ) -> GRPOLossOutput:
     """`linear_grpo_loss` of a micro-batch, entropy among its metrics; called within `Policy.run`.
 
-    Of a head that the ranks share, all but `logprobs`, (N,) of this batch, is of the tokens of all ranks.
-
     Args:
         totals: what the losses of a step's micro-batches are divided by; none: the batch's own counts.
+        entropy_coef: in place of the configuration's.
         optimizer: to whose gradient of the head the backward adds; none: to the parameter's own.
     """
     routed: list[Tensor] | None = None if policy.router_aux_loss is None else []
-    own = len(batch.targets)
-    hidden, batch, local = policy.head_inputs(batch, routed)
-    head = policy.head
-    known: dict[str, Any] = {n: v for n, v in batch.columns.items() if n in KNOWN_COLUMNS}
-    others = {name: values for name, values in batch.columns.items() if name not in KNOWN_COLUMNS}
+    hidden, head = policy.hidden_states(batch, routed=routed), policy.head
     weight_grad = None if optimizer is None else optimizer.gradient_of(policy.head_weight)
     out = linear_grpo_loss(
         hidden,
         # Detached: a hook on it is the optimizer's own, which is not needed here.
         head.weight if weight_grad is None else head.weight.detach(),
         batch.targets,
+        batch.columns["advantages"],
         sequence_ids=batch.sequence_ids,
         num_sequences=batch.num_sequences,
         group_ids=batch.group_ids,
-        **known,
-        columns=others,
+        columns=batch.columns,
         totals=totals,
-        config=config or GRPOLossConfig(),
+        config=config,
+        entropy_coef=entropy_coef,
         temperature=temperature,
         entropy=True,
         weight_grad=weight_grad,
         **head.options,
     )
-    if routed is not None:
-        # Of a step's micro-batches, and ranks, a mean with their tokens as weights.
-        share = 1.0 if totals is None else own / (totals.measured_tokens or totals.num_tokens)
-        balance = balance_loss(policy.base_model, routed) * share
-        loss = out.loss + present(policy.router_aux_loss) * balance.to(out.loss)
-        out = replace(out, loss=loss, metrics=out.metrics | {AUX_LOSS: balance.detach()})
-    return replace(out, logprobs=present(out.logprobs)[local])
+    if routed is None:
+        return out
+    # Of a step's micro-batches, and ranks, a mean with their tokens as weights.
+    share = 1.0 if totals is None else len(batch.targets) / (totals.measured_tokens or totals.num_tokens)
+    balance = balance_loss(policy.base_model, routed) * share
+    loss = out.loss + present(policy.router_aux_loss) * balance.to(out.loss)
+    return replace(out, loss=loss, metrics=out.metrics | {AUX_LOSS: balance.detach()})

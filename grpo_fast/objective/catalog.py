@@ -38,7 +38,6 @@ class LossFacts:
     choosable_levels: tuple[RatioLevel, ...] = ("token",)  # of the importance ratio; the first by default
     kl_estimator: KLEstimator = "k3"
     forbids_kl: str = ""  # why a KL term is refused
-    holds_back: bool = False  # tokens of the step whose covariance is high, see `surrogates.held_back`
     advantages: str = "reward minus the group's mean, divided by the group's standard deviation"
     estimator: Settings = field(default_factory=dict)  # what makes them of rewards, keys of the configuration
     sets: Settings = field(default_factory=dict)  # the method's other settings
@@ -190,7 +189,6 @@ CATALOG: dict[str, LossFacts] = {
         fused=None,
         fields=(*_RANGE, *_CLIP_COV),
         choosable_levels=("token",),
-        holds_back=True,
         sets={"loss.epsilon_low": 1.0, "loss.epsilon_high": 1.0} | _RESAMPLED,
     ),
     # And verl's recipe/entropy/7b_kl_cov.sh; 32b_kl_cov.sh has a share of 2e-4.
@@ -200,7 +198,6 @@ CATALOG: dict[str, LossFacts] = {
         "kl_cov",
         cuts=("covariance",),
         fields=_KL_COV,
-        holds_back=True,
         sets={"loss.kl_cov_ratio": 2e-3} | _RESAMPLED,
     ),
     "dppo_tv": _dppo("DPPO-Binary-TV, arXiv 2602.04879", surrogate="dppo_tv", epsilon=(0.15, 0.15)),

@@ -10,10 +10,7 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import ClassVar, Literal
 
-from pydantic import ConfigDict
-
-from grpo_fast.config.section import EXACT
-from grpo_fast.objective.config import check_fields, option, refuse_unread
+from grpo_fast.objective.config import AS_WRITTEN, check_fields, option, refuse_unread
 
 
 @dataclass(frozen=True)
@@ -68,11 +65,14 @@ class PreferenceLossConfig:
             value and the remedy.
     """
 
-    # pydantic reads this when the root configuration holds this class.
-    __pydantic_config__: ClassVar[ConfigDict] = EXACT
+    __pydantic_config__: ClassVar = AS_WRITTEN
 
-    loss_type: str | tuple[str, ...] = option("sigmoid", "one loss, or a list for their weighted sum")
-    loss_weights: tuple[float, ...] | None = option(None, "one for each loss of the sum; null: all 1")
+    loss_type: str | list[str] | tuple[str, ...] = option(
+        "sigmoid", "one loss, or a list for their weighted sum"
+    )
+    loss_weights: list[float] | tuple[float, ...] | None = option(
+        None, "one for each loss of the sum; null: all 1"
+    )
     beta: float | None = option(
         None,
         "weight of the log-ratio to the reference; null: the usual value of the loss, 0.1 for most",
@@ -199,8 +199,7 @@ class RankingLossConfig:
         ValueError: an unknown objective, a value out of its range, or one that the objective does not read.
     """
 
-    # pydantic reads this when the root configuration holds this class.
-    __pydantic_config__: ClassVar[ConfigDict] = EXACT
+    __pydantic_config__: ClassVar = AS_WRITTEN
 
     objective: RankingObjective = option(
         "plackett_luce", "of the whole order, of every two responses, or of ranks as advantages"

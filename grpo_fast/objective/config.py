@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from functools import cache
-from typing import Any, ClassVar, Literal, get_type_hints
-
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from numbers import Integral, Real
+from types import UnionType
+from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
 from grpo_fast.config.lookup import OBJECT_MARK
-from grpo_fast.config.section import EXACT, LARGEST
 from grpo_fast.objective.catalog import (
     CATALOG,
     LOSS_TYPES,
@@ -26,10 +26,20 @@ SamplerCorrection = Literal[
     "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask",
     "geometric_truncate", "geometric_mask",
 ]  # fmt: skip
+LARGEST = 2**31 - 1  # of a whole number: what torch, NumPy and vLLM all take
+
+# `__pydantic_config__` of the dataclasses that are sections of the configuration, where pydantic reads it.
+AS_WRITTEN = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
+_BOUNDS: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
+    "ge": (lambda value, bound: value >= bound, "greater than or equal to"),
+    "gt": (lambda value, bound: value > bound, "greater than"),
+    "le": (lambda value, bound: value <= bound, "less than or equal to"),
+    "lt": (lambda value, bound: value < bound, "less than"),
+}
 
 
 def option(default: Any, description: str, **bounds: float) -> Any:
-    """A dataclass's field with what the reference of the configuration says of it, and pydantic's bounds."""
+    """A dataclass's field with its description for the reference, and its bounds, in pydantic's names."""
     return field(default=default, metadata={"description": description, **bounds})
 
 
@@ -42,23 +52,49 @@ def refuse_unread(config: Any, names: Iterable[str], why: str) -> None:
 
 
 @cache
-def _fields_of(kind: type) -> type[BaseModel]:
-    """Its fields and their bounds without what it does once they are there."""
-    hints = get_type_hints(kind)
-    given: dict[str, Any] = {f.name: (hints[f.name], Field(**f.metadata)) for f in fields(kind)}
-    return create_model(kind.__name__, __config__=ConfigDict(**EXACT, strict=True), **given)
+def _hints(kind: Any) -> dict[str, Any]:
+    return get_type_hints(kind)
 
 
 def check_fields(config: Any) -> None:
     """Raise ValueError when a field of a dataclass is of another type, not finite, or beyond its bounds."""
-    kind: type = type(config)
-    given = {name: tuple(value) if isinstance(value, list) else value for name, value in vars(config).items()}
-    try:
-        _fields_of(kind).model_validate(given)
-    except ValidationError as error:
-        first = error.errors()[0]
-        name, message = str(first["loc"][0]), first["msg"]
-        raise ValueError(f"{name} = {given[name]!r}: {message[0].lower()}{message[1:]}") from error
+    for f in fields(config):
+        kind: Any = type(config)
+        value, hint = getattr(config, f.name), _hints(kind)[f.name]
+        if not _is_a(value, hint):
+            raise ValueError(f"{f.name} = {value!r}: should be {_described(hint)}")
+        for name, (holds, text) in _BOUNDS.items():
+            bound = f.metadata.get(name)
+            if bound is not None and value is not None and not holds(value, bound):
+                raise ValueError(f"{f.name} = {value!r}: should be {text} {bound}")
+
+
+def _is_a(value: Any, hint: Any) -> bool:
+    """Whether a value is of a type as pydantic's strict mode understands it; numbers must be finite."""
+    kind, inner = get_origin(hint), get_args(hint)
+    if kind in (Union, UnionType):
+        return any(_is_a(value, one) for one in inner)
+    if kind is Literal:
+        return isinstance(value, str) and value in inner
+    if kind in (tuple, list):
+        return isinstance(value, kind) and all(_is_a(item, inner[0]) for item in value)
+    if hint in (int, float):
+        number = isinstance(value, Real if hint is float else Integral) and not isinstance(value, bool)
+        return number and math.isfinite(value)
+    return isinstance(value, hint)
+
+
+def _described(hint: Any) -> str:
+    """What `_is_a` accepts, in words."""
+    kind, inner = get_origin(hint), get_args(hint)
+    if kind in (Union, UnionType):
+        return " or ".join(dict.fromkeys(map(_described, inner)))
+    if kind is Literal:
+        return ", ".join(map(repr, inner))
+    if kind in (tuple, list):
+        return f"a list, each {_described(inner[0])}"
+    words = {float: "a finite number", int: "a whole number", str: "text", bool: "true or false"}
+    return words.get(hint, "None")
 
 
 @dataclass(frozen=True)
@@ -73,8 +109,7 @@ class GRPOLossConfig:
             value and the remedy.
     """
 
-    # pydantic reads this when the root configuration holds this class.
-    __pydantic_config__: ClassVar[ConfigDict] = EXACT
+    __pydantic_config__: ClassVar = AS_WRITTEN
 
     loss_type: str = option(
         "dapo", "the policy loss, a name of the catalogue, or `module:function` of one's own"
@@ -128,7 +163,7 @@ class GRPOLossConfig:
     entropy_coef_max: float = option(1.0, "adaptive: entropy_coef at most", ge=0)
     entropy_coef_delta: float = option(0.005, "adaptive: change of entropy_coef in an optimiser step", gt=0)
     top_entropy_quantile: float = option(
-        1.0, "share of tokens, highest entropy first, that the policy term keeps", ge=0, le=1
+        1.0, "share of a micro-batch's tokens, highest entropy first, that the policy term keeps", ge=0, le=1
     )
 
     off_policy_mask_threshold: float | None = option(
@@ -191,6 +226,11 @@ class GRPOLossConfig:
         return self.aggregation or self.facts.aggregation
 
     @property
+    def reads_length(self) -> bool:
+        """Whether `max_completion_length` is part of the loss."""
+        return self.is_custom or self.aggregation_kind == "constant_length"
+
+    @property
     def kl_kind(self) -> KLEstimator:
         return self.kl_estimator or self.facts.kl_estimator
 
@@ -209,9 +249,9 @@ class GRPOLossConfig:
 
     @property
     def reads_every_token(self) -> bool:
-        """Whether a token without an advantage may change the loss: by KL, entropy, or what is held back."""
+        """Whether a token without an advantage may change the loss: by KL, entropy or covariance."""
         in_loss = self.needs_reference and not self.kl_in_reward
-        return self.is_custom or in_loss or self.needs_entropy or self.facts.holds_back
+        return self.is_custom or in_loss or self.needs_entropy or "covariance" in self.facts.cuts
 
     @property
     def needs_sampler(self) -> bool:

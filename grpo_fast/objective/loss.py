@@ -13,9 +13,11 @@ from grpo_fast.config.lookup import OBJECT_MARK, load_callable
 from grpo_fast.objective.catalog import RatioLevel
 from grpo_fast.objective.config import GRPOLossConfig
 from grpo_fast.objective.metrics import policy_metrics
-from grpo_fast.objective.surrogates import PolicyTokens, Surrogate, held_back, log_importance, surrogate_of
+from grpo_fast.objective.surrogates import PolicyTokens, Surrogate, log_importance, surrogate_of
 from grpo_fast.objective.terms import entropy_threshold, kl_estimate, off_policy_keep, sampler_weights
 from grpo_fast.objective.types import (
+    FLOATS,
+    TOKEN_COLUMNS,
     LossFunction,
     LossInputs,
     LossOutputs,
@@ -27,14 +29,18 @@ from grpo_fast.objective.types import (
 )
 
 
-def policy_loss(inputs: LossInputs, config: GRPOLossConfig) -> LossOutputs:
+def policy_loss(inputs: LossInputs, config: GRPOLossConfig, entropy_coef: float | None = None) -> LossOutputs:
     """The loss that `config.loss_type` names, for one micro-batch.
 
         loss = Σ_t w_t (keep_t · c_t · surrogate_t + β · kl_t) − entropy_coef · Σ_t e_t · entropy_t
 
     w: the loss's aggregation over the whole step (`StepTotals`); keep: the entropy and off-policy masks;
     c: the sampler correction, times `LossInputs.policy_weights`; e: a mean over the tokens that the entropy
-    mask keeps. Losses and metrics of a step's micro-batches add up to the step's.
+    mask keeps. Losses and metrics of a step's micro-batches add up to the step's. clip_cov, kl_cov and
+    top_entropy_quantile are the exception: they choose tokens within the micro-batch.
+
+    Args:
+        entropy_coef: in place of the configuration's.
 
     Returns:
         `loss` () and `metrics`, see `LossOutputs`. A custom loss (`module:function`) returns its own.
@@ -44,7 +50,8 @@ def policy_loss(inputs: LossInputs, config: GRPOLossConfig) -> LossOutputs:
     """
     if config.is_custom:
         return _load_custom(config.loss_type)(inputs)
-    _check(inputs, config)
+    entropy_coef = config.entropy_coef if entropy_coef is None else entropy_coef
+    _check(inputs, config, entropy_coef)
     totals = inputs.totals or step_totals(inputs.loss_mask, inputs.num_sequences)
     inputs = _cleaned(inputs)
     tokens = _tokens(inputs, config)
@@ -52,8 +59,8 @@ def policy_loss(inputs: LossInputs, config: GRPOLossConfig) -> LossOutputs:
     terms, surrogate, kl = token_terms(tokens, config, keep, inputs.ref_logprobs, inputs.policy_weights)
     weights = token_weights(config.aggregation_kind, tokens.segments, totals, config.max_completion_length)
     loss = (weights * terms).sum()
-    if config.entropy_coef > 0:
-        loss = loss - config.entropy_coef * (entropy_mean * present(inputs.entropy)).sum()
+    if entropy_coef > 0:
+        loss = loss - entropy_coef * (entropy_mean * present(inputs.entropy)).sum()
     return LossOutputs(loss, policy_metrics(surrogate, tokens, inputs, keep, kl, totals, config))
 
 
@@ -124,8 +131,8 @@ def _load_custom(path: str) -> LossFunction:
 
 def _cleaned(inputs: LossInputs) -> LossInputs:
     """The inputs with zeros in place of what `loss_mask` leaves out."""
-    names = ("advantages", "old_logprobs", "ref_logprobs", "sampler_logprobs", "entropy", "policy_weights")
-    found = {"logprobs": inputs.logprobs} | {name: getattr(inputs, name) for name in names}
+    names = ("logprobs", "entropy", *(name for name, dtypes in TOKEN_COLUMNS.items() if dtypes is FLOATS))
+    found = {name: getattr(inputs, name) for name in names}
     clean: dict[str, Any] = {
         name: torch.where(inputs.loss_mask, v, 0) for name, v in found.items() if v is not None
     }
@@ -137,12 +144,10 @@ def _tokens(inputs: LossInputs, config: GRPOLossConfig) -> PolicyTokens:
     segments = Segments.of(inputs.sequence_ids, mask, inputs.num_sequences, logprobs.dtype)
     old_logprobs = logprobs.detach() if inputs.old_logprobs is None else inputs.old_logprobs
     advantages = inputs.advantages.to(logprobs.dtype)
-    correction, held = None, inputs.held_back
+    correction = None
     if inputs.sampler_logprobs is not None:
         correction = sampler_weights(old_logprobs, inputs.sampler_logprobs, segments, config)
-    if held is None and config.facts.holds_back:
-        held = held_back(logprobs.detach(), old_logprobs, advantages, mask, config)
-    return PolicyTokens(logprobs, old_logprobs, advantages, segments, correction, held)
+    return PolicyTokens(logprobs, old_logprobs, advantages, segments, correction)
 
 
 def _kept(
@@ -153,15 +158,9 @@ def _kept(
     entropy_mean = token_weights("token_mean", tokens.segments, totals)
     if config.top_entropy_quantile < 1:
         entropy = present(inputs.entropy).detach()
-        threshold = totals.entropy_threshold
-        if threshold is None:
-            threshold = entropy_threshold(entropy, mask, config.top_entropy_quantile)
-        keep = mask & (entropy >= threshold)
-        if totals.entropy_tokens is None:
-            kept_share = keep.sum().clamp(min=1) / mask.sum().to(entropy_mean.dtype)
-            entropy_mean = entropy_mean * keep / kept_share
-        else:
-            entropy_mean = keep.to(entropy_mean.dtype) / max(totals.entropy_tokens, 1)
+        keep = mask & (entropy >= entropy_threshold(entropy, mask, config.top_entropy_quantile))
+        kept_share = keep.sum().clamp(min=1) / mask.sum().to(entropy_mean.dtype)
+        entropy_mean = entropy_mean * keep / kept_share
     if config.off_policy_mask_threshold is not None:
         behaviour = tokens.old_logprobs if inputs.sampler_logprobs is None else inputs.sampler_logprobs
         threshold = config.off_policy_mask_threshold
@@ -171,13 +170,13 @@ def _kept(
     return keep, entropy_mean
 
 
-def _check(inputs: LossInputs, config: GRPOLossConfig) -> None:
+def _check(inputs: LossInputs, config: GRPOLossConfig, entropy_coef: float) -> None:
     if config.needs_reference and not config.kl_in_reward and inputs.ref_logprobs is None:
         raise ValueError(
             f"ref_logprobs is None, but beta = {config.beta} weighs a KL to the reference model; give its "
             "log-probabilities of the tokens, or set beta = 0"
         )
-    if config.needs_entropy and inputs.entropy is None:
+    if (config.needs_entropy or entropy_coef > 0) and inputs.entropy is None:
         raise ValueError(
             "entropy is None, but entropy_coef, use_adaptive_entropy or top_entropy_quantile needs it; ask "
             "the head for outputs=('logprob', 'entropy')"

@@ -27,7 +27,6 @@ class PolicyTokens:
     advantages: Tensor  # (N,)
     segments: Segments
     sampler_weight: Tensor | None = None  # (N,) π_old/π_sampler, bounded; see `terms.py`
-    held_back: Tensor | None = None  # (N,) bool, where the loss holds tokens back
 
     @property
     def log_ratio(self) -> Tensor:
@@ -126,59 +125,54 @@ def reinforce(tokens: PolicyTokens, config: GRPOLossConfig) -> Surrogate:
 
 
 # ------------------------------------------------------------------------------------ Clip-Cov and KL-Cov
-# They keep the entropy up by holding back the few tokens that would lower it most: those of high covariance
-# between advantage and log-probability.
-
-
-def held_back(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, config: GRPOLossConfig
-) -> Tensor:
-    """The tokens that `clip_cov` or `kl_cov` holds back: their share of the step's, one at least.
-
-    A token's covariance is (A − mean A)(log π − mean log π). kl_cov takes the highest; clip_cov draws, from
-    torch's default CPU generator, among those within its bounds whose ratio is not clipped.
-
-    Args:
-        logprobs, old_logprobs, advantages: (N,), of a whole optimiser step.
-        mask: (N,) bool: tokens that count; means and share are of these.
-
-    Returns:
-        (N,) bool.
-    """
-    count = max(int(mask.sum()), 1)
-
-    def centred(values: Tensor) -> Tensor:
-        return values - torch.where(mask, values, 0).sum() / count
-
-    covariance = centred(advantages) * centred(logprobs)
-    if config.facts.surrogate == "kl_cov":
-        share, ranked = config.kl_cov_ratio, covariance.where(mask, -torch.inf).argsort(descending=True)
-    else:
-        cut = _clipped(logprobs - old_logprobs, advantages, *_log_bounds(config))
-        within = (covariance > config.clip_cov_low) & (covariance < config.clip_cov_high)
-        places = (within & mask & ~cut["low"] & ~cut["high"]).nonzero().squeeze(1)
-        share, ranked = config.clip_cov_ratio, places[torch.randperm(places.numel()).to(places.device)]
-    chosen = torch.zeros_like(mask)
-    chosen[ranked[: max(int(share * count), 1)]] = True
-    return chosen
+# They keep the entropy up by changing the loss of the few tokens that would lower it most: those of high
+# covariance between advantage and log-probability. The tokens are chosen within the micro-batch.
 
 
 def clip_cov(tokens: PolicyTokens, config: GRPOLossConfig) -> Surrogate:
-    """GRPO's clip, and no gradient for the tokens held back."""
-    surrogate, dropped = clip(tokens, config), present(tokens.held_back)
+    """GRPO's clip, without the gradient of a share of the tokens whose covariance is within bounds.
+
+    The tokens are sampled by torch's default CPU generator, from those whose ratio is not clipped.
+    """
+    surrogate, covariance = clip(tokens, config), _covariance(tokens)
+    within = (covariance > config.clip_cov_low) & (covariance < config.clip_cov_high) & tokens.segments.mask
+    places = (within & ~surrogate.clipped["low"] & ~surrogate.clipped["high"]).nonzero().squeeze(1)
+    order = torch.randperm(places.numel()).to(places.device)
+    dropped = _first(places[order], config.clip_cov_ratio, tokens)
     loss = torch.where(dropped, 0, surrogate.loss)
     return Surrogate(loss, surrogate.ratio, surrogate.clipped | {"covariance": dropped})
 
 
 def kl_cov(tokens: PolicyTokens, config: GRPOLossConfig) -> Surrogate:
-    """−r·A without a clip, plus kl_cov_coef·|log r| on the tokens held back.
+    """−r·A without a clip, plus kl_cov_coef·|log r| on the share of tokens with the highest covariance.
 
     The paper writes KL(π_old ‖ π_θ); |log r| is what its authors compute for it.
     """
-    log_ratio, penalised = tokens.log_ratio, present(tokens.held_back)
+    covariance = _covariance(tokens).where(tokens.segments.mask, -torch.inf)
+    penalised = _first(covariance.argsort(descending=True), config.kl_cov_ratio, tokens)
+    log_ratio = tokens.log_ratio
     ratio = log_ratio.exp()
     loss = torch.where(penalised, config.kl_cov_coef * log_ratio.abs(), 0) - ratio * tokens.advantages
     return Surrogate(loss, ratio.detach(), {"covariance": penalised})
+
+
+def _covariance(tokens: PolicyTokens) -> Tensor:
+    """(N,) each token's (A − mean A)(log π − mean log π), with means over the tokens that count."""
+    mask = tokens.segments.mask
+    count = mask.sum().clamp(min=1)
+
+    def centred(values: Tensor) -> Tensor:
+        return values - torch.where(mask, values, 0).sum() / count
+
+    return centred(tokens.advantages) * centred(tokens.logprobs.detach())
+
+
+def _first(places: Tensor, share: float, tokens: PolicyTokens) -> Tensor:
+    """(N,) bool: the first `places`, as many as this share of the tokens that count, and at least one."""
+    mask = tokens.segments.mask
+    chosen = torch.zeros_like(mask)
+    chosen[places[: max(int(share * int(mask.sum())), 1)]] = True
+    return chosen
 
 
 # --------------------------------------------------------------------------------------------------- DPPO

@@ -86,26 +86,18 @@ def off_policy_keep(
     return (advantages >= 0) | (drift <= threshold)
 
 
-def entropy_threshold(entropy: Tensor, mask: Tensor, quantile: float) -> float:
-    """The entropy from which a token is among the top `quantile` of those that count.
+def entropy_threshold(entropy: Tensor, mask: Tensor, quantile: float) -> Tensor:
+    """Return (), the entropy from which a token is among the top `quantile` of those that count.
 
-    Beyond the 80/20 Rule, arXiv 2506.01939, eq. 6. Give it a whole step's tokens and put the result in
-    `StepTotals.entropy_threshold`: then the choice does not depend on how the step is cut into micro-batches.
+    Beyond the 80/20 Rule, arXiv 2506.01939, eq. 6, over the tokens of a micro-batch.
 
     Args:
         entropy: (N,) nats.
-        mask: (N,) bool.
+        mask: (N,) bool; where it is nowhere true, the threshold is infinite.
         quantile: the share to keep, in [0, 1]; 0 keeps the highest token.
     """
-    kept = entropy.detach()[mask]
-    if kept.numel() == 0:
-        return float("inf")
-    # torch.quantile refuses more than 2^24 entries; a sort has no limit and interpolates the same way.
-    position = (1 - quantile) * (kept.numel() - 1)
-    ordered = kept.sort().values
-    below = int(position)
-    above = min(below + 1, kept.numel() - 1)
-    return float(torch.lerp(ordered[below], ordered[above], position - below))
+    counted = entropy.detach()[mask]
+    return counted.quantile(1 - quantile) if counted.numel() else entropy.new_tensor(torch.inf)
 
 
 @dataclass
@@ -126,7 +118,7 @@ class EntropyController:
 
     @property
     def active_coef(self) -> float:
-        """The coefficient for the coming step, to be put into the config by `dataclasses.replace`."""
+        """The coefficient for the coming step, as `policy_loss` takes it."""
         return self.coef if self.last_entropy <= self.config.entropy_target else 0.0
 
     def update(self, entropy: float) -> None:

@@ -15,6 +15,9 @@ from torch import Tensor
 from grpo_fast.objective.catalog import Aggregation
 
 T = TypeVar("T")
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+INTEGERS = (torch.int64, torch.int32)
+MASKS = (torch.bool, torch.uint8, *INTEGERS, *FLOATS)  # trainers keep masks in any of these
 
 
 @dataclass(frozen=True)
@@ -25,8 +28,6 @@ class StepTotals:
     num_sequences: float  # sequences, whether or not a token of theirs is masked out
     measured_tokens: float | None = None  # tokens in the step's batches, for metrics; None: num_tokens
     measured_sequences: float | None = None  # sequences in the step's batches; None: num_sequences
-    entropy_threshold: float | None = None  # top_entropy_quantile's, of the step; None: the micro-batch's
-    entropy_tokens: float | None = None  # tokens at or above it in the step; None: the micro-batch's share
 
 
 @dataclass(frozen=True)
@@ -48,12 +49,17 @@ class LossInputs:
     group_ids: Tensor | None = None  # (N,) int64: completions of one prompt share a group
     totals: StepTotals | None = None  # None: this micro-batch is the whole step
     policy_weights: Tensor | None = None  # (N,) float32, detached: factor of each token's policy term
-    held_back: Tensor | None = None  # (N,) bool, see `surrogates.held_back`; None: chosen of this micro-batch
     columns: Mapping[str, Tensor] = field(default_factory=dict)  # (N,) each: what else a rollout has told
 
 
 KNOWN_COLUMNS = frozenset(field.name for field in fields(LossInputs))
 """Names that a column of a rollout's own cannot have."""
+
+TOKEN_COLUMNS = {
+    "advantages": FLOATS, "sequence_ids": INTEGERS, "loss_mask": MASKS, "old_logprobs": FLOATS,
+    "ref_logprobs": FLOATS, "sampler_logprobs": FLOATS, "group_ids": INTEGERS, "policy_weights": FLOATS,
+}  # fmt: skip
+"""The inputs of each token that do not come from the head, with their dtypes: add a new one here."""
 
 
 @dataclass(frozen=True)

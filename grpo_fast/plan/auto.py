@@ -41,7 +41,7 @@ from grpo_fast.rollout.engines import draws_with_policy
 logger = logging.getLogger(__name__)
 GROUP = "rollout.num_generations"
 LIMIT = "dataset.max_prompt_length"
-FIRST = (GROUP, "distributed.mode", "distributed.head")  # what is chosen before all else
+FIRST = (GROUP, "distributed.mode")  # what is chosen before all else
 
 OF_ALL_STAGES: dict[str, Callable[[Iterable[Any]], Any]] = {
     "micro_batch_tokens": min,

@@ -19,11 +19,12 @@ from grpo_fast.policy.adapters import expert_adapters
 from grpo_fast.policy.architecture import backbone, check_architecture, logit_softcap, packing_obstacle
 from grpo_fast.policy.attention import PRICED_ATTENTION, head_dims, register
 from grpo_fast.policy.experts import chosen_share, is_expert, require_router
-from grpo_fast.policy.layers import decoder_layers, fuse_layers
+from grpo_fast.policy.layers import decoder_layers
 from grpo_fast.policy.load import prepare_to_train, resolve_dtype
+from grpo_fast.policy.optimizer import moment_bytes_8bit
+from grpo_fast.policy.patches import Setting, apply_patches
 from grpo_fast.policy.price import computed, price_layers
 from grpo_fast.policy.quantization import cast_rest, count_numbers, is_quantized, loading_settings, quantizes
-from grpo_fast.policy.recurrent import fork_states
 from grpo_fast.policy.source import PREFIX, resolve_source
 from grpo_fast.policy.vision import auto_class
 
@@ -34,7 +35,8 @@ if TYPE_CHECKING:
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = TABLES["models"]
 """name: (transformers' model type, what its published config.json says)"""
 
-_LEAST_8BIT = 4096  # numbers of a tensor from which on bitsandbytes' moments are 8 bits, with a scale for 256
+_CACHES = ("cache", "past_key_values", "cache_params", "state")  # how models call what they give back
+
 
 # What a module's name says of its parameters, in this order: some attentions have norms of their own.
 _MARKS = {
@@ -117,10 +119,10 @@ def random_model(
     if quantizes(model, config):
         settings = loading_settings(model, torch.device(device))
         found = _quantized(found, settings.get("quantization_config") or config.quantization_config, device)
+    trained = prepare_to_train(found, model)
     if found.device.type != "meta":
-        fork_states(found)
-        fuse_layers(found, model, found.device)
-    return prepare_to_train(found, model)
+        apply_patches(found, Setting(model, found.device))
+    return trained
 
 
 def _quantized(model: PreTrainedModel, settings: Any, device: torch.device | str) -> PreTrainedModel:
@@ -159,7 +161,7 @@ class ModelShape:
     def __init__(self, model: PreTrainedModel | PeftModel) -> None:
         from transformers import PreTrainedModel
 
-        from grpo_fast.rollout.shared_prefix import shares_prefix
+        from grpo_fast.rollout.decoder import reads_prompts_once
 
         base = model if isinstance(model, PreTrainedModel) else cast(PreTrainedModel, model.get_base_model())
         config = base.config.get_text_config()
@@ -199,7 +201,7 @@ class ModelShape:
         # Of 16 bits, which have float32 masters; the others are their own.
         self.params_16bit = sum(p.numel() for p in trained if p.element_size() < 4)
         self.params_32bit = self.trained - self.params_16bit
-        self.moments_8bit = sum(8 * n if n < _LEAST_8BIT else 2 * (n + 4 * -(-n // 256)) for n in sizes)
+        self.moments_8bit = sum(map(moment_bytes_8bit, sizes))
         self.largest = max(sizes, default=0)  # numbers of a trained tensor
         # Numbers of the three trained tensors in a row that are largest together.
         self.largest_three_adjacent = max((sum(sizes[i : i + 3]) for i in range(len(sizes))), default=0)
@@ -215,7 +217,7 @@ class ModelShape:
         self.head_dim = max(head_dims(config))
         # As transformers keeps keys and values, and bytes of the states of a sequence, however long it is.
         self.layers, self.states = _cached_parts(cache)
-        self.shares_prefix = shares_prefix(base, cache)  # our own decoding holds prompts once
+        self.shares_prefix = reads_prompts_once(base)  # in our own decoding
         paged = sum(layer.numbers for layer in self.layers)
         if latent := getattr(config, "kv_lora_rank", None):  # vLLM keeps multi-head latent attention as it is
             paged = len(self.layers) * (latent + config.qk_rope_head_dim)
@@ -300,24 +302,15 @@ def _part(base: PreTrainedModel, name: str, parameter: nn.Parameter) -> str:
 
 def _cached(base: PreTrainedModel) -> Any:
     """transformers' own cache after one token, so that no architecture needs a formula; None: it has none."""
-    from grpo_fast.rollout.decoder import CACHES
-
     with torch.no_grad():
         own = packing_obstacle(base.config) is not None
         output = computed(backbone(base), 1, own_attention=own, use_cache=True)
-    return next(filter(None, (getattr(output, name, None) for name in CACHES)), None)
+    return next(filter(None, (getattr(output, name, None) for name in _CACHES)), None)
 
 
 def _cached_parts(cache: Any) -> tuple[list[KvLayer], int]:
     """What is cached of one token in each layer that attends, and bytes of the states of all others."""
-    from grpo_fast.rollout.decoder import changed
-
-    def note(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    found: list[Tensor] = []
-    changed(cache, note)
+    found = [*_tensors_in(cache)]
     every = getattr(cache, "layers", ())
     attending = [
         layer for layer in every if getattr(layer, "keys", None) is not None and layer.keys.dim() > 1
@@ -331,6 +324,17 @@ def _cached_parts(cache: Any) -> tuple[list[KvLayer], int]:
     ]
     states = sum(map(_nbytes, found)) - sum(layer.keys.nbytes + layer.values.nbytes for layer in attending)
     return layers, states
+
+
+def _tensors_in(held: Any) -> Iterator[Tensor]:
+    """Those that a cache, or a part of one, holds; of one dimension are counters, and empty layers."""
+    if isinstance(held, Tensor):
+        yield from [held] if held.dim() > 1 else []
+    elif isinstance(held, list | tuple | dict):
+        for part in held.values() if isinstance(held, dict) else held:
+            yield from _tensors_in(part)
+    elif type(held).__name__.endswith(("Cache", "Layer")):
+        yield from _tensors_in(vars(held))
 
 
 def with_layers(config: PretrainedConfig, count: int) -> PretrainedConfig:

@@ -47,7 +47,6 @@ FRAGMENTATION = 0.05  # of the transient bytes, which the allocator may waste
 BUSY = 8_192  # tokens of a micro-batch that keep a GPU busy
 
 _STATE: tuple[Part, ...] = ("optimizer", "master")  # what an optimiser step alone reads
-_STEP_8BIT = 20  # transient bytes of a number whose 8-bit moments a CPU steps
 
 _TRANSIENT = (
     *("activations", "gradients in flight", "head", "masks", "packed batches", "engine workspace"),
@@ -142,8 +141,6 @@ class Prediction:
                 values["rollout.vllm.kv_cache_gib"] = math.ceil(100 * kv_cache / GIB) / 100
         if self.mode:
             values["distributed.mode"] = run.distributed.mode
-        if predictor.sharded:
-            values["distributed.head"] = run.distributed.head
         return values
 
 
@@ -172,7 +169,6 @@ class Predictor:
         self.dtype: torch.dtype = getattr(torch, run.model.dtype)
         self.on_gpu = device.kind == "cuda"
         self.sharded = device.ranks > 1 and run.distributed.mode == "shard"
-        self.head_sharded = self.sharded and run.distributed.head == "sharded"
         self.attention: str = run.model.attention
         if self.attention == "auto":
             target = torch.device(device.kind)
@@ -243,11 +239,6 @@ class Predictor:
         step = resident | {"gradients": self._held(4 * shape.trained)}
         if away or several:
             moments.append(step | streamed | self._exchanged())
-        if optimizer.stochastic_rounding:  # one master, then 16 bits of chance beside it
-            step |= {"master": self._own(4 * shape.largest)}
-            moments.append(step | streamed | self._exchanged() | {"master": self._own(6 * shape.largest)})
-        if optimizer.kind == "adamw_8bit" and not self.on_gpu:
-            moments.append(step | {"optimizer": step["optimizer"] + _STEP_8BIT * shape.largest})
         return max(map(self._with_overheads, moments), key=lambda parts: sum(parts.values()))
 
     def _rollout(self, sizes: StepSizes) -> dict[str, int]:
@@ -268,7 +259,7 @@ class Predictor:
             "weights": self._held(shape.bytes),
             "master": self._own(4 * shape.params_16bit) * (not optimizer.stochastic_rounding),
             "gradients": self._held(4 * shape.params_16bit + 4 * shape.params_32bit * accumulates),
-            "optimizer": moments if optimizer.kind == "adamw_8bit" else moments + steps,
+            "optimizer": moments + steps,
             "reference": self._held(shape.bytes) * needs_reference,
         }
 
@@ -283,14 +274,14 @@ class Predictor:
     def _gathered(self) -> dict[str, int]:
         """What FSDP2 has whole: a layer and the next one, and the layer's gradient, as it is and in float32.
 
-        The head's weight and gradient stay from the loss to the end, unless hidden states come to its rows.
+        The head's weight and gradient stay from the loss to the end.
         """
         if not self.sharded:
             return {}
         shape = self.shape
         layers = 2 * shape.layer + (shape.itemsize + 4) * shape.layer_trained
         head = shape.itemsize * shape.vocabulary * shape.hidden * (1 + shape.head_trained)
-        return {"gathered": layers + head * (not self.head_sharded)}
+        return {"gathered": layers + head}
 
     def _exchanged(self) -> dict[str, int]:
         """What an optimiser step of mode replicate adds: its rows of the summed gradients, and a bucket."""
@@ -311,10 +302,9 @@ class Predictor:
         layers = shape.fused if fused else shape.plain
         attention = self._attention(batch)
         masks = sum(one.kept for one in attention[: 1 if recomputes in (True, "offload") else None])
-        ranks = self.device.ranks if self.head_sharded else 1
         call = Workload(
-            rows=batch.targets * ranks,
-            vocabulary=-(-shape.vocabulary // ranks),
+            rows=batch.targets,
+            vocabulary=shape.vocabulary,
             dtype=self.dtype,
             softcap=shape.softcap,
             extra_statistics=1,
@@ -324,7 +314,6 @@ class Predictor:
             trainable=shape.head_trained,
         )
         head = head_bytes(self.device, call, weight_grad=shape.head_trained)
-        of_all_ranks = shape.itemsize * call.rows * shape.hidden * self.head_sharded  # hidden states
         table = shape.vocabulary * shape.hidden
         of_hidden = shape.itemsize * shape.hidden * (tokens + batch.targets)
         # What a float32 parameter has of its gradient so far: the head's first, at the end all.
@@ -342,7 +331,7 @@ class Predictor:
             {
                 "activations": kept + shape.itemsize * shape.hidden * batch.targets,
                 "gradients in flight": head_grad,
-                "head": head.kept + of_all_ranks + max(head.forward, head.backward),
+                "head": head.kept + max(head.forward, head.backward),
                 "masks": masks,
             },
             {"activations": kept, "gradients in flight": head_grad + of_layer, "masks": masks},

@@ -20,7 +20,6 @@ from grpo_fast.plan.sizes import MOST_IN_FLIGHT, StepSizes, step_sizes
 from grpo_fast.policy.architecture import positions
 from grpo_fast.policy.load import require_replay
 from grpo_fast.policy.quantization import quantizes
-from grpo_fast.policy.vision import sees_images
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -229,11 +228,11 @@ def plan(config: TrainConfig, shapes: Shapes, device: DeviceBudget) -> Plan:
 
 
 def divisions(config: TrainConfig, model: PretrainedConfig, device: DeviceBudget) -> list[TrainConfig]:
-    """The run with each mode, and each head of mode shard, that it leaves open; as it is on one rank.
+    """The run with each mode that it leaves open; as it is on one rank.
 
     Raises:
-        ValueError: a step has fewer prompts than there are ranks, the head is tied and asked for in rows, or
-            mode shard is asked for with what it cannot offload.
+        ValueError: a step has fewer prompts than there are ranks, or mode shard is asked for with what it
+            cannot offload.
     """
     own, ranks = config.distributed, device.ranks
     if ranks == 1:
@@ -245,30 +244,17 @@ def divisions(config: TrainConfig, model: PretrainedConfig, device: DeviceBudget
                 f"{of}prompts_per_step = {prompts} is less than the {ranks} ranks, each of which answers "
                 f"prompts of its own; raise it to {ranks} or more, or start fewer ranks"
             )
-    settings = model if sees_images(model) else model.get_text_config()
-    tied = getattr(settings, "tie_word_embeddings", False)
-    if tied and own.head == "sharded":
-        raise ValueError(
-            "distributed.head = 'sharded': the head of this model is tied to the embedding, which needs the "
-            "whole weight; set it to gathered or auto"
-        )
     stays = STAYS_SHARDED in config.memory.offload
     if stays and own.mode == "shard":
         raise ValueError(
             f"memory.offload = {config.memory.offload}: distributed.mode = 'shard' keeps the "
             f"{STAYS_SHARDED} in rows on every rank; leave it out, or set distributed.mode to replicate"
         )
-    heads, modes = [own.head], [own.mode]
-    if own.head == "auto":
-        heads = ["gathered"] if tied else ["sharded", "gathered"]
+    modes = [own.mode]
     if own.mode == "auto":
         whole = stays or device.kind == "cpu" or quantizes(config.model, model)
         modes = ["replicate"] if whole else ["replicate", "shard"]
-    return [
-        with_values(config, {"distributed.mode": mode, "distributed.head": head})
-        for mode in modes
-        for head in (heads if (mode, device.kind) == ("shard", "cuda") else heads[:1])
-    ]
+    return [with_values(config, {"distributed.mode": mode}) for mode in modes]
 
 
 def flow(value: Any) -> str:

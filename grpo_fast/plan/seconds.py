@@ -109,9 +109,6 @@ def update_exchange(of: Predictor, work: MicroBatch) -> float:
     table = shape.parameters.get("head", 0)  # tied, it is the embedding's
     others = shape.bytes - shape.itemsize * table
     head = (shape.itemsize + 4 * shape.head_trained) * table
-    if run.distributed.head == "sharded":
-        # Gathered, then their gradient all-reduced, which is twice as much.
-        head = 3 * shape.itemsize * shape.hidden * work.targets * device.ranks
     size: float = 2 * others + 4 * (trained - table * shape.head_trained) + head
     calls = 3.0 * (shape.depth + 2)  # a layer's weights twice and its gradient; embedding and head
     forwards = _forwards_alone(run)

@@ -9,8 +9,6 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterable, Sequence
-from functools import partial
-from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +16,7 @@ from torch import Tensor, nn
 
 from grpo_fast.data.table import Completions
 from grpo_fast.head import HeadParameters
-from grpo_fast.policy.layers import decoder_layers
+from grpo_fast.policy.layers import decoder_layers, wrap_forward
 from grpo_fast.policy.layout import PackedLayout
 from grpo_fast.policy.packing import pack
 from grpo_fast.policy.quantization import is_quantized
@@ -32,17 +30,28 @@ if TYPE_CHECKING:
 _ATTENTION = ("full_attention", "sliding_attention")
 _RECURRENT = ("linear_attention", "conv", "hybrid", "hybrid_sliding")  # with a state, see `recurrent`
 PACKED_LAYER_TYPES = frozenset([*_ATTENTION, *_RECURRENT, "mlp", "moe"])
-_SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")  # Gemma, Griffin, xLSTM
+_SOFTCAPS = ("final_logit_softcapping", "output_logit_soft_cap")  # Gemma, xLSTM
 _OWN_TOKENIZER = "give the model its own tokenizer, or enlarge it by resize_token_embeddings and save it"
 
 
+_BERT = "puts a layer between its last hidden states and its output head, which the loss does not read"
 _DRAFTER = "drafts for Gemma 4 from its keys and values, and reads no tokens"
-_UNTRAINABLE = {
+_REFUSED = {
+    **dict.fromkeys(["bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra"], _BERT),
+    **dict.fromkeys(["ernie", "megatron-bert", "modernbert-decoder", "rembert", "roberta"], _BERT),
+    **dict.fromkeys(["roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl"], _BERT),
+    "xmod": _BERT,
+    "dbrx": "keeps the matrices of its experts below each other in one",
+    "emu3": "is saved with its image tokenizer, without which its language model does not load again",
+    **dict.fromkeys(["gemma4_assistant", "gemma4_unified_assistant"], _DRAFTER),
+    "hyperclovax": "multiplies its logits by logits_scaling, by which other models divide them",
+    **dict.fromkeys(["inkling_mm_model", "inkling_text"], "scales its logits by logits_mup_width_multiplier"),
+    "recurrent_gemma": "keeps its recurrent state in attributes of its layers, not in a cache",
     "reformer": "gives gradients only with dropout, of whole chunks, and with hashes at random",
-    "gemma4_assistant": _DRAFTER,
-    "gemma4_unified_assistant": _DRAFTER,
+    "rwkv": "divides its weights in place when it is evaluated",
+    "xlm": "counts a padding token within a text as its end",
 }
-"""Types that no check of the configuration or of a forward would refuse."""
+"""Model types that are not trained, and why."""
 
 
 def check_architecture(config: PreTrainedConfig) -> None:
@@ -56,10 +65,10 @@ def check_architecture(config: PreTrainedConfig) -> None:
             f"model_type = {config.model_type!r} is not a decoder-only language model of text; give one, "
             "such as Qwen3"
         )
-    if config.model_type in _UNTRAINABLE:
+    if config.model_type in _REFUSED:
         raise ValueError(
-            f"model_type = {config.model_type!r} {_UNTRAINABLE[config.model_type]}; give another "
-            "model, such as Qwen3"
+            f"model_type = {config.model_type!r} {_REFUSED[config.model_type]}; give another model, such as "
+            "Qwen3"
         )
     if not hasattr(config.get_text_config(), "num_hidden_layers"):
         raise ValueError(
@@ -138,26 +147,28 @@ def positions(config: PreTrainedConfig) -> int | None:
     return max(most, int(rope["factor"] * (rope.get("original_max_position_embeddings") or most)))
 
 
-def fix_rope(model: nn.Module, length: int) -> None:
-    """Let rotary positions turn as in a sequence of `length` tokens, whatever a batch holds.
+def fix_rope(model: nn.Module, length: int | None) -> None:
+    """Pin length-dependent rotary positions to those of a sequence of `length` tokens.
 
-    Of the types `longrope` and `dynamic` a token's frequencies go by the longest sequence of its forward: it
-    would have one policy alone and another in company.
+    With the types `longrope` and `dynamic`, frequencies depend on the longest sequence of a forward, so that
+    log-probabilities would depend on the other sequences in the batch. None: as in the model's own forward.
     """
     modules: Iterable[Any] = model.modules()
     for rope in modules:
         kinds = getattr(rope, "rope_type", ())
         kinds = kinds.values() if isinstance(kinds, dict) else [kinds]  # of each type of layer
         if not {"longrope", "dynamic"}.isdisjoint(kinds):
-            if "forward" not in vars(rope):
-                rope.plain_forward, rope.forward = rope.forward, MethodType(_beside_the_longest, rope)
-            rope.last_position = length - 1
+            if not hasattr(rope, "length"):
+                wrap_forward(rope, _rope_of_length)
+            rope.length = length
 
 
-def _beside_the_longest(rope: Any, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Sines and cosines (B, T, D) of `position_ids` (B, T), computed with one more position."""
-    last = torch.full_like(position_ids[..., :1], rope.last_position)
-    found = rope.plain_forward(x, torch.cat([position_ids, last], -1), *args, **kwargs)
+def _rope_of_length(rope: Any, original_forward: Any, x: Tensor, position_ids: Tensor, *args: Any) -> Any:
+    """Sines and cosines (B, T, D) of `position_ids` (B, T), computed with one more position, the last."""
+    if rope.length is None:
+        return original_forward(x, position_ids, *args)
+    last = torch.full_like(position_ids[..., :1], rope.length - 1)
+    found = original_forward(x, torch.cat([position_ids, last], -1), *args)
     return tuple(part[..., :-1, :] for part in found)
 
 
@@ -183,36 +194,6 @@ def backbone(model: PreTrainedModel) -> Any:
     """The model without its head; Llama 4's says that it is its own."""
     inner: Any = model
     return inner.base_model if inner.base_model is not inner else inner.model
-
-
-def head_reader(model: PreTrainedModel) -> Any:
-    """What computes the states that the head reads: called as the backbone is, which mostly it is.
-
-    In BERT and ModernBERT's decoder a layer stands between the two; there all is computed but the logits.
-    """
-    inner, head = backbone(model), model.get_output_embeddings()
-    others = [part for part in model.children() if part is not inner and part is not head]
-    if any([*part.parameters()] for part in others):
-        return partial(_before_the_head, model, head)
-    return inner
-
-
-def _before_the_head(model: PreTrainedModel, head: nn.Module, **inputs: Any) -> Any:
-    """Output of a backbone: (B, T, H) as the head is given them, which makes logits of no token."""
-    from transformers.modeling_outputs import BaseModelOutput
-
-    states: list[Any] = []
-
-    def read(_: nn.Module, given: tuple[Tensor]) -> tuple[Tensor]:
-        states.append(given[0])
-        return (given[0][:, :0],)
-
-    hook = head.register_forward_pre_hook(read)
-    try:
-        model(**inputs)
-    finally:
-        hook.remove()
-    return BaseModelOutput(last_hidden_state=states[0])
 
 
 def head_parameters(model: PreTrainedModel) -> HeadParameters:
@@ -251,13 +232,8 @@ def logit_softcap(config: PreTrainedConfig) -> float | None:
 def _logit_scale(config: PreTrainedConfig) -> float:
     if (scale := getattr(config, "logit_scale", None)) is not None:  # Cohere
         return float(scale)
-    if (width := getattr(config, "logits_mup_width_multiplier", None)) is not None:  # Inkling
-        return 1.0 / float(width)
-    scaling = getattr(config, "logits_scaling", None)
-    if scaling is None:
-        return 1.0
-    # Granite and MiniCPM divide by it, HyperCLOVA X multiplies.
-    return float(scaling) if config.model_type.startswith("hyperclovax") else 1.0 / float(scaling)
+    scaling = getattr(config, "logits_scaling", None)  # Granite, MiniCPM
+    return 1.0 if scaling is None else 1.0 / float(scaling)
 
 
 @torch.no_grad()
@@ -265,8 +241,8 @@ def verify_policy(policy: Policy) -> None:
     """Compare a batch's hidden states and head with the model's own logits, sequence by sequence.
 
     Raises:
-        ValueError: they differ by more than rounding, a token sees those behind it, or packed layers do not
-            tell their attention the window that they have.
+        ValueError: they differ by more than rounding, or packed layers do not pass the window that they have
+            to their attention.
     """
     model = policy.base_model
     prompts, completions = _probes(model)
@@ -274,22 +250,14 @@ def verify_policy(policy: Policy) -> None:
     (batch,) = pack(table, max_tokens=10_000, device=policy.device, shares_prompts=policy.packs)
     layout = PackedLayout(batch, policy.attention)
     sequences = [prompts[row] + completions[row] for row in batch.rows.tolist()]
-    found, own, begun, allowed = policy.run(
+    found, own, allowed = policy.run(
         lambda: (
             policy.head.logits(policy.hidden_states(batch, layout)),
             [own_logits(model, sequence) for sequence in sequences],
-            own_logits(model, sequences[0][:-3]),
             rounding(model, sequences[0]),
-        ),
-        whole_head=True,
+        )
     )
     name = type(model).__name__
-    error = distance(begun, own[0][:-3])
-    if not error <= allowed:
-        raise ValueError(
-            f"{name} is no decoder: logits move by {error:.2g} of their norm ({allowed:.2g} allowed) with "
-            "the tokens behind them; give a causal language model (is_decoder = true in its config.json)"
-        )
     alone = [logits[len(prompts[row]) - 1 : -1] for logits, row in zip(own, batch.rows.tolist(), strict=True)]
     error = distance(found, torch.cat(alone))
     kind, part, remedy = "logits of padded rows", "head", "another model"
@@ -394,7 +362,5 @@ def own_logits(model: PreTrainedModel, ids: Sequence[int]) -> Tensor:
 
 
 def whole_rows(model: PreTrainedModel, ids: Tensor) -> dict[str, Any]:
-    """What a forward is given of rows (B, T) of tokens only. XLM is told that none is padding: it would count
-    those that are not its padding token, and end the sequence there."""
-    told = {"attention_mask": torch.ones_like(ids)} if model.config.model_type == "xlm" else {}
-    return {"input_ids": ids, "use_cache": False, **told}
+    """Return the arguments of a forward of rows (B, T) of tokens without padding."""
+    return {"input_ids": ids, "use_cache": False}

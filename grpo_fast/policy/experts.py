@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from grpo_fast.config.policy import ModelConfig
 from grpo_fast.policy.layers import decoder_layers
-from grpo_fast.policy.vision import language_model, model_class
+from grpo_fast.policy.vision import model_class
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -25,13 +25,13 @@ _ROUTERS = {"gate", "router", "router_gate"}
 
 def expert_count(architecture: PreTrainedConfig) -> int:
     """How many experts a layer's router chooses from; 0 of a dense model."""
-    config = _of_mlps(architecture)
+    config = architecture.get_text_config()
     return next((count for name in _COUNTS if (count := getattr(config, name, None))), 0)
 
 
 def chosen_count(architecture: PreTrainedConfig) -> int:
     """How many of them a token visits."""
-    config = _of_mlps(architecture)
+    config = architecture.get_text_config()
     return next((n for name in _CHOSEN if (n := getattr(config, name, None))), expert_count(architecture))
 
 
@@ -39,12 +39,6 @@ def chosen_share(architecture: PreTrainedConfig) -> float:
     """The share of its experts that a token visits; 1 of a dense model."""
     there = expert_count(architecture)
     return chosen_count(architecture) / there if there else 1.0
-
-
-def _of_mlps(architecture: PreTrainedConfig) -> Any:
-    """The configuration, or of DBRX its part that tells of experts."""
-    config = architecture.get_text_config()
-    return getattr(config, "ffn_config", config)
 
 
 def is_expert(name: str, parameter: Tensor) -> bool:
@@ -60,15 +54,8 @@ def is_router(name: str) -> bool:
     return not _ROUTERS.isdisjoint(name.split("."))
 
 
-def fused_experts(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters (E, A, B) that hold a matrix of each expert, by name."""
-    read = {*language_model(model).parameters()}
-    named = ((name, parameter) for name, parameter in model.named_parameters() if parameter in read)
-    return {name: parameter for name, parameter in named if _is_stack(name, parameter)}
-
-
 def _is_stack(name: str, parameter: Tensor) -> bool:
-    of_heads = any(mark in name for mark in ("conv", "mamba", "rg_lru"))  # a matrix for each head
+    of_heads = any(mark in name for mark in ("conv", "mamba"))  # a matrix for each head
     return not of_heads and parameter.ndim == 3 and min(parameter.shape[1:]) > 1
 
 

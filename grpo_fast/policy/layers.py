@@ -1,30 +1,32 @@
 """How decoder layers run: what a backward recomputes instead of keeping, and by which kernels.
 
 An MLP's activations are the widest of a layer, and a token's do not depend on other tokens: over tiles they
-need the memory of one, however long the batch (TiledMLP of arXiv:2506.13996), and are computed no more often.
-Norms, rotary embeddings, activations and residuals are each bound by memory: fused, by Liger's kernels or by
+need the memory of one, however long the batch (TiledMLP of arXiv:2506.13996, as Liger implements it). Norms,
+rotary embeddings, activations and residuals are each bound by memory: fused, by Liger's kernels or by
 torch.compile, they read it once.
 """
 
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
-from types import MethodType
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import checkpoint
 
 from grpo_fast.config.policy import ModelConfig
-from grpo_fast.policy.host_memory import LayerInputs
 from grpo_fast.policy.vision import language_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
 
 TILE_TOKENS = 8192
 """Tokens that an MLP computes at one time. Arithmetic bounds its products of matrices from far fewer on, so
@@ -40,39 +42,48 @@ LIGER_TYPES = frozenset(
 GPT-OSS, whose norms it rounds once more, and no experts, whose kernels Triton's interpreter cannot run."""
 
 
-def recompute(model: PreTrainedModel, what: Literal[True, "mlp", "offload"]) -> None:
-    """Let the backward keep the inputs alone, of each layer's MLP ("mlp") or of each layer, on the host
-    ("offload", see `LayerInputs`) or the device.
+def wrap_forward(module: Any, around: Callable[..., Any]) -> None:
+    """Call `around(module, original_forward, ...)` in place of the module's forward."""
+    module.forward = partial(around, module, module.forward)
 
-    transformers recomputes layers in training mode alone, which a policy is never in.
+
+def recompute(model: PreTrainedModel, what: Literal[True, "mlp", "offload"]) -> None:
+    """Let the backward keep only the inputs of each layer's MLP ("mlp") or of each layer.
+
+    The inputs of layers stay on the device, or wait in the host's memory ("offload"). transformers recomputes
+    layers only in training mode, which a policy is never in.
 
     Raises:
         ValueError: "mlp", and the layers have no MLP; or the model has no layers that transformers knows.
     """
-    if what == "mlp":
-        if not (mlps := _mlps(model)):
+    found = _mlps(model) if what == "mlp" else decoder_layers(model)
+    if not found:
+        problem = f"model.gradient_checkpointing = {what!r}: {type(model).__name__} has "
+        if what == "mlp":
             raise ValueError(
-                f"model.gradient_checkpointing = 'mlp': the layers of {type(model).__name__} have no MLP "
-                f"of their own ({', '.join(_MLPS)}); set it to true or false"
+                f"{problem}no MLP named {', '.join(_MLPS)} in its layers; set it to true or false"
             )
-        for mlp in mlps:
-            _replace_forward(mlp, _recomputed_in_tiles if _is_token_wise(mlp) else _recomputed)
-        return
-    if not (layers := decoder_layers(model)):
-        raise ValueError(
-            f"model.gradient_checkpointing = {what!r} finds no layers in {type(model).__name__} to "
-            "recompute; set it to false, or give a model that transformers itself implements"
+        raise ValueError(f"{problem}no layers that transformers itself implements; set it to false")
+    tiled = token_wise_mlps(model) if what == "mlp" else []
+    for module in found:
+        if module not in tiled:
+            wrap_forward(module, _recomputed_from_host if what == "offload" else _recomputed)
+
+
+def tile_mlps(model: nn.Module, *, always: bool = False) -> None:
+    """Compute token-wise MLPs over more tokens than a tile's in tiles, which a backward recomputes.
+
+    Args:
+        always: recompute MLPs over fewer tokens, too.
+    """
+    if find_spec("liger_kernel") is None:
+        logger.warning(
+            "MLPs are computed whole, and not in tiles of %d tokens, which takes more memory for long "
+            "sequences: pip install liger-kernel",
+            TILE_TOKENS,
         )
-    tile_mlps(model)
-    forward = partial(_inputs_on_host, LayerInputs()) if what == "offload" else _recomputed
-    for layer in layers:
-        _replace_forward(layer, forward)
-
-
-def tile_mlps(model: nn.Module) -> None:
-    """Compute token-wise MLPs over more tokens than a tile's in tiles."""
     for mlp in token_wise_mlps(model):
-        _replace_forward(mlp, _in_tiles)
+        wrap_forward(mlp, partial(_in_tiles, always))
 
 
 def decoder_layers(model: nn.Module) -> list[Any]:
@@ -92,97 +103,57 @@ def _mlps(model: nn.Module) -> list[Any]:
 
 
 def token_wise_mlps(model: nn.Module) -> list[Any]:
-    """The layers' MLPs that compute each token by itself; experts sort the tokens of all."""
-    return [mlp for mlp in _mlps(model) if _is_token_wise(mlp)]
+    """The MLPs that Liger, where it is installed, can compute in tiles.
+
+    Each token's result depends on this token alone: experts sort the tokens of all. Nor do tiles repeat the
+    random numbers of a dropout when they are recomputed.
+    """
+    if find_spec("liger_kernel") is None:
+        return []
+    return [mlp for mlp in _mlps(model) if _is_token_wise(mlp) and not _drops_out(mlp)]
 
 
 def _is_token_wise(mlp: Any) -> bool:
     experts = any("expert" in name or weight.ndim > 2 for name, weight in mlp.named_parameters())
-    return not experts and len(inspect.signature(mlp.forward).parameters) == 1
+    return not experts and len(inspect.signature(type(mlp).forward).parameters) == 2  # with self
 
 
-def _replace_forward(module: Any, forward: Callable[..., Any]) -> None:
-    """By one function for all, or each layer would be compiled anew."""
-    module.plain_forward, module.forward = module.forward, MethodType(forward, module)
+def _drops_out(mlp: nn.Module) -> bool:
+    """Whether LoRA's dropout is on; a policy's other dropouts are off."""
+    return any(isinstance(part, nn.Dropout) and part.p and part.training for part in mlp.modules())
 
 
-def _recomputed(module: Any, *args: Any, **kwargs: Any) -> Any:
+def _recomputed(module: Any, original_forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Without a backward to come it is plain: `checkpoint` asks for the random numbers' state even there."""
     if not torch.is_grad_enabled():
-        return module.plain_forward(*args, **kwargs)
-    return checkpoint(module.plain_forward, *args, use_reentrant=False, **kwargs)
+        return original_forward(*args, **kwargs)
+    return checkpoint(original_forward, *args, use_reentrant=False, **kwargs)
 
 
-def _inputs_on_host(inputs: LayerInputs, layer: Any, *args: Any, **kwargs: Any) -> Any:
-    return inputs.checkpoint(partial(layer.plain_forward, **kwargs), *args)
-
-
-@torch.compiler.disable
-def _in_tiles(mlp: Any, hidden: Tensor) -> Tensor:
-    """In a layer that is recomputed whole: one tile is kept then as all else of the layer is."""
-    return mlp.plain_forward(hidden) if len(_tiles(hidden)) == 1 else _recomputed_in_tiles(mlp, hidden)
+def _recomputed_from_host(layer: Any, original_forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Of what `checkpoint` keeps, positional tensors go to the host: the layer's input."""
+    forward = partial(original_forward, **kwargs)
+    with save_on_cpu(pin_memory=args[0].is_cuda):
+        return _recomputed(layer, forward, *args)
 
 
 @torch.compiler.disable
-def _recomputed_in_tiles(mlp: Any, hidden: Tensor) -> Tensor:
-    """(B, T, H) -> (B, T, H); a backward has kept the input alone."""
-    trained = hidden.requires_grad or any(weight.requires_grad for weight in mlp.parameters())
-    if not (trained and torch.is_grad_enabled()):
-        return _result(mlp, hidden)
-    kept = _Input.apply(hidden if hidden.requires_grad else hidden.detach().requires_grad_(), mlp)
-    return _Result.apply(kept, mlp)
+def _in_tiles(always: bool, mlp: Any, original_forward: Callable[..., Any], hidden: Tensor) -> Tensor:
+    """(B, T, H) -> (B, T, H)."""
+    from liger_kernel.ops.tiled_mlp import apply_tiled_mlp
 
+    tiles = -(-hidden[..., 0].numel() // TILE_TOKENS)
+    if not always and tiles <= 1:
+        return original_forward(hidden)
+    # Only by its input does Liger's function know that a backward comes.
+    if torch.is_grad_enabled() and any(weight.requires_grad for weight in mlp.parameters()):
+        hidden = hidden if hidden.requires_grad else hidden.detach().requires_grad_()
 
-class _Input(torch.autograd.Function):
-    """Keeps an MLP's input, and makes of the result's gradient those of input and weights, whose hooks
-    hear of it once a tile.
+    def tile(_: Any, part: Tensor) -> Tensor:
+        found: Tensor = original_forward(part.reshape(1, -1, part.shape[-1]))
+        return found.view_as(part)
 
-    A layer's recomputation ends where the last tensor is kept: before the MLP, which then runs for `backward`
-    alone.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, mlp: Any) -> Tensor:
-        ctx.mlp, ctx.random = mlp, (torch.get_rng_state(), *get_device_states(hidden))
-        ctx.save_for_backward(hidden)
-        return hidden.view_as(hidden)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        (hidden,), (of_cpu, devices, of_devices) = ctx.saved_tensors, ctx.random
-        found = torch.empty_like(hidden, memory_format=torch.contiguous_format)
-        with torch.random.fork_rng(devices), torch.enable_grad():  # dropout's numbers once more
-            torch.set_rng_state(of_cpu)
-            set_device_states(devices, of_devices)
-            for tile, of_result, of_tile in zip(*map(_tiles, (hidden, gradient, found)), strict=True):
-                leaf = tile.detach().requires_grad_()
-                ctx.mlp.plain_forward(leaf).backward(of_result)
-                of_tile.copy_(leaf.grad)
-        return found, None
-
-
-class _Result(torch.autograd.Function):
-    """The MLP, computed without a graph: the gradient of its result goes to `_Input` as it is."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, mlp: Any) -> Tensor:
-        return _result(mlp, hidden)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
-
-
-def _result(mlp: Any, hidden: Tensor) -> Tensor:
-    results = [mlp.plain_forward(tile) for tile in _tiles(hidden.detach())]
-    return (results[0] if len(results) == 1 else torch.cat(results, 1)).view(hidden.shape)
-
-
-def _tiles(tensor: Tensor) -> list[Tensor]:
-    """(B, T, H) as (1, TILE_TOKENS or fewer, H) each, all about as long."""
-    tokens = tensor.reshape(-1, tensor.shape[-1])
-    count = max(1, -(-len(tokens) // TILE_TOKENS))
-    return [tile[None] for tile in tokens.tensor_split(count)]  # with strides of their own: one graph
+    return apply_tiled_mlp(tile, mlp, hidden, num_shards=tiles)
 
 
 def resolve_liger(config: ModelConfig, device: torch.device, model_type: str) -> bool:
@@ -206,6 +177,13 @@ def resolve_liger(config: ModelConfig, device: torch.device, model_type: str) ->
     return True
 
 
+def use_liger(model: PreTrainedModel) -> None:
+    """Let Liger's kernels compute layers, but no loss: ours never forms logits."""
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+    _apply_liger_kernel_to_instance(model=model, cross_entropy=False, fused_linear_cross_entropy=False)
+
+
 def resolve_compile(config: ModelConfig, device: torch.device, *, liger: bool, plain: bool) -> bool:
     """Whether torch compiles the layers; those with experts or a state, which are not `plain`, by request
     alone: nobody has on a GPU yet."""
@@ -214,20 +192,8 @@ def resolve_compile(config: ModelConfig, device: torch.device, *, liger: bool, p
     return config.compile
 
 
-def fuse_layers(model: PreTrainedModel, config: ModelConfig, device: torch.device) -> None:
-    """Patch or compile decoder layers as configured, for the device that they will be on.
-
-    A copy of a compiled model runs the layers of the original: make copies first.
-    """
-    liger = resolve_liger(config, device, model.config.model_type)
-    if liger:  # layer kernels only: the loss never forms logits, so Liger's losses have nothing to replace
-        from liger_kernel.transformers import _apply_liger_kernel_to_instance
-
-        _apply_liger_kernel_to_instance(model=model, cross_entropy=False, fused_linear_cross_entropy=False)
-    experts = any("expert" in name for name, _ in model.named_parameters())
-    recurrent = any(hasattr(layer, "mixers") for layer in decoder_layers(model))  # see `fork_states`
-    if not resolve_compile(config, device, liger=liger, plain=not (experts or recurrent)):
-        return
+def compile_layers(model: PreTrainedModel, config: ModelConfig) -> None:
+    """Compile decoder layers. A copy of a compiled model runs the original's layers: make copies first."""
     if config.recomputed:  # tiles end their layer's graph, so an MLP in tiles is compiled by itself
         for mlp in token_wise_mlps(model):
             mlp.forward = _compiled(mlp.forward)

@@ -26,10 +26,11 @@ from grpo_fast.policy.architecture import (
 )
 from grpo_fast.policy.attention import PACKED_ATTENTION, flash_obstacle, register
 from grpo_fast.policy.experts import expert_count, is_router, require_router
-from grpo_fast.policy.layers import fuse_layers, recompute, resolve_liger, tile_mlps
+from grpo_fast.policy.layers import resolve_liger
+from grpo_fast.policy.patches import Setting, apply_patches
 from grpo_fast.policy.policy import Policy
 from grpo_fast.policy.quantization import cast_rest, loading_settings, quantizes
-from grpo_fast.policy.recurrent import fork_states, keep_step_limits
+from grpo_fast.policy.routing import RoutingReplay
 from grpo_fast.policy.source import (
     load_processor,
     load_whole,
@@ -54,6 +55,7 @@ def load_policy(
     needs_reference: bool = False,
     world: World = SINGLE_PROCESS,
     distributed: DistributedConfig = REPLICATE,
+    router_replay: bool = False,
 ) -> Policy:
     """Load model and tokenizer, freeze or adapt as configured, and check that packing suits the model.
 
@@ -64,9 +66,10 @@ def load_policy(
         world: the ranks that train together, all of which are here.
         distributed: the run's section, its `auto` resolved; of mode shard, each rank keeps rows of the
             weights.
+        router_replay: as `rollout.router_replay`.
 
     Raises:
-        ValueError: a wrong path, device or combination, or a model that cannot be packed.
+        ValueError: a wrong path, device or combination, or a model whose forward is not understood.
         ImportError: an optional package is missing; the message names it.
     """
     device = resolve_device(config.device) if world.size == 1 else world.device
@@ -101,29 +104,26 @@ def load_policy(
         **origin_of(config),
         **(loading_settings(config, home) if quantized else {}),
     )
-    if not has_type(model.config):  # of a model's text alone, as Emu3's and Mllama's: nothing would load it
+    if not has_type(model.config):  # of a model's text alone, as Mllama's: nothing would load it
         model.whole_config = architecture
-    if hasattr(model.config, "rescale_every"):  # RWKV's: it would divide the weights that train, in place
-        model.config.rescale_every = 0
     model = cast_rest(model, getattr(torch, config.dtype)) if quantized else model.to(home)
     require_vocabulary(tokenizer, model, config.path)
-    keep_step_limits(model)
     reference = None
     if needs_reference and config.lora is None:
         reference = copy.deepcopy(model).eval().requires_grad_(False)
-    for computed in filter(None, (model, reference)):
-        fork_states(computed)
-        fuse_layers(computed, config, device)
-    if reference is not None and config.recomputed:
-        tile_mlps(reference)
+        apply_patches(reference, Setting(config, device, trains=False))
+    trained = prepare_to_train(model, config)
+    replay = RoutingReplay() if router_replay else None
+    apply_patches(model, Setting(config, device, replay=replay))
     policy = Policy(
-        prepare_to_train(model, config),
+        trained,
         tokenizer,
         attention=attention,
         packs=packs,
         reference=reference,
         head_tolerance=config.head_tolerance,
         router_aux_loss=config.router_aux_loss,
+        routing=replay,
     )
     found = world.gather_from_all("the weights", partial(_checksum, model)) if world.size > 1 else []
     if len({*found}) > 1:
@@ -133,7 +133,7 @@ def load_policy(
         )
     if shards:
         with world.all_succeed("the weights"):
-            policy.shard(world, head=distributed.head)
+            policy.shard(world)
     problem = _problem(policy, world)
     if problem is not None and policy.packs:
         policy.packs, packed = False, problem
@@ -141,6 +141,13 @@ def load_policy(
             logger.warning("model.packing = none is chosen: %s", packed)
     if problem is not None:
         raise ValueError(problem)
+    if replay is not None:
+        if not policy.packs:
+            raise ValueError(
+                f"rollout.router_replay = true goes with packing, and {type(model).__name__} has a row for "
+                "each completion (model.packing = none); leave it out"
+            )
+        replay.verify(policy)
     return policy
 
 
@@ -204,13 +211,13 @@ def _checksum(model: nn.Module) -> int:
 
 
 def prepare_to_train(model: PreTrainedModel, config: ModelConfig) -> PreTrainedModel | PeftModel:
-    """The model, adapted or frozen as configured, its layers recomputed if asked for.
+    """The model, adapted or frozen as configured.
 
     Of it only LoRA's own dropout is ever in training mode: dropout of another kind, jitter of a router or
     dropped layers would train another policy than the one that sampled.
 
     Raises:
-        ValueError: LoRA modules that the model does not have, or nothing to recompute.
+        ValueError: LoRA modules that the model does not have.
         ImportError: LoRA without peft.
     """
     trained: PreTrainedModel | PeftModel = model
@@ -221,25 +228,14 @@ def prepare_to_train(model: PreTrainedModel, config: ModelConfig) -> PreTrainedM
         if not config.train_lm_head:
             model.get_output_embeddings().requires_grad_(False)
     if not config.train_router:
-        _freeze_routers(model, config)
-    if config.recomputed:
-        recompute(model, config.recomputed)
+        for name, parameter in model.named_parameters():
+            if is_router(name):  # its adapters too, which peft may add by itself
+                parameter.requires_grad_(False)
     trained.eval()
     for module in trained.modules():
         if isinstance(dropout := getattr(module, "lora_dropout", None), nn.Module):
             dropout.train()
     return trained
-
-
-def _freeze_routers(model: PreTrainedModel, config: ModelConfig) -> None:
-    for name, parameter in model.named_parameters():
-        if is_router(name):
-            if "lora_" in name:
-                raise ValueError(
-                    "model.train_router = false, and model.lora.target_modules = "
-                    f"{config.lora and config.lora.target_modules!r} adapts the router; leave one of them out"
-                )
-            parameter.requires_grad_(False)
 
 
 def resolve_device(name: str) -> torch.device:

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from importlib.util import find_spec
 from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from grpo_fast.config.policy import OptimizerConfig, State
-from grpo_fast.distributed.shards import all_gather, as_sharded, local, reduce_scatter, rows_of
+from grpo_fast.distributed.shards import all_gather, as_sharded, local, rows_of
 from grpo_fast.distributed.world import SINGLE_PROCESS, World
-from grpo_fast.policy.host_memory import host_like, stream_through_device, to_host
+from grpo_fast.policy.gradients import Gradients
+from grpo_fast.policy.host_memory import on_device, to_host
 
 MASTER = "master."  # before a parameter's name, in the names of saved tensors
+MOMENTS = ("exp_avg", "exp_avg_sq")
+BLOCK_8BIT, LEAST_8BIT = 256, 4096  # numbers of a block, and of the smallest tensor with moments in 8 bits
 SMALLEST = 2**20  # bytes; smaller tensors stay on the device: many copies for nothing
-_PIECE = 1 << 20  # numbers of a gradient that a CPU converts at one time
 
 
 class Diverged(FloatingPointError):
@@ -26,14 +28,13 @@ class Diverged(FloatingPointError):
 
 
 class PolicyOptimizer:
-    """Steps the trainable parameters; owns a float32 master of each that is kept in 16 bits, with stochastic
-    rounding only while its parameter is stepped.
+    """Steps the trainable parameters; owns a float32 master of each 16-bit one, but with stochastic rounding.
 
     The gradient of a 16-bit parameter moves into its master's float32 buffer as soon as a backward has
     finished it, so that adding up over micro-batches rounds no more than one of them does. Weight decay
     leaves vectors (norms, biases) alone. Moments and masters may live in the host's memory: only `step` reads
-    them, one parameter after the other. Moments of 8 bits are saved as the float32 values they stand for, so
-    that an optimizer of any kind takes up the state of any other.
+    them, one parameter after the other. Moments in 8 bits and stochastic rounding are torchao's. 8-bit
+    moments are saved as float32 values, so that an optimizer of any kind takes up the state of any other.
 
     Of several ranks, each has masters and moments of its own rows of every parameter. Gradients are summed
     over the ranks, in `step` or, where a parameter is itself sharded, by FSDP2; of whole parameters all ranks
@@ -49,6 +50,7 @@ class PolicyOptimizer:
 
     Raises:
         ValueError: nothing to train.
+        ImportError: torchao is needed, and missing.
     """
 
     def __init__(
@@ -69,36 +71,29 @@ class PolicyOptimizer:
         self._world = world
         self._on_host: set[State] = {*(get_args(State) if config.kind == "adamw_offload" else on_host)}
         self._masters: dict[str, Tensor] = {}
-        self._buffers: dict[str, Tensor] = {}  # float32, for the gradients of 16-bit parameters
-        self._gathered: dict[str, Tensor] = {}  # those of them that hold a gradient
-        self._rounds = config.stochastic_rounding  # then masters of 16 bits have no memory between steps
-        self._noise = torch.Generator(self._device)
+        self._gradients = Gradients(self._parameters, world)
+        self._rounds = config.stochastic_rounding  # then 16-bit parameters are their own masters
         for name, parameter in self._parameters.items():
-            rows = rows_of(parameter, world)
-            if rows.itemsize >= 4:
-                self._masters[name] = rows
-                continue
-            self._masters[name] = master = rows.detach().float().requires_grad_()
-            buffer = torch.empty_like(local(parameter), dtype=torch.float32, requires_grad=False)
-            self._buffers[name] = buffer
-            parameter.register_post_accumulate_grad_hook(_absorb_into(self._gathered, name, buffer))
-            if self._rounds:
-                master.untyped_storage().resize_(0)
-            elif self._lives_on_host("master", master):
-                to_host(master)
+            self._masters[name] = rows = rows_of(parameter, world)
+            if rows.itemsize < 4 and not self._rounds:
+                self._masters[name] = master = rows.detach().float().requires_grad_()
+                if self._lives_on_host("master", master):
+                    to_host(master)
         groups = [
             {"params": [m for m in self._masters.values() if (m.ndim >= 2) == decays], "decays": decays}
             for decays in (True, False)
         ]
         groups = [group for group in groups if group["params"]]
-        self._adam: Any
         self._eight_bit = config.kind == "adamw_8bit"
-        if self._eight_bit:
-            from grpo_fast.policy.adamw_8bit import AdamW8bit
-
-            self._adam = AdamW8bit(groups, self._device)
-        else:
+        self._fused = not needs_torchao(config)
+        self._adam: Any
+        if self._fused:
             self._adam = torch.optim.AdamW(groups, fused=True)
+        else:
+            from torchao.optim.adam import AdamW8bit, _AdamW
+
+            made = AdamW8bit if self._eight_bit else _AdamW
+            self._adam = made(groups, bf16_stochastic_round=self._rounds)
         self.configure(config, total_steps=total_steps)
 
     def configure(self, config: OptimizerConfig, *, total_steps: int) -> None:
@@ -138,7 +133,7 @@ class PolicyOptimizer:
             Diverged: the gradient is not finite; the weights are as before.
             torch.OutOfMemoryError: if it is for Adam's moments, weights and gradients are as before.
         """
-        gradients = self._summed_gradients()
+        gradients = self._gradients.summed()
         if not gradients:
             raise RuntimeError("no parameter has a gradient; run a backward first, or skip the step")
         norm = torch.nn.utils.get_total_norm(gradients.values())
@@ -149,19 +144,22 @@ class PolicyOptimizer:
             self.zero_grad()
             raise Diverged(f"the gradient norm is {grad_norm}")
         self._make_moments(gradients)
-        # AdamW's fused kernel divides the gradient by this as it reads it, as for a GradScaler.
         limit = self._config.max_grad_norm
         scale = None if limit is None or grad_norm <= limit else (norm + 1e-6) / limit
-        self._adam.grad_scale = scale
+        if self._fused:  # its kernel divides the gradient by this as it reads it, as for a GradScaler
+            self._adam.grad_scale = scale
+        elif scale is not None:
+            torch._foreach_div_([*gradients.values()], scale)
         for group in self._adam.param_groups:
-            group["lr"] = self.learning_rate
+            if self._fused:
+                group["lr"] = self.learning_rate
+            else:
+                group["lr"].fill_(self.learning_rate)
         self.zero_grad()
         self.mid_step = True
-        if self._rounds and self._buffers:  # by the global generator, whose state is in checkpoints
-            self._noise.manual_seed(int(torch.randint(2**62, ())))
-        for names in self._streamed(gradients):
+        for names in self._visited(gradients):
             for name in names:
-                self._masters[name].grad = gradients[name]
+                self._masters[name].grad = gradients[name].to(self._masters[name].dtype)
             self._adam.step()
             for name in names:
                 self._masters[name].grad = None
@@ -169,33 +167,10 @@ class PolicyOptimizer:
         self._exchange_rows(gradients)
         return grad_norm
 
-    def _summed_gradients(self) -> dict[str, Tensor]:
-        """Gradients of this rank's rows, summed over the ranks: of what a backward of any has reached."""
-        found = {
-            name: local(gradient)
-            for name, parameter in self._parameters.items()
-            if (gradient := self._gathered.get(name, parameter.grad)) is not None
-        }
-        whole = self._whole()
-        if not whole:
-            return found
-        reached = torch.tensor([name in found for name in whole], dtype=torch.float32, device=self._device)
-        names = [n for n, count in zip(whole, self._world.sum(reached).tolist(), strict=True) if count]
-        for name in names:
-            if name not in found:  # experts that no token of this rank went to
-                found[name] = torch.zeros_like(whole[name], dtype=self._masters[name].dtype)
-        rows = reduce_scatter([found[name] for name in names], self._world)
-        return found | dict(zip(names, rows, strict=True))
-
     def _exchange_rows(self, names: Collection[str]) -> None:
         """Every rank gets the rows that the others have updated, in the model's order, which all share."""
-        all_gather([tensor for name, tensor in self._whole().items() if name in names], self._world)
-
-    def _whole(self) -> dict[str, Tensor]:
-        """The parameters, live, of which several ranks update rows and each has all."""
-        if self._world.size == 1:
-            return {}
-        return {n: p.detach() for n, p in self._parameters.items() if not isinstance(p, DTensor)}
+        whole = self._gradients.whole_parameters()
+        all_gather([tensor for name, tensor in whole.items() if name in names], self._world)
 
     def _make_moments(self, names: Iterable[str]) -> None:
         """Adam's state where it is missing: all of it, so that no weight has moved if the memory runs out."""
@@ -204,46 +179,52 @@ class PolicyOptimizer:
             master = self._masters[name]
             if self._adam.state.get(master):
                 continue
-            zeros = partial(self._zeros, on_host=self._lives_on_host("optimizer", master))
-            if self._eight_bit:
-                made[master] = self._adam.new_state(master, zeros)
-            else:
-                step = torch.zeros((), dtype=torch.float32, device=self._device)
-                made[master] = {"step": step, "exp_avg": zeros(master), "exp_avg_sq": zeros(master)}
+            step = torch.zeros((), device=self._device if self._fused else "cpu")
+            made[master] = {"step": step} | {kind: self._moment(master, kind) for kind in MOMENTS}
         self._adam.state.update(made)
 
-    def _zeros(self, like: Tensor, *, on_host: bool) -> Tensor:
-        if on_host:
-            return host_like(like, pinned=self._device.type == "cuda").zero_()
-        return torch.zeros_like(like, device=self._device, requires_grad=False)
+    def _moment(self, master: Tensor, kind: str) -> Tensor:
+        if self._eight_bit and _fits_8bit(master.numel()):
+            from torchao.optim.subclass_8bit import OptimState8bit
 
-    def _streamed(self, names: Iterable[str]) -> Iterator[Sequence[str]]:
-        """Names whose masters and moments are on the device: all that live there, then each of the others."""
-        rounded = self._buffers if self._rounds else {}
-        away = {n: found for n in names if (found := self._movable(n, self._on_host)) or n in rounded}
+            moment: Any = OptimState8bit.zeros(master.shape, kind == "exp_avg", BLOCK_8BIT, self._device)
+            if kind == "exp_avg":
+                # torchao's table ends at 1 and -0.993. With -1 the largest magnitude of a block is always one
+                # of its values, so that quantizing the saved values again gives the same moment.
+                moment.qmap[0] = -1.0
+        else:
+            dtype = torch.promote_types(master.dtype, torch.float32)
+            moment = torch.zeros_like(master, dtype=dtype, device=self._device, requires_grad=False)
+        if self._lives_on_host("optimizer", master):
+            for part in _parts(moment).values():
+                to_host(part)
+        return moment
+
+    def _visited(self, names: Iterable[str]) -> Iterator[Sequence[str]]:
+        """Names whose masters and moments are on the device: those that live there, then each other one."""
+        away = {name: tensors for name in names if (tensors := self._movable(name, self._on_host))}
         if stay := [name for name in names if name not in away]:
-            yield stay
-        visitors = [*away]
-        for index in stream_through_device([*away.values()], self._device):
-            if (name := visitors[index]) in rounded:
-                master = self._masters[name].detach()
-                master.untyped_storage().resize_(master.nbytes)
-                master.copy_(rows_of(self._parameters[name], self._world).detach())
-            yield [name]
+            # torchao takes a copy of the gradient in the parameter's dtype: of one parameter at a time.
+            yield from [stay] if self._fused else [[name] for name in stay]
+        for name, tensors in away.items():
+            with on_device(tensors, self._device):
+                yield [name]
+        if away and self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
 
     def _movable(self, name: str, states: Collection[State]) -> list[Tensor]:
         """The tensors of these states that are worth moving to the host's memory and back."""
         if self._masters[name].nbytes < SMALLEST:
             return []
         tensors = [*self._moments_of(name).values()] if "optimizer" in states else []
-        if "master" in states and name in self._buffers and not self._rounds:
+        if "master" in states and name in self._gradients.buffers and not self._rounds:
             tensors.append(self._masters[name])
         return [tensor for tensor in tensors if tensor.ndim]  # without torch's step
 
     def _moments_of(self, name: str) -> dict[str, Tensor]:
-        """Adam's tensors; the tables that all 8-bit moments share are not the parameter's."""
+        """Adam's plain tensors: of an 8-bit moment its codes, its scales and its table."""
         state = self._adam.state.get(self._masters[name], {})
-        return {k: t for k, t in state.items() if torch.is_tensor(t) and not k.startswith("qmap")}
+        return {kind + part: t for kind, moment in state.items() for part, t in _parts(moment).items()}
 
     def _lives_on_host(self, state: State, like: Tensor) -> bool:
         return state in self._on_host and like.nbytes >= SMALLEST
@@ -266,31 +247,12 @@ class PolicyOptimizer:
         self.mid_step = False
 
     def gradient_of(self, parameter: Tensor) -> Tensor | None:
-        """Where a backward may add the parameter's gradient itself, beside what autograd brings.
-
-        The float32 buffer of a 16-bit parameter, else its `.grad`: of its shape, zero where nothing is
-        gathered yet, gone with `zero_grad`. None where no gradient is wanted, or where another's hook on the
-        parameter would not hear of it.
-        """
-        name = next((name for name, own in self._parameters.items() if own is parameter), None)
-        if name is None:
-            return None
-        hooks = len(parameter._backward_hooks or ()) + len(parameter._post_accumulate_grad_hooks or ())
-        if hooks > (name in self._buffers):
-            return None
-        if name in self._buffers:
-            if name not in self._gathered:
-                self._gathered[name] = self._buffers[name].zero_()
-            return self._gathered[name]
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        return local(parameter.grad)
+        """As `Gradients.of`: the tensor to which a backward may add the parameter's gradient itself."""
+        return self._gradients.of(parameter)
 
     def zero_grad(self) -> None:
         """Forget the gradients gathered so far."""
-        self._gathered.clear()
-        for parameter in self._parameters.values():
-            parameter.grad = None
+        self._gradients.clear()
 
     def state(self) -> dict[str, Any]:
         """What of the state fits into JSON."""
@@ -307,11 +269,12 @@ class PolicyOptimizer:
         """
         tensors = {}
         for name, master in self._masters.items():
-            moments = self._adam.values(master) if self._eight_bit else self._moments_of(name)
-            if self._rounds and name in self._buffers:
-                master = rows_of(self._parameters[name], self._world).to("cpu", torch.float32)
-            state = {"master": master.detach()} | moments
+            state = {"master": master.detach()} | self._adam.state.get(master, {})
             for kind, rows in state.items():
+                if hasattr(rows, "codes"):
+                    rows = rows.dequantize().cpu()
+                elif rows.itemsize < 4:
+                    rows = rows.to("cpu", torch.float32)
                 shape = self._parameters[name].shape
                 tensors[f"{kind}.{name}"] = as_sharded(rows, shape, self._world) if rows.ndim else rows
         return tensors
@@ -322,11 +285,11 @@ class PolicyOptimizer:
 
     def masters(self) -> dict[str, Tensor]:
         """The float32 masters of 16-bit parameters that outlive a step, live, by the parameter's name."""
-        return {} if self._rounds else {name: self._masters[name] for name in self._buffers}
+        return {} if self._rounds else {name: self._masters[name] for name in self._gradients.buffers}
 
     def gradient_buffers(self) -> dict[str, Tensor]:
         """What the masters' gradients are gathered in: worth nothing between steps."""
-        return dict(self._buffers)
+        return dict(self._gradients.buffers)
 
     @torch.no_grad()
     def load_state_tensors(
@@ -347,37 +310,51 @@ class PolicyOptimizer:
         require_same_shapes("the optimiser's tensors", saved, tensors)
         read(tensors)
         for name, master in self._masters.items():
-            if self._eight_bit and self._adam.state.get(master):
-                kinds = ("step", "exp_avg", "exp_avg_sq")
-                self._adam.take(master, {kind: local(tensors[f"{kind}.{name}"]) for kind in kinds})
-        for name in self._buffers:
+            for kind, moment in self._adam.state.get(master, {}).items():
+                if hasattr(moment, "codes"):
+                    moment.copy_(local(tensors[f"{kind}.{name}"]).to(moment.codes.device))
+        for name in self._gradients.buffers:
             rows_of(self._parameters[name], self._world).copy_(local(tensors[MASTER + name]))
         self._exchange_rows(self._masters)
 
     @torch.no_grad()
     def _write_back(self, names: Iterable[str]) -> None:
-        """The parameters of 16 bits become what their masters are."""
-        in_16_bits = [name for name in names if name in self._buffers]
-        masters = [self._masters[name] for name in in_16_bits]
-        if self._rounds:
-            for master in masters:
-                round_to_bfloat16(master, self._noise)
-        if in_16_bits:  # in few launches
-            own = [rows_of(self._parameters[name], self._world) for name in in_16_bits]
-            torch._foreach_copy_(own, masters)
-        if self._rounds:
-            for master in masters:
-                master.untyped_storage().resize_(0)
+        """The parameters of 16 bits become what their masters are, in few launches."""
+        own = [] if self._rounds else [name for name in names if name in self._gradients.buffers]
+        if own:
+            rows = [rows_of(self._parameters[name], self._world) for name in own]
+            torch._foreach_copy_(rows, [self._masters[name] for name in own])
 
 
-def round_to_bfloat16(values: Tensor, noise: torch.Generator) -> None:
-    """Round float32 values in place, up or down by a chance that leaves their mean as it is.
+def needs_torchao(config: OptimizerConfig) -> bool:
+    """Whether the optimizer is torchao's.
 
-    So that steps far smaller than bfloat16's add up (Zamirai et al. 2020, arXiv:2010.06192).
+    Raises:
+        ImportError: it is, and torchao is not installed.
     """
-    bits = values.detach().view(torch.int32)  # of which bfloat16 keeps the upper 16
-    chance = torch.empty(bits.shape, dtype=torch.int16, device=bits.device)
-    bits.add_(chance.random_(-(2**15), 2**15, generator=noise)).add_(2**15).bitwise_and_(-(2**16))
+    asked = {"optimizer.kind = 'adamw_8bit'": config.kind == "adamw_8bit"}
+    asked["optimizer.stochastic_rounding = true"] = config.stochastic_rounding
+    for what, needed in asked.items():
+        if needed and find_spec("torchao") is None:
+            raise ImportError(f"{what}, which needs torchao: pip install 'grpo-fast[quantization]'")
+    logging.getLogger("torchao").setLevel(logging.ERROR)  # it warns of kernels for GPUs that are not here
+    return any(asked.values())
+
+
+def moment_bytes_8bit(numel: int) -> int:
+    """Bytes of both moments of a tensor with kind adamw_8bit: codes, a scale for each block, and tables."""
+    return 2 * (numel + 4 * (numel // BLOCK_8BIT) + 1024) if _fits_8bit(numel) else 8 * numel
+
+
+def _fits_8bit(numel: int) -> bool:
+    return numel >= LEAST_8BIT and numel % BLOCK_8BIT == 0
+
+
+def _parts(moment: Any) -> dict[str, Tensor]:
+    """The plain tensors of one of Adam's: several of an 8-bit one, by what follows its name."""
+    if not hasattr(moment, "codes"):
+        return {"": moment}
+    return {".codes": moment.codes, ".scale": moment.scale, ".qmap": moment.qmap}
 
 
 def require_same_shapes(what: str, saved: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
@@ -389,28 +366,3 @@ def require_same_shapes(what: str, saved: Mapping[str, Tensor], wanted: Mapping[
             f"{what} do not belong to this model: {wrong[0]!r} and {len(wrong) - 1} more are missing, "
             "unknown or of another shape; load them with the configuration they were saved with"
         )
-
-
-def _absorb_into(gathered: dict[str, Tensor], name: str, buffer: Tensor) -> Callable[[Tensor], None]:
-    """A hook that moves a finished gradient into its float32 buffer, which outlives the steps.
-
-    The hook must not know the optimizer: no garbage collector sees through a parameter's hooks.
-    """
-
-    def absorb(parameter: Tensor) -> None:
-        if parameter.grad is None:
-            return
-        gradient, parameter.grad = local(parameter.grad), None
-        if name not in gathered:
-            gathered[name] = buffer.copy_(gradient)
-            return
-        total = gathered[name]
-        if total.is_cuda or total.ndim == 0:
-            total.add_(gradient)
-            return
-        # A CPU makes 16 bits float32 before it adds them: those of a large gradient in pieces.
-        pieces = max(1, -(-total.numel() // _PIECE))
-        for part, more in zip(total.tensor_split(pieces), gradient.tensor_split(pieces), strict=True):
-            part.add_(more)
-
-    return absorb

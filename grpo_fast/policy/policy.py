@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from grpo_fast.data.table import EXPERTS
 from grpo_fast.distributed.shards import whole
 from grpo_fast.distributed.world import SINGLE_PROCESS, World
 from grpo_fast.head import HeadParameters
 from grpo_fast.policy.adapters import adapted_weights, base_name, merged
-from grpo_fast.policy.architecture import fix_rope, head_parameters, head_reader, whole_rows
+from grpo_fast.policy.architecture import backbone, fix_rope, head_parameters, whole_rows
 from grpo_fast.policy.experts import chosen_share, is_expert
 from grpo_fast.policy.layout import PackedLayout, RowLayout
 from grpo_fast.policy.optimizer import MASTER
@@ -53,6 +52,7 @@ class Policy:
         reference: a frozen copy; needless with LoRA, where the adapters are switched off instead.
         head_tolerance: of the head's gradient, as `linear_logprob` takes it.
         router_aux_loss: coefficient of the load-balancing loss that an update adds; None: none.
+        routing: sends tokens to the experts that a batch's inputs name, in all but the reference.
     """
 
     def __init__(
@@ -65,6 +65,7 @@ class Policy:
         reference: PreTrainedModel | None = None,
         head_tolerance: float | None = None,
         router_aux_loss: float | None = None,
+        routing: RoutingReplay | None = None,
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
@@ -76,34 +77,15 @@ class Policy:
         if reference is not None:
             self._reference = Policy(reference, tokenizer, attention=attention)
         self._shards: ShardedModel | None = None
-        self.routing: RoutingReplay | None = None
+        self.routing = routing
 
     @cached_property
     def vision(self) -> Vision:
         """What the model sees of images."""
         return Vision(self.base_model, cast("Any", self.tokenizer).images)
 
-    def replay_routing(self) -> None:
-        """From now on tokens go to the experts that a batch's inputs name, in all but the reference.
-
-        Raises:
-            ValueError: a model without experts, whose router's choice cannot be given, or that is not packed.
-        """
-        if not self.packs:
-            raise ValueError(
-                f"rollout.router_replay = true goes with packing, and {type(self.base_model).__name__} has a "
-                "row for each completion (model.packing = none); leave it out"
-            )
-        from grpo_fast.policy.routing import RoutingReplay  # which verifies a policy
-
-        self.routing = RoutingReplay(self.base_model)
-        self.routing.verify(self)
-
-    def shard(self, world: World, *, head: str) -> None:
+    def shard(self, world: World) -> None:
         """Divide the weights, and those of the reference, over the ranks: from now on each has its rows.
-
-        Args:
-            head: "gathered" or "sharded", as `distributed.head`.
 
         Raises:
             ValueError: as `ShardedModel`.
@@ -111,9 +93,7 @@ class Policy:
         from grpo_fast.policy.sharding import ShardedModel  # imports all of FSDP
 
         for policy in filter(None, (self, self._reference)):
-            policy._shards = ShardedModel(
-                policy.model, policy.base_model, world, gathers_head=head == "gathered"
-            )
+            policy._shards = ShardedModel(policy.model, policy.base_model, world)
 
     def fix_rope(self, length: int) -> None:
         """One set of rotary frequencies for all sequences of a run, the longest of which has `length` tokens.
@@ -128,20 +108,12 @@ class Policy:
         """Whether each rank has its rows of every weight only, so that a forward is one of all ranks."""
         return self._shards is not None
 
-    @property
-    def vocab_parallel(self) -> bool:
-        """Whether each rank computes its rows of the vocabulary for the tokens of all ranks."""
-        return self._shards is not None and self._shards.vocab_parallel
-
-    def run(self, work: Callable[[], T], *, whole_head: bool = False) -> T:
+    def run(self, work: Callable[[], T]) -> T:
         """What `work` returns. All that reads weights is called in here: `hidden_states`, `head`, the model.
 
         Where weights are sharded, all ranks are here together, and a backward follows where gradients are on.
-
-        Args:
-            whole_head: all of the head's rows, even where the ranks share its work.
         """
-        return work() if self._shards is None else self._shards.run(work, whole_head=whole_head)
+        return work() if self._shards is None else self._shards.run(work)
 
     @property
     def base_model(self) -> PreTrainedModel:
@@ -186,13 +158,8 @@ class Policy:
 
     @property
     def head(self) -> HeadParameters:
-        """Whole, or of a sharded head this rank's rows, for hidden states as `head_inputs` gives them."""
-        head = replace(head_parameters(self.base_model), tolerance=self.head_tolerance)
-        if self._shards is None or not isinstance(head.weight, DTensor):
-            return head
-        bias = None if head.bias is None else cast("Any", head.bias).to_local()
-        group = self._shards.world.mesh.get_group()
-        return replace(head, weight=head.weight.to_local(), bias=bias, process_group=group)
+        """The head for what `hidden_states` returns; where weights are sharded, read it within `run`."""
+        return replace(head_parameters(self.base_model), tolerance=self.head_tolerance)
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -219,7 +186,7 @@ class Policy:
             "input_ids": batch.input_ids[None],
             "position_ids": batch.position_ids[None],
         }
-        reads, attention, both_ways = head_reader(self.base_model), self.attention, None
+        reads, attention, both_ways = backbone(self.base_model), self.attention, None
         if any(batch.images):
             reads = language_model(self.base_model)
             given, both_ways = self.vision.packed(batch)
@@ -246,7 +213,7 @@ class Policy:
         lengths = [end - start for start, end in pairwise(bounds)]
         # As many forwards on each rank, where each is one of all.
         layout = RowLayout(bounds[:-1], lengths, batch.input_ids.device, pads="right", together=self.sharded)
-        model, settings = head_reader(self.base_model), _WITH_ROUTERS if routed is not None else {}
+        model, settings = backbone(self.base_model), _WITH_ROUTERS if routed is not None else {}
         found = [
             model(**whole_rows(self.base_model, batch.input_ids[rows.tokens]), **settings)
             for rows in layout.batches
@@ -260,18 +227,6 @@ class Policy:
                 routed.append(layout.join(rows))
         hidden = layout.join([output[0] for output in found])
         return hidden.index_select(0, layout.tokens.argsort()[batch.loss_index])
-
-    def head_inputs(
-        self, batch: PackedBatch, routed: list[Tensor] | None = None
-    ) -> tuple[Tensor, PackedBatch, slice]:
-        """`hidden_states` and the batch as the head needs them, and which rows are this batch's: all.
-
-        Of a sharded head: those of all ranks, see `ShardedModel.tokens_of_all`.
-        """
-        hidden = self.hidden_states(batch, routed=routed)
-        if self._shards is None or not self._shards.vocab_parallel:
-            return hidden, batch, slice(None)
-        return self._shards.tokens_of_all(hidden, batch)
 
     @contextlib.contextmanager
     def reference(self) -> Iterator[Policy]:

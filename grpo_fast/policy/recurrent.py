@@ -1,6 +1,6 @@
 """Layers that carry a state along the tokens, over packed documents: the prompt's state is computed once.
 
-A recurrent mixer (gated delta rule, Mamba, short convolution, linear attention, RG-LRU) runs twice: over the
+A recurrent mixer (gated delta rule, Mamba, short convolution, linear attention) runs twice: over the
 prompts of a batch, and over the completions, each of which begins with a copy of the state behind its prompt,
 whose gradient is summed over them. Both times transformers' own module computes, by flash-linear-attention,
 causal-conv1d and mamba-ssm where these are installed. What it takes for its cache is ours, and keeps what a
@@ -10,15 +10,15 @@ backward needs.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from functools import partial
-from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import conv1d, pad
+from torch.nn.functional import pad
 
-from grpo_fast.policy.layers import decoder_layers
+from grpo_fast.policy.layers import decoder_layers, wrap_forward
 from grpo_fast.policy.layout import PackedLayout, RowLayout, repeated
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ class StateCache:
 
 def recurrent_mixers(model: nn.Module) -> list[Any]:
     """The modules of a model that carry a state along the tokens."""
-    return [module for module in model.modules() if _writes_state(module) or _keeps_state(module)]
+    return [module for module in model.modules() if _writes_state(module)]
 
 
 def _writes_state(module: nn.Module) -> bool:
@@ -121,46 +121,38 @@ def _writes_state(module: nn.Module) -> bool:
     return code is not None and not STATE_WRITES.isdisjoint(code.co_names)
 
 
-def _keeps_state(module: nn.Module) -> bool:
-    """Whether it is RecurrentGemma's, whose state is an attribute."""
-    return hasattr(module, "conv1d_state") and hasattr(module, "rg_lru")
-
-
 def fork_states(model: nn.Module) -> None:
-    """Let recurrent layers, if there are any, take packed batches; all else they compute as before.
-
-    Before layers are compiled or recomputed: in its backward a layer tells its mixers the layout again.
-    """
+    """Let recurrent layers take packed batches; all else they compute as before."""
     for mixer in recurrent_mixers(model):
-        mixer.packed_layout, mixer.plain_forward = None, mixer.forward
-        mixer.forward = MethodType(_forked, mixer)
+        mixer.packed_layout = None
+        wrap_forward(mixer, _forked)
     for layer in decoder_layers(model):
         if mixers := recurrent_mixers(layer):
-            layer.mixers, layer.forward_alike = mixers, layer.forward
-            layer.forward = MethodType(_with_layout, layer)
+            layer.mixers = mixers
+            wrap_forward(layer, _with_layout)
 
 
-def _with_layout(layer: Any, *args: Any, **kwargs: Any) -> Any:
-    """A layer's forward, in which its mixers know the layout: few layers hand it on to them."""
+def _with_layout(layer: Any, original_forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A layer's forward, in which its mixers know the layout: few layers pass it to them."""
     outer = [mixer.packed_layout for mixer in layer.mixers]
     for mixer in layer.mixers:
         mixer.packed_layout = kwargs.get("packed_layout")
     try:
-        return layer.forward_alike(*args, **kwargs)
+        return original_forward(*args, **kwargs)
     finally:
         for mixer, layout in zip(layer.mixers, outer, strict=True):
             mixer.packed_layout = layout
 
 
 @torch.compiler.disable
-def _forked(mixer: Any, *args: Any, **kwargs: Any) -> Any:
+def _forked(mixer: Any, original_forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """A mixer's forward over a packed batch, of (1, T, ...): prompts first, then completions."""
     layout: PackedLayout | None = mixer.packed_layout
     if layout is None:
-        return mixer.plain_forward(*args, **kwargs)
-    given = inspect.signature(mixer.plain_forward).bind(*args, **kwargs).arguments
+        return original_forward(*args, **kwargs)
+    given = inspect.signature(original_forward).bind(*args, **kwargs).arguments
     given |= given.pop("kwargs", {})
-    run = partial(_run_griffin if _keeps_state(mixer) else _run, mixer)
+    run = partial(_run, original_forward)
     prompts, completions = layout.prompt_rows, layout.completion_rows
     read = [run(_at(given, rows.tokens), rows.mask, None) for rows in prompts.batches]
     behind = {kind: torch.cat([states[kind] for _, states in read]) for kind in read[0][1]}
@@ -202,30 +194,14 @@ def _joined(layout: RowLayout, results: list[Any]) -> list[Tensor | None]:
     return found
 
 
-def _run(mixer: Any, given: dict[str, Any], mask: Tensor | None, states: States | None) -> tuple[Any, States]:
+def _run(
+    forward: Callable[..., Any], given: dict[str, Any], mask: Tensor | None, states: States | None
+) -> tuple[Any, States]:
     """What a mixer returns of rows (B, L, ...) that begin with these states, and the states behind them.
 
     Args:
         mask: (B, L), false for padding; none: nothing is before a row's first token.
     """
-    cache, names = StateCache(states), inspect.signature(mixer.plain_forward).parameters
+    cache, names = StateCache(states), inspect.signature(forward).parameters
     given = given | dict.fromkeys(_CACHES.intersection(names), cache)
-    return mixer.plain_forward(**given | dict.fromkeys(_MASKS.intersection(names), mask)), cache.states
-
-
-def _run_griffin(
-    block: Any, given: dict[str, Any], mask: Tensor | None, states: States | None
-) -> tuple[Any, States]:
-    """`_run` of RecurrentGemma's block, which cannot go on with a sequence (Griffin, arXiv:2402.19427)."""
-    inputs = given["input_states"]
-    branch = block.linear_x(inputs)
-    if mask is not None:
-        branch = branch * mask[..., None]
-    branch, width = branch.transpose(1, 2), block.conv1d_width - 1
-    seen = pad(branch, (width, 0)) if states is None else torch.cat([states["conv", 0], branch], -1)
-    convolved = conv1d(seen, block.conv_1d.weight, block.conv_1d.bias, groups=len(block.conv_1d.weight))
-    block.rg_lru.recurrent_states = None if states is None else states["recurrent", 0]
-    hidden = block.rg_lru(convolved.transpose(1, 2), given["position_ids"])
-    behind = {("conv", 0): seen[..., -width:], ("recurrent", 0): block.rg_lru.recurrent_states}
-    block.conv1d_state = block.rg_lru.recurrent_states = None
-    return (block.linear_out(hidden * block.act_fn(block.linear_y(inputs))), None), behind
+    return forward(**given | dict.fromkeys(_MASKS.intersection(names), mask)), cache.states

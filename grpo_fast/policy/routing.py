@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from grpo_fast.data.table import EXPERTS, UNKNOWN, Completions
 from grpo_fast.policy.architecture import random_tokens
 from grpo_fast.policy.experts import expert_blocks, number_of_experts
-from grpo_fast.policy.layers import decoder_layers
+from grpo_fast.policy.layers import decoder_layers, wrap_forward
 from grpo_fast.policy.packing import pack
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ _CANNOT = "leave it out: the trainer then routes by itself, and loss.sampler_cor
 
 
 class RoutingReplay:
-    """Replays choices in the packed forwards of one model, whose blocks of experts it wraps.
+    """Replays choices in the packed forwards of one model, whose blocks of experts `attach` wraps.
 
     Choices are (T, L, k) integers for T input tokens and the model's L layers, `UNKNOWN` where the trainer
     chooses; what lies there for a layer without experts is not read.
@@ -44,12 +43,14 @@ class RoutingReplay:
         shape: (L, k), once `verify` has seen them.
     """
 
-    def __init__(self, model: Any) -> None:
-        """Raises ValueError for a model without experts."""
+    def __init__(self) -> None:
         self.shape: tuple[int, int] | None = None
-        self._model = model
         self._paused = False
-        self._told: list[Tensor] = []  # of each block and forward: how many differ, of how many
+        self._counts: list[Tensor] = []  # of each block and forward: how many differ, of how many
+
+    def attach(self, model: Any) -> None:
+        """Raises ValueError for a model without experts."""
+        self._model = model
         blocks = expert_blocks(model)
         if not blocks:
             raise ValueError(
@@ -62,10 +63,7 @@ class RoutingReplay:
                 partial(self._hand_over, number, block), with_kwargs=True
             )
             block.chosen = None
-            # Within what a backward recomputes, so that it recomputes with the experts that are given.
-            name = "plain_forward" if hasattr(block, "plain_forward") else "forward"
-            block.routed_forward = getattr(block, name)
-            setattr(block, name, MethodType(self._run, block))
+            wrap_forward(block, self._run)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -79,9 +77,9 @@ class RoutingReplay:
     def differing(self) -> dict[str, Tensor]:
         """Since the last call, for (token, layer) pairs in forwards with gradients: in how many the trainer
         would have chosen other experts, and of how many."""
-        if not self._told:
+        if not self._counts:
             return {}
-        found, self._told = torch.stack(self._told).sum(0), []
+        found, self._counts = torch.stack(self._counts).sum(0), []
         return {"experts/differing": found[0], "experts/replayed": found[1]}
 
     def _hand_over(self, number: int, block: Any, layer: nn.Module, args: Any, kwargs: Any) -> None:
@@ -90,13 +88,13 @@ class RoutingReplay:
         choices = None if layout is None or self._paused else layout.experts
         block.chosen = None if choices is None else choices[:, number].long()
 
-    def _run(self, block: Any, *args: Any, **kwargs: Any) -> Any:
+    def _run(self, block: Any, original_forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if block.chosen is None:
-            return block.routed_forward(*args, **kwargs)
+            return original_forward(*args, **kwargs)
         with _Given(block.chosen, number_of_experts(block)) as given:
-            result = block.routed_forward(*args, **kwargs)
+            result = original_forward(*args, **kwargs)
         if torch.is_grad_enabled():
-            self._told += given.told
+            self._counts += given.counts
         return result
 
     @torch.no_grad()
@@ -135,7 +133,7 @@ class _Given(TorchFunctionMode):
     def __init__(self, chosen: Tensor, experts: int) -> None:
         super().__init__()
         self._chosen, self._experts = chosen, experts
-        self.told: list[Tensor] = []  # (2,) each: how many differ, of how many
+        self.counts: list[Tensor] = []  # (2,) each: how many differ, of how many
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
@@ -148,7 +146,7 @@ class _Given(TorchFunctionMode):
         chosen = torch.where(known, self._chosen, own)
         known = known.all(-1)
         differ = known & (chosen.sort(-1).values != own.sort(-1).values).any(-1)
-        self.told.append(torch.stack([differ.sum(), known.sum()]))
+        self.counts.append(torch.stack([differ.sum(), known.sum()]))
         return type(found)((scores.gather(-1, chosen), chosen))
 
 

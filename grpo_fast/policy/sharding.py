@@ -8,18 +8,14 @@ they are one: then both modules lie in the root's unit, because a weight of two 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from grpo_fast.distributed.world import World
 from grpo_fast.policy.layers import decoder_layers
-from grpo_fast.policy.packing import PackedBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -36,13 +32,12 @@ class ShardedModel(nn.Module):
     Args:
         model: with its adapters, on the CPU or the device.
         base: the transformers model in it.
-        gathers_head: the head's weight is whole in `run`; else the rows of this rank, unless it is tied.
 
     Raises:
         ValueError: a model whose weights FSDP2 cannot hold; the message says why.
     """
 
-    def __init__(self, model: nn.Module, base: PreTrainedModel, world: World, *, gathers_head: bool) -> None:
+    def __init__(self, model: nn.Module, base: PreTrainedModel, world: World) -> None:
         super().__init__()
         layers = decoder_layers(base)
         _require_shardable(model, layers)
@@ -56,7 +51,6 @@ class ShardedModel(nn.Module):
                 "give replicate, or a model that transformers itself implements"
             )
         tied = embedding.weight is self.head.weight
-        self.vocab_parallel = not (tied or gathers_head)
         tables = [] if tied else [embedding, self.head]
         for unit in (*layers, *tables, self):
             shared: Any = fully_shard(
@@ -68,47 +62,19 @@ class ShardedModel(nn.Module):
                 # Else ranks whose tokens reach different experts would add up gradients of different ones.
                 shared.set_reduce_scatter_unused_params(True, recurse=False)
 
-    def forward(self, work: Callable[[], T], whole_head: bool) -> T:
-        if isinstance(self.head, FSDPModule) and (whole_head or not self.vocab_parallel):
+    def forward(self, work: Callable[[], T]) -> T:
+        if isinstance(self.head, FSDPModule):
             self.head.unshard()
         return work()
 
-    def run(self, work: Callable[[], T], *, whole_head: bool = False) -> T:
+    def run(self, work: Callable[[], T]) -> T:
         """What `work` returns, with layers gathered as they are called; a backward may follow."""
-        result: T = self(work, whole_head)
+        result: T = self(work)
         if not torch.is_grad_enabled():  # else the backward does
             for unit in (self, self.head):
                 if isinstance(unit, FSDPModule):
                     unit.reshard()
         return result
-
-    def tokens_of_all(self, hidden: Tensor, batch: PackedBatch) -> tuple[Tensor, PackedBatch, slice]:
-        """The micro-batches of all ranks as one, for a head that each rank has rows of.
-
-        Args:
-            hidden: (N, H), this rank's; a gradient of all hidden states comes back as that of these.
-
-        Returns:
-            (M, H) hidden states in rank order; the batch with M targets, their ids and their columns, its
-            other tensors this rank's; which of the M are this rank's.
-        """
-        rank, ranks = self.world.rank, self.world.size
-        sizes = torch.tensor([[len(hidden), batch.num_sequences]], device=hidden.device)
-        counts, sequences = _below_each_other(sizes, [1] * ranks).T.tolist()
-        ids = {
-            "targets": batch.targets,
-            "sequence_ids": batch.sequence_ids + sum(sequences[:rank]),
-            "group_ids": batch.group_ids,
-        }
-        fields = ids | {**batch.columns}
-        # float64 holds every id and every float32.
-        found = _below_each_other(torch.stack([v.double() for v in fields.values()], 1), counts).unbind(1)
-        values: dict[str, Any] = {n: f.to(v.dtype) for (n, v), f in zip(fields.items(), found, strict=True)}
-        columns = {name: values.pop(name) for name in batch.columns}
-        own = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
-        everything: Any = _HiddenOfAll.apply(hidden, counts, own)
-        joined = replace(batch, num_sequences=sum(sequences), columns=columns, **values)
-        return everything, joined, own
 
 
 def _require_shardable(model: nn.Module, layers: Sequence[nn.Module]) -> None:
@@ -128,24 +94,3 @@ def _chosen(layers: Iterable[nn.Module]) -> list[str]:
     """Trained experts that are modules of their own: a rank's tokens may not reach all."""
     lists = [m for layer in layers for m in layer.modules() if isinstance(m, nn.ModuleList) and len(m) > 1]
     return [type(one[0]).__name__ for one in lists if any(p.requires_grad for p in one.parameters())]
-
-
-class _HiddenOfAll(torch.autograd.Function):
-    """The head sums the gradient of all hidden states over the ranks, so each rank's is a part of it."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, counts: list[int], own: slice) -> Tensor:
-        ctx.own = own
-        return _below_each_other(hidden, counts)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return gradient[ctx.own], None, None
-
-
-def _below_each_other(rows: Tensor, counts: list[int]) -> Tensor:
-    """Each rank's rows, `counts` of them, in rank order."""
-    padded = F.pad(rows, (0, 0, 0, max(counts) - len(rows)))  # gloo gathers equal parts alone
-    parts = [torch.empty_like(padded) for _ in counts]
-    dist.all_gather(parts, padded)
-    return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])

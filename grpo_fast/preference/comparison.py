@@ -31,7 +31,7 @@ class Comparison:
     mismatched_ids: tuple[int, ...] | None = None  # a completion of another prompt, for KTO's reference point
 
 
-def table_of(comparisons: Iterable[Comparison]) -> Completions:
+def comparison_table(comparisons: Iterable[Comparison]) -> Completions:
     """Each comparison is a group, in order.
 
     Returns:
@@ -65,7 +65,7 @@ def table_of(comparisons: Iterable[Comparison]) -> Completions:
 
 def mismatched(comparisons: Iterable[Comparison]) -> Completions:
     """Each prompt with a completion that is not its own, in order."""
-    return table_of(
+    return comparison_table(
         replace(c, completion_ids=(c.mismatched_ids,)) for c in comparisons if c.mismatched_ids is not None
     )
 

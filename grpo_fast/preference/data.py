@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class Completions:
+class CompletionTokenizer:
     """Tokenises the completions of one dataset's prompts, each with the token that ends its turn.
 
     Args:
@@ -97,7 +97,7 @@ def load_comparisons(
         ValueError: a row that is malformed, or that holds what the loss has no place for; the message names
             the row, the field and the remedy.
     """
-    complete = Completions(prompts.config, tokenizer, preference.max_completion_length, end_ids)
+    complete = CompletionTokenizer(prompts.config, tokenizer, preference.max_completion_length, end_ids)
     labelled = not ranks and not preference.loss.paired and not held_out
     read = _ranked if ranks else _labelled if labelled else _pair
     comparisons = {}
@@ -114,7 +114,7 @@ def load_comparisons(
     return _mismatched(comparisons) if labelled else comparisons
 
 
-def _pair(prompt: Prompt, columns: Mapping[str, Any], complete: Completions) -> Comparison:
+def _pair(prompt: Prompt, columns: Mapping[str, Any], complete: CompletionTokenizer) -> Comparison:
     chosen, rejected = (complete(prompt, _column(columns, name), name) for name in ("chosen", "rejected"))
     if chosen == rejected:
         raise ValueError("chosen and rejected are the same; remove the row")
@@ -122,7 +122,7 @@ def _pair(prompt: Prompt, columns: Mapping[str, Any], complete: Completions) -> 
     return Comparison(prompt, (chosen, rejected), (1.0, 0.0), row.margin, row.weight)
 
 
-def _labelled(prompt: Prompt, columns: Mapping[str, Any], complete: Completions) -> Comparison:
+def _labelled(prompt: Prompt, columns: Mapping[str, Any], complete: CompletionTokenizer) -> Comparison:
     completion = complete(prompt, _column(columns, "completion"), "completion")
     label = _column(columns, "label")
     if label not in (True, False):
@@ -131,7 +131,7 @@ def _labelled(prompt: Prompt, columns: Mapping[str, Any], complete: Completions)
     return Comparison(prompt, (completion,), (float(label),), row.margin, row.weight)
 
 
-def _ranked(prompt: Prompt, columns: Mapping[str, Any], complete: Completions) -> Comparison:
+def _ranked(prompt: Prompt, columns: Mapping[str, Any], complete: CompletionTokenizer) -> Comparison:
     _column(columns, "group")
     row = read_row(RankedGroup, columns)
     return Comparison(

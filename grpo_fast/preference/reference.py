@@ -38,7 +38,7 @@ def with_reference(table: Completions, annotator: Annotator, folder: Path | None
         OSError: the folder cannot be written.
     """
     folder = cache_folder() / "reference" if folder is None else folder
-    path = folder / f"{fingerprint(annotator.policy, table)}.safetensors"
+    path = folder / f"{reference_digest(annotator.policy, table)}.safetensors"
     if path.exists():
         logprobs = _load(path, len(table))
     else:
@@ -47,7 +47,7 @@ def with_reference(table: Completions, annotator: Annotator, folder: Path | None
     return table.with_facts(ref_logprob=logprobs)
 
 
-def fingerprint(policy: Policy, table: Completions) -> str:
+def reference_digest(policy: Policy, table: Completions) -> str:
     """A hash of everything that the reference log-probabilities depend on.
 
     The weights, bit by bit; what the model does with them; and the tokens, in which data and chat template

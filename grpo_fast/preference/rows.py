@@ -27,7 +27,7 @@ Weight = Annotated[Number, Field(ge=0)]
 M = TypeVar("M", bound=BaseModel)
 
 
-class _Row(BaseModel):
+class _RowModel(BaseModel):
     """Keys that are null count as absent: Arrow gives all rows all keys."""
 
     model_config = ConfigDict(frozen=True)
@@ -38,14 +38,14 @@ class _Row(BaseModel):
         return {k: v for k, v in row.items() if v is not None} if isinstance(row, Mapping) else row
 
 
-class PairRow(_Row):
+class PairRow(_RowModel):
     """What a pair or a labelled completion may hold besides its texts."""
 
     margin: Number = 0.0  # what the chosen reward must be ahead by
     weight: Weight = 1.0  # factor of the loss
 
 
-class RankedResponse(_Row):
+class RankedResponse(_RowModel):
     """A response, and its rank or its score: the same one in a whole group, equal values are ties."""
 
     model_config = ConfigDict(extra="forbid")
@@ -75,7 +75,7 @@ class RankedResponse(_Row):
         return -self.rank if self.rank is not None else self.score or 0.0
 
 
-class RankedGroup(_Row):
+class RankedGroup(_RowModel):
     """The responses to one prompt."""
 
     group: Annotated[list[RankedResponse], Field(min_length=2)]

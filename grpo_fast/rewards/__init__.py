@@ -1,8 +1,8 @@
 """Reward functions: loading them, calling them, adding them up."""
 
-from typing import TYPE_CHECKING
-
-from grpo_fast.config.lookup import lazy_names
+from grpo_fast.rewards.early import EarlyScores
+from grpo_fast.rewards.reward_set import Reward, RewardSet, load_rewards
+from grpo_fast.rewards.types import RewardError, RewardFunction, RewardResult, weighted_sum
 
 __all__ = [
     "EarlyScores",
@@ -14,15 +14,3 @@ __all__ = [
     "load_rewards",
     "weighted_sum",
 ]
-
-if TYPE_CHECKING:
-    from grpo_fast.rewards.reward_set import EarlyScores, Reward, RewardSet, load_rewards
-    from grpo_fast.rewards.types import RewardError, RewardFunction, RewardResult, weighted_sum
-else:
-    __getattr__ = lazy_names(
-        __name__,
-        {
-            "reward_set": ["EarlyScores", "Reward", "RewardSet", "load_rewards"],
-            "types": ["RewardError", "RewardFunction", "RewardResult", "weighted_sum"],
-        },
-    )

@@ -55,7 +55,7 @@ class Runner:
     """
 
     def __init__(self) -> None:
-        self._busy: dict[str, Future[Any]] = {}  # functions whose abandoned call may hold a thread
+        self._busy: dict[str, Future[Any]] = {}  # abandoned calls, which may hold a thread
 
     def start(
         self, name: str, function: RewardFunction, arguments: Mapping[str, Any], timeout: float
@@ -77,27 +77,16 @@ class Runner:
             CallFailed: it raised, or has not returned in time.
         """
         if not wait([call.future], max(0.0, call.deadline - time.monotonic())).done:
-            reason = self._abandon(call)
+            self._busy[call.name] = call.future
+            call.future.cancel()  # a coroutine ends when it awaits
             limit = f"its timeout of {call.timeout:g} seconds; raise it in rewards where the work is longer"
-            raise CallFailed(f"did not return within {limit}{reason}")
+            raise CallFailed(f"did not return within {limit}")
         error = call.future.exception()
         if error is None:
             return call.future.result()
         if isinstance(error, CallFailed):
             raise error
         raise CallFailed(f"raised {type(error).__name__}: {error}{raised_at(error)}") from error
-
-    def _abandon(self, call: Call) -> str:
-        """Remember what may hold a thread from now on; why it does, where that is known."""
-        self._busy[call.name] = call.future
-        if not call.future.cancel():
-            return ""
-        # A cancelled coroutine ends when it awaits; the loop answers unless some function never does.
-        answer = asyncio.run_coroutine_threadsafe(asyncio.sleep(0), event_loop("rewards"))
-        self._busy[call.name] = answer
-        if wait([answer], 1.0).done:
-            return ""
-        return "; an async reward blocks the event loop: let it await, or make it a plain function"
 
 
 @cache

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import queue
-import threading
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,6 +24,7 @@ from grpo_fast.rewards.types import (
     RewardError,
     RewardFunction,
     RewardResult,
+    Scored,
     column_names,
     weighted_sum,
 )
@@ -92,7 +90,6 @@ class RewardSet:
         self.weights = tuple(reward.weight for reward in rewards)
         self._runner = Runner()
         self.step, self.max_steps = 0, 0  # of the run, which functions are told as `trainer_state`
-        self.early: dict[str, Log] = {}  # of functions that have scored all completions already
 
     def position(self, name: str | None) -> int:
         """Which reward decides an evaluation: by its name or as `rewards` writes it; by default the first.
@@ -126,12 +123,12 @@ class RewardSet:
         prompts: Sequence[Prompt],
         completions: Sequence[Sequence[Completion]],
         *,
-        precomputed: Mapping[str, Sequence[float]] | None = None,
+        precomputed: Mapping[str, Scored] | None = None,
     ) -> RewardResult:
-        """Scores each prompt's completions: one row of the result a completion, group after group.
+        """Score each prompt's completions: one row of the result a completion, group after group.
 
         Args:
-            precomputed: values of functions that have scored all of them already, by name: see `EarlyScores`.
+            precomputed: by name, what functions gave that have scored all of them already: see `EarlyScores`.
 
         Raises:
             RewardError: a function fails and is not to be skipped, or none applies to any sample.
@@ -140,13 +137,13 @@ class RewardSet:
         batch = Batch.of(prompts, completions, column_names(prompts))
         if not len(batch):
             raise ValueError("completions is empty; there is nothing to score")
-        values: dict[str, Sequence[float]] = dict(precomputed or {})
+        values = {name: scores for name, (scores, _) in (precomputed or {}).items()}
+        logs = {name: log for name, (_, log) in (precomputed or {}).items()}
         episodes = [completion.episode for group in completions for completion in group]
         for reward in self.rewards:
             if reward.environment is not None:
                 values[reward.name] = _given(reward.environment, episodes)
         skipped: dict[str, str] = {}
-        logs = {name: self.early.pop(name) for name in list(self.early) if name in values}
         due = [reward for reward in self.rewards if reward.name not in values]
         running = {reward.name: self._start(reward, batch) for reward in due if is_async(reward.function)}
         for reward in sorted(due, key=lambda reward: reward.name in running):
@@ -156,7 +153,10 @@ class RewardSet:
                 logs[reward.name] = call.log or Log(len(batch))
             except CallFailed as failure:
                 if reward.on_error == "fail":
-                    raise self._error(reward, failure, batch) from failure.__cause__
+                    sample = failure.sample
+                    where = f"; the batch has {len(batch)} completions, the first is" * (sample is None)
+                    problem = f"{failure}{where}\n{batch.describe(sample or 0)}"
+                    raise RewardError(reward.name, problem, sample) from failure.__cause__
                 logger.warning("reward %r %s; skipped for %d completions", reward.name, failure, len(batch))
                 values[reward.name] = [math.nan] * len(batch)
                 skipped[reward.name] = str(failure)
@@ -167,8 +167,8 @@ class RewardSet:
 
     def score_group(
         self, name: str, prompt: Prompt, completions: Sequence[Completion], columns: Sequence[str]
-    ) -> tuple[list[float], Log]:
-        """One function's values for one prompt's completions, and what it logged.
+    ) -> Scored:
+        """Return one function's values for one prompt's completions, and what it logged.
 
         Raises:
             CallFailed: it fails; scoring the whole batch then says how.
@@ -177,11 +177,10 @@ class RewardSet:
         call = self._start(self.rewards[self.names.index(name)], batch)
         return check_values(self._runner.finish(call), len(batch)), call.log or Log(len(batch))
 
-    def _start(self, reward: Reward, batch: Batch, timeout: float | None = None) -> Call:
+    def _start(self, reward: Reward, batch: Batch) -> Call:
         log = Log(len(batch))
         arguments = batch.arguments(reward.name, reward.function, reward.options, self._beside(log))
-        limit = reward.timeout if timeout is None else timeout
-        return replace(self._runner.start(reward.name, reward.function, arguments, limit), log=log)
+        return replace(self._runner.start(reward.name, reward.function, arguments, reward.timeout), log=log)
 
     def _beside(self, log: Log) -> dict[str, Any]:
         """What functions may ask for besides the batch, as in TRL."""
@@ -189,27 +188,6 @@ class RewardSet:
 
         state = TrainerState(global_step=self.step, max_steps=self.max_steps)
         return {"trainer_state": state, "log_metric": log.log_metric, "log_extra": log.log_extra}
-
-    def _error(self, reward: Reward, failure: CallFailed, batch: Batch) -> RewardError:
-        """Names the sample: the one with the wrong value, or the first that fails alone too."""
-        sample = failure.sample
-        if failure.__cause__ is not None:
-            sample = self._first_raising(reward, type(failure.__cause__), batch)
-        where = "" if sample is not None else f"; the batch has {len(batch)} completions, the first is"
-        return RewardError(reward.name, f"{failure}{where}\n{batch.describe(sample or 0)}", sample)
-
-    def _first_raising(self, reward: Reward, error: type[BaseException], batch: Batch) -> int | None:
-        """The first sample that raises the same when it is scored alone, searched for one timeout long."""
-        deadline = time.monotonic() + reward.timeout
-        for index in range(len(batch)):
-            try:
-                self._runner.finish(self._start(reward, batch.one(index), deadline - time.monotonic()))
-            except CallFailed as failure:
-                if failure.__cause__ is None:
-                    return None
-                if type(failure.__cause__) is error:
-                    return index
-        return None
 
     def _report_unscored(self, table: torch.Tensor, batch: Batch) -> None:
         """A row that no function scores is a fact about the data; a whole batch of them is a mistake."""
@@ -245,54 +223,3 @@ def _together(logs: Mapping[str, Log], batch: Batch) -> Log:
         for metric, numbers in log.metrics.items():
             whole.metrics.setdefault(metric, []).extend(numbers)
     return whole
-
-
-class EarlyScores:
-    """Calls the functions marked `per_group` on each group as it completes, while others still decode.
-
-    One call after the other. A function that fails drops out: it is called once more for the whole batch,
-    like those that are not marked, so its error is the one that it would have raised anyway.
-    """
-
-    def __init__(self, rewards: RewardSet, prompts: Sequence[Prompt]) -> None:
-        self._rewards = rewards
-        self._prompts = prompts
-        self._columns = column_names(prompts)
-        self._values: dict[str, dict[int, list[float]]] = {r.name: {} for r in rewards.rewards if r.per_group}
-        self._logs: dict[tuple[str, int], Log] = {}
-        self._due: queue.SimpleQueue[tuple[int, list[Completion]] | None] = queue.SimpleQueue()
-        self._stopped = False
-        # A daemon: an interrupted run does not wait for a reward that hangs.
-        self._thread = threading.Thread(target=self._work, name="early rewards", daemon=True)
-        self._thread.start()
-
-    def group_done(self, index: int, completions: list[Completion]) -> None:
-        """Every completion of prompt `index` has ended."""
-        self._due.put((index, completions))
-
-    def values(self) -> dict[str, list[float]]:
-        """By function, its values for all completions, group after group; waits for the calls under way."""
-        self._due.put(None)
-        self._thread.join()
-        groups = range(len(self._prompts))
-        complete = {name: scored for name, scored in self._values.items() if len(scored) == len(groups)}
-        for name in complete:
-            self._rewards.early[name] = whole = Log(0)
-            for index in groups:
-                whole.add(self._logs[name, index])
-        return {name: [v for index in groups for v in scored[index]] for name, scored in complete.items()}
-
-    def cancel(self) -> None:
-        """Nobody wants the values any more."""
-        self._stopped = True
-        self._due.put(None)
-
-    def _work(self) -> None:
-        while (done := self._due.get()) is not None and not self._stopped:
-            index, completions = done
-            for name in list(self._values):
-                try:
-                    scored = self._rewards.score_group(name, self._prompts[index], completions, self._columns)
-                    self._values[name][index], self._logs[name, index] = scored
-                except (CallFailed, RewardError):
-                    del self._values[name]

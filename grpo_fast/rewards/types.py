@@ -63,6 +63,9 @@ class Log:
         self.size += other.size
 
 
+Scored = tuple[list[float], Log]  # by one function: a value a completion, and what it logged
+
+
 def _plain(value: Any) -> Any:
     """As JSON has it: numbers of NumPy and torch as numbers, whatever else as text."""
     value = value.item() if hasattr(value, "item") else value

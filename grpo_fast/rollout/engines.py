@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from bisect import bisect_right
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -153,44 +152,31 @@ class TransformersKind(EngineKind):
             policy.fix_rope(max_length)
         if policy.sharded:
             return OwnCopyEngine(policy, max_length=max_length, **options)
-        ends, vision = policy.eos_token_ids, lambda: policy.vision
-        return TransformersEngine(policy.model, policy.tokenizer, eos_ids=ends, vision=vision, **options)
+        options |= {"eos_ids": policy.eos_token_ids, "image_reader": lambda: policy.vision.reader}
+        return TransformersEngine(policy.model, policy.tokenizer, **options)
 
     def weights(self, config: RolloutConfig, trained: Trained) -> Weights:
         return Weights(shared=not trained.sharded, sent=trained.sharded, adapters=False)
 
     def price(self, demand: Demand) -> EnginePrice:
         """At the end of its longest batch, when the cache is full."""
-        from grpo_fast.rollout.decoder import ExpandedDecoder, InFlight, RecomputedDecoder
         from grpo_fast.rollout.sampling import SLICE, SLICE_ELSEWHERE
-        from grpo_fast.rollout.shared_prefix import SharedPrefixDecoder
         from grpo_fast.rollout.transformers import tokens_at_once
 
         shape, sizes, device = demand.shape, demand.sizes, "cuda" if demand.trained.on_gpu else "cpu"
         read, length = demand.read_at_once, demand.sizes.completion_length
-        caches = bool(shape.layers or shape.states)
-        decoder = ExpandedDecoder if caches else RecomputedDecoder
-        if shape.shares_prefix:
-            decoder = SharedPrefixDecoder
-
-        def held(rows: int) -> InFlight:
-            return InFlight(-(-rows // read.generations), read.prompt_length, rows, length)
-
-        def tokens(rows: int) -> int:
-            return decoder.kv_tokens(held(rows))
-
-        budget = max(tokens(1), tokens_at_once(demand.config.max_batch_tokens, device))
-        rows = bisect_right(range(1, sizes.completions + 1), budget, key=tokens) or 1
-        prompts = held(rows).prompts
+        longest = read.prompt_length + length
+        budget = tokens_at_once(demand.config.max_batch_tokens, device)
+        rows = int(max(1, min(sizes.completions, budget // longest)))
+        prompts = -(-rows // read.generations) if shape.shares_prefix else rows
         drawn = min(rows * shape.vocabulary, SLICE.get(device, SLICE_ELSEWHERE))
         logits = shape.itemsize * prompts * (shape.vocabulary + shape.hidden)
-        at_once = prompts * read.prompt_length if caches else tokens(rows)
-        prefill = shape.plain.forward(at_once) + logits
-        scores = 4 * rows * shape.heads * (read.prompt_length + 2 * length)
+        prefill = shape.plain.forward(prompts * read.prompt_length) + logits
+        scores = 4 * rows * shape.heads * longest
         decode = rows * shape.vocabulary * shape.itemsize + 4 * _DRAW_COPIES * drawn + scores
         return EnginePrice(
             weights=demand.base_bytes * demand.trained.sharded,
-            kv_cache=decoder.kv_bytes(shape, held(rows), on_cpu=device == "cpu"),
+            kv_cache=rows * shape.kv_bytes(longest),
             workspace=max(int(prefill), decode),
             residue=0,
             rows=rows,

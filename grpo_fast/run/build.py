@@ -18,7 +18,7 @@ import torch
 from grpo_fast.config.data import PREFIX, VERIFIERS, DatasetConfig
 from grpo_fast.config.rollout import RolloutConfig
 from grpo_fast.config.schema import TrainConfig, at
-from grpo_fast.config.stages import PARTIAL, Stage, resolve_stages, schedule_steps
+from grpo_fast.config.stages import Stage, resolve_stages, schedule_steps
 from grpo_fast.data import PromptDataset, PromptSampler, exclude_overlap, load_held_out, load_prompts
 from grpo_fast.data.tasksets import library_prompts
 from grpo_fast.distributed.world import SINGLE_PROCESS, World
@@ -33,8 +33,8 @@ from grpo_fast.loop.trainer import StageParts, Trainer
 from grpo_fast.objective import resolve_loss
 from grpo_fast.policy import Policy, PolicyOptimizer, load_policy, load_tokenizer, longest_sequence
 from grpo_fast.policy.load import load_architecture, require_replay, resolve_device
-from grpo_fast.policy.quantization import require_bitsandbytes
-from grpo_fast.preference.comparison import mismatched, table_of, with_order
+from grpo_fast.policy.optimizer import needs_torchao
+from grpo_fast.preference.comparison import comparison_table, mismatched, with_order
 from grpo_fast.preference.data import load_comparisons
 from grpo_fast.preference.reference import with_reference
 from grpo_fast.preference.trainer import PreferenceTrainer
@@ -71,8 +71,7 @@ def build_trainer(config: TrainConfig, world: World = SINGLE_PROCESS) -> Algorit
             )
         torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)
-    if config.optimizer.kind == "adamw_8bit":
-        require_bitsandbytes("optimizer.kind = 'adamw_8bit'")
+    needs_torchao(config.optimizer)  # refused before any work where it is missing
     if config.algorithm == "grpo":
         return build_grpo_trainer(config, world)
     if world.size > 1:
@@ -126,10 +125,12 @@ def build_grpo_trainer(config: TrainConfig, world: World = SINGLE_PROCESS) -> Tr
         load_architecture(config.model), on_gpu=device.type == "cuda", images=shown
     )
     policy = load_policy(
-        config.model, needs_reference=needs_reference, world=world, distributed=config.distributed
+        config.model,
+        needs_reference=needs_reference,
+        world=world,
+        distributed=config.distributed,
+        router_replay=config.rollout.router_replay,
     )
-    if config.rollout.router_replay:
-        policy.replay_routing()
     if policy.head_weight.is_cuda:  # before gradients and the optimizer take their memory
         for stage in stages:
             policy.run(partial(warm_up_head, policy, stage.config))
@@ -198,9 +199,7 @@ def with_steps(config: TrainConfig) -> TrainConfig:
     steps = ceil(round(config.epochs * len(prompts) / config.prompts_per_step, 9))
     counted = f"{len(prompts):,} prompts, {config.prompts_per_step} a step"
     logger.warning("epochs = %g: max_steps = %d, for %s", config.epochs, steps, counted)
-    return TrainConfig.model_validate(
-        config.model_dump() | {"epochs": None, "max_steps": steps}, context=PARTIAL
-    )
+    return TrainConfig.model_validate(config.model_dump() | {"epochs": None, "max_steps": steps})
 
 
 def load_train_prompts(
@@ -265,9 +264,9 @@ def build_preference_trainer(config: TrainConfig) -> PreferenceTrainer:
     if config.evaluation.dataset is not None:
         questions = load_held_out(config.evaluation.dataset, tokenizer)
         prompts = exclude_overlap(prompts, questions)
-        held_out = with_order(table_of(load(questions, held_out=True).values()))
+        held_out = with_order(comparison_table(load(questions, held_out=True).values()))
     rows = load(prompts).values()
-    tables = [table_of(rows), *([] if ranks or section.loss.paired else [mismatched(rows)])]
+    tables = [comparison_table(rows), *([] if ranks or section.loss.paired else [mismatched(rows)])]
     sequences = (
         torch.cat([table.prompt_of(row), table.tokens_of(row)]).tolist()
         for table in (*tables, *([] if held_out is None else [held_out]))

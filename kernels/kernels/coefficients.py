@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
@@ -34,6 +34,22 @@ class RowCoefficients:
     salts: Tensor  # (P,) int64, their sum: what sets the batch's draws apart
 
 
+class MassArguments(NamedTuple):
+    """`Masses` as kernels take them."""
+
+    tile_lse: Tensor  # (N, T) float32
+    logsumexp: Tensor  # (N,) float32
+    targets: Tensor  # (N,) int64
+    target: Tensor  # (N,) float32, as the next two: see `RowCoefficients`
+    mass: Tensor
+    slope: Tensor
+    entropy: Tensor | None  # (N,) float32, as the next
+    entropy_gradient: Tensor | None
+    row_stride: int  # of tile_lse
+    tiles: int  # T
+    vocabulary: int
+
+
 @dataclass(frozen=True)
 class Masses:
     """What says how much of the gradient every pair can hold."""
@@ -44,12 +60,11 @@ class Masses:
     vocabulary: int
 
     @property
-    def arguments(self) -> tuple[object, ...]:
-        """As every kernel takes them."""
+    def arguments(self) -> MassArguments:
         rows = self.rows
         of_rows = rows.logsumexp, self.targets, rows.target, rows.mass, rows.slope
         sizes = self.tile_lse.stride(0), self.tile_lse.shape[1], self.vocabulary
-        return self.tile_lse, *of_rows, rows.entropy, rows.entropy_gradient, *sizes
+        return MassArguments(self.tile_lse, *of_rows, rows.entropy, rows.entropy_gradient, *sizes)
 
 
 def row_coefficients(call: HeadCall, statistics: RowStatistics, gradients: RowGradients) -> RowCoefficients:

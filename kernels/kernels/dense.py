@@ -45,8 +45,7 @@ def row_aligned(rows: int, columns: int, like: Tensor, dtype: torch.dtype | None
 def logit_gradient_kernel(
     hidden,  # (N, H): see tile_products
     weight,  # (V, H)
-    bias,  # (V,)
-    inv_temperature,  # (N,) float32
+    transform,  # `Transform`
     targets,  # (N,) int64
     logsumexp_in,  # (N,) float32, as the next five
     mass_in,
@@ -64,8 +63,6 @@ def logit_gradient_kernel(
     hidden_stride,
     weight_stride,
     gradient_stride,
-    logit_scale,
-    softcap,
     programs,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -89,9 +86,7 @@ def logit_gradient_kernel(
         row = first_row + tl.arange(0, ROWS)
         column = first_column + tl.arange(0, COLUMNS)
         live = row < rows
-        z = transform_logits(
-            products, bias, inv_temperature, logit_scale, softcap, row, column, rows, vocabulary
-        )
+        z = transform_logits(products, transform, row, column, rows, vocabulary)
 
         logsumexp = tl.load(logsumexp_in + row, mask=live, other=0.0)
         mass = tl.load(mass_in + row, mask=live, other=0.0)
@@ -109,9 +104,7 @@ def logit_gradient_kernel(
         gradient = tl.where(is_target(target, COLUMNS), at_target[:, None], gradient)
         if mean_in is not None:
             gradient += tl.load(mean_in + row, mask=live, other=0.0)[:, None]
-        gradient = untransform_gradient(
-            gradient, products, bias, inv_temperature, logit_scale, softcap, row, column, rows, vocabulary
-        )
+        gradient = untransform_gradient(gradient, products, transform, row, column, rows, vocabulary)
         # One 64-bit address per row, 32-bit steps within it: a tile of 64-bit addresses would spill.
         line = gradient_out + (first_column - start) + row.to(tl.int64) * gradient_stride
         kept = live[:, None] & (offset < start + width - first_column)[None, :]

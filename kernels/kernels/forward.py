@@ -24,6 +24,7 @@ from . import TILE, ProductTile
 from .dense import row_aligned
 from .product import (
     LOG2E,
+    Transform,
     is_target,
     precision,
     product_arguments,
@@ -31,7 +32,7 @@ from .product import (
     register_bound,
     tile_position,
     tile_products,
-    transform_arguments,
+    transform_biased,
     transform_logits,
 )
 
@@ -68,8 +69,7 @@ class TileStatistics(NamedTuple):
 def forward_kernel(
     hidden,  # (N, H): see tile_products; rows in the order of the work, as the two below
     weight,  # (V, H)
-    bias,  # (V,)
-    inv_temperature,  # (N,) float32
+    transform,  # `Transform`
     targets,  # (N,) int32, below zero for none
     order,  # (N,) int64: where a row's results go
     count,  # (1,) int32: rows in use
@@ -86,8 +86,6 @@ def forward_kernel(
     weight_stride,
     tile_stride,
     kept_stride,
-    logit_scale,
-    softcap,
     programs,
     EVEN_COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -116,7 +114,7 @@ def forward_kernel(
             hidden, weight, hidden_stride, weight_stride, first_row, first_column, rows, vocabulary,
             hidden_size, ROWS, COLUMNS, DEPTH, DESCRIPTORS, EVEN_DEPTH, PRECISION,
         )  # fmt: skip
-        z = transform_logits(z, bias, inv_temperature, logit_scale, softcap, row, column, rows, vocabulary)
+        z = transform_logits(z, transform, row, column, rows, vocabulary)
         to = tl.load(order + row, mask=live, other=0)
 
         # Positions relative to the tile, in 32 bits: compared with constants, they take no registers.
@@ -174,8 +172,7 @@ def order_kernel(targets, order, count, rows, BLOCK: tl.constexpr):
 def gather_kernel(
     hidden,  # (N, H)
     weight,  # (V, H)
-    bias,  # (V,) or None
-    inv_temperature,  # (N,) float32 or None
+    transform,  # `Transform`
     targets,  # (N,) int64
     order,  # (N,) int64
     count,  # (1,) int32
@@ -188,8 +185,6 @@ def gather_kernel(
     hidden_size,
     hidden_stride,
     weight_stride,
-    logit_scale,
-    softcap,
     ROWS: tl.constexpr,
     DEPTH: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -215,15 +210,13 @@ def gather_kernel(
         products = tl.dot(x_part, w_part.T, products, input_precision=PRECISION)
     own = tl.arange(0, ROWS)[:, None] == tl.arange(0, ROWS)[None, :]
     product = tl.sum(tl.where(own, products, 0.0), axis=1)
-    if bias is not None:
-        product += tl.load(bias + target, mask=here, other=0.0).to(tl.float32)
-    z = transform_logits(
-        product[:, None], None, inv_temperature, logit_scale, softcap, row, row, rows, vocabulary
-    )
+    if transform.bias is not None:
+        product += tl.load(transform.bias + target, mask=here, other=0.0).to(tl.float32)
+    z = transform_biased(product[:, None], transform, row, rows)
     tl.store(logit_out + row[:, None], z, mask=live[:, None])
     tl.store(targets_out + place, tl.where(here, target, -1).to(tl.int32), mask=live)
     if inv_temperature_out is not None:
-        tl.store(inv_temperature_out + place, tl.load(inv_temperature + row, mask=live), mask=live)
+        tl.store(inv_temperature_out + place, tl.load(transform.inv_temperature + row, mask=live), mask=live)
 
 
 def gather_rows(call: HeadCall) -> Gathered:
@@ -244,7 +237,7 @@ def gather_rows(call: HeadCall) -> Gathered:
         hidden_out=gathered.hidden, inv_temperature_out=gathered.inv_temperature,
         targets_out=gathered.targets, logit_out=gathered.target_logit, rows=rows,
         vocabulary=call.vocabulary, hidden_size=depth, hidden_stride=hidden.stride(0),
-        weight_stride=call.weight.stride(0), **transform_arguments(call), ROWS=_TARGET_ROWS,
+        weight_stride=call.weight.stride(0), transform=Transform.of(call), ROWS=_TARGET_ROWS,
         DEPTH=128 if hidden.element_size() == 2 else 32, PRECISION=precision(hidden.dtype), num_warps=4,
     )  # fmt: skip
     return gathered

@@ -60,7 +60,7 @@ def list_pairs(live: ActivePairs, capacity: int, config: SparseConfig) -> Pairs:
     )  # fmt: skip
     if rows:
         _scale_pairs[(rows,)](
-            *live.masses.arguments, live.threshold.numbers, live.twice, live.count, live.room, live.row_ends,
+            live.masses.arguments, live.threshold.numbers, live.twice, live.count, live.room, live.row_ends,
             pairs.fits, pairs.tiles, pairs.scales, rows, TILE=TILE, BLOCK=32, num_warps=1,
         )  # fmt: skip
     return pairs
@@ -136,19 +136,9 @@ def _list_tile(
         tl.store(block_tile + block, tl.full((BLOCK,), 0, tl.int32) + tile, mask=block < last_block)
 
 
-@triton.jit(do_not_specialize=["tiles", "vocabulary", "rows"])
+@triton.jit(do_not_specialize=["rows"])
 def _scale_pairs(
-    tile_lse,
-    logsumexp,
-    targets,
-    target_gradient,
-    mass_gradient,
-    slope,
-    entropy,
-    entropy_gradient,
-    row_stride,
-    tiles,
-    vocabulary,
+    masses,  # `MassArguments`
     threshold,
     twice_bits,
     live_count,
@@ -166,17 +156,19 @@ def _scale_pairs(
     pairs = tl.where(tl.load(fits) != 0, tl.load(live_count + row), 0)
     first = tl.load(row_ends + row) - tl.load(room + row)
     h, e = None, None
-    if entropy_gradient is not None:
-        h, e = tl.load(entropy + row), tl.load(entropy_gradient + row)
-    lse, mass, steepest = tl.load(logsumexp + row), tl.load(mass_gradient + row), tl.load(slope + row)
-    target, log2_threshold = tl.load(targets + row), tl.load(threshold)
+    if masses.entropy_gradient is not None:
+        h, e = tl.load(masses.entropy + row), tl.load(masses.entropy_gradient + row)
+    lse, steepest = tl.load(masses.logsumexp + row), tl.load(masses.slope + row)
+    mass, target = tl.load(masses.mass + row), tl.load(masses.targets + row)
+    log2_threshold, line = tl.load(threshold), masses.tile_lse + row.to(tl.int64) * masses.row_stride
     for start in range(0, pairs, BLOCK):
         pair = start + tl.arange(0, BLOCK)
         present = pair < pairs
         tile = tl.load(pair_tiles + first + pair, mask=present, other=0)
-        here = tl.load(tile_lse + row.to(tl.int64) * row_stride + tile, mask=present, other=0.0)
+        here = tl.load(line + tile, mask=present, other=0.0)
         log2_w = log2_weight(here, lse, mass, steepest, h, e)
-        certain = is_certain(log2_w, log2_threshold) | ((target < vocabulary) & (target // TILE == tile))
+        holds_target = (target < masses.vocabulary) & (target // TILE == tile)
+        certain = is_certain(log2_w, log2_threshold) | holds_target
         word = tl.load(twice_bits + (tile // 32).to(tl.int64) * rows + row, mask=present, other=0)
         points = 1 + ((word >> (tile % 32)) & 1)
         drawn = points * _STRATUM / tl.maximum(draw_length(log2_w, log2_threshold), 1)

@@ -18,11 +18,12 @@ so the plain case is the identity and costs nothing. Conventions shared by the k
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton import knobs
 from triton.language.target_info import cuda_capability_geq
 from triton.runtime.jit import constexpr_function
@@ -142,26 +143,44 @@ def is_target(
     return tl.reshape(found, (target.shape[0], COLUMNS))
 
 
+class Transform(NamedTuple):
+    """The way from a product to a logit, as kernels take it."""
+
+    bias: Tensor | None  # (V,)
+    inv_temperature: Tensor | None  # (N,) float32
+    logit_scale: float
+    softcap: float | None
+
+    @classmethod
+    def of(cls, call: HeadCall) -> Transform:
+        inv_temperature = call.inv_temperature
+        if inv_temperature is None and call.logit_scale != 1.0:
+            inv_temperature = call.hidden.new_ones(call.hidden.shape[0], dtype=torch.float32)
+        return cls(call.bias, inv_temperature, float(call.logit_scale), call.softcap)
+
+
 @triton.jit
 def transform_logits(
     products,  # (ROWS, COLUMNS) float32: x·w
-    bias,  # (V,) or None
-    inv_temperature,  # (N,) float32 or None
-    logit_scale,
-    softcap,  # or None
+    transform,  # `Transform`
     row,  # (ROWS,)
     column,  # (COLUMNS,)
     rows,
     vocabulary,
 ):
     """z of every product, (ROWS, COLUMNS) float32."""
-    z = biased(products, bias, column, vocabulary)
-    factor = logit_scale
-    if softcap is not None:
-        z = softcap * _tanh(z * (logit_scale / softcap))
+    return transform_biased(biased(products, transform.bias, column, vocabulary), transform, row, rows)
+
+
+@triton.jit
+def transform_biased(z, transform, row, rows):
+    """z of every x·w + bias."""
+    factor = transform.logit_scale
+    if transform.softcap is not None:
+        z = transform.softcap * _tanh(z * (transform.logit_scale / transform.softcap))
         factor = 1.0
-    if inv_temperature is not None:
-        z *= (tl.load(inv_temperature + row, mask=row < rows, other=1.0) * factor)[:, None]
+    if transform.inv_temperature is not None:
+        z *= (tl.load(transform.inv_temperature + row, mask=row < rows, other=1.0) * factor)[:, None]
     return z
 
 
@@ -169,24 +188,22 @@ def transform_logits(
 def untransform_gradient(
     gradient,  # (ROWS, COLUMNS) float32: dL/dz
     products,  # as `transform_logits` takes them: the slope of a saturated z cannot be read off z
-    bias,
-    inv_temperature,
-    logit_scale,
-    softcap,
+    transform,
     row,
     column,
     rows,
     vocabulary,
 ):
     """dL/d(x·w + bias) from dL/dz: multiplied by dz/d(x·w)."""
-    if softcap is not None:
-        u = tl.abs(biased(products, bias, column, vocabulary) * (logit_scale / softcap))
+    if transform.softcap is not None:
+        capped = biased(products, transform.bias, column, vocabulary)
+        u = tl.abs(capped * (transform.logit_scale / transform.softcap))
         tail = tl.exp2(u * -LOG2E)
         sech = 2.0 * tail * _reciprocal(tl.fma(tail, tail, 1.0))
         gradient *= sech * sech  # 1 - tanh² cancels where it saturates
-    if inv_temperature is not None:
-        inverse = tl.load(inv_temperature + row, mask=row < rows, other=1.0)
-        gradient *= (inverse * logit_scale)[:, None]
+    if transform.inv_temperature is not None:
+        inverse = tl.load(transform.inv_temperature + row, mask=row < rows, other=1.0)
+        gradient *= (inverse * transform.logit_scale)[:, None]
     return gradient
 
 
@@ -215,19 +232,6 @@ def _reciprocal(x):
     return tl.rsqrt(x * x)
 
 
-def transform_arguments(call: HeadCall) -> dict[str, object]:
-    """The way from a product to a logit, by the kernels' names."""
-    inv_temperature = call.inv_temperature
-    if inv_temperature is None and call.logit_scale != 1.0:
-        inv_temperature = call.hidden.new_ones(call.hidden.shape[0], dtype=torch.float32)
-    return {
-        "bias": call.bias,
-        "inv_temperature": inv_temperature,
-        "logit_scale": float(call.logit_scale),
-        "softcap": call.softcap,
-    }
-
-
 def product_arguments(call: HeadCall, tile: ProductTile) -> dict[str, object]:
     """What a kernel with `tile_products` takes of the call and the tile, by the kernel's names.
 
@@ -240,7 +244,8 @@ def product_arguments(call: HeadCall, tile: ProductTile) -> dict[str, object]:
             TensorDescriptor.from_tensor(hidden, [tile.rows, tile.depth]),
             TensorDescriptor.from_tensor(weight, [tile.columns, tile.depth]),
         )
-    return transform_arguments(call) | {
+    return {
+        "transform": Transform.of(call),
         "hidden": operands[0],
         "weight": operands[1],
         "vocabulary": weight.shape[0],

@@ -109,7 +109,7 @@ def select_live(call: HeadCall, rows: RowCoefficients, tile_lse: Tensor, *, tole
     )  # fmt: skip
     if count:
         _mark_live[(count,)](
-            *masses.arguments, threshold.numbers, threshold.salt, live.bits, live.twice, live.rank_base,
+            masses.arguments, threshold.numbers, threshold.salt, live.bits, live.twice, live.rank_base,
             live.count, live.room, live.small, live.largest, count,
             TILE=TILE, BLOCK=_BLOCK, num_warps=1,
         )  # fmt: skip
@@ -142,7 +142,7 @@ def count_pairs(masses: Masses) -> Tensor:
     counts = masses.tile_lse.new_empty((min(count, _PROGRAMS), BINS), dtype=torch.int32)
     if count:
         _count_pairs[(counts.shape[0],)](
-            *masses.arguments, masses.rows.squares, counts, count, masses.rows.squares.shape[1],
+            masses.arguments, masses.rows.squares, counts, count, masses.rows.squares.shape[1],
             TILE=TILE, BLOCK=_BLOCK, num_warps=1,
         )  # fmt: skip
     return counts
@@ -178,35 +178,26 @@ def is_certain(log2_w, log2_threshold):
 
 @triton.jit
 def _row_weights(
-    tile_lse,  # (N, T) float32
-    logsumexp,  # (N,) float32
-    targets,  # (N,) int64
-    target_gradient,  # (N,) float32, as the next two
-    mass_gradient,
-    slope,
-    entropy,  # (N,) float32 or None, as the next
-    entropy_gradient,
+    masses,  # `MassArguments`
     row,
     start,
-    row_stride,
-    tiles,
-    vocabulary,
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """log2 w of BLOCK of a row's tiles, which of them hold anything, and which holds the target."""
-    mass = tl.load(mass_gradient + row)
-    gradient = tl.abs(tl.load(target_gradient + row)) + tl.abs(mass)
+    mass = tl.load(masses.mass + row)
+    gradient = tl.abs(tl.load(masses.target + row)) + tl.abs(mass)
     h, e = None, None
-    if entropy_gradient is not None:
-        h, e = tl.load(entropy + row), tl.load(entropy_gradient + row)
+    if masses.entropy_gradient is not None:
+        h, e = tl.load(masses.entropy + row), tl.load(masses.entropy_gradient + row)
         gradient += tl.abs(e)
-    target = tl.load(targets + row)
-    target_tile = tl.where((target >= 0) & (target < vocabulary), target // TILE, -1).to(tl.int32)
+    target = tl.load(masses.targets + row)
+    target_tile = tl.where((target >= 0) & (target < masses.vocabulary), target // TILE, -1).to(tl.int32)
     tile = start + tl.arange(0, BLOCK)
-    inside = tile < tl.where(gradient == 0.0, 0, tiles)  # a row of NaN works
-    lse = tl.load(tile_lse + row.to(tl.int64) * row_stride + tile, mask=inside, other=float("-inf"))
-    log2_w = log2_weight(lse, tl.load(logsumexp + row), mass, tl.load(slope + row), h, e)
+    inside = tile < tl.where(gradient == 0.0, 0, masses.tiles)  # a row of NaN works
+    line = masses.tile_lse + row.to(tl.int64) * masses.row_stride
+    lse = tl.load(line + tile, mask=inside, other=float("-inf"))
+    log2_w = log2_weight(lse, tl.load(masses.logsumexp + row), mass, tl.load(masses.slope + row), h, e)
     has_target = inside & (tile == target_tile)
     return log2_w, (inside & ~(lse == float("-inf"))) | has_target, has_target
 
@@ -229,19 +220,9 @@ def log2_norm(squares, parts, BLOCK: tl.constexpr):
     return 0.5 * (((bits >> 52) - 1023).to(tl.float32) + tl.log2(fraction))
 
 
-@triton.jit(do_not_specialize=["tiles", "vocabulary", "rows", "parts"])
+@triton.jit(do_not_specialize=["rows", "parts"])
 def _count_pairs(
-    tile_lse,
-    logsumexp,
-    targets,
-    target_gradient,
-    mass_gradient,
-    slope,
-    entropy,
-    entropy_gradient,
-    row_stride,
-    tiles,
-    vocabulary,
+    masses,  # `MassArguments`
     squares,  # (2, parts) float64
     counts_out,  # (programs, BINS) int32, written
     rows,
@@ -254,11 +235,8 @@ def _count_pairs(
     programs = tl.num_programs(0)
     for turn in range(0, tl.cdiv(rows - tl.program_id(0), programs)):
         row = tl.program_id(0) + turn * programs
-        for start in range(0, tiles, BLOCK):
-            log2_w, inside, has_target = _row_weights(
-                tile_lse, logsumexp, targets, target_gradient, mass_gradient, slope, entropy,
-                entropy_gradient, row, start, row_stride, tiles, vocabulary, TILE, BLOCK,
-            )  # fmt: skip
+        for start in range(0, masses.tiles, BLOCK):
+            log2_w, inside, has_target = _row_weights(masses, row, start, TILE, BLOCK)
             octave = tl.floor(-4.0 * (log2_w - norm)) + 1.0
             place = tl.minimum(tl.maximum(octave, 0.0), _BINS - 1).to(tl.int32)
             counts += tl.histogram(place, _BINS, mask=inside & ~has_target & (log2_w > float("-inf")))
@@ -311,19 +289,9 @@ def _is_hit(start, end, stratum, seed):
     return (start <= point) & (point < end)
 
 
-@triton.jit(do_not_specialize=["rows", "tiles", "vocabulary"])
+@triton.jit(do_not_specialize=["rows"])
 def _mark_live(
-    tile_lse,
-    logsumexp,
-    targets,
-    target_gradient,
-    mass_gradient,
-    slope,
-    entropy,
-    entropy_gradient,
-    row_stride,
-    tiles,
-    vocabulary,
+    masses,  # `MassArguments`
     threshold,  # (4,) float32
     salt,  # (1,) uint32
     bits,  # (ceil(T / 32), N) int32, written, as all that follow
@@ -340,17 +308,14 @@ def _mark_live(
     """One row, BLOCK tiles at a time: which are kept."""
     row = tl.program_id(0)
     log2_threshold = tl.load(threshold)
-    seed = row_seed(tl.load(logsumexp + row), row, salt)
+    seed = row_seed(tl.load(masses.logsumexp + row), row, salt)
     WORDS: tl.constexpr = BLOCK // 32
     shift = tl.arange(0, 32)[None, :]
     line, kept, sure = 0, 0, 0
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     shortest = tl.full((BLOCK,), 2 * _STRATUM, tl.int32)
-    for begin in range(0, tiles, BLOCK):
-        log2_w, inside, has_target = _row_weights(
-            tile_lse, logsumexp, targets, target_gradient, mass_gradient, slope, entropy, entropy_gradient,
-            row, begin, row_stride, tiles, vocabulary, TILE, BLOCK,
-        )  # fmt: skip
+    for begin in range(0, masses.tiles, BLOCK):
+        log2_w, inside, has_target = _row_weights(masses, row, begin, TILE, BLOCK)
         certain = inside & (is_certain(log2_w, log2_threshold) | has_target)
         small = inside & ~certain
         length = tl.where(small, draw_length(log2_w, log2_threshold), 0)
@@ -369,7 +334,7 @@ def _mark_live(
         bit = tl.reshape((certain | drawn).to(tl.int32), (WORDS, 32))
         in_word = tl.sum(bit, axis=1)
         word = begin // 32 + tl.arange(0, WORDS)
-        stored = word < tl.cdiv(tiles, 32)
+        stored = word < tl.cdiv(masses.tiles, 32)
         place = word.to(tl.int64) * rows + row
         tl.store(bits + place, tl.sum(bit << shift, axis=1), mask=stored)
         both = tl.reshape(twice.to(tl.int32), (WORDS, 32))

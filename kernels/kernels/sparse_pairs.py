@@ -20,12 +20,12 @@ from .coefficients import RowCoefficients
 from .pairs import Pairs
 from .product import (
     LOG2E,
+    Transform,
     biased,
     gathered_products,
     precision,
     program_count,
     register_bound,
-    transform_arguments,
     transform_logits,
     untransform_gradient,
 )
@@ -78,10 +78,9 @@ def pair_gradients(operands: SparseOperands) -> Tensor:
     aligned = all(size % 16 == 0 for size in sizes)
     whole = aligned and call.bias is None and call.softcap is None and rows.entropy is None
     _pair_gradients[(program_count(hidden.device, config.pair_programs),)](
-        **transform_arguments(call),
-        hidden=hidden, weight=weight, targets=call.targets, logsumexp=rows.logsumexp,
-        target_gradient=rows.target, mass_gradient=rows.mass, entropy=rows.entropy,
-        entropy_gradient=rows.entropy_gradient, pair_rows=pairs.rows, pair_places=pairs.places,
+        transform=Transform.of(call),
+        hidden=hidden, weight=weight, masses=operands.live.masses.arguments,
+        pair_rows=pairs.rows, pair_places=pairs.places,
         pair_scales=pairs.scales, offsets=pairs.offsets, block_offsets=pairs.block_offsets,
         block_tile=pairs.block_tile, gradients=gradients, unit=operands.unit,
         rows=call.targets.numel(), vocabulary=weight.shape[0], hidden_size=hidden.shape[1],
@@ -98,16 +97,8 @@ def pair_gradients(operands: SparseOperands) -> Tensor:
 def _pair_gradients(
     hidden,  # (N, H)
     weight,  # (V, H)
-    targets,  # (N,) int64
-    logsumexp,  # (N,) float32
-    target_gradient,  # (N,) float32
-    mass_gradient,  # (N,) float32
-    entropy,  # (N,) float32 or None, as the next
-    entropy_gradient,
-    bias,  # (V,) or None
-    inv_temperature,  # (N,) float32 or None
-    logit_scale,
-    softcap,
+    masses,  # `MassArguments`
+    transform,  # `Transform`
     pair_rows,
     pair_places,
     pair_scales,
@@ -149,12 +140,11 @@ def _pair_gradients(
         place = tl.load(pair_places + index, mask=valid, other=0)
         scale = tl.load(pair_scales + place, mask=valid, other=0.0)
         h, e = None, None
-        if entropy_gradient is not None:
-            h, e = tl.load(entropy + row), scale * tl.load(entropy_gradient + row)
+        if masses.entropy_gradient is not None:
+            h, e = tl.load(masses.entropy + row), scale * tl.load(masses.entropy_gradient + row)
         gradient = logit_gradient(
-            products, bias, inv_temperature, logit_scale, softcap, tl.load(logsumexp + row),
-            scale * tl.load(mass_gradient + row), tl.load(target_gradient + row), h, e,
-            tl.load(targets + row), row, column, rows, vocabulary,
+            products, transform, tl.load(masses.logsumexp + row), scale * tl.load(masses.mass + row),
+            tl.load(masses.target + row), h, e, tl.load(masses.targets + row), row, column, rows, vocabulary,
         )  # fmt: skip
         if unit is not None:
             gradient *= tl.load(unit)
@@ -166,10 +156,7 @@ def _pair_gradients(
 @triton.jit
 def logit_gradient(
     products,  # (ROWS, COLUMNS) float32: x·w
-    bias,
-    inv_temperature,
-    logit_scale,
-    softcap,
+    transform,  # `Transform`
     logsumexp,  # (ROWS,), as the next five
     mass_gradient,  # with the pair's scale
     target_gradient,
@@ -182,27 +169,24 @@ def logit_gradient(
     vocabulary,
 ):
     """dL/d(x·w) of every product, (ROWS, COLUMNS) float32."""
-    if softcap is None:
+    if transform.softcap is None:
         slope = tl.zeros_like(logsumexp) + 1.0  # a row's: multiplying a tile by it would spill
-        if inv_temperature is not None:
-            slope = tl.load(inv_temperature + row, mask=row < rows, other=1.0) * logit_scale
-        z = biased(products, bias, column, vocabulary)
+        if transform.inv_temperature is not None:
+            inverse = tl.load(transform.inv_temperature + row, mask=row < rows, other=1.0)
+            slope = inverse * transform.logit_scale
+        z = biased(products, transform.bias, column, vocabulary)
         octaves = tl.fma(z, (slope * LOG2E)[:, None], (-logsumexp * LOG2E)[:, None])
         gradient = (-mass_gradient * slope)[:, None] * tl.exp2(octaves)
         if entropy_gradient is not None:
             gradient -= (entropy_gradient * slope)[:, None] * _surprise(octaves / LOG2E, entropy)
         return tl.where(target[:, None] == column[None, :], (target_gradient * slope)[:, None], gradient)
-    logits = transform_logits(
-        products, bias, inv_temperature, logit_scale, softcap, row, column, rows, vocabulary
-    )
+    logits = transform_logits(products, transform, row, column, rows, vocabulary)
     logp = logits - logsumexp[:, None]
     gradient = -mass_gradient[:, None] * tl.exp(logp)
     if entropy_gradient is not None:
         gradient -= entropy_gradient[:, None] * _surprise(logp, entropy)
     gradient = tl.where(target[:, None] == column[None, :], target_gradient[:, None], gradient)
-    return untransform_gradient(
-        gradient, products, bias, inv_temperature, logit_scale, softcap, row, column, rows, vocabulary
-    )
+    return untransform_gradient(gradient, products, transform, row, column, rows, vocabulary)
 
 
 @triton.jit

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from . import SEGMENT, TILE
 from .hashing import entry_seed, mix, row_seed, spread
-from .product import transform_arguments
+from .product import Transform
 from .sparse_pairs import SparseOperands, logit_gradient
 
 
@@ -62,18 +62,16 @@ def hidden_gradient(operands: SparseOperands, slots: Tensor, kept: Tensor, least
         least: (N, S) float32, what a smaller one of them counts as.
     """
     call, config = operands.call, operands.config
-    rows, live, pairs = operands.rows, operands.live, operands.pairs
+    live, pairs = operands.live, operands.pairs
     hidden, weight = call.hidden, call.weight
     gradient = torch.empty_like(hidden, memory_format=torch.contiguous_format)
     count, depth = hidden.shape
     block = triton.next_power_of_2(depth)
     if count:
         _hidden_gradient[(2 * count,)](
-            **transform_arguments(call),
-            hidden=hidden, weight=weight, targets=call.targets, logsumexp=rows.logsumexp,
-            mass_gradient=rows.mass, target_gradient=rows.target,
-            entropy=rows.entropy, entropy_gradient=rows.entropy_gradient,
-            least_of=least, slots=_slots(slots), kept=kept, segments=kept.shape[1],
+            transform=Transform.of(call),
+            hidden=hidden, weight=weight, masses=live.masses.arguments, least_of=least,
+            slots=_slots(slots), kept=kept, segments=kept.shape[1],
             pair_tiles=pairs.tiles, pair_scales=pairs.scales, row_ends=live.row_ends, room=live.room,
             fits=pairs.fits, gradient=gradient, rows=count, vocabulary=weight.shape[0], depth=depth,
             hidden_stride=hidden.stride(0), weight_stride=weight.stride(0),
@@ -167,16 +165,8 @@ def _sizes(
 def _hidden_gradient(
     hidden,  # (N, H)
     weight,  # (V, H)
-    targets,  # (N,) int64
-    logsumexp,  # (N,) float32
-    mass_gradient,  # (N,) float32
-    target_gradient,  # (N,) float32
-    entropy,  # (N,) float32 or None, as the next
-    entropy_gradient,
-    bias,  # (V,) or None
-    inv_temperature,  # (N,) float32 or None
-    logit_scale,
-    softcap,
+    masses,  # `MassArguments`
+    transform,  # `Transform`
     least_of,  # (N, segments) float32
     slots,
     kept,  # (N, segments) int32
@@ -211,8 +201,8 @@ def _hidden_gradient(
     x = tl.load(hidden + row.to(tl.int64) * hidden_stride + h, mask=inside & (count > 0), other=0.0)
     x = x.to(tl.float32)[None, :]
     this = row + tl.arange(0, 1)
-    lse, mass = tl.load(logsumexp + this), tl.load(mass_gradient + this)
-    of_target, target = tl.load(target_gradient + this), tl.load(targets + this)
+    lse, mass = tl.load(masses.logsumexp + this), tl.load(masses.mass + this)
+    of_target, target = tl.load(masses.target + this), tl.load(masses.targets + this)
     total = tl.zeros((ENTRIES, BLOCK), dtype=tl.float32)
     first = tl.load(row_ends + row) - tl.load(room + row)
     for segment in range(segments):
@@ -228,11 +218,11 @@ def _hidden_gradient(
             w = weight + column.to(tl.int64)[:, None] * weight_stride + h[None, :]
             w = tl.load(w, mask=present[:, None] & inside[None, :], other=0.0).to(tl.float32)
             uncertain, e = None, None
-            if entropy_gradient is not None:
-                uncertain, e = tl.load(entropy + this), tl.load(entropy_gradient + this)
+            if masses.entropy_gradient is not None:
+                uncertain, e = tl.load(masses.entropy + this), tl.load(masses.entropy_gradient + this)
             value = logit_gradient(
-                tl.sum(w * x, axis=1)[None, :], bias, inv_temperature, logit_scale, softcap, lse, mass,
-                of_target, uncertain, e, target, this, column, rows, vocabulary,
+                tl.sum(w * x, axis=1)[None, :], transform, lse, mass, of_target, uncertain, e, target, this,
+                column, rows, vocabulary,
             )  # fmt: skip
             value = scale * tl.reshape(value, (ENTRIES,))
             counted = tl.where(value < 0.0, -least, least)

@@ -6,8 +6,6 @@ import argparse
 import importlib
 import importlib.metadata
 import io
-import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -38,18 +36,21 @@ def leave(*arguments: str) -> int:
         return int(left.code or 0)
 
 
-def test_help_names_every_command_and_neither_it_nor_a_wrong_configuration_waits_for_torch():
+def test_neither_help_nor_a_wrong_configuration_waits_for_torch():
     code = "import sys; from grpo_fast.cli import main; sys.argv = ['grpo-fast', '--help']\n"
     code += "try: main()\nexcept SystemExit: print([m for m in ('torch', 'yaml') if m in sys.modules])\n"
     code += "assert main(['train', 'nowhere.yaml']) == main(['train', 'gsm8k', 'max_steps=0']) == 2\n"
     code += "assert main(['config', 'rollout']) == 0 and 'torch' not in sys.modules"
+    options = {"capture_output": True, "text": True, "timeout": 600}
 
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, **options)
 
     assert all(name in done.stdout for name in ("train", "eval", "preview", "export", "doctor"))
     assert "\n[]\n" in done.stdout
+    command = [sys.executable, "-m", "grpo_fast", "train", "gsm8k", "optimizer.learning_rat=1"]
+    done = subprocess.run(command, check=False, **options)
+    assert (done.returncode, done.stdout) == (2, "") and "Traceback" not in done.stderr
+    assert "did you mean optimizer.learning_rate" in done.stderr
 
 
 COMMANDS = ["train", "eval", "preview", "plan", "export", "report", "convert", "config", "doctor"]
@@ -72,9 +73,7 @@ def test_what_the_outputs_encoding_has_not_is_printed_as_an_escape(config, monke
     assert b"output_dir: L\\xe4ufe\\u21921" in page.getvalue()
 
 
-def test_print_config_shows_the_whole_configuration_with_the_overrides_and_prints_itself(
-    config, tmp_path, capsys
-):
+def test_print_config_shows_the_whole_configuration_and_reads_it(config, tmp_path, capsys):
     assert leave("train", config, "num_generations=4", "--print-config", "--seed", "7") == 0
     printed = capsys.readouterr().out
     tree = yaml.safe_load(printed)
@@ -83,20 +82,6 @@ def test_print_config_shows_the_whole_configuration_with_the_overrides_and_print
     (tmp_path / "printed.yaml").write_text(printed, encoding="utf-8")
     assert leave("train", str(tmp_path / "printed.yaml"), "--print-config") == 0
     assert capsys.readouterr().out == printed
-
-
-def test_a_process_leaves_with_code_2_and_the_nearest_name_of_a_bad_key(config):
-    done = subprocess.run(
-        [sys.executable, "-m", "grpo_fast", "train", config, "optimizer.learning_rat=1"],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        check=False,
-    )
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "did you mean optimizer.learning_rate" in done.stderr
-    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -159,38 +144,28 @@ def test_an_interruption_and_an_unexpected_error_have_their_codes(monkeypatch, c
 )
 def test_overrides_are_told_from_the_commands_own_options(command, tokens, own, overrides):
     _, parsers = cli.build_parser()
-    assert parsers[command].split_overrides(tokens) == (own, overrides)
+    assert cli.split_overrides(parsers[command], tokens) == (own, overrides)
 
 
-def test_several_answers_take_the_rollouts_temperature_where_evaluation_is_greedy(config):
+def test_several_answers_take_the_rollouts_temperature_if_greedy(config):
     loaded = load_config(config, ["temperature=0.8"])
     assert questions.evaluation_sampling(loaded, 1).temperature == 0
     assert questions.evaluation_sampling(loaded, 4).temperature == 0.8
 
 
-def test_convert_writes_a_configuration_that_train_accepts_and_refuses_one_of_ours(tmp_path, config, capsys):
-    source, out = tmp_path / "trl.json", tmp_path / "ours.yaml"
-    source.write_text(json.dumps({"num_generations": 4, "beta": 0.04, "max_steps": 10}), encoding="utf-8")
-
-    assert leave("convert", str(source), "-o", str(out)) == 3
-
-    assert "renamed: beta = 0.04 -> loss.beta" in capsys.readouterr().err
-    assert load_config(out).loss.beta == 0.04
+def test_convert_refuses_a_configuration_of_ours(config, capsys):
     assert leave("convert", config) == 2
     assert "`grpo-fast train` takes it as it is" in capsys.readouterr().err
 
 
 def test_a_checkout_that_is_not_installed_has_its_commands(monkeypatch, capsys):
     assert leave("--version") == leave("--version", "train", "no.yaml") == 0
-    version = f"grpo-fast {importlib.metadata.version('grpo-fast')}\n"
-    assert version == f"grpo-fast {grpo_fast.__version__}\n"
-    assert capsys.readouterr().out == 2 * version
+    assert capsys.readouterr().out == 2 * f"grpo-fast {grpo_fast.__version__}\n"
 
     def missing(name):
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "version", missing)
-    assert leave("--version") == 1
-    assert "pip install ." in capsys.readouterr().err
-    assert cli.main(["config", "max_steps"]) == 0
-    assert "max_steps" in capsys.readouterr().out
+    assert leave("--version") == cli.main(["config", "max_steps"]) == 0
+    shown = capsys.readouterr().out
+    assert "pip install ." in shown and "max_steps" in shown

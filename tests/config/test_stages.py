@@ -46,7 +46,7 @@ def test_stages_follow_each_other_and_the_last_takes_what_remains():
     assert (whole.start, whole.end, whole.config) == (0, 10, stages_of())
 
 
-def test_an_override_changes_its_keys_and_another_source_or_loss_replaces_its_whole_section():
+def test_an_override_changes_its_keys_and_another_loss_its_whole_section():
     first, second, third = resolve_stages(
         stages_of(
             stage("a", 5, loss={"beta": 0.0}, dataset={"size": 7}, groups={"strategy": "similarity"}),

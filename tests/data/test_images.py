@@ -43,7 +43,7 @@ def user(*parts: Any) -> list[dict[str, Any]]:
     return [{"role": "user", "content": content}]
 
 
-def test_images_go_before_the_first_text_of_the_user_or_where_their_parts_stand(prompts: Prompts) -> None:
+def test_images_go_before_the_users_text_or_where_their_parts_stand(prompts: Prompts) -> None:
     one, two = picture(56, 56), picture(84, 28)
     dataset = prompts(
         {"prompt": [{"role": "user", "content": "how many"}], "images": [one, two]},

@@ -41,7 +41,7 @@ def assert_rows(table: Completions, rows: list[tuple[list[int], list[int], int, 
     torch.testing.assert_close(table.facts["reward"], torch.tensor([reward for *_, reward in rows]))
 
 
-def test_rows_keep_their_prompt_their_columns_and_their_facts_wherever_they_go(seed: int) -> None:
+def test_rows_keep_their_prompt_columns_and_facts_wherever_they_go(seed: int) -> None:
     table, rows = drawn(seed)
     assert_rows(table, rows)
     order = random.Random(seed).sample(range(len(rows)), k=max(1, len(rows) - 2))
@@ -71,6 +71,17 @@ def test_a_column_of_some_completions_only_is_refused(seed: int) -> None:
     other = table.with_columns(told=torch.zeros(len(table.token_ids)))
     with pytest.raises(ValueError, match=r"columns \['told'\] are of some completions only"):
         Completions.join([table, other])
+
+
+def test_layouts_are_of_the_same_rows_whatever_their_columns(seed: int) -> None:
+    table, _ = drawn(seed)
+    table.layouts["budget"] = "batches"
+    zeros = torch.zeros(len(table.token_ids))
+
+    told = table.with_columns(told=zeros, scaled=None).with_facts(row=zeros)
+    assert told.layouts is table.layouts and [*told.columns] == ["told"]
+    for other in (table.select([0]), replace(table, mask=~table.mask), table.to(torch.device("cpu"))):
+        assert not other.layouts
 
 
 def test_sums_and_spreads_are_of_each_completions_own_tokens(seed: int) -> None:

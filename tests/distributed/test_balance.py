@@ -42,13 +42,6 @@ def test_sets_are_nearly_as_even_as_the_evenest(seed):
     assert karmarkar_karp([], 3) == [[], [], []] and sorted(karmarkar_karp([2.0], 3)) == [[], [], [0]]
 
 
-def test_tokens_cost_what_they_see():
-    costs = TokenCosts(input=5, target=11, pair=2)
-    for before, inputs in ((0, 4), (7, 3)):
-        every = sum(5 + 2 * (before + place) for place in range(1, inputs + 1))
-        assert costs.more_inputs(before, inputs) == every
-
-
 def table_of(groups: list[tuple[int, list[int]]]) -> Completions:
     rows = [
         ((1,) * prompt, (2,) * length, group)
@@ -86,7 +79,7 @@ def test_groups_stay_whole_where_that_is_even_and_are_parted_where_it_is_not(see
     assert max(loads) <= 1.02 * sum(loads) / 2 + max(lengths) * 10
 
 
-def test_one_rank_has_everything_and_more_ranks_than_samples_leave_some_empty():
+def test_one_rank_has_everything_and_too_many_ranks_leave_some_empty():
     few, costs = table_of([(3, [4, 5])]), TokenCosts(1, 1, 0)
     assert assign_to_ranks(few, 1, costs) == [[0, 1]]
     assert sorted(assign_to_ranks(few, 3, costs)) == [[], [0], [1]]

@@ -1,12 +1,11 @@
 """What goes wrong between ranks: `python watch_worker.py FOLDER CASE...`, functions of this file.
 
-Each rank writes FOLDER/CASE.RANK. All cases run at a time, for they mostly wait; the last line is JSON:
-the exit codes of each case's ranks.
+Each rank writes FOLDER/CASE.RANK. All cases run at once, since they mostly wait. The last line is JSON: the
+exit codes of each case's ranks.
 """
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import signal
@@ -22,100 +21,28 @@ import torch.multiprocessing as multiprocessing
 from fork import as_rank, be_rank, free_port
 from torch.distributed import TCPStore
 
-from grpo_fast.distributed import joining, watch
+from grpo_fast.distributed import watch
 from grpo_fast.distributed.world import RankError, World
 
-watch.BEAT, watch.GRACE = 0.2, 1.5
-joining.WORD = 0.5
+watch.BEAT, watch.GRACE = 0.2, 5.0
 FOREVER = 1000  # seconds
-SIZES = {"killed_in_a_collective": 3, "agreed_by_three": 3, "busy_beside_another": 3}
+SIZES = {"killed_in_a_collective": 3, "failed_while_others_work": 3}
 
 
-def die(world: World) -> None:
-    if world.rank == world.size - 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def sum_after(world: World, before: Callable[[World], None]) -> None:
+def sum_after(world: World, before: Callable[[World], object]) -> None:
     with world.at("the update"):
         before(world)
         world.sum(torch.ones(1))
 
 
-def killed_while_others_work(world: World) -> None:
-    world.gather_from_all("the rollout", lambda: (die(world), time.sleep(FOREVER)))
-
-
-def killed_while_others_wait(world: World) -> None:
-    world.gather_from_all("the rollout", lambda: (time.sleep(0.5 * world.rank), die(world)))
-
-
 def killed_in_a_collective(world: World) -> None:
-    sum_after(world, die)
-
-
-def killed_with_a_child_that_holds_its_connections(world: World) -> None:
-    def leave_a_child(world: World) -> None:
-        if world.rank == 1 and os.fork() == 0:
-            time.sleep(10)
-            os._exit(0)
-        die(world)
-
-    sum_after(world, leave_a_child)
-
-
-def on_nodes(world: World, *nodes: str) -> None:
-    """Of each rank one, whose ranks see each other's processes."""
-    assert world.watch is not None
-    world.watch.timeout, world.watch.own.node = 1.5, nodes[world.rank]
-    world.gather_from_all("the nodes", lambda: time.sleep(0.5))  # in which all hear of it
+    sum_after(world, lambda world: os.kill(os.getpid(), signal.SIGKILL) if world.rank == 2 else None)
 
 
 def frozen(world: World) -> None:
-    on_nodes(world, "a", "b")
+    assert world.watch is not None
+    world.watch.timeout = 1.5
     sum_after(world, lambda world: os.kill(os.getpid(), signal.SIGSTOP) if world.rank else None)
-
-
-def hold_the_lock(world: World) -> None:
-    """Of the interpreter, so that not even the watch of this rank runs."""
-    if world.rank == 1:
-        ctypes.PyDLL(None).usleep(4_000_000)
-
-
-def busy(world: World) -> None:
-    on_nodes(world, "a", "a")
-    sum_after(world, hold_the_lock)
-
-
-def busy_beside_another(world: World) -> None:
-    """Which sees that it is there, and tells the rank of the other node."""
-    on_nodes(world, "a", "b", "b")
-    sum_after(world, hold_the_lock)
-
-
-def busy_alone(world: World) -> None:
-    on_nodes(world, "a", "b")
-    sum_after(world, hold_the_lock)
-
-
-def failed_before_it_joined(rank: int) -> None:
-    if rank == 1:
-        with joining.awaited():
-            raise ValueError("no such key")
-
-
-def led_by_one_that_failed(rank: int) -> None:
-    if rank == 0:
-        with joining.awaited():
-            raise ValueError("no such key")
-
-
-def never_there(rank: int) -> None:
-    if rank == 1:
-        sys.exit(7)
-
-
-BEFORE = {f.__name__: f for f in (failed_before_it_joined, led_by_one_that_failed, never_there)}
 
 
 def refuse(world: World) -> None:
@@ -124,15 +51,12 @@ def refuse(world: World) -> None:
 
 
 def failed_while_others_work(world: World) -> None:
-    """The others are called away, and all leave together: they can still save."""
+    """The others are interrupted, and all leave together: they can still save."""
     try:
         world.gather_from_all("the rewards", lambda: (refuse(world), time.sleep(FOREVER)))
     except (ValueError, RankError):
-        assert world.gather_from_all("the checkpoint", lambda: world.rank) == [*range(world.size)]
+        assert world.gather_from_all("the checkpoint", lambda: world.rank) == [0, 1, 2]
         raise
-
-
-agreed_by_three = failed_while_others_work
 
 
 def failed_in_an_exchange_within(world: World) -> None:
@@ -149,20 +73,13 @@ def failed_beside_a_collective(world: World) -> None:
     sum_after(world, refuse)
 
 
-def failed_and_stays(world: World) -> None:
-    try:
-        sum_after(world, refuse)
-    except ValueError:
-        time.sleep(FOREVER)
-
-
 def failed_outside(world: World) -> None:
     refuse(world)
     world.gather_from_all("the rollout", bool)
 
 
 def hanging(world: World) -> None:
-    world.objects = dist.new_group(backend="gloo", timeout=timedelta(seconds=1))
+    world.objects = dist.new_group(backend="gloo", timeout=timedelta(seconds=3))
     world.gather_from_all("the rewards", lambda: time.sleep(FOREVER * world.rank))
 
 
@@ -171,28 +88,32 @@ def elsewhere(world: World) -> None:
 
 
 def forgiven(world: World) -> None:
-    """An error that all have left with is no trouble later."""
+    """An error that all have left with ends no later exchange."""
     for _ in range(3):
         try:
             world.gather_from_all("the checkpoint", lambda: refuse(world))
         except (ValueError, RankError):
             world.gather_from_all("the rollout", lambda: time.sleep(0.5))
-    sum_after(world, lambda world: None)
+    sum_after(world, bool)
 
 
 def started_again(world: World) -> None:
-    sum_after(world, lambda world: None)
+    sum_after(world, bool)
+
+
+never_there = started_again  # rank 1 ends before it joins
 
 
 def main(rank: int, folder: str, case: str, size: int, port: int) -> None:
     with (Path(folder) / f"{case}.{rank}").open("w") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
+    if case == "never_there" and rank == 1:
+        sys.exit(7)
     try:
-        for attempt in range(4 if case == "started_again" else 1):
+        for attempt in range(3 if case == "started_again" else 1):
             os.environ["TORCHELASTIC_RESTART_COUNT"] = str(attempt)
             be_rank(rank, size, port)
-            BEFORE.get(case, bool)(rank)
             as_rank(rank, size, port, 6 if case == "never_there" else 300, scene, (globals()[case],))
     except Exception as error:
         print(f"{type(error).__name__}: {error}", flush=True)
@@ -211,7 +132,7 @@ if __name__ == "__main__":
     ranks, stores = {}, []
     for case in cases:
         size, port = SIZES.get(case, 2), free_port()
-        if case in ("busy_alone", "started_again"):  # with a store that outlives them, as torchrun's
+        if case == "started_again":  # the last: with a store that outlives its ranks, as torchrun's
             os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
             stores.append(TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False))
         ranks[case] = [
@@ -221,7 +142,7 @@ if __name__ == "__main__":
             process.start()
     codes = {}
     for case, processes in ranks.items():
-        for process in processes[: 1 if case in ("frozen", "failed_and_stays") else None]:
+        for process in processes[: 1 if case == "frozen" else None]:
             process.join()
         codes[case] = [process.exitcode for process in processes]
         for process in processes:  # one that stays

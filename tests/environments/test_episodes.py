@@ -28,7 +28,7 @@ from grpo_fast.environments.template import TurnTemplate
 from grpo_fast.rollout import Completion, Requests, Rollout, Sampling
 from tests.environments.conftest import END, ScriptedEngine
 
-TURNS = int(os.environ.get("GRPO_FAST_TURNS", "1500"))  # of random text
+TURNS = int(os.environ.get("GRPO_FAST_TURNS", "400"))  # of random text
 SAMPLING = Sampling(max_completion_length=400, seed=3)
 
 
@@ -116,7 +116,7 @@ def paths(**objects: Any) -> Any:
     return given({f"m:{name}": value for name, value in objects.items()})
 
 
-def test_what_the_model_sees_is_the_conversation_and_what_it_learns_from_is_its_own(tokenizer) -> None:
+def test_the_model_sees_the_conversation_and_trains_on_its_own_tokens(tokenizer) -> None:
     turns = [call("guess", word="äpfel") + call("look_up", key="k", times=2), "It is [k]."]
     with paths(look_up=look_up, Game=Game):
         rows = [{"prompt": "Who?", "begin": " Guess!", "answer": 4}]
@@ -124,8 +124,6 @@ def test_what_the_model_sees_is_the_conversation_and_what_it_learns_from_is_its_
             tokenizer, turns, rows=rows, n=2, tools=["m:look_up"], environment="m:Game"
         )
     episode = one.episode
-    assert episode is not None
-    assert two.episode is not None
     assert episode.prompt == [{"role": "user", "content": "Who? Guess!"}]
     seen = str(tokenizer.decode(list(episode.prompt_ids + one.token_ids)))
     tools = str(tokenizer.decode(list(prompt.token_ids)))
@@ -175,9 +173,9 @@ def test_what_the_model_sees_is_the_conversation_and_what_it_learns_from_is_its_
     ],
 )
 def test_a_call_that_fails_or_hangs_answers_the_model_with_why(tokenizer, said: str, told: str) -> None:
+    tools, timeout = ["m:look_up", "m:wait_for"], 0.2 if told.startswith("no answer") else 60.0
     with paths(look_up=look_up, wait_for=wait_for):
-        ((one,),), *_ = play(tokenizer, [said, "Oh."], tools=["m:look_up", "m:wait_for"], tool_timeout=0.2)
-    assert one.episode is not None
+        ((one,),), *_ = play(tokenizer, [said, "Oh."], tools=tools, tool_timeout=timeout)
     assert told in one.episode.messages[1]["content"]
     assert one.episode.messages[1]["content"].startswith("{'error': ")
     assert (one.episode.tool_calls, one.episode.tool_failures) == (1, 1)
@@ -206,16 +204,13 @@ def test_turns_calls_and_tokens_have_limits(tokenizer) -> None:
     def played(**settings: Any) -> Completion:
         with paths(look_up=look_up):
             ((one,),), *_ = play(tokenizer, [call("look_up", key="x")], tools=["m:look_up"], **settings)
-        assert one.episode is not None
         assert one.episode.messages[-1]["role"] == "assistant"  # nothing that no turn follows
         assert one.episode.sampled[-1]
         return one
 
     three = played(max_turns=3)
-    assert three.episode is not None
     assert (three.episode.turns, three.episode.tool_calls, three.truncated) == (3, 2, True)
     two = played(max_tool_calls=2)
-    assert two.episode is not None
     assert (two.episode.turns, two.episode.tool_calls, two.truncated) == (3, 2, True)
     for room in (60, 61, 62, 150):
         short = played(sampling=Sampling(max_completion_length=room, seed=1))
@@ -227,7 +222,6 @@ def test_what_reset_says_counts_and_must_leave_room(tokenizer) -> None:
     rows = [{"prompt": "", "begin": "x y z " * 20}]
     with paths(Game=Game):
         ((one,),), _, (prompt,) = play(tokenizer, ["Fine."], rows=rows, environment="m:Game")
-        assert one.episode is not None
         longer = len(one.episode.prompt_ids) - len(prompt.token_ids)
         with pytest.raises(
             ValueError, match=rf"= {longer} bounds .* Game.reset made .* {longer} tokens longer"
@@ -306,7 +300,7 @@ def test_rows_choose_among_environments_and_see_the_tools_of_their_own(tokenizer
         answers = [group[0].episode.messages[1]["content"] for group in groups if group[0].episode]
         assert answers[0] == "bought tea"
         assert "there is no tool 'buy'" in answers[1]
-        assert "environment" not in groups[0][0].episode.environment.log[0]  # type: ignore[union-attr]
+        assert "environment" not in groups[0][0].episode.environment.log[0]
         with pytest.raises(ValueError, match=r"says 'shp'.*did you mean 'shop'"):
             play(tokenizer, ["."], rows=[{"prompt": "a", "environment": "shp"}], **settings)
 
@@ -394,7 +388,6 @@ def test_no_token_of_the_model_is_ever_made_anew(tokenizer, seed: int) -> None:
         sampling = Sampling(max_completion_length=10**6, seed=source.getrandbits(30))
         for prompt, group in zip(prompts, rollout(engine, prompts, 4, sampling), strict=True):
             for one in group:
-                assert one.episode is not None
                 assert one.episode.prompt_ids == prompt.token_ids
                 whole = prompt.token_ids + one.token_ids
                 turns = {
@@ -453,7 +446,7 @@ def test_the_templates_of_the_field_go_on_as_they_write_the_whole(tokenizer, fam
     ends = [END, other.convert_tokens_to_ids("<|eot_id|>")]
     with paths(look_up=look_up):
         toolsets = load_toolsets(RolloutConfig(tools=["m:look_up"]))
-    template = TurnTemplate(other, ends, toolsets.by_name[None].schemas)  # type: ignore[union-attr]
+    template = TurnTemplate(other, ends, toolsets.by_name[None].schemas)
     asked = {"type": "function", "function": {"name": "look_up", "arguments": {"key": "k", "times": 2}}}
     turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [asked]}]
     answer = {"role": "tool", "name": "look_up", "content": "result"}
@@ -515,14 +508,14 @@ class Guided:
         assert not self.done, "it is reset for each completion"
         self.done = True
         if key == "slow":
-            time.sleep(1)
+            time.sleep(5)
         return key
 
     def get_reward(self) -> float:
         return float(self.done)
 
 
-def test_instances_are_made_once_reset_for_each_completion_and_closed_at_the_end(tokenizer) -> None:
+def test_instances_are_made_once_reset_for_each_completion_and_closed(tokenizer) -> None:
     with paths(Guided=Guided):
         rollout, prompts = rollout_of(tokenizer, environment="m:Guided")
 
@@ -540,7 +533,7 @@ def test_instances_are_made_once_reset_for_each_completion_and_closed_at_the_end
 
 def test_an_instance_that_a_call_still_works_on_plays_no_more(tokenizer) -> None:
     with paths(Guided=Guided):
-        rollout, prompts = rollout_of(tokenizer, environment="m:Guided", tool_timeout=0.1)
+        rollout, prompts = rollout_of(tokenizer, environment="m:Guided", tool_timeout=1.0)
 
     engine = speaking(tokenizer, call("look", key="slow"), "Oh.")
     ((one,),), ((two,),) = (rollout(engine, prompts, 1, SAMPLING) for _ in range(2))

@@ -45,7 +45,7 @@ def test_a_run_that_was_stopped_and_resumed_equals_one_that_was_not(
         assert (finished / name).read_bytes() == (tmp_path / name).read_bytes(), name
 
 
-def test_a_run_counts_turns_calls_and_tokens_of_the_model_and_keeps_its_clock_apart(finished: Path):
+def test_a_run_counts_turns_and_calls_and_keeps_its_clock_apart(finished: Path):
     metrics, timings, samples = (lines(finished / f"{n}.jsonl") for n in ("metrics", "timings", "samples"))
 
     assert metrics[1]["turns/mean"] > 1 and metrics[1]["tools/calls"] > 0 < metrics[1]["tools/failures"] < 1
@@ -94,7 +94,7 @@ def test_stages_bring_their_own_tools_and_evaluation_keeps_those_of_the_run(play
     ("changes", "said"),
     [
         ({"rollout": {}}, "reward 'patience' asks for 'environments'.*set rollout.environment"),
-        ({"rollout": {"environment": {"a": "OWN:Guess"}}}, "line 1: the column 'environment' says None"),
+        ({"rollout": {"environment": {"a": "OWN:Guess"}}}, "row 0: the column 'environment' says None"),
         ({"rollout": {"environment": "OWN:Mute"}, "rewards": []}, "rewards is empty.* with a method get_rew"),
         ({"rollout": {}, "rewards": []}, "rewards is empty.* with a method get_reward"),
         ({"dataset": {"source": "x", "overlong_prompts": "truncate"}}, "'truncate' keeps .* says of tools"),
@@ -130,9 +130,7 @@ def test_a_python_program_gives_tools_and_environments_as_objects(playing_toy, t
     assert run.policy.generate(["w1"])[0].episode is None
 
 
-def test_a_run_plays_and_evaluates_with_the_same_few_instances_and_leaves_them_at_its_end(
-    playing_toy, tmp_path
-):
+def test_a_run_reuses_its_instances_and_leaves_them_at_its_end(playing_toy, tmp_path):
     guess = load_callable(playing_toy["rollout"]["environment"], "rollout.environment")
     made: list[Any] = []
     left: list[Any] = []

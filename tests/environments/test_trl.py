@@ -120,7 +120,7 @@ def here(seen: Seen, environment: type, folder: str, out: Path) -> dict[str, flo
 
 
 @pytest.mark.parametrize("environment", SAYS)
-def test_an_environment_shows_the_model_and_the_rewards_the_same_in_trl_and_here(
+def test_an_environment_shows_the_same_in_trl_and_here(
     environment: type, tokenizer: Any, tmp_path: Path
 ) -> None:
     tokenizer = copy.deepcopy(tokenizer)  # TRL adds a response template to it

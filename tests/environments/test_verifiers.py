@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import string
+from collections.abc import Callable
+from itertools import compress, groupby, pairwise
 from pathlib import Path
 
 import pytest
@@ -19,10 +20,9 @@ from grpo_fast.policy import Policy, load_policy
 from grpo_fast.rollout import Requests, Sampling
 from grpo_fast.rollout.transformers import TransformersEngine
 from grpo_fast.run import build_trainer
+from tests.environments.conftest import END, ScriptedEngine
 
 pytest.importorskip("verifiers.v1")
-from grpo_fast.environments.renderer import TurnRenderer, TurnRendererConfig
-from grpo_fast.environments.template import TurnTemplate
 from grpo_fast.environments.verifiers import VerifiersRollout
 
 # Its harness asks in this process: the library's own programs start an interpreter each.
@@ -30,6 +30,8 @@ ENVIRONMENT = """
 import openai
 import verifiers.v1 as vf
 from verifiers.v1.runtimes import ProgramResult
+
+TOOLS = openai.NOT_GIVEN
 
 class Letters(vf.TaskData):
     wanted: str
@@ -56,10 +58,17 @@ class Chat(vf.Harness[vf.HarnessConfig]):
         async with openai.AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0) as client:
             for turn in range(4):
                 try:
-                    answer = await client.chat.completions.create(model=ctx.model, messages=messages)
+                    answer = await client.chat.completions.create(
+                        model=ctx.model, messages=messages, tools=TOOLS
+                    )
                 except openai.BadRequestError:
                     break
-                messages += [answer.choices[0].message.model_dump(), {"role": "user", "content": "more"}]
+                said = answer.choices[0].message
+                results = [
+                    {"role": "tool", "tool_call_id": call.id, "content": "found " + call.function.arguments}
+                    for call in said.tool_calls or ()
+                ]
+                messages += [said.model_dump(), *(results or [{"role": "user", "content": "more"}])]
         return ProgramResult(exit_code=0, stdout="", stderr="")
 
 __all__ = ["Chat", "Tasks"]
@@ -69,10 +78,16 @@ WORDS = "<|endoftext|> <|im_start|> <|im_end|> <tool_call> </tool_call> <tool_re
 
 
 @pytest.fixture
-def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    (tmp_path / "letters_env.py").write_text(ENVIRONMENT)
+def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """The source of `ENVIRONMENT`, in which one text may be replaced by another."""
     monkeypatch.syspath_prepend(tmp_path)
-    return "verifiers:letters-env"
+
+    def write(old: str = "", new: str = "") -> str:
+        name = f"letters_{tmp_path.name}_env"  # a module is imported once
+        (tmp_path / f"{name}.py").write_text(ENVIRONMENT.replace(old, new) if old else ENVIRONMENT)
+        return f"verifiers:{name.replace('_', '-')}"
+
+    return write
 
 
 @pytest.fixture
@@ -98,7 +113,7 @@ def policy(tmp_path: Path, seed: int) -> Policy:
     return load_policy(ModelConfig(path=str(tmp_path / "model"), device="cpu", dtype="float32"))
 
 
-def test_what_trains_is_what_was_sampled_turn_by_turn(source, policy, seed, monkeypatch):
+def test_what_trains_is_what_was_sampled_turn_by_turn(environment, policy, seed, monkeypatch):
     asked = []
     ask = Requests.ask
 
@@ -108,18 +123,18 @@ def test_what_trains_is_what_was_sampled_turn_by_turn(source, policy, seed, monk
 
     monkeypatch.setattr(Requests, "ask", spied)
     engine = TransformersEngine(policy.model, policy.tokenizer, eos_ids=policy.eos_token_ids)
-    dataset = DatasetConfig(source=source, max_prompt_length=50)
+    dataset = DatasetConfig(source=environment(), max_prompt_length=50)
     prompts = load_prompts(dataset, policy.tokenizer)
     rollout = VerifiersRollout(dataset, policy.tokenizer, policy.eos_token_ids)
     groups, again = (rollout(engine, prompts, 3, Sampling(120, seed=seed)) for _ in range(2))
     assert [[c.token_ids for c in group] for group in groups] == [[c.token_ids for c in g] for g in again]
-    assert (rollout.retokenised, rollout.left_out) == (0, 0)
+    assert rollout._left_out == 0
     answers = [(tuple(prompt), future.result()) for prompt, future in asked]
     drawn = {(prompt, answer.token_ids, answer.logprobs) for prompt, answer in answers}
     for completion in (completion for group in groups for completion in group):
         episode, at = completion.episode, 0
         whole, n = episode.prompt_ids + completion.token_ids, len(episode.prompt_ids)
-        for own, run in itertools.groupby(episode.sampled):
+        for own, run in groupby(episode.sampled):
             end = at + len([*run])
             if own:  # a turn, as the engine drew it after all that stands before it
                 ids, logprobs = completion.token_ids[at:end], completion.logprobs[at:end]
@@ -130,42 +145,39 @@ def test_what_trains_is_what_was_sampled_turn_by_turn(source, policy, seed, monk
         assert episode.reward == episode.environment.trace.reward is not None
 
 
-def test_turns_that_a_renderer_writes_in_other_tokens_are_counted(source, policy, seed, caplog):
-    engine = TransformersEngine(policy.model, policy.tokenizer, eos_ids=[2])
-    options = {"renderer": {"name": "default"}, "taskset": {"letters": "aby"}}
-    dataset = DatasetConfig(source=source, size=2, max_prompt_length=50, options=options)
-    prompts = load_prompts(dataset, policy.tokenizer)
-    rollout = VerifiersRollout(dataset, policy.tokenizer, [2])
-    for step in range(9):  # `ay` comes by chance
-        rollout(engine, prompts, 4, Sampling(160, seed=seed + step))
-        if rollout.retokenised:
-            break
-    assert rollout.retokenised and rollout.left_out and "other tokens" in caplog.text
+def test_a_harness_that_rewrites_its_context_trains_one_branch(environment, policy, seed, caplog):
+    forgets = "if turn % 2:\n                    messages = messages[-1:]\n                try:"
+    dataset = DatasetConfig(source=environment("try:", forgets), size=1, max_prompt_length=50)
+    engine = TransformersEngine(policy.model, policy.tokenizer, eos_ids=policy.eos_token_ids)
+    rollout = VerifiersRollout(dataset, policy.tokenizer, policy.eos_token_ids)
+    ((one, *_),) = rollout(engine, load_prompts(dataset, policy.tokenizer), 4, Sampling(90, seed=seed))
+    assert one.episode.turns <= 2 and one.episode.reward is not None
+    assert "sampled tokens are not trained" in caplog.text
 
 
-def test_our_renderer_reads_calls_and_goes_on_after_them_without_touching_what_was_sampled(tokenizer):
-    properties = {"type": "object", "properties": {"key": {"type": "string"}}}
-    tools = [{"type": "function", "function": {"name": "look", "description": "", "parameters": properties}}]
-    renderer = TurnRenderer(tokenizer, TurnRendererConfig(end_ids=(2,)))
-    asked = renderer.render(
-        [{"role": "user", "content": "?"}], tools=tools, add_generation_prompt=True
-    ).token_ids
+def test_calls_are_answered_and_sampled_tokens_stay(environment, tokenizer):
+    schema = {"type": "object", "properties": {"key": {"type": "string"}}}
+    tool = {"type": "function", "function": {"name": "look", "description": "", "parameters": schema}}
+    source = environment("openai.NOT_GIVEN", repr([tool]))
+    dataset = DatasetConfig(source=source, size=1, max_prompt_length=500)
     text = '<tool_call>\n{"name": "look", "arguments": {"key": "a"}}\n</tool_call>'
-    said = [token for letter in text for token in tokenizer(letter)["input_ids"]]  # never so from the text
-    (called,) = renderer.parse_response([*said, 2], tools=tools).tool_calls
-    assert (called.name, called.arguments) == ("look", {"key": "a"})
-    answer = {"role": "tool", "tool_call_id": "x", "name": "look", "content": "42"}
-    after = TurnTemplate(tokenizer, [2], tools).after([answer])
-    for sampled in ([*said, 2], said):  # a turn that was cut off is ended first
-        bridged = renderer.bridge_to_next_turn(asked, sampled, [answer], tools=tools)
-        assert bridged.token_ids == [*asked, *said, 2, *after]
+    letters = [token for letter in text for token in tokenizer(letter)["input_ids"]]  # never so from the text
+    called = [*letters, END]
+    engine, rollout = ScriptedEngine(lambda _: called), VerifiersRollout(dataset, tokenizer, [END])
+    ((one,),) = rollout(engine, load_prompts(dataset, tokenizer), 1, Sampling(900, seed=0))
+    answers = [message for message in one.episode.messages if message["role"] == "tool"]
+    assert [answer["content"] for answer in answers] == ['found {"key": "a"}'] * 3
+    assert one.episode.tool_calls == 4
+    assert [*compress(one.token_ids, one.episode.sampled)] == called * 4
+    asked = [prompt for prompt, _, _ in engine.served]
+    assert all(after[: len(before) + len(called)] == (*before, *called) for before, after in pairwise(asked))
 
 
-def test_a_step_trains_on_an_environment_and_its_own_reward(source, policy, tmp_path):
+def test_a_step_trains_on_an_environment_and_its_own_reward(environment, policy, tmp_path):
     config = TrainConfig.model_validate(
         {
             "model": {"path": str(tmp_path / "model"), "device": "cpu", "dtype": "float32"},
-            "dataset": {"source": source, "max_prompt_length": 50},
+            "dataset": {"source": environment(), "max_prompt_length": 50},
             "rollout": {"num_generations": 4, "max_completion_length": 90},
             "output_dir": str(tmp_path / "run"),
             "prompts_per_step": 2,
@@ -174,19 +186,12 @@ def test_a_step_trains_on_an_environment_and_its_own_reward(source, policy, tmp_
         }
     )
     trainer = build_trainer(config)
-    assert "agent by the harness letters-env in subprocess" in trainer.rollout_fn.described
+    assert "letters" in trainer.rollout_fn.described
     before = {name: weight.clone() for name, weight in trainer.policy.trainable().items()}
     with trainer.engine:
         metrics = trainer.train_step().metrics
     assert trainer.rewards.names == ("Verifiers",) and metrics["reward/mean"] >= 0, sorted(metrics)
     assert any(not before[name].equal(weight) for name, weight in trainer.policy.trainable().items())
-
-
-def test_a_module_of_before_v1_is_told_which_version_it_needs(policy, tmp_path: Path, monkeypatch):
-    (tmp_path / "old_env.py").write_text("def load_environment(**options): ...")
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ValueError, match=r"before v1, with load_environment; .* 0.4 or newer"):
-        load_prompts(DatasetConfig(source="verifiers:old-env"), policy.tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -195,9 +200,10 @@ def test_a_module_of_before_v1_is_told_which_version_it_needs(policy, tmp_path: 
         ({"source": "verifiers:no-such-env"}, "no_such_env"),
         ({"options": {"agent": {"max_turn": 3}}}, "max_turn"),
         ({"options": {"agent": {"runtime": {"type": "prime"}}}}, "subprocess or docker"),
+        ({"options": {"renderer": {"name": "default"}}}, "renderer was removed: model.chat_template"),
     ],
-    ids=["environment", "option", "runtime"],
+    ids=["environment", "option", "runtime", "renderer"],
 )
-def test_a_wrong_setting_is_refused_before_anything_runs(source, policy, changed, told):
+def test_a_wrong_setting_is_refused_before_anything_runs(environment, policy, changed, told):
     with pytest.raises(ValueError, match=told):
-        load_prompts(DatasetConfig(**{"source": source, **changed}), policy.tokenizer)
+        load_prompts(DatasetConfig(**{"source": environment(), **changed}), policy.tokenizer)

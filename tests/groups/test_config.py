@@ -6,10 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from grpo_fast.config.groups import AdaptiveWeightsConfig, AdvantageConfig, CurriculumConfig, GroupConfig
-from grpo_fast.config.keys import ConfigError
-from grpo_fast.config.load import load_config
 
-MINIMAL = ["model.path=some/model", "dataset.source=rows.jsonl", "rewards=[{reward: exact_match}]"]
 GDPO = {"multi_objective_aggregation": "normalize_then_sum"}
 SIMILAR, COMBINED = {"strategy": "similarity"}, {"strategy": "combined"}
 
@@ -38,23 +35,3 @@ SIMILAR, COMBINED = {"strategy": "similarity"}, {"strategy": "combined"}
 def test_a_contradiction_is_refused_and_names_the_key(section, settings, named):
     with pytest.raises(ValidationError, match=named):
         section(**settings)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "named"),
-    [
-        (["curriculum={}", "groups.strategy=similarity"], "curriculum"),
-        (["groups.similarity_threshold=0.9"], "similarity_threshold = 0.9: is not read by .* = 'prompt'"),
-        (
-            ["groups.strategy=prefix", "groups.embedding=a:b"],
-            "embedding = 'a:b': is not read",
-        ),
-        (["groups.strategy=a:b", "groups.prefix_turns=2"], "prefix_turns = 2: is not read by .* = 'a:b'"),
-        (["groups.max_group_size=9"], "max_group_size = 9: is not read"),
-    ],
-)
-def test_keys_that_another_strategy_reads_and_a_curriculum_beside_shared_baselines_are_refused(
-    overrides, named
-):
-    with pytest.raises(ConfigError, match=named):
-        load_config(None, [*MINIMAL, *overrides])

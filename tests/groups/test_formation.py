@@ -36,7 +36,7 @@ def test_every_strategy_puts_every_prompt_into_one_group_of_allowed_size(
         assert distance(group[:1], group).max() <= 0.6 + 1e-5  # members are near their leader
 
 
-def test_prompts_of_one_conversation_share_a_baseline_and_others_keep_their_own(make_prompts):
+def test_prompts_of_one_conversation_share_a_baseline(make_prompts):
     turns = [["u1", "a1", "u2"], ["u1"], ["u1", "a1", "u3"], ["u1", "a2", "u2"]]
     prompts = [Prompt(0, [{"role": turn[0], "content": turn} for turn in own], (1,), {}) for own in turns]
     config = GroupConfig(strategy="prefix")

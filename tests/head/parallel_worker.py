@@ -31,13 +31,13 @@ def batch() -> tuple[torch.Tensor, ...]:
 def everything(hidden, weight, bias, targets, group) -> list[torch.Tensor]:
     """Outputs and gradients of everything differentiable."""
     leaves = [t.clone().requires_grad_() for t in (hidden, weight, bias)]
-    options = {"outputs": OUTPUTS, "topk": 3, "process_group": group}
+    options = {"outputs": OUTPUTS, "process_group": group}
     out = linear_logprob(leaves[0], leaves[1], targets, bias=leaves[2], **options)
     scale = torch.linspace(-1, 2, 14, dtype=torch.float64)
     loss = ((out.logprob + 0.5 * out.entropy + 0.1 * out.logsumexp) * scale).sum()
     loss = loss + linear_cross_entropy(leaves[0], leaves[1], targets, process_group=group)
     gradients = torch.autograd.grad(loss, leaves)
-    return [getattr(out, name) for name in OUTPUTS] + [out.topk_ids, out.topk_logprobs, loss, *gradients]
+    return [*(getattr(out, name) for name in OUTPUTS), loss, *gradients]
 
 
 def sure(group, rows: slice = slice(None)) -> list[torch.Tensor]:

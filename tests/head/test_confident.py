@@ -55,7 +55,7 @@ def make_sure(request, rng, oracle, on_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_log_probability_and_entropy_keep_their_digits_down_to_the_smallest_numbers(make_sure, dtype):
+def test_log_probability_and_entropy_keep_digits_to_the_smallest_numbers(make_sure, dtype):
     sure = make_sure(dtype)
 
     found = sure.call.outputs(("logprob", "entropy", "argmax_is_target"))

@@ -18,6 +18,7 @@ def small_chunks(monkeypatch):
     exponentials = pytest.importorskip("grpo_fast.kernels.exponentials")
     monkeypatch.setattr(exponentials, "_PRODUCT_BYTES", 1)
     monkeypatch.setattr(exponentials, "_WIDTH", 32)
+    monkeypatch.setattr(exponentials, "_RUN", 16)
     monkeypatch.setattr(plan, "_JACOBIAN_BYTES", 1)
 
 
@@ -25,9 +26,9 @@ def small_chunks(monkeypatch):
 def make_hard(make_call, hopper, rng):
     """Calls whose few targets come often, some hundreds of nats deep; and an upstream gradient with zeros."""
 
-    def make(dtype: torch.dtype, rows: int = 150):
+    def make(dtype: torch.dtype, rows: int = 90):
         call = make_call((rows,), 300, 40, dtype=dtype, spread=6.0, bias=True)
-        targets = torch.where(call.targets < 0, call.targets, call.targets % 7 * 47)
+        targets = torch.where(call.targets < 0, call.targets, call.targets % 3 * 97)
         upstream = 1e-4 * torch.randn(rows, generator=rng)
         upstream[::5] = 0
         with torch.no_grad():
@@ -45,7 +46,7 @@ def make_hard(make_call, hopper, rng):
     ("dtype", "limit"), [(torch.float32, 2e-5), (torch.bfloat16, 2.6e-3), (torch.float16, 8e-4)]
 )
 @pytest.mark.drawn(3)
-def test_stored_exponentials_give_gradients_no_worse_than_a_rounded_logit_gradient(
+def test_stored_exponentials_err_no_more_than_a_rounded_logit_gradient(
     make_hard, oracle, dtype, limit, frozen
 ):
     call, upstream = make_hard(dtype)
@@ -77,13 +78,12 @@ def test_other_statistics_may_be_differentiated_too(hopper, make_call, make_upst
         assert oracle.relative(got, expected) < 1e-5
 
 
-def test_a_target_of_most_rows_has_the_same_gradient_to_the_last_bit_in_every_run(
-    hopper, make_call, oracle, rng
-):
-    call = make_call((200,), 150, 40, bias=True)
-    often = torch.where(torch.rand(200, generator=rng) < 0.8, 7, call.targets)
+@pytest.mark.usefixtures("small_chunks")
+def test_a_target_of_most_rows_has_the_same_gradient_to_the_bit_in_every_run(hopper, make_call, oracle, rng):
+    call = make_call((80,), 150, 40, bias=True)
+    often = torch.where(torch.rand(80, generator=rng) < 0.8, 7, call.targets)
     call = hopper(replace(call, targets=torch.where(call.targets < 0, call.targets, often)))
-    upstream = hopper(torch.randn(200, generator=rng))
+    upstream = hopper(torch.randn(80, generator=rng))
     exact = oracle.exact_gradients(call, {"logprob": upstream})
 
     def run() -> tuple[torch.Tensor, ...]:

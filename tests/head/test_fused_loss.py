@@ -122,7 +122,7 @@ def test_every_loss_and_option_is_the_objectives(batch, name, options, changes):
     assert_same(replace(batch, **changes), config_of(name, **options))
 
 
-def test_sequences_may_come_in_any_order_strided_and_without_a_token_that_counts(batch):
+def test_sequences_may_come_in_any_order_strided_or_all_masked(batch):
     shuffled = torch.tensor([3, 5, 0, 1, 4, 2], device=batch.sequence_ids.device)
     strided = torch.stack([batch.advantages] * 2, 1)[:, 0]
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 WORKER = Path(__file__).with_name("parallel_worker.py")
 
 
-def test_each_rank_has_the_outputs_and_losses_of_one_and_its_rows_of_the_gradients(tmp_path):
+def test_each_rank_has_the_outputs_of_one_and_its_rows_of_the_gradients(tmp_path):
     environment = os.environ | {"PYTHONPATH": str(WORKER.parents[2]), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, WORKER, tmp_path]
     worker = runpy.run_path(str(WORKER))

@@ -76,7 +76,7 @@ def test_float64_has_float64_gradients(make_call, make_upstream, oracle):
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, 1.0), (torch.bfloat16, 0.0)])
 @pytest.mark.drawn(4)
-def test_half_precision_gradients_err_no_more_than_rounded_logit_gradients_do(
+def test_half_precision_gradients_err_as_rounded_logit_gradients_do(
     on_path, make_call, make_upstream, oracle, dtype, tolerance
 ):
     call = on_path(make_call((30,), 600, 40, dtype=dtype, spread=6.0))
@@ -252,7 +252,7 @@ def test_a_compiled_caller_sees_one_operator_and_the_same_numbers(on_path, make_
         assert torch.equal(a, b)
 
 
-def test_the_policy_loss_is_that_of_the_reference_path_and_compiles_to_one_graph(
+def test_the_policy_loss_is_the_reference_paths_and_compiles_to_one_graph(
     hopper, make_call, rng, monkeypatch
 ):
     call = hopper(make_call((24,), spread=1.0))
@@ -316,7 +316,7 @@ def crowded(hopper, make_call, sparse_sizes):
     ids=["all fits", "room is made", "too many"],
 )
 @pytest.mark.drawn(2)
-def test_a_batch_with_more_pairs_than_there_is_room_for_is_made_again_or_exact(
+def test_a_batch_of_more_pairs_than_room_is_computed_again_or_exactly(
     crowded, oracle, monkeypatch, limits, times, exact
 ):
     from grpo_fast.head import accelerated

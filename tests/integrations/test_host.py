@@ -77,7 +77,7 @@ def test_a_loss_that_needs_what_a_host_does_not_give_is_refused_by_its_field(abs
     require_loss(GRPOLossConfig("dapo"), "some-host", absent)
 
 
-def test_what_was_replaced_comes_back_and_what_was_inherited_is_inherited_again():
+def test_what_was_replaced_comes_back_and_inheritance_too():
     class Parent:
         static = staticmethod(abs)
 

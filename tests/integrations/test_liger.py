@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from grpo_fast.integrations import liger as ours
-from grpo_fast.integrations.liger.preference import DPO_VARIANTS
 from grpo_fast.integrations.losses import LOSS_TYPES, TOKEN_MEANS
 
 theirs = pytest.importorskip("liger_kernel.chunked_loss", reason="pip install --no-deps liger-kernel==0.8.5")
@@ -19,33 +18,23 @@ B, T, H, V = 4, 9, 16, 40
 TRAINED = ("_input", "lin_weight", "bias")
 
 
-def assert_same(
-    name: str, settings: dict[str, Any], arguments: dict[str, Any], tolerance: float = 2e-5
-) -> None:
+def assert_same(settings: dict[str, Any], arguments: dict[str, Any], tolerance: float = 2e-5) -> None:
     """The same call of both modules: loss, metrics, and gradients of every leaf."""
     results = []
     for module in (ours, theirs):
         leaves = {key: arguments[key].clone().requires_grad_() for key in TRAINED}
-        loss, metrics = getattr(module, f"LigerFusedLinear{name}Loss")(compiled=False, **settings)(
-            **arguments | leaves
-        )
+        make = module.LigerFusedLinearGRPOLoss(compiled=False, **settings)
+        loss, metrics = make(**arguments | leaves)
         (2.5 * loss).backward()
         results.append((loss.detach(), metrics, [leaf.grad for leaf in leaves.values()]))
     (loss, metrics, gradients), (liger_loss, liger_metrics, liger_gradients) = results
-    # Some losses of pairs square or exponentiate sums over a completion.
-    scale = max(1.0, liger_loss.abs().item())
-    limits = {"rtol": tolerance, "check_dtype": False}
-    torch.testing.assert_close(
-        [loss, *gradients], [liger_loss, *liger_gradients], atol=scale * tolerance, **limits
-    )
-    torch.testing.assert_close(metrics, liger_metrics, atol=tolerance, **limits)
+    limits = {"rtol": tolerance, "atol": tolerance, "check_dtype": False}
+    torch.testing.assert_close([loss, *gradients], [liger_loss, *liger_gradients], **limits)
+    torch.testing.assert_close(metrics, liger_metrics, **limits)
 
 
 def random(rng: torch.Generator, *shape: int, scale: float = 1.0) -> Tensor:
     return scale * torch.randn(*shape, generator=rng)
-
-
-# ------------------------------------------------------------------------------------------- policy losses
 
 
 @pytest.fixture
@@ -107,7 +96,7 @@ def test_policy_losses_metrics_and_gradients_are_ligers(level, kind, settings, e
         arguments["vllm_is_ratio"] = torch.where(mask != 0, ratio, 1) if ratio.shape == mask.shape else ratio
     basic = {"loss_type": kind, "importance_sampling_level": level, "max_completion_length": 12, "beta": 0.0}
     basic |= {"epsilon_low": 0.1, "epsilon_high": 1.2 if kind == "cispo" else 0.3}
-    assert_same("GRPO", basic | settings, arguments)
+    assert_same(basic | settings, arguments)
 
 
 @pytest.mark.parametrize("kind", LOSS_TYPES)
@@ -140,86 +129,15 @@ def test_what_a_policy_loss_cannot_be_is_refused_by_name(settings, extra, named,
         ours.LigerFusedLinearGRPOLoss(**settings)(**make_completions(**extra))
 
 
-# --------------------------------------------------------------------------------------------- preference
-
-
-@pytest.fixture
-def pairs(rng: torch.Generator) -> dict[str, Any]:
-    target = torch.randint(V, (2 * B, T), generator=rng)
-    target[torch.rand(2 * B, T, generator=rng) < 0.3] = -100
-    target[:, 0] = 1
-    return {
-        "_input": random(rng, 2 * B, T, H),
-        "lin_weight": random(rng, V, H, scale=0.3),
-        "target": target,
-        "bias": random(rng, V, scale=0.3),
-    }
-
-
-@pytest.fixture
-def reference(rng: torch.Generator) -> dict[str, Tensor]:
-    return {
-        "ref_input": random(rng, 2 * B, T, H),
-        "ref_weight": random(rng, V, H, scale=0.3),
-        "ref_bias": random(rng, V, scale=0.3),
-    }
-
-
-@pytest.mark.parametrize("kind", ["sigmoid", "hinge", "robust", *DPO_VARIANTS])
-@pytest.mark.parametrize("other", [False, True])
-def test_dpo_and_its_variants_are_ligers(kind, other, pairs, reference):
-    settings = {"loss_type": kind, "average_log_prob": other, "compute_nll_loss": other, "alpha": 0.7}
-    settings |= {"label_smoothing": 0.2 if other else 0.05, "beta": 0.3}
-    assert_same("DPO", settings, pairs | reference)
-
-
-@pytest.mark.parametrize("nll", [False, True])
-@pytest.mark.parametrize("name", ["DPO", "ORPO", "SimPO", "CPO", "CPO of means", "ORPO of other labels"])
-def test_losses_without_a_reference_model_are_ligers(name, nll, pairs, rng):
-    settings: dict[str, Any] = {"compute_nll_loss": nll, "beta": 0.4}
-    loss, *variant = name.split(" of ")
-    if loss in ("SimPO", "CPO"):
-        settings |= {"alpha": 0.4, "label_smoothing": 0.1}
-    settings |= {"DPO": {"use_ref_model": False}, "SimPO": {"gamma": 0.8}}.get(loss, {})
-    if variant == ["means"]:
-        settings["average_log_prob"] = True
-    if variant == ["other labels"]:
-        pairs["nll_target"] = torch.randint(V, (2 * B, T), generator=rng)
-    assert_same(loss, settings, pairs)
-
-
-@pytest.mark.parametrize("kl", [None, torch.tensor(0.3), torch.linspace(0, 0.5, 2 * B)])
-@pytest.mark.parametrize("use_ref_model", [False, True])
-def test_kto_is_ligers(kl, use_ref_model, pairs, reference, monkeypatch):
-    # Liger marks a dimension that its labels do not have.
-    monkeypatch.setattr(torch._dynamo, "mark_dynamic", lambda *_: None)
-    labels = torch.tensor([True, False, True, True, False, False, True, False])
-    settings = {"use_ref_model": use_ref_model, "average_log_prob": kl is None, "beta": 0.2, "chunk_size": 8}
-    assert_same(
-        "KTO", settings, {**pairs, **reference, "preference_labels": labels, "kl": kl}, tolerance=5e-5
-    )
-
-
-@pytest.mark.parametrize(
-    ("name", "settings", "named"),
-    [
-        ("DPO", {"loss_type": "ipo"}, "'ipo'"),
-        ("DPO", {"loss_type": "exo_pair"}, "label_smoothing"),
-        ("DPO", {"loss_type": "robust", "label_smoothing": 0.5}, "label_smoothing"),
-        ("DPO", {}, "ref_input and ref_weight"),
-        ("KTO", {}, "preference_labels"),
-    ],
-)
-def test_what_a_preference_loss_cannot_be_or_lacks_is_refused_by_name(name, settings, named, pairs):
-    with pytest.raises(ValueError, match=named):
-        getattr(ours, f"LigerFusedLinear{name}Loss")(**settings)(**pairs)
-
-
 def test_the_settings_come_in_ligers_order_with_ligers_defaults():
-    for name in ours.__all__:
-        mine, liger = (inspect.signature(getattr(module, name)) for module in (ours, theirs))
-        defaults = [{p.name: p.default for p in found.parameters.values()} for found in (mine, liger)]
-        assert list(defaults[0].items()) == list(defaults[1].items()), name
+    mine, liger = (inspect.signature(module.LigerFusedLinearGRPOLoss) for module in (ours, theirs))
+    defaults = [{p.name: p.default for p in found.parameters.values()} for found in (mine, liger)]
+    assert list(defaults[0].items()) == list(defaults[1].items())
+
+
+def test_a_removed_preference_class_names_what_replaces_it():
+    with pytest.raises(ImportError, match=r"LigerFusedLinearDPOLoss was removed.*liger_kernel.chunked_loss"):
+        from grpo_fast.integrations.liger import LigerFusedLinearDPOLoss  # noqa: F401
 
 
 def test_the_example_runs_as_it_stands(run_example):

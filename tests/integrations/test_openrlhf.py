@@ -105,7 +105,7 @@ def test_log_probabilities_entropies_and_gradients_are_the_hosts(
 
 
 @pytest.mark.parametrize("wanted", ["return_logprobs", "return_output"])
-def test_whole_sequences_log_probabilities_and_logits_on_request_are_the_hosts(host, rng, make_actor, wanted):
+def test_whole_sequences_log_probabilities_and_logits_are_the_hosts(host, rng, make_actor, wanted):
     actor, batch = make_actor(temperature=0.9), batch_of(rng)
     del batch["action_mask"]
 

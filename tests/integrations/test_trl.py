@@ -73,7 +73,7 @@ def test_the_head_has_trls_signature_results_and_gradients(case, rng):
     assert [value is None for value in some] == [False, True, True, True, False]
 
 
-def test_of_two_equal_rows_of_the_head_each_is_the_argmax_and_in_trl_the_first(rng):
+def test_of_two_equal_rows_each_is_the_argmax_and_in_trl_the_first(rng):
     hidden, weight = torch.randn(1, 4, generator=rng), 0.01 * torch.randn(5, 4, generator=rng)
     weight[1] = weight[3] = 3 * hidden[0]
 
@@ -157,9 +157,7 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("share", [0.5, 0.0])
-def test_masked_rows_never_reach_the_head_and_none_at_all_is_a_differentiable_zero(
-    share, rows, model_folder, rng
-):
+def test_masked_rows_never_reach_the_head_and_none_gives_zero(share, rows, model_folder, rng):
     model = AutoModelForCausalLM.from_pretrained(model_folder)
     utils.add_fused_lm_head(model, outputs=("log_probs", "entropy"))
     labels = torch.randint(60, (3, 8), generator=rng)

@@ -177,7 +177,7 @@ def test_a_batch_without_any_token_trains_nothing(model_folder, tmp_path, batch)
         ({"delta": 1.1}, "delta = 1.1"),
     ],
 )
-def test_what_is_not_computed_as_trl_does_runs_through_trls_own_loss_and_says_why(
+def test_what_we_do_not_compute_runs_through_trls_own_loss(
     options, reason, model_folder, tmp_path, batch, caplog
 ):
     mine = compare(model_folder, tmp_path, batch, options)

@@ -84,9 +84,7 @@ def test_the_counts_are_those_of_triton(on, rng, rows, vocabulary, of_entropy):
 
 
 @pytest.mark.parametrize("wrong_bin", [None, 7])
-def test_the_library_is_used_where_it_agrees_with_triton_and_else_triton_with_a_warning(
-    on, monkeypatch, wrong_bin
-):
+def test_the_library_is_used_where_it_agrees_with_triton_else_it_warns(on, monkeypatch, wrong_bin):
     exact = cuda.count_pairs
 
     def count(masses: select.Masses) -> Tensor:

@@ -44,7 +44,7 @@ def test_gradients_match_for_every_vocabulary_and_chunk_edge(make_head, tile, vo
         assert torch.equal(found.weight, run(head, tile=tile, columns=768).weight)
 
 
-def test_tiny_float16_gradients_err_by_rounding_the_logit_gradient_and_the_result_once(make_head):
+def test_tiny_float16_gradients_err_by_two_roundings(make_head):
     head = make_head(60, 600, 40, dtype=torch.float16, peak=20.0)
 
     found = run(head, g=1e-6 * head.g)

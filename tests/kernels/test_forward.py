@@ -95,7 +95,7 @@ def test_tiles_of_minus_infinity_weigh_nothing(device, rng):
     assert not any(getattr(rows, name).isnan().any() for name in ("logsumexp", "entropy", "log_sum_sq"))
 
 
-def test_a_sure_target_has_no_positive_logprob_and_a_nan_reaches_its_own_row_alone(device, rng):
+def test_a_sure_target_has_no_positive_logprob_and_a_nan_stays_in_its_row(device, rng):
     weight = torch.randn(300, 16, generator=rng).to(device)
     hidden = 50 * weight[:40]
     hidden[7] = torch.nan
@@ -107,9 +107,7 @@ def test_a_sure_target_has_no_positive_logprob_and_a_nan_reaches_its_own_row_alo
 
 
 @pytest.mark.parametrize("maximum", [False, True])
-def test_rows_without_work_are_neither_read_nor_written_however_they_lie_among_the_others(
-    make_head, rng, maximum
-):
+def test_rows_without_work_are_neither_read_nor_written_wherever_they_lie(make_head, rng, maximum):
     head = make_head(40, 300, 40, transformed=True)
     targets = head.targets.masked_fill((torch.rand(40, generator=rng) < 0.5).to(head.targets.device), -1)
     works = targets >= 0

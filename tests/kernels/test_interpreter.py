@@ -57,7 +57,7 @@ def test_a_mask_may_hang_on_a_loaded_number(device):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_bf16_arithmetic_rounds_as_torch_does_and_a_maximum_takes_the_number_beside_a_nan(device, rng, dtype):
+def test_bf16_arithmetic_rounds_as_torch_and_a_maximum_ignores_nan(device, rng, dtype):
     x, y = (torch.randn(64, generator=rng).to(device, dtype) for _ in range(2))
     if dtype == torch.float32:
         x[::3], y[::5] = torch.nan, torch.nan
@@ -71,7 +71,7 @@ def test_bf16_arithmetic_rounds_as_torch_does_and_a_maximum_takes_the_number_bes
     torch.testing.assert_close(out[0], x * y + x - y, rtol=2**-6, atol=2**-6, equal_nan=True)
 
 
-def test_conversion_to_bf16_rounds_to_nearest_even_and_keeps_infinities_and_nan(device, rng):
+def test_conversion_to_bf16_rounds_to_even_and_keeps_infinities_and_nan(device, rng):
     special = torch.tensor(
         [1 + 2**-8, 1 + 3 * 2**-8, -(1 + 2**-8), torch.inf, -torch.inf, torch.nan, 3.4e38, 1e-40]
     )

@@ -63,7 +63,7 @@ def straightforward(head) -> dict[str, float]:
     ],
 )
 @pytest.mark.drawn(3)
-def test_tolerance_zero_is_the_dense_gradient_added_to_existing_ones_at_every_edge(
+def test_tolerance_zero_is_the_dense_gradient_at_every_edge(
     make_head, rng, vocabulary, depth, transformed, dtype
 ):
     peak = 8.0 if transformed else 1.0
@@ -98,9 +98,9 @@ SHAPES = [
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.drawn(1)
-def test_the_mean_over_many_batches_is_the_exact_gradient_and_the_error_is_as_certified(make_head, shape):
-    head = make_head(12, 900, 16, **shape)
-    draws = 40
+def test_the_mean_over_batches_is_exact_and_the_error_is_as_certified(make_head, shape):
+    head = make_head(7, 900, 8, **shape)
+    draws = 18
     found, certificate = {"hidden": [], "weight": []}, None
     for draw in range(draws):  # another row, which weighs nothing, salts the draws anew
         head.logsumexp[3], head.targets[3] = float(draw), 0
@@ -117,7 +117,7 @@ def test_the_mean_over_many_batches_is_the_exact_gradient_and_the_error_is_as_ce
         square = error.square().sum(1).mean()
         assert square > 0
         # One is expected; what is left out on one side alone would make it as many as there are draws.
-        assert draws * error.mean(0).square().sum() / square < 9, name
+        assert draws * error.mean(0).square().sum() / square < 7.5, name
     assert 0 < certificate[2] <= certificate[1] and certificate[2] <= 24 * (1 + 1e-4)
     norm = ran.rows.squares[0].sum().sqrt() * BF16_ROUNDING * head.weight.double().norm(dim=1).max()
     hidden = torch.stack(found["hidden"]).square().sum(1).mean().sqrt()
@@ -133,10 +133,10 @@ def test_the_mean_over_many_batches_is_the_exact_gradient_and_the_error_is_as_ce
     ],
 )
 @pytest.mark.drawn(4)
-def test_half_precision_errs_no_more_than_dense_in_that_dtype_plus_the_tolerance(
+def test_half_precision_errs_as_dense_in_that_dtype_plus_the_tolerance(
     make_head, dtype, magnitude, tolerance
 ):
-    head = make_head(40, 700, dtype=dtype, peak=30.0)
+    head = make_head(24, 700, dtype=dtype, peak=30.0)
     head = replace(
         head, g=head.g * magnitude, logit_gradient=head.logit_gradient * magnitude,
         d_hidden=head.d_hidden * magnitude, d_weight=head.d_weight * magnitude,
@@ -181,7 +181,7 @@ def test_strided_rows_and_the_shipped_float32_configuration(make_head):
         for t in (head.hidden, head.weight)
     )
 
-    config = replace(sizes_for("sm_90", torch.float32, 48, True).sparse, row_entries=64)
+    config = replace(sizes_for("sm_90", torch.float32).sparse, row_entries=64)
     got = run(replace(head, hidden=hidden[:, :48], weight=weight[:, :48]), config=config).got
 
     assert relative(got.hidden, head.d_hidden) < 1e-6
@@ -190,9 +190,10 @@ def test_strided_rows_and_the_shipped_float32_configuration(make_head):
 
 def test_neither_the_room_for_pairs_nor_another_run_changes_a_bit(make_head):
     head = make_head(14, 384, peak=20.0, dtype=torch.bfloat16)
-    room = int(run(head, 1.0).live.row_ends[-1])
+    whole = run(head, 1.0)
+    room = int(whole.live.row_ends[-1])
 
-    results = [run(head, 1.0, capacity=capacity) for capacity in (None, None, room)]
+    results = [whole, *(run(head, 1.0, capacity=capacity) for capacity in (None, room))]
 
     first, again, tight = ((ran.got.hidden, ran.got.weight, ran.certificate) for ran in results)
     assert all(map(torch.equal, first, again))
@@ -221,7 +222,7 @@ def test_rows_longer_than_a_scan_keep_what_a_shorter_scan_keeps(make_head, monke
 
 
 def test_rows_longer_than_a_segment_keep_what_longer_segments_keep(make_head, monkeypatch):
-    head = make_head(8, 1500, peak=10.0)
+    head = make_head(5, 1300, peak=10.0)
     whole = run(head)
     monkeypatch.setattr(sparse_rows, "SEGMENT", 4)
 

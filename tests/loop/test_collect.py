@@ -137,7 +137,7 @@ def test_advantages_of_the_wrong_shape_are_refused(scored, function, row):
         scored(AdvantageConfig(function=function(row)))
 
 
-def test_metrics_are_of_the_groups_and_tell_how_length_and_reward_go_together(scored, table):
+def test_metrics_of_groups_include_how_length_and_reward_correlate(scored, table):
     found = scored(AdvantageConfig())
     twice = found.select([0, 1, 2, 3, 3, 5, *range(6, 12)])  # the second group's first completion
     flat, truncated = (torch.zeros(12, dtype=torch.bool) for _ in range(2))
@@ -168,7 +168,7 @@ def test_metrics_are_of_the_groups_and_tell_how_length_and_reward_go_together(sc
     )
 
 
-def test_what_an_environment_wrote_is_no_token_of_the_model_and_the_environment_is_not_kept(scored, table):
+def test_an_environments_tokens_are_masked_and_the_environment_is_not_kept(scored, table):
     told = ({"role": "assistant", "content": "a"}, {"role": "tool", "content": "b"}, {"role": "assistant"})
     episode = Episode("longer?", (1, 2, 3), (True, False, True), told, object(), 3, 1, 2)
     prompts = [Prompt(0, "?", (1, 2), {})]

@@ -9,9 +9,10 @@ from itertools import combinations
 
 import pytest
 
+from grpo_fast.config.evaluation import EvaluationConfig
 from grpo_fast.data.types import Prompt
 from grpo_fast.distributed.world import SINGLE_PROCESS
-from grpo_fast.loop.evaluate import Evaluation, EvaluationConfig, evaluate, pass_at_k
+from grpo_fast.loop.evaluate import Evaluation, evaluate, pass_at_k
 from grpo_fast.rewards.reward_set import Reward, RewardSet
 from grpo_fast.rollout.types import Completion, Sampling
 

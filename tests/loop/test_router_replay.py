@@ -40,9 +40,7 @@ def with_experts(tmp_path, seed):
 
 
 @pytest.mark.parametrize("kind", ["toy", "playing_toy"])
-def test_an_update_computes_with_the_experts_that_drew_its_completions_in_one_turn_or_several(
-    kind, request, with_experts
-):
+def test_an_update_replays_the_experts_of_one_turn_or_several(kind, request, with_experts):
     config = with_experts(request.getfixturevalue(kind)) | {
         "num_iterations": 2,
         "advantage": {"skip_flat_groups": False},
@@ -64,9 +62,7 @@ def test_an_update_computes_with_the_experts_that_drew_its_completions_in_one_tu
     assert metrics["sampling/logp_difference_max"] < 1e-4
 
 
-def test_completions_of_a_rollout_of_ones_own_that_lose_their_experts_end_the_run(
-    toy, with_experts, tmp_path
-):
+def test_a_custom_rollout_that_loses_the_experts_ends_the_run(toy, with_experts, tmp_path):
     (tmp_path / "own.py").write_text(
         "import dataclasses\n"
         "def rollout(engine, prompts, sampling):\n"
@@ -97,9 +93,7 @@ def test_what_cannot_be_replayed_is_refused_with_the_configuration(toy, with_exp
         build_trainer(TrainConfig(**config | merged))
 
 
-def test_a_dense_model_or_one_that_is_not_packed_is_refused_before_weights_are_read(
-    toy, with_experts, monkeypatch
-):
+def test_a_dense_or_padded_model_is_refused_before_weights_are_read(toy, with_experts, monkeypatch):
     monkeypatch.setattr("grpo_fast.run.build.load_policy", lambda *_, **__: pytest.fail("weights are read"))
     config, replay = with_experts(toy), {"rollout": {**toy["rollout"], "router_replay": True}}
     with pytest.raises(ValueError, match=r"router_replay = true .* 'llama': it has no experts, so no router"):
@@ -117,9 +111,7 @@ def test_a_dense_model_or_one_that_is_not_packed_is_refused_before_weights_are_r
         (("vllm", "0.32.0+cpu"), "its build for a CPU does not have"),
     ],
 )
-def test_an_engine_that_does_not_tell_its_experts_is_refused_before_anything_loads(
-    monkeypatch, installed, said
-):
+def test_an_engine_without_experts_is_refused_before_anything_loads(monkeypatch, installed, said):
     monkeypatch.setattr("grpo_fast.rollout.vllm._installed", lambda: installed)
     with pytest.raises(ValueError, match=f"router_replay = true: .*{said}"):
         require_engine(RolloutConfig(engine="vllm", router_replay=True))

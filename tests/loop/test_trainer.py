@@ -90,7 +90,7 @@ def test_truncated_completions_leave_the_loss_on_request(make_trainer):
     assert all(1 in chosen.tokens_of(row) for row in range(len(chosen)))
 
 
-def test_dynamic_sampling_draws_until_the_batch_is_full_of_groups_with_spread(make_trainer, own):
+def test_dynamic_sampling_draws_until_the_batch_has_no_flat_group(make_trainer, own):
     trainer = make_trainer(
         prompts_per_step=16,
         rewards=[{"reward": own("half_flat_at_first")}],
@@ -104,7 +104,7 @@ def test_dynamic_sampling_draws_until_the_batch_is_full_of_groups_with_spread(ma
         assert (metrics["groups/drawn"], metrics["groups/missing"]) == (drawn, 0)
 
 
-def test_dynamic_sampling_gives_up_after_its_bound_and_says_how_many_are_missing(make_trainer, own):
+def test_dynamic_sampling_stops_at_its_bound_and_reports_missing_groups(make_trainer, own):
     trainer = make_trainer(
         rewards=[{"reward": own("never")}], advantage={"dynamic_sampling": True, "max_draws": 2}
     )
@@ -116,7 +116,7 @@ def test_dynamic_sampling_gives_up_after_its_bound_and_says_how_many_are_missing
     assert all(torch.equal(p, before[name]) for name, p in trainer.policy.trainable().items())
 
 
-def test_groups_are_drawn_and_learnt_from_by_their_rewards_before_any_penalty(make_trainer, own):
+def test_groups_and_the_curriculum_go_by_rewards_before_any_penalty(make_trainer, own):
     trainer = make_trainer(
         rewards=[{"reward": own("never")}],
         advantage={"dynamic_sampling": True, "max_draws": 2, "soft_overlong": 1.0},
@@ -198,7 +198,7 @@ def test_a_generation_tells_how_far_it_is(make_trainer):
     assert seen[-1][1:] == (3, 3)
 
 
-def test_the_first_groups_completions_are_kept_side_by_side_and_one_of_each_other(make_trainer, seed):
+def test_samples_are_the_whole_first_group_and_one_of_each_other(make_trainer, seed):
     trainer = make_trainer(seed=seed, logging={"samples": 3})
     table, _ = trainer.collect(Clock())
     samples, completions = trainer.pick_samples(table, 3), table.objects["completion"]

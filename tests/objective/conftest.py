@@ -33,9 +33,8 @@ class PaddedBatch:
         self,
         rows: list[int] | None = None,
         totals: StepTotals | None = None,
-        held_back: Tensor | None = None,
     ) -> LossInputs:
-        """The packed batch of the given completions, in the given order; `held_back` is (B, T)."""
+        """The packed batch of the given completions, in the given order."""
         rows = list(range(len(self.lengths))) if rows is None else rows
 
         def pack(values: Tensor) -> Tensor:
@@ -55,7 +54,6 @@ class PaddedBatch:
             entropy=pack(self.entropy),
             group_ids=torch.tensor(rows)[sequence_ids] // self.group_size,
             totals=totals,
-            held_back=None if held_back is None else pack(held_back),
         )
 
     @property

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -51,7 +54,7 @@ FIXED_LEVEL = ("cispo", "sapo", "vespo", "gpg", "reinforce", "gmpo", "kl_cov", "
         ({"loss_type": "cispo", "epsilon_high": 1.0}, "epsilon_high = 1.0", "is 2.0"),
         ({"top_entropy_quantile": 1.5}, "top_entropy_quantile = 1.5", "less than or equal to 1"),
         ({"aggregation": "mean"}, "aggregation = 'mean'", "'token_mean'"),
-        ({"beta": "0.1"}, "beta = '0.1'", "valid number"),
+        ({"beta": "0.1"}, "beta = '0.1'", "a finite number"),
         ({"max_completion_length": 0}, "max_completion_length = 0", "greater than 0"),
         ({"loss_type": "sapo", "sapo_temperature_pos": 0.0}, "sapo_temperature_pos = 0.0", "greater than 0"),
         ({"loss_type": "gpg", "beta": 0.1}, "beta = 0.1", "set beta = 0"),
@@ -87,4 +90,15 @@ def test_a_contradiction_is_refused_by_name_with_a_remedy(values, field, remedy)
 )
 def test_pydantic_refuses_unknown_keys_and_words(values):
     with pytest.raises(ValidationError):
-        TypeAdapter(GRPOLossConfig).validate_python(values)
+        TypeAdapter(GRPOLossConfig).validate_json(json.dumps(values))
+
+
+def test_the_losses_and_their_configurations_need_no_pydantic():
+    code = "import sys; sys.modules['pydantic'] = sys.modules['pydantic_core'] = None\n"
+    code += (
+        "import grpo_fast.objective.ranking, grpo_fast.objective.pairs, grpo_fast.objective.loss as loss\n"
+    )
+    code += "loss.GRPOLossConfig('cispo', beta=0.1)\n"
+    code += "try: loss.GRPOLossConfig(beta=True)\nexcept ValueError as error: print(error)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "beta = True: should be a finite number\n"

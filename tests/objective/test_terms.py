@@ -22,7 +22,7 @@ from grpo_fast.objective.types import Segments
 @pytest.mark.parametrize(
     ("estimator", "corrected"), [("k1", False), ("k3", False), ("k1", True), ("k2", False), ("k3", True)]
 )
-def test_the_mean_of_k1_and_k3_is_the_kl_and_so_is_its_gradient_where_promised(estimator, corrected, rng):
+def test_the_mean_of_k1_and_k3_and_the_promised_gradients_are_the_kls(estimator, corrected, rng):
     logits = torch.randn(7, generator=rng, dtype=torch.float64, requires_grad=True)
     ref = (logits.detach() + 0.3 * torch.randn(7, generator=rng, dtype=torch.float64)).log_softmax(0)
     logprobs = logits.log_softmax(0)
@@ -134,7 +134,8 @@ def test_the_threshold_is_the_quantile_of_the_tokens_that_count(quantile: float,
 
     threshold = entropy_threshold(entropy, inputs.loss_mask, quantile)
 
-    assert threshold == pytest.approx(torch.quantile(entropy[inputs.loss_mask], 1 - quantile).item())
+    counted = entropy[inputs.loss_mask]
+    assert abs(int((counted >= threshold).sum()) - 1 - quantile * (len(counted) - 1)) < 1 + 1e-9
     assert entropy_threshold(entropy, torch.zeros_like(inputs.loss_mask), quantile) == float("inf")
 
 
@@ -151,7 +152,7 @@ def test_quantile_zero_keeps_the_one_token_of_highest_entropy(make_batch):
     assert gradient.flatten().nonzero().flatten().tolist() == [highest.item()]
 
 
-def test_the_controller_raises_its_weight_while_entropy_is_low_and_goes_on_where_it_was_saved():
+def test_the_controller_raises_its_weight_while_entropy_is_low_and_resumes():
     controller = EntropyController.of(
         GRPOLossConfig(
             use_adaptive_entropy=True,

@@ -59,10 +59,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **{"linear_num_value_heads": 4, "linear_num_key_heads": 2},
         **{"linear_key_head_dim": 16, "linear_value_head_dim": 16},
     },
-    "recurrent_gemma": {
-        **{"block_types": ["recurrent", "recurrent", "attention"], "num_key_value_heads": 1},
-        **{"lru_width": 128, "attention_window_size": 8},
-    },
     "falcon_h1": {  # each layer attends and recurs
         **{"head_dim": 32, "mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_d_head": 16},
         **{"mamba_d_state": 16, "mamba_n_groups": 1, "mamba_chunk_size": 16},

@@ -25,13 +25,13 @@ from grpo_fast.rollout import vllm
 SIZES = StepSizes(prompts=4, generations=4, prompt_length=40, completion_length=32, micro_batch_tokens=10**6)
 
 
-def run(mode: str = "auto", head: str = "auto", **changes: Any) -> TrainConfig:
+def run(mode: str = "auto", **changes: Any) -> TrainConfig:
     sections = {
         "model": {"path": "-", "attention": "flash_attention_2"},
         "dataset": {"source": "any.jsonl", "max_prompt_length": 64},
         "rewards": [{"reward": "length"}],
         "rollout": {"num_generations": 8, "max_completion_length": 64},
-        "distributed": {"mode": mode, "head": head},
+        "distributed": {"mode": mode},
     }
     return TrainConfig.model_validate(sections | changes)
 
@@ -45,8 +45,8 @@ def shapes(config: Any) -> Shapes:
     return Shapes(config("llama"))
 
 
-def update(predictor: Any, shapes: Shapes, ranks: int, mode: str, head: str = "auto", **keys: Any) -> Any:
-    sections = {"distributed": {"mode": mode, "head": head}}
+def update(predictor: Any, shapes: Shapes, ranks: int, mode: str, **keys: Any) -> Any:
+    sections = {"distributed": {"mode": mode}}
     found = predictor(shapes, gpus(ranks), sections, dtype="bfloat16", **keys)
     return found.predict(SIZES).parts["update"]
 
@@ -75,14 +75,12 @@ def test_each_rank_holds_what_was_predicted(shapes: Shapes, predictor: Any, conf
 
 
 def test_a_layer_and_a_gathered_head_are_whole_in_a_backward(shapes: Shapes, predictor: Any) -> None:
-    def gathered(head: str, **keys: Any) -> int:
-        return update(predictor, shapes, 2, "shard", head, **keys)["gathered"]
+    def gathered(**keys: Any) -> int:
+        return update(predictor, shapes, 2, "shard", **keys)["gathered"]
 
     layer = 2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 256 + 2 * 128
-    assert gathered("sharded") == (2 * 2 + 2 + 4) * layer
-    assert gathered("gathered") - gathered("sharded") == (2 + 2) * 1000 * 128
-    frozen = gathered("gathered", train_lm_head=False) - gathered("sharded", train_lm_head=False)
-    assert frozen == 2 * 1000 * 128
+    assert gathered() == (2 * 2 + 2 + 4) * layer + (2 + 2) * 1000 * 128
+    assert gathered() - gathered(train_lm_head=False) == 2 * 1000 * 128
 
 
 def test_one_rank_is_planned_as_ever(shapes: Shapes) -> None:
@@ -99,7 +97,7 @@ def test_the_plan_and_a_run_shard_what_does_not_fit_whole(
     shapes = Shapes(config("llama", num_hidden_layers=8, vocab_size=200))
     needed = []
     for mode in ("replicate", "shard"):
-        mine = run(mode, "gathered")
+        mine = run(mode)
         least = Search(mine, shapes, gpus(4)).least()
         needed.append(max(map(least.total, PHASES)))
 
@@ -122,7 +120,6 @@ def test_the_plan_and_a_run_shard_what_does_not_fit_whole(
     ("ranks", "changes", "message"),
     [
         (8, {"prompts_per_step": 7}, r"prompts_per_step = 7 .* 8 ranks"),
-        (2, {"distributed": {"mode": "shard", "head": "sharded"}}, r"distributed\.head = 'sharded'"),
         (2, {"distributed": {"mode": "shard"}, "memory": {"offload": ["reference"]}}, "reference"),
     ],
 )
@@ -141,7 +138,6 @@ def test_ranks_on_a_cpu_replicate_and_one_of_too_few_prompts_is_refused(toy: dic
     found = resolve_auto(mine, ranks=2)
 
     assert found.distributed.mode == "replicate"
-    assert found.distributed.head in ("gathered", "sharded")
     assert resolve_auto(mine).distributed == mine.distributed
     with pytest.raises(ValueError, match="3 ranks"):
         resolve_auto(mine, ranks=3)

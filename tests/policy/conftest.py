@@ -33,7 +33,6 @@ CHANGES: dict[str, dict[str, Any]] = {  # of the sizes that `tests.tiny` gives a
         **{"enable_moe_block": True, "vocab_size_per_layer_input": VOCABULARY},
     },
     "mimo_v2_flash": {"head_dim": 12},  # wider than its values
-    "rwkv": {"num_hidden_layers": 7},  # which rescales from the sixth layer on
     "jamba": {"num_hidden_layers": 2, "attn_layer_period": 2, "attn_layer_offset": 1},
     "cohere": {"logit_scale": 0.25},
     "seed_oss": {"residual_dropout": 0.3},
@@ -124,9 +123,12 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 def load(folder_of: Callable[..., Path]) -> Callable[..., Policy]:
     """`load("llama", dtype="bfloat16")`: a policy of that family, in float32 unless said otherwise."""
 
-    def load(family: str = "llama", *, needs_reference: bool = False, **settings: object) -> Policy:
+    def load(
+        family: str = "llama", *, needs_reference: bool = False, router_replay: bool = False, **settings: Any
+    ) -> Policy:
         settings = {"path": str(folder_of(family)), "dtype": "float32", "device": "cpu", **settings}
-        return load_policy(ModelConfig(**settings), needs_reference=needs_reference)
+        config = ModelConfig.model_validate(settings)
+        return load_policy(config, needs_reference=needs_reference, router_replay=router_replay)
 
     return load
 

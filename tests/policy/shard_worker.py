@@ -44,11 +44,11 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def loaded(path: Path, settings: dict[str, Any], world: World, head: str) -> Policy:
+def loaded(path: Path, settings: dict[str, Any], world: World) -> Policy:
     """Moved from what it was loaded as, by the same everywhere."""
     torch.manual_seed(0)  # of adapters and the move
     config = ModelConfig.model_validate({"path": str(path), "dtype": "float32", "device": "cpu"} | settings)
-    policy = load_policy(config, world=world, distributed=DistributedConfig(mode="shard", head=head))
+    policy = load_policy(config, world=world, distributed=DistributedConfig(mode="shard"))
     with torch.no_grad():
         for weight in policy.trainable().values():
             local(weight).add_(rows_of(0.02 * torch.randn(weight.shape, dtype=weight.dtype), world))
@@ -58,7 +58,7 @@ def loaded(path: Path, settings: dict[str, Any], world: World, head: str) -> Pol
 def check_rows(alone: Policy, sharded: Policy, batch: PackedBatch) -> None:
     """Weights are whole while they are read, and one by one where all are asked for."""
     with torch.no_grad():
-        sharded.run(lambda: sharded.hidden_states(batch), whole_head=True)
+        sharded.run(lambda: sharded.hidden_states(batch))
     assert all(isinstance(weight, DTensor) for weight in sharded.model.parameters())
     for (name, one), (same, two) in zip(alone.named_weights(), sharded.named_weights(), strict=True):
         assert name == same and torch.equal(one, two), (name, same)
@@ -162,7 +162,7 @@ def check_experts(world: World, seed: int) -> None:
             (world, chosen[world.rank]) if mode != "alone" else (SINGLE_PROCESS, [*chain(*chosen)])
         )
         shards = mode == "shard"
-        run = ShardedModel(routed, routed, world, gathers_head=True).run if shards else lambda work: work()
+        run = ShardedModel(routed, routed, world).run if shards else lambda work: work()
         config = OptimizerConfig(learning_rate=0.1, eps=1e-3)
         optimizer = PolicyOptimizer(dict(routed.named_parameters()), config, total_steps=9, world=ranks)
         for _ in range(2):
@@ -184,11 +184,8 @@ def main(world: World, folder: str, seed: str) -> None:
     check_experts(world, int(seed))
     layers.TILE_TOKENS = drawn.randint(2, 9)
     for family, settings in [*drawn.sample(CASES[:-1], 2), CASES[-1]]:
-        head = drawn.choice(["gathered", "sharded"])
-        print(family, settings, head, flush=True)
-        alone, sharded = (
-            loaded(Path(folder, family), settings, ranks, head) for ranks in (SINGLE_PROCESS, world)
-        )
+        print(family, settings, flush=True)
+        alone, sharded = (loaded(Path(folder, family), settings, ranks) for ranks in (SINGLE_PROCESS, world))
         check_engine(alone, sharded, world, int(seed))
         check_step(alone, sharded, world, int(seed), 1e-5 if "dtype" not in settings else 0.05)
     sharded.save_pretrained(Path(folder, f"export{world.rank}"))

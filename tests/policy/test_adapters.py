@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from grpo_fast.config.policy import LoraConfig, ModelConfig
 from grpo_fast.policy import PackedBatch, Policy
 from grpo_fast.policy.adapters import adapted_weights, merged
+from grpo_fast.policy.experts import is_expert
 from grpo_fast.policy.layers import recompute
 from grpo_fast.policy.load import prepare_to_train
 from tests.policy.conftest import small_config
-from tests.tiny import tiny_config
 
 Load = Callable[..., Policy]
 MIXTURES = (
@@ -35,6 +36,9 @@ def mixture(family: str, folder: Path, **lora: Any) -> Policy:
     for name, parameter in model.named_parameters():
         if parameter.ndim >= 2 and "layers" in name:
             torch.nn.init.normal_(parameter, std=0.2)
+    experts = (name for name, weight in model.named_parameters() if is_expert(name, weight))
+    named = {re.sub(r".*\.\d+\.", "", name) for name in experts if not name.endswith("bias")}
+    lora = {"target_parameters": sorted(named)} | lora
     settings = ModelConfig(path="-", lora=LoraConfig(r=2, **lora))
     policy = Policy(prepare_to_train(model, settings), AutoTokenizer.from_pretrained(folder))
     with torch.no_grad():
@@ -68,22 +72,18 @@ def test_experts_in_one_tensor_are_adapted_beside_the_attention_and_exported(
     weights = policy.base_weights()
     experts = {name for name, weight in weights.items() if weight.ndim == 3 and "conv" not in name}
     assert experts and experts < names and any(".q" in n or "attention" in n for n in names)
-    assert not [name for name in names if {"gate", "router"} & {*name.split(".")}]
     assert dict(policy.named_weights()).keys() == weights.keys() > names
 
 
-def test_all_linear_says_which_experts_it_leaves_out(
-    folder_of: Callable[..., Path], caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("family", "by_itself"), [("qwen3_moe", True), ("gpt_oss", False)])
+def test_all_linear_warns_of_experts_that_peft_does_not_adapt_by_itself(
+    folder_of: Callable[..., Path], caplog: pytest.LogCaptureFixture, family: str, by_itself: bool
 ) -> None:
-    for family in ("qwen3_moe", "jetmoe"):  # whose router is within what it calls experts
-        mixture(family, folder_of("llama"))
-    assert "leaves out" not in caplog.text
+    names = mixture(family, folder_of("llama"), target_parameters=None).changing_weights()
 
-    dbrx = AutoModelForCausalLM.from_config(tiny_config("dbrx"))
-    prepare_to_train(dbrx, ModelConfig(path="-", lora=LoraConfig(r=2)))
-
-    assert "all-linear' leaves out transformer.blocks.0.ffn.experts.mlp.w1" in caplog.text
-    assert {name.rpartition(".")[2] for name, _ in adapted_weights(dbrx)} == {"weight"}
+    assert any("experts" in name for name in names) == by_itself
+    remedy = "target_parameters = ['mlp.experts.down_proj', 'mlp.experts.gate_up_proj'] would"
+    assert (remedy in caplog.text) == (not by_itself)
 
 
 def with_shared_layers(folder: Path, **lora: Any) -> Policy:
@@ -153,46 +153,13 @@ def test_recomputed_layers_give_experts_adapters_the_same_gradients(
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4 * float(other.abs().max()))
 
 
-def adapted(policy: Policy) -> set[str]:
-    """Ends of the names of what is adapted in the last layer."""
-    return {".".join(name.split(".")[4:]) for name in policy.changing_weights() if ".layers.1." in name}
-
-
-@pytest.mark.parametrize(
-    ("family", "targets", "found"),
-    [
-        ("qwen3_moe", ["q_proj", "gate_proj", "up_proj"], {"q_proj.weight", "experts.gate_up_proj"}),
-        ("mixtral", ["w1", "w3", "w2"], {"experts.gate_up_proj", "experts.down_proj"}),
-        ("mixtral", ["gate_up_proj"], {"experts.gate_up_proj"}),
-        ("mixtral", r".*\.1\..*\.(k_proj|down_proj)", {"k_proj.weight", "experts.down_proj"}),
-        ("mixtral", ["experts"], {"experts.gate_up_proj", "experts.down_proj"}),
-        ("mixtral", ["q_proj", "gate"], {"q_proj.weight", "gate.weight"}),  # the router by name alone
-        (
-            "ernie4_5_moe",  # whose shared experts are linear layers of the same names
-            ["gate_proj", "up_proj"],
-            {"experts.gate_up_proj", "shared_experts.gate_proj.weight", "shared_experts.up_proj.weight"},
-        ),
-        ("ernie4_5_moe", ["v_proj"], {"v_proj.weight"}),
-        ("phimoe", ["router"], {"router.weight"}),  # which is a linear layer that returns more
-    ],
-)
-def test_experts_are_adapted_by_the_names_of_the_model_and_of_its_checkpoint(
-    folder_of: Callable[..., Path], family: str, targets: Any, found: set[str]
-) -> None:
-    policy = mixture(family, folder_of("llama"), target_modules=targets)
-
-    assert adapted(policy) == found
-    assert policy.model(input_ids=torch.arange(4, 9)[None]).logits.isfinite().all()
-
-
 @pytest.mark.parametrize(
     ("lora", "problem"),
     [
-        ({"target_modules": ["gate_proj"]}, r"target_modules = \['gate.* leaves up_proj out; name both"),
-        ({"target_modules": ["nonsense"]}, r"target_modules = \['nonsense'\]: no module of the model"),
-        ({"target_modules": ["lm_head"]}, r"target_modules = \['lm_head'\] reaches the output head"),
-        ({"target_modules": ["mlp"]}, r"(?s)target_modules = \['mlp'\]: Target module .* is not supported"),
-        ({"dropout": 0.1}, r"model\.lora\.dropout = 0\.1 cannot be applied to .*experts\.\w+, one tensor of"),
+        ({"target_modules": ["nonsense"], "target_parameters": None}, r"target_modules = \['nonsense'\]"),
+        ({"target_modules": ["lm_head"]}, r"target_modules = \['lm_head'\].* reaches the output head"),
+        ({"target_modules": ["mlp"]}, r"(?s)target_modules = \['mlp'\].*: Target module .* is not supported"),
+        ({"dropout": 0.1}, r"target_parameters = .*lora_dropout"),
     ],
 )
 def test_what_experts_cannot_be_adapted_by_is_refused(

@@ -234,7 +234,7 @@ def test_flex_attention_stays_compiled_whatever_the_lengths(
             assert policy.hidden_states(batch).isfinite().all()
 
 
-def test_the_flex_mask_is_made_without_asking_the_device_or_memory_for_every_pair(
+def test_the_flex_mask_needs_no_sync_and_no_memory_for_every_pair(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (batch,) = packed(of_sizes((0, 4000, 4001), (1, 4000, 4001)))

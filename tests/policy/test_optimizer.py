@@ -4,11 +4,10 @@ import gc
 import json
 import math
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-import bitsandbytes
 import pytest
 import torch
 from torch import Tensor, nn
@@ -16,15 +15,21 @@ from torch import Tensor, nn
 from grpo_fast.config.policy import OptimizerConfig
 from grpo_fast.policy import PolicyOptimizer, host_memory
 from grpo_fast.policy import optimizer as optimizers
-from grpo_fast.policy.adamw_8bit import AdamW8bit
-from grpo_fast.policy.optimizer import Diverged, round_to_bfloat16
+from grpo_fast.policy.optimizer import Diverged
 
 CONFIG = OptimizerConfig(
     learning_rate=1e-2, weight_decay=0.1, max_grad_norm=0.5, schedule="cosine", warmup_steps=2
 )
 both_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 kinds = pytest.mark.parametrize("kind", ["adamw", "adamw_8bit"])
-WIDTH = 700  # of a layer of 4,200 numbers, enough for moments of 8 bits
+WIDTH = 768  # of a layer of 4,608 numbers, enough for moments of 8 bits
+
+
+@pytest.fixture(autouse=True)
+def uncompiled() -> Iterator[None]:
+    """torchao compiles its step for each shape, which takes a CPU ten seconds."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
 
 def build(
@@ -43,10 +48,6 @@ def one_weight(values: Tensor, steps: int = 100, **config: object) -> tuple[nn.P
     weight = nn.Parameter(values)
     options = OptimizerConfig(**{"max_grad_norm": None, **config})
     return weight, PolicyOptimizer({"weight": weight}, options, total_steps=steps)
-
-
-def rng_below(end: int, rng: torch.Generator) -> int:
-    return int(torch.randint(end, (), generator=rng))
 
 
 def backward(model: nn.Module, rng: torch.Generator) -> None:
@@ -115,13 +116,13 @@ def test_a_resumed_optimiser_continues_to_the_bit(
 @kinds
 @pytest.mark.parametrize("states", [("optimizer",), ("optimizer", "master")])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_state_that_lives_on_the_host_takes_the_same_steps_and_stays_there(
+def test_state_on_the_host_takes_the_same_steps_and_stays_there(
     rng: torch.Generator, monkeypatch: Any, dtype: torch.dtype, kind: str, states: Any, device: str
 ) -> None:
     config = CONFIG.model_copy(update={"kind": kind})
     whole = kind == "adamw" and states == ("optimizer", "master")
     away = CONFIG.model_copy(update={"kind": "adamw_offload"}) if whole else config
-    host_like, hosts = optimizers.host_like, set()
+    host_like, hosts = host_memory.host_like, set()
 
     def noted(tensor: Tensor, **options: bool) -> Tensor:
         made = host_like(tensor, **options)
@@ -129,7 +130,6 @@ def test_state_that_lives_on_the_host_takes_the_same_steps_and_stays_there(
         return made
 
     monkeypatch.setattr(optimizers, "SMALLEST", 4 * WIDTH + 1)  # the biases stay
-    monkeypatch.setattr(optimizers, "host_like", noted)
     monkeypatch.setattr(host_memory, "host_like", noted)
     (plain, stays), (later, moves) = (build(dtype, config, device=device) for _ in range(2))
     model, goes = build(dtype, away, device=device, on_host=() if whole else states)
@@ -165,9 +165,7 @@ def test_an_optimiser_that_nobody_needs_any_more_is_forgotten(rng: torch.Generat
 
 
 @both_dtypes
-def test_an_optimiser_that_forgets_goes_on_as_a_fresh_one_from_the_same_weights(
-    rng: torch.Generator, dtype: torch.dtype
-) -> None:
+def test_after_a_reset_the_optimizer_goes_on_as_a_fresh_one(rng: torch.Generator, dtype: torch.dtype) -> None:
     other = OptimizerConfig(learning_rate=3e-3, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.3)
     model, optimizer = build(dtype)
     train(model, optimizer, rng, 3)
@@ -189,17 +187,14 @@ def test_an_optimiser_that_forgets_goes_on_as_a_fresh_one_from_the_same_weights(
 
 
 @kinds
-def test_a_float32_model_follows_plain_adamw_with_clipping_and_without_decay_of_vectors(
-    rng: torch.Generator, kind: str
-) -> None:
+def test_float32_follows_adamw_with_clipping_and_no_decay_of_vectors(rng: torch.Generator, kind: str) -> None:
     config = OptimizerConfig(kind=kind, learning_rate=1e-2, weight_decay=0.3, max_grad_norm=0.2, eps=1e-3)
     (model, optimizer), (twin, _) = build(torch.float32, config), build(torch.float32, config)
     groups = [
         {"params": [p for p in twin.parameters() if (p.ndim > 1) == matrices], "weight_decay": decay}
         for matrices, decay in ((True, 0.3), (False, 0.0))
     ]
-    of_the_kind = torch.optim.AdamW if kind == "adamw" else bitsandbytes.optim.AdamW8bit
-    plain = of_the_kind(groups, lr=1e-2, betas=config.betas, eps=1e-3)
+    plain = torch.optim.AdamW(groups, lr=1e-2, betas=config.betas, eps=1e-3)
 
     def reference() -> list[float]:
         norms = []
@@ -212,8 +207,7 @@ def test_a_float32_model_follows_plain_adamw_with_clipping_and_without_decay_of_
 
     norms, expected = repeated(rng, lambda: train(model, optimizer, rng, 4), reference)
 
-    # Of 8 bits, a number half way between two may go to the other.
-    close = {"rtol": 1e-5, "atol": 1e-6} if kind == "adamw" else {"rtol": 0, "atol": 1e-3}
+    close = {"rtol": 1e-5, "atol": 1e-6} if kind == "adamw" else {"rtol": 0, "atol": 2e-3}
     assert norms == pytest.approx(expected, rel=close["atol"]) and max(norms) > 0.2
     for mine, other in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(mine, other, **close)
@@ -236,33 +230,8 @@ def test_an_optimiser_of_another_kind_takes_up_the_state(rng: torch.Generator) -
     assert not whole["exp_avg.0.weight"].equal(narrow["exp_avg.0.weight"])
 
 
-def test_any_moments_of_eight_bits_come_back_from_their_values(rng: torch.Generator) -> None:
-    masters = [torch.empty(n, requires_grad=True) for n in (4096, 70 * 61)]
-    adam = AdamW8bit([{"params": masters}], torch.device("cpu"))
-    for master in masters:
-        first, second = (adam.new_state(master, partial(torch.zeros_like, device="cpu")) for _ in range(2))
-        first["step"] = 7
-        for i, ends in (("1", (0, 255)), ("2", (255,))):
-            codes, scales = first[f"state{i}"], first[f"absmax{i}"]
-            codes.random_(256, generator=rng)
-            for block in codes.split(256):  # one number at least has the block's largest magnitude
-                block[rng_below(len(block), rng)] = ends[rng_below(len(ends), rng)]
-            scales.uniform_(-140, 120, generator=rng).exp2_()[::5] = 0
-
-        adam.state[master] = first
-        values = adam.values(master)
-        adam.state[master] = second
-        adam.take(master, values)
-
-        assert second["step"] == 7
-        for i in "12":
-            assert second[f"absmax{i}"].equal(first[f"absmax{i}"])
-        for name, found in adam.values(master).items():
-            assert found.equal(values[name]), name
-
-
 @pytest.mark.parametrize("rounded", [False, True])
-def test_masters_and_rounding_by_chance_keep_updates_that_sixteen_bits_would_lose(rounded: bool) -> None:
+def test_masters_and_stochastic_rounding_keep_updates_below_bfloat16(rounded: bool) -> None:
     options = {"learning_rate": 1e-4, "stochastic_rounding": rounded}
     weight, optimizer = one_weight(torch.ones(64, 64, dtype=torch.bfloat16), **options)
 
@@ -273,17 +242,6 @@ def test_masters_and_rounding_by_chance_keep_updates_that_sixteen_bits_would_los
     assert weight.float().mean().item() == pytest.approx(1 - 50e-4, abs=5e-4 if rounded else 2**-9)
     assert weight[0, 0] < 1 or rounded
     assert [m.nbytes for m in optimizer.masters().values()] == [4 * 64 * 64] * (not rounded)
-
-
-def test_a_number_is_rounded_to_either_neighbour_and_to_itself_on_average(rng: torch.Generator) -> None:
-    values = torch.randn(64, generator=rng).div(torch.rand(64, generator=rng))
-    rounded = values.repeat(10_000, 1)
-    round_to_bfloat16(rounded, rng)
-
-    low = (values.view(torch.int32) & -(2**16)).view(torch.float32)
-    high = (low.view(torch.int32) + 2**16).view(torch.float32)  # the next of 16 bits, away from zero
-    assert ((rounded == low) | (rounded == high)).all()
-    torch.testing.assert_close((rounded.mean(0) - values) / (high - low), torch.zeros(64), rtol=0, atol=0.03)
 
 
 def test_gradients_of_micro_batches_add_up_in_float32() -> None:
@@ -303,7 +261,7 @@ def test_gradients_of_micro_batches_add_up_in_float32() -> None:
 
 
 @both_dtypes
-def test_what_is_added_to_a_gradient_counts_beside_what_autograd_brings(dtype: torch.dtype) -> None:
+def test_what_is_added_to_a_gradient_counts_next_to_autograds(dtype: torch.dtype) -> None:
     weight, optimizer = one_weight(torch.zeros(4, 4, dtype=dtype))
 
     for _ in range(2):  # whether or not autograd was there first
@@ -320,7 +278,7 @@ def test_what_is_added_to_a_gradient_counts_beside_what_autograd_brings(dtype: t
 
 
 @both_dtypes
-def test_where_another_waits_for_a_gradient_nothing_may_be_added_past_it(dtype: torch.dtype) -> None:
+def test_nothing_is_added_past_another_hook_on_the_parameter(dtype: torch.dtype) -> None:
     weight, optimizer = one_weight(torch.zeros(4, dtype=dtype))
 
     assert optimizer.gradient_of(torch.zeros(4)) is None
@@ -363,9 +321,7 @@ def test_no_weight_has_moved_where_the_moments_do_not_fit(
         ("cosine", [0.5, 1, 1, 0.868, 0.55, 0.232, 0.1, 0.1]),
     ],
 )
-def test_the_schedule_warms_up_and_falls_to_its_floor_by_training_steps(
-    schedule: str, expected: list[float]
-) -> None:
+def test_the_schedule_warms_up_and_falls_to_its_floor_by_steps(schedule: str, expected: list[float]) -> None:
     config = {"learning_rate": 1.0, "schedule": schedule, "warmup_steps": 2, "min_learning_rate_ratio": 0.1}
     weight, optimizer = one_weight(torch.ones(2), steps=6, **config)
     rates = []
@@ -379,7 +335,7 @@ def test_the_schedule_warms_up_and_falls_to_its_floor_by_training_steps(
     assert rates[::2] == rates[1::2] == pytest.approx(expected, abs=1e-3)
 
 
-def test_what_cannot_be_stepped_or_loaded_is_an_error_that_leaves_the_weights_alone() -> None:
+def test_what_cannot_be_stepped_or_loaded_leaves_the_weights_alone() -> None:
     weight, optimizer = one_weight(torch.ones(2))
     (weight * math.inf).sum().backward()
     with pytest.raises(Diverged, match="the gradient norm is inf"):

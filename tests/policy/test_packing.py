@@ -30,7 +30,7 @@ def packed(table: Completions, max_tokens: int = 10**6) -> dict[str, list]:
     return {name: value.tolist() for name, value in tensors.items() if isinstance(value, torch.Tensor)}
 
 
-def test_a_shared_prompt_is_laid_out_once_and_predicts_the_first_token_of_each_completion() -> None:
+def test_a_shared_prompt_is_laid_out_once_and_predicts_all_first_tokens() -> None:
     batch = packed(table_of((3, 2, 0), (3, 3, 0)))
 
     assert batch["input_ids"] == [0, 1, 2, 10, 10, 11]

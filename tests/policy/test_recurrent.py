@@ -27,7 +27,6 @@ from .conftest import VOCABULARY, batch_logprobs, make_samples, own_logprobs, sa
 HYBRIDS = (
     *("qwen3_next", "qwen3_5_text", "olmo_hybrid", "kimi_linear", "bamba", "nemotron_h", "granitemoehybrid"),
     *("falcon_h1", "zamba2", "lfm2", "minimax"),
-    "recurrent_gemma",  # a window shorter than the sequences, beside the state
 )
 SINKS = ("gpt_oss", "granite_swa", "mimo_v2_flash")  # of attention: with experts, with a window, of wide keys
 ROWS = ("bloom", "falcon", "stablelm", "llama4_text", "jamba", "mamba2")
@@ -80,9 +79,7 @@ def test_logprobs_and_gradients_are_those_of_each_sequence_alone(family: str, rn
 
 
 @pytest.mark.parametrize("limit", [[0.0, inf], [0.02, 0.05]])
-def test_time_steps_keep_to_the_limits_of_the_configuration_in_policy_and_reference(
-    limit: list[float], tmp_path: Path
-) -> None:
+def test_time_steps_keep_to_the_limits_of_the_configuration(limit: list[float], tmp_path: Path) -> None:
     folder = save_model(tmp_path, "nemotron_h", time_step_limit=limit)
     settings = ModelConfig(path=str(folder), dtype="float32", device="cpu")
 
@@ -96,7 +93,7 @@ def test_time_steps_keep_to_the_limits_of_the_configuration_in_policy_and_refere
 
 @pytest.mark.parametrize(
     ("family", "what"),
-    [("qwen3_5_text", True), ("qwen3_5_text", "mlp"), ("zamba2", True), ("recurrent_gemma", "mlp")],
+    [("qwen3_5_text", True), ("qwen3_5_text", "mlp"), ("zamba2", True), ("lfm2", "mlp")],
 )
 def test_what_is_recomputed_has_the_same_gradient(family: str, what: Any, rng: torch.Generator) -> None:
     plain = random_model(family, seed=3)
@@ -135,7 +132,7 @@ def test_a_shared_prompt_is_computed_once_and_a_row_s_with_each_completion(rng: 
         assert sum(counted) == tokens
 
 
-def test_packing_none_trains_a_model_that_could_be_packed_and_auto_falls_back_to_it(
+def test_packing_auto_falls_back_to_rows(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,

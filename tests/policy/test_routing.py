@@ -54,12 +54,11 @@ def random_choices(rng: torch.Generator, tokens: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("recomputed", [False, True, "mlp"])
-def test_given_experts_give_the_log_probabilities_and_gradients_of_a_model_that_is_routed_by_hand(
+def test_replayed_experts_give_logprobs_and_gradients_of_routing_by_hand(
     load, folder_of, rng, samples, recomputed
 ):
     folder = str(folder_of("qwen3_moe", norm_topk_prob=True))
-    policy = load("qwen3_moe", path=folder, gradient_checkpointing=recomputed)
-    policy.replay_routing()
+    policy = load("qwen3_moe", path=folder, gradient_checkpointing=recomputed, router_replay=True)
     choices = random_choices(rng, len(samples.prompt_ids) + len(samples.token_ids))
     table = replace(samples, inputs={EXPERTS: choices})
     (batch,) = pack(table, max_tokens=10_000, device="cpu")
@@ -101,11 +100,8 @@ def test_given_experts_give_the_log_probabilities_and_gradients_of_a_model_that_
 
 @pytest.mark.parametrize("family", ROUTERS)
 @pytest.mark.drawn(4)
-def test_what_the_sampler_chose_is_what_the_update_computes_with_after_its_router_has_moved(
-    family, load, tmp_path, rng
-):
-    policy = load(path=str(save_model(tmp_path, family, **ROUTERS[family])))
-    policy.replay_routing()
+def test_an_update_computes_with_the_experts_that_the_rollout_chose(family, load, tmp_path, rng):
+    policy = load(path=str(save_model(tmp_path, family, **ROUTERS[family])), router_replay=True)
     engine = TransformersEngine(
         policy.model, policy.tokenizer, eos_ids=policy.eos_token_ids, tells_experts=True
     )
@@ -145,7 +141,7 @@ def test_what_the_sampler_chose_is_what_the_update_computes_with_after_its_route
     assert not torch.equal(alone[:, [*blocks]].sort(-1).values, given.sort(-1).values)
 
 
-def test_what_is_known_of_inputs_stays_with_its_tokens_when_a_table_is_cut_and_joined():
+def test_inputs_stay_with_their_tokens_when_a_table_is_split_and_joined():
     told = [np.arange(4).reshape(4, 1, 1), np.arange(10, 12).reshape(2, 1, 1), np.full((6, 1, 1), 7)]
     table = Completions.of(
         [(5, 6), (5, 6), (8, 9, 9)], [(1, 2, 3), (4, 4), (1, 1, 1)], inputs={EXPERTS: told}
@@ -160,8 +156,7 @@ def test_what_is_known_of_inputs_stays_with_its_tokens_when_a_table_is_cut_and_j
 
 def test_a_reference_that_is_the_model_without_adapters_routes_by_itself(load, rng, samples):
     lora = {"r": 2, "target_modules": ["q_proj", "v_proj"]}
-    policy = load("qwen3_moe", lora=lora)
-    policy.replay_routing()
+    policy = load("qwen3_moe", lora=lora, router_replay=True)
     choices = random_choices(rng, len(samples.prompt_ids) + len(samples.token_ids))
     annotator = Annotator(policy, micro_batch_tokens=10_000)
 
@@ -173,6 +168,6 @@ def test_a_reference_that_is_the_model_without_adapters_routes_by_itself(load, r
 
 def test_a_model_without_experts_or_whose_experts_cannot_be_given_is_refused(load):
     with pytest.raises(ValueError, match="router_replay = true, and LlamaForCausalLM has no experts in"):
-        load("llama").replay_routing()
+        load("llama", router_replay=True)
     with pytest.raises(ValueError, match="PhimoeSparseMoeBlock in layer 0 does not compute with the experts"):
-        load("phimoe").replay_routing()  # whose router takes the best score, twice
+        load("phimoe", router_replay=True)  # whose router takes the best score, twice

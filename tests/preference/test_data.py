@@ -83,7 +83,7 @@ def test_a_pair_is_a_prompt_and_two_completions_that_end_with_the_end_token(toke
     assert (pair.grades, pair.margin, pair.weight) == ((1.0, 0.0), 0.5, 2.0)
 
 
-def test_conversations_give_the_same_tokens_as_text_whether_or_not_they_repeat_the_prompt(tmp_path):
+def test_conversations_give_the_same_tokens_as_text(tmp_path):
     def says(role: str, content: str) -> dict[str, str]:
         return {"role": role, "content": content}
 
@@ -110,7 +110,7 @@ def test_any_end_token_of_the_model_ends_a_completion(tmp_path):
     assert texts(pair) == ["three be", "four five </s>"]
 
 
-def test_labelled_completions_are_paired_with_the_next_rows_for_ktos_reference_point(tmp_path):
+def test_labelled_completions_are_paired_with_the_next_rows(tmp_path):
     rows = [
         {"prompt": "one", "completion": "two", "label": True},
         {"prompt": "two", "completion": "three", "label": False},
@@ -170,27 +170,27 @@ def row(*items: Any, **more: object) -> dict:
 @pytest.mark.parametrize(
     ("rows", "config", "said"),
     [
-        ([{"prompt": "one", "chosen": "two"}], {}, "line 1: the row has no 'rejected': .*chosen"),
-        ([PAIR | {"rejected": "three"}], {}, "line 1: chosen and rejected are the same"),
-        ([PAIR | {"chosen": " "}], {}, "line 1: chosen = ' '"),
-        ([PAIR, PAIR | {"margin": "big"}], {}, "line 2: margin = 'big'"),
-        ([PAIR | {"weight": -1}], {}, "line 1: weight = -1"),
-        ([PAIR | {"chosen": [{"role": "user", "content": "three"}]}], {}, "line 1: chosen"),
+        ([{"prompt": "one", "chosen": "two"}], {}, "row 0: the row has no 'rejected': .*chosen"),
+        ([PAIR | {"rejected": "three"}], {}, "row 0: chosen and rejected are the same"),
+        ([PAIR | {"chosen": " "}], {}, "row 0: chosen = ' '"),
+        ([PAIR, PAIR | {"margin": "big"}], {}, "row 1: margin = 'big'"),
+        ([PAIR | {"weight": -1}], {}, "row 0: weight = -1"),
+        ([PAIR | {"chosen": [{"role": "user", "content": "three"}]}], {}, "row 0: chosen"),
         ([PAIR], {"preference": {"max_completion_length": 2}}, "rejected has 3 tokens"),
         ([LABELLED | {"label": "yes"}] * 2, KTO, "label = 'yes'"),
         ([LABELLED], KTO, "at least two rows"),
         ([{"prompt": "one", "answer": "two"}], {"preference": {"answers": {}}}, "answer = 'two'"),
         ([{"prompt": "one"}], {"preference": {"answers": {}}}, "answers.column = 'answer'"),
-        ([PAIR, PAIR | {"margin": 0.5}], AOT, "line 2: loss_type = 'aot' .* no place for margins"),
-        ([PAIR, PAIR | {"weight": 0.5}], AOT, "line 2: .* no place for weights"),
-        ([LABELLED, LABELLED | {"margin": 0.5}], KTO, "line 2: loss_type = 'kto' .* no place for margins"),
-        ([row(GOOD)], RANK, "line 1: group = "),
+        ([PAIR, PAIR | {"margin": 0.5}], AOT, "row 1: loss_type = 'aot' .* no place for margins"),
+        ([PAIR, PAIR | {"weight": 0.5}], AOT, "row 1: .* no place for weights"),
+        ([LABELLED, LABELLED | {"margin": 0.5}], KTO, "row 1: loss_type = 'kto' .* no place for margins"),
+        ([row(GOOD)], RANK, "row 0: group = "),
         (
             [{"prompt": "one", "groups": [GOOD, BAD]}],
             RANK,
-            "line 1: the row has no 'group': .* mean 'groups'",
+            "row 0: the row has no 'group': .* mean 'groups'",
         ),
-        ([row(GOOD, BAD), {"group": [GOOD, GOOD]}], RANK, "line 2: the row has no 'prompt'"),
+        ([row(GOOD, BAD), {"group": [GOOD, GOOD]}], RANK, "row 1: the row has no 'prompt'"),
         ([{"prompt": "p", "group": "4"}], RANK, "group = '4'"),
         ([row(GOOD, {"response": "5"})], RANK, r"group\[1\] = "),
         ([row(GOOD, BAD | {"score": 2})], RANK, "both of rank and score"),
@@ -216,25 +216,3 @@ def test_a_template_that_rewrites_the_prompt_once_it_is_answered_is_refused(tmp_
     )
     with pytest.raises(ValueError, match="writes the prompt otherwise once answered"):
         load(tmp_path, [PAIR], tokenizer)
-
-
-REWARDS = [{"reward": "exact_match"}]
-
-
-@pytest.mark.parametrize(
-    ("config", "said"),
-    [
-        ({"rewards": REWARDS}, r"rewards\s+is not read by algorithm = 'dpo'"),
-        ({"evaluation": {"num_samples": 4}}, r"evaluation.num_samples\s+is not read by algorithm = 'dpo'"),
-        ({"preference": {"ranking": {"objective": "pairwise"}}}, r"preference.ranking\s+is not read"),
-        ({"algorithm": "rank", "preference": {"loss": {"beta": 0.3}}}, r"preference.loss\s+is not read"),
-        ({"algorithm": "grpo", "rewards": REWARDS, "preference": {"loss": {"beta": 0.3}}}, "preference"),
-        ({"preference": {"loss": {"beta": 0}}}, r"preference.loss.beta\s+Input should be greater than 0"),
-        ({"preference": {"answers": {"template": "no answer"}}}, r"has no \{answer\}"),
-    ],
-)
-def test_a_configuration_of_another_algorithm_is_refused_at_the_start(config, said):
-    with pytest.raises(ValueError, match=said):
-        TrainConfig(
-            **{"algorithm": "dpo", "model": {"path": "m"}, "dataset": {"source": "x.jsonl"}, **config}
-        )

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from grpo_fast.data import Prompt
-from grpo_fast.preference.comparison import Comparison, table_of
+from grpo_fast.preference.comparison import Comparison, comparison_table
 from grpo_fast.preference.evaluation import (
     RankingEvaluation,
     kendall_tau_b,
@@ -41,10 +41,10 @@ def test_accuracies_leave_tied_grades_out_and_halve_tied_scores():
     assert top1_accuracy([2, 1, 1], [0.9, 0.9, 0.3]) == 0.5
 
 
-def test_an_evaluation_reports_summed_and_normalised_scores_and_consistency_by_type():
+def test_an_evaluation_reports_both_scores_and_consistency_by_type():
     # Summed, the short wrong answer of the first wins; per token the long right one does.
     lengths, logprobs = ((12, 2), (2, 2)), torch.tensor([-6.0, -3.0, -1.0, -3.0])
-    table = table_of(
+    table = comparison_table(
         Comparison(Prompt(0, "p", (1,), {}), ((7,) * a, (7,) * b), (1.0, 0.0), group_type="sums")
         for a, b in lengths
     )

@@ -15,7 +15,7 @@ import torch
 from grpo_fast.config.policy import LoraConfig
 from grpo_fast.loop.annotate import Annotator
 from grpo_fast.policy import load_policy
-from grpo_fast.preference.reference import fingerprint, with_reference
+from grpo_fast.preference.reference import reference_digest, with_reference
 from grpo_fast.preference.trainer import PreferenceTrainer
 from grpo_fast.record.logs import Clock
 from grpo_fast.run import train
@@ -43,7 +43,7 @@ def gradients(trainer: PreferenceTrainer, monkeypatch: pytest.MonkeyPatch) -> tu
         ("rank", {"ranking": {"objective": "advantage"}}),
     ],
 )
-def test_neither_micro_batches_nor_the_heads_gradient_in_place_change_anything(
+def test_micro_batches_and_the_heads_gradient_in_place_change_nothing(
     algorithm, preference, make_run, monkeypatch
 ):
     config = make_run(algorithm, preference)
@@ -91,7 +91,7 @@ def test_training_lifts_the_held_out_score(algorithm, preference, metric, make_r
         ("rank", {}, 70, 2),  # the gradient of the first micro-batch is there
     ],
 )
-def test_a_step_after_out_of_memory_is_that_of_small_micro_batches_from_the_start(
+def test_a_step_after_out_of_memory_equals_one_of_small_micro_batches(
     algorithm, preference, micro_batch_tokens, at, make_run, monkeypatch, caplog
 ):
     config = make_run(algorithm, preference, micro_batch_tokens=micro_batch_tokens)
@@ -135,7 +135,7 @@ def test_a_resumed_run_is_the_one_that_was_not_stopped(make_run, tmp_path):
     assert len({json.loads(line).get("beta") for line in whole.splitlines()[-4:]}) == 4
 
 
-def test_a_step_of_groups_that_are_all_ties_changes_nothing_and_held_out_ones_are_refused(make_run):
+def test_groups_of_ties_change_nothing_and_held_out_ones_are_refused(make_run):
     config = make_run("rank", {})
     group = [{"response": "w3", "rank": 1}, {"response": "w4", "rank": 1}]
     rows = [json.dumps({"prompt": f"w{2 + i}" + " w5" * 6, "group": group}) + "\n" for i in range(8)]
@@ -190,21 +190,21 @@ def test_the_second_run_reads_what_the_first_has_computed(trainer, tmp_path, mon
         assert torch.equal(again.facts["ref_logprob"], table.facts["ref_logprob"])
 
 
-def test_the_reference_is_of_these_weights_and_tokens_and_not_of_new_adapters(config, trainer):
-    first = fingerprint(trainer.policy, trainer.comparisons)
+def test_the_reference_depends_on_weights_and_tokens_not_on_adapters(config, trainer):
+    first = reference_digest(trainer.policy, trainer.comparisons)
     adapted = load_policy(config.model.model_copy(update={"lora": LoraConfig(r=2)}))
-    assert fingerprint(adapted, trainer.comparisons) == first
+    assert reference_digest(adapted, trainer.comparisons) == first
     fewer = trainer.comparisons[1:]
-    assert fingerprint(trainer.policy, fewer) != first
+    assert reference_digest(trainer.policy, fewer) != first
     settings = trainer.policy.base_model.config
     settings.name_or_path = "another/place"
-    assert fingerprint(trainer.policy, trainer.comparisons) == first
+    assert reference_digest(trainer.policy, trainer.comparisons) == first
     settings.rms_norm_eps *= 2
-    assert fingerprint(trainer.policy, trainer.comparisons) != first
+    assert reference_digest(trainer.policy, trainer.comparisons) != first
     settings.rms_norm_eps /= 2
     with torch.no_grad():
         next(iter(trainer.policy.trainable().values())).view(-1)[0].add_(1e-3)
-    assert fingerprint(trainer.policy, trainer.comparisons) != first
+    assert reference_digest(trainer.policy, trainer.comparisons) != first
 
 
 def test_no_reference_is_computed_for_a_loss_without_one(make_run, tmp_path):
@@ -214,7 +214,7 @@ def test_no_reference_is_computed_for_a_loss_without_one(make_run, tmp_path):
 
 
 def test_a_damaged_file_and_a_folder_that_cannot_be_written_are_named(trainer, tmp_path):
-    name = fingerprint(trainer.policy, trainer.comparisons)
+    name = reference_digest(trainer.policy, trainer.comparisons)
     path, fewer = tmp_path / "cache" / f"{name}.safetensors", trainer.comparisons[1:]
     with_reference(fewer, trainer.annotator, tmp_path / "other")
     (of_fewer,) = (tmp_path / "other").iterdir()

@@ -2,29 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from grpo_fast.config.foreign.conversion import Conversion, Entry, convert_entries, default_entries
-from grpo_fast.config.foreign.rules import (
-    NOTHING,
-    Absent,
-    Places,
-    Rule,
-    by_table,
-    find_rule,
-    load_yaml,
-    rules_of,
-)
+from grpo_fast.config.foreign.conversion import Conversion, Entry, convert_entries
+from grpo_fast.config.foreign.rules import NOTHING, Absent, Places, Rule, find_rule, load_yaml, rules_of
 from grpo_fast.config.foreign.trl import trl_rules, with_usual
 
-# Axolotl hands TRL what is set, so TRL's defaults hold for the rest; these are its own.
-DEFAULTS: dict[str, Any] = {
-    "max_completion_length": 512,
-    "lr_scheduler": "cosine",
-    "adam_beta2": 0.999,
-    "num_train_epochs": 1.0,
-}
 # Axolotl's own names for what TRL calls otherwise.
 SYNONYMS = {
     "num_epochs": "num_train_epochs",
@@ -33,7 +17,6 @@ SYNONYMS = {
     "torch_dtype": "dtype",
     "wandb_name": "run_name",
 }
-LOSSES = {"dpo": "sigmoid", "ipo": "ipo", "kto": "kto", "orpo": "orpo", "simpo": "simpo"}
 DATASET = {"path": "dataset.source", "name": "dataset.name", "split": "dataset.split"}
 TRANSFORM = (
     "rows are not transformed by a function: apply it once and give its rows as a JSONL file, or set "
@@ -48,31 +31,32 @@ def read_axolotl(document: Mapping[str, Any]) -> Conversion:
         raise ValueError(
             "has no `rl`, so it trains on given answers, and runs here on rewards or comparisons"
         )
-    block, vllm = _block(document, "trl"), _block(document, "vllm")
-    siblings = {SYNONYMS.get(key, key): value for key, value in {**document, **block}.items()}
-    siblings.setdefault("adapter", None)
-    preference = document.get("rl") in LOSSES
+    blocks = {name: document.get(name) or {} for name in ("trl", "vllm")}
+    lists = {name: document.get(name) or [] for name in ("datasets", "test_datasets")}
+    for name, block in blocks.items():
+        if not isinstance(block, Mapping):
+            raise ValueError(f"{name} = {block!r} is not a section of keys")
+    for name, datasets in lists.items():
+        if not (isinstance(datasets, list) and all(isinstance(entry, Mapping) for entry in datasets)):
+            raise ValueError(f"{name} = {datasets!r} is not a list of sections, `- path: NAME`")
+    siblings = {SYNONYMS.get(key, key): value for key, value in {**document, **blocks["trl"]}.items()}
+    siblings["use_peft"] = bool(document.get("adapter"))
+    preference = document["rl"] not in ("grpo", "gdpo")
+    table = load_yaml("axolotl.yaml")
+    defaults = with_usual(table.pop("_defaults"), siblings)
     rules, notes = trl_rules(siblings, preference)
-    rules |= {**dict(rules_of(load_yaml("axolotl.yaml"))), "rl": _algorithm, "wandb_project": _wandb}
+    rules |= {**dict(rules_of(table)), "wandb_project": _wandb}
     notes["vllm.gpu_memory_utilization"] = SHARED
-    named = [(f"trl.{key}", key, value) for key, value in block.items()]
-    nested = ("trl", "vllm", "datasets", "test_datasets")
-    named += [(key, SYNONYMS.get(key, key), value) for key, value in document.items() if key not in nested]
-    named += [(f"vllm.{key}", f"vllm.{key}", value) for key, value in vllm.items()]
+    named = [(f"trl.{key}", key, value) for key, value in blocks["trl"].items()]
+    own = [(key, value) for key, value in document.items() if key not in (*blocks, *lists)]
+    named += [(key, SYNONYMS.get(key, key), value) for key, value in own]
+    named += [(f"vllm.{key}", f"vllm.{key}", value) for key, value in blocks["vllm"].items()]
     entries = [
         *(Entry(key, value, find_rule(name, rules), notes.get(name, "")) for key, name, value in named),
-        *_datasets(document, "datasets", ""),
-        *_datasets(document, "test_datasets", "evaluation."),
-        *default_entries("Axolotl", with_usual(DEFAULTS, siblings), siblings, rules),
+        *_datasets(lists, "datasets", ""),
+        *_datasets(lists, "test_datasets", "evaluation."),
     ]
-    return convert_entries("Axolotl", entries, siblings, preference=preference)
-
-
-def _block(document: Mapping[str, Any], key: str) -> dict[str, Any]:
-    block = document.get(key) or {}
-    if not isinstance(block, Mapping):
-        raise ValueError(f"{key} = {block!r} is not a section of keys")
-    return dict(block)
+    return convert_entries("Axolotl", entries, siblings, rules, defaults, preference=preference)
 
 
 def _wandb(value: Any, document: Mapping[str, Any]) -> Places:
@@ -81,21 +65,9 @@ def _wandb(value: Any, document: Mapping[str, Any]) -> Places:
     return {"logging.project": value, "logging.wandb": on} if value else {}
 
 
-def _algorithm(value: Any, _: Mapping[str, Any]) -> Places:
-    if value in LOSSES:
-        return {"algorithm": "dpo", "preference.loss.loss_type": LOSSES[value]}
-    if value == "gdpo":
-        return {"algorithm": "grpo", "advantage.multi_objective_aggregation": "normalize_then_sum"}
-    otherwise = f"is not offered; it is grpo, gdpo or one of {', '.join(LOSSES)}"
-    return by_table(value, {}, to="algorithm", values={"grpo": "grpo"}, otherwise=otherwise)
-
-
-def _datasets(document: Mapping[str, Any], key: str, prefix: str) -> Iterator[Entry]:
+def _datasets(lists: Mapping[str, Any], key: str, prefix: str) -> Iterator[Entry]:
     """The first dataset; a run here has one, and one for its held-out questions."""
-    entries = document.get(key) or []
-    if not isinstance(entries, Iterable) or not all(isinstance(entry, Mapping) for entry in entries):
-        raise ValueError(f"{key} = {entries!r} is not a list of sections, `- path: NAME`")
-    for position, entry in enumerate(entries):
+    for position, entry in enumerate(lists[key]):
         for name, value in entry.items():
             rule: Rule = Absent(TRANSFORM, NOTHING, decide=True)
             if position:

@@ -9,6 +9,7 @@ from operator import attrgetter
 from typing import Any, Literal
 
 from grpo_fast.config.foreign.rules import NOTHING, Absent, NotApplicable, Places, Rule, translate
+from grpo_fast.config.secrets import masked
 from grpo_fast.config.section import short
 from grpo_fast.objective.catalog import CATALOG, loss_specific
 
@@ -16,13 +17,10 @@ FILL_IN = "FILL_IN"
 REQUIRED = {"model.path": FILL_IN, "dataset.source": FILL_IN, "rewards": [{"reward": FILL_IN}]}
 # Sections that only training on the policy's own completions reads.
 SAMPLING = frozenset({"rewards", "rollout", "advantage", "loss", "num_iterations", "minibatches"})
-_LOSS_SPECIFIC = loss_specific()
 
 Outcome = Literal["taken", "renamed", "written for a default", "not applicable", "needs a decision"]
-LEFT: tuple[Outcome, ...] = (
-    "not applicable",
-    "needs a decision",
-)  # without a place here; decisions are listed last
+LEFT_OUT: Outcome = "not applicable"
+TO_DECIDE: Outcome = "needs a decision"
 
 
 @dataclass(frozen=True)
@@ -36,8 +34,7 @@ class Row:
     reason: str = ""
 
     def __str__(self) -> str:
-        secret = isinstance(self.value, str) and self.key.endswith(("hub_token", "api_key"))
-        return f"{self.key} = {'(hidden)' if secret else short(self.value)}"
+        return f"{self.key} = {short(masked(self.value, self.key))}"
 
 
 @dataclass(frozen=True)
@@ -45,55 +42,54 @@ class Conversion:
     """Our configuration and its account."""
 
     source: str  # "Axolotl", "TRL" or "NeMo-RL"
-    places: Mapping[str, Any]  # dotted name -> value
+    given: Places  # what the source sets
     rows: tuple[Row, ...]
-    fill_in: tuple[str, ...]  # our keys that the source does not set, for a person to set
 
-    def heading(self) -> str:
-        """Comment lines for the top of the YAML file."""
-        lines = [f"Converted from {self.source}."]
-        lines += [f"Needs a decision: {row}: {row.reason}" for row in self.rows if row.outcome == LEFT[1]]
-        lines += [f"To fill in: {', '.join(self.fill_in)}."] if self.fill_in else []
-        return "".join(f"# {' '.join(line.split())}\n" for line in lines)
-
-    def without(self, refused: Mapping[str, str]) -> Conversion:
-        """The conversion without the places whose value is refused here, for the reason given."""
-
-        def kept(row: Row) -> Row:
-            reasons = dict.fromkeys(refused[place] for place in row.places if place in refused)
-            if not reasons:
-                return row
-            return replace(row, outcome="needs a decision", places=(), reason="; ".join(reasons))
-
-        places = {place: value for place, value in self.places.items() if place not in refused}
-        return replace(self, places=places, rows=tuple(map(kept, self.rows))).filled_in()
-
-    def filled_in(self) -> Conversion:
-        """The conversion with a mark in each place that must be set and is not."""
-        preference = self.places.get("algorithm") == "dpo"
+    @property
+    def fill_in(self) -> tuple[str, ...]:
+        """Our keys that the source does not set, for a person to set."""
+        preference = self.given.get("algorithm") == "dpo"
         required = [place for place in REQUIRED if not (preference and place in SAMPLING)]
-        # Ours has a default that nobody chose.
-        length = [] if "epochs" in self.places else ["max_steps"]
-        missing = [place for place in (*required, *length) if place not in self.places]
-        marks = {place: REQUIRED.get(place, FILL_IN) for place in missing}
-        fill_in = tuple(dict.fromkeys([*self.fill_in, *missing]))
-        return replace(self, places={**marks, **self.places}, fill_in=fill_in)
+        length = [] if "epochs" in self.given else ["max_steps"]  # ours has a default that nobody chose
+        return tuple(place for place in (*required, *length) if place not in self.given)
+
+    @property
+    def places(self) -> Places:
+        """Our keys and their values, with a mark in each place to fill in."""
+        return {place: REQUIRED.get(place, FILL_IN) for place in self.fill_in} | self.given
 
     @property
     def open(self) -> tuple[str, ...]:
         """Keys, theirs and ours, without which this is another experiment: a person has to decide."""
-        return (*(row.key for row in self.rows if row.outcome == LEFT[1]), *self.fill_in)
+        return (*(row.key for row in self.rows if row.outcome == TO_DECIDE), *self.fill_in)
+
+    def without(self, refused: Mapping[str, str]) -> Conversion:
+        """Leave out the places whose value is refused here, for the reason given."""
+        rows = []
+        for row in self.rows:
+            reasons = dict.fromkeys(refused[place] for place in row.places if place in refused)
+            changes: Any = (
+                {"outcome": TO_DECIDE, "places": (), "reason": "; ".join(reasons)} if reasons else {}
+            )
+            rows.append(replace(row, **changes))
+        given = {place: value for place, value in self.given.items() if place not in refused}
+        return replace(self, given=given, rows=tuple(rows))
+
+    def heading(self) -> str:
+        """Comment lines for the top of the YAML file."""
+        lines = [f"Converted from {self.source}."]
+        lines += [f"Needs a decision: {row}: {row.reason}" for row in self.rows if row.outcome == TO_DECIDE]
+        lines += [f"To fill in: {', '.join(self.fill_in)}."] if self.fill_in else []
+        return "".join(f"# {' '.join(line.split())}\n" for line in lines)
 
     def listing(self) -> str:
         """Each key with what became of it, those without a place together under their reason."""
         lines = []
-        for row in self.rows:
-            if row.outcome not in LEFT:
-                target = f" -> {', '.join(row.places)}" if row.places and row.places != (row.key,) else ""
-                note = f" ({row.reason})" if row.reason else ""
-                lines.append(f"{row.outcome}: {row}{target}{note}")
+        for row in (row for row in self.rows if row.outcome not in (LEFT_OUT, TO_DECIDE)):
+            target = f" -> {', '.join(row.places)}" if row.places and row.places != (row.key,) else ""
+            lines.append(f"{row.outcome}: {row}{target}" + (f" ({row.reason})" if row.reason else ""))
         by_reason = attrgetter("reason")
-        for outcome in LEFT:
+        for outcome in (LEFT_OUT, TO_DECIDE):
             left = sorted((row for row in self.rows if row.outcome == outcome), key=by_reason)
             for reason, rows in groupby(left, key=by_reason):
                 lines += [f"{outcome}: {reason}", *(f"  {row}" for row in rows)]
@@ -115,54 +111,55 @@ class Entry:
     missing: bool = False  # the value is the source's default of a missing key
 
 
-def default_entries(
-    source: str, defaults: Mapping[str, Any], given: Mapping[str, Any], rules: Mapping[str, Rule]
-) -> list[Entry]:
-    """The source's defaults of keys that are not there, where ours differ."""
-    missing = [key for key in defaults if given.get(key) is None]
-    return [Entry(key, defaults[key], rules[key], f"{source}'s default", missing=True) for key in missing]
-
-
 def convert_entries(
-    source: str, entries: Sequence[Entry], siblings: Mapping[str, Any], *, preference: bool
+    source: str,
+    entries: Sequence[Entry],
+    siblings: Mapping[str, Any],
+    rules: Mapping[str, Rule],
+    defaults: Mapping[str, Any],
+    *,
+    preference: bool,
 ) -> Conversion:
     """Our configuration from foreign keys; every key is in the account.
 
     Args:
         siblings: all values by the names that the rules know.
+        defaults: what a missing key means there, where ours would mean something else.
         preference: the run trains on fixed pairs instead of the policy's own completions.
     """
+    note = f"{source}'s default"
+    missing = [key for key in defaults if siblings.get(key) is None]
+    entries = [*entries, *(Entry(key, defaults[key], rules[key], note, missing=True) for key in missing)]
     places: Places = {"algorithm": "dpo"} if preference else {}
     set_by = dict.fromkeys(places, "the kind of file")
     rows: list[Row] = []
     # The loss first: it decides which of its constants are read.
     for entry in sorted(entries, key=lambda entry: "loss_type" not in entry.key):
-        beside = {**siblings, entry.key: entry.value} if entry.missing else siblings
         try:
-            found = _found(entry, beside)
+            found = _translated(entry, {**siblings, entry.key: entry.value} if entry.missing else siblings)
             if entry.missing and (not found or found.keys() & places.keys()):
                 continue
             for place, value in found.items():
-                if place in places and places[place] != value:
+                if places.get(place, value) != value:
                     raise ValueError(f"{place} is {short(places[place])} by {set_by[place]}")
                 _check_read(place, value, places.get("loss.loss_type", "dapo"), preference)
         except (ValueError, TypeError) as error:
-            outcome = LEFT[not isinstance(error, NotApplicable)]
-            if outcome == LEFT[1] or not entry.missing:
-                reason = ": ".join(filter(None, [entry.note if entry.missing else "", str(error)]))
+            outcome = LEFT_OUT if isinstance(error, NotApplicable) else TO_DECIDE
+            if outcome == TO_DECIDE or not entry.missing:
+                reason = f"{entry.note}: {error}" if entry.missing else str(error)
                 rows.append(Row(entry.key, entry.value, outcome, reason=reason))
             continue
-        renamed: Outcome = "renamed" if any(place != entry.key for place in found) else "taken"
+        outcome = "renamed" if any(place != entry.key for place in found) else "taken"
+        outcome = "written for a default" if entry.missing else outcome
         reason = entry.note or ("" if found else "it is so here anyway")
-        outcome = "written for a default" if entry.missing else renamed
         rows.append(Row(entry.key, entry.value, outcome, tuple(found), reason))
         places |= found
         set_by |= dict.fromkeys(found, entry.key)
-    return Conversion(source, places, tuple(rows), ()).filled_in()
+    return Conversion(source, places, tuple(rows))
 
 
-def _found(entry: Entry, siblings: Mapping[str, Any]) -> Places:
-    """Raises ValueError with the reason why the key has no place."""
+def _translated(entry: Entry, siblings: Mapping[str, Any]) -> Places:
+    """Translate an entry; raises ValueError with the reason why the key has no place."""
     if entry.rule is None:
         unknown = NotApplicable if entry.value in NOTHING else ValueError
         raise unknown("is not a key that this converter knows")
@@ -173,16 +170,14 @@ def _found(entry: Entry, siblings: Mapping[str, Any]) -> Places:
 
 
 def _check_read(place: str, value: Any, loss_type: Any, preference: bool) -> None:
-    """Raises NotApplicable where algorithm or loss do not read the place, ValueError where not this value."""
+    """Raise NotApplicable where algorithm or loss do not read the place, ValueError where not this value."""
     section, _, name = place.rpartition(".")
-    if preference:
-        if place.partition(".")[0] in SAMPLING:
-            raise NotApplicable("training on fixed completions does not read it")
-        return
+    if preference and place.partition(".")[0] in SAMPLING:
+        raise NotApplicable("training on fixed completions does not read it")
     facts = CATALOG.get(loss_type) if isinstance(loss_type, str) else None
-    if section != "loss" or facts is None:
+    if preference or section != "loss" or facts is None:
         return
-    if name in _LOSS_SPECIFIC and name not in facts.fields:
+    if name in loss_specific() and name not in facts.fields:
         raise NotApplicable(f"the loss that is chosen does not read loss.{name}")
     if name == "importance_sampling_level" and value not in facts.choosable_levels:
         raise ValueError(f"the loss that is chosen has its own ratio; see loss.{name}")

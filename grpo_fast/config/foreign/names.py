@@ -7,7 +7,6 @@ changes its name or its values and what has no place is in `trl.yaml`; what depe
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -23,16 +22,14 @@ from grpo_fast.config.foreign.rules import (
     translate,
 )
 from grpo_fast.config.rewards import BUILTINS
+from grpo_fast.config.tree import with_leaves
 
 TRACKERS = ("tensorboard", "wandb", "trackio")
 
 
-def options(places: Mapping[str, str], value: Any, _: Siblings) -> Places:
-    """A mapping of options, each with its own place."""
-    unknown = [key for key in value or {} if key not in places]
-    if unknown:
-        raise ValueError(f"{', '.join(unknown)} has no place here; the options are {', '.join(places)}")
-    return {places[key]: item for key, item in (value or {}).items()}
+def as_list(value: Any) -> list[Any]:
+    """One value or several, as a list."""
+    return [value] if isinstance(value, str) else list(value or [])
 
 
 def steps(place: str, strategy: str, value: Any, siblings: Siblings) -> Places:
@@ -51,16 +48,13 @@ def in_steps(value: Any, siblings: Siblings, place: str) -> Any:
     return math.ceil(float(value) * int(siblings["max_steps"]))
 
 
-def lora(key: str, value: Any, siblings: Siblings) -> Places:
-    """A setting of the adapter, which counts only when one is asked for."""
-    if not siblings.get("adapter", siblings.get("use_peft", True)):
-        raise NotApplicable("counts only with an adapter, which is not asked for")
-    return translate(f"model.lora.{key}", value, {})
-
-
-def hub(key: str, value: Any, siblings: Siblings) -> Places:
-    """Where the model is pushed to, which counts only when it is."""
-    return translate(f"hub.{key}", value, {}) if siblings.get("push_to_hub", True) else {}
+def warmup(value: Any, siblings: Siblings) -> Places:
+    place = "optimizer.warmup_steps"
+    if not value:
+        return {}
+    steps = in_steps(value, siblings, place)
+    # A share of few steps leaves one at the full rate.
+    return {place: steps if steps == value else min(steps, int(siblings["max_steps"]) - 1)}
 
 
 def push_to_hub(value: Any, siblings: Siblings) -> Places:
@@ -75,54 +69,14 @@ def bf16(value: Any, siblings: Siblings) -> Places:
     return {} if value is None or siblings.get("fp16") else {"model.dtype": "float32"}
 
 
-def clip(end: str, key: str, cispo: Any, value: Any, siblings: Siblings) -> Places:
-    """A bound of the ratio, which NeMo-RL and verl write as a distance from 1 for CISPO too.
-
-    CISPO's weight lies within [1 - low, 1 + high] there; here it has a ceiling alone, as an absolute number.
-    """
-    if value is None or siblings.get(key) != cispo:
-        return translate(f"loss.epsilon_{end}", value, {})
-    if end == "low" and value < 1:
-        raise ValueError("the weight of CISPO has no floor here; 1 or more asks for none")
-    return {"loss.epsilon_high": 1 + value} if end == "high" else {}
-
-
-def stop(value: Any, _: Siblings) -> Places:
-    return {"rollout.stop": [value] if isinstance(value, str) else list(value)} if value else {}
-
-
 def betas(prefix: str, _: Any, siblings: Siblings) -> Places:
     """Adam's two, of which one may be missing."""
     usual = {"adam_beta1": 0.9, "adam_beta2": 0.999}
     return {"optimizer.betas": [siblings.get(f"{prefix}{key}", value) for key, value in usual.items()]}
 
 
-def warmup(value: Any, siblings: Siblings) -> Places:
-    place = "optimizer.warmup_steps"
-    if not value:
-        return {}
-    steps = in_steps(value, siblings, place)
-    # A share of few steps leaves one at the full rate.
-    return {place: steps if steps == value else min(steps, int(siblings["max_steps"]) - 1)}
-
-
-def schedule_options(value: Any, siblings: Siblings) -> Places:
-    left = dict(value or {})
-    ratio, floor = left.pop("min_lr_rate", None), left.pop("min_lr", None)
-    if left:
-        raise ValueError(f"{', '.join(left)} has no equivalent; a schedule has warmup_steps and a floor")
-    if floor is not None:
-        if "learning_rate" not in siblings:
-            raise ValueError(
-                "min_lr is a rate and the floor here a ratio; set optimizer.min_learning_rate_ratio"
-            )
-        ratio = float(floor) / float(siblings["learning_rate"])
-    return translate("optimizer.min_learning_rate_ratio", ratio, {})
-
-
 def report_to(value: Any, _: Siblings) -> Places:
-    asked = [value] if isinstance(value, str) else list(value or ())
-    asked = [name for name in asked if name not in ("none", "console", "file")]
+    asked = [name for name in as_list(value) if name not in ("none", "console", "file")]
     asked = list(TRACKERS) if asked == ["all"] else asked
     if unknown := [name for name in asked if name not in TRACKERS]:
         raise ValueError(f"{', '.join(unknown)} is not among the trackers here: {', '.join(TRACKERS)}")
@@ -130,7 +84,7 @@ def report_to(value: Any, _: Siblings) -> Places:
 
 
 def reward_funcs(value: Any, siblings: Siblings) -> Places:
-    names = [value] if isinstance(value, str) else list(value or [])
+    names = as_list(value)
     weights = siblings.get("reward_weights") or [1.0] * len(names)
     if len(weights) != len(names):
         raise ValueError(f"{len(weights)} reward_weights for {len(names)} reward_funcs; give one for each")
@@ -142,39 +96,13 @@ def reward(name: str) -> dict[str, Any]:
     """A published name by the table; `module.function` as `module:function`; ours and a file's stay."""
     if name.removeprefix("trl.rewards.") in REWARDS:
         return REWARDS[name.removeprefix("trl.rewards.")]
-    if not set(name) & set("/:.") and name not in BUILTINS:
-        raise ValueError(
-            f"{name} is no reward here and none that this converter knows; give its import path in "
-            "`rewards`, `module:function`"
+    is_model = "/" in name and ":" not in name and not name.endswith(".py")
+    if is_model or (not set(name) & set("/:.") and name not in BUILTINS):
+        what = (
+            "a reward model, and rewards here are functions" if is_model else "no reward that is known here"
         )
-    if "/" in name and ":" not in name and not name.endswith(".py"):
-        raise ValueError(
-            f"{name} names a reward model, and rewards here are functions; write one that asks the model and "
-            "give its import path, `module:function`"
-        )
+        raise ValueError(f"{name} is {what}; give a function's import path in `rewards`, `module:function`")
     return {"reward": import_path(name)}
-
-
-def import_path(name: str) -> str:
-    """`module.function` as `module:function`."""
-    module, dot, function = name.rpartition(".")
-    return name if ":" in name or not dot else f"{module}:{function}"
-
-
-def tools(value: Any, _: Siblings) -> Places:
-    names = [value] if isinstance(value, str) else value or []
-    return {"rollout.tools": [import_path(name) for name in names]} if names else {}
-
-
-def environment_factory(value: Any, _: Siblings) -> Places:
-    if isinstance(value, Mapping):
-        value = {name: import_path(factory) for name, factory in value.items()}
-    return {"rollout.environment": import_path(value) if isinstance(value, str) else value} if value else {}
-
-
-def tool_rounds(value: Any, _: Siblings) -> Places:
-    """TRL counts rounds of calls, and a message of the model follows each."""
-    return {} if value is None else {"rollout.max_turns": value + 1}
 
 
 def reward_weights(value: Any, siblings: Siblings) -> Places:
@@ -183,40 +111,40 @@ def reward_weights(value: Any, siblings: Siblings) -> Places:
     return {}
 
 
+def import_path(name: str) -> str:
+    """`module.function` as `module:function`."""
+    module, dot, function = name.rpartition(".")
+    return name if ":" in name or not dot else f"{module}:{function}"
+
+
 def correction(value: Any, siblings: Siblings) -> Places:
-    """TRL's correction is of vLLM's log-probabilities only."""
-    on = value and siblings.get("use_vllm", True)
-    mode = siblings.get("vllm_importance_sampling_mode") or "sequence_mask"
-    return {"loss.sampler_correction": mode if on else "none"}
-
-
-def correction_mode(value: Any, siblings: Siblings) -> Places:
-    if value is None or not siblings.get("vllm_importance_sampling_correction", True):
+    """TRL's correction is of vLLM's log-probabilities only; `value` is the switch, or the mode beside it."""
+    switch = siblings.get("vllm_importance_sampling_correction", True)
+    if value is None or (isinstance(value, str) and not switch):
         return {}
-    return correction(True, siblings)
+    mode = siblings.get("vllm_importance_sampling_mode") or "sequence_mask"
+    return {"loss.sampler_correction": mode if value and siblings.get("use_vllm", True) else "none"}
 
 
 _TABLE = load_yaml("trl.yaml")
+DEFAULTS: dict[str, Any] = _TABLE["defaults"]  # what a missing key means there, where ours means another
 REWARDS: dict[str, dict[str, Any]] = _TABLE["rewards"]
+PREFERENCE: dict[str, Rule] = dict(rules_of(_TABLE["preference"]))  # when training is on fixed pairs
 MOVED: dict[str, Rule] = {
     **dict(rules_of(_TABLE["moved"])),
-    "model_init_kwargs": partial(options, _TABLE["model_init_kwargs"]),
-    "generation_kwargs": partial(options, _TABLE["generation_kwargs"]),
     "bf16": bf16,
-    "hub_model_id": partial(hub, "push"),
-    "hub_private_repo": partial(hub, "private"),
     "push_to_hub": push_to_hub,
-    **{f"lora_{key}": partial(lora, key) for key in ("r", "alpha", "dropout", "target_modules")},
     "reward_funcs": reward_funcs,
     "reward_weights": reward_weights,
-    "stop": stop,
-    "vllm_importance_sampling_correction": correction,
-    "vllm_importance_sampling_mode": correction_mode,
-    "tools": tools,
-    "environment_factory": environment_factory,
-    "max_tool_calling_iterations": tool_rounds,
+    "stop": lambda value, _: {"rollout.stop": as_list(value)} if value else {},
+    **dict.fromkeys(("vllm_importance_sampling_correction", "vllm_importance_sampling_mode"), correction),
+    "tools": lambda value, _: {"rollout.tools": [*map(import_path, as_list(value))]} if value else {},
+    "environment_factory": lambda value, _: (
+        {"rollout.environment": with_leaves(value, import_path)} if value else {}
+    ),
+    # TRL counts rounds of calls, and a message of the model follows each.
+    "max_tool_calling_iterations": lambda value, _: {} if value is None else {"rollout.max_turns": value + 1},
     **dict.fromkeys(("adam_beta1", "adam_beta2"), partial(betas, "")),
-    "lr_scheduler_kwargs": schedule_options,
     **dict.fromkeys(("warmup_steps", "warmup_ratio"), warmup),
     "logging_steps": partial(steps, "logging.every", "logging_strategy"),
     "report_to": report_to,

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
-from typing import Any
+from math import prod
+from pathlib import Path
+from typing import Any, cast
 
-from grpo_fast.config.foreign.conversion import Conversion, Entry, convert_entries, default_entries
-from grpo_fast.config.foreign.names import NAMES, betas, clip
-from grpo_fast.config.foreign.references import resolve
-from grpo_fast.config.foreign.rules import (
-    Absent,
-    Places,
-    Rule,
-    Siblings,
-    by_table,
-    find_rule,
-    load_yaml,
-    rules_of,
-)
-from grpo_fast.config.foreign.trl import PREFERENCE
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from grpo_fast.config.foreign.conversion import Conversion, Entry, convert_entries
+from grpo_fast.config.foreign.names import NAMES, PREFERENCE, as_list, betas
+from grpo_fast.config.foreign.rules import Absent, Places, Rule, Siblings, find_rule, load_yaml, rules_of
 from grpo_fast.config.tree import flatten
 
 # What a missing key means there, where ours would mean something else.
@@ -28,7 +23,7 @@ DEFAULTS = {"loss_fn.use_importance_sampling_correction": False}
 
 def read_nemo_rl(document: Mapping[str, Any]) -> Conversion:
     """Every leaf is an entry, references resolved."""
-    leaves = resolve(flatten(document))
+    leaves = _resolved(document)
     name = leaves.get("algorithm.name", leaves.get("algorithm", "dpo" if "dpo" in document else "grpo"))
     preference = name == "dpo"
     flat_names = NAMES | (PREFERENCE if preference else {})
@@ -44,16 +39,38 @@ def read_nemo_rl(document: Mapping[str, Any]) -> Conversion:
             siblings[known] = value
         rule = flat_names.get(known) if known == leaf != key else find_rule(known, RULES)
         if games and key.startswith(("env.", "data.")):
-            rule = (
-                _GAME if key.split(".")[1] in games else Absent(f"belongs to what {games[0]} is in place of")
-            )
+            its = key.split(".")[1] in games
+            rule = _GAME if its else Absent(f"belongs to what {games[0]} is in place of")
         if key.startswith(_OFF[bool(leaves.get(f"{_MEGATRON}.enabled"))]) and not key.endswith(".enabled"):
             rule = Absent("belongs to the backend that is off")
         entries.append(Entry(key, value, rule))
-    entries += default_entries("NeMo-RL", DEFAULTS, siblings, RULES)
     # Several keys of this section say together what the loss is.
     entries.sort(key=lambda entry: not entry.key.startswith("loss_fn."))
-    return convert_entries("NeMo-RL", entries, siblings, preference=preference)
+    return convert_entries("NeMo-RL", entries, siblings, RULES, DEFAULTS, preference=preference)
+
+
+def with_defaults(
+    document: Mapping[str, Any], folder: Path, read: Callable[[Path], Mapping[str, Any]]
+) -> dict[str, Any]:
+    """The document over the files that its `defaults:` names, where they lie beside it."""
+    names = [str(name) for name in as_list(document.get("defaults"))]
+    if not names or not all(name.endswith((".yaml", ".yml")) for name in names):
+        return dict(document)  # hydra's are names of the tool's own
+    below = [with_defaults(read(folder / name), (folder / name).parent, read) for name in names]
+    own = {key: value for key, value in document.items() if key != "defaults"}
+    return cast(dict[str, Any], OmegaConf.to_container(OmegaConf.merge(*below, own)))
+
+
+def _resolved(document: Mapping[str, Any]) -> dict[str, Any]:
+    """The leaves with OmegaConf's references filled in; one that leads out of the file stays as written."""
+    leaves = flatten(document)
+    OmegaConf.register_resolver("mul", lambda *factors: prod(factors), replace=True)
+    for key, value in leaves.items():
+        if isinstance(value, str) and "${" in value and "${oc." not in value:
+            with suppress(OmegaConfBaseException):
+                found = OmegaConf.select(OmegaConf.create(dict(document)), key)
+                leaves[key] = value if found is None else found
+    return leaves
 
 
 def loss_type(value: Any, leaves: Siblings) -> Places:
@@ -64,14 +81,24 @@ def loss_type(value: Any, leaves: Siblings) -> Places:
     return {"loss.loss_type": "dapo" if value else "grpo"}
 
 
+def clip(end: str, value: Any, leaves: Siblings) -> Places:
+    """A bound of the ratio; CISPO's are distances from 1 there, and one absolute ceiling here."""
+    if value is None or not leaves.get("loss_fn.use_cispo"):
+        return {} if value is None else {f"loss.epsilon_{end}": value}
+    if end == "low" and value < 1:
+        raise ValueError("the weight of CISPO has no floor here; 1 or more asks for none")
+    return {"loss.epsilon_high": 1 + value} if end == "high" else {}
+
+
 def sampler_correction(value: Any, leaves: Siblings) -> Places:
     if not value:
         return {"loss.sampler_correction": "none"}
     bounded = leaves.get("loss_fn.truncated_importance_sampling_ratio")
-    kind = leaves.get("loss_fn.truncated_importance_sampling_type") or ("tis" if bounded else None)
+    kind = leaves.get("loss_fn.truncated_importance_sampling_type") or ("tis" if bounded else "")
     modes = {"tis": "token_truncate", "icepop": "token_mask"}
-    otherwise = "a correction without bounds, or by sequence and token at once, is not offered"
-    return by_table(kind, {}, to="loss.sampler_correction", values=modes, otherwise=otherwise)
+    if kind not in modes:
+        raise ValueError("a correction without bounds, or by sequence and token at once, is not offered")
+    return {"loss.sampler_correction": modes[kind]}
 
 
 def minibatches(value: Any, leaves: Siblings) -> Places:
@@ -98,16 +125,13 @@ def scheduler(value: Any, leaves: Siblings) -> Places:
     if names and names[0] == "LinearLR" and stages[0]["kwargs"].get("start_factor", 1) < 1:
         places["optimizer.warmup_steps"] = stages.pop(0)["kwargs"]["total_iters"]
         names.pop(0)
-    if names in ([], ["ConstantLR"]):
-        return {**places, "optimizer.schedule": "constant"}
-    if names != ["CosineAnnealingLR"]:
-        raise ValueError(
-            "no such schedule; optimizer.schedule is constant, linear or cosine, with warmup_steps"
-        )
-    rate, floor = leaves.get("policy.optimizer.kwargs.lr"), stages[0]["kwargs"].get("eta_min", 0.0)
+    if names not in ([], ["ConstantLR"], ["CosineAnnealingLR"]):
+        raise ValueError("no such schedule; optimizer.schedule is constant or cosine, with warmup_steps")
+    cosine = names == ["CosineAnnealingLR"]
+    rate, floor = leaves.get("policy.optimizer.kwargs.lr"), cosine and stages[0]["kwargs"].get("eta_min")
     if rate and floor:
         places["optimizer.min_learning_rate_ratio"] = floor / rate
-    return {**places, "optimizer.schedule": "cosine"}
+    return {**places, "optimizer.schedule": "cosine" if cosine else "constant"}
 
 
 def answer_column(value: Any, _: Siblings) -> Places:
@@ -126,15 +150,16 @@ _MEGATRON = "policy.megatron_cfg"
 _OFF = {True: ("policy.optimizer.", "policy.scheduler", "policy.dtensor_cfg."), False: (f"{_MEGATRON}.",)}
 RULES: dict[str, Rule] = {
     **dict(rules_of(load_yaml("nemo_rl.yaml"))),
-    "data.output_key": answer_column,
-    "data.train.output_key": answer_column,
-    "loss_fn.ratio_clip_max": partial(clip, "high", "loss_fn.use_cispo", True),
-    "loss_fn.ratio_clip_min": partial(clip, "low", "loss_fn.use_cispo", True),
+    **dict.fromkeys(("data.output_key", "data.train.output_key"), answer_column),
+    "loss_fn.ratio_clip_max": partial(clip, "high"),
+    "loss_fn.ratio_clip_min": partial(clip, "low"),
     "loss_fn.token_level_loss": loss_type,
     "loss_fn.use_importance_sampling_correction": sampler_correction,
     f"{_LORA}.target_modules": lora_targets,
-    f"{_MEGATRON}.optimizer.adam_beta1": partial(betas, f"{_MEGATRON}.optimizer."),
-    f"{_MEGATRON}.optimizer.adam_beta2": partial(betas, f"{_MEGATRON}.optimizer."),
+    **{
+        f"{_MEGATRON}.optimizer.{key}": partial(betas, f"{_MEGATRON}.optimizer.")
+        for key in ("adam_beta1", "adam_beta2")
+    },
     "policy.generation.stop_strings": NAMES["stop"],
     "policy.generation.top_k": NAMES["top_k"],
     "policy.scheduler": scheduler,

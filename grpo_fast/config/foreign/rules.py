@@ -1,4 +1,16 @@
-"""Rules that put a foreign key in our terms, and the tables (YAML) that most of them stand in."""
+"""Rules that put a foreign key in our terms, and the YAML tables that most of them stand in.
+
+An entry of a table is one of these:
+
+| entry | meaning |
+|---|---|
+| `section.key` | the place here, where the value stays |
+| `(reason)` | no place here, and the result is the same without it |
+| `? reason` | no place here: a person has to decide, unless the value asks for nothing |
+| `{to: ..., values: ...}` | the arguments of `by_table` |
+| `{options: {name: place}}` | a mapping whose keys have places of their own |
+| another mapping | entries below this name |
+"""
 
 from __future__ import annotations
 
@@ -13,12 +25,11 @@ import yaml
 Places = dict[str, Any]  # dotted name here -> value
 Siblings = Mapping[str, Any]  # the keys beside one, with their values
 
-
 NOTHING: tuple[Any, ...] = (None, False, "", [], {}, 0)  # values that ask for nothing
 
 
 class NotApplicable(ValueError):
-    """The key does not change what is learned: nothing has to be decided."""
+    """The key does not change the result: nothing has to be decided."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +38,7 @@ class Absent:
 
     reason: str
     harmless: Sequence[Any] = ()  # values that ask for what holds here anyway
-    decide: bool = False  # the key changes what is learned, so a person has to decide
+    decide: bool = False  # the key changes the result, so a person has to decide
 
 
 # A function gets the value and the keys beside it. It gives no place when the value asks for what is so
@@ -37,7 +48,7 @@ Rule = str | Translate | Absent  # a string is a place: the value stays, null se
 
 
 def translate(rule: Rule, value: Any, siblings: Siblings) -> Places:
-    """Our names and values for a foreign one.
+    """Return our names and values for a foreign one.
 
     Raises:
         ValueError: the key or its value has no place here; the message says why, or what to do instead.
@@ -61,9 +72,8 @@ def by_table(
     ignored: Sequence[Any] = (),
     values: Mapping[Any, Any] | None = None,
     otherwise: str = "",
-    refused: str = "",
 ) -> Places:
-    """A rule in the form of a table's entry.
+    """Translate a value by a table's entry; a null that `values` does not have sets nothing.
 
     Args:
         to: the place.
@@ -72,22 +82,19 @@ def by_table(
         ignored: values that set nothing.
         values: what is written differently here, without `to` as several places. Others stay as they are,
         otherwise: or are refused with this reason.
-        refused: the reason why a switch may only be off.
     """
-    if refused and value:
-        raise ValueError(refused)
+    values = values or {}
+    if value in ignored or (value is None and None not in values):
+        return {}
     if beside and not _is_on(beside, siblings):
         raise NotApplicable(f"counts only with {beside}")
-    if refused or value in ignored:
-        return {}
     if when_on is not ...:
         return {to: when_on} if value else {}
-    for known, ours in (values or {}).items():
-        if value == known:
-            return {to: ours} if to else dict(ours)
+    for ours in (ours for known, ours in values.items() if value == known):
+        return {to: ours} if to else dict(ours)
     if otherwise:
         raise ValueError(otherwise)
-    return translate(to, value, siblings)
+    return {to: value}
 
 
 def _is_on(switch: str, siblings: Siblings) -> bool:
@@ -96,32 +103,38 @@ def _is_on(switch: str, siblings: Siblings) -> bool:
     return value is None or str(value).lower() == wanted if equals else bool(value)
 
 
+def by_option(options: Mapping[str, str], value: Any, _: Siblings) -> Places:
+    """Translate a mapping of options."""
+    if unknown := [key for key in value or {} if key not in options]:
+        raise ValueError(f"{', '.join(unknown)} has no place here; the options are {', '.join(options)}")
+    return {options[key]: item for key, item in (value or {}).items()}
+
+
 def load_yaml(name: str) -> dict[str, Any]:
-    """A table that lies beside this file."""
-    return yaml.safe_load(Path(__file__).with_name(name).read_text(encoding="utf-8"))
+    """Read a table that lies beside this file."""
+    fast = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    return yaml.load(Path(__file__).with_name(name).read_text(encoding="utf-8"), fast)
 
 
 def rules_of(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Rule]]:
-    """Rules by dotted name: a table holds places, reasons, and arguments of `by_table`.
-
-    A reason stands in brackets, or after a question mark where a person has to decide.
-    """
+    """Yield a table's rules by dotted name."""
     for key, entry in table.items():
+        name = f"{prefix}{key}"
         if isinstance(entry, str):
-            rule: Rule = Absent(entry[1:].strip(), NOTHING, decide=True) if entry.startswith("?") else entry
-            yield f"{prefix}{key}", Absent(entry[1:-1]) if entry.startswith("(") else rule
-        elif entry.keys() & {"to", "refused", "otherwise"}:
-            yield f"{prefix}{key}", partial(by_table, **entry)
+            rule: Rule = Absent(entry[1:].strip(), NOTHING, decide=True) if entry[0] == "?" else entry
+            yield name, Absent(entry[1:-1]) if entry[0] == "(" else rule
+        elif "options" in entry:
+            yield name, partial(by_option, entry["options"])
+        elif entry.keys() & {"to", "otherwise"}:
+            yield name, partial(by_table, **entry)
         else:
-            yield from rules_of(entry, f"{prefix}{key}.")
+            yield from rules_of(entry, f"{name}.")
 
 
 def find_rule(key: str, rules: Mapping[str, Rule]) -> Rule | None:
-    """The rule of a key, or the reason of the part that it belongs to, by the longest name that fits."""
+    """Find the rule of a key, or the reason of the part that it belongs to, by the longest name that fits."""
     if key in rules:
         return rules[key]
-    absent = [name for name, rule in rules.items() if isinstance(rule, Absent)]
-    fitting = [
-        name for name in absent if key.startswith(name.removesuffix("*") if "*" in name else f"{name}.")
-    ]
+    starts = {name: name.removesuffix("*") if "*" in name else f"{name}." for name in rules}
+    fitting = [name for name in rules if isinstance(rules[name], Absent) and key.startswith(starts[name])]
     return rules[max(fitting, key=len)] if fitting else None

@@ -25,9 +25,11 @@ from grpo_fast.objective.types import present
 logger = logging.getLogger(__name__)
 private("trl", "trainer.grpo_trainer")
 
-Batch = dict[str, Tensor | Any]
+TRLBatch = dict[str, Tensor | Any]
 _PER_TOKEN = ("old_per_token_logps", "ref_per_token_logps", "tool_mask")
-Scores = tuple[Tensor | None, Tensor | None, Tensor | None]  # log-probabilities, entropies, auxiliary loss
+TokenScores = tuple[
+    Tensor | None, Tensor | None, Tensor | None
+]  # log-probabilities, entropies, auxiliary loss
 
 
 class FastGRPOTrainer(GRPOTrainer):
@@ -114,14 +116,16 @@ class FastGRPOTrainer(GRPOTrainer):
         # The sampler's correction is made of the old log-probabilities before the loss is: TRL's pass stays.
         return trl_scores and accumulated % generated == 0 and not self._corrects_sampler
 
-    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> Batch:
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> TRLBatch:
         self._skip_old_pass = self._old_is_known_at_first_use
         try:
             return super()._generate_and_score_completions(inputs)
         finally:
             self._skip_old_pass = False
 
-    def _get_per_token_logps_and_entropies(self, model: torch.nn.Module, *args: Any, **kwargs: Any) -> Scores:
+    def _get_per_token_logps_and_entropies(
+        self, model: torch.nn.Module, *args: Any, **kwargs: Any
+    ) -> TokenScores:
         if self._skip_old_pass:
             # The first pass after generation is for the old log-probabilities; the reference's follows.
             self._skip_old_pass = False
@@ -133,7 +137,7 @@ class FastGRPOTrainer(GRPOTrainer):
             self._training_logps = scores[0].detach()
         return scores
 
-    def _compute_loss(self, model: torch.nn.Module, inputs: Batch) -> Tensor:
+    def _compute_loss(self, model: torch.nn.Module, inputs: TRLBatch) -> Tensor:
         given, training = inputs, self.model.training
         if self.fallback_reason is None:
             accumulated = self.current_gradient_accumulation_steps if training else 1
@@ -162,7 +166,7 @@ class LossAtHead:
     A plain class: wrappers that rebuild dataclasses among a forward's arguments would lose the result.
     """
 
-    def __init__(self, inputs: Batch, config: GRPOLossConfig, scale: Tensor | float) -> None:
+    def __init__(self, inputs: TRLBatch, config: GRPOLossConfig, scale: Tensor | float) -> None:
         """`inputs` are TRL's batch; for `scale` see `step_scale`."""
         self.loss: Tensor | None = None
         self._inputs, self._config, self._scale = inputs, config, scale
@@ -209,14 +213,14 @@ class LossAtHead:
         return result.logprobs, result.entropy, None, None, None
 
 
-def live_tokens(inputs: Batch) -> Tensor:
+def live_tokens(inputs: TRLBatch) -> Tensor:
     """(B, T): the completion tokens that TRL's loss counts."""
     mask = inputs["completion_mask"]
     return mask * inputs["tool_mask"] if "tool_mask" in inputs else mask
 
 
 def step_scale(
-    loss_type: str, inputs: Batch, processes: int, accumulated: int, generated: int
+    loss_type: str, inputs: TRLBatch, processes: int, accumulated: int, generated: int
 ) -> Tensor | float:
     """From the mean over a micro-batch to TRL's normaliser over the optimiser's step.
 

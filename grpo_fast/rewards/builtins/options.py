@@ -12,7 +12,7 @@ from pydantic.dataclasses import dataclass
 
 from grpo_fast.config.lookup import choices
 
-Completions = Sequence[Any]  # N texts, or N conversations: one message of the assistant, or an episode's
+CompletionTexts = Sequence[Any]  # N texts, or N conversations: one message of the assistant, or an episode's
 Scores = list[float | None]
 # Patterns run on what the model writes: one that backtracks for ever cannot be interrupted.
 Pattern = re.Pattern[str]
@@ -21,7 +21,7 @@ Pattern = re.Pattern[str]
 reward = dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
 
 
-def texts(completions: Completions) -> list[str]:
+def texts(completions: CompletionTexts) -> list[str]:
     """The text of each completion; of an episode what the assistant said last, nothing where a tool did."""
     return [item if isinstance(item, str) else _said(item[-1]) for item in completions]
 
@@ -36,7 +36,7 @@ class AnswerReward:
 
     answer_column: str = "answer"
 
-    def __call__(self, completions: Completions, **columns: Any) -> Scores:
+    def __call__(self, completions: CompletionTexts, **columns: Any) -> Scores:
         answers = column(columns, self.answer_column, "answer_column")
         pairs = zip(texts(completions), answers, strict=True)
         return [None if answer is None else self.score(text, str(answer)) for text, answer in pairs]

@@ -12,7 +12,7 @@ from typing import Any
 
 from grpo_fast.data.sources import import_reasoning_gym
 from grpo_fast.rewards.builtins.options import (
-    Completions,
+    CompletionTexts,
     GroupPattern,
     Scores,
     column,
@@ -49,7 +49,7 @@ class ReasoningGym:
     extract: GroupPattern | None = None  # the part that is the answer; 0 where it is missing
     partial_credit: bool = True  # false: anything less than the full score is 0
 
-    def __call__(self, completions: Completions, **columns: Any) -> Scores:
+    def __call__(self, completions: CompletionTexts, **columns: Any) -> Scores:
         entries = column(columns, self.entry_column, "entry_column")
         return [self._score(text, entry) for text, entry in zip(texts(completions), entries, strict=True)]
 

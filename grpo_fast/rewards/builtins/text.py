@@ -9,9 +9,10 @@ from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
+from grpo_fast.config.section import PositiveInt
 from grpo_fast.rewards.builtins.options import (
     AnswerReward,
-    Completions,
+    CompletionTexts,
     GroupPattern,
     Pattern,
     Scores,
@@ -90,7 +91,7 @@ class TagFormat:
     tags: Tags = Field(default_factory=lambda: ["think", "answer"])
     prefix: str = ""  # what the prompt has begun already, such as "<think>"
 
-    def __call__(self, completions: Completions, **columns: Any) -> Scores:
+    def __call__(self, completions: CompletionTexts, **columns: Any) -> Scores:
         return [float(self._fits(self.prefix + text)) for text in texts(completions)]
 
     def _fits(self, text: str) -> bool:
@@ -111,7 +112,7 @@ class TagFormatIncremental:
     tags: Tags = Field(default_factory=lambda: ["think", "answer"])
     prefix: str = ""  # what the prompt has begun already
 
-    def __call__(self, completions: Completions, **columns: Any) -> Scores:
+    def __call__(self, completions: CompletionTexts, **columns: Any) -> Scores:
         wanted = marks(self.tags)
         found = [[(self.prefix + text).count(mark) for mark in wanted] for text in texts(completions)]
         return [counts.count(1) / len(wanted) for counts in found]
@@ -123,22 +124,19 @@ class RegexFormat:
 
     pattern: Pattern
 
-    def __call__(self, completions: Completions, **columns: Any) -> Scores:
+    def __call__(self, completions: CompletionTexts, **columns: Any) -> Scores:
         return [float(self.pattern.fullmatch(text) is not None) for text in texts(completions)]
-
-
-Positive = Annotated[int, Field(ge=1)]
 
 
 @reward
 class Length:
     """−penalty × |tokens − target| / target: 0 at the target, falling on both sides."""
 
-    target: Positive
+    target: PositiveInt
     penalty: Annotated[float, Field(gt=0)] = 1.0
 
     def __call__(
-        self, completions: Completions, completion_ids: Sequence[Sequence[int]], **columns: Any
+        self, completions: CompletionTexts, completion_ids: Sequence[Sequence[int]], **columns: Any
     ) -> Scores:
         return [-self.penalty * abs(n - self.target) / self.target for n in map(len, completion_ids)]
 
@@ -150,8 +148,8 @@ class SoftOverlong:
     0 up to max_length − cache tokens, falling to −1 at max_length, −1 beyond.
     """
 
-    max_length: Positive
-    cache: Positive
+    max_length: PositiveInt
+    cache: PositiveInt
 
     @model_validator(mode="after")
     def _consistent(self) -> SoftOverlong:
@@ -160,7 +158,7 @@ class SoftOverlong:
         return self
 
     def __call__(
-        self, completions: Completions, completion_ids: Sequence[Sequence[int]], **columns: Any
+        self, completions: CompletionTexts, completion_ids: Sequence[Sequence[int]], **columns: Any
     ) -> Scores:
         free = self.max_length - self.cache
         return [max(-1.0, min(0.0, (free - n) / self.cache)) for n in map(len, completion_ids)]

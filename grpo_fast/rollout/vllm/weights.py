@@ -22,8 +22,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from grpo_fast.rollout.vllm.repairs import packed_experts, packed_ties
-
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -211,8 +209,6 @@ class WeightSync:
         self.adapter: LoRARequest | None = None
         self._engine = engine
         self._policy = policy
-        self._packed_ties = packed_ties(model)
-        self._packed_experts = packed_experts(model) if policy.device.type == "cpu" else []
         self._placements: dict[str, list[Placement]] = defaultdict(list)
         for place in placements:
             self._placements[place.name].append(place)
@@ -300,13 +296,9 @@ class WeightSync:
         return None
 
     def _reload(self) -> None:
-        for method in self._packed_experts:
-            method.moe_kernel = None
         self._engine.collective_rpc(
             "reload_weights", kwargs={"weights_iterator": checkpoint_weights(self._policy)}
         )
-        for module in self._packed_ties:
-            module.quant_method.process_weights_after_loading(module)
 
     def _send_adapter(self) -> None:
         """As a new adapter each time, through a folder of a few MB, which every version of vLLM reads."""

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import yaml
 
-from grpo_fast.config.foreign import Conversion, convert
-from grpo_fast.config.foreign.conversion import LEFT
+from grpo_fast.config.convert import convert, convert_file
+from grpo_fast.config.foreign.conversion import Conversion
 from grpo_fast.config.foreign.names import NAMES
-from grpo_fast.config.foreign.references import resolve
-from grpo_fast.config.load import convert_file
+
+LEFT = ("not applicable", "needs a decision")
 
 
 def converted(document: dict[str, Any] | str, source: str | None = None) -> Conversion:
@@ -31,44 +31,6 @@ def outcomes(document: dict[str, Any] | str) -> dict[str, str]:
 def check_places(conversion: Conversion, expected: dict[str, Any]) -> None:
     """`...` stands for a place that is not set."""
     assert {place: conversion.places.get(place, ...) for place in expected} == expected
-
-
-RISE = {"name": "x.LinearLR", "kwargs": {"start_factor": 0.1, "total_iters": 5}}
-FALL = {"name": "x.CosineAnnealingLR", "kwargs": {"eta_min": 0.25}}
-COSINE = {"schedule": "cosine", "warmup_steps": 5, "min_learning_rate_ratio": 0.5}
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "expected"),
-    [
-        ("grpo.max_num_steps", 999_999, {"max_steps": 999_999}),
-        ("grpo.adv_estimator.name", "reinforce", {}),
-        ("grpo.normalize_rewards", False, {"advantage.scale_rewards": "none"}),
-        ("loss_fn.use_cispo", True, {"loss.loss_type": "cispo"}),
-        ("loss_fn.token_level_loss", False, {"loss.loss_type": "grpo"}),
-        ("loss_fn.use_importance_sampling_correction", False, {"loss.sampler_correction": "none"}),
-        ("loss_fn.use_importance_sampling_correction", True, {}),  # without bounds
-        ("loss_fn.disable_ppo_ratio", True, {}),
-        ("policy.train_global_batch_size", 32, {}),  # of an unknown number of completions
-        ("policy.optimizer.name", "torch.optim.SGD", {}),
-        ("policy.optimizer.name", "bitsandbytes.optim.AdamW8bit", {"optimizer.kind": "adamw_8bit"}),
-        ("policy.generation.stop_strings", ["a"], {"rollout.stop": ["a"]}),
-        ("policy.generation.backend", "vllm", {"rollout.engine": "vllm"}),
-        ("policy.generation.backend", "megatron", {}),
-        ("data.train.output_key", "solution", {"dataset.rename": {"solution": "answer"}}),
-        ("policy.scheduler", [RISE, FALL], {f"optimizer.{key}": value for key, value in COSINE.items()}),
-        ("policy.scheduler", [{"name": "x.StepLR", "kwargs": {}}], {}),
-        ("checkpointing.enabled", False, {"checkpoint.every": 0}),
-    ],
-)
-def test_a_nemo_rl_value_is_put_in_our_terms_or_left(key, value, expected):
-    document = {"policy.model_name": "a/b", "policy.optimizer.kwargs.lr": 0.5, key: value}
-
-    conversion = converted(document, "nemo_rl")
-
-    row = next(row for row in conversion.rows if row.key == key)
-    assert {place: conversion.places[place] for place in row.places} == expected
-    assert (row.outcome in LEFT) == (not expected)
 
 
 def test_nemo_rls_one_section_form_takes_both_its_own_and_the_common_names():
@@ -93,19 +55,6 @@ def test_preference_terms_are_not_taken_for_grpos(text):
     found = converted(text)
     check_places(found, {"algorithm": "dpo", "preference.loss.beta": 0.2})
     assert not any(place.split(".")[0] in ("loss", "rollout", "rewards") for place in found.places)
-
-
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        ({"loss_type": ["sigmoid"], "label_smoothing": 0.1}, {"loss_type": "cdpo", "label_smoothing": 0.1}),
-        ({"loss_type": ["sigmoid", "sft"]}, {"loss_type": ["sigmoid", "sft"]}),
-        ({"loss_type": ["nca_pair"]}, {"loss_type": ...}),
-    ],
-)
-def test_trls_preference_losses_keep_their_names_but_for_a_smoothed_sigmoid(settings, expected):
-    conversion = converted({**settings, "truncation_mode": "keep_start"})
-    check_places(conversion, {f"preference.loss.{key}": value for key, value in expected.items()})
 
 
 BATCHES = {
@@ -133,24 +82,29 @@ BATCHES = {
             | {"loss.sampler_correction": "sequence_mask", "loss.use_bias_correction_kl": True},
         ),
         (
+            {"loss_type": ["sigmoid"], "label_smoothing": 0.1, "truncation_mode": "keep_start"},
+            {"preference.loss.loss_type": "cdpo", "preference.loss.label_smoothing": 0.1},
+        ),
+        (
+            {"loss_type": ["sigmoid", "sft"], "truncation_mode": "keep_start"},
+            {"preference.loss.loss_type": ["sigmoid", "sft"]},
+        ),
+        ({"loss_type": ["nca_pair"], "ld_alpha": 1}, {"preference.loss.loss_type": ...}),
+        (
             {"num_generations": 8, "epsilon": 0.2, "sapo_temperature_pos": 0.9, "loss_type": "sapo"},
             {"loss.epsilon_low": ..., "loss.sapo_temperature_pos": 0.9},
         ),
     ],
-    ids=["a step here is a rollout", "does not divide", "defaults that differ", "what the loss reads"],
 )
 def test_trls_terms_find_their_places(document, expected):
     check_places(converted(document), expected)
 
 
-def test_two_keys_for_one_place_with_different_values_are_told():
-    conversion = converted({"num_generations": 8, "bf16": True, "dtype": "float32"})
-    reasons = {row.key: row.reason for row in conversion.rows}
+def test_keys_that_disagree_are_told_and_tokens_are_not_shown():
+    found = converted({"num_generations": 8, "bf16": True, "dtype": "float32", "hub_token": "hf_secret"})
+    reasons = {row.key: row.reason for row in found.rows}
     assert "model.dtype" in reasons["dtype"] and "bf16" in reasons["dtype"]
-
-
-def test_a_token_is_not_shown():
-    assert "hf_secret" not in converted({"num_generations": 8, "hub_token": "hf_secret"}).listing()
+    assert "hf_secret" not in found.listing()
 
 
 def test_a_nemo_rl_file_inherits_from_the_one_beside_it(tmp_path: Path):
@@ -161,11 +115,22 @@ def test_a_nemo_rl_file_inherits_from_the_one_beside_it(tmp_path: Path):
     check_places(convert_file(child)[0], {"rollout.num_generations": 8, "prompts_per_step": 32})
 
 
-def test_references_resolve_and_circles_end():
-    leaves = {"a.b": 3, "a.c": "${.b}", "d": "${mul:${a.b}, ${a.c}}", "e": "x-${a.b}"}
-    stay = {"f": "${f}", "g": "${none}", "j": "${add:1,2}", "k": "${mul:x,2}"}
-    assert resolve(leaves | stay) == {"a.b": 3, "a.c": 3, "d": 9, "e": "x-3"} | stay
-    assert resolve({"half": "${mul:0.5, 3}"}) == {"half": 1.5}
+def test_references_of_nemo_rl_resolve_and_others_stay_as_written(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    length, batch = "policy.max_total_sequence_length", "policy.train_micro_batch_size"
+    policy = {"model_name": "a/b", "max_total_sequence_length": 512, "train_micro_batch_size": 4}
+    policy["sequence_packing"] = {"enabled": True, "train_mb_tokens": f"${{mul:${{{length}}}, ${{{batch}}}}}"}
+    policy["generation"] = {
+        "temperature": 0.5,
+        "val_temperature": "${.temperature}",
+        "top_p": "${oc.env:HF_TOKEN}",
+    }
+    document = {"policy": policy, "grpo": {"max_num_steps": "${grpo.max_num_steps}"}}
+    document["checkpointing"] = {"checkpoint_dir": "${no.where}"}
+    found = converted(document)
+    check_places(found, {"micro_batch_tokens": 2048, "evaluation.temperature": 0.5, "rollout.top_p": ...})
+    asked = {"policy.generation.top_p", "grpo.max_num_steps", "checkpointing.checkpoint_dir"}
+    assert asked <= {*found.open} and "hf_secret" not in found.listing()
 
 
 @pytest.mark.parametrize("name", ["GRPOConfig", "DPOConfig"])

@@ -102,9 +102,7 @@ def test_a_missing_answer_column_is_named_with_those_there_are():
         ("", 0.0, 0.0),
     ],
 )
-def test_the_strict_format_is_every_tag_once_in_order_and_the_incremental_one_a_share(
-    completion, strict, share
-):
+def test_strict_tags_come_once_in_order_and_incremental_ones_give_a_share(completion, strict, share):
     assert score("tag_format", [completion]) == [strict]
     assert score("tag_format_incremental", [completion]) == [share]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import torch
 from triton.backends import backends
@@ -21,7 +22,9 @@ from grpo_fast.policy import load_policy
 from grpo_fast.policy.experts import expert_blocks
 from grpo_fast.policy.routing import recorded
 from grpo_fast.rollout import Sampling
+from grpo_fast.rollout.vllm import settings
 from grpo_fast.rollout.vllm.engine import VLLMEngine
+from grpo_fast.rollout.vllm.weights import WeightSync
 
 ROUNDING = 1e-3
 PROMPTS = [[3 + i % 20 for i in range(40)], [5, 6, 7], [3 + i % 20 for i in range(35)]]
@@ -30,9 +33,21 @@ PROMPTS = [[3 + i % 20 for i in range(40)], [5, 6, 7], [3 + i % 20 for i in rang
 def main(folder: str) -> None:
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
     backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True), compiler=None)
-    policy = load_policy(ModelConfig(path=folder, dtype="float32", device="cpu"))
-    policy.replay_routing()
-    with VLLMEngine(policy, VLLMConfig(kv_cache_gib=0.05), max_length=128, tells_experts=True) as engine:
+    policy = load_policy(ModelConfig(path=folder, dtype="float32", device="cpu"), router_replay=True)
+    config, reload = VLLMConfig(kv_cache_gib=0.05), WeightSync._reload
+
+    def packing_again(sync: WeightSync) -> None:
+        """Without a kernel vLLM packs the experts again; with one it would not, so it refuses them."""
+        for module in sync._engine.model_executor.driver_worker.worker.get_model().modules():
+            if getattr(getattr(module, "quant_method", None), "moe_kernel", None) is not None:
+                module.quant_method.moe_kernel = None
+        reload(sync)
+
+    with (
+        patch.object(settings, "has_experts", lambda policy: False),
+        patch.object(WeightSync, "_reload", packing_again),
+        VLLMEngine(policy, config, max_length=128, tells_experts=True) as engine,
+    ):
         for again in (False, True):  # after a sync, whose prompts are read anew
             if again:
                 with torch.no_grad():

@@ -46,7 +46,7 @@ def main(world: World, folder: str) -> None:
     model = ModelConfig(path=folder, dtype="float32", device="cpu")
     prompts, plain, drawn = [[5, 6, 7 + rank], [8, 9, 10, 11]][rank:], load_policy(model), []
     for mode, parallel in (("replicate", 1), ("shard", 2)):
-        distributed = DistributedConfig(mode=mode, head="gathered")
+        distributed = DistributedConfig(mode=mode)
         policy = load_policy(model, world=world, distributed=distributed)
         settings = VLLMConfig(kv_cache_gib=0.05, tensor_parallel_size=parallel)
         config = RolloutConfig(engine="vllm", vllm=settings)

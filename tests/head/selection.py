@@ -1,23 +1,33 @@
-"""What the kernels keep of a sparse backward, kept in plain torch.
+"""An oracle in plain torch of what the kernels keep of a sparse backward.
 
-Where no kernel runs it saves no time. It shows what a tolerance does to a training run on any device, and is
-the second oracle of the kernels' tests. The rule and its reasons are those of `kernels/select.py`; nothing is
-rounded to half precision on the way.
+The rule and its reasons are those of `kernels/select.py`; nothing is rounded to half precision on the way.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import product
+from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
+from grpo_fast.kernels import BF16_ROUNDING, BINS, ENTRY_SHARE, GOLDEN, LEAST_DENSITY, STRATUM, TILE
 from torch import Tensor
 
-from grpo_fast.head.call import HeadCall, LogitGradient, Wanted
-from grpo_fast.head.plan import Chunks
-from grpo_fast.kernels import BF16_ROUNDING, BINS, ENTRY_SHARE, GOLDEN, LEAST_DENSITY, STRATUM, TILE
+from grpo_fast.head import reference
+from grpo_fast.head.call import (
+    HeadCall,
+    HeadGradients,
+    LogitGradient,
+    RowGradients,
+    RowStatistics,
+    Wanted,
+)
+from grpo_fast.head.outputs import Certificate
+from grpo_fast.head.reference import backward as exact_backward
 
 _WORD = 0xFFFFFFFF
 
@@ -72,39 +82,52 @@ class Selection:
         return torch.stack([number.float() for number in numbers])
 
 
-def select(
-    call: HeadCall,
-    rows: LogitGradient,
-    numbers: Tensor,
-    salt: Tensor,
-    wanted: Wanted,
-    tolerance: float,
-    chunks: Chunks,
-) -> Selection:
+def select(call: HeadCall, rows: LogitGradient, numbers: Tensor, salt: Tensor, tolerance: float) -> Selection:
     """For gradients through log-probability, log-sum-exp and entropy; that of the mean logit is not sparse.
 
     Args:
         call: the rows with a gradient, (n,), and `numbers` their places in the batch.
         salt: () int64 of the batch, `salt_of`.
     """
-    count, tiles = call.targets.numel(), -(-call.vocabulary // TILE)
-    tile_lse = rows.mass.new_empty(count, tiles)
-    blocks = list(product(chunks.of_rows(count), chunks.of_columns(call.vocabulary)))
-    for part, columns in blocks:
-        z = F.pad(
-            call.rows(part).logits(columns), (0, columns.start - columns.stop & TILE - 1), value=-torch.inf
-        )
-        place = slice(columns.start // TILE, -(-columns.stop // TILE))
-        tile_lse[part, place] = z.unflatten(1, (-1, TILE)).logsumexp(2)
-    selection = choose(call, rows, numbers, salt, tolerance, tile_lse)
-    if not wanted.hidden:
-        return selection
-    sums = torch.zeros_like(selection.entry)
-    for part, columns in blocks:
-        of_pairs = selection.of_pairs(rows.rows(part).of_products(call.rows(part), columns), part, columns)
-        row, column = selection.small_entries(of_pairs, part, columns)
-        sums[part, 0] += torch.zeros_like(sums[part, 0]).index_add_(0, row, of_pairs[row, column].abs())
-    return within_tolerance(selection, call, rows, sums, tolerance)
+    z = F.pad(call.logits(slice(0, call.vocabulary)), (0, -call.vocabulary % TILE), value=-torch.inf)
+    selection = choose(call, rows, numbers, salt, tolerance, z.unflatten(1, (-1, TILE)).logsumexp(2))
+    every, columns = slice(0, call.targets.numel()), slice(0, call.vocabulary)
+    of_pairs = selection.of_pairs(rows.of_products(call, columns), every, columns)
+    row, column = selection.small_entries(of_pairs, every, columns)
+    sums = torch.zeros_like(selection.entry[:, 0]).index_add_(0, row, of_pairs[row, column].abs())
+    return within_tolerance(selection, call, rows, sums[:, None], tolerance)
+
+
+def sampled_backward(
+    call: HeadCall, statistics: RowStatistics, gradients: RowGradients, wanted: Wanted, *rest: Any
+) -> HeadGradients:
+    """`reference.backward` that samples as the kernels do, where the call has a tolerance."""
+    if not call.tolerance or gradients.mean_logit is not None:
+        return exact_backward(call, statistics, gradients, wanted, *rest)
+    certificate: Certificate = rest[0]
+    rows = LogitGradient.of(call, statistics, gradients)
+    index = rows.live().nonzero().squeeze(1)
+    live, rows = call.rows(index), rows.rows(index)
+    selection = select(live, rows, index, salt_of(statistics.logsumexp, call.targets), call.tolerance)
+    every, columns, kind = slice(0, index.numel()), slice(0, call.vocabulary), call.accumulator
+    of_pairs = selection.of_pairs(rows.of_products(live, columns), every, columns)
+    of_hidden, small = selection.of_hidden(of_pairs, every, columns)
+    certificate.fill(selection.metrics(small, call.targets.numel() * -(-call.vocabulary // TILE)))
+    hidden = torch.zeros_like(call.hidden).index_copy_(
+        0, index, (of_hidden @ call.weight.to(kind)).to(call.hidden.dtype)
+    )
+    weight = (of_pairs.T @ live.hidden.to(kind)).to(call.weight.dtype) if wanted.weight else None
+    if weight is not None and wanted.into_weight is not None:
+        wanted.into_weight.add_(weight)
+    bias = of_pairs.sum(0).to(call.bias.dtype) if wanted.bias and call.bias is not None else None
+    return HeadGradients(hidden if wanted.hidden else None, weight, bias)
+
+
+@contextmanager
+def sampling_without_kernels() -> Iterator[None]:
+    """Within it the head samples on any device."""
+    with mock.patch.object(reference, "backward", sampled_backward):
+        yield
 
 
 def within_tolerance(

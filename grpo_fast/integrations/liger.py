@@ -1,9 +1,13 @@
-"""`LigerFusedLinearGRPOLoss` of Liger 0.8 on our head and our surrogates."""
+"""Liger 0.8's `LigerFusedLinearGRPOLoss` on our head and our surrogates: change the import, keep the call.
+
+Metrics come back in Liger's order, without gradient. `compiled` and `chunk_size` are accepted and have no
+effect: nothing is compiled, and no chunk of logits reaches memory.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -15,6 +19,18 @@ from grpo_fast.objective import GRPOLossConfig, StepTotals
 from grpo_fast.objective.loss import token_terms
 from grpo_fast.objective.surrogates import PolicyTokens, log_importance
 from grpo_fast.objective.types import Segments, token_weights
+
+__all__ = ["LigerFusedLinearGRPOLoss"]
+_REMOVED = tuple(f"LigerFusedLinear{name}Loss" for name in ("CPO", "DPO", "KTO", "ORPO", "SimPO"))
+
+
+def __getattr__(name: str) -> Any:
+    if name in _REMOVED:
+        raise ImportError(
+            f"grpo_fast.integrations.liger.{name} was removed: import it from liger_kernel.chunked_loss, or "
+            "call grpo_fast.linear_logprob and then grpo_fast.objective.pairs.preference_loss"
+        )
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 @dataclass(eq=False, repr=False)

@@ -1,0 +1,89 @@
+"""The patches of a model's forward, all of them, in the order in which they are applied.
+
+Each wraps the forwards that are there: what stands first in `PATCHES` is innermost. A backward therefore
+recomputes a layer with its recurrent states and the experts that it was given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from grpo_fast.config.policy import ModelConfig
+from grpo_fast.policy.architecture import fix_rope
+from grpo_fast.policy.layers import (
+    compile_layers,
+    decoder_layers,
+    recompute,
+    resolve_compile,
+    resolve_liger,
+    tile_mlps,
+    use_liger,
+)
+from grpo_fast.policy.recurrent import fork_states, keep_step_limits, recurrent_mixers
+
+if TYPE_CHECKING:
+    from grpo_fast.policy.routing import RoutingReplay
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What decides which patches a model gets.
+
+    Attributes:
+        device: the one that the model will be on.
+        trains: false for a reference.
+        replay: of a run with `rollout.router_replay`.
+    """
+
+    config: ModelConfig
+    device: torch.device
+    trains: bool = True
+    replay: RoutingReplay | None = None
+
+    def liger(self, model: Any) -> bool:
+        return resolve_liger(self.config, self.device, model.config.model_type)
+
+    def compiles(self, model: Any) -> bool:
+        experts = any("expert" in name for name, _ in model.named_parameters())
+        recurrent = any(recurrent_mixers(layer) for layer in decoder_layers(model))
+        plain = not (experts or recurrent)
+        return resolve_compile(self.config, self.device, liger=self.liger(model), plain=plain)
+
+
+class Patch(NamedTuple):
+    applies: Callable[[Any, Any], Any]  # of the model and the `Setting`
+    apply: Callable[[Any, Any], None]
+
+
+PATCHES = (
+    Patch(lambda model, to: True, lambda model, to: keep_step_limits(model)),
+    Patch(lambda model, to: True, lambda model, to: fix_rope(model, None)),
+    Patch(lambda model, to: to.liger(model), lambda model, to: use_liger(model)),
+    Patch(lambda model, to: recurrent_mixers(model), lambda model, to: fork_states(model)),
+    Patch(lambda model, to: to.compiles(model), lambda model, to: compile_layers(model, to.config)),
+    Patch(lambda model, to: to.replay, lambda model, to: to.replay.attach(model)),
+    Patch(
+        lambda model, to: to.config.recomputed,
+        lambda model, to: tile_mlps(model, always=to.trains and to.config.recomputed == "mlp"),
+    ),
+    Patch(
+        lambda model, to: to.trains and to.config.recomputed,
+        lambda model, to: recompute(model, to.config.recomputed),
+    ),
+)
+
+
+def apply_patches(model: Any, setting: Setting) -> None:
+    """Patch a transformers model, adapters in it or not.
+
+    Raises:
+        ValueError: a model without experts for `replay`, without layers to recompute, or as `resolve_liger`.
+        ImportError: as `resolve_liger`.
+    """
+    for patch in PATCHES:
+        if patch.applies(model, setting):
+            patch.apply(model, setting)
