@@ -17,7 +17,7 @@ HERE = Path(__file__).resolve().parent
 
 
 def test_sharded_weights_compute_generate_and_are_written_as_whole_ones(tmp_path: Path, seed: int) -> None:
-    paths = f"{HERE.parents[1]}:{HERE.parent / 'distributed'}"
+    paths = f"{os.environ['PYTHONPATH']}:{HERE.parent / 'distributed'}"
     worker = subprocess.run(
         [sys.executable, str(HERE / "shard_worker.py"), str(tmp_path), str(seed)],
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
