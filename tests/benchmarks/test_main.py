@@ -66,6 +66,7 @@ def test_an_installation_without_benchmarks_says_what_to_do(monkeypatch, capsys)
         ("head --json /no/such/x.json", "--json /no/such/x.json: its folder does not exist"),
         ("head --device cpu --impl nobody", "--impl 'nobody' is part of no implementation's name"),
         ("train --device cpu --group 1", "--group must be at least 2"),
+        ("bias --device cpu", "--device cpu: the head's gradient is exact there"),
         ("group --device cpu --memory -1", "--memory must be above 0 GiB"),
     ],
 )

@@ -8,8 +8,9 @@ import time
 from dataclasses import replace
 
 import pytest
+import torch
 
-from benchmarks import group, kernels, quickstart, step, train
+from benchmarks import bias, group, kernels, quickstart, step, train
 from benchmarks.group import Probe, run_probe, search
 from benchmarks.measure import FAILED, OK, OOM, SKIPPED, preload
 from benchmarks.models import ARCHITECTURES, make_policy
@@ -124,19 +125,18 @@ def test_the_kernels_of_a_step_are_measured_beside_the_product(run, monkeypatch)
         assert len(cells[0].seconds) == 3 and all(cell.metrics["launches"] >= 1 for cell in cells[1:-1])
 
 
-def test_sampled_gradients_are_unbiased_and_dropped_ones_add_up(run, tmp_path, monkeypatch):
+def test_sampled_gradients_are_unbiased_and_dropped_ones_add_up(tmp_path, monkeypatch, seed):
     peaked = {"vocab_size": 4000, "initializer_range": 0.8}
     monkeypatch.setitem(ARCHITECTURES, "peaked", ("llama", ARCHITECTURES["toy"][1] | peaked))
     make_policy(TOY.model_copy(update={"path": "peaked"})).save_pretrained(tmp_path)
     prompts = [f'{{"prompt": "{a}{b}"}}\n' for a in "abcd" for b in "abcdefgh"]
     (tmp_path / "prompts.jsonl").write_text("".join(prompts))
 
-    given = ("--model", str(tmp_path), "--dataset", str(tmp_path / "prompts.jsonl"))
-    assert "sampled nothing" in run("bias", *given, "--tokens", "64").cells[0].reason
+    rows = bias.rows_of(str(tmp_path), str(tmp_path / "prompts.jsonl"), torch.device("cpu"), seed)
+    batches = {n: bias.draw(*rows, n, seed) for n in (64, 1024)}
     with sampling_without_kernels():
-        record = run("bias", *given, "--tokens", "64", "1024", "--draws", "40")
+        few, many = (bias.compare(batch, {"tokens": n}, 40) for n, batch in batches.items())
 
-    few, many = ([cell for cell in record.cells if cell.shape["tokens"] == n] for n in (64, 1024))
     assert [cell.implementation for cell in few] == ["ours", "rounded to bfloat16", "dropped"]
     assert 0 < few[0].metrics["density"] < 0.9
     assert 0.8 < few[0].metrics["bias"] < 1.25  # were they dropped, 40
