@@ -84,8 +84,8 @@ def _try(probe: Probe) -> tuple[float, int | None]:
 def predict_group(probe: Probe) -> int | None:
     """Completions of one prompt whose update the memory planner sees fit; None where not even two do."""
     from grpo_fast.config.schema import TrainConfig
-    from grpo_fast.plan import Shapes, device_budget
-    from grpo_fast.plan.prediction import Predictor
+    from grpo_fast.plan import device_budget, model_shape
+    from grpo_fast.plan.memory import Setup, step_bytes
     from grpo_fast.plan.search import MOST_GENERATIONS
     from grpo_fast.plan.sizes import StepSizes, largest
 
@@ -97,12 +97,19 @@ def predict_group(probe: Probe) -> int | None:
             "rollout": {"engine": "transformers"},
         }
     )
-    budget = replace(device_budget(), total=probe.budget)
-    predictor = Predictor(config, Shapes(architecture(probe.model.path, probe.layers)), budget)
+    shape = model_shape(architecture(probe.model.path, probe.layers), probe.model)
+    setup = Setup(config, shape, replace(device_budget(), total=probe.budget))
+    one = StepSizes(
+        prompts=1,
+        generations=2,
+        prompt_length=probe.prompt,
+        completion_length=probe.completion,
+        micro_batch_tokens=1 << 40,
+    )
 
     def fits(size: int) -> bool:
-        group = StepSizes(1, size, probe.prompt, probe.completion, micro_batch_tokens=1 << 40)
-        return predictor.predict(group).total("update") <= probe.budget
+        parts = step_bytes(setup, replace(one, generations=size))
+        return sum(parts["update"].values()) <= probe.budget
 
     return largest(2, MOST_GENERATIONS, fits)
 

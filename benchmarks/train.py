@@ -66,8 +66,7 @@ def our_turn(
 ) -> Turn:
     """Steps of our trainer, with its own clock for the phases."""
     from grpo_fast.config.schema import TrainConfig
-    from grpo_fast.plan import device_budget, resolve_auto, shapes_of, step_sizes, with_values
-    from grpo_fast.plan.prediction import PHASES, Predictor
+    from grpo_fast.plan import device_budget, resolve_auto, shape_of, step_total, with_values
     from grpo_fast.run.build import build_grpo_trainer
 
     (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in prompts))
@@ -94,10 +93,9 @@ def our_turn(
         )
         config = resolve_auto(config)
         budget = device_budget("cpu") if device.type == "cpu" else device_budget()
-        predictor = Predictor(config, shapes_of(str(folder), None), budget)
         known = with_values(config, {"dataset.max_prompt_length": shape["prompt"]})
-        predicted = predictor.predict(step_sizes(known))
-        turn = Turn([], [], float(max(map(predicted.total, PHASES))))
+        planned = step_total(known, shape_of(config.model, device.type), budget)
+        turn = Turn([], [], float(max(planned.values())))
         trainer, watch = build_grpo_trainer(config), Stopwatch(device, wall=True)
         with trainer.engine:
             for _ in range(steps):

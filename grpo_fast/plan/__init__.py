@@ -1,24 +1,23 @@
-"""What fits and is fast: bytes predicted and measured, what `auto` becomes, and what buys room."""
+"""The planner: the bytes of a step, the largest group that fits a GPU, and a value for every `auto`."""
 
 from __future__ import annotations
 
-from grpo_fast.plan.auto import longest_prompt, resolve_auto, shapes_of
-from grpo_fast.plan.devices import device_budget
-from grpo_fast.plan.measure import calibrated
-from grpo_fast.plan.model_shape import SHAPES, Shapes, model_config
-from grpo_fast.plan.search import plan, with_values
-from grpo_fast.plan.sizes import step_sizes
+from grpo_fast.plan.auto import longest_prompt, measured, resolve_auto
+from grpo_fast.plan.devices import DeviceBudget, device_budget
+from grpo_fast.plan.memory import step_total
+from grpo_fast.plan.model_shape import SHAPES, model_config, model_shape, shape_of
+from grpo_fast.plan.search import with_values
 
 __all__ = [
     "SHAPES",
-    "Shapes",
-    "calibrated",
+    "DeviceBudget",
     "device_budget",
     "longest_prompt",
+    "measured",
     "model_config",
-    "plan",
+    "model_shape",
     "resolve_auto",
-    "shapes_of",
-    "step_sizes",
+    "shape_of",
+    "step_total",
     "with_values",
 ]

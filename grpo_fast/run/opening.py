@@ -12,10 +12,8 @@ from grpo_fast.config.schema import TrainConfig
 from grpo_fast.config.stages import resolve_stages
 from grpo_fast.data import PromptDataset
 from grpo_fast.loop.algorithm import Algorithm
-from grpo_fast.plan import device_budget, shapes_of, step_sizes, with_values
-from grpo_fast.plan.devices import DeviceBudget
-from grpo_fast.plan.prediction import Predictor
-from grpo_fast.record.summary import bytes_text, duration_text
+from grpo_fast.plan import DeviceBudget, device_budget, shape_of, step_total, with_values
+from grpo_fast.record.summary import bytes_text
 
 
 def opening_lines(config: TrainConfig, trainer: Algorithm) -> list[str]:
@@ -82,17 +80,13 @@ def _every(steps: int) -> str:
 
 
 def expected(trainer: Algorithm, device: DeviceBudget) -> str:
-    """Bytes at the highest, and seconds of a step, of the stage that comes."""
+    """Return the most bytes that the stage to come should take of the device."""
     config = trainer.config
     longest = max(len(prompt.token_ids) for prompt in trainer.prompts.dataset)
+    known = with_values(config, {"dataset.max_prompt_length": longest})
     try:
-        sizes = step_sizes(with_values(config, {"dataset.max_prompt_length": longest}), device.ranks)
-        shapes = shapes_of(config.model.path, config.model.revision)
-        prediction = Predictor(config, shapes, device).predict(sizes)
+        total = step_total(known, shape_of(config.model, device.kind), device)
     except (ValueError, RuntimeError) as error:
-        return f"no prediction: {error}"
-    update, rollout = (bytes_text(prediction.total(phase)) for phase in ("update", "rollout"))
-    text = f"{update} in the update and {rollout} in the rollout, of {bytes_text(device.total)}"
-    if not prediction.predictor.timed:
-        return text
-    return f"{text}; about {duration_text(sum(prediction.seconds.values()))} a step, estimated"
+        return f"no estimate: {error}"
+    update, rollout = (bytes_text(total[phase]) for phase in ("update", "rollout"))
+    return f"{update} in the update and {rollout} in the rollout, of {bytes_text(device.total)}"
