@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import signal
 import sys
 from collections.abc import Sequence
 
-COMMANDS = {
+COMMANDS = {  # the module, and what `--help` says
     "head": ("head", "time, memory and accuracy of the LM head, ours and the peers'"),
-    "smoke": ("smoke", "whether the head is right on this device, at the sizes it is used at"),
-    "profile": ("profile", "the kernels that one step of the head spends its time in"),
-    "kernels": ("kernels", "each kernel of ours alone, against what the device can do"),
+    "accuracy": ("accuracy", "whether the head is right on this device, at the sizes it is used at"),
+    "kernels": ("kernels", "each kernel of ours in one forward and backward of the head"),
     "step": ("step", "one policy update of a real architecture, ours and the peers'"),
-    "rollout": ("rollout", "an engine's cycle: generate, sleep, sync, wake"),
     "group": ("group", "the largest group whose update fits the memory"),
+    "rollout": ("rollout", "an engine's cycle: generate, sleep, sync, wake"),
     "train": ("train", "whole training steps, our trainer and TRL's"),
-    "bias": ("bias", "errors of a backward that draws, drops or filters, against tokens and tolerance"),
-    "rows": ("live_tiles", "sample a model's own rows, and the histogram of their live tiles"),
-    "readme": ("readme", "write README.md's tables from the checked-in records"),
+    "quickstart": ("quickstart", "held-out score of a recipe before and after, over several seeds"),
+    "bias": ("bias", "errors of a sampled and of a dropped gradient, against the tokens"),
+    "readme": ("readme", "write the tables of README.md and docs/ from the records"),
 }
 FAILURE, INTERRUPTED = 2, 130
 
@@ -39,7 +37,7 @@ def main(arguments: Sequence[str] | None = None, *, program: str = "python -m be
 
 
 def _parser(program: str, chosen: Sequence[str]) -> argparse.ArgumentParser:
-    """With the options of the chosen command alone: the others are not imported."""
+    """Return the parser with the options of the chosen command; the others are not imported."""
     parser = argparse.ArgumentParser(prog=program, description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, (module, summary) in COMMANDS.items():
@@ -53,5 +51,4 @@ def _parser(program: str, chosen: Sequence[str]) -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what was measured is saved
     sys.exit(main())

@@ -1,19 +1,16 @@
-"""`python -m benchmarks group`: the largest group whose update fits, found by trying.
+"""Find the largest group whose update fits, by trying.
 
 A group is one prompt with n completions of full length, in one forward and backward; micro-batches smaller
-than a group would fit any. Each try is an update with its optimizer step, twice, in a process of its own: n
-doubles until memory runs out, then the interval is halved. Beside what was found stands what the memory
-planner predicts.
-
-On a CPU `--memory` sets by how much a process may grow, whatever libraries allocate for themselves included;
-the prediction does not count that. On CUDA the allocator itself refuses. On a CPU a server process imports
-the libraries once and forks for each try, so that a try starts at once; what they take does not count.
+than a group would fit any. Each try is two updates with their optimizer steps, in a process of its own: n
+doubles until memory runs out, then the interval is halved. Bytes are those of model, optimizer and update. On
+a CPU `--memory` limits by how much a process may grow, libraries included. On CUDA the allocator refuses.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -22,12 +19,11 @@ import torch
 from grpo_fast.config.policy import ModelConfig
 
 from . import measure, step
-from .contest import Contest, Entrant, Found
-from .models import add_models, architecture, chosen_models
-from .peers import choose_names
-from .session import ByDevice, add_common_arguments, add_sizes, check_common, run_session, sizes_of
+from .models import add_models, chosen_models
+from .peers import choose
+from .record import Measurement
+from .session import Shape, add_common_arguments, add_sizes, by_device, check_common, run_session, sizes_of
 
-PREDICTED = "ours, predicted"
 SIZES = {
     "prompt": (128, 16, "tokens of the prompt"),
     "completion": (1024, 32, "tokens of a completion"),
@@ -39,7 +35,7 @@ _TRY_SECONDS = 300.0
 
 @dataclass(frozen=True)
 class Probe:
-    """One group: `size` completions of `completion` tokens for one prompt, in one forward and backward."""
+    """`size` completions of `completion` tokens for one prompt, in one forward and backward."""
 
     implementation: str
     model: ModelConfig
@@ -50,120 +46,84 @@ class Probe:
     size: int = 0
 
 
-def run_probe(probe: Probe) -> Found:
-    """Two updates in a process of their own: beyond the budget it is out of memory.
-
-    Bytes are of model, optimizer and update together; the time is the second's, since the first compiles.
-    """
+def run_probe(probe: Probe, shape: Shape) -> Measurement:
+    """Try one size; beyond the budget it is out of memory."""
+    cell = Measurement(probe.implementation, shape)
     try:
         device = torch.device(probe.model.device)
-        (seconds, allocated), driver = measure.in_a_process(device, _try, probe, seconds=_TRY_SECONDS)
+        allocated, grown = measure.in_a_process(device, _try, probe, seconds=_TRY_SECONDS)
     except measure.Failure as failure:
-        return dict(zip(("status", "reason"), failure.args, strict=True))
-    memory = measure.Memory(allocated, driver)
-    status = measure.OK if memory.best <= probe.budget else measure.OOM
-    return {"status": status, "seconds": [seconds], "time": measure.summarise([seconds]), "memory": memory}
+        cell.status, cell.reason = failure.args
+        return cell
+    cell.peak_bytes = grown if allocated is None else allocated
+    cell.status = measure.OK if cell.peak_bytes <= probe.budget else measure.OOM
+    return cell
 
 
-def _try(probe: Probe) -> tuple[float, int | None]:
-    """Seconds of the second update, and the most bytes that torch had handed out, where it counts them."""
+def _try(probe: Probe) -> int | None:
+    """Update twice, since Adam's moments are there from the second time on; return torch's peak on a GPU."""
     device = torch.device(probe.model.device)
-    if device.type == "cuda":  # the allocator refuses what is beyond the budget
+    if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, probe.budget / total), device)
     lengths = [(probe.prompt, probe.completion)] * probe.size
     update = step.Update(probe.model, probe.layers, lengths, probe.size, sum(map(sum, lengths)))
-    watch = measure.Stopwatch(device)
-    prepared = step.entrant(probe.implementation, update).prepare()
+    prepared = step.PREPARE[probe.implementation](update)
     for _ in range(2):
-        seconds, _ = watch.time(lambda: prepared.run(watch))
+        prepared.run(measure.Stopwatch(device))
     prepared.close()
-    return seconds, torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
-def predict_group(probe: Probe) -> int | None:
-    """Completions of one prompt whose update the memory planner sees fit; None where not even two do."""
-    from grpo_fast.config.schema import TrainConfig
-    from grpo_fast.plan import device_budget, model_shape
-    from grpo_fast.plan.memory import Setup, step_bytes
-    from grpo_fast.plan.search import MOST_GENERATIONS
-    from grpo_fast.plan.sizes import StepSizes, largest
+def search(probe: Probe, shape: Shape, largest: int, deadline: float) -> Measurement:
+    """Double the group from one until memory runs out, then go halfway to what did not fit.
 
-    config = TrainConfig.model_validate(
-        {
-            "model": probe.model,
-            "dataset": {"source": "no data: only sizes are asked"},
-            "rewards": [{"reward": "none"}],
-            "rollout": {"engine": "transformers"},
-        }
-    )
-    shape = model_shape(architecture(probe.model.path, probe.layers), probe.model)
-    setup = Setup(config, shape, replace(device_budget(), total=probe.budget))
-    one = StepSizes(
-        prompts=1,
-        generations=2,
-        prompt_length=probe.prompt,
-        completion_length=probe.completion,
-        micro_batch_tokens=1 << 40,
-    )
-
-    def fits(size: int) -> bool:
-        parts = step_bytes(setup, replace(one, generations=size))
-        return sum(parts["update"].values()) <= probe.budget
-
-    return largest(2, MOST_GENERATIONS, fits)
-
-
-def predicted(probe: Probe) -> Found:
-    group = predict_group(probe)
-    if group is None:
-        return {"status": measure.OOM, "reason": "not even two"}
-    return {"metrics": {"largest_group": float(group)}}
-
-
-def search(probe: Probe, largest: int, deadline: float, share: float = 1.0) -> Found:
-    """The largest group that fits: doubled from one until memory runs out, then halfway to what did not fit.
-
-    Args:
-        deadline: on the monotonic clock; no try begins after `share` of the time that is left until then.
+    No try begins after the deadline, on the monotonic clock.
     """
-    deadline = time.monotonic() + share * (deadline - time.monotonic())
     fits, fails = 1, None
-    best: Found = {"status": measure.SKIPPED, "reason": measure.NO_TIME}
+    best = Measurement(probe.implementation, shape, measure.SKIPPED, measure.NO_TIME)
     while time.monotonic() < deadline:
         size = min(largest, 2 * fits) if fails is None else (fits + fails) // 2
         if size == fits:
             break
-        found = run_probe(replace(probe, size=size))
-        if found["status"] == measure.OK:
+        found = run_probe(replace(probe, size=size), shape)
+        if found.status == measure.OK:
             fits, best = size, found
-        elif found["status"] == measure.OOM:
+        elif found.status == measure.OOM:
             fails = size
         else:
             return found
-    if fits == 1:
-        return {"status": measure.OOM, "reason": "not even two fit"} if fails else best
-    metrics = {"largest_group": float(fits)} | ({"smallest_that_fails": float(fails)} if fails else {})
-    reason = "" if fails == fits + 1 else "at least: the next size was not tried"
-    return best | {"metrics": metrics, "reason": reason}
+    if fits > 1:
+        best.metrics = {"largest_group": float(fits)}
+        best.reason = "" if fails == fits + 1 else "at least: the next size was not tried"
+    elif fails:
+        best.status, best.reason = measure.OOM, "not even two fit"
+    return best
+
+
+def search_all(
+    probes: Sequence[Probe], shape: Shape, largest: int, deadline: float, _: int
+) -> list[Measurement]:
+    """Search one implementation after the other; each has its share of the time that is left."""
+    cells = []
+    for index, probe in enumerate(probes):
+        left = (deadline - time.monotonic()) / (len(probes) - index)
+        cells.append(search(probe, shape, largest, time.monotonic() + left))
+    return cells
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_common_arguments(parser, minutes=10, repeats=1)
     add_models(parser, ["Qwen2.5-1.5B", "Qwen2.5-0.5B"], ["SmolLM2-135M"], cpu_layers=1)
     add_sizes(parser, SIZES)
-    parser.add_argument(
-        "--memory",
-        type=float,
-        metavar="GIB",
-        default=ByDevice(None, _CPU_GIB),
-        help=f"of a process beyond its libraries (all of a GPU; on a CPU {_CPU_GIB})",
-    )
+    of_memory = f"of a process beyond its libraries (all of a GPU; on a CPU {_CPU_GIB})"
+    memory = by_device(None, _CPU_GIB)
+    parser.add_argument("--memory", type=float, metavar="GIB", default=memory, help=of_memory)
 
 
 def main(options: argparse.Namespace) -> int:
-    device, deadline = check_common(options), time.monotonic() + 60 * options.minutes
-    names = choose_names(list(step.IMPLEMENTATIONS), options.impl)
+    device = check_common(options)
+    names = choose(list(step.IMPLEMENTATIONS), options.impl)
     if options.memory is None:
         options.memory = torch.cuda.get_device_properties(device).total_memory / 2**30
     if not options.memory > 0:
@@ -171,15 +131,10 @@ def main(options: argparse.Namespace) -> int:
     tokens = sizes_of(options, SIZES)
     largest = tokens.pop("largest")
     measure.preload(step.__name__, *["trl.trainer.grpo_trainer"] * (step.TRL in names))
-    contests = []
+    bouts = []
     for model, shape in chosen_models(options):
-        of = partial(Probe, model=model, layers=shape["layers"], **tokens, budget=int(options.memory * 2**30))
-        entrants = [
-            Entrant(name, partial(search, of(name), largest, deadline, 1 / (len(names) - before)))
-            for before, name in enumerate(names)
-        ]
-        if step.OURS in names:
-            entrants.append(Entrant(PREDICTED, partial(predicted, of(step.OURS))))
+        budget = int(options.memory * 2**30)
+        probes = [Probe(name, model, shape["layers"], **tokens, budget=budget) for name in names]
         shape |= {**tokens, "memory_gib": options.memory, "dtype": options.dtype}
-        contests.append(Contest(shape, entrants, device))
-    return run_session(options, contests)
+        bouts.append((shape, partial(search_all, probes, shape, largest)))
+    return run_session(options, bouts)

@@ -1,15 +1,11 @@
-"""Runs the quickstart over several seeds and records held-out score before → after, with times.
+"""Run a recipe over several seeds and record its held-out score before and after, with times.
 
-Runs in a record of before stay in it, but for those of the same seed, dtype and vector instructions. A CPU of
-another kind can be pretended: `ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2`.
-
-`python -m benchmarks.quickstart --seeds 0 1 2 --json benchmarks/results/quickstart_cpu.json`
+`ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2` emulates a CPU without AVX-512.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 import tempfile
@@ -29,7 +25,7 @@ from .record import write_json
 
 
 def run_recipe(recipe: str, seed: int, overrides: Sequence[str]) -> dict[str, Any]:
-    """One run in a process of its own, and what it recorded."""
+    """Train in a process of its own, and return what the run recorded."""
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
         given = [recipe, f"output_dir={run_dir}", f"seed={seed}", *overrides]
@@ -54,26 +50,18 @@ def run_recipe(recipe: str, seed: int, overrides: Sequence[str]) -> dict[str, An
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.quickstart", description=__doc__)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--recipe", default="quickstart")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--json", type=Path, help="where to write the record; every finished run is in it")
+    parser.add_argument("--json", type=Path, help="where to write the record, after every run")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
-    args = parser.parse_args()
-    runs: dict[tuple[str, int], dict[str, Any]] = {}
-    if args.json and args.json.exists():
-        before = json.loads(args.json.read_text(encoding="utf-8"))
-        if [before["recipe"], before["overrides"]] != [args.recipe, args.overrides]:
-            parser.error(f"--json: {args.json} is a record of {before['recipe']} {before['overrides']}")
-        runs = {(run["arithmetic"], run["seed"]): run for run in before["runs"]}
-    for seed in args.seeds:
-        run = run_recipe(args.recipe, seed, args.overrides)
-        runs[run["arithmetic"], seed] = run
-        scores = (run[part] for part in ("before", "after"))
+
+
+def main(options: argparse.Namespace) -> int:
+    runs = []
+    for seed in options.seeds:
+        runs.append(run_recipe(options.recipe, seed, options.overrides))
+        scores = (runs[-1][part] for part in ("before", "after"))
         print(f"seed {seed}:", " → ".join(score_text(found["score"], found["interval"]) for found in scores))
-        write_json(args.json, {"recipe": args.recipe, "overrides": args.overrides, "runs": [*runs.values()]})
-
-
-if __name__ == "__main__":
-    main()
+        write_json(options.json, {"recipe": options.recipe, "overrides": options.overrides, "runs": runs})
+    return 0

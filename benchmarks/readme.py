@@ -1,7 +1,7 @@
-"""`python -m benchmarks readme`: writes the tables of README.md and docs/ from the checked-in records.
+"""Write the tables of README.md and docs/ from the records.
 
-Between `<!-- table: NAME -->` and `<!-- end -->` stands the table of `benchmarks/results/NAME.json`, as
-`readme.md.j2` writes it.
+Between `<!-- table: NAME -->` and `<!-- end -->` stands the table of `benchmarks/results/NAME.json`, with a
+line that says where its numbers were made.
 """
 
 from __future__ import annotations
@@ -9,186 +9,122 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
-import math
 import os
 import re
 import shlex
-from collections.abc import Iterator, Sequence
-from itertools import chain, groupby
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment
-from pydantic import TypeAdapter
-
 from grpo_fast.record.summary import duration_text, score_text
 
-from .accuracy import is_wrong
-from .measure import SKIPPED
-from .problem import PRODUCT
-from .record import Measurement, Record
-from .tables import DASH, ERRORS, OURS, STATES, label, number, shapes_of, split_axes
+from .record import read
+from .tables import DASH, markdown, table
 
 HERE = Path(__file__).resolve().parent
 _REGION = re.compile(r"(<!-- table: (?P<name>\S+) -->\n)(?P<body>.*?)(<!-- end -->)", re.DOTALL)
-_OPENED = re.compile(r"<!-- table: ")
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 on a difference")
-    pages = [HERE.parent / "README.md", *sorted((HERE.parent / "docs").glob("*.md"))]
-    parser.add_argument(
-        "--files", type=Path, nargs="+", default=pages, help="README.md and docs/*.md unless given"
-    )
-    parser.add_argument("--results", type=Path, default=HERE / "results", help="folder of the records")
-
-
-def main(options: argparse.Namespace) -> int:
-    """
-    Raises:
-        ValueError: no such file, a marker without its end, or a record that is missing or has no table.
-    """
-    changed = False
-    for page in options.files:
-        if not page.is_file():
-            raise ValueError(f"there is no {page}: run this in a checkout, or give --files")
-        before = page.read_text(encoding="utf-8")
-        if len(_REGION.findall(before)) != len(_OPENED.findall(before)):
-            raise ValueError(
-                f"{page}: a `<!-- table: NAME -->` has no `<!-- end -->`, or another table before it"
-            )
-
-        def filled(region: re.Match[str], folder: Path = page.parent) -> str:
-            path = options.results / f"{region['name']}.json"
-            return f"{region[1]}{render(path, link=os.path.relpath(path, folder))}\n{region[4]}"
-
-        after = _REGION.sub(filled, before)
-        changed |= before != after
-        if options.check:
-            found, expected = before.splitlines(), after.splitlines()
-            for line in difflib.unified_diff(found, expected, f"{page} is", "should be", n=0):
-                print(line.rstrip("\n"))
-        elif before != after:
-            page.write_text(after, encoding="utf-8")
-    return int(changed and options.check)
 
 
 def render(path: Path, link: str) -> str:
-    """The table of one file of `benchmarks/results`, with its origin and a `link` to the record.
+    """Return the table of one record, and its origin with a `link` to the file.
 
     Raises:
         ValueError: the file is missing, or of no kind that has a table.
     """
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        known = ", ".join(sorted(file.stem for file in path.parent.glob("*.json")))
-        raise ValueError(f"{path} cannot be read as a record ({error}); there are {known}") from error
-    templates = Environment(trim_blocks=True, lstrip_blocks=True)
-    templates.filters |= {
-        "measurements": measurements,
-        "bias": bias,
-        "score": lambda found: score_text(found["score"], found["interval"]),
-        "duration": duration_text,
-        "join_command": shlex.join,
-    }
-    template = templates.from_string((HERE / "readme.md.j2").read_text(encoding="utf-8"))
-    if not (text := template.render(record=record, link=link).strip()):
-        raise ValueError(f"{path} is of no kind that has a table: it holds {', '.join(record) or 'nothing'}")
-    return text
+        raise ValueError(f"{path} cannot be read as a record: {error}") from error
+    if "schema" in found:
+        record = read(path)
+        title, *shown = table(record.cells, brief=True)
+        text, origin = markdown(*shown), _origin(record.environment, title, record.environment["command"])
+    elif "recipe" in found:
+        text, origin = _recipe(found)
+    elif "study" in found:
+        text = "\n\n".join(markdown(one["heads"], one["rows"]) for one in found["tables"])
+        origin = _origin(found["environment"], found["study"])
+    elif "what_fits" in found:
+        text, origin = _what_fits(found)
+    else:
+        raise ValueError(f"{path} is of no kind that has a table: it holds {', '.join(found)}")
+    return f"{text}\n\n{origin} · [record]({link})"
 
 
-def measurements(found: dict[str, Any]) -> dict[str, Any]:
-    """Implementations down, the fastest at the first shape on top; shapes across, then the worst errors and
-    the largest memory."""
-    record = TypeAdapter(Record).validate_python(found)
-    constant, varying = split_axes(record.cells)
-    shapes = shapes_of(record.cells)
-    cells = [cell for cell in record.cells if cell.status != SKIPPED]
-    names = dict.fromkeys(cell.implementation for cell in cells)
-    errors = [name for name in ERRORS if any(name in cell.accuracy for cell in cells)]
-    has_memory = any(cell.peak_bytes is not None for cell in cells)
-    unit = "largest group" if record.kind == "group" else "ms"
-    heads = ["implementation", *(", ".join(filter(None, (label(of, varying), unit))) for of in shapes)]
-    heads += [f"worst {ERRORS[name]}".replace("|", "\\|") for name in errors]
-    heads += ["most extra MiB"] * has_memory
-
-    rows: list[tuple[list[float], list[str]]] = []  # the times, and the text
-    for name in names:
-        mine = [cell for cell in cells if cell.implementation == name]
-        at_shapes = [next((cell for cell in mine if cell.shape == shape), None) for shape in shapes]
-        mark = "**" if name.startswith(OURS) else "*" if name == PRODUCT else ""
-        row = [f"{mark}{name}{mark}", *map(_value, at_shapes)]
-        row += [_worst([cell.accuracy[error] for cell in mine if error in cell.accuracy]) for error in errors]
-        peaks = [cell.peak_bytes for cell in mine if cell.peak_bytes is not None]
-        row += [f"{max(peaks) / 2**20:,.0f}" if peaks else DASH] * has_memory
-        rows.append(([cell.time.median if cell and cell.time else math.inf for cell in at_shapes], row))
-    rows.sort(key=itemgetter(0))
-    absent = [cell for cell in record.cells if cell.status == SKIPPED and cell.implementation not in names]
-    reasons = {cell.implementation: cell.reason for cell in absent}
-    return {
-        "heads": heads,
-        "rows": [row for _, row in rows],
-        "constant": label(constant),
-        "skipped": [
-            f"{', '.join(name for name in reasons if reasons[name] == reason)} ({reason})"
-            for reason in dict.fromkeys(reasons.values())
-        ],
-    }
+def _origin(about: dict[str, Any], fact: str, command: list[str] | None = None) -> str:
+    made = f"repeat: `{shlex.join(command)}`" if command else f"at revision {about['revision']}"
+    where = f"{about['device']} · torch {about['versions']['torch']} · {about['started'][:10]}"
+    return f"{fact} · {where} · {made}"
 
 
-def _value(cell: Measurement | None) -> str:
-    """The largest group, the time, or why there is none."""
-    if cell is None:
-        return DASH
-    if "largest_group" in cell.metrics:
-        return f"{cell.metrics['largest_group']:,.0f}"
-    if cell.time is None:
-        return STATES.get(cell.status, DASH)
-    return f"{number(cell.time.median)}{' **wrong**' if is_wrong(cell.accuracy) else ''}"
+def _recipe(found: dict[str, Any]) -> tuple[str, str]:
+    rows, runs, overrides = [], found["runs"], found["overrides"]
+    for run in runs:
+        before, after = run["before"], run["after"]
+        row = {
+            "seed": str(run["seed"]),
+            "before": score_text(before["score"], before["interval"]),
+            "after": score_text(after["score"], after["interval"]),
+            "points": f"{100 * (after['score'] - before['score']):+.1f}",
+            **({"arithmetic": run["arithmetic"]} if "arithmetic" in run else {}),
+        }
+        if not overrides:
+            row |= {"training": duration_text(run["seconds_training"])}
+            row |= {"whole command": duration_text(run["seconds_wall"])}
+        rows.append(row)
+    recipe = ["--recipe", found["recipe"]] if found["recipe"] != "quickstart" else []
+    command = ["python", "-m", "benchmarks", "quickstart", *recipe, *overrides]
+    fact = f"{runs[0]['after']['n']} held-out questions, 95 % intervals"
+    text = markdown(list(rows[0]), [[*row.values()] for row in rows])
+    return text, _origin(runs[0]["provenance"], fact, command)
 
 
-def _worst(errors: Sequence[float]) -> str:
-    """NaN is the worst."""
-    largest = max(errors, key=lambda error: (math.isnan(error), error), default=None)
-    return DASH if largest is None else f"{largest:.1e}"
+def _what_fits(found: dict[str, Any]) -> tuple[str, str]:
+    cells, step, rows = found["what_fits"], found["step"], {}
+    for cell in cells:
+        group = f"{cell['group']:,}" if cell["group"] else DASH
+        context = f" · {cell['context']['tokens'] // 1000:,} K" if cell["context"] else ""
+        model = cell["model"] if cell["training"] == "full" else ""
+        rows.setdefault((cell["model"], cell["training"]), [model, cell["training"]]).append(group + context)
+    gpus = dict.fromkeys(f"{cell['gpu']}, {cell['bytes'] / 2**30:.0f} GiB" for cell in cells)
+    origin = (
+        "Largest group · largest context in thousands of tokens, predicted · group: a prompt of "
+        f"{step['prompt_length']} tokens with its completions of up to {step['completion_length']:,} in one "
+        "micro-batch (in several, any group fits where a context does); context: of a prompt and its "
+        f"completion, {step['generations']} of each prompt, one in a micro-batch; LoRA of rank 16; a host "
+        "with twice the GPU's memory · repeat: `grpo-fast plan --table`"
+    )
+    return markdown(["model", "training", *gpus], list(rows.values())), origin
 
 
-def bias(record: dict[str, Any]) -> Iterator[tuple[list[str], list[list[str]]]]:
-    """Heads and rows of three tables: batches at the default tolerance, tolerances at the largest batch with
-    several, and means of draws. Errors of dX, dW and behind the head are in units of rounding's.
+def filled(page: Path, results: Path) -> str:
+    """Return the text of a page with its tables as the records have them.
+
+    Raises:
+        ValueError: a marker without its end, or a record that is missing or has no table.
     """
-    batches, tolerances, draws = [], {}, []
-    for model in record["bias"]:
-        name = f"V {model['vocabulary']:,}"
-        for _, of_shape in groupby(model["cells"], lambda c: (c["tokens"], c["lengths"], c["mean"])):
-            rounded, filtered, *cells = of_shape
-            pairs = list(zip(cells[::2], cells[1::2], strict=True))
-            tokens, rows = f"{rounded['tokens']:,}", []
-            for drawn, dropped in pairs:
-                kept = [f"{100 * drawn['density']:.2f} %", f"{drawn['entries']:.0f}"]
-                errors = [_in_units(cell, rounded) for cell in (drawn, dropped, filtered)]
-                certificate = f"{drawn['hidden_certificate']:.2f} · {drawn['weight_certificate']:.2f}"
-                rows.append([name, tokens, f"{drawn['tolerance']:g}", *kept, certificate, *errors[:2]])
-                if drawn["tolerance"] == record["default"]:
-                    mean = f"{rounded['mean']}s of {' and '.join(f'{n:,}' for n in rounded['lengths'])}"
-                    blocks = f"{100 * filtered['density']:.0f} %: {errors.pop()}"
-                    batches.append([name, tokens, mean, f"{rounded['behind']:.1e}", *kept, *errors, blocks])
-            if len(rows) > 1:
-                tolerances[name] = rows
-        of = model["draws"]
-        means = [
-            f"{of['ratio'][part]:.2f} ± {of['spread'][part]:.2f}" for part in ("hidden", "weight", "behind")
-        ]
-        draws.append([name, f"{of['tokens']:,}", f"{of['draws']}", *means])
-    kept, errors = ["pairs kept", "entries a row"], ["drawn: dX · dW · behind", "dropped"]
-    where = ["rows", "tokens"]
-    yield [*where, "mean over", "rounding, behind", *kept, *errors, "Cut Cross Entropy's filter"], batches
-    yield [*where, "tolerance", *kept, "certificate: dX · dW", *errors], [*chain(*tolerances.values())]
-    yield [*where, "draws", "n·mean error² / mean of error²: dX", "dW", "behind"], draws
+    text = page.read_text(encoding="utf-8")
+    if len(_REGION.findall(text)) != text.count("<!-- table: "):
+        raise ValueError(f"{page}: a `<!-- table: NAME -->` has no `<!-- end -->`")
+
+    def fill(region: re.Match[str]) -> str:
+        path = results / f"{region['name']}.json"
+        return f"{region[1]}{render(path, link=os.path.relpath(path, page.parent))}\n{region[4]}"
+
+    return _REGION.sub(fill, text)
 
 
-def _in_units(cell: dict[str, Any], rounded: dict[str, Any]) -> str:
-    ratios = (cell[name] / rounded[name] for name in ("hidden", "weight", "behind"))
-    return " · ".join(f"{ratio:.0f}" if ratio >= 10 else f"{ratio:.2g}" for ratio in ratios)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 on a difference")
+
+
+def main(options: argparse.Namespace) -> int:
+    changed = False
+    for page in (HERE.parent / "README.md", *sorted((HERE.parent / "docs").glob("*.md"))):
+        before, after = page.read_text(encoding="utf-8"), filled(page, HERE / "results")
+        changed |= before != after
+        if options.check:
+            lines = before.splitlines(), after.splitlines()
+            print(*difflib.unified_diff(*lines, str(page), "should be", n=0, lineterm=""), sep="\n")
+        else:
+            page.write_text(after, encoding="utf-8")
+    return int(changed and options.check)

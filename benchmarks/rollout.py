@@ -1,7 +1,7 @@
-"""`python -m benchmarks rollout`: an engine's cycle: generate, sleep, sync, wake.
+"""Measure an engine's cycle: generate, sleep, sync, wake.
 
-Random weights, so that (almost) no completion ends before the limit: the work is known. Prompts have real
-lengths. Tokens per second are of the whole cycle.
+Weights are random, so that almost no completion ends before the limit. Prompts have real lengths. Tokens per
+second are those of the whole cycle.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from grpo_fast.config.rollout import RolloutConfig
 from grpo_fast.rollout import make_engine, sampling_of
 
 from . import models
-from .contest import TOKENS, Contest, Entrant, Prepared
+from .contest import Entrant, Prepared, measure_in_turns
 from .measure import Stopwatch
-from .peers import choose_names
+from .peers import choose
 from .session import add_common_arguments, add_sizes, check_common, run_session, sizes_of
 
 ENGINES = ("transformers", "vllm")
@@ -33,13 +33,14 @@ SIZES = {
 def prepare(
     model: ModelConfig, layers: int, seed: int, prompts: Sequence[Sequence[int]], config: RolloutConfig
 ) -> Prepared:
-    """An awake engine around a policy of its own."""
+    """Start an engine around a policy of its own."""
     policy = models.make_policy(model, layers, seed)
     longest = max(map(len, prompts)) + config.max_completion_length
     engine = make_engine(config, policy, max_length=longest)
     engine.__enter__()
     sampling = sampling_of(config, seed=seed)
     generated: list[int] = []
+    metrics: dict[str, float] = {}
 
     def run(watch: Stopwatch) -> None:
         with watch.phase("generate"):
@@ -51,12 +52,9 @@ def prepare(
         with watch.phase("wake"):
             engine.wake()
         generated.append(sum(len(c.token_ids) for completions in groups for c in completions))
+        metrics["tokens"] = float(statistics.median(generated))
 
-    def metrics(seconds: float) -> dict[str, float]:
-        tokens = statistics.median(generated)
-        return {TOKENS: tokens / seconds, "tokens": float(tokens)}
-
-    return Prepared(run, metrics=metrics, close=lambda: engine.__exit__(None, None, None))
+    return Prepared(run, metrics, close=lambda: engine.__exit__(None, None, None))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,9 +65,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     device = check_common(options)
-    names = choose_names(list(ENGINES), options.impl) if options.impl else _USUAL[options.device]
+    names = choose(list(ENGINES), options.impl) if options.impl else _USUAL[options.device]
     lengths = models.draw_lengths(options.prompts, 1, options.seed)
-    contests = []
+    bouts = []
     for model, shape in models.chosen_models(options):
         samples, _ = models.make_samples(lengths, 1, models.vocabulary_of(model.path), options.seed)
         prompts = [samples.prompt_of(row).tolist() for row in range(len(samples))]
@@ -82,5 +80,5 @@ def main(options: argparse.Namespace) -> int:
             entrants.append(Entrant(name, partial(prepare, *common, config)))
         tokens = sum(map(len, prompts))
         shape |= {**sizes_of(options, SIZES), "prompt_tokens": tokens, "dtype": options.dtype}
-        contests.append(Contest(shape, entrants, device, wall=True))
-    return run_session(options, contests)
+        bouts.append((shape, partial(measure_in_turns, shape, entrants, device)))
+    return run_session(options, bouts)

@@ -1,14 +1,10 @@
-"""`python -m benchmarks step`: one policy update of a real architecture, phase by phase, three ways.
+"""Measure one policy update of a real architecture, phase by phase, ours and TRL's.
 
-Random weights, sequences of real lengths. `ours` does what the trainer does in an update of one optimiser
-step: pack, forward to the last hidden states, fused head and loss, backward, optimizer. `torch full logits`
-puts the whole logits in the head's place. `TRL` is the loss of its GRPOTrainer on padded batches. The loss is
-DAPO's; the learning rate is so small that the weights stay, and losses and gradient norms of all three can be
-compared.
-
-Tokens per second and the share of the ceiling (model FLOP utilisation, against a product measured in the same
-run) count every sequence with its own prompt and without padding, for all implementations alike: sharing
-prompts shows as speed, padding as the lack of it.
+Weights are random, sequences have real lengths. `ours` does what the trainer does in one optimizer step:
+pack, forward to the last hidden states, fused head and loss, backward, optimizer. `TRL` is the loss of its
+GRPOTrainer on padded batches. The loss is DAPO's. The learning rate is so small that the weights stay, so
+that losses and gradient norms can be compared. Tokens per second count every sequence with its own prompt and
+without padding, for both.
 """
 
 from __future__ import annotations
@@ -18,33 +14,38 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from grpo_fast.config.policy import ModelConfig, OptimizerConfig
-from grpo_fast.head import HeadParameters, linear_grpo_loss
-from grpo_fast.objective import LossInputs, StepTotals, policy_loss
+from grpo_fast.head import linear_grpo_loss
+from grpo_fast.objective import GRPOLossConfig
 from grpo_fast.policy import PackedBatch, Policy, PolicyOptimizer, pack
 
 from . import models
-from .contest import FLOPS, TOKENS, Contest, Entrant, Prepared
-from .machine import square_product
+from .contest import Entrant, Prepared, measure_in_turns
 from .measure import Stopwatch
-from .peers import choose_names
+from .peers import choose
 from .session import add_common_arguments, add_sizes, check_common, run_session, sizes_of
-from .trainers import LOSS, TRL_LOSS, in_phase, small_words, trl_trainer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from trl import GRPOTrainer
 
 SIZES = {
     "prompts": (16, 1, "of the update"),
     "group": (16, 4, "completions a prompt"),
     "micro_batch_tokens": (16_384, 512, "of a forward and backward"),
 }
-OURS, FULL, TRL = IMPLEMENTATIONS = ("ours", "torch full logits", "TRL")
+OURS, TRL = IMPLEMENTATIONS = ("ours", "TRL")
 FORWARD, HEAD, BACKWARD, OPTIMIZER, PACK = "forward", "head and loss", "backward", "optimizer", "pack"
+LOSS = GRPOLossConfig(loss_type="dapo", epsilon_low=0.2, epsilon_high=0.28)
+TRL_LOSS = {"loss_type": "dapo", "epsilon": 0.2, "epsilon_high": 0.28, "beta": 0.0}
+"""The same for GRPOConfig."""
 _STILL = OptimizerConfig(learning_rate=1e-12)
 
 
@@ -78,9 +79,10 @@ class Update:
         loss_of: Callable[[Any, Stopwatch], Tensor],
         close: Callable[[], object] = lambda: None,
     ) -> Prepared:
-        """An implementation by its micro-batches and the loss of each."""
+        """Make an implementation from its micro-batches and the loss of each."""
         policy, optimizer = self.policy, self.optimizer
-        last: dict[str, float] = {}  # shows that all implementations compute the same
+        # Loss and norm show that all implementations compute the same.
+        last = {"tokens": float(sum(map(sum, self.lengths)))}
 
         def run(watch: Stopwatch) -> None:
             policy.base_model.set_attn_implementation(attention)
@@ -94,24 +96,12 @@ class Update:
                 last["grad_norm"] = optimizer.step()
             last["loss"] = float(torch.stack(losses).sum())
 
-        def metrics(_: float) -> dict[str, float]:
-            held = [*policy.model.parameters(), *optimizer.state_tensors().values()]
-            return last | {"held_bytes": float(sum(tensor.nbytes for tensor in held))}
-
-        work = {
-            FLOPS: models.update_flops(policy.base_model, self.lengths),
-            TOKENS: sum(map(sum, self.lengths)),
-        }
-        return Prepared(run, work, metrics, close=close)
+        return Prepared(run, last, close=close)
 
 
-def entrant(name: str, update: Update) -> Entrant:
-    """The named implementation of the update."""
-    return Entrant(name, partial(_trl, update) if name == TRL else partial(_packed, name, update))
-
-
-def _packed(name: str, update: Update) -> Prepared:
+def prepare_ours(update: Update) -> Prepared:
     policy = update.policy
+    head = policy.head
 
     def batches(watch: Stopwatch) -> list[PackedBatch]:
         with watch.phase(PACK):
@@ -121,9 +111,6 @@ def _packed(name: str, update: Update) -> Prepared:
         with watch.phase(FORWARD):
             hidden = policy.hidden_states(batch)
         with watch.phase(HEAD):
-            if name == FULL:
-                return full_logits_loss(policy.head, hidden, batch, update.totals)
-            head = policy.head
             return linear_grpo_loss(
                 hidden,
                 head.weight.detach(),
@@ -141,56 +128,26 @@ def _packed(name: str, update: Update) -> Prepared:
     return update.prepared(policy.base_model.config._attn_implementation, batches, loss_of)
 
 
-def full_logits_loss(
-    head: HeadParameters, hidden: Tensor, batch: PackedBatch, totals: StepTotals | None = None
-) -> Tensor:
-    """By the logits of all tokens at once."""
-    log_p = F.linear(hidden, head.weight, head.bias).float().log_softmax(-1)
-    with torch.no_grad():
-        entropy = -(log_p.exp() * log_p).sum(-1)
-    inputs = LossInputs(
-        logprobs=log_p.gather(-1, batch.targets[:, None]).squeeze(-1),
-        advantages=batch.columns["advantages"],
-        sequence_ids=batch.sequence_ids,
-        loss_mask=torch.ones_like(batch.targets, dtype=torch.bool),
-        num_sequences=batch.num_sequences,
-        entropy=entropy,
-        totals=totals,
-    )
-    return policy_loss(inputs, LOSS).loss
-
-
-def _trl(update: Update) -> Prepared:
-    """The loss of a GRPOTrainer around the same model, which never trains itself."""
+def prepare_trl(update: Update) -> Prepared:
+    """Take the loss of a GRPOTrainer around the same model, which never trains itself."""
     from transformers.utils import is_flash_attn_2_available
-    from trl import GRPOTrainer
 
-    policy = update.policy
-    batches = _padded(update)
-    folder = tempfile.TemporaryDirectory()
+    policy, batches, folder = update.policy, _padded(update), tempfile.TemporaryDirectory()
     options = {
         **TRL_LOSS,
         "per_device_train_batch_size": 2,
         "num_generations": 2,
         "gradient_accumulation_steps": len(batches),
-        "gradient_checkpointing": False,  # as the model was made, for all
+        "gradient_checkpointing": False,  # as in the model of both
         "use_cpu": policy.device.type == "cpu",
     }
-    trainer = trl_trainer(
-        GRPOTrainer,
-        folder.name,
-        policy.model,
-        policy.tokenizer,
-        prompts=("w0",),
-        reward=small_words,
-        **options,
-    )
+    trainer = trl_trainer(folder.name, policy.model, policy.tokenizer, prompts=("a",), **options)
     trainer.current_gradient_accumulation_steps = len(batches)
     layers = policy.base_model.base_model
     forward = layers.forward
 
     def loss_of(batch: dict[str, Tensor], watch: Stopwatch) -> Tensor:
-        with watch.phase(HEAD), mock.patch.object(layers, "forward", in_phase(forward, watch, FORWARD)):
+        with watch.phase(HEAD), mock.patch.object(layers, "forward", watch.phase(FORWARD)(forward)):
             return trainer.compute_loss(policy.model, batch)
 
     flash = is_flash_attn_2_available() and policy.head.weight.element_size() == 2
@@ -199,9 +156,9 @@ def _trl(update: Update) -> Prepared:
 
 
 def _padded(update: Update) -> list[dict[str, Tensor]]:
-    """TRL's inputs: prompts padded on the left, completions on the right, to the longest of the update.
+    """Return TRL's inputs: prompts padded on the left, completions on the right, to the longest of all.
 
-    As many sequences at once as the budget of a micro-batch holds.
+    A micro-batch has as many sequences as its budget holds.
     """
     table = update.samples
     tensors = {"advantages": table.columns["advantages"][table.offsets[:-1]]}
@@ -217,6 +174,46 @@ def _padded(update: Update) -> list[dict[str, Tensor]]:
     return [dict(zip(tensors, part, strict=True)) | tokens for part in parts]
 
 
+def share_of_digits(completions: list[str], **_: Any) -> list[float]:
+    """Reward digits: every completion scores, so that every group has spread."""
+    return [sum(c.isdigit() for c in text) / max(1, len(text)) for text in completions]
+
+
+def trl_trainer(
+    folder: str,
+    model: PreTrainedModel | Path,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    prompts: Sequence[str],
+    **options: Any,
+) -> GRPOTrainer:
+    """Make a GRPOTrainer that writes and prints nothing; `options` are GRPOConfig's.
+
+    A model that is given as a folder is loaded in float32, with its tokenizer.
+    """
+    from datasets import Dataset
+    from datasets.table import InMemoryTable
+    from transformers import AutoTokenizer, PrinterCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    if isinstance(model, Path):
+        options["model_init_kwargs"] = {"dtype": "float32"}  # the masters; bf16 is TRL's autocast over them
+    usual = {"save_strategy": "no", "report_to": [], "disable_tqdm": True, "logging_steps": 1, "bf16": False}
+    trainer = GRPOTrainer(
+        model=str(model) if isinstance(model, Path) else model,
+        reward_funcs=share_of_digits,
+        args=GRPOConfig(output_dir=folder, **usual | options),
+        # With a fingerprint, because some versions of pyarrow cannot be hashed.
+        train_dataset=Dataset(InMemoryTable.from_pydict({"prompt": prompts}), fingerprint="prompts"),
+        processing_class=tokenizer or AutoTokenizer.from_pretrained(model),
+    )
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+PREPARE = dict(zip(IMPLEMENTATIONS, (prepare_ours, prepare_trl), strict=True))
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_common_arguments(parser, minutes=8, repeats=9)
     gpu = ["Qwen2.5-1.5B", "Qwen2.5-0.5B", "Qwen2.5-7B", "Llama-3.1-8B"]
@@ -226,14 +223,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     device = check_common(options)
-    names = choose_names(list(IMPLEMENTATIONS), options.impl)
-    sizes = sizes_of(options, SIZES)
+    names, sizes = choose(IMPLEMENTATIONS, options.impl), sizes_of(options, SIZES)
     lengths = models.draw_lengths(options.prompts, options.group, options.seed)
-    contests = []
+    bouts = []
     for model, shape in models.chosen_models(options):
-        of_model = model, shape["layers"], lengths
-        update = Update(*of_model, options.group, options.micro_batch_tokens, options.seed)
+        given = model, shape["layers"], lengths, options.group, options.micro_batch_tokens, options.seed
+        update = Update(*given)
         shape |= {**sizes, "tokens": sum(map(sum, lengths)), "dtype": options.dtype}
-        entrants = [square_product(options.dtype, device), *(entrant(name, update) for name in names)]
-        contests.append(Contest(shape, entrants, device))
-    return run_session(options, contests)
+        entrants = [Entrant(name, partial(PREPARE[name], update)) for name in names]
+        bouts.append((shape, partial(measure_in_turns, shape, entrants, device)))
+    return run_session(options, bouts)

@@ -1,178 +1,103 @@
-"""Measurements as a person reads them: how shapes and numbers are said, and one table a shape."""
+"""Measurements as a person reads them: one table, on the screen and in the documents."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from .accuracy import is_wrong
-from .contest import BYTES, FLOPS, TOKENS
 from .measure import SKIPPED
-from .problem import NAMES
+from .problem import PRODUCT
 from .record import Measurement
 
-Shape = dict[str, Any]
-DASH = "\N{EN DASH}"
-TIMES = "\N{MULTIPLICATION SIGN}"
-OURS, REMARK = "ours", "remark"
-STATES = {"oom": "out of memory", "failed": "failed"}
-ERRORS = {"logprob": "|Δlogp|", "loss": "|Δloss|", "hidden_gradient": "dX", "weight_gradient": "dW"}
-_RATES = {
-    FLOPS: ("TFLOP/s", 1e12),
-    BYTES: ("GB/s", 1e9),
-    TOKENS: ("tokens/s", 1.0),
-    "share_of_ceiling": ("of ceiling", 1.0),
+DASH, TIMES = "\N{EN DASH}", "\N{MULTIPLICATION SIGN}"
+ERRORS = {
+    **{"logprob": "|Δlogp|", "loss": "|Δloss|", "hidden_gradient": "dX", "weight_gradient": "dW"},
+    "behind": "behind",
 }
-_IN_THE_RECORD_ALONE = (
-    *("output_bytes", "product_seconds", "first_call_seconds"),
-    *("weight_error", "largest_scale"),
-)
-_BOUNDS = "_lower", "_upper"  # of a metric's interval
+_STATES = {"oom": "out of memory", "failed": "failed"}
 _LETTERS = {"tokens": "N", "hidden": "H", "vocabulary": "V"}
-EXPLANATION = (
-    "Times are medians of repetitions that took turns (A B C A B C), in milliseconds. TFLOP/s and GB/s of a "
-    "head are of a dense computation: leaving work out raises them. |Δlogp|: largest error in nats; |Δloss|: "
-    "absolute; dX and dW: relative errors, against an oracle in float64 (float32 on GPUs without). Memory: "
-    "peak beyond the inputs, results included."
-)
 
 
-# Shapes and numbers ---------------------------------------------------------------------------------------
+def table(cells: Sequence[Measurement], *, brief: bool = False) -> tuple[str, list[str], list[list[str]]]:
+    """Return title, heads and rows of all measurements but the skipped ones, the fastest first at each shape.
 
+    The title has what all shapes agree on, the first columns have the rest. Empty columns are left out.
 
-def shapes_of(cells: Sequence[Measurement]) -> list[Shape]:
-    """Each once, in the order of the measurements."""
-    return list({repr(cell.shape): cell.shape for cell in cells}.values())
-
-
-def by_shape(
-    cells: Sequence[Measurement], names: Sequence[str] | None = None
-) -> Iterator[tuple[str, list[Measurement]]]:
-    """The measurements at each shape, and how it is said by the names of the parts that tell it apart."""
-    for shape in shapes_of(cells):
-        yield label(shape, names) or label(shape), [cell for cell in cells if cell.shape == shape]
-
-
-def split_axes(cells: Sequence[Measurement]) -> tuple[Shape, list[str]]:
-    """What all shapes agree on, and the names of the rest."""
-    shapes = shapes_of(cells)
+    Args:
+        cells: the measurements.
+        brief: leave out quartiles, rates and phases.
+    """
+    shown = [cell for cell in cells if cell.status != SKIPPED]
+    shapes = [cell.shape for cell in shown]
     names = list(dict.fromkeys(name for shape in shapes for name in shape))
     varying = [name for name in names if any(s.get(name) != shapes[0].get(name) for s in shapes)]
-    return {name: shapes[0].get(name) for name in names if name not in varying}, varying
+    order = [*dict.fromkeys(map(repr, shapes))]
+    shown.sort(key=lambda cell: (order.index(repr(cell.shape)), cell.median or math.inf))
+    products = {repr(cell.shape): cell.median for cell in shown if cell.implementation == PRODUCT}
+    rows = []
+    for cell in shown:
+        axes = {name: _words(name, cell.shape.get(name)) for name in varying}
+        columns = _columns(cell, products.get(repr(cell.shape)), brief)
+        rows.append({"implementation": cell.implementation} | axes | columns)
+    heads = [head for head in rows[0] if any(row[head] for row in rows)] if rows else []
+    constant = (_words(name, shapes[0].get(name)) for name in names if name not in varying)
+    return ", ".join(filter(None, constant)), heads, [[row[head] or DASH for head in heads] for row in rows]
 
 
-def label(shape: Shape, names: Sequence[str] | None = None) -> str:
-    """`forward + backward, peaked rows, N 16,384, H 2,048`: of these names, or of all."""
-    values = {name: shape[name] for name in (names if names is not None else shape) if name in shape}
-    if values.get("mode") == "forward":
-        values.pop("trainable", None)
-    return ", ".join(filter(None, (_words(name, value) for name, value in values.items())))
-
-
-def _words(name: str, value: object) -> str:
-    """Nothing for what is not there."""
-    if name == "trainable":
-        return "trainable head" if value else "frozen head"
-    if value is None or isinstance(value, bool):
-        return name.replace("_", " ") if value else ""
-    if name in ("mode", "dtype", "model"):
-        return str(value).replace("_", " + ")
-    if name == "rows":
-        return f"{value} rows"
-    if name == "loss":
-        return NAMES.get(str(value), str(value))
-    return f"{_LETTERS.get(name, name.replace('_', ' '))} {number(value)}"
-
-
-def number(value: object) -> str:
-    """Three digits of a float, all of a whole number."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return str(value)
-    if isinstance(value, int) or abs(value) >= 1000:
-        return f"{value:,.0f}"
-    return f"{value:#.3g}".rstrip(".")
-
-
-# Tables ---------------------------------------------------------------------------------------------------
-
-
-class ShapeTable(NamedTuple):
-    """Every measurement at one shape but those that were skipped, in the columns that anything stands in."""
-
-    title: str
-    heads: list[str]  # "implementation" the first
-    rows: list[list[str]]  # the fastest first; "" where there is nothing
-
-
-def shape_tables(cells: Sequence[Measurement], names: Sequence[str] | None = None) -> list[ShapeTable]:
-    """In the order of the shapes; `names` as `by_shape` takes them."""
-    found = []
-    for title, here in by_shape([cell for cell in cells if cell.status != SKIPPED], names):
-        here.sort(key=lambda cell: cell.time.median if cell.time else math.inf)
-        rows = [_texts(cell) for cell in here]
-        heads = [head for head in rows[0] if any(row[head] for row in rows)]
-        found.append(ShapeTable(title, heads, [[row[head] for head in heads] for row in rows]))
-    return found
-
-
-def _texts(cell: Measurement) -> dict[str, str]:
-    """By column; "" where there is nothing."""
-    time, product = cell.time, cell.ceilings.get("product_seconds")
+def _columns(cell: Measurement, product: float | None, brief: bool) -> dict[str, str]:
+    """Return the text of each column, "" where there is nothing."""
+    metrics = dict(cell.metrics)
+    tokens, largest = metrics.pop("tokens", None), metrics.pop("largest_group", None)
+    quartiles = DASH.join(number(1e3 * bound) for bound in cell.quartiles)
     found = {
-        "implementation": cell.implementation,
-        "ms": number(time.median) if time else "",
-        "quartiles": f"{number(time.lower)}{DASH}{number(time.upper)}" if time else "",
-        f"{TIMES} X Wᵀ": f"{time.median / product / 1e3:.2f}" if time and product else "",
+        "largest group": f"{largest:,.0f}" if largest else "",
+        "ms": number(1e3 * cell.median) if cell.median else "",
+        "quartiles": "" if brief else quartiles,
+        f"{TIMES} X Wᵀ": f"{cell.median / product:.2f}" if cell.median and product else "",
+        "tokens/s": number(tokens / cell.median) if tokens and cell.median else "",
+        "MiB": "" if cell.peak_bytes is None else f"{cell.peak_bytes / 2**20:,.0f}",
     }
-    for name, (unit, scale) in _RATES.items():
-        found[unit] = number(cell.metrics[name] / scale) if name in cell.metrics else ""
-    for part in ("allocator", "driver"):
-        count = getattr(cell.memory, part, None)
-        found[f"{part} MiB"] = "" if count is None else f"{count / 2**20:,.0f}"
     for name, symbol in ERRORS.items():
         found[symbol] = f"{cell.accuracy[name]:.1e}" if name in cell.accuracy else ""
-    return found | {REMARK: _remark(cell)}
+    remarks = [" ".join(filter(None, (_STATES.get(cell.status), cell.reason)))]
+    if not brief:
+        remarks += [f"{name} {1e3 * seconds:.3g} ms" for name, seconds in cell.phases.items()]
+        remarks += [f"{name.replace('_', ' ')} {number(value)}" for name, value in metrics.items()]
+    return found | {"remark": "; ".join(filter(None, remarks))}
 
 
-def _remark(cell: Measurement) -> str:
-    """Status, and what has no column of its own; a metric with its interval, whose bounds stay out."""
-    parts = [" ".join(filter(None, (STATES.get(cell.status), cell.reason)))]
-    parts += ["INACCURATE"] * is_wrong(cell.accuracy)
-    parts += [f"{name} {1e3 * seconds:.3g} ms" for name, seconds in cell.phases.items()]
-    for name, value in cell.metrics.items():
-        if name not in (*_RATES, *_IN_THE_RECORD_ALONE) and not name.endswith(_BOUNDS):
-            bounds = [f"{cell.metrics[name + end]:.2f}" for end in _BOUNDS if name + end in cell.metrics]
-            interval = f" ({' to '.join(bounds)})" if bounds else ""
-            parts.append(f"{name.replace('_', ' ')} {number(value)}{interval}")
-    parts += [f"error of {name} {value:.1e}" for name, value in cell.accuracy.items() if name not in ERRORS]
-    return "; ".join(filter(None, parts))
+def _words(name: str, value: Any) -> str:
+    """Return one part of a shape, as in `rows peaked, N 16,384, frozen head`."""
+    if name == "trainable":
+        return "trainable head" if value else "frozen head"
+    shown = number(value).replace("_", " ") if value is not None else ""
+    return shown and f"{_LETTERS.get(name, name.replace('_', ' '))} {shown}"
 
 
-def console() -> Console:
-    """The terminal, or wide enough for every column where the output goes to a file."""
-    screen = Console(highlight=False)
-    return screen if screen.is_terminal else Console(highlight=False, width=170)
+def number(value: Any) -> str:
+    """Return three digits of a float, all of a whole number."""
+    if isinstance(value, float) and abs(value) < 1000:
+        return f"{value:#.3g}".rstrip(".")
+    return f"{value:,.0f}" if isinstance(value, int | float) else str(value)
 
 
-def print_measurements(screen: Console, found: Sequence[Measurement]) -> None:
-    """Nothing for no measurements."""
-    for title, heads, rows in shape_tables(found):
-        table = Table(title=title)
-        for head in heads:
-            is_text = head in ("implementation", REMARK)
-            table.add_column(head, justify="left" if is_text else "right", overflow="fold")
-        for row in rows:
-            style = "bold" if row[0].startswith(OURS) else ""
-            table.add_row(*(Text(text or DASH) for text in row), style=style)
-        screen.print(table)
-        screen.print()
+def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return the table in Markdown, its first column left-aligned."""
+    lines = ["| " + " | ".join(text.replace("|", "\\|") for text in line) + " |" for line in (heads, *rows)]
+    return "\n".join([lines[0], "|---|" + "---:|" * (len(heads) - 1), *lines[1:]])
 
 
-def skipped(cells: Iterable[Measurement]) -> dict[tuple[str, str], None]:
-    """Implementation and reason of what was skipped anywhere, each once."""
-    return {(cell.implementation, cell.reason): None for cell in cells if cell.status == SKIPPED}
+def print_table(cells: Sequence[Measurement]) -> None:
+    """Print one table, wide enough for every column where the output goes to a file."""
+    title, heads, rows = table(cells)
+    shown = Table(*heads, title=title)
+    for row in rows:
+        shown.add_row(*map(Text, row))
+    if rows:
+        Console(width=None if sys.stdout.isatty() else 170).print(shown)

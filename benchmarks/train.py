@@ -1,10 +1,9 @@
-"""`python -m benchmarks train`: whole training steps, phase by phase, of our trainer and of TRL's.
+"""Measure whole training steps, phase by phase, of our trainer and of TRL's.
 
-Both start from the same random weights and prompts and train on what they sample, with the same engine. They
-take turns, a few steps at a time, each turn in a process of its own, since vLLM's sleeping memory serves one
-engine per process; the first step of each turn warms up and does not count. Memory is that of the process and
-its libraries, and stands beside what our plan predicts. Learning is not compared here: the completions are of
-the longest length, the reward counts digits.
+Both start from the same random weights and prompts, train on what they sample, and use the same engine. They
+take turns of a few steps, each turn in a process of its own, since vLLM's sleeping memory serves one engine
+per process. The first step of each turn warms up and does not count. Learning is not compared: the
+completions have the longest length, the reward counts digits.
 """
 
 from __future__ import annotations
@@ -14,9 +13,10 @@ import json
 import random
 import statistics
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from string import ascii_lowercase
@@ -26,13 +26,14 @@ import torch
 
 from grpo_fast.config.policy import ModelConfig
 
-from .contest import TOKENS, Contest, Entrant, Prepared, Sample
-from .measure import Memory, Stopwatch, give_back_memory, in_a_process, preload
-from .models import add_models, chosen_models, make_letters, make_policy
-from .peers import choose_names
+from .contest import medians
+from .measure import NO_TIME, OK, SKIPPED, Failure, Stopwatch, give_back_memory, in_a_process, preload
+from .models import add_models, chosen_models, make_policy
+from .peers import choose
+from .record import Measurement
 from .rollout import ENGINES
-from .session import ByDevice, add_common_arguments, add_sizes, check_common, positive, run_session, sizes_of
-from .trainers import LOSS, TRL_LOSS, in_phase, share_of_digits, trl_trainer
+from .session import Shape, add_common_arguments, add_sizes, by_device, check_common, run_session, sizes_of
+from .step import LOSS, TRL_LOSS, share_of_digits, trl_trainer
 
 SIZES = {
     "prompts": (4, 2, "of a step"),
@@ -40,6 +41,7 @@ SIZES = {
     "prompt": (512, 16, "tokens of a prompt"),
     "completion": (1024, 16, "tokens of a completion at most"),
     "micro_batch_tokens": (16_384, 512, "of a forward and backward"),
+    "steps": (3, 3, "of a turn that count; --repeats: turns"),
 }
 GENERATE, REWARD, UPDATE, PREPARE = "generate", "reward", "update", "log-probabilities and padding"
 _TRL_PHASES = {
@@ -48,55 +50,45 @@ _TRL_PHASES = {
     "_generate_and_score_completions": PREPARE,
     "training_step": UPDATE,
 }
-CORRECTION = "token_truncate"  # of vLLM's completions: none is left out, and all are work for the backward
+CORRECTION = "token_truncate"  # of vLLM's completions: all of them are work for the backward
 _LEARNING_RATE = 1e-6
 
 
-@dataclass(frozen=True)
-class Turn:
-    """What a trainer's steps took, the first one too."""
-
-    samples: list[Sample]
-    lengths: list[float]  # mean tokens of the completions of each step
-    planned: float | None = None  # bytes of the device, where there is a plan
+Turn = list[tuple[float, dict[str, float], float]]
+"""Of each step, the first one too: its seconds, those of its phases, mean tokens of its completions."""
 
 
 def our_turn(
-    folder: Path, shape: dict[str, Any], prompts: Sequence[str], steps: int, seed: int, device: torch.device
+    folder: Path, shape: Shape, prompts: Sequence[str], steps: int, seed: int, device: torch.device
 ) -> Turn:
-    """Steps of our trainer, with its own clock for the phases."""
+    """Train with our trainer, whose own clock has the phases."""
     from grpo_fast.config.schema import TrainConfig
-    from grpo_fast.plan import device_budget, resolve_auto, shape_of, step_total, with_values
-    from grpo_fast.run.build import build_grpo_trainer
+    from grpo_fast.plan import resolve_auto
+    from grpo_fast.run import build_trainer
 
     (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in prompts))
+    turn, watch = [], Stopwatch(device)
     with tempfile.TemporaryDirectory() as run_folder:
-        config = TrainConfig.model_validate(
-            {
-                "output_dir": f"{run_folder}/run",
-                "seed": seed,
-                "max_steps": steps,
-                "prompts_per_step": shape["prompts"],
-                "micro_batch_tokens": shape["micro_batch_tokens"],
-                "model": {"path": str(folder), "dtype": shape["dtype"], "device": device.type},
-                "dataset": {"source": str(folder / "prompts.jsonl"), "chat": False},
-                "rewards": [{"reward": f"{share_of_digits.__module__}:{share_of_digits.__name__}"}],
-                "rollout": {
-                    "engine": shape["engine"],
-                    "num_generations": shape["group"],
-                    "max_completion_length": shape["completion"],
-                },
-                "loss": replace(LOSS, sampler_correction=CORRECTION if shape["engine"] == "vllm" else None),
-                "advantage": {"skip_flat_groups": False},
-                "optimizer": {"learning_rate": _LEARNING_RATE},
-            }
-        )
-        config = resolve_auto(config)
-        budget = device_budget("cpu") if device.type == "cpu" else device_budget()
-        known = with_values(config, {"dataset.max_prompt_length": shape["prompt"]})
-        planned = step_total(known, shape_of(config.model, device.type), budget)
-        turn = Turn([], [], float(max(planned.values())))
-        trainer, watch = build_grpo_trainer(config), Stopwatch(device, wall=True)
+        correction = CORRECTION if shape["engine"] == "vllm" else None
+        config = {
+            "output_dir": f"{run_folder}/run",
+            "seed": seed,
+            "max_steps": steps,
+            "prompts_per_step": shape["prompts"],
+            "micro_batch_tokens": shape["micro_batch_tokens"],
+            "model": {"path": str(folder), "dtype": shape["dtype"], "device": device.type},
+            "dataset": {"source": str(folder / "prompts.jsonl"), "chat": False},
+            "rewards": [{"reward": f"{share_of_digits.__module__}:{share_of_digits.__name__}"}],
+            "rollout": {
+                "engine": shape["engine"],
+                "num_generations": shape["group"],
+                "max_completion_length": shape["completion"],
+            },
+            "loss": replace(LOSS, sampler_correction=correction),
+            "advantage": {"skip_flat_groups": False},
+            "optimizer": {"learning_rate": _LEARNING_RATE},
+        }
+        trainer = build_trainer(resolve_auto(TrainConfig.model_validate(config)))
         with trainer.engine:
             for _ in range(steps):
                 watch.start()
@@ -104,34 +96,30 @@ def our_turn(
                 seconds, _ = watch.stop()
                 phases = {name.removeprefix("time/"): spent for name, spent in result.timings.items()
                           if name.startswith("time/") and name != "time/step"}  # fmt: skip
-                turn.samples.append((seconds, phases))
-                turn.lengths.append(result.metrics["completion/length_mean"])
+                turn.append((seconds, phases, result.metrics["completion/length_mean"]))
     return turn
 
 
 def trl_turn(
-    folder: Path, shape: dict[str, Any], prompts: Sequence[str], steps: int, seed: int, device: torch.device
+    folder: Path, shape: Shape, prompts: Sequence[str], steps: int, seed: int, device: torch.device
 ) -> Turn:
-    """Steps of TRL's GRPOTrainer, told by its callbacks; phases by the methods that do them."""
+    """Train with TRL's GRPOTrainer; callbacks time the steps, and the methods that do them the phases."""
     from transformers import TrainerCallback
-    from trl import GRPOTrainer
 
-    watch, times = Stopwatch(device, wall=True), []
+    watch, samples, update = Stopwatch(device), [], ExitStack()
 
     class Clock(TrainerCallback):
-        update = ExitStack()
-
         def on_step_begin(self, *_: Any, **__: Any) -> None:
             watch.start()
 
         def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
-            self.update.enter_context(watch.phase(UPDATE))
+            update.enter_context(watch.phase(UPDATE))
 
         def on_optimizer_step(self, *_: Any, **__: Any) -> None:
-            self.update.close()
+            update.close()
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            times.append(watch.stop())
+            samples.append(watch.stop())
 
     batch = shape["prompts"] * shape["group"]
     fitting = max(1, shape["micro_batch_tokens"] // (shape["prompt"] + shape["completion"]))
@@ -157,75 +145,69 @@ def trl_turn(
         "seed": seed,
     }
     with tempfile.TemporaryDirectory() as run_folder:
-        trainer = trl_trainer(
-            GRPOTrainer, run_folder, folder, prompts=prompts, reward=share_of_digits, **options
-        )
+        trainer = trl_trainer(run_folder, folder, prompts=prompts, **options)
         trainer.add_callback(Clock())
         for name, phase in _TRL_PHASES.items():
-            setattr(trainer, name, in_phase(getattr(trainer, name), watch, phase))
+            setattr(trainer, name, watch.phase(phase)(getattr(trainer, name)))
         trainer.train()
-    lengths = [entry["completions/mean_length"] for entry in trainer.state.log_history if "loss" in entry]
-    return Turn(times, lengths)
+    logged = trainer.state.log_history
+    lengths = [entry["completions/mean_length"] for entry in logged if "loss" in entry]
+    return [(*sample, length) for sample, length in zip(samples, lengths, strict=True)]
 
 
 TURNS: dict[str, Callable[..., Turn]] = {"ours": our_turn, "TRL": trl_turn}
 
 
-def contest(
-    model: ModelConfig, shape: dict[str, Any], names: list[str], steps: int, seed: int, device: torch.device
-) -> Contest:
-    """The trainers on one model, in turns of so many steps that count."""
-    folder, draw = tempfile.TemporaryDirectory(), random.Random(seed)
-    saved, size = Path(folder.name), shape["prompt"]
-    prompts = ["".join(draw.choices(ascii_lowercase, k=size)) for _ in range(16 * shape["prompts"])]
-
-    def prepare(name: str) -> Prepared:
-        turns: list[Turn] = []
-        found: dict[str, Any] = {}
-
-        def turn(_: Stopwatch) -> list[Sample]:
-            given = saved, shape, prompts, 1 + steps, seed, device
-            done, taken = in_a_process(device, TURNS[name], *given)
-            turns.append(done)
-            found["memory"] = Memory(None, max(taken, found["memory"].driver if found else 0))
-            return done.samples[1:]
-
-        def metrics(seconds: float) -> dict[str, float]:
-            lengths = [length for done in turns for length in done.lengths[1:]]
-            tokens = statistics.median(lengths) * shape["prompts"] * shape["group"]
-            planned = {} if turns[0].planned is None else {"planned_bytes": turns[0].planned}
-            return {TOKENS: tokens / seconds, "tokens": tokens, **planned}
-
-        return Prepared(turn, metrics=metrics, found=found, times_itself=True)
-
-    def share() -> None:
-        make_policy(model, shape["layers"], seed, make_letters).save_pretrained(saved)
+def compare(
+    model: ModelConfig, shape: Shape, names: Sequence[str], seed: int, deadline: float, rounds: int
+) -> list[Measurement]:
+    """Let the trainers take turns."""
+    device, draw = torch.device(model.device), random.Random(seed)
+    count = 16 * shape["prompts"]
+    prompts = ["".join(draw.choices(ascii_lowercase, k=shape["prompt"])) for _ in range(count)]
+    found: dict[str, tuple[Measurement, Turn]] = {}
+    for name in names:
+        found[name] = Measurement(name, shape, SKIPPED, NO_TIME), []
+    with tempfile.TemporaryDirectory() as folder:
+        make_policy(model, shape["layers"], seed).save_pretrained(folder)
         give_back_memory(device)
-
-    entrants = [Entrant(name, partial(prepare, name)) for name in names]
-    return Contest(shape, entrants, device, share=share, release=folder.cleanup)
+        for name in list(found) * rounds:
+            cell, steps = found[name]
+            if time.monotonic() >= deadline or cell.reason not in ("", NO_TIME):
+                continue
+            given = Path(folder), shape, prompts, 1 + shape["steps"], seed, device
+            try:
+                turn, taken = in_a_process(device, TURNS[name], *given)
+            except Failure as failure:
+                cell.status, cell.reason = failure.args
+                continue
+            cell.status, cell.reason = OK, ""
+            cell.peak_bytes = max(taken, cell.peak_bytes or 0)
+            steps += turn[1:]
+    for cell, steps in found.values():
+        if steps and cell.status == OK:
+            seconds, phases, lengths = zip(*steps, strict=True)
+            cell.seconds, cell.phases = list(seconds), medians(phases)
+            cell.metrics = {"tokens": statistics.median(lengths) * shape["prompts"] * shape["group"]}
+    return [cell for cell, _ in found.values()]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_common_arguments(parser, minutes=8, repeats=3)
     add_models(parser, ["Qwen2.5-1.5B"], ["toy"], cpu_layers=2)
     add_sizes(parser, SIZES)
-    engine = ByDevice("vllm", "transformers")
+    engine = by_device("vllm", "transformers")
     parser.add_argument("--engine", choices=ENGINES, default=engine, help="what generates (%(default)s)")
-    parser.add_argument(
-        "--steps", type=positive, default=3, help="steps of a turn that count (3); --repeats: turns"
-    )
 
 
 def main(options: argparse.Namespace) -> int:
-    device = check_common(options)
-    names = choose_names(list(TURNS), options.impl)
+    check_common(options)
+    names = choose(list(TURNS), options.impl)
     preload("grpo_fast.run.build", __name__, *["trl.trainer.grpo_trainer"] * ("TRL" in names))
     if options.group < 2:
         raise ValueError(f"--group must be at least 2 to compare completions, got {options.group}")
-    more = {"engine": options.engine, "dtype": options.dtype}
-    contests = []
+    bouts = []
     for model, shape in chosen_models(options):
-        shape |= {**sizes_of(options, SIZES), **more}
-        contests.append(contest(model, shape, names, options.steps, options.seed, device))
-    return run_session(options, contests)
+        shape |= {**sizes_of(options, SIZES), "engine": options.engine, "dtype": options.dtype}
+        bouts.append((shape, partial(compare, model, shape, names, options.seed)))
+    return run_session(options, bouts)

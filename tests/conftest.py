@@ -39,6 +39,10 @@ os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else 
 compiled = f"torchinductor_{getpass.getuser()}_{torch.backends.cpu.get_cpu_capability()}"
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / compiled))
 
+# Scripts that tests start import this checkout, whatever is installed.
+checkout = str(Path(__file__).resolve().parents[1])
+os.environ["PYTHONPATH"] = os.pathsep.join([checkout, *filter(None, [os.environ.get("PYTHONPATH")])])
+
 gc.disable()  # until all tests are collected: what they import stays
 INTERPRETED = os.environ["TRITON_INTERPRET"] == "1"
 searched_modules = 0
@@ -88,6 +92,13 @@ def seed() -> int:
 def rng(seed: int) -> torch.Generator:
     """Of the test's seed."""
     return torch.Generator().manual_seed(seed)
+
+
+@pytest.fixture(autouse=True)
+def only_tests_of_the_report_draw_charts(request: pytest.FixtureRequest, monkeypatch: Any) -> None:
+    """Skip the charts of every other test's runs: matplotlib takes about a second for a run's."""
+    if request.path.name != "test_report.py":
+        monkeypatch.setattr("grpo_fast.record.report.draw", lambda *_: "")
 
 
 @pytest.fixture(scope="session")

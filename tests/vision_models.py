@@ -172,7 +172,8 @@ class OfGemma4:
         for count in pixels.pop("num_soft_tokens_per_image"):
             text = [text[0].replace(IMAGE, START + "<SOFT>" * int(count) + END, 1)]
         tokens = self.tokenizer(text[0].replace("<SOFT>", IMAGE), return_tensors="pt")
-        return {"input_ids": tokens["input_ids"], **pixels}
+        kinds = (tokens["input_ids"] == IMAGE_ID).long()
+        return {"input_ids": tokens["input_ids"], "mm_token_type_ids": kinds, **pixels}
 
 
 def picture(width: int, height: int) -> Image.Image:

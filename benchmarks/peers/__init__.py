@@ -1,15 +1,17 @@
-"""The implementations: ours, the peers', and those that installed packages offer.
+"""The implementations of the head: ours, the peers', and those that installed packages offer.
 
-A package adds its own by an entry point of the group `grpo_fast.benchmark_peers` that names a `Peer`, or
-anything else with a `name` and a `prepare`, or a sequence of them.
+A package adds its own by an entry point of the group `grpo_fast.benchmark_peers`. It names a `Peer`, anything
+else with a `name` and a `prepare`, or a sequence of them.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import EntryPoint, entry_points
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -21,6 +23,7 @@ MODULES = ("ours", "functions", "liger")
 
 __all__ = ["Peer", "Unsupported", "all_peers", "choose", "require_cuda", "require_loss"]
 
+T = TypeVar("T", str, "Peer")
 Function = Callable[[Tensor, Tensor, Tensor], Tensor]  # of hidden (N, H), weight (V, H) and targets (N,)
 
 
@@ -38,7 +41,7 @@ class Peer:
 
 
 def of_logprobs(name: str, load: Callable[[], Function], *, cuda: bool = False) -> Peer:
-    """A peer whose function gives log-probabilities (N,)."""
+    """Return a peer whose function gives log-probabilities (N,)."""
 
     def prepare(problem: Problem) -> Run:
         if cuda:
@@ -52,10 +55,9 @@ def of_logprobs(name: str, load: Callable[[], Function], *, cuda: bool = False) 
 def of_cross_entropy(
     name: str, load: Callable[[str], Function], *, cuda: bool = False, alone: bool = False
 ) -> Peer:
-    """A peer whose function gives cross-entropies (N,) by the reduction "none", () by "mean".
+    """Return a peer whose function gives cross-entropies (N,) by the reduction "none", () by "mean".
 
-    Args:
-        alone: by "mean" alone, and so for no other loss.
+    One that is `alone` gives only the mean, and so no other loss.
     """
 
     def prepare(problem: Problem) -> Run:
@@ -86,45 +88,41 @@ def require_loss(problem: Problem, *losses: str) -> None:
 
 
 def all_peers() -> list[Peer]:
-    """Ours first. Importing a peer's file imports nothing of the peer."""
+    """Return all peers, ours first. Importing a peer's file imports nothing of the peer."""
     peers = [peer for name in MODULES for peer in importlib.import_module(f"{__name__}.{name}").PEERS]
     for entry in entry_points(group=ENTRY_POINT_GROUP):
         peers += _load(entry)
     return peers
 
 
-def choose(peers: list[Peer], wanted: list[str] | None) -> list[Peer]:
-    """Those whose name contains one of the wanted words, in any case; all where none is given.
+def choose(found: Sequence[T], wanted: Sequence[str] | None) -> list[T]:
+    """Return the names, or the peers, whose name contains one of the wanted words; all where none is given.
 
     Raises:
         ValueError: a word that fits no name.
     """
-    names = choose_names([peer.name for peer in peers], wanted)
-    return [peer for peer in peers if peer.name in names]
-
-
-def choose_names(names: list[str], wanted: list[str] | None) -> list[str]:
-    """As `choose`, of names alone."""
+    names = [item if isinstance(item, str) else item.name for item in found]
     for word in wanted or ():
         if not any(word.lower() in name.lower() for name in names):
             known = ", ".join(map(repr, names))
             raise ValueError(f"--impl {word!r} is part of no implementation's name; there are {known}")
-    return [name for name in names if not wanted or any(word.lower() in name.lower() for word in wanted)]
+    words = [word.lower() for word in wanted or ("",)]
+    return [
+        item for item, name in zip(found, names, strict=True) if any(word in name.lower() for word in words)
+    ]
 
 
 def _load(entry: EntryPoint) -> list[Peer]:
-    """A broken plugin becomes a peer that raises, so that its failure shows in the table."""
+    """Load the peers of a plugin; a broken one becomes a peer that raises, so that its failure shows."""
     try:
         found = entry.load()
         found = [found] if hasattr(found, "prepare") else list(found)
-        wrong = [item for item in found if not callable(getattr(item, "prepare", None))]
-        if wrong:
+        if wrong := [item for item in found if not callable(getattr(item, "prepare", None))]:
             raise TypeError(f"entry point {entry.name!r} gives {wrong[0]!r}: it has no `prepare(problem)`")
         return [Peer(item.name, item.prepare) for item in found]
     except Exception as error:
-        failure = error
+        return [Peer(entry.name, partial(_fail, error))]
 
-        def prepare(_: Problem) -> Run:
-            raise failure
 
-        return [Peer(entry.name, prepare)]
+def _fail(error: Exception, _: Problem) -> Run:
+    raise error

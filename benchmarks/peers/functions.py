@@ -1,4 +1,4 @@
-"""Libraries that offer one function of hidden states, head and targets: log-probabilities or cross-entropies.
+"""Libraries with one function of hidden states, head and targets, for log-probabilities or cross-entropies.
 
 Each is imported by the function that loads it.
 """
@@ -23,7 +23,7 @@ UNSLOTH, UNSLOTH_FILE = "unsloth_zoo", "fused_losses/fused_linear.py"
 
 
 def logprobs(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """From all logits, in plain torch."""
+    """Form all logits, in plain torch."""
     logits = (hidden @ weight.T).float()
     return logits.gather(1, targets[:, None]).squeeze(1) - logits.logsumexp(1)
 
@@ -48,10 +48,9 @@ def trl() -> Function:
 
 
 def cut_cross_entropy(reduction: str, *, preset: str) -> Function:
-    """Apple's: its gradients filtered, exact, or summed à la Kahan.
+    """Load Apple's, whose gradients are filtered, exact, or summed by Kahan's rule.
 
-    The presets came after 25.1.1, the newest release of the package index. That one is exact without its
-    filter, and has no compensated sums.
+    The presets came after 25.1.1, the newest release of the package index, which is exact without its filter.
     """
     from cut_cross_entropy import LinearCrossEntropyImpl, linear_cross_entropy
 
@@ -63,11 +62,11 @@ def cut_cross_entropy(reduction: str, *, preset: str) -> Function:
 
 
 def unsloth(problem: Problem) -> Run:
-    """Run only: its licence is the AGPL.
+    """Run only: its license is the AGPL.
 
-    The package is not imported, only its file: it patches transformers for the whole process, which would
-    change what else is measured, and asks for Unsloth's trainer. The first call, and no other, imports it for
-    a bound on its chunks' memory; where it cannot, it takes 2 GiB, which is what large cards have anyway.
+    Its file is imported without its package, which would patch transformers for the whole process and asks
+    for Unsloth's trainer. The first call imports the package for a bound on its chunks' memory; where it
+    cannot, it takes 2 GiB, as large cards have anyway.
     """
     function = _unsloth_function()
     sys.modules[UNSLOTH] = None
@@ -87,13 +86,11 @@ def unsloth(problem: Problem) -> Run:
 
 @functools.cache
 def _unsloth_function() -> Function:
-    """Once a process: the file registers its operators with torch."""
+    """Import the file once: it registers its operators with torch."""
     package = find_spec(UNSLOTH)
-    if package is None:
-        raise ImportError(f"No module named {UNSLOTH!r}")
-    path = Path(package.origin).parent / UNSLOTH_FILE
-    if not path.exists():
-        raise ImportError(f"this {UNSLOTH} has no {UNSLOTH_FILE}: install a newer one")
+    path = Path(package.origin).parent / UNSLOTH_FILE if package else None
+    if path is None or not path.exists():
+        raise ImportError(f"No module named {UNSLOTH!r} with {UNSLOTH_FILE}")
     spec = spec_from_file_location("grpo_fast_benchmarks_unsloth", path)
     module = sys.modules[spec.name] = module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -101,8 +98,10 @@ def _unsloth_function() -> Function:
 
 
 def verl() -> Function:
-    """Always forms the entropy too. Where Ray is missing, without which verl does not start, its kernels are
-    imported alone: its packages stand in this process as if they were empty."""
+    """Load verl's, which always forms the entropy too.
+
+    verl does not start without Ray. Where that is missing, its packages are replaced by empty ones.
+    """
     for name in () if find_spec("ray") else ("verl", "verl.utils"):
         if name not in sys.modules and (package := find_spec(name)) is not None:
             sys.modules[name] = module_from_spec(package)
@@ -113,7 +112,7 @@ def verl() -> Function:
 
 
 def torch_linear_cross_entropy(reduction: str) -> Function:
-    """With its own choice of chunks, where torch has it."""
+    """Load torch's, with its own choice of chunks, where torch has it."""
     if not hasattr(torch.nn, "LinearCrossEntropyOptions"):
         raise Unsupported(f"torch {torch.__version__} has no chunked linear_cross_entropy")
     function, options = torch.nn.functional.linear_cross_entropy, torch.nn.LinearCrossEntropyOptions()
@@ -121,7 +120,7 @@ def torch_linear_cross_entropy(reduction: str) -> Function:
 
 
 def quack() -> Function:
-    """Its kernel on full logits."""
+    """Load QuACK's kernel on full logits."""
     from quack.linear_cross_entropy import linear_cross_entropy_func
 
     return lambda hidden, weight, targets: (
@@ -130,14 +129,14 @@ def quack() -> Function:
 
 
 def quack_chunked(reduction: str) -> Function:
-    """Takes no upstream gradient per token."""
+    """Load QuACK's chunked one, which takes no upstream gradient per token."""
     from quack.linear_cross_entropy import chunked_linear_cross_entropy
 
     return partial(chunked_linear_cross_entropy, reduction=reduction)
 
 
 def flash_attn() -> Function:
-    """Its Triton cross-entropy on full logits, which writes their gradient over them."""
+    """Load the Triton cross-entropy on full logits, which writes their gradient over them."""
     from flash_attn.ops.triton.cross_entropy import cross_entropy_loss
 
     return lambda hidden, weight, targets: (

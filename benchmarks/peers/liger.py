@@ -1,7 +1,7 @@
 """Liger: its chunked GRPO and DPO, its cross-entropies, and its Triton GRPO on full logits.
 
-The GRPO losses and DPO keep their log-probabilities, so that only their gradients are judged. On-policy
-GRPO's ratio is one: its loss is another number than the policy gradient's with the same gradient.
+The GRPO losses and DPO return no log-probabilities, so that only their gradients are judged. On-policy GRPO
+has a ratio of one: its loss is another number than the policy gradient's, with the same gradient.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def _advantages(problem: Problem) -> Tensor:
 
 
 def prepare_grpo(problem: Problem) -> Run:
-    """Forms its gradients in the forward, even where none is asked for."""
+    """Prepare the chunked GRPO, which forms its gradients in the forward, even where none is asked for."""
     require_loss(problem, LOGPROB, GRPO)
     from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
 
@@ -65,7 +65,7 @@ def prepare_dpo(problem: Problem) -> Run:
 
 
 def load_cross_entropy(reduction: str) -> Function:
-    """Forms its gradients in the forward, chunk by chunk."""
+    """Load the chunked cross-entropy, which forms its gradients in the forward."""
     from liger_kernel.transformers.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss
 
     loss = LigerFusedLinearCrossEntropyLoss(reduction=reduction)
@@ -73,14 +73,17 @@ def load_cross_entropy(reduction: str) -> Function:
 
 
 def load_per_token() -> Function:
-    """By its SM90 kernels on Hopper, in chunked torch elsewhere."""
+    """Load the one that runs SM90 kernels on Hopper, and chunked torch elsewhere."""
     from liger_kernel.ops.fused_linear_scaled_cross_entropy import LigerFusedLinearScaledCrossEntropyFunction
 
     return lambda *operands: -LigerFusedLinearScaledCrossEntropyFunction.apply(*operands)
 
 
 def prepare_grpo_on_logits(problem: Problem) -> Run:
-    """Takes logits of one position more than there are targets, and writes their gradient over them."""
+    """Prepare the Triton loss, which takes logits of one position more than there are targets.
+
+    It writes their gradient over them.
+    """
     require_loss(problem, LOGPROB, GRPO)
     require_cuda(problem)
     from liger_kernel.transformers.grpo_loss import triton_grpo_loss

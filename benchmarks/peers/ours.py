@@ -1,6 +1,6 @@
-"""grpo_fast: with the default tolerance, exact, and in plain torch.
+"""grpo_fast with the default tolerance, exact, and exact with what the forward keeps.
 
-GRPO and cross-entropy by their fused functions, the others from log-probabilities.
+GRPO and cross-entropy run by their fused functions, the other losses from log-probabilities.
 """
 
 from __future__ import annotations
@@ -8,14 +8,11 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
 
 from ..problem import CLIP, CROSS_ENTROPY, GRPO, KL_BETA, Outcome, Problem, Run
-from . import Peer, Unsupported, require_cuda
-
-_REFERENCE_FLOPS = 12e12  # of one product on a GPU
+from . import Peer, require_cuda
 
 
 def prepare(problem: Problem, tolerance: float | None, recompute: bool = True) -> Run:
@@ -57,32 +54,14 @@ def _grpo(problem: Problem, options: dict[str, Any]) -> Run:
 
 
 def _with_certificate(problem: Problem, outcome: Outcome, out: Any) -> Outcome:
-    """With what the backward of the head's `out` drew."""
+    """Add the certificate of the head's backward."""
     names = out.certificate.NAMES
     found = {name: getattr(out.certificate, name) for name in names} if problem.backward else None
     return replace(outcome, certificate=found)
-
-
-def prepare_reference(problem: Problem) -> Run:
-    """The path in plain torch: what runs where no kernel does, on any device."""
-    rows, (vocabulary, depth) = problem.targets.numel(), problem.weight.shape
-    if problem.hidden.is_cuda and 2 * rows * vocabulary * depth > _REFERENCE_FLOPS:
-        raise Unsupported("multiplies in float32: at this size it would take the others' time")
-    from grpo_fast.head import operator
-    from grpo_fast.head.plan import Device
-
-    exact = prepare(problem, tolerance=0.0)
-
-    def run() -> Outcome:
-        with mock.patch.object(operator, "device_facts", lambda kind, index: Device(kind)):  # without Triton
-            return replace(exact(), certificate=None)
-
-    return run
 
 
 PEERS = (
     Peer("ours", partial(prepare, tolerance=None)),
     Peer("ours, tolerance 0", partial(prepare, tolerance=0.0)),
     Peer("ours, tolerance 0, kept", partial(prepare, tolerance=0.0, recompute=False)),
-    Peer("ours, reference", prepare_reference),
 )

@@ -169,8 +169,7 @@ def build_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argum
     train.add_argument("--print-config", action="store_true", help=whole)
     resume = "continue from the newest intact checkpoint in output_dir, or from this one"
     train.add_argument("--resume", nargs="?", const="latest", metavar="CHECKPOINT", help=resume)
-    other = "with --resume: although the code of rewards, environments or callbacks is not what it was"
-    train.add_argument("--changed-code", action="store_true", help=other)
+    train.add_argument("--changed-code", action="store_true", help=argparse.SUPPRESS)
     train.add_argument("--verbose", action="store_true", help="print every metric of a step")
 
     evaluate = add("eval", "questions:evaluate", "pass@1, pass@k and mean@k on a dataset", overrides=True)

@@ -26,11 +26,12 @@ def train(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         print(dump_config(resolve_auto(config)), end="")
         return 0
     check_filled_in(config)
-    if args.changed_code and args.resume is None:
-        raise ConfigError("train", [Problem("--changed-code", "says what --resume may go on with; add it")])
+    if args.changed_code:
+        gone = "is gone: --resume goes on with edited code, and warns of it; leave it out"
+        raise ConfigError("train", [Problem("--changed-code", gone)])
     from grpo_fast import run
 
-    ended = run.train(config, resume=args.resume, changed_code=args.changed_code)
+    ended = run.train(config, resume=args.resume)
     return 0 if ended.stopped_by is None else 128 + ended.stopped_by
 
 
@@ -42,10 +43,10 @@ def groups(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     from grpo_fast.environments import load_toolsets
     from grpo_fast.groups.sampler import describe_groups
     from grpo_fast.plan import resolve_auto
-    from grpo_fast.policy import load_tokenizer
+    from grpo_fast.policy import load_image_reader, load_tokenizer
 
     config = resolve_auto(config)
-    tokenizer = load_tokenizer(config.model)
+    tokenizer, images = load_tokenizer(config.model), load_image_reader(config.model)
     shown: list[tuple[object, ...]] = []
     for stage in resolve_stages(config):
         of, rollout = stage.config, stage.config.rollout
@@ -56,7 +57,7 @@ def groups(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         if stage.name:
             print(f"stage {stage.name}:")
         toolsets = load_toolsets(rollout, of.dataset)
-        prompts = load_prompts(of.dataset, tokenizer, toolsets.schemas if toolsets else None)
+        prompts = load_prompts(of.dataset, tokenizer, toolsets.schemas if toolsets else None, images)
         size, per_step = int(rollout.num_generations), of.prompts_per_step
         options: Any = {"num_generations": size, "prompts_per_step": per_step, "seed": of.seed}
         print(describe_groups(prompts, of.groups, examples=args.examples, **options))

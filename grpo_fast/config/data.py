@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from grpo_fast.config.lookup import FROM_PYTHON
 from grpo_fast.config.section import PositiveInt, Section, Seed, refuse_unread
 
 PREFIX = "reasoning_gym:"
@@ -64,7 +65,7 @@ class DatasetConfig(Section):
         """Keys that only other sources read."""
         if self.source.startswith((PREFIX, VERIFIERS)):
             return ("name", "split")
-        one_file = Path(self.source).suffix in SUFFIXES
+        one_file = Path(self.source).suffix in SUFFIXES or self.source.endswith(FROM_PYTHON)
         return ("name", "split", "seed", "options") if one_file else ("seed", "options")
 
     @model_validator(mode="after")

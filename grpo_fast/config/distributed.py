@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from grpo_fast.config.section import Positive, Section
 
@@ -26,10 +25,3 @@ class DistributedConfig(Section):
         description="seconds without a sign of life after which a rank is lost; torchrun notices a process "
         "that died at once",
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _removed(cls, data: Any) -> Any:
-        if isinstance(data, Mapping) and "head" in data:
-            raise ValueError("distributed.head was removed: mode shard always gathers the head; leave it out")
-        return data

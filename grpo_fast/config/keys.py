@@ -18,7 +18,10 @@ from grpo_fast.config.section import short
 
 TO_FILL_IN = "is to be filled in: the file that it was converted from does not say"
 # What the configuration no longer has: a key, for all below it too, or `key=value`, and what replaces it.
-REMOVED: dict[str, str] = {"actor_rollout_ref": "verl's names are not read; `grpo-fast config` lists ours"}
+REMOVED: dict[str, str] = {
+    "actor_rollout_ref": "verl's names are not read; `grpo-fast config` lists ours",
+    "distributed.head": "was removed: mode shard always gathers the head; leave it out",
+}
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-OBJECT_MARK = "@"  # in the name of an object that a Python program gave: `module:name@digest`
+OBJECT_MARK = "@"  # in the name of an object that a Python call gave: `module:name@python`
+FROM_PYTHON = f"{OBJECT_MARK}python"
 _GIVEN: ContextVar[Mapping[str, Any]] = ContextVar("objects of a Python program, by name")
 
 
@@ -55,8 +56,8 @@ def load_object(path: str, key: str) -> Any:
     place, colon, name = (path, ":", "") if path.endswith(".py") else path.rpartition(":")
     if OBJECT_MARK in name:
         raise ValueError(
-            f"{key} = {path!r} was an object of a Python program: make the same call from Python, or give "
-            f"{key} as package.module:name or path/to/file.py:name"
+            f"{key} = {path!r} was an object of a Python call: repeat that call, or set {key} to a name that "
+            "a configuration file can have"
         )
     try:
         if not colon:

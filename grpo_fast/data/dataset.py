@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from grpo_fast.config.data import PREFIX, DatasetConfig
 from grpo_fast.config.secrets import masked
-from grpo_fast.data.files import Row, place_of, row_named
+from grpo_fast.data.files import Row, row_named
 from grpo_fast.data.images import ImageReader, PromptImages, beside
 from grpo_fast.data.render import Renderer, Tools
 from grpo_fast.data.sources import read_rows
@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
+_SEES_NO_IMAGES = (
+    "the row has an image, and the model reads text alone: give one that sees images, such as "
+    "Qwen2.5-VL, or rename the column by dataset.rename = {image: another_name}"
+)
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,10 @@ class PromptDataset(Sequence[Prompt]):
 
 
 def load_prompts(
-    config: DatasetConfig, tokenizer: PreTrainedTokenizerBase, tools: Tools | None = None
+    config: DatasetConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    tools: Tools | None = None,
+    images: ImageReader | None = None,
 ) -> PromptDataset:
     """Reads, renders and tokenises a dataset.
 
@@ -88,15 +95,16 @@ def load_prompts(
 
     Args:
         config: where the rows are and how they become prompts.
-        tokenizer: the model's; of one that sees images it has an attribute `images`, an `ImageReader`.
+        tokenizer: the model's.
         tools: schemas of what the model may call, for a row; the chat template shows them.
+        images: reads a row's images, of `grpo_fast.policy.load_image_reader`; None: the model sees none.
 
     Raises:
         FileNotFoundError: a local file that is not there.
         ImportError: reasoning-gym is asked for and missing, or Pillow where rows have images.
         ValueError: a setting, a column or a row that makes no prompt; no prompt left.
     """
-    return prompts_of(read_rows(config), config, tokenizer, tools)
+    return prompts_of(read_rows(config), config, tokenizer, tools, images)
 
 
 def prompts_of(
@@ -104,6 +112,7 @@ def prompts_of(
     config: DatasetConfig,
     tokenizer: PreTrainedTokenizerBase,
     tools: Tools | None = None,
+    images: ImageReader | None = None,
 ) -> PromptDataset:
     """Renders and tokenises rows; arguments and errors as of `load_prompts`."""
     render = Renderer(config, tokenizer, tools)
@@ -111,11 +120,12 @@ def prompts_of(
     seen: dict[int, tuple[tuple[int, ...], PromptImages]] = {}
     for index, row in enumerate(rows):
         with row_named(config, index):
-            prompt, images = render.prompt_and_images(row)
+            prompt, shown = render.prompt_and_images(row)
             text = render.text(prompt, row)
-            if images:
-                found = [beside(config.source, image) for image in images]
-                seen[index] = _reader(tokenizer).prompt(text, found)
+            if shown and images is None:
+                raise ValueError(_SEES_NO_IMAGES)
+            if shown and images is not None:
+                seen[index] = images.prompt(text, [beside(config.source, image) for image in shown])
             text.encode()  # half a surrogate pair has no UTF-8, and tokenizers raise a TypeError
         prompts.append(prompt)
         texts.append(text)
@@ -123,9 +133,9 @@ def prompts_of(
             begun.append(index)
     if begun:
         logger.warning(
-            "%d of %d prompts end with the assistant (%s the first): the model goes on with that turn; where "
-            "it is the whole answer, take it out of the prompt",
-            *(len(begun), len(rows), place_of(config, begun[0])),
+            "%d of %d prompts end with the assistant (%s, row %d the first): the model goes on with that "
+            "turn; where it is the whole answer, take it out of the prompt",
+            *(len(begun), len(rows), config.source, begun[0]),
         )
     # A chat template writes the special tokens itself.
     encoded = tokenizer(texts, add_special_tokens=not render.chat, return_attention_mask=False, verbose=False)
@@ -152,27 +162,19 @@ def prompts_of(
     return PromptDataset(tuple(made), config, report)
 
 
-def _reader(tokenizer: PreTrainedTokenizerBase) -> ImageReader:
-    """What reads the images of a row that has some; raises ValueError for a model that sees none."""
-    reader: ImageReader | None = getattr(tokenizer, "images", None)
-    if reader is None:
-        raise ValueError(
-            "the row has an image, and the model reads text alone: give one that sees images, such as "
-            "Qwen2.5-VL, or rename the column by dataset.rename = {image: another_name}"
-        )
-    return reader
-
-
 def _digest_of(value: Any) -> str:
     return value.digest if isinstance(value, PromptImages) else type(value).__name__
 
 
 def load_held_out(
-    config: DatasetConfig, tokenizer: PreTrainedTokenizerBase, tools: Tools | None = None
+    config: DatasetConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    tools: Tools | None = None,
+    images: ImageReader | None = None,
 ) -> PromptDataset:
     """`load_prompts` of `evaluation.dataset`; its errors say so."""
     try:
-        return load_prompts(config, tokenizer, tools)
+        return load_prompts(config, tokenizer, tools, images)
     except (FileNotFoundError, ValueError) as error:
         raise type(error)(f"evaluation: {error}") from error
 

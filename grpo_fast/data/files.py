@@ -1,15 +1,18 @@
-"""Rows of local files, each with its place, so that a mistake can be found: JSON, CSV, Parquet."""
+"""Rows of local files: JSON, CSV, Parquet.
+
+The standard library reads JSON and CSV: `datasets` would make objects of dates, 7.0 of a `7` beside an empty
+cell, and 7 of `007`, and asks the network.
+"""
 
 from __future__ import annotations
 
-import codecs
 import csv
+import io
 import json
 import re
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from itertools import chain, islice
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +24,10 @@ HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 
 
 def files_of(config: DatasetConfig) -> list[Path]:
-    """The source itself, or what a folder has of the split, as datasets names it: `train.jsonl`,
-    `data/train-00000-of-00002.parquet`; none for what may be a hub id."""
+    """Return the source, or what a folder has of the split, as `data/train-00000-of-00002.parquet`.
+
+    A source that may be a hub id has none.
+    """
     source, path = f"dataset.source = {config.source!r}", Path(config.source).expanduser()
     if path.is_file():
         if path.suffix not in SUFFIXES:
@@ -37,68 +42,50 @@ def files_of(config: DatasetConfig) -> list[Path]:
     held = sorted(file for folder in folders for file in folder.glob("*") if file.suffix in SUFFIXES)
     found = [file for file in held if re.split(r"[-.]", file.name)[0] == config.split]
     if len({file.suffix for file in found}) != 1:
-        known = f"there are {short([file.name for file in held], limit=200)}" if held else "there are none"
-        arrow = (path / "state.json").is_file() or (path / "dataset_dict.json").is_file()
-        saved = "; write what save_to_disk saved anew with to_parquet" if arrow else ""
         raise ValueError(
-            f"{source} is a folder without files of one kind for the split {config.split!r}, as "
-            f"{config.split}.jsonl or data/{config.split}-00000-of-00001.parquet; of {', '.join(SUFFIXES)} "
-            f"{known}: name a file, or set dataset.split{saved}"
+            f"{source} needs files of one kind, {', '.join(SUFFIXES)}, whose names begin with dataset.split "
+            f"= {config.split!r}; it has {short([file.name for file in held], limit=200)}. Write what "
+            "save_to_disk saved anew with to_parquet"
         )
     return found
 
 
-def file_rows(files: Iterable[Path]) -> Iterator[tuple[str, Row]]:
-    """Rows with their places, as `rows.jsonl, line 3`."""
+def file_rows(files: Iterable[Path]) -> Iterator[Row]:
+    """Return the rows of files; raise ValueError for one that cannot be read, with its place."""
+    readers = {".csv": _csv_rows, ".parquet": _parquet_rows}
     for path in files:
-        for place, row in READERS[path.suffix](path):
+        for index, row in enumerate(readers.get(path.suffix, _json_rows)(path)):
             if not isinstance(row, dict):
-                raise ValueError(f"{path}, {place}: a row is an object, {{column: value}}, got {short(row)}")
-            yield f"{path}, {place}", row
-
-
-def place_of(config: DatasetConfig, index: int) -> str:
-    """Where row `index` stands, as `rows.jsonl, line 3`; looked up in the file."""
-    files = files_of(config) if Path(config.source).expanduser().exists() else []
-    place, _ = next(islice(file_rows(files), index, None), (f"{config.source}, row {index}", None))
-    return place
+                raise ValueError(
+                    f"{path}, row {index}: a row is an object, {{column: value}}, got {short(row)}"
+                )
+            yield row
 
 
 @contextmanager
 def row_named(config: DatasetConfig, index: int) -> Iterator[None]:
-    """An error about row `index` begins with its place."""
+    """Begin an error about a row with its place; the first row is row 0."""
     try:
         yield
     except ValueError as error:
-        raise ValueError(f"{place_of(config, index)}: {error}") from error
+        raise ValueError(f"{config.source}, row {index}: {error}") from error
 
 
-def _json_rows(path: Path) -> Iterator[tuple[str, Row]]:
-    """JSON lines, or the objects of one array, whatever the suffix says."""
-    with path.open("rb") as file:
-        is_array = file.read(100).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
-    if is_array:
-        rows = _parsed("".join(_lines(path)), path, 1)
-        yield from ((f"row {index}", row) for index, row in enumerate(rows))
-        return
-    for number, line in enumerate(_lines(path), 1):
-        if line.strip():
-            yield f"line {number}", _parsed(line, path, number)
-
-
-def _parsed(text: str, path: Path, first_line: int) -> Any:
-    try:
-        return json.loads(text.rstrip(), object_pairs_hook=_unique)
-    except json.JSONDecodeError as error:
-        near = text.split("\n")[error.lineno - 1][max(0, error.colno - 40) : error.colno + 40]
-        place = f"{path}, line {first_line + error.lineno - 1}, column {error.colno}"
-        raise ValueError(
-            f"{place}: {error.msg}, near {near!r}; rows are JSON, one object a line or one array of objects"
-        ) from None
-    except RecursionError:
-        raise ValueError(f"{path}, line {first_line}: is nested too deeply") from None
-    except ValueError as error:
-        raise ValueError(f"{path}, line {first_line}: {error}") from None
+def _json_rows(path: Path) -> Iterable[Any]:
+    """Return the objects of one array, or one for each line."""
+    text = _text(path)
+    is_array = text.lstrip().startswith("[")
+    parts = [text] if is_array else text.split("\n")
+    rows: list[Any] = []
+    for number, part in enumerate(parts, 1):
+        try:
+            rows += [json.loads(part, object_pairs_hook=_unique)] if part.strip() else []
+        except RecursionError:
+            raise ValueError(f"{path}, line {number}: is nested too deeply") from None
+        except ValueError as error:
+            kind = "rows are JSON, one object a line or one array of objects"
+            raise ValueError(f"{path}, line {number}: {error}; {kind}") from None
+    return rows[0] if is_array else rows
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> Row:
@@ -109,51 +96,53 @@ def _unique(pairs: list[tuple[str, Any]]) -> Row:
     return row
 
 
-def _csv_rows(path: Path) -> Iterator[tuple[str, Row]]:
-    """Typed by pandas, which would fill rows that are short and shift the columns of those that are long."""
+def _csv_rows(path: Path) -> Iterable[Row]:
+    """Return rows of text, numbers and None; see `_typed`."""
     csv.field_size_limit(sys.maxsize)
-    table = csv.reader(_lines(path), strict=True)
+    table = csv.reader(io.StringIO(_text(path), newline=""), strict=True)
+    rows = []
     try:
-        header = next(filter(None, table), [])
-        if len(set(header)) < len(header):
-            twice = max(header, key=header.count)
-            raise ValueError(f"{path}: the header names {twice!r} twice; rename one")
         for fields in filter(None, table):
-            if len(fields) != len(header):
-                raise ValueError(
-                    f"{path}, line {table.line_num}: {len(fields)} fields, but the header has {len(header)}: "
-                    f"{short(fields)}; quote what holds commas"
-                )
+            rows.append(fields)
+            if len(fields) != len(rows[0]):
+                counts = f"{len(fields)} fields, but the header has {len(rows[0])}"
+                raise csv.Error(f"{counts}: {short(fields)}; quote what holds commas")
     except csv.Error as error:
         raise ValueError(f"{path}, line {table.line_num}: {error}") from None
-    if header:
-        from datasets import Dataset
+    header, *rows = rows or [[]]
+    if len(set(header)) < len(header):
+        raise ValueError(f"{path}: the header names {max(header, key=header.count)!r} twice; rename one")
+    columns = [_typed(column) for column in zip(*rows, strict=True)]
+    return (dict(zip(header, row, strict=True)) for row in zip(*columns, strict=True))
 
-        rows = Dataset.from_csv(str(path.resolve()), streaming=True)
-        yield from ((f"row {index}", dict(row)) for index, row in enumerate(rows))
+
+def _typed(cells: tuple[str, ...]) -> list[Any]:
+    """Return a column as integers, floats or booleans if Python writes each value as its cell, else as text.
+
+    An empty cell is None.
+    """
+    kinds: tuple[Callable[[str], Any], ...] = (int, float, {"True": True, "False": False}.get)
+    for kind in kinds if not {"None", "nan", "inf", "-inf"} & {*cells} else ():  # these are words
+        with suppress(ValueError):
+            values = [kind(cell) if cell else None for cell in cells]
+            if all(str(value) == cell for value, cell in zip(values, cells, strict=True) if cell):
+                return values
+    return [cell or None for cell in cells]
 
 
-def _parquet_rows(path: Path) -> Iterator[tuple[str, Row]]:
-    from pyarrow.parquet import ParquetFile
+def _parquet_rows(path: Path) -> Iterator[Row]:
+    from datasets import Dataset
 
     try:
-        rows = chain.from_iterable(batch.to_pylist() for batch in ParquetFile(path).iter_batches())
-        yield from ((f"row {index}", row) for index, row in enumerate(rows))
+        yield from Dataset.from_parquet(str(path), streaming=True)
     except (OSError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from error
 
 
-READERS = dict(zip(SUFFIXES, (_json_rows, _json_rows, _parquet_rows, _csv_rows), strict=True))
-
-
-def _lines(path: Path) -> Iterator[str]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                yield line.decode("utf-8-sig" if number == 1 else "utf-8")
-            except UnicodeDecodeError as error:
-                at = error.start
-                raise ValueError(
-                    f"{path}, line {number}, column {at + 1}: the byte {line[at]:#04x} is no UTF-8, near "
-                    f"{line[max(0, at - 40) : at + 40]!r}; save the file as UTF-8"
-                ) from None
+def _text(path: Path) -> str:
+    try:
+        return path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        near = error.object[max(0, error.start - 20) : error.start + 20]
+        raise ValueError(f"{path}, line {line}: is no UTF-8, near {near!r}; save the file as UTF-8") from None

@@ -39,10 +39,12 @@ class ImageReader:
 
     Args:
         load: gives the processor, when the first image comes; its errors say what is missing.
+        files: the processor's files, which a saved model needs.
     """
 
-    def __init__(self, load: Callable[[], Any]) -> None:
+    def __init__(self, load: Callable[[], Any], files: Sequence[str] = ()) -> None:
         self._load = load
+        self.files = tuple(files)
 
     @cached_property
     def processor(self) -> Any:
@@ -114,22 +116,6 @@ def beside(source: str, image: Any) -> Any:
     if not isinstance(image, str) or not folder.exists():
         return image
     return str((folder if folder.is_dir() else folder.parent) / Path(image).expanduser())
-
-
-def as_json(image: Any) -> Any:
-    """An image of a program's own rows as a file of JSON keeps it: a whole path, or bytes in base64."""
-    found = image
-    if isinstance(image, Mapping):
-        found = image.get("bytes") or image.get("path")
-        if isinstance(image.get("bytes"), str):
-            return image
-    if isinstance(found, str | Path):
-        return str(Path(found).expanduser().absolute())
-    if not isinstance(found, bytes):
-        file = io.BytesIO()
-        opened(found).save(file, "PNG")
-        found = file.getvalue()
-    return {"bytes": base64.b64encode(found).decode()}
 
 
 def row_images(row: Mapping[str, Any]) -> list[Any]:

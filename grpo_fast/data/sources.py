@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from grpo_fast.config.data import PREFIX, SUFFIXES, VERIFIERS, DatasetConfig
-from grpo_fast.config.lookup import choices
+from grpo_fast.config.lookup import FROM_PYTHON, choices, load_object
 from grpo_fast.config.secrets import in_use, masked
 from grpo_fast.data.files import Row, file_rows, files_of
 from grpo_fast.data.tasksets import task_rows
@@ -54,8 +54,11 @@ def _source_rows(config: DatasetConfig) -> Iterable[Row]:
         return generate_rows(task, seed=config.seed, size=config.size, options=options)
     if config.source.startswith(VERIFIERS):
         return task_rows(config)
+    if config.source.endswith(FROM_PYTHON):
+        rows: Iterable[Row] = load_object(config.source, "dataset.source")
+        return rows
     files = files_of(config)
-    return (row for _, row in file_rows(files)) if files else _hub_rows(config)
+    return file_rows(files) if files else _hub_rows(config)
 
 
 def _hub_rows(config: DatasetConfig) -> Iterable[Row]:

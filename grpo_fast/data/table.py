@@ -24,7 +24,7 @@ Integers = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass(frozen=True)
-class Completions:
+class CompletionTable:
     """S completions of G groups, N tokens after P prompts. A prompt's tokens are held once.
 
     Structure is on the CPU; columns and facts are on any device.
@@ -58,7 +58,7 @@ class Completions:
         inputs: Mapping[str, Sequence[Integers]] | None = None,
         objects: Mapping[str, Iterable[Any]] | None = None,
         **columns: Iterable[Sequence[float]] | None,
-    ) -> Completions:
+    ) -> CompletionTable:
         """From a list for each of S completions.
 
         Args:
@@ -87,7 +87,7 @@ class Completions:
             flat_mask = _flat("mask", whole, lengths, np.bool_)
         found = {n: _flat(n, v, lengths, np.float32) for n, v in columns.items() if v is not None}
         distinct = [prompt for _, prompt in places]
-        table = Completions(
+        table = CompletionTable(
             prompt_ids=torch.from_numpy(np.fromiter(chain.from_iterable(distinct), np.int64)),
             prompt_offsets=torch.from_numpy(offsets_of([len(prompt) for prompt in distinct])),
             prompts=torch.tensor(numbers, dtype=torch.int64),
@@ -120,7 +120,7 @@ class Completions:
         """Completions."""
         return len(self.prompts)
 
-    def __getitem__(self, rows: slice) -> Completions:
+    def __getitem__(self, rows: slice) -> CompletionTable:
         return self.select(range(len(self))[rows])
 
     @property
@@ -153,23 +153,23 @@ class Completions:
         """Tokens of a completion."""
         return self.token_ids[self.offsets[row] : self.offsets[row + 1]]
 
-    def with_columns(self, **columns: Tensor | None) -> Completions:
+    def with_columns(self, **columns: Tensor | None) -> CompletionTable:
         """With these columns, (N,) each, beside or in place of others; without those that are None."""
         known = {**self.columns, **columns}
         return self._same_rows(columns={name: v for name, v in known.items() if v is not None})
 
-    def with_facts(self, **facts: Tensor) -> Completions:
+    def with_facts(self, **facts: Tensor) -> CompletionTable:
         """With these facts, (S, ...) each, beside or in place of others."""
         return self._same_rows(facts={**self.facts, **facts})
 
-    def to(self, device: torch.device) -> Completions:
+    def to(self, device: torch.device) -> CompletionTable:
         """With columns and inputs on a device."""
         columns, inputs = (
             {name: values.to(device) for name, values in part.items()} for part in (self.columns, self.inputs)
         )
         return replace(self, columns=columns, inputs=inputs)
 
-    def _same_rows(self, **changes: Any) -> Completions:
+    def _same_rows(self, **changes: Any) -> CompletionTable:
         changed = replace(self, **changes)
         object.__setattr__(changed, "layouts", self.layouts)
         return changed
@@ -189,7 +189,7 @@ class Completions:
         values = self.facts[fact]
         return values.view(self.num_groups, -1, *values.shape[1:])
 
-    def select(self, rows: Tensor | Sequence[int]) -> Completions:
+    def select(self, rows: Tensor | Sequence[int]) -> CompletionTable:
         """These completions with their prompts, in this order; groups keep their numbers."""
         chosen = torch.as_tensor(rows, dtype=torch.int64)
         tokens = torch.from_numpy(ranges(self.offsets[chosen].numpy(), self.lengths[chosen].numpy()))
@@ -215,7 +215,7 @@ class Completions:
             objects={name: tuple(values[i] for i in places) for name, values in self.objects.items()},
         )
 
-    def select_groups(self, groups: Sequence[int]) -> Completions:
+    def select_groups(self, groups: Sequence[int]) -> CompletionTable:
         """These groups, in this order, numbered anew."""
         wanted, order = torch.tensor([*groups], dtype=torch.int64), self.groups.argsort(stable=True)
         first, end = (torch.searchsorted(self.groups[order], wanted, right=right) for right in (False, True))
@@ -224,7 +224,7 @@ class Completions:
         return replace(chosen, groups=torch.arange(len(wanted)).repeat_interleave(sizes))
 
     @staticmethod
-    def join(tables: Sequence[Completions]) -> Completions:
+    def join(tables: Sequence[CompletionTable]) -> CompletionTable:
         """One after the other, groups numbered on.
 
         Raises:
@@ -239,10 +239,10 @@ class Completions:
                     f"{what} {lacking} are of some completions only; give them for all, or for none"
                 )
 
-        def joined(values: Callable[[Completions], Tensor]) -> Tensor:
+        def joined(values: Callable[[CompletionTable], Tensor]) -> Tensor:
             return torch.cat([values(table) for table in tables])
 
-        def shifted(values: Callable[[Completions], Tensor], sizes: Iterable[int]) -> Tensor:
+        def shifted(values: Callable[[CompletionTable], Tensor], sizes: Iterable[int]) -> Tensor:
             before = torch.tensor([0, *sizes][: len(tables)]).cumsum(0)
             return torch.cat([values(t) + start for t, start in zip(tables, before, strict=True)])
 
@@ -258,7 +258,7 @@ class Completions:
         def objects(name: str) -> tuple[Any, ...]:
             return tuple(value for t in tables for value in t.objects.get(name, (None,) * len(t)))
 
-        return Completions(
+        return CompletionTable(
             prompt_ids=joined(lambda t: t.prompt_ids),
             prompt_offsets=torch.from_numpy(offsets_of(joined(lambda t: t.prompt_offsets.diff()).numpy())),
             prompts=shifted(lambda t: t.prompts, [len(t.prompt_offsets) - 1 for t in tables]),
@@ -279,14 +279,14 @@ class Completions:
         return {name: getattr(self, name) for name in STRUCTURE} | named
 
     @staticmethod
-    def from_tensors(tensors: Mapping[str, Tensor]) -> Completions:
+    def from_tensors(tensors: Mapping[str, Tensor]) -> CompletionTable:
         """What `tensors` has given."""
         fields: dict[str, Any] = {name: tensors[name] for name in STRUCTURE} | {part: {} for part in PARTS}
         for name, values in tensors.items():
             part, _, rest = name.partition("/")
             if rest:
                 fields[part][rest] = values
-        return Completions(**fields)
+        return CompletionTable(**fields)
 
 
 STRUCTURE = ("prompt_ids", "prompt_offsets", "prompts", "groups", "token_ids", "offsets", "mask")

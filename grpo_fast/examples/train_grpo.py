@@ -20,7 +20,7 @@ from grpo_fast import GRPOLossConfig, StepTotals, linear_grpo_loss
 from grpo_fast.config.data import DatasetConfig
 from grpo_fast.config.policy import ModelConfig, OptimizerConfig
 from grpo_fast.data import Prompt, PromptSampler, exclude_overlap, load_prompts
-from grpo_fast.data.table import Completions
+from grpo_fast.data.table import CompletionTable
 from grpo_fast.groups.advantages import group_advantages
 from grpo_fast.policy import Policy, PolicyOptimizer, load_policy, pack
 from grpo_fast.rollout import Completion, Engine, Sampling
@@ -107,7 +107,7 @@ def train(
 
         # Pack: flat tokens without padding; groups that all earned the same have no gradient and stay out.
         completions = [completion for group in groups for completion in group]
-        table = Completions.of(
+        table = CompletionTable.of(
             [question.token_ids for question in questions for _ in range(GROUP)],
             [completion.token_ids for completion in completions],
             [number for number in range(len(groups)) for _ in range(GROUP)],

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from grpo_fast.objective.estimators import BASELINES, SCALES, Groups, deviation
+from grpo_fast.objective.estimators import BASELINES, SCALES, GroupStatistics, deviation
 
 # Rewards are float32 sums of a few terms: a spread below this is rounding, not a difference.
 FLAT_SPREAD = 1e-6
@@ -88,7 +88,7 @@ def group_advantages(
     # A flat group's deviations from its rounded mean are noise that the division would blow up.
     centred = (rewards - mean).where(valid & ~flat[:, None], 0.0)
 
-    of = Groups(rewards, centred, valid, count, total, lengths, eps)
+    of = GroupStatistics(rewards, centred, valid, count, total, lengths, eps)
     return Advantages(SCALES[scale_rewards](BASELINES[baseline](centred, of), of), flat)
 
 

@@ -17,9 +17,9 @@ from grpo_fast.head.checks import (
     head_call,
 )
 from grpo_fast.head.fused_loss import fused_policy_loss, fuses
-from grpo_fast.head.operator import backend_of
+from grpo_fast.head.operator import backend_of, head_statistics
 from grpo_fast.head.outputs import GRPOLossOutput, HeadOutput
-from grpo_fast.head.parallel import statistics
+from grpo_fast.head.parallel import parallel_statistics
 from grpo_fast.objective import GRPOLossConfig, LossInputs, StepTotals, policy_loss
 from grpo_fast.objective.types import TOKEN_COLUMNS
 
@@ -105,7 +105,7 @@ def linear_logprob(
     """
     wanted = check_outputs(outputs)
     call, shard = head_call(hidden, weight, targets, wanted, wanted & _DIFFERENTIABLE, **options)
-    rows, certificate = statistics(call, shard)
+    rows, certificate = head_statistics(call) if shard is None else parallel_statistics(call, shard)
     found = {"log_sum_sq_probs": rows.log_sum_sq} | rows._asdict()
     if "argmax_is_target" in wanted:
         found["argmax_is_target"] = (rows.target_logit >= rows.max_logit) & (call.targets >= 0)
@@ -150,7 +150,7 @@ def linear_cross_entropy(
     if label_smoothing:
         wanted.add("mean_logit")
     call, shard = head_call(hidden, weight, targets, wanted, wanted, **options)
-    s, _ = statistics(call, shard)
+    s, _ = head_statistics(call) if shard is None else parallel_statistics(call, shard)
     losses = -(1 - label_smoothing) * s.logprob
     if label_smoothing:
         losses = losses + label_smoothing * (s.logsumexp - s.mean_logit)
@@ -227,7 +227,7 @@ def linear_grpo_loss(
     wanted = {"logprob", "entropy"} if entropy or needs_entropy else {"logprob"}
     differentiable = wanted if needs_entropy else {"logprob"}
     call, shard = head_call(hidden, weight, targets, wanted, differentiable, **options)
-    rows, certificate = statistics(call, shard)
+    rows, certificate = head_statistics(call) if shard is None else parallel_statistics(call, shard)
     token_entropy = rows.entropy if "entropy" in wanted else None
     if token_entropy is not None and not needs_entropy:
         token_entropy = token_entropy.detach()

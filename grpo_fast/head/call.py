@@ -39,7 +39,7 @@ ROW_INVALID = -2
 LOG_ZERO = -500.0
 """Stands in for log 0 where it is multiplied by a probability: exp of it is nothing, and it is finite."""
 
-Rows = Tensor | slice  # which rows: indices, a mask or a range
+RowIndex = Tensor | slice  # which rows: indices, a mask or a range
 
 
 class HeadCall(NamedTuple):
@@ -85,7 +85,7 @@ class HeadCall(NamedTuple):
         """Whether a logit's slope in the dot product is one."""
         return self.inv_temperature is None and self.logit_scale == 1.0 and self.softcap is None
 
-    def rows(self, which: Rows) -> HeadCall:
+    def rows(self, which: RowIndex) -> HeadCall:
         """The same call for a selection of its rows."""
         return self._replace(
             hidden=self.hidden[which],
@@ -248,7 +248,7 @@ class LogitGradient(NamedTuple):
             gradient += self.mean[:, None]
         return gradient if slope is None else gradient.mul_(slope)
 
-    def rows(self, which: Rows) -> LogitGradient:
+    def rows(self, which: RowIndex) -> LogitGradient:
         given, optional = self[:4], self[4:]
         return LogitGradient(*(t[which] for t in given), *(_of_rows(t, which) for t in optional))
 
@@ -304,5 +304,5 @@ def schema_of(kind: type, prefix: str = "") -> str:
     return ", ".join(f"{_KINDS[hint]} {prefix}{name}" for name, hint in get_type_hints(kind).items())
 
 
-def _of_rows(tensor: Tensor | None, which: Rows) -> Tensor | None:
+def _of_rows(tensor: Tensor | None, which: RowIndex) -> Tensor | None:
     return None if tensor is None else tensor[which]

@@ -26,14 +26,12 @@ from grpo_fast.head.operator import head_statistics
 from grpo_fast.head.outputs import Certificate
 
 
-def statistics(call: HeadCall, shard: Shard | None) -> tuple[RowStatistics, Certificate]:
-    """`head_statistics` of the whole vocabulary, where the weight is all of it or one of several.
+def parallel_statistics(call: HeadCall, shard: Shard) -> tuple[RowStatistics, Certificate]:
+    """`head_statistics` of the whole vocabulary, of which the weight is one of several parts.
 
-    With a shard `call.weight` and `.bias` are this rank's rows, its targets are global. Each rank samples by
+    `call.weight` and `.bias` are this rank's rows, its targets are global. Each rank samples by
     itself, in units of what rounding costs among its rows, so that all together keep to the tolerance.
     """
-    if shard is None:
-        return head_statistics(call)
     entries, targets, group, start = call.vocabulary, call.targets, shard.group, shard.start
     local, certificate = head_statistics(
         call._replace(

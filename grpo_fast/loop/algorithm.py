@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from grpo_fast.data import PromptSampler
-from grpo_fast.data.table import Completions
+from grpo_fast.data.table import CompletionTable
 from grpo_fast.distributed.world import SINGLE_PROCESS, World
 from grpo_fast.loop.annotate import Annotator
 from grpo_fast.policy import Policy, PolicyOptimizer
@@ -67,18 +67,18 @@ class Algorithm(ABC):
         self.world.begin(self.step + 1, self.config.seed)
 
     @abstractmethod
-    def collect(self, clock: Clock) -> tuple[Completions, dict[str, float]]:
+    def collect(self, clock: Clock) -> tuple[CompletionTable, dict[str, float]]:
         """The step's completions with what is known of them, and metrics of it."""
 
     @abstractmethod
-    def learn(self, table: Completions, clock: Clock) -> dict[str, float]:
+    def learn(self, table: CompletionTable, clock: Clock) -> dict[str, float]:
         """Change the policy; metrics of the change."""
 
     @abstractmethod
-    def timings(self, table: Completions, seconds: float) -> dict[str, float]:
+    def timings(self, table: CompletionTable, seconds: float) -> dict[str, float]:
         """What else a step took, of `seconds` in all."""
 
-    def samples(self, table: Completions) -> list[SampleRecord]:
+    def samples(self, table: CompletionTable) -> list[SampleRecord]:
         """Completions for a person to read."""
         return []
 

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from grpo_fast.data.table import Completions
+from grpo_fast.data.table import CompletionTable
 from grpo_fast.distributed.world import SINGLE_PROCESS, World
 from grpo_fast.head import HeadOutput, linear_logprob
 from grpo_fast.policy import PackedBatch, Policy
@@ -62,7 +62,7 @@ class Annotator:
         return self.budget.tokens(self.configured)
 
     def attempts(
-        self, table: Completions
+        self, table: CompletionTable
     ) -> Iterator[tuple[AbstractContextManager[None], tuple[PackedBatch, ...]]]:
         """`MicroBatchBudget.attempts` with the table's micro-batches of each attempt."""
 
@@ -72,7 +72,7 @@ class Annotator:
 
         return self.budget.attempts(cut)
 
-    def packed(self, table: Completions) -> tuple[PackedBatch, ...]:
+    def packed(self, table: CompletionTable) -> tuple[PackedBatch, ...]:
         """Micro-batches of today's budget with the table's columns: one at least, and as many on every rank
         where a forward is one of all ranks."""
         key = (self.micro_batch_tokens, self.whole_prompts, self.policy.packs)
@@ -89,7 +89,7 @@ class Annotator:
             table.layouts[key] = [*batches, *[empty_batch(table, device)] * (count - len(batches))]
         return tuple(batch.with_columns(table) for batch in table.layouts[key])
 
-    def _longest(self, table: Completions) -> int:
+    def _longest(self, table: CompletionTable) -> int:
         """Input tokens of what is never split."""
         if not len(table):
             return 1
@@ -102,7 +102,7 @@ class Annotator:
     @torch.no_grad()
     def columns(
         self,
-        table: Completions,
+        table: CompletionTable,
         *outputs: str,
         of: Callable[[], AbstractContextManager[Policy]] | None = None,
     ) -> list[Tensor]:
@@ -123,7 +123,7 @@ class Annotator:
                         column[batch.token_index] = getattr(out, name).float()
         return found
 
-    def reference_logprobs(self, table: Completions) -> Tensor:
+    def reference_logprobs(self, table: CompletionTable) -> Tensor:
         """(N,) float32 under the policy as it was loaded."""
         self._ready()
         return self.columns(table, of=self.policy.reference)[0]

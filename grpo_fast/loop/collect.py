@@ -13,7 +13,7 @@ from torch import Tensor
 
 from grpo_fast.config.groups import AdvantageConfig
 from grpo_fast.config.lookup import load_callable
-from grpo_fast.data.table import EXPERTS, Completions
+from grpo_fast.data.table import EXPERTS, CompletionTable
 from grpo_fast.data.types import Prompt
 from grpo_fast.groups.advantages import decoupled_advantages, group_advantages, length_reward_correlation
 from grpo_fast.objective import GRPOLossConfig, StepTotals
@@ -85,7 +85,7 @@ def score(
     *,
     weights: Sequence[float] | None = None,
     precomputed: Mapping[str, Scored] = MappingProxyType({}),
-) -> Completions:
+) -> CompletionTable:
     """What G prompts with n completions each earned; their environments have then done their part.
 
     Args:
@@ -107,7 +107,7 @@ def score(
         raise ValueError(f"the rollout's completions have different columns, {sorted(map(sorted, names))}")
     if taken := names.pop() & KNOWN_COLUMNS:
         raise ValueError(f"the rollout names columns {sorted(taken)}, which have a meaning here; rename them")
-    table = Completions.of(
+    table = CompletionTable.of(
         [prompt.token_ids for prompt in asked],
         [completion.token_ids for completion in flat],
         [number for number, group in enumerate(completions) for _ in group],
@@ -145,11 +145,11 @@ def _episode(completion: Completion) -> tuple[float, ...]:
 
 
 def with_advantages(
-    table: Completions,
+    table: CompletionTable,
     config: AdvantageConfig,
     weights: Sequence[float],
     baseline_groups: Sequence[int] | None = None,
-) -> Completions:
+) -> CompletionTable:
     """With the facts `advantage` (S,) and `flat` (S,): all rewards of the group equal, nothing to learn.
 
     A user's function may give each token its own: then they are a column, `advantages`, and the fact is their
@@ -180,7 +180,7 @@ def with_advantages(
     return compared if config.function is None else _own_advantages(compared, config.function)
 
 
-def _own_advantages(table: Completions, path: str) -> Completions:
+def _own_advantages(table: CompletionTable, path: str) -> CompletionTable:
     """With the advantages that a user's function gives; flat where all of a group are zero."""
     rewards = table.by_group("reward")
     n = rewards.shape[1]
@@ -207,7 +207,7 @@ def _own_advantages(table: Completions, path: str) -> Completions:
     return table.with_columns(advantages=column).with_facts(advantage=means, flat=flat)
 
 
-def groups_of(table: Completions) -> list[Group]:
+def groups_of(table: CompletionTable) -> list[Group]:
     """The table as a function of a user sees it. All rows are this rank's."""
     rewards, parts = table.by_group("reward"), table.by_group("reward_table")
     n = rewards.shape[1]
@@ -232,7 +232,7 @@ def groups_of(table: Completions) -> list[Group]:
     ]
 
 
-def overlong_penalties(table: Completions, limit: int, share: float) -> Tensor:
+def overlong_penalties(table: CompletionTable, limit: int, share: float) -> Tensor:
     """(S,) soft length penalty: rises from 0 to 1 over the last `share` of `limit` tokens.
 
     DAPO (Yu et al. 2025, arXiv:2503.14476), equation 13.
@@ -242,8 +242,8 @@ def overlong_penalties(table: Completions, limit: int, share: float) -> Tensor:
 
 
 def to_train(
-    table: Completions, config: AdvantageConfig, loss: GRPOLossConfig
-) -> tuple[Completions, StepTotals]:
+    table: CompletionTable, config: AdvantageConfig, loss: GRPOLossConfig
+) -> tuple[CompletionTable, StepTotals]:
     """The update's completions with the column `advantages`, and the counts that its loss is divided by.
 
     A group without spread has no policy gradient. Where it is skipped it leaves the table but stays in the
@@ -264,7 +264,7 @@ def to_train(
     return chosen, totals
 
 
-def describe(table: Completions, reward_names: Sequence[str]) -> dict[str, float]:
+def describe(table: CompletionTable, reward_names: Sequence[str]) -> dict[str, float]:
     """Metrics of a step's groups."""
     rewards, lengths = table.by_group("reward"), table.num_targets.float().view(table.num_groups, -1)
     n = rewards.shape[1]

@@ -18,7 +18,7 @@ from torch import Tensor
 from grpo_fast.config.schema import TrainConfig
 from grpo_fast.config.stages import Stage, schedule_steps, stage_at
 from grpo_fast.data import Prompt, PromptDataset, PromptSampler
-from grpo_fast.data.table import Completions
+from grpo_fast.data.table import CompletionTable
 from grpo_fast.distributed.world import SINGLE_PROCESS, World
 from grpo_fast.environments import Toolsets
 from grpo_fast.groups.weights import AdaptiveWeights
@@ -151,14 +151,14 @@ class Trainer(Algorithm):
         super().begin()
         self.advance()
 
-    def learn(self, table: Completions, clock: Clock) -> dict[str, float]:
+    def learn(self, table: CompletionTable, clock: Clock) -> dict[str, float]:
         trained, totals = to_train(table, self.config.advantage, self.config.loss)
         self.handover.to_trainer()
         if len(table) and not self.sampler_seen:  # before anything is learnt from them
             self.sampler_seen = self.require_own_completions(table)
         return self.update.run(trained, totals, clock)
 
-    def timings(self, table: Completions, seconds: float) -> dict[str, float]:
+    def timings(self, table: CompletionTable, seconds: float) -> dict[str, float]:
         found = self.handover.timings()
         found["tokens_per_second"] = int(table.num_targets.sum()) / seconds
         taken = table.facts["episode"][:, -1] if len(table) else torch.zeros(0)
@@ -166,10 +166,10 @@ class Trainer(Algorithm):
             found["environment/seconds"] = taken.mean().item()
         return found
 
-    def samples(self, table: Completions) -> list[SampleRecord]:
+    def samples(self, table: CompletionTable) -> list[SampleRecord]:
         return self.pick_samples(table, self.config.logging.samples)
 
-    def require_own_completions(self, table: Completions) -> bool:
+    def require_own_completions(self, table: CompletionTable) -> bool:
         """Whether there is nothing more to compare; False where the sampler has told no log-probabilities.
 
         A user's own rollout may bring others, and those of a truncated distribution have other probabilities.
@@ -194,16 +194,16 @@ class Trainer(Algorithm):
             "another, or, where it is meant so, alerts.sampler_drift to null"
         )
 
-    def collect(self, clock: Clock) -> tuple[Completions, dict[str, float]]:
+    def collect(self, clock: Clock) -> tuple[CompletionTable, dict[str, float]]:
         """One batch of groups; with dynamic sampling (DAPO, arXiv:2503.14476) only those with spread."""
         config = self.config.advantage
         wanted = self.config.prompts_per_step
         prompts: list[Prompt] = []
-        draws: list[Completions] = []
+        draws: list[CompletionTable] = []
         for draw in range(config.max_draws if config.dynamic_sampling else 1):
             prompts += (asked := self.prompts.next())
             draws.append(self.rollout(asked, draw, clock))
-            drawn = self.with_advantages(prompts, Completions.join(draws), clock)
+            drawn = self.with_advantages(prompts, CompletionTable.join(draws), clock)
             if (~drawn.by_group("flat")[:, 0]).sum() >= wanted:
                 break
         before_penalties, penalties = drawn, self.penalties(drawn, clock)
@@ -224,7 +224,7 @@ class Trainer(Algorithm):
         # Again, for a deviation of the batch is that of the groups that train.
         return self.with_advantages([prompts[group] for group in live[:wanted]], chosen, clock), metrics
 
-    def penalties(self, table: Completions, clock: Clock) -> Tensor | None:
+    def penalties(self, table: CompletionTable, clock: Clock) -> Tensor | None:
         """(S,) taken from the rewards for length and for KL; None where nothing is."""
         penalties, limit = None, self.config.rollout.max_completion_length
         if self.config.advantage.soft_overlong is not None:
@@ -236,26 +236,26 @@ class Trainer(Algorithm):
             penalties = kl if penalties is None else penalties + kl
         return penalties
 
-    def rollout(self, prompts: Sequence[Prompt], draw: int, clock: Clock) -> Completions:
+    def rollout(self, prompts: Sequence[Prompt], draw: int, clock: Clock) -> CompletionTable:
         """Completions of each prompt, and what they earned."""
-        own: list[Completions] = []
+        own: list[CompletionTable] = []
 
         def work() -> dict[str, Tensor]:
             own.append(self.own_rollout(self.world.share(prompts), draw, clock))
             return own[0].tensors()
 
-        tables = [*map(Completions.from_tensors, self.world.gather_tensors("the rollout", work))]
+        tables = [*map(CompletionTable.from_tensors, self.world.gather_tensors("the rollout", work))]
         tables[self.world.rank] = own[0]
         if self.world.size > 1 and self.config.advantage.function is not None:  # which reads texts
             objects = self.world.gather_from_all("the completions", lambda: own[0].objects)
             tables = [replace(table, objects=found) for table, found in zip(tables, objects, strict=True)]
-        joined = Completions.join(tables)
+        joined = CompletionTable.join(tables)
         if any(prompt.images for prompt in prompts):  # which every rank has, and none need send
             images = tuple(prompts[group].images for group in joined.groups.tolist())
             joined = replace(joined, objects={**joined.objects, "images": images})
         return joined
 
-    def own_rollout(self, prompts: Sequence[Prompt], draw: int, clock: Clock) -> Completions:
+    def own_rollout(self, prompts: Sequence[Prompt], draw: int, clock: Clock) -> CompletionTable:
         """What this rank has of a rollout."""
         seed = self.world.seed(self.config.seed * SEEDS_PER_RUN + self.step * SEEDS_PER_STEP + draw)
         self.handover.to_engine()
@@ -283,7 +283,9 @@ class Trainer(Algorithm):
         with clock("reward"):
             return score(prompts, completions, self.rewards, weights=weights, precomputed=early.values())
 
-    def with_advantages(self, prompts: Sequence[Prompt], table: Completions, clock: Clock) -> Completions:
+    def with_advantages(
+        self, prompts: Sequence[Prompt], table: CompletionTable, clock: Clock
+    ) -> CompletionTable:
         """The table of these prompts' groups with its completions' advantages."""
         weights = (self.adaptive_weights or self.rewards).weights
         with clock("reward"):
@@ -291,7 +293,7 @@ class Trainer(Algorithm):
             return with_advantages(table, self.config.advantage, weights, baseline_groups)
 
     def update_curriculum_and_weights(
-        self, prompts: Sequence[Prompt], table: Completions
+        self, prompts: Sequence[Prompt], table: CompletionTable
     ) -> dict[str, float]:
         """Let the sampler and the reward weights learn from what was earned; their metrics are of before."""
         metrics = self.prompts.metrics(prompts[: self.config.prompts_per_step])
@@ -320,7 +322,7 @@ class Trainer(Algorithm):
             observer=watch,
         )
 
-    def pick_samples(self, table: Completions, groups: int) -> list[SampleRecord]:
+    def pick_samples(self, table: CompletionTable, groups: int) -> list[SampleRecord]:
         """Every completion of the first group and the first of each other, for a person to read."""
         n = len(table) // max(1, table.num_groups)
         rows = [row for row in range(min(groups, table.num_groups) * n) if row < n or row % n == 0]
@@ -334,7 +336,7 @@ class Trainer(Algorithm):
             found |= records
         return [found[row] for row in rows]
 
-    def sample(self, table: Completions, row: int) -> SampleRecord:
+    def sample(self, table: CompletionTable, row: int) -> SampleRecord:
         """A completion of this rank."""
         facts = {name: values[row] for name, values in table.facts.items()}
         objects = {name: values[row] for name, values in table.objects.items()}

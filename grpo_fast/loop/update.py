@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from grpo_fast.config.schema import TrainConfig
-from grpo_fast.data.table import Completions
+from grpo_fast.data.table import CompletionTable
 from grpo_fast.distributed.world import SINGLE_PROCESS, World
 from grpo_fast.head import GRPOLossOutput, linear_grpo_loss
 from grpo_fast.loop.annotate import Annotator
@@ -30,7 +30,7 @@ from grpo_fast.rollout.transformers import evaluation_mode
 AUX_LOSS = "router_aux_loss"
 """The metric of a mixture's load-balancing loss, before its coefficient."""
 
-Minibatch = tuple[Completions, StepTotals]
+Minibatch = tuple[CompletionTable, StepTotals]
 """This rank's completions of one optimiser step, and the counts of all ranks that its loss is divided by."""
 
 
@@ -79,7 +79,7 @@ class PolicyUpdate:
             self.entropy_controller.active_coef if self.loss.use_adaptive_entropy else self.loss.entropy_coef
         )
 
-    def run(self, table: Completions, totals: StepTotals, clock: Clock) -> dict[str, float]:
+    def run(self, table: CompletionTable, totals: StepTotals, clock: Clock) -> dict[str, float]:
         """`num_iterations` epochs of optimiser steps over one rollout; their mean metrics.
 
         Raises:
@@ -103,7 +103,7 @@ class PolicyUpdate:
                 steps.append(self.step(shares))
         return {name: fmean(step[name] for step in steps) for name in steps[0]} | {"update/skipped": 0.0}
 
-    def split(self, table: Completions, totals: StepTotals) -> list[Minibatch]:
+    def split(self, table: CompletionTable, totals: StepTotals) -> list[Minibatch]:
         """Minibatches of whole groups, each with its share of the counts; metrics count what is in it."""
         groups = table.groups.unique()
         parts = min(self.config.minibatches, len(groups))
@@ -120,7 +120,7 @@ class PolicyUpdate:
             minibatches.append((self.local(chosen), counts))
         return minibatches
 
-    def local(self, table: Completions) -> Completions:
+    def local(self, table: CompletionTable) -> CompletionTable:
         """This rank's completions of a table, with the fact `row`, their row among those of all ranks.
 
         What is known of their tokens goes to the device here, once, and stays there.
@@ -132,7 +132,7 @@ class PolicyUpdate:
             own = own.select(sets[self.world.rank])
         return own.to(self.policy.device)
 
-    def with_fixed_logprobs(self, table: Completions, stale: bool = False) -> Completions:
+    def with_fixed_logprobs(self, table: CompletionTable, stale: bool = False) -> CompletionTable:
         """With old and reference log-probabilities, each only where the loss needs it.
 
         The policy moves before a `stale` minibatch's turn, so its old log-probabilities are computed now;
@@ -152,7 +152,7 @@ class PolicyUpdate:
             known["ref_logprobs"] = self.annotator.reference_logprobs(table)
         return table.with_columns(**known)
 
-    def gradient(self, table: Completions, totals: StepTotals) -> tuple[Tensor, list[dict[str, Tensor]]]:
+    def gradient(self, table: CompletionTable, totals: StepTotals) -> tuple[Tensor, list[dict[str, Tensor]]]:
         """The gradient of a step, whose micro-batches' losses add up.
 
         Returns:
@@ -197,7 +197,7 @@ class PolicyUpdate:
             metrics["entropy_coef"] = entropy_coef
         return metrics
 
-    def sampler_difference(self, table: Completions) -> float | None:
+    def sampler_difference(self, table: CompletionTable) -> float | None:
         """Mean nats a token between log-probabilities of sampler and policy; None: the sampler told none."""
         if "sampler_logprobs" not in table.columns:
             return None
@@ -212,7 +212,7 @@ class PolicyUpdate:
         found = self.world.gather_from_all("the sampler's log-probabilities", differences)
         return sum(total for total, _ in found) / sum(tokens for _, tokens in found)
 
-    def kl_penalties(self, table: Completions) -> Tensor:
+    def kl_penalties(self, table: CompletionTable) -> Tensor:
         """(S,) float32 on the CPU: beta times the KL to the reference, summed over each completion."""
         own, loss = self.local(table), self.config.loss
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Groups:
+class GroupStatistics:
     """What a baseline or a scale may read beside the advantages so far."""
 
     rewards: Tensor  # (G, n)
@@ -23,24 +23,24 @@ class Groups:
     eps: float
 
 
-Estimator: TypeAlias = "Callable[[Tensor, Groups], Tensor]"
+Estimator: TypeAlias = "Callable[[Tensor, GroupStatistics], Tensor]"
 """Advantages so far, (G, n), at first the centred rewards, to advantages (G, n)."""
 
 
-def leave_one_out(advantages: Tensor, of: Groups) -> Tensor:
+def leave_one_out(advantages: Tensor, of: GroupStatistics) -> Tensor:
     """r_i minus the mean of the others is the centred reward times n / (n - 1)."""
     return advantages * (of.count / (of.count - 1).clamp(min=1))
 
 
-def by_group(advantages: Tensor, of: Groups) -> Tensor:
+def by_group(advantages: Tensor, of: GroupStatistics) -> Tensor:
     return advantages / ((of.total(of.centred.square()) / (of.count - 1).clamp(min=1)).sqrt() + of.eps)
 
 
-def by_batch(advantages: Tensor, of: Groups) -> Tensor:
+def by_batch(advantages: Tensor, of: GroupStatistics) -> Tensor:
     return advantages / (deviation(of.rewards[of.valid]) + of.eps)
 
 
-def whitened(advantages: Tensor, of: Groups) -> Tensor:
+def whitened(advantages: Tensor, of: GroupStatistics) -> Tensor:
     tokens = of.rewards.new_ones(of.rewards.shape) if of.lengths is None else of.lengths.to(of.rewards)
     tokens = tokens.where(of.valid, 0.0)
     shifted = advantages - (tokens * advantages).sum() / tokens.sum().clamp(min=1)

@@ -90,7 +90,7 @@ def kto_reference_point(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Scored:
+class PairScores:
     """A micro-batch as one loss sees it."""
 
     chosen: Tensor  # (C,) scores
@@ -116,26 +116,26 @@ def _smoothed(logits: Tensor, config: PreferenceLossConfig) -> Tensor:
     return -(1 - flipped) * logsigmoid(logits) - flipped * logsigmoid(-logits)
 
 
-def _logistic(s: Scored, config: PreferenceLossConfig) -> Tensor:
+def _logistic(s: PairScores, config: PreferenceLossConfig) -> Tensor:
     return _smoothed(s.logits, config)
 
 
-def _robust(s: Scored, config: PreferenceLossConfig) -> Tensor:
+def _robust(s: PairScores, config: PreferenceLossConfig) -> Tensor:
     """Unbiased for the loss without noise when a share ε of the labels is flipped."""
     z, flipped = s.logits, config.label_smoothing
     return (-(1 - flipped) * logsigmoid(z) + flipped * logsigmoid(-z)) / (1 - 2 * flipped)
 
 
-def _ipo(s: Scored, config: PreferenceLossConfig) -> Tensor:
+def _ipo(s: PairScores, config: PreferenceLossConfig) -> Tensor:
     # Log-ratios per token: the paper writes sums, its authors' results are with means (so does TRL).
     return ((s.logits - 0.5) / s.beta).square()
 
 
-def _hinge(s: Scored, config: PreferenceLossConfig) -> Tensor:
+def _hinge(s: PairScores, config: PreferenceLossConfig) -> Tensor:
     return torch.relu(1 - s.logits)
 
 
-def _aot(s: Scored, config: PreferenceLossConfig) -> Tensor:
+def _aot(s: PairScores, config: PreferenceLossConfig) -> Tensor:
     """First-order dominance of the policy's log-ratios over the reference's, quantile by quantile."""
     i = s.inputs
     policy = (i.chosen_logprobs - i.rejected_logprobs).sort().values
@@ -143,35 +143,35 @@ def _aot(s: Scored, config: PreferenceLossConfig) -> Tensor:
     return _smoothed(s.beta * (policy - reference), config)
 
 
-def _aot_unpaired(s: Scored, config: PreferenceLossConfig) -> Tensor:
+def _aot_unpaired(s: PairScores, config: PreferenceLossConfig) -> Tensor:
     """First-order dominance of the chosen completions' rewards over the rejected ones'."""
     return _smoothed(s.beta * (s.chosen.sort().values - s.rejected.sort().values), config)
 
 
-def _kto(s: Scored, config: PreferenceLossConfig) -> Tensor:
+def _kto(s: PairScores, config: PreferenceLossConfig) -> Tensor:
     """(C + R,), the chosen first."""
     kl = present(s.inputs.kl)
     gain, relief = torch.sigmoid(s.beta * (s.chosen - kl)), torch.sigmoid(s.beta * (kl - s.rejected))
     return torch.cat([config.desirable_weight * (1 - gain), config.undesirable_weight * (1 - relief)])
 
 
-def _simpo(s: Scored, config: PreferenceLossConfig) -> Tensor:
+def _simpo(s: PairScores, config: PreferenceLossConfig) -> Tensor:
     return _smoothed(s.logits - config.gamma, config)
 
 
-def _orpo(s: Scored, config: PreferenceLossConfig) -> Tensor:
+def _orpo(s: PairScores, config: PreferenceLossConfig) -> Tensor:
     """−mean log P(chosen token) − λ log σ(log odds ratio), with P the geometric mean over a completion."""
     log_odds = (s.chosen - s.rejected) - (_log1mexp(s.chosen) - _log1mexp(s.rejected))
     return -s.chosen - s.beta * logsigmoid(log_odds - s.margin)
 
 
-def _cpo(s: Scored, config: PreferenceLossConfig) -> Tensor:
+def _cpo(s: PairScores, config: PreferenceLossConfig) -> Tensor:
     preference = _smoothed(s.logits, config)
     # α = 0 is the preference term alone.
     return preference + config.cpo_alpha * _sft(s, config) if config.cpo_alpha else preference
 
 
-def _sft(s: Scored, config: PreferenceLossConfig) -> Tensor:
+def _sft(s: PairScores, config: PreferenceLossConfig) -> Tensor:
     """Summed over pairs and divided by their number: the mean over the step's chosen tokens."""
     return -s.inputs.chosen_logprobs * (s.totals.num_chosen / max(1, s.totals.chosen_tokens))
 
@@ -188,7 +188,7 @@ def _log1mexp(x: Tensor) -> Tensor:
     )
 
 
-FORMULAS: dict[str, Callable[[Scored, PreferenceLossConfig], Tensor]] = {
+FORMULAS: dict[str, Callable[[PairScores, PreferenceLossConfig], Tensor]] = {
     "sigmoid": _logistic,
     "cdpo": _logistic,
     "robust": _robust,
@@ -209,17 +209,17 @@ FORMULAS: dict[str, Callable[[Scored, PreferenceLossConfig], Tensor]] = {
 
 def _scored(
     facts: PreferenceFacts, inputs: PreferenceInputs, beta: float, totals: PreferenceTotals
-) -> Scored:
+) -> PairScores:
     chosen, rejected = inputs.chosen_logprobs, inputs.rejected_logprobs
     if facts.needs_reference:
         chosen = chosen - present(inputs.ref_chosen_logprobs)
         rejected = rejected - present(inputs.ref_rejected_logprobs)
     if facts.averaged:
         chosen, rejected = chosen / inputs.chosen_lengths, rejected / inputs.rejected_lengths
-    return Scored(chosen, rejected, beta, inputs, totals)
+    return PairScores(chosen, rejected, beta, inputs, totals)
 
 
-def _metrics(s: Scored, config: PreferenceLossConfig) -> dict[str, Tensor]:
+def _metrics(s: PairScores, config: PreferenceLossConfig) -> dict[str, Tensor]:
     """Rewards are β × score, as TRL reports them; ranges are over the pairs of the step."""
     totals = s.totals
     chosen, rejected = s.beta * s.chosen.detach(), s.beta * s.rejected.detach()

@@ -25,7 +25,7 @@ from grpo_fast.plan.devices import DeviceBudget, device_budget
 from grpo_fast.plan.measure import measured_shape
 from grpo_fast.plan.model_shape import ModelShape, shape_of
 from grpo_fast.plan.search import RECOMPUTED, Choice, Search, modes, too_large, with_values, written
-from grpo_fast.policy import load_tokenizer
+from grpo_fast.policy import load_image_reader, load_tokenizer
 from grpo_fast.policy.load import resolve_device, resolve_dtype
 from grpo_fast.record.summary import bytes_text
 from grpo_fast.rollout import chosen_engine
@@ -142,7 +142,7 @@ def longest_prompt(dataset: DatasetConfig, model: ModelConfig, rollout: RolloutC
         return dataset.max_prompt_length
     toolsets = load_toolsets(rollout)
     schemas = None if toolsets is None else toolsets.schemas
-    prompts = load_prompts(dataset, load_tokenizer(model), schemas)
+    prompts = load_prompts(dataset, load_tokenizer(model), schemas, load_image_reader(model))
     return max(len(prompt.token_ids) for prompt in prompts)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 import torch
 
 from grpo_fast.config.policy import ModelConfig
-from grpo_fast.data.table import Completions
+from grpo_fast.data.table import CompletionTable
 from grpo_fast.plan.model_shape import ModelShape, model_config, model_shape, random_model, with_layers
 from grpo_fast.plan.sizes import StepSizes
 from grpo_fast.policy import PackedBatch, Policy, pack
@@ -123,7 +123,7 @@ def random_batches(policy: Policy, sizes: StepSizes) -> list[PackedBatch]:
     prompts = [sample(sizes.prompt_length) for _ in range(sizes.groups)]
     groups = [number for number in range(sizes.groups) for _ in range(sizes.generations)]
     answers = [sample(sizes.completion_length) for _ in groups]
-    table = Completions.of([prompts[number] for number in groups], answers, groups)
+    table = CompletionTable.of([prompts[number] for number in groups], answers, groups)
     zeros = torch.zeros(len(table.token_ids))
     table = table.with_columns(advantages=zeros + 1, sampler_logprobs=zeros)
     most = sizes.micro_batch_tokens

@@ -16,12 +16,12 @@ from grpo_fast.head.plan import Workload, plan_head
 from grpo_fast.kernels import TILE
 from grpo_fast.plan.devices import CUDA_CONTEXT, GIB, DeviceBudget
 from grpo_fast.plan.model_shape import ADAM_BYTES, ModelShape
-from grpo_fast.plan.sizes import StepSizes, step_sizes
+from grpo_fast.plan.sizes import StepSizes
 from grpo_fast.policy.layers import TILE_TOKENS
 from grpo_fast.rollout.engines import EngineKind, Trained, Weights, engine_kind
 from grpo_fast.rollout.handover import MARGIN, PARTS
 from grpo_fast.rollout.transformers import tokens_at_once
-from grpo_fast.rollout.vllm.rules import kv_cache_gib
+from grpo_fast.rollout.vllm.settings import kv_cache_gib
 
 Phase = Literal["update", "rollout"]
 PHASES: tuple[Phase, ...] = ("update", "rollout")
@@ -97,12 +97,6 @@ def step_bytes(setup: Setup, sizes: StepSizes) -> Parts:
     sizes = replace(sizes, shares_prompts=setup.shape.packs)
     engine = engine_bytes(setup, sizes)
     return {"update": _update(setup, sizes, engine), "rollout": _rollout(setup, engine)}
-
-
-def step_total(config: TrainConfig, shape: ModelShape, device: DeviceBudget) -> dict[Phase, int]:
-    """Return the bytes of each phase of a run whose settings are all chosen. Raises as `step_sizes`."""
-    parts = step_bytes(Setup(config, shape, device), step_sizes(config, device.ranks))
-    return {phase: sum(parts[phase].values()) for phase in PHASES}
 
 
 def host_bytes(setup: Setup, sizes: StepSizes) -> int:

@@ -8,6 +8,7 @@ __all__ = [
     "PackedBatch",
     "Policy",
     "PolicyOptimizer",
+    "load_image_reader",
     "load_policy",
     "load_tokenizer",
     "longest_sequence",
@@ -16,7 +17,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from grpo_fast.policy.architecture import longest_sequence
-    from grpo_fast.policy.load import load_policy, load_tokenizer
+    from grpo_fast.policy.load import load_image_reader, load_policy, load_tokenizer
     from grpo_fast.policy.optimizer import PolicyOptimizer
     from grpo_fast.policy.packing import PackedBatch, pack
     from grpo_fast.policy.policy import Policy
@@ -25,7 +26,7 @@ else:
         __name__,
         {
             "architecture": ["longest_sequence"],
-            "load": ["load_policy", "load_tokenizer"],
+            "load": ["load_image_reader", "load_policy", "load_tokenizer"],
             "optimizer": ["PolicyOptimizer"],
             "packing": ["PackedBatch", "pack"],
             "policy": ["Policy"],

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from grpo_fast.data.table import Completions
+from grpo_fast.data.table import CompletionTable
 from grpo_fast.head import HeadParameters
 from grpo_fast.policy.layers import decoder_layers, wrap_forward
 from grpo_fast.policy.layout import PackedLayout
@@ -246,7 +246,7 @@ def verify_policy(policy: Policy) -> None:
     """
     model = policy.base_model
     prompts, completions = _probes(model)
-    table = Completions.of(prompts, completions)
+    table = CompletionTable.of(prompts, completions)
     (batch,) = pack(table, max_tokens=10_000, device=policy.device, shares_prompts=policy.packs)
     layout = PackedLayout(batch, policy.attention)
     sequences = [prompts[row] + completions[row] for row in batch.rows.tolist()]

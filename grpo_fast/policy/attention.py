@@ -51,7 +51,15 @@ def packed_attention(
     if packed_layout is not None:
         chosen = packed_layout.attention
         packed_layout.windows.add(sliding_window)
-    if packed_layout is None and softcap is None and sinks is None:
+    plain = packed_layout is None and softcap is None and sinks is None
+    of_all_heads = attention_mask is None or attention_mask.shape[1] == 1
+    if plain and query.shape[2] == 1 and of_all_heads and kwargs.get("position_bias") is None:
+        # A token is decoded: query heads become queries of the key head that they share. transformers would
+        # copy all keys and values for each of them, which on a CPU takes longer than the attention.
+        folded = query.reshape(*key.shape[:2], -1, query.shape[-1])
+        output = scaled_dot_product_attention(folded, key, value, attn_mask=attention_mask, scale=scaling)
+        return output.reshape(*query.shape[:3], -1).transpose(1, 2), None
+    if plain:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)

@@ -124,6 +124,7 @@ def load_policy(
         head_tolerance=config.head_tolerance,
         router_aux_loss=config.router_aux_loss,
         routing=replay,
+        image_reader=load_image_reader(config),
     )
     found = world.gather_from_all("the weights", partial(_checksum, model)) if world.size > 1 else []
     if len({*found}) > 1:
@@ -343,14 +344,23 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
         except OSError as error:
             problem = f"model.chat_template = {config.chat_template!r} cannot be read: {error.strerror}"
             raise ValueError(problem) from error
-    architecture = load_architecture(config)
+    load_architecture(config)  # a model that cannot be trained is refused
     with loading(config.path, source, "tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(source, **origin_of(config))
-    if sees_images(architecture):
-        tokenizer.images = ImageReader(partial(load_processor, config, architecture))
-        tokenizer.processor_files = processor_files(config)
     if template is not None:
         tokenizer.chat_template = template
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def load_image_reader(config: ModelConfig) -> ImageReader | None:
+    """What reads the images of prompts; None for a model of text alone.
+
+    Raises:
+        ValueError: as `load_architecture`.
+    """
+    architecture = load_architecture(config)
+    if not sees_images(architecture):
+        return None
+    return ImageReader(partial(load_processor, config, architecture), processor_files(config))

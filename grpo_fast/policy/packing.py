@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from grpo_fast.data.table import Completions, Integers, offsets_of, ranges
+from grpo_fast.data.table import CompletionTable, Integers, offsets_of, ranges
 from grpo_fast.distributed.shards import karmarkar_karp
 
 EVEN = 1.01  # the busiest rank's work in units of the mean: more even is not worth a prompt computed twice
@@ -53,7 +53,7 @@ class PackedBatch:
         )
         return replace(self, **moved, columns=columns, inputs=inputs)
 
-    def with_columns(self, table: Completions) -> PackedBatch:
+    def with_columns(self, table: CompletionTable) -> PackedBatch:
         """With what the table it was packed of has for its targets and inputs."""
         device = self.targets.device
 
@@ -78,7 +78,7 @@ class TokenCosts:
 
 
 def assign_to_ranks(
-    table: Completions, ranks: int, costs: TokenCosts, shares_prompts: bool = True
+    table: CompletionTable, ranks: int, costs: TokenCosts, shares_prompts: bool = True
 ) -> list[list[int]]:
     """Which completions each rank computes, so that all finish together.
 
@@ -111,7 +111,7 @@ def assign_to_ranks(
         pieces *= 2
 
 
-def _families(table: Completions, shares_prompts: bool) -> list[list[int]]:
+def _families(table: CompletionTable, shares_prompts: bool) -> list[list[int]]:
     """Rows of the completions that are computed with one prompt."""
     if not shares_prompts:
         return [[row] for row in range(len(table))]
@@ -121,13 +121,13 @@ def _families(table: Completions, shares_prompts: bool) -> list[list[int]]:
     return [*families.values()]
 
 
-def pack(table: Completions, **options: Any) -> list[PackedBatch]:
+def pack(table: CompletionTable, **options: Any) -> list[PackedBatch]:
     """`laid_out`, with the table's columns."""
     return [batch.with_columns(table) for batch in laid_out(table, **options)]
 
 
 def laid_out(
-    table: Completions,
+    table: CompletionTable,
     *,
     max_tokens: int,
     device: torch.device | str,
@@ -161,16 +161,16 @@ def laid_out(
     return [_lay_out(table, tokens, [documents[i] for i in batch]).to(device) for batch in batches]
 
 
-def empty_batch(table: Completions, device: torch.device | str) -> PackedBatch:
+def empty_batch(table: CompletionTable, device: torch.device | str) -> PackedBatch:
     """A micro-batch of one input and no target: what a rank computes while another has more than it."""
-    (batch,) = laid_out(Completions.of([[0]], [[0]]), max_tokens=1, device=device)
+    (batch,) = laid_out(CompletionTable.of([[0]], [[0]]), max_tokens=1, device=device)
     of_targets = ("loss_index", "targets", "sequence_ids", "group_ids", "token_index")
     none = {name: getattr(batch, name)[:0] for name in (*of_targets, "rows", "input_index")}
     return replace(batch, num_sequences=0, **none).with_columns(table)
 
 
 def _documents(
-    table: Completions, max_tokens: float, shares_prompts: bool
+    table: CompletionTable, max_tokens: float, shares_prompts: bool
 ) -> tuple[list[list[int]], list[int]]:
     """Rows of completions that share their prompt, as many as the budget holds; each document's tokens."""
     documents: list[list[int]] = []
@@ -215,7 +215,7 @@ def _longest_first(
     return [members for members in bins if members]
 
 
-def _lay_out(table: Completions, tokens: Integers, documents: Sequence[Sequence[int]]) -> PackedBatch:
+def _lay_out(table: CompletionTable, tokens: Integers, documents: Sequence[Sequence[int]]) -> PackedBatch:
     """By runs of tokens: a document's prompt is one, what enters of each of its completions another."""
     rows = np.array([row for document in documents for row in document], np.int64)
     counts = np.array([len(document) for document in documents], np.int64)

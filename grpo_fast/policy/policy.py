@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from grpo_fast.data.images import ImageReader
     from grpo_fast.policy.routing import RoutingReplay
     from grpo_fast.policy.sharding import ShardedModel
 
@@ -53,6 +54,7 @@ class Policy:
         head_tolerance: of the head's gradient, as `linear_logprob` takes it.
         router_aux_loss: coefficient of the load-balancing loss that an update adds; None: none.
         routing: sends tokens to the experts that a batch's inputs name, in all but the reference.
+        image_reader: reads the images of prompts; None: they are refused.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class Policy:
         head_tolerance: float | None = None,
         router_aux_loss: float | None = None,
         routing: RoutingReplay | None = None,
+        image_reader: ImageReader | None = None,
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
@@ -78,11 +81,14 @@ class Policy:
             self._reference = Policy(reference, tokenizer, attention=attention)
         self._shards: ShardedModel | None = None
         self.routing = routing
+        self.image_reader = image_reader
 
     @cached_property
     def vision(self) -> Vision:
-        """What the model sees of images."""
-        return Vision(self.base_model, cast("Any", self.tokenizer).images)
+        """What the model sees of images; raises ValueError for a policy without an image reader."""
+        if self.image_reader is None:
+            raise ValueError("the batch has images, and the policy has no image_reader; give Policy one")
+        return Vision(self.base_model, self.image_reader)
 
     def shard(self, world: World) -> None:
         """Divide the weights, and those of the reference, over the ranks: from now on each has its rows.
@@ -314,5 +320,5 @@ class Policy:
 
     def save_processor(self, folder: str | Path) -> None:
         """What is beside the tokenizer of a model that sees images, as it was."""
-        for file in getattr(self.tokenizer, "processor_files", ()):
+        for file in self.image_reader.files if self.image_reader else ():
             shutil.copy(file, folder)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from grpo_fast.data.table import EXPERTS, UNKNOWN, Completions
+from grpo_fast.data.table import EXPERTS, UNKNOWN, CompletionTable
 from grpo_fast.policy.architecture import random_tokens
 from grpo_fast.policy.experts import expert_blocks, number_of_experts
 from grpo_fast.policy.layers import decoder_layers, wrap_forward
@@ -102,7 +102,7 @@ class RoutingReplay:
         """Raises ValueError where experts that are given are not those that compute."""
         generator = torch.Generator().manual_seed(0)
         tokens = random_tokens(policy.base_model, 12, generator)
-        table = Completions.of([tokens[:5].tolist()] * 2, [tokens[5:9].tolist(), tokens[9:].tolist()])
+        table = CompletionTable.of([tokens[:5].tolist()] * 2, [tokens[5:9].tolist(), tokens[9:].tolist()])
         (batch,) = pack(table, max_tokens=100, device=policy.device)
         blocks = expert_blocks(self._model)
         number, block = next(iter(blocks.items()))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from grpo_fast.data.table import Completions
+from grpo_fast.data.table import CompletionTable
 from grpo_fast.data.types import Prompt
 from grpo_fast.groups.advantages import group_advantages
 from grpo_fast.objective.pairs import PreferenceInputs, PreferenceTotals
@@ -31,7 +31,7 @@ class Comparison:
     mismatched_ids: tuple[int, ...] | None = None  # a completion of another prompt, for KTO's reference point
 
 
-def comparison_table(comparisons: Iterable[Comparison]) -> Completions:
+def comparison_table(comparisons: Iterable[Comparison]) -> CompletionTable:
     """Each comparison is a group, in order.
 
     Returns:
@@ -49,7 +49,7 @@ def comparison_table(comparisons: Iterable[Comparison]) -> Completions:
         )
     ]
     told = [math.nan if logprob is None else logprob for *_, logprob in rows]
-    return Completions.of(
+    return CompletionTable.of(
         [comparison.prompt.token_ids for _, comparison, *_ in rows],
         [ids for _, _, ids, *_ in rows],
         [number for number, *_ in rows],
@@ -63,14 +63,14 @@ def comparison_table(comparisons: Iterable[Comparison]) -> Completions:
     )
 
 
-def mismatched(comparisons: Iterable[Comparison]) -> Completions:
+def mismatched(comparisons: Iterable[Comparison]) -> CompletionTable:
     """Each prompt with a completion that is not its own, in order."""
     return comparison_table(
         replace(c, completion_ids=(c.mismatched_ids,)) for c in comparisons if c.mismatched_ids is not None
     )
 
 
-def with_order(table: Completions) -> Completions:
+def with_order(table: CompletionTable) -> CompletionTable:
     """The groups that have an order: one whose grades all tie agrees with every order.
 
     Raises:
@@ -85,12 +85,12 @@ def with_order(table: Completions) -> Completions:
     return table.select_groups(ordered)
 
 
-def group_sizes(table: Completions) -> list[int]:
+def group_sizes(table: CompletionTable) -> list[int]:
     """Completions of each group; a group's are contiguous."""
     return table.groups.unique_consecutive(return_counts=True)[1].tolist()
 
 
-def preference_totals(table: Completions) -> PreferenceTotals:
+def preference_totals(table: CompletionTable) -> PreferenceTotals:
     """Counts over the comparisons of a step."""
     desirable = table.facts["grade"] > 0
     chosen = int(desirable.sum())
@@ -98,7 +98,7 @@ def preference_totals(table: Completions) -> PreferenceTotals:
 
 
 def preference_inputs(
-    table: Completions, logprobs: Tensor, totals: PreferenceTotals, kl: Tensor | None = None
+    table: CompletionTable, logprobs: Tensor, totals: PreferenceTotals, kl: Tensor | None = None
 ) -> PreferenceInputs:
     """Pairs, or for KTO single completions.
 
@@ -135,7 +135,7 @@ def preference_inputs(
     )
 
 
-def ranked_inputs(table: Completions, logprobs: Tensor, total_groups: int) -> RankedInputs:
+def ranked_inputs(table: CompletionTable, logprobs: Tensor, total_groups: int) -> RankedInputs:
     """Groups of any sizes; arguments as of `preference_inputs`, `total_groups` of the whole step."""
     device, sizes = logprobs.device, group_sizes(table)
     padded = pad_sequence([*table.facts["grade"].split(sizes)], True, math.nan)

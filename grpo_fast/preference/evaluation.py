@@ -11,7 +11,7 @@ from statistics import fmean, pstdev
 import torch
 from torch import Tensor
 
-from grpo_fast.data.table import Completions
+from grpo_fast.data.table import CompletionTable
 from grpo_fast.preference.comparison import group_sizes
 from grpo_fast.record.summary import Interval, mean_interval
 
@@ -42,7 +42,7 @@ def top1_accuracy(grades: Sequence[float], scores: Sequence[float]) -> float:
 class RankingEvaluation:
     """Agreement of log-probabilities with the grades of G groups, in none of which all grades tie."""
 
-    table: Completions
+    table: CompletionTable
     logprobs: Tensor  # (S,) of each completion, summed over its tokens
     averaged: bool  # whether `score` compares log-probabilities per token
 

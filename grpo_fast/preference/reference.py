@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from grpo_fast.data.table import STRUCTURE, Completions
+from grpo_fast.data.table import STRUCTURE, CompletionTable
 from grpo_fast.loop.annotate import Annotator
 from grpo_fast.policy import Policy
 from grpo_fast.policy.source import cache_folder
@@ -23,7 +23,9 @@ from grpo_fast.policy.source import cache_folder
 _UNRELATED = ("_name_or_path", "transformers_version", "dtype")
 
 
-def with_reference(table: Completions, annotator: Annotator, folder: Path | None = None) -> Completions:
+def with_reference(
+    table: CompletionTable, annotator: Annotator, folder: Path | None = None
+) -> CompletionTable:
     """With the fact `ref_logprob` (S,): of each completion under the policy as it is before training, summed.
 
     Read from `folder` when a run with the same weights and the same tokens has been there, else computed
@@ -47,7 +49,7 @@ def with_reference(table: Completions, annotator: Annotator, folder: Path | None
     return table.with_facts(ref_logprob=logprobs)
 
 
-def reference_digest(policy: Policy, table: Completions) -> str:
+def reference_digest(policy: Policy, table: CompletionTable) -> str:
     """A hash of everything that the reference log-probabilities depend on.
 
     The weights, bit by bit; what the model does with them; and the tokens, in which data and chat template

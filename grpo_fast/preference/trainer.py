@@ -17,7 +17,7 @@ from torch import Tensor
 
 from grpo_fast.config.preference import BetaConfig
 from grpo_fast.data import PromptSampler
-from grpo_fast.data.table import Completions
+from grpo_fast.data.table import CompletionTable
 from grpo_fast.head import linear_logprob
 from grpo_fast.loop.algorithm import Algorithm
 from grpo_fast.loop.annotate import Annotator
@@ -35,7 +35,7 @@ from grpo_fast.record.logs import Clock
 if TYPE_CHECKING:
     from grpo_fast.config.schema import TrainConfig
 
-StepLoss = Callable[[Completions, Tensor], LossOutputs]
+StepLoss = Callable[[CompletionTable, Tensor], LossOutputs]
 """Some of a step's groups and the (S,) log-probabilities of their completions, in order, to their share of
 the step's loss."""
 
@@ -59,9 +59,9 @@ class PreferenceTrainer(Algorithm):
         annotator: Annotator,
         optimizer: PolicyOptimizer,
         prompts: PromptSampler,
-        comparisons: Completions,
-        mismatched: Completions | None = None,
-        held_out: Completions | None = None,
+        comparisons: CompletionTable,
+        mismatched: CompletionTable | None = None,
+        held_out: CompletionTable | None = None,
     ) -> None:
         super().__init__(annotator.policy, optimizer, annotator, prompts)
         self.config, self.preference = config, config.preference
@@ -79,12 +79,12 @@ class PreferenceTrainer(Algorithm):
         kind = "ranked groups" if self.ranks else "comparisons"
         return {"groups": f"{self.config.prompts_per_step} {kind} a step"}
 
-    def collect(self, clock: Clock) -> tuple[Completions, dict[str, float]]:
+    def collect(self, clock: Clock) -> tuple[CompletionTable, dict[str, float]]:
         """The groups that the step compares."""
         self.drawn = [self.groups[prompt.index] for prompt in self.prompts.next()]
         return self.comparisons.select_groups(self.drawn), {}
 
-    def learn(self, table: Completions, clock: Clock) -> dict[str, float]:
+    def learn(self, table: CompletionTable, clock: Clock) -> dict[str, float]:
         """The gradient of the step's groups in micro-batches that fit, then the step."""
         beta = self.beta.value(self.step)
         with clock("logprobs"):
@@ -102,7 +102,7 @@ class PreferenceTrainer(Algorithm):
             self.beta.observe(metrics["rewards/margins"] / beta)
         return metrics
 
-    def step_loss(self, table: Completions, beta: float) -> StepLoss:
+    def step_loss(self, table: CompletionTable, beta: float) -> StepLoss:
         """The loss of a step, with its counts, its beta and, for KTO, its reference point."""
         if self.ranks:
             config, total = self.preference.ranking, table.num_groups
@@ -115,7 +115,7 @@ class PreferenceTrainer(Algorithm):
         return lambda some, logprobs: preference_loss(preference_inputs(some, logprobs, totals, kl), loss)
 
     def gradient(
-        self, table: Completions, loss: StepLoss, batches: Sequence[PackedBatch]
+        self, table: CompletionTable, loss: StepLoss, batches: Sequence[PackedBatch]
     ) -> tuple[list[dict[str, Tensor]], bool]:
         """Backward through every micro-batch: their shares of the metrics, and whether any has a gradient.
 
@@ -135,7 +135,7 @@ class PreferenceTrainer(Algorithm):
         return shares, learns
 
     def backward_coupled(
-        self, parts: Sequence[Completions], batches: Sequence[PackedBatch], loss: StepLoss
+        self, parts: Sequence[CompletionTable], batches: Sequence[PackedBatch], loss: StepLoss
     ) -> list[dict[str, Tensor]]:
         """For a loss that compares all pairs of the step, at the price of one forward more.
 
@@ -145,7 +145,7 @@ class PreferenceTrainer(Algorithm):
         with torch.no_grad():
             values = [self.logprobs(batch) for batch in batches]
         leaves = torch.cat(values).requires_grad_()
-        out = loss(Completions.join(parts), leaves)
+        out = loss(CompletionTable.join(parts), leaves)
         (gradient,) = torch.autograd.grad(out.loss, leaves)
         for batch, share in zip(batches, gradient.split([len(v) for v in values]), strict=True):
             (self.logprobs(batch) * share).sum().backward()
@@ -166,7 +166,7 @@ class PreferenceTrainer(Algorithm):
         summed = tokens.new_zeros(batch.num_sequences).index_add(0, batch.sequence_ids, tokens)
         return summed[batch.rows.argsort()]
 
-    def timings(self, table: Completions, seconds: float) -> dict[str, float]:
+    def timings(self, table: CompletionTable, seconds: float) -> dict[str, float]:
         tokens = int(table.lengths.sum() + table.prompt_offsets.diff()[table.prompts.unique()].sum())
         return {
             "tokens_per_second": tokens / seconds,

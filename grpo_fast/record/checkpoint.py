@@ -1,10 +1,9 @@
-"""Checkpoints that survive a kill at any moment, and say so when the disk has damaged one.
+"""Save checkpoints that survive a kill at any moment, and refuse those that the disk has damaged.
 
-A checkpoint is a folder `step-00000012` of safetensors files, `state.json`, and `manifest.json` with the size
-and SHA-256 of each. Every rank writes its own rows, by torch's distributed checkpoints, and any number of
-ranks reads them. It is written under another name, flushed to the disk and renamed in one go: a folder with
-its final name is complete. `step-00000012.weights` is the same with the trained weights alone, for which
-there was room at the end of a run; it cannot be resumed. `step-00000012.damaged` was found to be so.
+A checkpoint is a folder `step-00000012` with safetensors files, `state.json`, and `manifest.json`, which has
+the size and SHA-256 of each. Every rank writes its own rows by torch's distributed checkpoints; any number of
+ranks reads them. A save writes into `step-00000012.tmp`, flushes it and renames it, so that a folder with
+its final name is complete. `step-00000012.damaged` failed its check when a run was resumed.
 """
 
 from __future__ import annotations
@@ -13,13 +12,12 @@ import errno
 import hashlib
 import json
 import logging
-import os
 import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -35,16 +33,16 @@ from grpo_fast.distributed.shards import local
 from grpo_fast.distributed.world import SINGLE_PROCESS, World
 from grpo_fast.policy.optimizer import Diverged
 from grpo_fast.policy.source import first_not_finite
-from grpo_fast.record.summary import bytes_text
+from grpo_fast.record.files import sync, write_whole
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 FORMAT = 2
 MANIFEST, STATE = "manifest.json", "state.json"
-FILE = 2**32  # bytes of tensors to a file, about: while one is written, the host's memory has it twice
-FINAL = re.compile(r"step-(\d{8,})")
-WRITING, DELETING, DAMAGED, WEIGHTS = ".tmp", ".del", ".damaged", ".weights"
+FILE = 2**32  # bytes of tensors in a file, about; the host holds a file twice while it is written
+FINAL = re.compile(r"step-\d{8,}")
+PARTIAL, DAMAGED = ".tmp", ".damaged"  # suffixes: being written or deleted; found to be damaged
 
 
 class CheckpointError(Exception):
@@ -65,11 +63,11 @@ class Checkpoint:
 
     path: Path
     step: int
-    tensors: Mapping[str, Tensor]  # without their numbers, on the meta device
-    state: Mapping[str, Any]  # JSON; nothing beside weights alone
+    tensors: Mapping[str, Tensor]  # shapes and dtypes, on the meta device
+    state: Mapping[str, Any]  # JSON
 
     def load(self, wanted: Mapping[str, Tensor]) -> None:
-        """Fill tensors that have names and shapes of saved ones; of a DTensor, read this rank's rows alone.
+        """Fill tensors that have names and shapes of saved ones; of a DTensor, read only this rank's rows.
 
         Raises:
             DamagedCheckpoint: they are not finite.
@@ -85,7 +83,7 @@ class CheckpointStore:
 
     Args:
         root: holds the checkpoints; made by the first save.
-        keep: checkpoints to keep; what a killed save left is removed at once. None to read only.
+        keep: checkpoints to keep. None opens the store to read only.
         world: the ranks, which open it, save and rewind together. They share a file system.
     """
 
@@ -95,42 +93,23 @@ class CheckpointStore:
             self._lead(self._clean)
 
     def paths(self) -> list[Path]:
-        """Complete checkpoints, oldest first."""
+        """Return the complete checkpoints, oldest first."""
         return self._named("")
 
-    def check_room(self, size: int, saves: int) -> None:
-        """Make sure that the checkpoints of a run fit, of `size` bytes each, which will write `saves`.
-
-        A new run needs room for those it keeps and one that is being written; a run that goes on can do
-        with two, for the oldest make room.
-
-        Raises:
-            CheckpointError: too little is free.
-        """
-        saved, keep = len(self.paths()), self.keep or 0
-        count = 2 - saved if saved else min(keep + 1, saves)
-        if (free := _free_bytes(self.root)) < count * size:
-            raise CheckpointError(
-                f"{self.root} has {bytes_text(free)} free; {count} of {bytes_text(size)} need "
-                f"{bytes_text(count * size)}: checkpoint.keep = {keep}, and one being written. Make room, "
-                "lower checkpoint.keep, or choose another output_dir"
-            )
-
     def rewind(self, step: int) -> None:
-        """Delete the checkpoints of later steps: a run resumed at this one is not on the way to them."""
+        """Delete the checkpoints of later steps, which a run that is resumed at this one writes anew."""
         self._lead(lambda: self._delete(path for path in self.paths() if step_of(path) > step))
 
-    def save(self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any] | None) -> Path:
+    def save(self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> Path:
         """Write a checkpoint, then delete those beyond `keep`.
 
-        Where the disk is full, the oldest checkpoint makes room if a newer one is intact.
+        Where the disk is full, the oldest checkpoint makes room if the newest is intact.
 
         Args:
-            step: optimiser steps done, more than of any that is saved.
+            step: optimizer steps done, more than of any that is saved.
             tensors: of any dtype, device and stride, no two of them the same memory: DTensors, or the same on
                 every rank.
-            state: whatever else, as JSON: rank 0's. None: the tensors are the trained weights alone, for
-                which there is room where there is none for a checkpoint; the next one replaces them.
+            state: whatever else, as JSON; rank 0's is saved.
 
         Raises:
             CheckpointSaveError: the disk is full or cannot be written.
@@ -142,38 +121,25 @@ class CheckpointStore:
         for name in self._agreed(lambda: first_not_finite({n: local(t) for n, t in tensors.items()})):
             if name:
                 raise Diverged(f"{name} holds NaN or infinity")
-        path = self.root / f"step-{step:08d}{WEIGHTS if state is None else ''}"
-        text = json.dumps(state or {})
+        path, content = self.root / f"step-{step:08d}", json.dumps(state).encode()
         try:
             try:
-                self._write(path, tensors, text)
+                self._write(path, tensors, content)
             except OSError as error:
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not self._lead(self._make_room):
                     raise
-                self._write(path, tensors, text)
-            self._lead(lambda: self._delete_before(path))
+                self._write(path, tensors, content)
+            self._lead(lambda: self._delete(self.paths()[: -(self.keep or 0)]))
         except OSError as error:
-            free, saved = bytes_text(_free_bytes(self.root)), self.paths()
-            newest = f"the newest checkpoint is {saved[-1]}" if saved else "there is no checkpoint"
-            raise CheckpointSaveError(f"cannot save {path}: {error} ({free} free); {newest}") from error
+            newest = next(reversed(self.paths()), None)
+            kept = f"the newest checkpoint is {newest}" if newest else "there is no checkpoint"
+            raise CheckpointSaveError(f"cannot save {path}: {error}; {kept}") from error
         return path
 
     def load_latest(self) -> Checkpoint | None:
-        """The newest checkpoint, or weights alone if they are newer; None where there is nothing.
+        """Return the newest intact checkpoint, or None where there is none.
 
-        Raises:
-            DamagedCheckpoint: the newest is damaged. The message names the newest intact one.
-        """
-        paths = self._named("", WEIGHTS)
-        try:
-            return self.load(paths[-1]) if paths else None
-        except DamagedCheckpoint as error:
-            intact = next(filter(_is_intact, reversed(paths[:-1])), None)
-            remedy = f"the newest intact one is {intact}" if intact else "none before it is intact"
-            raise DamagedCheckpoint(f"{error}; {remedy}") from error
-
-    def load_intact(self) -> Checkpoint | None:
-        """The newest intact checkpoint, to resume from; damaged newer ones are moved aside, which is logged.
+        A warning names damaged newer ones; a store that is opened to write also moves them aside.
 
         Raises:
             DamagedCheckpoint: there are checkpoints and all are damaged; all stay where they are.
@@ -182,20 +148,18 @@ class CheckpointStore:
         for path in reversed(self.paths()):
             try:
                 found = self.load(path)
-            except DamagedCheckpoint as error:
-                damaged[path] = error
+            except DamagedCheckpoint as problem:
+                damaged[path] = problem
                 continue
-            for bad, why in damaged.items():
-                aside = bad.with_suffix(DAMAGED)
-                shutil.rmtree(aside, ignore_errors=True)  # of the same step, found earlier
-                bad.rename(aside)
-                logger.warning("%s; moved to %s, and %s is taken", why, aside, path)
+            for bad, error in damaged.items():
+                logger.warning("%s; %s is taken", error, path)
+                if self.keep is not None:
+                    shutil.rmtree(bad.with_suffix(DAMAGED), ignore_errors=True)  # from an earlier resume
+                    bad.rename(bad.with_suffix(DAMAGED))
             return found
-        if damaged:
-            newest = next(iter(damaged.values()))
-            raise DamagedCheckpoint(
-                f"no checkpoint in {self.root} is intact; start anew in another output_dir. {newest}"
-            )
+        for error in damaged.values():
+            remedy = "start anew in another output_dir"
+            raise DamagedCheckpoint(f"no checkpoint in {self.root} is intact; {remedy}. {error}")
         return None
 
     def load(self, path: str | Path) -> Checkpoint:
@@ -205,8 +169,8 @@ class CheckpointStore:
             CheckpointError: there is no such checkpoint.
             DamagedCheckpoint: a file is missing or altered; the message names it.
         """
-        path = next((p for p in (Path(path), self.root / path) if p.is_dir()), None) or Path(path)
-        if not path.is_dir() or not FINAL.fullmatch(path.stem) or path.suffix not in ("", WEIGHTS):
+        path = Path(path) if Path(path).is_dir() else self.root / path
+        if not path.is_dir() or not FINAL.fullmatch(path.name):
             known = ", ".join(p.name for p in self.paths()) or "none"
             raise CheckpointError(f"{path} is no checkpoint; {self.root} holds: {known}")
         verify(path)
@@ -217,47 +181,43 @@ class CheckpointStore:
         }
         return Checkpoint(path, step_of(path), tensors, json.loads((path / STATE).read_bytes()))
 
-    def _named(self, *suffixes: str) -> list[Path]:
-        """Folders of steps whose names end so, oldest first; of one step the checkpoint is the newest."""
+    def _named(self, suffix: str) -> list[Path]:
+        """Return the folders of steps that have this suffix, oldest first."""
         found = self.root.iterdir() if self.root.is_dir() else ()
-        matching = (p for p in found if p.suffix in suffixes and FINAL.fullmatch(p.stem) and p.is_dir())
-        return sorted(matching, key=lambda path: (step_of(path), not path.suffix))
+        return sorted((p for p in found if p.suffix == suffix and FINAL.fullmatch(p.stem)), key=step_of)
 
-    def _write(self, path: Path, tensors: Mapping[str, Tensor], state: str) -> None:
-        folder = path.with_suffix(WRITING)
+    def _write(self, path: Path, tensors: Mapping[str, Tensor], state: bytes) -> None:
+        folder = path.with_suffix(PARTIAL)
         ends = accumulate(local(tensor).nbytes for tensor in tensors.values())
         places = {name: 1 + end // FILE for name, end in zip(tensors, ends, strict=True)}
 
-        def write_own() -> dict[str, dict[str, Any]]:
-            """This rank's files, by name with their fingerprints."""
+        def write_rows() -> dict[str, dict[str, Any]]:
+            """Write and flush this rank's files, and return their fingerprints by name."""
             writer = HuggingFaceStorageWriter(str(folder), places, save_distributed=True)
             contiguous: dict[str, Any] = {name: t.detach().contiguous() for name, t in tensors.items()}
             group, alone = self.world.objects, self.world.size == 1
             with _as_raised():
                 dcp.save(contiguous, storage_writer=writer, process_group=group, no_dist=alone)
-            own = sorted(folder.glob(f"shard-{self.world.rank + 1:05d}-*"))  # as DCP calls them
-            for file in own:
-                sync(file)
+            own = folder.glob(f"shard-{self.world.rank + 1:05d}-*")  # as DCP names them
             return {file.name: fingerprint(file) for file in own}
 
         def complete() -> None:
-            (folder / STATE).write_text(state, encoding="utf-8")
+            write_whole(folder / STATE, state)
             files = {STATE: fingerprint(folder / STATE)} | {n: f for own in written for n, f in own.items()}
             manifest = {"format": FORMAT, "step": step_of(path), "files": files}
-            (folder / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-            for changed in (folder / STATE, folder / MANIFEST, folder):
-                sync(changed)
+            write_whole(folder / MANIFEST, json.dumps(manifest, indent=1).encode())
+            sync(folder)
             folder.rename(path)
             sync(self.root)
 
         try:
-            written = self._agreed(write_own)
+            written = self._agreed(write_rows)
             self._lead(complete)
         finally:
             self._lead(self._clean)
 
     def _agreed(self, work: Callable[[], T]) -> list[T]:
-        """Every rank's result, or on every rank the first one's OSError, for all to take the same way on."""
+        """Return every rank's result, or raise on every rank the OSError of the first that had one."""
 
         def tried() -> T | OSError:
             try:
@@ -272,71 +232,65 @@ class CheckpointStore:
         return found
 
     def _lead(self, work: Callable[[], T]) -> T:
-        """Rank 0's result, which alone works."""
+        """Let rank 0 work, and return its result on all ranks."""
         found: list[Any] = self._agreed(work if self.world.is_main else lambda: None)
         return found[0]
 
     def _make_room(self) -> bool:
-        """Delete the oldest checkpoint, damaged ones first, if a newer one is intact."""
-        paths = [*self._named(DAMAGED), *self.paths()]
-        if not any(map(_is_intact, reversed(paths[1:]))):
-            return False
-        logger.warning("the disk is full: %s is deleted to make room for the next", paths[0])
-        self._delete(paths[:1])
-        return True
-
-    def _delete_before(self, path: Path) -> None:
-        """What is not kept any more where `path` is saved."""
-        weights = [other for other in self._named(WEIGHTS) if other != path]
-        self._delete([*self.paths()[: -(self.keep or 0)], *weights])
+        """Delete the oldest of several checkpoints if the newest is intact."""
+        paths = self.paths()
+        with suppress(CheckpointError):
+            if len(paths) > 1 and verify(paths[-1]):
+                logger.warning("the disk is full: %s is deleted to make room for the next", paths[0])
+                self._delete(paths[:1])
+                return True
+        return False
 
     def _delete(self, paths: Iterable[Path]) -> None:
         for path in paths:
             # Renamed first: a kill in the middle must not leave half a checkpoint under a final name.
-            shutil.rmtree(path.rename(path.with_suffix(DELETING)))
+            shutil.rmtree(path.rename(path.with_suffix(PARTIAL)))
 
     def _clean(self) -> None:
         """Drop what a kill left half-written or half-deleted."""
-        for path in self._named(WRITING, DELETING):
+        for path in self._named(PARTIAL):
             shutil.rmtree(path)
 
 
 def verify(path: Path) -> list[str]:
-    """The names of a checkpoint's files, each of the size and SHA-256 it was saved with.
+    """Return the names of a checkpoint's files, each of the size and SHA-256 it was saved with.
 
     Raises:
-        DamagedCheckpoint: at the first file of which that is not true.
-        CheckpointError: the checkpoint was written by a newer version.
+        DamagedCheckpoint: a file of which that is not true; the message names it.
+        CheckpointError: the checkpoint was written by another version.
     """
     damaged = f"checkpoint {path} is damaged"
     try:
         manifest = json.loads((path / MANIFEST).read_bytes())
         version, step, files = manifest["format"], manifest["step"], dict(manifest["files"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        problem = f"{MANIFEST} cannot be read ({type(error).__name__}: {error})"
-        raise DamagedCheckpoint(f"{damaged}: {problem}") from None
+        raise DamagedCheckpoint(f"{damaged}: {MANIFEST} cannot be read ({error!r})") from None
     if version != FORMAT:
-        raise CheckpointError(
-            f"{path} has format {version!r} and this version reads format {FORMAT}: "
-            "resume with the version of grpo_fast that wrote it"
-        )
-    if step != step_of(path) or STATE not in files or any(Path(name).name != name for name in files):
+        remedy = "resume with the version of grpo_fast that wrote it"
+        raise CheckpointError(f"{path} has format {version!r}, and this version reads {FORMAT}: {remedy}")
+    if step != step_of(path) or STATE not in files:
         raise DamagedCheckpoint(f"{damaged}: {MANIFEST} describes another checkpoint")
+
+    def is_as_saved(name: str) -> bool:
+        with suppress(OSError):
+            return fingerprint(path / name) == files[name]
+        return False
+
     with ThreadPoolExecutor() as pool:
-        hashed = {name: pool.submit(fingerprint, path / name) for name in files}
-    for name, saved in files.items():
-        try:
-            found = hashed[name].result()
-        except OSError as error:
-            raise DamagedCheckpoint(f"{damaged}: {name} cannot be read ({error})") from None
-        if found != saved:
-            raise DamagedCheckpoint(f"{damaged}: {name} has {found}, and was saved with {saved}")
+        for name, is_intact in zip(files, pool.map(is_as_saved, files), strict=True):
+            if not is_intact:
+                raise DamagedCheckpoint(f"{damaged}: {name} is missing, or not as it was saved")
     return list(files)
 
 
 @contextmanager
 def _as_raised() -> Iterator[None]:
-    """DCP's errors as they were raised, and no warnings: one process is no distributed one."""
+    """Raise DCP's errors as they were raised, and hide its warning that one process is not distributed."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -345,36 +299,15 @@ def _as_raised() -> Iterator[None]:
         raise next(iter(error.failures.values()))[0] from None
 
 
-def _is_intact(path: Path) -> bool:
-    try:
-        return bool(verify(path))
-    except CheckpointError:
-        return False
-
-
 def step_of(path: Path) -> int:
-    """The step in a checkpoint's name."""
+    """Return the step in a checkpoint's name."""
     return int(path.stem.removeprefix("step-"))
 
 
 def fingerprint(file: Path) -> dict[str, Any]:
-    """Size in bytes and SHA-256 of a file."""
+    """Return the size in bytes and the SHA-256 of a file."""
     digest = hashlib.sha256()
     with file.open("rb") as stream:
         while block := stream.read(2**20):
             digest.update(block)
-    return {"bytes": file.stat().st_size, "sha256": digest.hexdigest()}
-
-
-def sync(path: Path) -> None:
-    """Flush a file, or a folder's entries, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _free_bytes(folder: Path) -> int:
-    """Bytes free where `folder` is, or will be."""
-    return shutil.disk_usage(folder if folder.exists() else folder.parent).free
+        return {"bytes": stream.tell(), "sha256": digest.hexdigest()}

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
+import math
 import os
 import socket
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+
 from grpo_fast.config.record import LOCK_FILE
 
 logger = logging.getLogger(__name__)
-
-Record = Mapping[str, Any]
 
 
 class RunInUse(RuntimeError):
@@ -26,52 +26,49 @@ class RunInUse(RuntimeError):
 
 @contextmanager
 def locked_run_dir(run_dir: Path) -> Iterator[None]:
-    """Make a run's folder where there is none, and hold it against every other process, also of other hosts.
+    """Make a run's folder, and hold it against every other process, also of other hosts.
 
-    The operating system's lock on `run.lock` ends with its process, however that ends. The file stays, with
-    the name of the last holder: were it deleted, two processes could hold a lock of that name.
+    The operating system's lock on `run.lock` ends with its process; the file keeps the last holder's name.
 
     Raises:
         RunInUse: another process holds it; the message names host, process and start.
         OSError: the folder cannot be written to.
     """
-    started = datetime.now(timezone.utc).isoformat(sep=" ", timespec="seconds")
+    path, started = run_dir / LOCK_FILE, datetime.now(timezone.utc).isoformat(sep=" ", timespec="seconds")
+    lock = FileLock(path)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        file = (run_dir / LOCK_FILE).open("a+")
-    except OSError as error:
-        raise _unwritable(run_dir, error) from error
-    with file:
-        os.register_at_fork(after_in_child=file.close)  # a worker that outlives the run would hold it on
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            other = file.read().strip() or "another process"
+            lock.acquire(timeout=0)
+        except Timeout:
+            other = path.read_text().strip() or "another process"
             raise RunInUse(
                 f"output_dir = {str(run_dir)!r} is in use: {other} trains there. Wait for its end or stop "
                 "it, then continue with --resume; or choose another output_dir"
             ) from None
         except OSError as error:
-            logger.warning(
-                "%s cannot be locked (%s): nothing keeps a second process out", run_dir, error.strerror
-            )
-        try:
-            file.truncate(0)
-            file.write(f"process {os.getpid()} on host {socket.gethostname()}, started {started}\n")
-            file.flush()
-            os.fsync(file.fileno())  # for other hosts
-        except OSError as error:
-            raise _unwritable(run_dir, error) from error
+            logger.warning("%s cannot be locked (%s): a second process is not kept out", run_dir, error)
+        path.write_text(f"process {os.getpid()} on host {socket.gethostname()}, started {started}\n")
+        sync(path)  # for other hosts
+    except OSError as error:
+        raise OSError(f"cannot write to {run_dir}: {error}; choose another output_dir") from error
+    try:
         yield
+    finally:
+        lock.release()
 
 
-def _unwritable(run_dir: Path, error: OSError) -> OSError:
-    return OSError(f"cannot write to {run_dir}: {error}; choose another output_dir")
+def sync(path: Path) -> None:
+    """Flush a file, or a folder's entries, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Replaces a file at once: whoever reads it, also after a kill, finds the old content or the new one.
+    """Replace a file at once: a reader finds the old content or the new one, also after a power cut.
 
     Raises:
         OSError: the disk is full, or the folder cannot be written to; the error names the file.
@@ -79,6 +76,7 @@ def write_whole(path: Path, content: bytes) -> None:
     unfinished = path.with_name(f"{path.name}.tmp")
     try:
         unfinished.write_bytes(content)
+        sync(unfinished)
         os.replace(unfinished, path)
     except OSError as error:
         unfinished.unlink(missing_ok=True)
@@ -86,95 +84,66 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def require_writable(path: Path) -> None:
-    """Raises OSError for a file that could not be written in the end; leaves all as it is."""
+    """Raise OSError for a file that could not be written in the end; leave all as it is."""
     is_new = not path.exists()
     path.open("ab").close()
     if is_new:
         path.unlink()
 
 
-class JsonlLog:
-    """An append-only file of JSON objects, one a line.
-
-    A line is on its way to the file system when `append` returns, so a killed process loses none.
-    A last line that a kill, a full disk or a power cut left unfinished is removed when the file is
-    opened. Python's shortest float representation makes values exact, so equal runs write equal
-    bytes. JSON has no NaN or infinity: both become null.
+def append_jsonl(path: Path, *records: Mapping[str, Any]) -> None:
+    """Append records as lines, all or none of them; equal records are equal bytes.
 
     Raises:
-        OSError: the file cannot be opened or appended to; what was there before stays intact.
+        OSError: the disk is full or the file cannot be opened; what was there before stays intact.
     """
+    lines = []
+    for record in records:  # NumPy's scalars become numbers; NaN and infinity, which JSON lacks, null
+        plain = json.dumps(record, default=lambda scalar: scalar.item())
+        finite = json.loads(plain, parse_constant=lambda _: None)
+        lines.append(json.dumps(finite, ensure_ascii=False) + "\n")
+    size = path.stat().st_size if path.exists() else 0
+    try:
+        with path.open("ab") as file:
+            # A lone surrogate has no UTF-8; as a backslash escape it is valid JSON and reads back the same.
+            file.write("".join(lines).encode("utf-8", "backslashreplace"))
+    except OSError as error:
+        with suppress(OSError):
+            os.truncate(path, size)
+        message = f"cannot append to it ({error.strerror}); make room and resume the run"
+        raise OSError(error.errno, message, str(path)) from error
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._file = open(path, "a+b", buffering=0)  # noqa: SIM115  closed by close()
-        content = path.read_bytes()
-        size = len(_whole(content))
-        if size < len(content):
-            logger.warning("%s: its last line was torn and is lost (from byte %d on)", path, size)
-            self._file.truncate(size)
 
-    def append(self, *records: Record) -> None:
-        """Write records as lines, all or none of them.
-
-        Raises:
-            OSError: the disk is full or the file is gone.
-        """
-        texts = []
-        for record in records:  # NumPy's scalars become numbers, NaN and infinity null
-            plain = json.dumps(record, default=lambda scalar: scalar.item())
-            finite = json.loads(plain, parse_constant=lambda _: None)
-            texts.append(json.dumps(finite, ensure_ascii=False) + "\n")
-        # A lone surrogate has no UTF-8; as a backslash escape it is valid JSON and reads back the same.
-        rest = memoryview("".join(texts).encode("utf-8", "backslashreplace"))
-        size = self._file.seek(0, os.SEEK_END)
-        try:
-            while rest:
-                rest = rest[self._file.write(rest) :]
-        except OSError as error:
-            self._file.truncate(size)
-            message = f"cannot append to it ({error.strerror}); make room and resume the run"
-            raise OSError(error.errno, message, str(self.path)) from error
-
-    def rewind(self, step: int) -> None:
-        """Cut off the lines of later steps; raises ValueError as `read_jsonl`."""
-        lines = self.path.read_bytes().splitlines(keepends=True)
-        records = read_jsonl(self.path)
-        kept = (line for line, record in zip(lines, records, strict=True) if record["step"] <= step)
-        self._file.truncate(sum(map(len, kept)))
-
-    def sync(self) -> None:
-        """Flush all lines to the disk itself."""
-        os.fsync(self._file.fileno())
-
-    def close(self) -> None:
-        self._file.close()
+def rewind_jsonl(path: Path, step: float = math.inf) -> None:
+    """Make the file, and cut off an unfinished last line and later steps; raise as `read_jsonl`."""
+    path.touch()
+    content = path.read_bytes()
+    if len(whole := _whole(content)) < len(content):
+        logger.warning("%s: its last line was torn and is lost", path)
+    lines = zip(whole.splitlines(keepends=True), read_jsonl(path), strict=True)
+    os.truncate(path, sum(len(line) for line, record in lines if record.get("step", 0) <= step))
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The records of a file, without an unfinished last line; an absent file has none.
+    """Return the records of a file, without an unfinished last line; an absent file has none.
 
     Raises:
         ValueError: another line is not a JSON object.
     """
-    if not path.exists():
-        return []
     records = []
-    for number, line in enumerate(_whole(path.read_bytes()).split(b"\n")[:-1], start=1):
+    content = _whole(path.read_bytes()) if path.exists() else b""
+    for number, line in enumerate(content.split(b"\n")[:-1], start=1):
         try:
-            record = json.loads(line)
-            if not isinstance(record, dict):
-                raise ValueError(f"got {line[:80]!r}")
-        except ValueError as error:
+            records.append(dict(json.loads(line)))
+        except (TypeError, ValueError) as error:
             raise ValueError(
                 f"{path}, line {number}: no JSON object ({error}); repair or delete the line"
             ) from error
-        records.append(record)
     return records
 
 
 def _whole(content: bytes) -> bytes:
-    """Without a last line that does not end, or has the zeros that a power cut leaves in it."""
+    """Drop a last line that does not end, or that has the zeros which a power cut leaves in it."""
     end = content.rfind(b"\n") + 1
     start = content.rfind(b"\n", 0, max(end - 1, 0)) + 1
     return content[: start if b"\0" in content[start:end] else end]

@@ -1,4 +1,4 @@
-"""What a run writes down while it runs. Each file takes up where a checkpoint left it.
+"""Write down what a run does. A resumed run continues each file where its checkpoint left it.
 
 | file | one line is | same bytes after kill and resume |
 |---|---|---|
@@ -33,7 +33,7 @@ from grpo_fast.config.record import LoggingConfig
 from grpo_fast.config.secrets import masked_command
 from grpo_fast.data.types import Message
 from grpo_fast.record.alerts import Alert
-from grpo_fast.record.files import JsonlLog, read_jsonl
+from grpo_fast.record.files import append_jsonl, read_jsonl, rewind_jsonl, sync
 from grpo_fast.record.mirrors import open_mirrors, table_of
 from grpo_fast.record.summary import Interval, before_after
 
@@ -77,7 +77,7 @@ class StepResult:
 
 
 class RunLogs:
-    """A run's files, and wherever the configuration mirrors its metrics.
+    """A run's files, and the mirrors that the configuration asks for.
 
     The files hold every step that is logged; `logging.every` thins the mirrors.
 
@@ -88,45 +88,45 @@ class RunLogs:
 
     def __init__(self, run_dir: Path, config: LoggingConfig) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
-        self._every = config.every
+        self._every, self._run_dir = config.every, run_dir
         self._mirrors = open_mirrors(run_dir, config)
-        self._files = {name: JsonlLog(run_dir / name) for name in FILES}
-        self._files[PROVENANCE_FILE].append(provenance())
+        for name in FILES:
+            rewind_jsonl(run_dir / name)
+        append_jsonl(run_dir / PROVENANCE_FILE, provenance())
 
     def metrics(
         self, step: int, metrics: Mapping[str, float], timings: Mapping[str, float] = NO_TIMINGS
     ) -> None:
         """Write one step. What depends on the clock or the machine belongs in `timings`."""
         metrics, timings = ({name: float(n) for name, n in found.items()} for found in (metrics, timings))
-        self._files[METRICS_FILE].append({"step": step, **metrics})
+        append_jsonl(self._run_dir / METRICS_FILE, {"step": step, **metrics})
         if timings:
-            self._files[TIMINGS_FILE].append({"step": step, **timings})
+            append_jsonl(self._run_dir / TIMINGS_FILE, {"step": step, **timings})
         if step % self._every == 0:
             self._mirror("log", step, {**metrics, **timings})
 
     def samples(self, step: int, samples: Sequence[SampleRecord]) -> None:
-        self._files[SAMPLES_FILE].append(*({"step": step, **vars(sample)} for sample in samples))
+        append_jsonl(self._run_dir / SAMPLES_FILE, *({"step": step, **vars(sample)} for sample in samples))
         if samples:
-            self._mirror("table", step, *table_of(samples))
+            self._mirror("table", step, table_of(samples))
 
     def evaluation(self, step: int, name: str, score: float, interval: Interval, n: int) -> None:
-        """`interval` is (low, high); `n` counts questions. One `name` throughout a run makes one curve."""
+        """Write a score: `interval` is (low, high), `n` counts questions; one `name` is one curve."""
         record = {"step": step, "name": name, "score": score, "interval": interval, "n": n}
-        self._files[EVALUATIONS_FILE].append(record)
+        append_jsonl(self._run_dir / EVALUATIONS_FILE, record)
 
     def alert(self, alert: Alert) -> None:
-        self._files[ALERTS_FILE].append(vars(alert))
+        append_jsonl(self._run_dir / ALERTS_FILE, vars(alert))
 
     def rewind(self, step: int) -> None:
         """Go back to a step that a resumed run goes on from, to -1 in a new one."""
-        for name, file in self._files.items():
-            if name != PROVENANCE_FILE:
-                file.rewind(step)
+        for name in FILES:
+            rewind_jsonl(self._run_dir / name, step)
 
     def sync(self) -> None:
         """Flush all to the disk itself, as a checkpoint needs."""
-        for file in self._files.values():
-            file.sync()
+        for name in FILES:
+            sync(self._run_dir / name)
 
     def _mirror(self, method: str, *arguments: Any) -> None:
         """Call each mirror; one that fails costs a warning, never the run."""
@@ -140,13 +140,12 @@ class RunLogs:
 
     def close(self) -> None:
         self._mirror("close")
-        for file in self._files.values():
-            file.close()
 
 
 def held_out_outcome(run_dir: Path) -> str | None:
-    """The held-out score before → after, once there are both."""
-    scores = [e for e in read_jsonl(run_dir / EVALUATIONS_FILE) if e["name"] == "held-out"]
+    """Return the held-out score before → after, or None while there are not both."""
+    scores = [one for one in read_jsonl(run_dir / EVALUATIONS_FILE) if one["name"] == "held-out"]
+    scores = [one for one in scores if one["score"] is not None]
     return f"held-out score: {before_after(scores[0], scores[-1])}" if len(scores) > 1 else None
 
 

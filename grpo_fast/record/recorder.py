@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from signal import Signals
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from rich.console import Console
@@ -34,16 +34,16 @@ if TYPE_CHECKING:
 
 
 class Recorder:
-    """Logs, checkpoints, alerts and the display of a run; a context that the steps run in.
+    """Logs, checkpoints, alerts and the display of a run; a context in which the steps run.
 
-    Left by an error, it saves the last finished step where the weights are still its own. Each rank of the
-    store's world has one, and all leave together.
+    Left by an error, it saves the last finished step if the weights are still those of that step. Each rank
+    of the store's world has a recorder, and all leave together.
 
     Args:
         code: what the rewards and the like were loaded from, by `code_digests`.
 
     Raises:
-        Diverged: for a FloatingPointError of a step, on any rank; names what is left of the run.
+        Diverged: for a FloatingPointError of a step, on any rank; it names what is left of the run.
     """
 
     def __init__(
@@ -70,9 +70,10 @@ class Recorder:
         if checkpoint:
             store.rewind(checkpoint.step)
         self.logs.rewind(checkpoint.step if checkpoint else -1)
-        options: dict[str, Any] = {"start_step": trainer.step, "verbose": config.logging.verbose}
         console = None if show else Console(quiet=True, force_terminal=False, force_jupyter=False)
-        self.display = Display(config.max_steps, console=console, **options)
+        self.display = Display(
+            config.max_steps, console=console, start_step=trainer.step, verbose=config.logging.verbose
+        )
         self.say = self.display.message
         self.saved = checkpoint.step if checkpoint else None  # the step of the newest checkpoint
         self.capture()
@@ -95,7 +96,7 @@ class Recorder:
             not_finite, bad_gradient, of_the_disk, mid_step = map(any, zip(*found, strict=True))
             if not_finite:
                 raise self.diverged(error, bad_gradient, mid_step) from error
-            if not of_the_disk:  # whose error says what is intact
+            if not of_the_disk:  # a CheckpointError says itself what is intact
                 self.rescue(error, mid_step)
 
     def begin(self) -> None:
@@ -110,7 +111,7 @@ class Recorder:
         self.capture()
 
     def record(self, result: StepResult) -> None:
-        """Write and show a finished step, score the held-out questions and save where that is due."""
+        """Write and show a finished step; score the held-out questions and save where that is due."""
         step, config, timings = self.trainer.step, self.config, result.timings
         last = step == config.max_steps
         evaluated: dict[str, float] = {}
@@ -132,7 +133,10 @@ class Recorder:
             self.callbacks.tell("on_evaluate", step, evaluated)
         self.capture()
         if config.checkpoint.every and step % config.checkpoint.every == 0:
-            self.save()
+            try:
+                self.save()
+            except CheckpointSaveError as error:
+                self.say(f"checkpoint of step {step} not saved: {error}; training goes on")
 
     def watch(self, metrics: Mapping[str, float]) -> None:
         """Raise and clear alerts."""
@@ -140,12 +144,53 @@ class Recorder:
             self.logs.alert(alert)
             self.say(alert.text)
 
+    def evaluate(self, size: int | None) -> dict[str, float]:
+        """Score the held-out questions, write and show the score, and return it with its metrics."""
+        if not self.trainer.held_out:
+            return {}
+        evaluation = self.trainer.evaluate(size)
+        step, n = self.trainer.step, evaluation.n
+        name = "held-out" if n == len(self.trainer.held_out) else f"held-out, first {n}"
+        self.logs.evaluation(step, name, evaluation.score, evaluation.interval, n)
+        self.display.evaluation(step, evaluation.score, evaluation.interval, n)
+        return {"eval/score": evaluation.score} | {f"eval/{k}": v for k, v in evaluation.metrics.items()}
+
+    def capture(self) -> None:
+        """Keep what a checkpoint holds besides the weights and the optimizer's tensors, between two steps.
+
+        The coming step changes prompts and random states long before it changes a weight. Until it does, this
+        and the tensors are a checkpoint of the step before.
+        """
+        state = {
+            "optimizer": self.trainer.optimizer.state(),
+            "trainer": self.trainer.state_dict(),
+            "alerts": self.monitor.state_dict(),
+            "callbacks": self.callbacks.state_dict(),
+            "code": self.code,
+            "rng": capture_rng(),
+        }
+        # A copy of what changes, at every step; JSON, which takes far longer, is for checkpoints.
+        self.captured, self.state = self.trainer.step, pickle.dumps(state)
+
+    def save(self) -> Path:
+        """Write a checkpoint of the captured step and call the callbacks; raise as the store does."""
+        path = self._write_checkpoint()
+        self.callbacks.tell("on_save", self.captured, path)
+        return path
+
+    def _write_checkpoint(self) -> Path:
+        self.logs.sync()
+        tensors = self.trainer.optimizer.state_tensors()
+        path = self.store.save(self.captured, tensors, pickle.loads(self.state))
+        self.saved = self.captured
+        return path
+
     def save_last(self) -> None:
         if self.trainer.step not in (0, self.saved):
-            self.save(must=True)
+            self.save()
 
     def finish(self, signal: Signals | None) -> None:
-        """The outcome and the report of a run that is saved; `signal` stopped it early."""
+        """Print the outcome and write the report of a run that is saved; `signal` stopped it early."""
         stopped_by = signal.name if signal else self.callbacks.stopped_by
         if stopped_by:
             safe = f"saved at step {self.saved}" if self.saved else "nothing is trained yet"
@@ -160,7 +205,7 @@ class Recorder:
         self.callbacks.tell("on_train_end", self.trainer.step, stopped_by)
 
     def rescue(self, error: BaseException, mid_step: bool) -> None:
-        """After an error: save the last finished step, unless an update has begun to change its weights."""
+        """Save the last finished step after an error, unless an update has begun to change its weights."""
         trainer, problem = self.trainer, type(error).__name__
         if mid_step:
             last = "there is no checkpoint yet" if self.saved is None else f"the last is of step {self.saved}"
@@ -169,11 +214,11 @@ class Recorder:
         try:
             if trainer.policy.device.type == "cuda":
                 torch.cuda.synchronize(trainer.policy.device)
-            if self.captured != trainer.step:  # the step was finished, writing it down was not
+            if self.captured != trainer.step:  # the step was finished, but not written down
                 self.capture()
             if trainer.step not in (0, self.saved):
                 self.say(f"{problem}: saving step {trainer.step}; interrupt to leave without")
-                self.save(must=True, tell=False)
+                self._write_checkpoint()
         except Exception as second:
             self.say(f"{problem}, and step {trainer.step} could not be saved: {second}")
         else:
@@ -181,7 +226,7 @@ class Recorder:
                 self.say(f"{problem}: step {trainer.step} is safe; continue with --resume")
 
     def diverged(self, error: BaseException, bad_gradient: bool, mid_step: bool) -> Diverged:
-        """The error to raise when a run's numbers are no longer finite; it names where to go on from.
+        """Return the error of a run whose numbers are no longer finite; it names where to go on from.
 
         The checkpoint of the last step is offered only if the failed step had updated the weights already:
         otherwise its own weights give NaN.
@@ -198,62 +243,7 @@ class Recorder:
             left = f"continue from the newest checkpoint before, --resume {good[-1]}, with {lower}"
         else:
             left = f"there is no checkpoint from before: start anew with checkpoint.every and {lower}"
-            if step and bad_gradient and not mid_step:
-                with suppress(CheckpointSaveError, Diverged):  # by other hands than the optimizer's
-                    weights = self.store.save(step, self.trainer.policy.saved_weights(), None)
-                    left += f"; the weights of step {step} alone are saved: `grpo-fast export {weights} OUT`"
+            if step and bad_gradient and not mid_step:  # the weights are still those of the last step
+                with suppress(CheckpointSaveError, Diverged):
+                    left += f"; `grpo-fast export {self._write_checkpoint()} OUT` writes step {step}"
         return Diverged(f"the run diverged after step {step}: {error}; {left}")
-
-    def evaluate(self, size: int | None) -> dict[str, float]:
-        """Score the held-out questions, write it down, show it."""
-        if not self.trainer.held_out:
-            return {}
-        evaluation = self.trainer.evaluate(size)
-        step, n = self.trainer.step, evaluation.n
-        name = "held-out" if n == len(self.trainer.held_out) else f"held-out, first {n}"
-        self.logs.evaluation(step, name, evaluation.score, evaluation.interval, n)
-        self.display.evaluation(step, evaluation.score, evaluation.interval, n)
-        return {"eval/score": evaluation.score} | {f"eval/{k}": v for k, v in evaluation.metrics.items()}
-
-    def capture(self) -> None:
-        """Keep what a checkpoint holds besides the weights and the optimizer's tensors, between two steps.
-
-        The coming step moves prompts and random states on long before it changes a weight. Until it does,
-        this and the tensors are a checkpoint of the step before.
-        """
-        state = {
-            "optimizer": self.trainer.optimizer.state(),
-            "trainer": self.trainer.state_dict(),
-            "alerts": self.monitor.state_dict(),
-            "callbacks": self.callbacks.state_dict(),
-            "code": self.code,
-            "rng": capture_rng(),
-        }
-        # A copy of what changes, at every step; JSON, which takes far longer, is for checkpoints.
-        self.captured, self.state = self.trainer.step, pickle.dumps(state)
-
-    def save(self, *, must: bool = False, tell: bool = True) -> None:
-        """Write a checkpoint; a failed one loses nothing, so unless it is the last the run goes on.
-
-        Args:
-            must: it is the last.
-            tell: the callbacks hear of it.
-
-        Raises:
-            CheckpointSaveError: of the last one, for which its weights alone are saved if there is room.
-        """
-        self.logs.sync()
-        step, tensors = self.captured, self.trainer.optimizer.state_tensors()
-        try:
-            path = self.store.save(step, tensors, pickle.loads(self.state))
-        except CheckpointSaveError as error:
-            if must:
-                weights = self.store.save(step, self.trainer.policy.saved_weights(), None)
-                raise CheckpointSaveError(
-                    f"{error}. Saved are the weights of step {step} alone: `grpo-fast export {weights} OUT`"
-                ) from error
-            self.say(f"checkpoint of step {step} not saved: {error}; training goes on")
-            return
-        self.saved = step
-        if tell:
-            self.callbacks.tell("on_save", step, path)

@@ -1,17 +1,14 @@
-"""A run, or several compared, as one page: made from their folders alone, readable offline."""
+"""Write a run, or several compared, as one HTML page from the runs' folders. The page works offline."""
 
 from __future__ import annotations
 
+import io
 import json
-import math
-from base64 import b64encode
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from hashlib import sha256
-from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -20,77 +17,32 @@ from grpo_fast.config.tree import differences, value_at
 from grpo_fast.data.types import spoken
 from grpo_fast.record import logs
 from grpo_fast.record.alerts import RULES
-from grpo_fast.record.charts import SCORE, AlertSpan, Metrics, draw_curves
 from grpo_fast.record.files import read_jsonl, write_whole
-from grpo_fast.record.summary import CONFIDENCE, duration_text, excerpt, score_text
+from grpo_fast.record.summary import FIGURES, excerpt
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 REPORT_FILE, COMPARISON_FILE = "report.html", "comparison.html"
-SAMPLED_STEPS = 12  # of a run, that the page shows; a long run's page stays light
-PAGE_CHARACTERS = 2_000_000  # of completions and prompts, on the whole page
-LARGEST = 1e300  # that is drawn: the difference of two such numbers is one
-STEP, TEXT = {"step": int}, {"prompt": str, "completion": str, "question": str | list}
-FIELDS: Mapping[str, Mapping[str, Any]] = {  # what every line of a file must have, and its type
-    logs.METRICS_FILE: STEP,
-    logs.TIMINGS_FILE: STEP,
-    logs.SAMPLES_FILE: {**STEP, **TEXT, "group": int, "rewards": dict, "num_tokens": int, "truncated": bool},
-    logs.EVALUATIONS_FILE: {**STEP, "name": str, "interval": list, "n": int},
-    logs.ALERTS_FILE: {**STEP, "alert": str, "state": str, "text": str},
-    logs.PROVENANCE_FILE: {"started": str, "command": list, "device": str, "versions": dict},
-}
-
-Record = dict[str, Any]
+SAMPLED_STEPS, CHARACTERS = 12, 4000  # how many steps' samples the page shows, and how much of each text
+BUCKETS = 200  # points of a curve; a longer run is drawn as means in a band from minimum to maximum
+LARGEST = 1e30  # larger values are not drawn
+UNITS = {"%": (", %", 100.0), "bytes": (", GiB", 2.0**-30)}  # what follows a title, and the factor
+STYLE: Any = {"svg.fonttype": "none", "svg.hashsalt": "grpo_fast", "font.size": 9, "text.parse_math": False}
+STYLE |= {"axes.grid": True, "grid.alpha": 0.3, "axes.spines.top": False, "axes.spines.right": False}
 
 
 @dataclass(frozen=True)
-class RunRecord(Metrics):
+class RunRecord:
+    """A run's files as far as they go."""
+
+    name: str  # the folder
     config: Mapping[str, Any]
     config_text: str
-    files: Mapping[str, Sequence[Record]]  # those of FIELDS, each in the order of the steps
-
-    @property
-    def last(self) -> int:
-        return max((records[-1].get("step", 0) for records in self.files.values() if records), default=0)
-
-    @property
-    def status(self) -> str:
-        total, metrics = value_at(self.config, "max_steps"), self.files[logs.METRICS_FILE]
-        step = metrics[-1]["step"] if metrics else 0
-        if not isinstance(total, int):
-            return f"{step} steps"
-        return f"not finished: step {step} of {total}" if step < total else f"finished, {step} steps"
-
-    @property
-    def facts(self) -> dict[str, str]:
-        """A few words on top of the page; those that the run has."""
-        keys = {"Model": "model.path", "Data": "dataset.source"}
-        facts = {name: value_at(self.config, key) for name, key in keys.items()}
-        if starts := self.files[logs.PROVENANCE_FILE]:
-            started = starts[0]["started"].replace("T", " ").replace("+00:00", " UTC")
-            facts |= {"Device": starts[-1]["device"], "Started": started}
-        if seconds := [*self.values.get("time/step", {}).values()]:
-            mean = duration_text(sum(seconds) / len(seconds))
-            facts["Time in steps"] = f"{duration_text(sum(seconds))}, {mean} each"
-        if rewards := [*self.values.get("reward/mean", {}).values()]:
-            facts["Reward"] = f"{rewards[0]:.3f} → {rewards[-1]:.3f}"
-        return {name: str(value) for name, value in facts.items() if value}
-
-    @cached_property
-    def groups(self) -> dict[int, list[list[Record]]]:
-        """By sampled step the completions of each prompt, the best first."""
-
-        def worst_last(record: Record) -> float:
-            return math.inf if record.get("reward") is None else -record["reward"]
-
-        found: dict[int, dict[int, list[Record]]] = {}
-        for record in sorted(self.files[logs.SAMPLES_FILE], key=worst_last):
-            found.setdefault(record["step"], {}).setdefault(record["group"], []).append(record)
-        return {step: [found[step][group] for group in sorted(found[step])] for step in sorted(found)}
-
-    @property
-    def shown(self) -> list[int]:
-        """The sampled steps of a short run; of a long one some, evenly from the first to the last."""
-        steps, most = [*self.groups], SAMPLED_STEPS - 1
-        return steps if len(steps) <= most else [steps[i * (len(steps) - 1) // most] for i in range(most + 1)]
+    outcome: str | None  # the held-out score before and after
+    files: Mapping[str, Sequence[dict[str, Any]]]
+    values: DataFrame  # a row for each step, a column for each metric; `low` and `high` begin names of bands
+    samples: Sequence[dict[str, Any]]  # of the steps that are shown, the best completion of a prompt first
 
 
 def write_report(*run_dirs: Path, to: Path | None = None) -> Path:
@@ -107,100 +59,120 @@ def write_report(*run_dirs: Path, to: Path | None = None) -> Path:
         ValueError: one of its files is damaged other than by an unfinished last line.
         OSError: the page cannot be written.
     """
-    from jinja2 import Environment, StrictUndefined
+    from jinja2 import Environment, PackageLoader, StrictUndefined
 
-    names = [run_dir.resolve().name for run_dir in run_dirs]
-    if len(set(names)) < len(names):
-        names = [str(run_dir) for run_dir in run_dirs]
-    runs = [read_run(run_dir, name) for run_dir, name in zip(run_dirs, names, strict=True)]
-    last = max(run.last for run in runs)
-    shown = (record for run in runs for step in run.shown for group in run.groups[step] for record in group)
-    texts = sum(max(1, len(record.get("messages") or ())) for record in shown)
-    jinja = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    script = packaged("report.js")
-    page = jinja.from_string(packaged("report.html.j2")).render(
+    runs = [read_run(run_dir) for run_dir in run_dirs]
+    loader = PackageLoader("grpo_fast.record", "")
+    jinja = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
+    page = jinja.get_template("report.html.j2").render(
         runs=runs,
-        last=last,
-        curves=draw_curves(runs, last),
+        charts=charts(runs),
         differences=compared([run.config for run in runs]),
-        excerpt=lambda text: excerpt(text, PAGE_CHARACTERS // max(texts, 100)),
-        score_text=score_text,
+        excerpt=lambda text: excerpt(text, CHARACTERS),
         spoken=spoken,
-        confidence=f"{100 * CONFIDENCE:.0f} %",
-        style=packaged("report.css"),
-        script=script,
-        script_hash=b64encode(sha256(script.encode()).digest()).decode(),
+        value_at=value_at,
     )
     path = to or (run_dirs[0] / REPORT_FILE if len(run_dirs) == 1 else Path(COMPARISON_FILE))
     try:
         write_whole(path.resolve(), page.encode("utf-8", "backslashreplace"))
     except OSError as error:
-        elsewhere = "`grpo-fast report --output` writes it elsewhere"
-        raise OSError(f"cannot write {path} ({error.strerror}); {elsewhere}") from error
+        raise OSError(f"cannot write {path} ({error.strerror}); name another page by --output") from error
     return path
 
 
-def packaged(name: str) -> str:
-    """A file of this room: report.css is also other pages' style, light and dark, in the same colours."""
-    return files("grpo_fast.record").joinpath(name).read_text(encoding="utf-8")
-
-
-def read_run(run_dir: Path, name: str) -> RunRecord:
-    """A run's folder as far as it goes, called `name`; raises as `write_report` does."""
-    if not any((run_dir / file).exists() for file in (CONFIG_FILE, *FIELDS)):
-        names = ", ".join((CONFIG_FILE, *FIELDS))
-        raise FileNotFoundError(f"{run_dir} holds no run: none of {names} is there; give a run's output_dir")
+def read_run(run_dir: Path) -> RunRecord:
+    """Read a run's folder as far as it goes; raise as `write_report` does."""
     path = run_dir / CONFIG_FILE
+    if not any((run_dir / file).exists() for file in (CONFIG_FILE, *logs.FILES)):
+        raise FileNotFoundError(f"{run_dir} holds no run: there is no {CONFIG_FILE}; give a run's output_dir")
+    records = {file: read_jsonl(run_dir / file) for file in logs.FILES}
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
     try:
-        text = path.read_text(encoding="utf-8") if path.exists() else ""
-        config = yaml.safe_load(text) or {}
-        if not isinstance(config, dict):
-            raise ValueError(f"a {type(config).__name__}, not keys and values")
-    except (yaml.YAMLError, ValueError) as error:
-        problem = " ".join(str(error).split())
-        raise ValueError(f"{path} is no configuration ({problem}); repair or delete it") from error
-    records = {}
-    for file, fields in FIELDS.items():
-        lines = read_jsonl(run_dir / file)
-        for number, record in enumerate(lines, start=1):
-            if wrong := [key for key, kind in fields.items() if not isinstance(record.get(key), kind)]:
-                where = f"{run_dir / file}, line {number}"
-                raise ValueError(f"{where}: no {wrong[0]!r} as a run writes it; repair or delete the line")
-        records[file] = sorted(lines, key=lambda record: record.get("step", 0))
-    return RunRecord(name, *_measured(records), config, text, records)
+        config, outcome = dict(yaml.safe_load(text) or {}), logs.held_out_outcome(run_dir)
+        samples = sorted(records[logs.SAMPLES_FILE], key=lambda one: -(one["reward"] or 0))
+        steps = sorted({one["step"] for one in samples}, reverse=True)
+        shown = steps[:: -(-len(steps) // SAMPLED_STEPS) or 1]
+        samples = [one for one in samples if one["step"] in shown]
+        return RunRecord(str(run_dir), config, text, outcome, records, values_of(records), samples)
+    except (yaml.YAMLError, ValueError, TypeError, KeyError) as error:
+        problem = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(f"{run_dir} holds what no run has written ({problem})") from error
 
 
-def _measured(records: Mapping[str, Sequence[Record]]) -> tuple[Any, Any, Any]:
-    """What is drawn: metrics, timings and held-out scores, with intervals where they are known; alerts."""
-    values: dict[str, dict[int, float]] = {}
+def values_of(records: Mapping[str, Sequence[dict[str, Any]]]) -> DataFrame:
+    """Return a row for each step with all that is drawn: metrics, timings, held-out scores and bands."""
+    import pandas
+
+    rows: dict[int, dict[str, float]] = {}
     for record in (*records[logs.METRICS_FILE], *records[logs.TIMINGS_FILE]):
-        for name, value in record.items():
-            if name != "step" and isinstance(value, int | float) and abs(value) < LARGEST:
-                values.setdefault(name, {})[record["step"]] = value
-    means, spread = values.get("reward/mean", {}), values.get("reward/std", {})
-    bands = {"reward/mean": {s: (means[s] - spread[s], means[s] + spread[s]) for s in means if s in spread}}
+        rows.setdefault(record["step"], {}).update(record)
     for record in records[logs.EVALUATIONS_FILE]:
-        name, interval = f"{SCORE}{record['name']}", record["interval"]
-        if record.get("score") is not None:
-            values.setdefault(name, {})[record["step"]] = record["score"]
-            if len(interval) == 2 and None not in interval:
-                bands.setdefault(name, {})[record["step"]] = (interval[0], interval[1])
-    alerts: dict[str, list[AlertSpan]] = {}
-    for place, record in enumerate(records[logs.ALERTS_FILE], start=1):
-        if record["state"] == "raised" and record["alert"] in RULES:
-            later = (one for one in records[logs.ALERTS_FILE][place:] if one["alert"] == record["alert"])
-            span = (record["step"], next((one["step"] for one in later), None), record["text"])
-            alerts.setdefault(RULES[record["alert"]].metric, []).append(span)
-    return values, bands, alerts
+        name, row = f"score/{record['name']}", rows.setdefault(record["step"], {})
+        row[name], (row[f"low {name}"], row[f"high {name}"]) = record["score"], record["interval"]
+    values = pandas.DataFrame.from_dict(rows, orient="index", dtype=float).sort_index()
+    if {"reward/mean", "reward/std"} <= {*values}:
+        values["low reward/mean"] = values["reward/mean"] - values["reward/std"]
+        values["high reward/mean"] = values["reward/mean"] + values["reward/std"]
+    return values[values.abs() < LARGEST]
+
+
+def charts(runs: Sequence[RunRecord]) -> list[tuple[str, str]]:
+    """Return (title, SVG) of all figures that moved.
+
+    Metrics of one title share a chart; of several runs, each metric has a chart with a line for each run.
+    """
+    names = sorted({name for run in runs for name in run.values})
+    titles = {name: ("Held-out score, %", 100.0) for name in names if name.startswith("score/")}
+    titles["reward/mean"] = ("Reward, mean ± standard deviation", 1.0)
+    if len(parts := [name for name in names if re.fullmatch("reward/[^/]+/mean", name)]) > 1:
+        titles |= dict.fromkeys(parts, ("Reward by function", 1.0))
+    for figure in FIGURES:
+        unit, factor = UNITS.get(figure.unit, ("", 1.0))
+        title = "Seconds" if figure.name.startswith("time/") else f"{figure.title}{unit}"
+        titles[figure.name] = title, factor
+    drawn: dict[str, tuple[list[str], float]] = {}
+    for name, (title, factor) in titles.items():
+        values = [value for run in runs if name in run.values for value in run.values[name].dropna()]
+        if len({f"{value:.9g}" for value in values}) > 1:
+            title = title if len(runs) == 1 else f"{title} ({name})"
+            drawn.setdefault(title, ([], factor))[0].append(name)
+    return [(title, draw(runs, *some)) for title, some in drawn.items()]
+
+
+def draw(runs: Sequence[RunRecord], names: Sequence[str], factor: float) -> str:
+    """Return an SVG of some metrics of one run, or of one metric of several runs; alerts are red."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    with rc_context(STYLE):
+        figure = Figure(figsize=(4.4, 2.2))
+        axes = figure.add_axes((0.15, 0.1, 0.83, 0.8))
+        for place, (run, name) in enumerate((run, name) for run in runs for name in names):
+            if name not in run.values:
+                continue
+            values = factor * run.values.dropna(subset=[name])
+            bucket = [row * BUCKETS // max(BUCKETS, len(values)) for row in range(len(values))]
+            low, high = (values.get(f"{end} {name}", values[name]).groupby(bucket) for end in ("low", "high"))
+            steps, mean = (one.groupby(bucket) for one in (values.index.to_series(), values[name]))
+            line, *_ = axes.plot(
+                steps.min(), mean.mean(), gid="curve", marker="." if len(values) < 20 else ""
+            )
+            line.set(color=f"C{place}", label=run.name if len(runs) > 1 else name)
+            axes.fill_between(steps.min(), low.min(), high.max(), color=f"C{place}", alpha=0.15, linewidth=0)
+            for alert in run.files[logs.ALERTS_FILE]:
+                rule = RULES.get(alert["alert"])
+                if alert["state"] == "raised" and rule and rule.metric == name:
+                    axes.axvline(alert["step"], color="red", alpha=0.4)
+        axes.locator_params(axis="x", integer=True)
+        if len(axes.get_legend_handles_labels()[0]) > 1:
+            axes.legend(fontsize=7)
+        figure.savefig(file := io.StringIO(), format="svg", metadata={"Date": None})
+    return file.getvalue()[file.getvalue().index("<svg") :]
 
 
 def compared(configs: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
-    """The keys whose values are not the same in all runs, but for the folder, and each run's value."""
+    """Return each key whose values differ between the runs, but for the folder, and each run's value."""
     known = [config for config in configs if config]
     keys = dict.fromkeys(key for config in known for key, _, _ in differences(known[0], config))
-    rows = []
-    for key in (key for key in keys if key != "output_dir"):
-        values = [value_at(config, key) for config in configs]
-        shown = [json.dumps(value, ensure_ascii=False, default=str) for value in values]
-        rows.append((key, ["\N{EN DASH}" if text == "null" else text for text in shown]))
-    return rows
+    rows = [(key, [value_at(config, key) for config in configs]) for key in keys if key != "output_dir"]
+    return [(key, [json.dumps(value, ensure_ascii=False, default=str) for value in row]) for key, row in rows]

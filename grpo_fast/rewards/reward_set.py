@@ -19,8 +19,8 @@ from grpo_fast.rewards.builtins.options import column_options
 from grpo_fast.rewards.calls import Call, CallFailed, Runner, check_values, is_async
 from grpo_fast.rewards.loading import load_function
 from grpo_fast.rewards.types import (
-    Batch,
     Log,
+    RewardBatch,
     RewardError,
     RewardFunction,
     RewardResult,
@@ -108,7 +108,7 @@ class RewardSet:
 
         For the start of a run, before anything is generated.
         """
-        empty = Batch.of([], [], columns)
+        empty = RewardBatch.of([], [], columns)
         for reward in self.rewards:
             if reward.environment is not None:
                 continue
@@ -134,7 +134,7 @@ class RewardSet:
             RewardError: a function fails and is not to be skipped, or none applies to any sample.
             ValueError: there is no completion.
         """
-        batch = Batch.of(prompts, completions, column_names(prompts))
+        batch = RewardBatch.of(prompts, completions, column_names(prompts))
         if not len(batch):
             raise ValueError("completions is empty; there is nothing to score")
         values = {name: scores for name, (scores, _) in (precomputed or {}).items()}
@@ -173,11 +173,11 @@ class RewardSet:
         Raises:
             CallFailed: it fails; scoring the whole batch then says how.
         """
-        batch = Batch.of([prompt], [completions], columns)
+        batch = RewardBatch.of([prompt], [completions], columns)
         call = self._start(self.rewards[self.names.index(name)], batch)
         return check_values(self._runner.finish(call), len(batch)), call.log or Log(len(batch))
 
-    def _start(self, reward: Reward, batch: Batch) -> Call:
+    def _start(self, reward: Reward, batch: RewardBatch) -> Call:
         log = Log(len(batch))
         arguments = batch.arguments(reward.name, reward.function, reward.options, self._beside(log))
         return replace(self._runner.start(reward.name, reward.function, arguments, reward.timeout), log=log)
@@ -189,7 +189,7 @@ class RewardSet:
         state = TrainerState(global_step=self.step, max_steps=self.max_steps)
         return {"trainer_state": state, "log_metric": log.log_metric, "log_extra": log.log_extra}
 
-    def _report_unscored(self, table: torch.Tensor, batch: Batch) -> None:
+    def _report_unscored(self, table: torch.Tensor, batch: RewardBatch) -> None:
         """A row that no function scores is a fact about the data; a whole batch of them is a mistake."""
         unscored = table.isnan().all(dim=1).nonzero().flatten().tolist()
         if not unscored:
@@ -208,7 +208,7 @@ def _given(environment: type, episodes: Sequence[Episode | None]) -> list[float]
     return [math.nan if reward is None else reward for reward in given]
 
 
-def _together(logs: Mapping[str, Log], batch: Batch) -> Log:
+def _together(logs: Mapping[str, Log], batch: RewardBatch) -> Log:
     """What several functions logged of one batch.
 
     Raises:

@@ -73,7 +73,7 @@ def _plain(value: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Batch:
+class RewardBatch:
     """N completions with what they answer, in the columns that reward functions take."""
 
     prompts: list[str | list[Message]]
@@ -84,7 +84,7 @@ class Batch:
     @classmethod
     def of(
         cls, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]], columns: Sequence[str]
-    ) -> Batch:
+    ) -> RewardBatch:
         """One sample a completion, group after group; None where a prompt lacks a column.
 
         The instances that played are the column `environments`.
@@ -104,11 +104,11 @@ class Batch:
     def __len__(self) -> int:
         return len(self.completions)
 
-    def one(self, index: int) -> Batch:
+    def one(self, index: int) -> RewardBatch:
         """The batch of one sample."""
         part = slice(index, index + 1)
         columns = {name: values[part] for name, values in self.columns.items()}
-        return Batch(self.prompts[part], self.completions[part], self.completion_ids[part], columns)
+        return RewardBatch(self.prompts[part], self.completions[part], self.completion_ids[part], columns)
 
     def describe(self, index: int) -> str:
         """One sample, for an error message."""

@@ -101,8 +101,8 @@ class TransformersKind(EngineKind):
             policy.fix_rope(max_length)
         if policy.sharded:
             return OwnCopyEngine(policy, max_length=max_length, **options)
-        ends, vision = policy.eos_token_ids, lambda: policy.vision
-        return TransformersEngine(policy.model, policy.tokenizer, eos_ids=ends, vision=vision, **options)
+        options |= {"eos_ids": policy.eos_token_ids, "image_reader": policy.image_reader}
+        return TransformersEngine(policy.model, policy.tokenizer, **options)
 
     def weights(self, config: RolloutConfig, trained: Trained) -> Weights:
         return Weights(shared=not trained.sharded, sent=trained.sharded, adapters=False)

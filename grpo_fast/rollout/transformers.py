@@ -1,58 +1,50 @@
-"""The engine without a second copy of anything: it generates with the trainer's own model."""
+"""The engine without a second copy of the weights: it samples with the trainer's own model."""
 
 from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from math import inf
-from operator import mul
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
+from torch import nn
 
-from grpo_fast.data.table import UNKNOWN
 from grpo_fast.policy import Policy
-from grpo_fast.policy.architecture import fix_rope
+from grpo_fast.policy.architecture import fix_rope, own_logits, random_tokens, rounding_nats
+from grpo_fast.policy.out_of_memory import is_out_of_memory
 from grpo_fast.policy.routing import recorded
-from grpo_fast.rollout.choice import fitting_decoder, set_attention
-from grpo_fast.rollout.decoder import ExpandedDecoder, InFlight, Prompt, RecomputedDecoder, bounded_steps
-from grpo_fast.rollout.images import ImagePrompts
+from grpo_fast.rollout.batch import Batch, Pending, Report
+from grpo_fast.rollout.decoder import decode, reads_prompts_once
+from grpo_fast.rollout.generate import generate, takes_padding
 from grpo_fast.rollout.requests import Requests
-from grpo_fast.rollout.sampling import draw, make_warper, uniforms_of
-from grpo_fast.rollout.types import Collector, Completion, Prompts, RolloutObserver, Sampling, check_prompts
+from grpo_fast.rollout.sampling import uniforms_of
+from grpo_fast.rollout.types import (
+    Collector,
+    Completion,
+    PromptTokens,
+    RolloutObserver,
+    Sampling,
+    check_prompts,
+)
 
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from grpo_fast.data.images import PromptImages
-    from grpo_fast.policy.vision import Vision
+    from grpo_fast.data.images import ImageReader, PromptImages
 
-DROP_BELOW = 0.9  # finished rows are evicted when fewer than this share of the batch is still going
-CPU_BATCH_TOKENS = 2**14  # at once on a CPU unless configured: more only misses its caches, and pages
-STOP_MARGIN = 8  # tokens decoded beyond a stop string's bytes: some tokens decode to nothing
-
-Report = Callable[[Callable[[], int]], None]
-
-
-@dataclass(frozen=True)
-class Row:
-    """A completion to be drawn."""
-
-    prompt: tuple[int, ...]
-    uniforms: Tensor  # (tokens at most,) float64 in [0, 1): what decides each token
-    done: Callable[[Completion], None]
+_REMEDY = "set rollout.engine to vllm, or model.path to another model"
+CPU_BATCH_TOKENS = 40_000  # held at once on a CPU unless configured: 1.8 GB of SmolLM2-135M in float32
 
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Neither dropout nor checkpointing, which drops the cache."""
+    """Turn off dropout, and checkpointing, which drops the cache."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -65,8 +57,8 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 class TransformersEngine:
     """Batched generation with a transformers model that is also being trained.
 
-    Nothing is copied, so `sync` has nothing to do and `sleep` nothing to free. Prompts are prefilled once
-    for all their completions, rows leave the batch as they finish, and only the last position meets the head.
+    Nothing is copied, so `sync` has nothing to do and `sleep` nothing to free. `decoder.py` samples from
+    models with plain attention, `generate.py` from all others and after prompts with images.
     """
 
     name = "transformers"
@@ -78,17 +70,18 @@ class TransformersEngine:
         *,
         eos_ids: Iterable[int],
         max_batch_tokens: int | None = None,
-        vision: Callable[[], Vision] | None = None,
+        image_reader: ImageReader | None = None,
         tells_experts: bool = False,
     ) -> None:
-        """
+        """Wrap a model; nothing is allocated.
+
         Args:
             model: a causal model, or a peft model around one.
             tokenizer: decodes completions.
             eos_ids: any of these tokens ends a completion.
             max_batch_tokens: tokens whose keys and values may be held at once; None: all of a call, or
                 on a CPU what keeps it fast.
-            vision: what the model sees of images, asked for with the first; None: it sees none.
+            image_reader: reads the images of prompts; None: they are refused.
             tells_experts: completions have the experts that were chosen.
 
         Raises:
@@ -98,40 +91,25 @@ class TransformersEngine:
         self.tokenizer = tokenizer
         self.eos_ids = tuple(eos_ids)
         self.max_batch_tokens = max_batch_tokens
-        self._vision = vision
-        self._images: ImagePrompts | None = None  # of the call
         self.tells_experts = tells_experts
         if not self.eos_ids:
             raise ValueError("eos_ids is empty: no completion would ever end; pass the tokenizer's end token")
+        self._image_reader = image_reader
         inner: Any = model
         self._base: PreTrainedModel = inner.get_base_model() if hasattr(inner, "peft_config") else inner
-        self._asleep = False
+        self._asleep = self._checked = False
 
     @cached_property
-    def _decoder_type(self) -> type[ExpandedDecoder]:
-        with self._decoding():
-            way = fitting_decoder(self._base)
-        if self.tells_experts and way is RecomputedDecoder:
-            raise ValueError(
-                f"rollout.router_replay = true, and {type(self._base).__name__} computes whole sequences for "
-                "each token, each time with experts of its own; leave it out"
-            )
-        return way
+    def _reads_prompts_once(self) -> bool:
+        return reads_prompts_once(self._base)
 
-    @contextmanager
-    def _decoding(self) -> Iterator[None]:
-        """The model as decoders need it, and then as it was."""
-        attention = self._base.config._attn_implementation
-        try:
-            # Not inference_mode: a buffer that a forward replaces (dynamic RoPE) must remain trainable with.
-            with evaluation_mode(self.model), bounded_steps(self._base), torch.no_grad():
-                yield
-        finally:
-            set_attention(self._base, attention)
+    @cached_property
+    def _takes_padding(self) -> bool:
+        return self._reads_prompts_once or takes_padding(self._base)
 
     def generate(
         self,
-        prompts: Prompts,
+        prompts: PromptTokens,
         n: int,
         sampling: Sampling,
         *,
@@ -143,35 +121,32 @@ class TransformersEngine:
         Raises:
             ValueError: an empty prompt, `n` below 1, or a completion that alone exceeds `max_batch_tokens`.
         """
-        self._require_awake()
+        self._require_ready()
         check_prompts(prompts, n)
-        self._images = None
-        if images is not None:
-            if self._vision is None or self._decoder_type is RecomputedDecoder:
-                raise ValueError("the prompts have images, which this engine cannot read; use another")
-            self._images = ImagePrompts(self._vision(), prompts, images)
-            prompts = self._images.prompts
-        max_new, collector = sampling.max_completion_length, Collector(len(prompts), n, observer)
-        uniforms = uniforms_of(sampling, n * len(prompts))
-        rows: list[Row] = []
+        if images is not None and self._image_reader is None:
+            raise ValueError("the prompts have images, which this engine cannot read; use another")
+        collector, uniforms = Collector(len(prompts), n, observer), uniforms_of(sampling, n * len(prompts))
+        shown = images or [None] * len(prompts)
+        pending: list[Pending] = []
         for index in sorted(range(len(prompts)), key=lambda index: _order(prompts[index])):
-            self._require_room(prompts[index], max_new)
+            self._require_room(prompts[index], sampling.max_completion_length)
             for number in range(n):
                 done = partial(collector.add, index, number)
-                rows.append(Row(tuple(prompts[index]), uniforms[:, len(rows)], done))
-        self._draw_all(rows, sampling, collector.report)
+                row = Pending(tuple(prompts[index]), uniforms[:, len(pending)], done, shown[index])
+                pending.append(row)
+        self._sample(pending, sampling, collector.report)
         return collector.groups()
 
     def serve(self, requests: Requests) -> None:
-        """As the protocol says, in batches: what is asked for while one is drawn waits for the next.
+        """As the protocol says, in batches: requests that arrive during one wait for the next.
 
-        A batch begins when all clients wait for it, and each request's seed decides alone what is drawn: what
-        comes of it does not depend on how long any client took.
+        A batch begins when all clients wait for it, and each request's seed alone decides its completion, so
+        that no result depends on how long any client took.
         """
         with closing(requests):
-            self._require_awake()
+            self._require_ready()
             while (taken := requests.take("all")) is not None:
-                alike: dict[Sampling, list[Row]] = defaultdict(list)
+                alike: dict[Sampling, list[Pending]] = defaultdict(list)
                 for request in sorted(
                     taken, key=lambda one: (*_order(one.token_ids), one.sampling.seed or 0)
                 ):
@@ -182,10 +157,10 @@ class TransformersEngine:
                     except ValueError as error:
                         requests.give(request, error)
                         continue
-                    row = Row(prompt, uniforms_of(given, 1)[:, 0], partial(requests.give, request))
+                    row = Pending(prompt, uniforms_of(given, 1)[:, 0], partial(requests.give, request))
                     alike[replace(given, max_completion_length=1, seed=None)].append(row)
-                for sampling, rows in alike.items():
-                    self._draw_all(rows, sampling, requests.report)
+                for sampling, pending in alike.items():
+                    self._sample(pending, sampling, requests.report)
 
     def sleep(self) -> None:
         self._asleep = True
@@ -204,133 +179,103 @@ class TransformersEngine:
         return 0  # keys and values come from the same allocator as the trainer's tensors
 
     def __enter__(self) -> TransformersEngine:
-        """Raises ValueError where the model cannot be sampled; a copy of its own has no weights yet."""
+        """Raise ValueError for a model that cannot be sampled; a copy without weights is checked later."""
         if not self._asleep:
-            _ = self._decoder_type
+            self._require_ready()
         return self
 
     def __exit__(self, *exc: object) -> None: ...
 
-    def _require_awake(self) -> None:
+    def _require_ready(self) -> None:
+        """Raise RuntimeError while asleep, and in the first call ValueError as `_require_own_logprobs`."""
         if self._asleep:
             raise RuntimeError("generate() on a sleeping engine; call wake() first")
+        if not self._checked:
+            self._require_own_logprobs()
+            self._checked = True
 
-    def _require_room(self, prompt: Prompt, max_new: int) -> None:
-        """Raises ValueError where one completion alone exceeds `max_batch_tokens`."""
-        largest = self._decoder_type.kv_tokens(InFlight(1, len(prompt), 1, max_new))
+    def _require_own_logprobs(self) -> None:
+        """Sample a few tokens, and raise ValueError where their log-probabilities are not the model's own.
+
+        Only the numbers show that a model takes padding for tokens, or computes otherwise with a cache.
+        """
+        tokens = random_tokens(self._base, 14, torch.Generator().manual_seed(0)).tolist()
+        prompts, found = (tuple(tokens[:9]), tuple(tokens[9:])), dict[int, Completion]()
+        uniforms = uniforms_of(sampling := Sampling(max_completion_length=8, seed=0), len(prompts))
+        pending = [Pending(p, uniforms[:, i], partial(found.__setitem__, i)) for i, p in enumerate(prompts)]
+        name = type(self._base).__name__
+        try:
+            self._sample(pending, sampling, lambda decoding: None)
+        except Exception as error:
+            if is_out_of_memory(error) or isinstance(error, FloatingPointError):
+                raise
+            raise ValueError(f"{name} cannot be sampled from: {error!r}; {_REMEDY}") from error
+        apart = []
+        with evaluation_mode(self.model), torch.no_grad():
+            for number, prompt in enumerate(prompts):
+                ids = torch.tensor(found[number].token_ids)
+                logits = own_logits(self._base, [*prompt, *found[number].token_ids])[len(prompt) - 1 : -1]
+                own = logits.cpu().log_softmax(-1).gather(1, ids[:, None])[:, 0]
+                apart.append((own - torch.tensor(found[number].logprobs)).abs())
+        nats = float(torch.cat(apart).mean())
+        if not nats <= rounding_nats(self._base.dtype, self._base.device.type):
+            raise ValueError(
+                f"{name} cannot be sampled from: token by token its log-probabilities are {nats:.2g} nats "
+                f"from those of whole sequences; {_REMEDY}"
+            )
+
+    def _require_room(self, prompt: Sequence[int], max_new: int) -> None:
+        """Raise ValueError where one completion alone exceeds `max_batch_tokens`."""
+        largest = len(prompt) + max_new
         if self.max_batch_tokens is not None and largest > self.max_batch_tokens:
             raise ValueError(
                 f"max_batch_tokens = {self.max_batch_tokens} cannot hold one completion of up to {max_new} "
                 f"tokens after a prompt of {len(prompt)}; raise it to at least {largest}"
             )
 
-    def _chunks(self, rows: Sequence[Row]) -> Iterator[list[Row]]:
-        """Consecutive rows, as many at once as the budget allows. Rows come with ascending lengths."""
-        way, max_new = self._decoder_type, max(len(row.uniforms) for row in rows)
-        once = way.held_once([row.prompt for row in rows])
-        budget = tokens_at_once(self.max_batch_tokens, self._base.device.type)
-        chunk: list[Row] = []
-        distinct = 0
-        for row in rows:
-            new = not chunk or row.prompt != chunk[-1].prompt
-            own = len(row.prompt) - once
-            needed = once + way.kv_tokens(InFlight(distinct + new, own, len(chunk) + 1, max_new))
-            uneven = not way.pads and chunk and len(row.prompt) != len(chunk[0].prompt)
-            if chunk and (needed > budget or uneven):
-                yield chunk
-                chunk, distinct, new = [], 0, True
-            chunk.append(row)
-            distinct += new
-        yield chunk
-
-    def _draw_all(self, rows: list[Row], sampling: Sampling, report: Report) -> None:
-        """Draw a completion for each row, in `_order`, by `sampling` but for its length and seed.
-
-        `report` is called with what counts the tokens of completions that still go on.
-        """
-        if not rows:
-            return
+    def _sample(self, pending: Sequence[Pending], sampling: Sampling, report: Report) -> None:
+        """Sample completions, sorted by `_order`, in batches; `uniforms` have length limits and seeds."""
         experts = recorded(self._base) if self.tells_experts else nullcontext()
-        with self._decoding(), experts as take:
-            for chunk in self._chunks(rows):
-                self._draw_together(chunk, sampling, report, take)
+        # Not inference_mode: a buffer that a forward replaces (dynamic RoPE) must remain trainable with.
+        with evaluation_mode(self.model), torch.no_grad(), experts as take:
+            for rows in self._batches(pending):
+                shares = self._reads_prompts_once and not any(row.images for row in rows)
+                batch = Batch(
+                    *(rows, sampling, self.tokenizer, self.eos_ids, self._base.device),
+                    shares_prompts=shares,
+                    report=report,
+                    take_experts=take,
+                )
+                if shares:
+                    decode(self._base, batch)
+                else:
+                    generate(self._base, batch, self._image_reader)
 
-    def _draw_together(
-        self,
-        rows: Sequence[Row],
-        sampling: Sampling,
-        report: Report,
-        take: Callable[[], list[Tensor]] | None,
-    ) -> None:
-        """`_draw_all` of rows that fit beside each other; `take` is of `recorded`."""
-        device, count, max_new = self._base.device, len(rows), max(len(row.uniforms) for row in rows)
-        numbers = {prompt: i for i, prompt in enumerate(dict.fromkeys(row.prompt for row in rows))}
-        owners = torch.tensor([numbers[row.prompt] for row in rows], device=device)
-        limits = torch.tensor([len(row.uniforms) for row in rows], device=device)
-        uniforms = pad_sequence([row.uniforms for row in rows]).to(device)  # (max_new, rows)
-        eos, warper = torch.tensor(self.eos_ids, device=device), make_warper(sampling)
-
-        decoder = self._decoder_type(self._base, max_new)
-        decoder.images = self._images
-        set_attention(self._base, decoder.attention)
-        tokens = torch.zeros(count, max_new, dtype=torch.int64, device=device)
-        logprobs = torch.zeros(count, max_new, device=device)
-        going = torch.ones(count, dtype=torch.bool, device=device)  # rows that have not ended
-        held = torch.arange(count, device=device)  # rows that the decoder computes
-
-        def collect(ended: Tensor, length: int, *, truncated: bool) -> None:
-            """Hand over the completions of the rows `ended`, an index."""
-            going[ended] = False
-            if not len(ended):
-                return
-            ids = tokens[ended, :length].tolist()
-            columns = (ended.tolist(), ids, logprobs[ended, :length].tolist(), self._texts(ids))
-            for number, row, row_logprobs, text in zip(*columns, strict=True):
-                told = None if experts is None else experts.of(number, length)
-                rows[number].done(Completion(tuple(row), tuple(row_logprobs), text, truncated, experts=told))
-
-        logits = decoder.prefill(list(numbers), owners)
-        experts = None if take is None else ChosenExperts(list(numbers), owners.tolist(), max_new, take())
-        for length in range(1, max_new + 1):
-            drawn, drawn_logprobs = draw(logits, uniforms[length - 1, held], warper)
-            tokens[held, length - 1], logprobs[held, length - 1] = drawn, drawn_logprobs
-            ended = torch.isin(drawn, eos)
-            if sampling.stop:
-                ended |= self._completes_stop(tokens[held, :length], sampling.stop)
-            collect(held[going[held] & ended], length, truncated=False)
-            collect(held[going[held] & (limits[held] == length)], length, truncated=True)
-            alive = going[held]
-            living = int(alive.sum())
-            report(partial(mul, living, length))
-            if living == 0:
-                break
-            if living < DROP_BELOW * len(held):
-                stay = alive.nonzero()[:, 0]
-                decoder.keep(stay)
-                held, drawn = held[stay], drawn[stay]
-            logits = decoder.step(drawn)
-            if experts is not None and take is not None:
-                experts.add(held, length - 1, *take())
-
-    def _completes_stop(self, tokens: Tensor, stop: Sequence[str]) -> Tensor:
-        """(rows,) bool: the end of the text of `tokens` (rows, t) holds a stop string."""
-        last = max(len(text.encode()) for text in stop) + STOP_MARGIN
-        tails = self._texts(tokens[:, -last:].tolist())
-        return torch.tensor([any(text in tail for text in stop) for tail in tails], device=tokens.device)
-
-    def _texts(self, ids: list[list[int]]) -> list[str]:
-        return self.tokenizer.batch_decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    def _batches(self, pending: Sequence[Pending]) -> Iterator[list[Pending]]:
+        """Split rows of ascending lengths into batches, as large as `max_batch_tokens` allows."""
+        budget = tokens_at_once(self.max_batch_tokens, self._base.device.type)
+        max_new = max((len(row.uniforms) for row in pending), default=0)
+        batch: list[Pending] = []
+        for row in pending:
+            needed = (len(batch) + 1) * (len(row.prompt) + max_new)
+            uneven = batch and not self._takes_padding and len(row.prompt) != len(batch[0].prompt)
+            if batch and (needed > budget or uneven):
+                yield batch
+                batch = []
+            batch.append(row)
+        if batch:
+            yield batch
 
 
 class OwnCopyEngine(TransformersEngine):
-    """The engine of mode `shard`, where each rank has rows of the policy's weights alone.
+    """The engine of mode `shard`, where each rank holds only its rows of the policy's weights.
 
     It generates with a copy of the whole model, adapters merged: filled in `sync` by all ranks together, and
     freed in `sleep`. Each rank generates by itself.
     """
 
     def __init__(self, policy: Policy, *, max_length: int | None = None, **options: Any) -> None:
-        """`options` are those of `TransformersEngine`."""
+        """Make the copy, without weights yet; `options` are those of `TransformersEngine`."""
         like: Any = policy.base_model
         devices = [policy.device] if policy.device.type == "cuda" else []
         with torch.random.fork_rng(devices), torch.device(policy.device):
@@ -367,46 +312,13 @@ class OwnCopyEngine(TransformersEngine):
         )
 
 
-class ChosenExperts:
-    """What `recorded` yields while rows are drawn, put together: a row's prompt, then its own tokens.
-
-    Args:
-        prompts: those of a prefill, one after the other.
-        owners: the prompt of each row.
-        prefilled: (T, L, k) of each of its forwards: what all prompts begin with where that was one of its
-            own, and the rest of each after padding.
-    """
-
-    def __init__(
-        self, prompts: Sequence[Prompt], owners: Sequence[int], max_new: int, prefilled: list[Tensor]
-    ) -> None:
-        *common, rest = prefilled
-        shared = sum(map(len, common))
-        of_each = rest.unflatten(0, (len(prompts), -1))
-        lengths = [len(prompt) - shared for prompt in prompts]
-        self._prompts = [
-            torch.cat([*common, part[len(part) - length :]])
-            for part, length in zip(of_each, lengths, strict=True)
-        ]
-        self._owners = owners
-        self._own = rest.new_full((len(owners), max_new, *rest.shape[1:]), UNKNOWN)
-
-    def add(self, rows: Tensor, place: int, chosen: Tensor) -> None:
-        """(R, L, k) of the tokens at `place` of these rows."""
-        self._own[rows.cpu(), place] = chosen
-
-    def of(self, row: int, length: int) -> Any:
-        """Of a row that ends after `length` tokens, the last of which the model has not read."""
-        return torch.cat([self._prompts[self._owners[row]], self._own[row, : length - 1]]).numpy()
-
-
 def tokens_at_once(max_batch_tokens: int | None, device: str) -> float:
-    """Tokens whose keys and values are held at once: `rollout.max_batch_tokens`, or what suits the device."""
+    """Return how many tokens' keys and values are held at once, or what suits the device."""
     if max_batch_tokens is not None:
         return max_batch_tokens
     return CPU_BATCH_TOKENS if device == "cpu" else inf
 
 
-def _order(prompt: Prompt) -> tuple[int, tuple[int, ...]]:
-    """Sorted so, prompts of a chunk need little padding, and equal ones are adjacent."""
+def _order(prompt: Sequence[int]) -> tuple[int, tuple[int, ...]]:
+    """Sorted so, prompts of a batch need little padding, and equal ones are adjacent."""
     return len(prompt), tuple(prompt)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from grpo_fast.policy import Policy
     from grpo_fast.rollout.requests import Requests
 
-Prompts = Sequence[Sequence[int]]  # tokenised
+PromptTokens = Sequence[Sequence[int]]  # tokenised
 
 REPORT_SECONDS = 0.1  # at least, between two reports of progress
 
@@ -118,7 +118,7 @@ class Engine(Protocol):
     name: str
 
     def generate(
-        self, prompts: Prompts, n: int, sampling: Sampling, *, observer: RolloutObserver | None = None
+        self, prompts: PromptTokens, n: int, sampling: Sampling, *, observer: RolloutObserver | None = None
     ) -> list[list[Completion]]:
         """`n` completions for each tokenised prompt, in the order of the prompts.
 
@@ -203,7 +203,7 @@ def generate_rollout(
     return engine.generate([prompt.token_ids for prompt in prompts], n, sampling, observer=observer, **given)
 
 
-def check_prompts(prompts: Prompts, n: int) -> None:
+def check_prompts(prompts: PromptTokens, n: int) -> None:
     """Raises ValueError for a prompt without tokens, or `n` below 1."""
     if n < 1:
         raise ValueError(f"n = {n} must be at least 1")

@@ -31,7 +31,14 @@ from grpo_fast.loop.algorithm import Algorithm
 from grpo_fast.loop.annotate import Annotator
 from grpo_fast.loop.trainer import StageParts, Trainer
 from grpo_fast.objective import resolve_loss
-from grpo_fast.policy import Policy, PolicyOptimizer, load_policy, load_tokenizer, longest_sequence
+from grpo_fast.policy import (
+    Policy,
+    PolicyOptimizer,
+    load_image_reader,
+    load_policy,
+    load_tokenizer,
+    longest_sequence,
+)
 from grpo_fast.policy.load import load_architecture, require_replay, resolve_device
 from grpo_fast.policy.optimizer import needs_torchao
 from grpo_fast.preference.comparison import comparison_table, mismatched, with_order
@@ -47,6 +54,8 @@ from grpo_fast.run.alike import require_alike
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from grpo_fast.data.images import ImageReader
 
 logger = logging.getLogger(__name__)
 LoadTools = Callable[[RolloutConfig, DatasetConfig], Toolsets | None]
@@ -105,16 +114,17 @@ def build_grpo_trainer(config: TrainConfig, world: World = SINGLE_PROCESS) -> Tr
     needs_reference = any(stage.config.loss.needs_reference for stage in stages)
     if config.rollout.router_replay:
         require_replay(config.model, load_architecture(config.model))
-    tokenizer = load_tokenizer(config.model)  # first, so that a mistake in the data shows before weights load
+    # First, so that a mistake in the data shows before weights load.
+    tokenizer, images = load_tokenizer(config.model), load_image_reader(config.model)
     held_out = None
     if config.evaluation.dataset is not None:
         schemas = toolsets.schemas if toolsets else None
-        held_out = load_held_out(config.evaluation.dataset, tokenizer, schemas)
+        held_out = load_held_out(config.evaluation.dataset, tokenizer, schemas, images)
         try:
             check_columns(eval_rewards, held_out, toolsets)
         except RewardError as error:
             raise ValueError(f"evaluation: {error}") from error
-    parts = build_stages(stages, tokenizer, held_out, load)
+    parts = build_stages(stages, tokenizer, held_out, load, images)
     require_alike(world, "the data", lambda: digests(parts, held_out))
     prompts = [*(held_out or ()), *chain.from_iterable(part.dataset for part in parts)]
     device = resolve_device(config.model.device) if world.size == 1 else world.device
@@ -188,13 +198,13 @@ def with_steps(config: TrainConfig) -> TrainConfig:
     """
     if config.epochs is None:
         return config
-    tokenizer = load_tokenizer(config.model)
+    tokenizer, images = load_tokenizer(config.model), load_image_reader(config.model)
     toolsets = load_toolsets(config.rollout, config.evaluation.dataset or config.dataset)
     held_out = None
     if config.evaluation.dataset is not None:
         schemas = toolsets.schemas if toolsets else None
-        held_out = load_held_out(config.evaluation.dataset, tokenizer, schemas)
-    prompts = load_train_prompts(config, tokenizer, held_out)[1]
+        held_out = load_held_out(config.evaluation.dataset, tokenizer, schemas, images)
+    prompts = load_train_prompts(config, tokenizer, held_out, images=images)[1]
     # 1.1 x 10 is a little more than 11 in floating point.
     steps = ceil(round(config.epochs * len(prompts) / config.prompts_per_step, 9))
     counted = f"{len(prompts):,} prompts, {config.prompts_per_step} a step"
@@ -207,10 +217,11 @@ def load_train_prompts(
     tokenizer: PreTrainedTokenizerBase,
     held_out: PromptDataset | None,
     load: LoadTools = load_toolsets,
+    images: ImageReader | None = None,
 ) -> tuple[Toolsets | None, PromptDataset]:
     """What the prompts of one stage tell of, and the prompts, without the questions that are held out."""
     toolsets = load(config.rollout, config.dataset)
-    dataset = load_prompts(config.dataset, tokenizer, toolsets.schemas if toolsets else None)
+    dataset = load_prompts(config.dataset, tokenizer, toolsets.schemas if toolsets else None, images)
     if held_out is not None:
         plays = toolsets is not None and bool(toolsets.classes)
         generated = config.dataset.source.startswith(PREFIX)  # whose prompts say all of a row
@@ -245,7 +256,7 @@ def build_preference_trainer(config: TrainConfig) -> PreferenceTrainer:
     """With the reference's log-probabilities at hand, so that its model need not be in memory."""
     section, ranks = config.preference, config.algorithm == "rank"
     tokenizer = load_tokenizer(config.model)
-    prompts = load_prompts(config.dataset, tokenizer)
+    prompts = load_prompts(config.dataset, tokenizer, images=load_image_reader(config.model))
     if any(prompt.images for prompt in prompts):
         raise ValueError(
             f"algorithm = {config.algorithm!r} trains on text, and rows of {config.dataset.source} have "
@@ -294,6 +305,7 @@ def build_stages(
     tokenizer: PreTrainedTokenizerBase,
     held_out: PromptDataset | None,
     load: LoadTools = load_toolsets,
+    images: ImageReader | None = None,
 ) -> tuple[StageParts, ...]:
     """What each stage trains with; questions of the held-out set are left out of the prompts.
 
@@ -303,7 +315,7 @@ def build_stages(
     for index, stage in enumerate(stages):
         try:
             before = parts[-1] if parts else None
-            parts.append(build_stage(stage, index, before, tokenizer, held_out, load))
+            parts.append(build_stage(stage, index, before, tokenizer, held_out, load, images))
         except ValueError as error:
             raise (ValueError(f"stage {stage.name!r}: {error}") if stage.name else error) from error
     return tuple(parts)
@@ -316,6 +328,7 @@ def build_stage(
     tokenizer: PreTrainedTokenizerBase,
     held_out: PromptDataset | None,
     load: LoadTools,
+    images: ImageReader | None,
 ) -> StageParts:
     """A stage's rewards, their weights and its prompts: where its settings are those of the stage before, the
     same objects, which go on with what they have learnt."""
@@ -327,7 +340,7 @@ def build_stage(
     if before and same("dataset", *TOOLS):
         toolsets, dataset = before.toolsets, before.dataset
     else:
-        toolsets, dataset = load_train_prompts(config, tokenizer, held_out, load)
+        toolsets, dataset = load_train_prompts(config, tokenizer, held_out, load, images)
     if before and same("rewards", *TOOLS):
         rewards = before.rewards
     else:

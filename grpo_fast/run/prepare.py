@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import signal
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -78,14 +77,7 @@ class PreparedRun:
 
 
 @contextmanager
-def prepared(
-    config: TrainConfig,
-    resume: str | None,
-    *,
-    changed_code: bool,
-    display: bool,
-    files: Mapping[str, bytes],
-) -> Iterator[PreparedRun]:
+def prepared(config: TrainConfig, resume: str | None, *, display: bool) -> Iterator[PreparedRun]:
     """A run as `train` is asked for it, everything checked, built and restored. Raises as `train`."""
     run_dir = Path(config.output_dir)
     with ExitStack() as stack:
@@ -98,7 +90,7 @@ def prepared(
         config = world.from_main("the length", partial(with_steps, config))
         config = world.from_main("the plan", partial(resolve_auto, config, run_dir, ranks=world.size))
         store = CheckpointStore(run_dir / CHECKPOINTS_DIR, config.checkpoint.keep, world)
-        find = partial(find_checkpoint, run_dir, store, config, resume, code, changed_code=changed_code)
+        find = partial(find_checkpoint, run_dir, store, config, resume, code)
         checkpoint, changes = world.from_main("the checkpoint", find)
         own_dir = run_dir
         if not world.is_main:  # rank 0's are the run's files: what the others write, nobody keeps
@@ -110,10 +102,8 @@ def prepared(
         with world.all_succeed("the callbacks"):
             callbacks = build_callbacks(config)
         require_mirrors(config.logging)
-        world.from_main("the call's objects", partial(keep, files, run_dir))
         with world.all_succeed("the model and the data"):
             trainer = build_trainer(config, world)
-        require_room(world, store, config, trainer)
         stack.enter_context(trainer)
         if checkpoint is not None:
             restore(trainer, checkpoint)
@@ -161,13 +151,6 @@ def require_alike_ranks(world: World, config: TrainConfig, resume: str | None) -
     return code
 
 
-def require_room(world: World, store: CheckpointStore, config: TrainConfig, trainer: Algorithm) -> None:
-    # A checkpoint has of each weight two moments and itself or its master, in 32 bits at least.
-    size = sum(3 * w.numel() * max(w.itemsize, 4) for w in trainer.policy.trainable().values())
-    saves = math.ceil(config.max_steps / (config.checkpoint.every or config.max_steps))
-    world.from_main("the room for checkpoints", partial(store.check_room, size, saves))
-
-
 def restore(trainer: Algorithm, checkpoint: Checkpoint) -> None:
     """Go on where the checkpoint was saved."""
     trainer.optimizer.load_state_tensors(  # which exchanges rows when all ranks have read theirs
@@ -178,12 +161,6 @@ def restore(trainer: Algorithm, checkpoint: Checkpoint) -> None:
     trainer.load_state_dict(checkpoint.state["trainer"])
     restore_rng(checkpoint.state["rng"])
     trainer.step = checkpoint.step
-
-
-def keep(files: Mapping[str, bytes], run_dir: Path) -> None:
-    for name, content in files.items():
-        (run_dir / name).parent.mkdir(exist_ok=True)
-        write_whole(run_dir / name, content)
 
 
 @contextmanager

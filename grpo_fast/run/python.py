@@ -35,6 +35,12 @@ if TYPE_CHECKING:
     Source: TypeAlias = str | Path | Rows | Mapping[str, Any]
     Reward: TypeAlias = str | Callable[..., Any] | Mapping[str, Any]
 
+# The keys of a dataset that decide how a row becomes a prompt.
+RENDERING = (
+    *("prompt_column", "rename", "prompt_template", "chat", "system_prompt", "examples"),
+    *("max_prompt_length", "overlong_prompts"),
+)
+
 
 def train(
     config: str | Path | None = None,
@@ -45,7 +51,6 @@ def train(
     evaluation: Source | None = None,
     callbacks: Sequence[Callback | type[Callback] | str] | None = None,
     resume: bool | str | Path = False,
-    changed_code: bool = False,
     display: bool = True,
     **settings: Any,
 ) -> Run:
@@ -65,7 +70,6 @@ def train(
             `evaluation`, whose `dataset` may be any of these.
         callbacks: objects or classes derived from `grpo_fast.Callback`, or import paths.
         resume: True goes on from the newest checkpoint in `output_dir`, a path from that one.
-        changed_code: with `resume`, go on although the code of rewards, environments or callbacks is another.
         display: show progress.
         settings: further keys of the configuration, sections as dicts, `**{"optimizer.betas": ...}`, TRL's
             names: as in a file. A key that takes an import path takes a function.
@@ -87,17 +91,25 @@ def train(
     if callbacks is not None:
         settings["callbacks"] = callbacks
     whole = load_config(config, inputs.plain(settings))
-    whole = inputs.placed(whole, like_dataset=not isinstance(evaluation, Mapping | None))
+    if not isinstance(evaluation, Mapping | None):
+        whole = with_held_out_like_dataset(whole)
     checkpoint = "latest" if resume is True else str(resume) if resume else None
     with given(inputs.objects):
-        options: dict[str, Any] = {"changed_code": changed_code, "display": display, "files": inputs.files}
-        ended = train_as_configured(whole, resume=checkpoint, **options)
+        ended = train_as_configured(whole, resume=checkpoint, display=display)
     if ended.stopped_by == SIGINT:
         opened = f"grpo_fast.Run({str(ended.run_dir)!r}) opens the run"
         raise KeyboardInterrupt(f"the last finished step is saved: resume=True goes on, {opened}")
     if ended.stopped_by is not None:
         raise SystemExit(128 + ended.stopped_by)
     return Run(ended.run_dir)
+
+
+def with_held_out_like_dataset(config: TrainConfig) -> TrainConfig:
+    """Return the configuration with held-out rows that become prompts as the dataset's do."""
+    same = {key: getattr(config.dataset, key) for key in RENDERING}
+    held_out = config.evaluation.dataset and config.evaluation.dataset.model_copy(update=same)
+    evaluation = config.evaluation.model_copy(update={"dataset": held_out})
+    return config.model_copy(update={"evaluation": evaluation})
 
 
 class Run:
@@ -183,7 +195,9 @@ class TrainedPolicy:
         for_messages = {"source": "generate(prompts)"}
         dataset = config.dataset.model_copy(update=as_they_are | for_messages)
         rows = [{dataset.prompt_column: prompt} for prompt in prompts]
-        questions = prompts_of(rows, dataset, self.tokenizer) if rows else ()
+        questions = (
+            prompts_of(rows, dataset, self.tokenizer, images=self._policy.image_reader) if rows else ()
+        )
         ours = config.rollout.model_copy(update={"engine": "transformers"})
         with make_engine(ours, self._policy) as engine:
             return [group[0] for group in generate_rollout(engine, questions, 1, drawn)]

@@ -17,8 +17,8 @@ def run(tmp_path: Path) -> Callable[..., Record]:
 
     def run(command: str, *arguments: str, code: int = 0) -> Record:
         out = tmp_path / "record.json"
-        usual = ("--device", "cpu", "--minutes", "30", "--repeats", "3", "--json", str(out))
-        assert main([command, *usual, *arguments]) == code
+        usual = ("--device", "cpu", "--dtype", "float32", "--minutes", "30", "--repeats", "3")
+        assert main([command, *usual, "--json", str(out), *arguments]) == code
         return read(out)
 
     return run

@@ -1,17 +1,27 @@
-"""Turns, ceilings and failures of a contest, with entrants made of nothing."""
+"""Turns and failures of a contest, with entrants made of nothing; phases, memory and processes."""
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 import weakref
-from contextlib import suppress
 
 import pytest
 import torch
 
-from benchmarks import contest as contest_module
-from benchmarks.contest import FEWEST, Contest, Entrant, Prepared
-from benchmarks.measure import FAILED, NO_TIME, OK, OOM, SKIPPED, DeviceLost
+from benchmarks import measure
+from benchmarks.contest import FEWEST, Entrant, Prepared, measure_in_turns
+from benchmarks.measure import (
+    FAILED,
+    OK,
+    OOM,
+    Failure,
+    Stopwatch,
+    failure_of,
+    in_a_process,
+    preload,
+)
 from benchmarks.record import Measurement
 
 CPU = torch.device("cpu")
@@ -21,60 +31,24 @@ def entrant(name: str, calls: list[str], **options: object) -> Entrant:
     return Entrant(name, lambda: Prepared(lambda _: calls.append(name), **options))
 
 
-def failing(name: str, error: BaseException, calls_before: int = 0, **options: object) -> Entrant:
-    left = [calls_before]
-
-    def run(_: object) -> None:
-        left[0] -= 1
-        if left[0] < 0:
-            raise error
-
-    return Entrant(name, lambda: Prepared(run, **options))
+def outcome(*entrants: Entrant, seconds: float = 60.0) -> dict[str, Measurement]:
+    cells = measure_in_turns({}, entrants, CPU, time.monotonic() + seconds, FEWEST)
+    return {found.implementation: found for found in cells}
 
 
-def outcome(*entrants: Entrant, seconds: float = 60.0, **options: object) -> dict[str, Measurement]:
-    contest = Contest({}, entrants, CPU, memory=False, **options)
-    with suppress(KeyboardInterrupt):
-        contest.measure(time.monotonic() + seconds, FEWEST)
-    return {found.implementation: found for found in contest.results()}
-
-
-def test_entrants_take_turns_and_the_warm_up_does_not_count():
+def test_entrants_take_turns_after_a_warm_up_and_a_run_for_memory():
     calls: list[str] = []
 
-    found = outcome(entrant("a", calls), entrant("b", calls))
+    def fail(_: object) -> None:
+        assert calls.count("a") < 3, "boom"
 
-    assert calls == ["a", "b"] + ["a", "b"] * FEWEST
-    assert len(found["a"].seconds) == found["a"].time.samples == FEWEST
+    bad = Entrant("bad", lambda: Prepared(fail, close=lambda: calls.append("closed")))
+    found = outcome(entrant("a", calls, metrics={"loss": 2.0}), bad, entrant("b", calls))
 
-
-def test_who_times_itself_gives_several_samples_a_turn_until_they_are_enough():
-    turns: list[int] = []
-
-    def turn(_: object) -> list[tuple[float, dict[str, float]]]:
-        turns.append(len(turns))
-        return [(0.25, {"a": 0.2}), (0.75, {"a": 0.6, "b": 0.1})]
-
-    found = outcome(Entrant("it", lambda: Prepared(turn, {"tokens_per_second": 8}, times_itself=True)))["it"]
-
-    assert len(turns) == 2  # three samples of a second and a half in all, none to warm up
-    assert found.seconds == [0.25, 0.75] * 2
-    assert found.phases == pytest.approx({"a": 0.4, "b": 0.05})
-    assert found.metrics == {"tokens_per_second": 16}
-
-
-@pytest.mark.parametrize("calls_before", [0, 2], ids=["at once", "while timed"])
-def test_who_fails_says_why_and_all_are_closed_and_what_they_shared_is_released(calls_before):
-    done: list[str] = []
-    bad = failing("bad", RuntimeError("boom"), calls_before, close=lambda: done.append("bad"))
-    good = entrant("good", [], close=lambda: done.append("good"))
-
-    found = outcome(bad, good, release=lambda: done.append("shared"))
-
-    assert (found["bad"].status, found["bad"].reason) == (FAILED, "RuntimeError: boom")
-    assert (found["bad"].time, found["bad"].seconds) == (None, [])
-    assert found["good"].status == OK
-    assert done == ["bad", "good", "shared"]
+    assert calls == ["a", "a", "b", "b", "a", "closed", "b"] + ["a", "b"] * (FEWEST - 1)
+    assert [len(one.seconds) for one in found.values()] == [FEWEST, 0, FEWEST]
+    assert (found["a"].status, found["a"].metrics) == (OK, {"loss": 2.0})
+    assert found["bad"].status == FAILED and found["bad"].reason.startswith("AssertionError: boom")
 
 
 @pytest.mark.parametrize("in_closure", [True, False])
@@ -104,52 +78,31 @@ def test_what_ran_out_of_memory_is_given_back_before_the_next_one_runs(in_closur
     assert [one.status for one in found.values()] == [OOM, OK]
 
 
-def test_who_breaks_the_device_is_named_and_what_was_measured_is_kept(monkeypatch):
-    def give_back_memory(device: torch.device) -> None:
-        raise RuntimeError("the device is gone")
+def test_phases_add_up_without_inner_ones(monkeypatch):
+    clock = iter([0.0, 1, 2, 12, 14, 20, 23, 123])
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: next(clock))
+    watch = Stopwatch(CPU)
 
-    monkeypatch.setattr(contest_module.measure, "give_back_memory", give_back_memory)
-    bad = failing("bad", RuntimeError("illegal memory access"), 1)
-    contest = Contest({}, [entrant("good", []), bad], CPU, memory=False)
+    def call() -> None:
+        with watch.phase("head"), watch.phase("forward"):
+            pass
+        watch.phase("head")(lambda: None)()
 
-    with pytest.raises(DeviceLost, match="bad broke the device: RuntimeError: illegal") as lost:
-        contest.measure(time.monotonic() + 60, FEWEST)
-
-    assert lost.value.culprit == "bad"
-    assert [(one.status, len(one.seconds)) for one in contest.results()] == [(OK, 1), (FAILED, 0)]
+    assert watch.time(call) == (123, {"head": 1 + 2 + 3, "forward": 10})
 
 
-def test_where_what_all_need_cannot_be_made_all_fail():
-    def share() -> None:
-        raise MemoryError
+def test_a_call_has_a_process_of_its_own_and_its_failure_is_reported():
+    preload("benchmarks.step")  # all processes of the session are forked from one that has imported it
+    noise, grown = in_a_process(CPU, os.urandom, 1 << 26)
 
-    found = outcome(entrant("a", []), entrant("b", []), share=share)
-
-    assert {one.status for one in found.values()} == {OOM}
-
-
-def test_an_interruption_keeps_what_was_measured_and_past_the_deadline_nobody_enters():
-    found = outcome(entrant("a", []), failing("b", KeyboardInterrupt(), 2))
-    late = outcome(entrant("a", []), seconds=-1)["a"]
-
-    assert [(one.status, len(one.seconds)) for one in found.values()] == [(OK, 2), (OK, 1)]
-    assert (late.status, late.reason) == (SKIPPED, NO_TIME)
-
-
-def test_ceilings_stand_beside_every_other_and_the_share_of_them_is_the_rooflines():
-    flops, transfer = "flops_per_second", "bytes_per_second"
-    arithmetic = Entrant(flops, lambda: {"metrics": {flops: 50.0}}, ceiling=True)
-    copy = Entrant(transfer, lambda: {"metrics": {transfer: 10.0}}, ceiling=True)
-
-    def timed(work: dict[str, float]) -> Entrant:
-        return Entrant("a", lambda: Prepared(lambda _: [(4.0, {})], work, times_itself=True))
-
-    untimed = Entrant("bytes", lambda: {"metrics": {"counted": 3.0}, "reason": "x"})
-    both = outcome(arithmetic, copy, timed({flops: 100.0, transfer: 10.0}), untimed)
-
-    assert both["a"].ceilings == {flops: 50.0, transfer: 10.0} and both[flops].ceilings == {}
-    assert both["a"].metrics == {flops: 25.0, transfer: 2.5, "share_of_ceiling": 0.5}  # by arithmetic
-    assert outcome(copy, timed({flops: 1, transfer: 10}))["a"].metrics["share_of_ceiling"] == 0.25
-    assert "share_of_ceiling" not in outcome(timed({flops: 100.0}))["a"].metrics
-    found = both["bytes"]
-    assert (found.status, found.reason, found.time, found.metrics) == (OK, "x", None, {"counted": 3.0})
+    assert len(noise) == 1 << 26 and 0 < grown < 1 << 30
+    assert in_a_process(CPU, os.getpid)[0] != os.getpid()
+    for call, given, failure in (
+        (int, "x", (FAILED, "ValueError: invalid literal for int() with base 10: 'x'")),
+        (signal.raise_signal, signal.SIGKILL, (OOM, "the process died")),
+    ):
+        with pytest.raises(Failure) as raised:
+            in_a_process(CPU, call, given)
+        assert failure_of(raised.value) == failure
+    with pytest.raises(Failure, match=r"took more than 0\.5 s"):
+        in_a_process(CPU, time.sleep, 600, seconds=0.5)

@@ -28,6 +28,7 @@ def test_every_command_explains_itself(command, capsys):
 def test_no_module_needs_the_name_it_has_in_a_checkout():
     """Installed they are `grpo_fast.benchmarks`: `benchmarks` is too common a name."""
     absolute = re.compile(r"^\s*(?:from|import) benchmarks\b", re.MULTILINE)
+
     assert [file.name for file in SOURCES.rglob("*.py") if absolute.search(file.read_text())] == []
 
 
@@ -56,3 +57,19 @@ def test_an_installation_without_benchmarks_says_what_to_do(monkeypatch, capsys)
 
     assert cli.main(["bench", "head"]) == 1
     assert "python -m benchmarks" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("head --minutes -1", "--minutes must be at least 0"),
+        ("head --json /no/such/x.json", "--json /no/such/x.json: its folder does not exist"),
+        ("head --device cpu --impl nobody", "--impl 'nobody' is part of no implementation's name"),
+        ("train --device cpu --group 1", "--group must be at least 2"),
+        ("bias --device cpu", "--device cpu: the head's gradient is exact there"),
+        ("group --device cpu --memory -1", "--memory must be above 0 GiB"),
+    ],
+)
+def test_a_value_that_cannot_be_used_is_named(arguments, message, capsys):
+    assert main(arguments.split()) == 2
+    assert message in capsys.readouterr().err

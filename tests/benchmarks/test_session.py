@@ -1,141 +1,108 @@
-"""What a session keeps, with contests made of nothing, and what its file reads back as."""
+"""What a session keeps, what its file reads back as, and the tables of README.md and docs/."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from benchmarks import session
-from benchmarks.measure import DeviceLost, Memory, Spread
-from benchmarks.peers import choose_names
+from benchmarks.problem import PRODUCT
+from benchmarks.readme import filled
 from benchmarks.record import Measurement, Record, read, write_json
-from benchmarks.session import add_common_arguments, add_sizes, check_common, run_session
+from benchmarks.session import run_session
+from benchmarks.tables import DASH, table
+
+SMALL, LARGE = {"tokens": 64, "trainable": False}, {"tokens": 128, "trainable": False}
 
 
-class FakeContest:
-    def __init__(self, number: int, error: BaseException | None = None) -> None:
-        self.shape: dict[str, Any] = {"number": number}
-        self._error = error
+def session(path: Path, *measured: object, minutes: float = 1.0) -> tuple[int, Record]:
+    """The exit code and the record of a session whose shapes give these cells, or raise."""
 
-    def measure(self, deadline: float, rounds: int) -> None:
-        if self._error is not None:
-            raise self._error
+    def bout(found: object):
+        def measure(deadline: float, rounds: int) -> list[Measurement]:
+            if isinstance(found, BaseException):
+                raise found
+            return [found]
 
-    def results(self) -> list[Measurement]:
-        return [Measurement("ours", self.shape, reason="[bold]not markup[/nothing]")]
+        return measure
+
+    options = argparse.Namespace(
+        kind="step", minutes=minutes, device="cpu", repeats=3, json=path / "out.json"
+    )
+    bouts = [({"number": i}, bout(found)) for i, found in enumerate(measured)]
+    return run_session(options, bouts), read(options.json)
 
 
-def options(tmp_path: Path, *arguments: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    add_common_arguments(parser, minutes=1)
-    add_sizes(parser, {"at_most": (9, 2, "of it")})
-    parser.set_defaults(kind="step")
-    return parser.parse_args(["--device", "cpu", "--json", str(tmp_path / "out.json"), *arguments])
+def test_what_ends_a_run_early_loses_nothing_that_was_measured(tmp_path):
+    cell = Measurement("ours", SMALL, seconds=[0.5, float("nan")], metrics={"loss": float("inf")})
+
+    code, record = session(tmp_path, cell, MemoryError(), KeyboardInterrupt(), cell)
+
+    assert (code, record.stopped) == (130, "interrupted")
+    assert [(one.implementation, one.status) for one in record.cells] == [("ours", "ok"), ("all", "oom")]
+    assert repr(record.cells[0]) == repr(cell)  # as text, where NaN equals itself
+    assert record.not_measured == [{"number": 2}, {"number": 3}]
+
+
+OURS = Measurement("ours", SMALL, seconds=[0.004, 0.002], peak_bytes=3 << 20, metrics={"tokens": 30.0})
+GREEDY = Measurement("greedy", LARGE, "oom", accuracy={"logprob": float("nan")})
+CELLS = [
+    OURS,
+    Measurement(PRODUCT, SMALL, seconds=[0.0015]),
+    GREEDY,
+    Measurement("absent", SMALL, "skipped", "not installed"),
+]
+
+
+def test_a_table_has_the_fastest_first_and_only_columns_with_content():
+    title, heads, rows = table(CELLS)
+
+    assert title == "frozen head"
+    assert heads[:4] == ["implementation", "tokens", "ms", "quartiles"] and "dX" not in heads
+    found = [dict(zip(heads, row, strict=True)) for row in rows]
+    assert [one["implementation"] for one in found] == [PRODUCT, "ours", "greedy"]
+    assert (found[1]["ms"], found[1]["\N{MULTIPLICATION SIGN} X Wᵀ"], found[1]["MiB"]) == (
+        "3.00",
+        "2.00",
+        "3",
+    )
+    assert (found[1]["tokens"], found[1]["tokens/s"]) == ("N 64", "10,000")
+    assert (found[2]["remark"], found[2]["ms"], found[2]["|Δlogp|"]) == ("out of memory", DASH, "nan")
+    assert table([]) == ("", [], [])
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch):
-    """The exit code and the record of a session, in a machine that is not measured."""
-    about = {"benchmark_device": "CPU", "copy_gigabytes_per_second": 1.0}
-    monkeypatch.setattr(session, "environment", lambda device: dict(about))
-
-    def run(contests: list[FakeContest], *arguments: str, **more: Any) -> tuple[int, Record]:
-        found = options(tmp_path, *arguments)
-        check_common(found)
-        return run_session(found, contests, **more), read(tmp_path / "out.json")
-
-    return run
+def page(tmp_path: Path) -> Path:
+    """With one table, whose record is beside it."""
+    about = {"device": "a machine", "versions": {"torch": "2.13.0"}, "started": "2026-11-20T09:00:00"}
+    command = ["python", "-m", "benchmarks", "step"]
+    write_json(tmp_path / "run.json", Record("step", about | {"command": command}, cells=CELLS))
+    page = tmp_path / "README.md"
+    page.write_text("before\n<!-- table: run -->\nnumbers by hand\n<!-- end -->\nafter\n")
+    return page
 
 
-def test_every_contest_is_in_the_file_and_what_follows_from_all_of_them(run):
-    def conclude(found: list[Measurement]) -> list[Measurement]:
-        return [Measurement("fit", {}, metrics={"points": float(len(found))})]
+def test_tables_are_written_between_their_markers_and_nothing_else_changes(page):
+    text = filled(page, page.parent)
 
-    code, record = run([FakeContest(1), FakeContest(2)], conclude=conclude, notes=["rows of a model"])
-
-    assert (code, record.kind) == (0, "step")
-    assert [cell.shape.get("number") for cell in record.cells] == [1, 2, None]
-    assert record.cells[-1].metrics == {"points": 2.0}
-    assert record.environment["benchmark_device"] == "CPU"
-    assert (record.options["dtype"], record.options["at_most"]) == ("float32", 2)
-    assert (record.gpu_states, record.notes) == ([None, None], ["rows of a model"])
-    given = run([], "--at-most", "1,000", "--dtype", "float16")[1].options
-    assert (given["dtype"], given["at_most"]) == ("float16", 1000)
+    assert text.startswith("before\n<!-- table: run -->\n| implementation | tokens | ms |")
+    assert "\n| greedy | N 128 | \N{EN DASH} |" in text and "\\|Δlogp\\|" in text
+    repeat = "frozen head · a machine · torch 2.13.0 · 2026-11-20 · repeat: `python -m benchmarks step`"
+    assert text.endswith(f"\n\n{repeat} · [record](run.json)\n<!-- end -->\nafter\n")
 
 
 @pytest.mark.parametrize(
-    ("error", "code", "stopped", "culprit"),
+    ("text", "record", "named"),
     [
-        (KeyboardInterrupt(), 130, "interrupted", None),
-        (DeviceLost("it", "gone"), 1, "it broke the device: gone", "it"),
+        ("<!-- table: other -->\n<!-- end -->\n", "{}", "other.json cannot be read"),
+        ("<!-- table: run -->\n", "{}", "has no `<!-- end -->`"),
+        ("<!-- table: run -->\n<!-- end -->\n", '{"source": "a histogram"}', "run.json is of no kind"),
     ],
 )
-def test_what_ends_a_run_early_loses_nothing_that_was_measured(run, error, code, stopped, culprit):
-    left, record = run([FakeContest(1), FakeContest(2, error), FakeContest(3)])
+def test_what_cannot_be_filled_is_named(page, text, record, named):
+    (page.parent / "run.json").write_text(record)
+    page.write_text(text)
 
-    assert left == code
-    assert [cell.shape["number"] for cell in record.cells] == [1, 2]
-    assert (record.stopped, record.culprit) == (stopped, culprit)
-    assert record.not_measured == [{"number": 3}]
-
-
-def test_without_time_nothing_is_measured_and_the_record_says_so(run, capsys):
-    code, record = run([FakeContest(1)], "--minutes", "0")
-
-    assert (code, record.not_measured) == (0, [{"number": 1}])
-    assert "the time budget is spent: 1 shapes not measured" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "named"), [(["--minutes", "-1"], "--minutes"), (["--json", "/no/such/x.json"], "folder")]
-)
-def test_a_value_that_cannot_be_used_is_named(tmp_path, arguments, named, capsys):
     with pytest.raises(ValueError, match=named):
-        check_common(options(tmp_path, *arguments))
-    with pytest.raises(SystemExit):
-        options(tmp_path, "--repeats", "0")
-    assert "--repeats: must be at least 1" in capsys.readouterr().err
-
-
-def test_names_are_chosen_by_words_and_an_unknown_word_is_an_error():
-    assert choose_names(["ours", "TRL"], ["trl"]) == ["TRL"]
-    assert choose_names(["ours", "TRL"], None) == ["ours", "TRL"]
-    with pytest.raises(ValueError, match="--impl 'verl'"):
-        choose_names(["ours", "TRL"], ["verl"])
-
-
-def test_measurements_survive_the_file_with_their_nan(tmp_path):
-    one = Measurement(
-        "ours",
-        {"model": "toy", "tokens": 5},
-        seconds=[0.1, 0.2],
-        time=Spread(150.0, 125.0, 175.0, 2),
-        memory=Memory(None, 7),
-        accuracy={"logprob": float("inf")},
-        metrics={"mfu": float("nan")},
-    )
-    record = Record(
-        "step", [one], {"command": ["x"]}, not_measured=[{"tokens": 6}], stopped="interrupted", culprit="it"
-    )
-
-    write_json(tmp_path / "step.json", record)
-
-    assert repr(read(tmp_path / "step.json")) == repr(record)  # as text, where NaN equals itself
-
-
-@pytest.mark.parametrize("kind", ["head", "step", "train", "group", "rollout"])
-def test_the_checked_in_records_are_read(kind):
-    record = read(Path(session.__file__).parent / "results" / f"{kind}_cpu.json")
-
-    assert record.kind == kind and record.cells
-
-
-@pytest.mark.parametrize("text", ["", '{"schema": 2}', '{"schema": 1, "kind": "step", "cells": [{"x": 1}]}'])
-def test_another_file_is_refused_by_name(tmp_path, text):
-    (tmp_path / "other.json").write_text(text)
-
-    with pytest.raises(ValueError, match=r"other\.json is no benchmark record"):
-        read(tmp_path / "other.json")
+        filled(page, page.parent)

@@ -54,7 +54,7 @@ class TestForm:
     def test_an_answer_already_begun_is_said_with_its_place(self, tokenizer, write, caplog):
         source = write({"prompt": CONVERSATION}, {"prompt": BEGUN})
         load_prompts(DatasetConfig(source=source), tokenizer)
-        assert f"1 of 2 prompts end with the assistant ({source}, line 2 the first)" in caplog.text
+        assert f"1 of 2 prompts end with the assistant ({source}, row 1 the first)" in caplog.text
 
     def test_text_stays_text_without_a_template(self, make_tokenizer, write):
         plain = make_tokenizer(chat_template=None)
@@ -116,9 +116,9 @@ class TestRefusals:
         source = write(*({"question": text} for text in rows))
         Path(source).write_text(Path(source).read_text().replace("\n", "\n\n"))
         config = DatasetConfig(source=source, rename={"question": "prompt"})
-        with pytest.raises(ValueError, match=rf"^{re.escape(source)}, line 5: the prompt is empty"):
+        with pytest.raises(ValueError, match=rf"^{re.escape(source)}, row 2: the prompt is empty"):
             load_prompts(config, tokenizer)
-        with pytest.raises(ValueError, match=rf"^evaluation: {re.escape(source)}, line 5"):
+        with pytest.raises(ValueError, match=rf"^evaluation: {re.escape(source)}, row 2"):
             load_held_out(config, tokenizer)
         missing = DatasetConfig(source="nowhere.jsonl")
         with pytest.raises(FileNotFoundError, match=r"^evaluation: dataset\.source = 'nowhere\.jsonl'"):
@@ -150,7 +150,7 @@ class TestRefusals:
 
     def test_a_tokenizer_that_makes_nothing_of_a_prompt_is_refused(self, make_tokenizer, write):
         silent = make_tokenizer(chat_template="{{ '' }}")
-        with pytest.raises(ValueError, match=r"line 1: .*makes no tokens of the prompt ''"):
+        with pytest.raises(ValueError, match=r"row 0: .*makes no tokens of the prompt ''"):
             load_prompts(DatasetConfig(source=write({"prompt": "one"})), silent)
 
 
@@ -174,7 +174,7 @@ class TestLength:
         assert dataset.report == LoadReport(3, truncated=1)
 
     def test_too_long_prompts_are_an_error_on_request_and_where_nothing_is_left(self, load, write, tokenizer):
-        with pytest.raises(ValueError, match=r"line 2: 1 of 3 prompts .* max_prompt_length = 2 .* has 3"):
+        with pytest.raises(ValueError, match=r"row 1: 1 of 3 prompts .* max_prompt_length = 2 .* has 3"):
             load(max_prompt_length=2, overlong_prompts="error")
         config = DatasetConfig(source=write({"prompt": "one two three"}), chat=False, max_prompt_length=2)
         with pytest.raises(ValueError, match=r"all 1 prompts .* \(the shortest has 3\): raise it"):

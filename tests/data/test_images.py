@@ -15,7 +15,7 @@ from grpo_fast.config.data import DatasetConfig
 from grpo_fast.config.policy import ModelConfig
 from grpo_fast.data.dataset import PromptDataset, exclude_overlap, prompts_of
 from grpo_fast.data.images import placed
-from grpo_fast.policy import load_tokenizer
+from grpo_fast.policy import load_image_reader, load_tokenizer
 from tests.vision_models import IMAGE_ID, picture, save_vision_model
 
 Prompts = Callable[..., PromptDataset]
@@ -24,10 +24,11 @@ Prompts = Callable[..., PromptDataset]
 @pytest.fixture(scope="module")
 def prompts(tmp_path_factory: pytest.TempPathFactory) -> Prompts:
     folder = save_vision_model(tmp_path_factory.mktemp("model"), "qwen2_5_vl")
-    tokenizer = load_tokenizer(ModelConfig(path=str(folder)))
+    model = ModelConfig(path=str(folder))
+    tokenizer, images = load_tokenizer(model), load_image_reader(model)
 
     def of(*rows: dict[str, Any], tools: Any = None, **settings: Any) -> PromptDataset:
-        return prompts_of(rows, DatasetConfig(source="rows", **settings), tokenizer, tools)
+        return prompts_of(rows, DatasetConfig(source="rows", **settings), tokenizer, tools, images)
 
     return of
 
@@ -43,7 +44,7 @@ def user(*parts: Any) -> list[dict[str, Any]]:
     return [{"role": "user", "content": content}]
 
 
-def test_images_go_before_the_first_text_of_the_user_or_where_their_parts_stand(prompts: Prompts) -> None:
+def test_images_go_before_the_users_text_or_where_their_parts_stand(prompts: Prompts) -> None:
     one, two = picture(56, 56), picture(84, 28)
     dataset = prompts(
         {"prompt": [{"role": "user", "content": "how many"}], "images": [one, two]},
@@ -121,9 +122,9 @@ def test_paths_are_beside_the_data(tmp_path: Path, prompts: Prompts) -> None:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "how", "image": "pictures/a.png"}\n')
     rows = [{"prompt": "how", "image": "pictures/a.png"}]
     tokens = prompts({"prompt": "how", "image": picture(56, 56)})[0].token_ids
-    model = save_vision_model(tmp_path / "model", "qwen2_5_vl")
-    tokenizer = load_tokenizer(ModelConfig(path=str(model)))
-    found = prompts_of(rows, DatasetConfig(source=str(tmp_path / "rows.jsonl")), tokenizer)
+    model = ModelConfig(path=str(save_vision_model(tmp_path / "model", "qwen2_5_vl")))
+    dataset = DatasetConfig(source=str(tmp_path / "rows.jsonl"))
+    found = prompts_of(rows, dataset, load_tokenizer(model), images=load_image_reader(model))
     assert found[0].token_ids == tokens
 
 

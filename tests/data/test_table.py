@@ -8,10 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from grpo_fast.data.table import Completions
+from grpo_fast.data.table import CompletionTable
 
 
-def drawn(seed: int, groups: int = 4) -> tuple[Completions, list[tuple[list[int], list[int], int, float]]]:
+def drawn(
+    seed: int, groups: int = 4
+) -> tuple[CompletionTable, list[tuple[list[int], list[int], int, float]]]:
     """A table, and its rows: prompt, tokens, group, reward. A group may have several prompts."""
     dice = random.Random(seed)
     rows = []
@@ -20,7 +22,7 @@ def drawn(seed: int, groups: int = 4) -> tuple[Completions, list[tuple[list[int]
         for _ in range(dice.randint(1, 4)):
             tokens = dice.choices(range(50), k=dice.randint(1, 6))
             rows.append((dice.choice(prompts), tokens, group, dice.random()))
-    table = Completions.of(
+    table = CompletionTable.of(
         [prompt for prompt, *_ in rows],
         [tokens for _, tokens, *_ in rows],
         [group for *_, group, _ in rows],
@@ -31,7 +33,7 @@ def drawn(seed: int, groups: int = 4) -> tuple[Completions, list[tuple[list[int]
     return table, rows
 
 
-def assert_rows(table: Completions, rows: list[tuple[list[int], list[int], int, float]]) -> None:
+def assert_rows(table: CompletionTable, rows: list[tuple[list[int], list[int], int, float]]) -> None:
     assert table.groups.tolist() == [group for *_, group, _ in rows]
     for row, (prompt, tokens, _, reward) in enumerate(rows):
         assert (table.prompt_of(row).tolist(), table.tokens_of(row).tolist()) == (prompt, tokens)
@@ -49,7 +51,7 @@ def test_rows_keep_their_prompt_columns_and_facts_wherever_they_go(seed: int) ->
 
     other, others = drawn(seed + 1, groups=2)
     later = [(*row[:2], row[2] + 4, row[3]) for row in others]
-    assert_rows(Completions.join([table, other]), rows + later)
+    assert_rows(CompletionTable.join([table, other]), rows + later)
 
     assert len(table.select([0]).prompt_ids) == len(rows[0][0])  # a prompt that nobody answers is not kept
     chosen = table.select_groups([3, 1])
@@ -60,8 +62,8 @@ def test_rows_keep_their_prompt_columns_and_facts_wherever_they_go(seed: int) ->
 
 def test_what_ranks_send_is_the_table_without_its_objects(seed: int) -> None:
     table, rows = drawn(seed)
-    received = Completions.from_tensors(table.tensors())
-    joined = Completions.join([table, received])  # objects of another rank are None
+    received = CompletionTable.from_tensors(table.tensors())
+    joined = CompletionTable.join([table, received])  # objects of another rank are None
     assert joined.objects["name"] == (*table.objects["name"], *[None] * len(rows))
     assert_rows(joined, rows + [(*row[:2], row[2] + 4, row[3]) for row in rows])
 
@@ -70,7 +72,7 @@ def test_a_column_of_some_completions_only_is_refused(seed: int) -> None:
     table, _ = drawn(seed)
     other = table.with_columns(told=torch.zeros(len(table.token_ids)))
     with pytest.raises(ValueError, match=r"columns \['told'\] are of some completions only"):
-        Completions.join([table, other])
+        CompletionTable.join([table, other])
 
 
 def test_layouts_are_of_the_same_rows_whatever_their_columns(seed: int) -> None:
@@ -115,4 +117,4 @@ def test_sums_and_spreads_are_of_each_completions_own_tokens(seed: int) -> None:
 )
 def test_bad_input_is_named(given: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Completions.of(**given)
+        CompletionTable.of(**given)

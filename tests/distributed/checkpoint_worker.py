@@ -73,7 +73,7 @@ def resume(
     """From a checkpoint of so many ranks: the same numbers, to the bit."""
     parameters, optimizer = build(world, seed + 1, kind=kind, sharded=sharded)
     store = CheckpointStore(folder / kind / f"by {by}", 1, world)
-    found = world.from_main("the checkpoint", store.load_intact)
+    found = world.from_main("the checkpoint", store.load_latest)
     assert found is not None and found.state == {"by": 0}
     optimizer.load_state_tensors(found.tensors, found.load)
     for expected, ours in zip(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from grpo_fast.data.table import Completions
+from grpo_fast.data.table import CompletionTable
 from grpo_fast.distributed import shards
 from grpo_fast.distributed.shards import all_gather, karmarkar_karp, reduce_scatter
 from grpo_fast.distributed.world import World
@@ -42,16 +42,16 @@ def test_sets_are_nearly_as_even_as_the_evenest(seed):
     assert karmarkar_karp([], 3) == [[], [], []] and sorted(karmarkar_karp([2.0], 3)) == [[], [], [0]]
 
 
-def table_of(groups: list[tuple[int, list[int]]]) -> Completions:
+def table_of(groups: list[tuple[int, list[int]]]) -> CompletionTable:
     rows = [
         ((1,) * prompt, (2,) * length, group)
         for group, (prompt, lengths) in enumerate(groups)
         for length in lengths
     ]
-    return Completions.of(*zip(*rows, strict=True))
+    return CompletionTable.of(*zip(*rows, strict=True))
 
 
-def work_of(table: Completions, members: list[int], costs: TokenCosts) -> float:
+def work_of(table: CompletionTable, members: list[int], costs: TokenCosts) -> float:
     """Prompts counted once for each rank that has a completion of them."""
     own = table.select(members)
     rows = [*zip(own.prompt_lengths.tolist(), own.lengths.tolist(), own.groups.tolist(), strict=True)]

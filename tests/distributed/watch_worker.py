@@ -6,6 +6,7 @@ exit codes of each case's ranks.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import signal
@@ -108,6 +109,7 @@ def main(rank: int, folder: str, case: str, size: int, port: int) -> None:
     with (Path(folder) / f"{case}.{rank}").open("w") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
+    faulthandler.enable(all_threads=True)
     if case == "never_there" and rank == 1:
         sys.exit(7)
     try:
@@ -143,7 +145,10 @@ if __name__ == "__main__":
     codes = {}
     for case, processes in ranks.items():
         for process in processes[: 1 if case == "frozen" else None]:
-            process.join()
+            process.join(FOREVER / 8)
+            if process.is_alive():  # which is a failure: its file says where it hangs
+                os.kill(process.pid, signal.SIGABRT)
+                process.join()
         codes[case] = [process.exitcode for process in processes]
         for process in processes:  # one that stays
             process.kill()

@@ -94,7 +94,7 @@ def test_stages_bring_their_own_tools_and_evaluation_keeps_those_of_the_run(play
     ("changes", "said"),
     [
         ({"rollout": {}}, "reward 'patience' asks for 'environments'.*set rollout.environment"),
-        ({"rollout": {"environment": {"a": "OWN:Guess"}}}, "line 1: the column 'environment' says None"),
+        ({"rollout": {"environment": {"a": "OWN:Guess"}}}, "row 0: the column 'environment' says None"),
         ({"rollout": {"environment": "OWN:Mute"}, "rewards": []}, "rewards is empty.* with a method get_rew"),
         ({"rollout": {}, "rewards": []}, "rewards is empty.* with a method get_reward"),
         ({"dataset": {"source": "x", "overlong_prompts": "truncate"}}, "'truncate' keeps .* says of tools"),

@@ -15,7 +15,7 @@ WORKER = Path(__file__).with_name("parallel_worker.py")
 
 
 def test_each_rank_has_the_outputs_of_one_and_its_rows_of_the_gradients(tmp_path):
-    environment = os.environ | {"PYTHONPATH": str(WORKER.parents[2]), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, WORKER, tmp_path]
     worker = runpy.run_path(str(WORKER))
     *outputs, hidden, weight, bias = worker["everything"](*worker["batch"](), None)

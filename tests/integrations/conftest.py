@@ -62,11 +62,10 @@ def run_example(
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model with its tokenizer, for TRL's trainers."""
-    from benchmarks.models import make_policy
-    from grpo_fast.config.policy import ModelConfig
+    from words import save_words
 
     folder = tmp_path_factory.mktemp("tiny")
-    make_policy(ModelConfig(path="words", dtype="float32", device="cpu")).save_pretrained(folder)
+    save_words(folder)
     return folder
 
 

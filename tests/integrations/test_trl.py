@@ -19,8 +19,8 @@ from datasets import Dataset  # noqa: E402
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, set_seed  # noqa: E402
 from trl.kernels import ChunkedLogProbFunction  # noqa: E402
 from trl.trainer import utils  # noqa: E402
+from words import differences, small_words  # noqa: E402
 
-from benchmarks.trainers import differences, small_words  # noqa: E402
 from grpo_fast.integrations.compat import HOSTS  # noqa: E402
 from grpo_fast.integrations.trl import patch, patched, unpatch  # noqa: E402
 from grpo_fast.integrations.trl.patch import FusedHead  # noqa: E402

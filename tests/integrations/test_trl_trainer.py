@@ -15,8 +15,8 @@ trl = pytest.importorskip("trl", "1.16", reason="pip install --no-deps 'trl~=1.1
 from datasets import Dataset  # noqa: E402
 from transformers import PreTrainedTokenizerFast, set_seed  # noqa: E402
 from trl.trainer import utils  # noqa: E402
+from words import differences, small_words, train_words  # noqa: E402
 
-from benchmarks.trainers import differences, small_words, train_words  # noqa: E402
 from grpo_fast.integrations.losses import LOSS_TYPES  # noqa: E402
 from grpo_fast.integrations.trl import FastGRPOTrainer, patched  # noqa: E402
 

@@ -55,8 +55,8 @@ def trl(rank: int, folder: Path) -> None:
     """Completions of unequal lengths on the ranks; TRL counts their tokens over both."""
     from trl import GRPOTrainer
     from trl.trainer.utils import add_fused_lm_head
+    from words import differences, train_words
 
-    from benchmarks.trainers import differences, train_words
     from grpo_fast import GRPOLossConfig
     from grpo_fast.integrations.trl import FastGRPOTrainer
     from grpo_fast.integrations.trl.trainer import LossAtHead, add_loss_to_forward, step_scale

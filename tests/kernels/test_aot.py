@@ -62,7 +62,7 @@ def found() -> dict[str, Any]:
     for architecture in dice.sample(sorted(aot.SHARED_MEMORY.keys() - {"sm_90"}), 2):
         asked[architecture] = ["sparse, bfloat16", dice.choice([*aot.cases_of(architecture)])]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    path = os.pathsep.join([str(HERE), str(HERE.parents[1]), environment.get("PYTHONPATH", "")])
+    path = os.pathsep.join([environment["PYTHONPATH"], str(HERE)])
     command = [sys.executable, "-c", _PROGRAM, json.dumps(asked)]
     done = subprocess.run(command, env=environment | {"PYTHONPATH": path}, capture_output=True, text=True)
     assert done.returncode == 0, f"{asked}\n{done.stderr}"

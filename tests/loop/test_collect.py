@@ -9,7 +9,7 @@ import torch
 
 from grpo_fast.config.groups import AdvantageConfig
 from grpo_fast.data import Prompt
-from grpo_fast.data.table import Completions
+from grpo_fast.data.table import CompletionTable
 from grpo_fast.groups.advantages import decoupled_advantages, group_advantages
 from grpo_fast.loop.collect import describe, generate, groups_of, score, to_train, with_advantages
 from grpo_fast.objective import GRPOLossConfig
@@ -37,7 +37,7 @@ def scored(table):
 
     rewards = RewardSet([Reward("first", column(0), 2.0), Reward("second", column(1), -0.5)])
 
-    def scored(config: AdvantageConfig, weights=None, baseline_groups=None) -> Completions:
+    def scored(config: AdvantageConfig, weights=None, baseline_groups=None) -> CompletionTable:
         found = score(prompts, completions, rewards, weights=weights)
         return with_advantages(found, config, weights or rewards.weights, baseline_groups)
 

@@ -13,7 +13,8 @@ import torch
 
 from grpo_fast.loop.collect import to_train
 from grpo_fast.record.logs import Clock
-from grpo_fast.rollout import transformers
+from grpo_fast.rollout import batch
+from grpo_fast.rollout.transformers import TransformersEngine
 
 OWN = """
 calls = 0
@@ -62,8 +63,9 @@ def test_first_completions_of_another_policy_are_an_error_before_any_step(
     def of_others(logits, *arguments):
         return draw(logits.flip(-1) if apart["value"] else logits, *arguments)
 
-    draw = transformers.draw
-    monkeypatch.setattr(transformers, "draw", of_others)
+    draw = batch.draw
+    monkeypatch.setattr(batch, "draw", of_others)
+    monkeypatch.setattr(TransformersEngine, "_require_ready", lambda self: None)  # which compares, too
     trainer = make_trainer(**sections)
     trainer.policy.model.lm_head.weight.data *= 20  # peaked enough that another policy is told from rounding
     before = {name: p.detach().clone() for name, p in trainer.policy.trainable().items()}

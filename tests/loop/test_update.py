@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig
 
 from grpo_fast.config.policy import LoraConfig, ModelConfig, OptimizerConfig
-from grpo_fast.data.table import Completions
+from grpo_fast.data.table import CompletionTable
 from grpo_fast.loop import update as update_module
 from grpo_fast.loop.collect import to_train
 from grpo_fast.loop.trainer import Trainer
@@ -29,18 +29,18 @@ from grpo_fast.record.logs import Clock
 Gradients = dict[str, torch.Tensor]
 
 
-def collected(trainer: Trainer) -> tuple[Completions, StepTotals]:
+def collected(trainer: Trainer) -> tuple[CompletionTable, StepTotals]:
     """One batch's completions, and the counts that their loss is divided by."""
     table, _ = trainer.collect(Clock())
     return to_train(table, trainer.config.advantage, trainer.config.loss)
 
 
-def ready(trainer: Trainer, table: Completions) -> Completions:
+def ready(trainer: Trainer, table: CompletionTable) -> CompletionTable:
     """One optimiser step's completions, ready for its gradient."""
     return trainer.update.with_fixed_logprobs(trainer.update.local(table))
 
 
-def gradients(trainer: Trainer, table: Completions, totals: StepTotals) -> tuple[float, Gradients]:
+def gradients(trainer: Trainer, table: CompletionTable, totals: StepTotals) -> tuple[float, Gradients]:
     """Loss and gradient of one optimiser step, without taking it."""
     _, shares = trainer.update.gradient(ready(trainer, table), totals)
     loss = sum(share["loss"].item() for share in shares)
@@ -48,7 +48,7 @@ def gradients(trainer: Trainer, table: Completions, totals: StepTotals) -> tuple
     return loss, {name: p.grad.clone() for name, p in trained if p.grad is not None}
 
 
-def shifted(table: Completions, shift: float | torch.Tensor) -> Completions:
+def shifted(table: CompletionTable, shift: float | torch.Tensor) -> CompletionTable:
     """With other log-probabilities of the sampler."""
     return table.with_columns(sampler_logprobs=table.columns["sampler_logprobs"] + shift)
 
@@ -93,7 +93,7 @@ def test_a_completion_longer_than_a_micro_batch_trains_with_recomputation(
     monkeypatch.setattr("grpo_fast.policy.layers.TILE_TOKENS", 10)
     dice, results = random.Random(seed), []
     lengths = (64, 5, 9)
-    samples = Completions.of([(1, 2)] * 3, [dice.choices(range(20), k=n) for n in lengths])
+    samples = CompletionTable.of([(1, 2)] * 3, [dice.choices(range(20), k=n) for n in lengths])
     advantages = torch.tensor([dice.gauss(0, 1) for _ in lengths])
     samples = samples.with_columns(advantages=samples.spread(advantages))
     for budget, recomputed in ((4096, False), (16, True)):

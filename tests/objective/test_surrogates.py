@@ -21,7 +21,7 @@ from grpo_fast.objective.catalog import CATALOG, LOSS_TYPES, METHODS
 from grpo_fast.record.logs import Clock
 
 L_MAX = 8  # dr_grpo's constant; the limit of a completion in tokens
-Completions = list[
+CompletionTable = list[
     tuple[float, Any]
 ]  # the advantage of each, and its tokens t: t.new is (C,) log π, t.old log π_old
 
@@ -98,7 +98,7 @@ def trust_region(t: Any, a: float, c: Any, distance: Tensor) -> Tensor:
     return -(t.new - t.old).exp().clamp(max=c.dppo_ratio_max).detach() * a * t.new * kept
 
 
-def hold_back(completions: Completions, c: Any) -> None:
+def hold_back(completions: CompletionTable, c: Any) -> None:
     """Sets t.held: of all tokens, those that Clip-Cov draws, or those of KL-Cov's highest covariance."""
     rows = [(a, *pair) for a, t in completions for pair in zip(t.new.tolist(), t.old.tolist(), strict=True)]
     mean_a, mean_new = fmean(a for a, _, _ in rows), fmean(new for _, new, _ in rows)
@@ -174,7 +174,7 @@ def config_for(loss_type: str) -> GRPOLossConfig:
     return GRPOLossConfig(loss_type, max_completion_length=L_MAX, **LOSSES[loss_type][2])
 
 
-def terms(completions: Completions, c: Any) -> list[Tensor]:
+def terms(completions: CompletionTable, c: Any) -> list[Tensor]:
     if c.loss_type in ("clip_cov", "kl_cov"):
         hold_back(completions, c)
     return [LOSSES[c.loss_type][0](t, a, c) for a, t in completions]
@@ -397,7 +397,7 @@ def test_a_methods_whole_update_is_its_papers(method, make_trainer, assert_same,
 
     rewards = [toy["rewards"][0] | {"weight": 2.0}, {"reward": "tag_format", "weight": -0.5}]
     trainer = make_trainer(method=method, rewards=rewards)
-    drawn_once = tables.Completions.of(
+    drawn_once = tables.CompletionTable.of(
         [(1,)] * 15,
         [own.tolist() for own in ids],
         [i // 3 for i in range(15)],

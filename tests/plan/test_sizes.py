@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_fast.data.table import Completions
+from grpo_fast.data.table import CompletionTable
 from grpo_fast.plan.sizes import StepSizes, largest
 from grpo_fast.policy import PackedBatch, pack
 
@@ -14,7 +14,7 @@ SIZES = StepSizes(prompts=5, generations=6, prompt_length=30, completion_length=
 def packed(sizes: StepSizes) -> list[PackedBatch]:
     groups = [group for group in range(sizes.groups) for _ in range(sizes.generations)]
     prompts = [(group,) * sizes.prompt_length for group in groups]
-    table = Completions.of(prompts, [(0,) * sizes.completion_length] * len(groups), groups)
+    table = CompletionTable.of(prompts, [(0,) * sizes.completion_length] * len(groups), groups)
     return pack(table, max_tokens=sizes.micro_batch_tokens, device="cpu")
 
 

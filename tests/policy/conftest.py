@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from grpo_fast.config.policy import ModelConfig
-from grpo_fast.data.table import Completions
+from grpo_fast.data.table import CompletionTable
 from grpo_fast.policy import PackedBatch, Policy, load_policy, pack
 from tests import tiny
 
@@ -69,7 +69,7 @@ def save_model(folder: Path, family: str = "llama", **changes: object) -> Path:
 
 def make_samples(
     rng: torch.Generator, groups: int = 4, generations: int = 3, prompt: int = 9, completion: int = 6
-) -> Completions:
+) -> CompletionTable:
     """Prompts of 1 to `prompt` tokens, the first the longest; completions of 1 to `completion`; shuffled."""
 
     def integers(high: int, count: int) -> tuple[int, ...]:
@@ -81,13 +81,13 @@ def make_samples(
         for _ in range(generations):
             length = 1 + integers(completion, 1)[0]
             rows.append((prompt_ids, integers(VOCABULARY, length), group))
-    table = Completions.of(*zip(*rows, strict=True))
+    table = CompletionTable.of(*zip(*rows, strict=True))
     advantages, logprobs = torch.randn(2, len(table.token_ids), generator=rng)
     table = table.with_columns(advantages=advantages, sampler_logprobs=logprobs)
     return table.select(torch.randperm(len(rows), generator=rng))
 
 
-def packed(table: Completions, max_tokens: int = 10**6, **options: Any) -> list[PackedBatch]:
+def packed(table: CompletionTable, max_tokens: int = 10**6, **options: Any) -> list[PackedBatch]:
     return pack(table, max_tokens=max_tokens, device="cpu", **options)
 
 
@@ -97,7 +97,7 @@ def batch_logprobs(policy: Policy, batch: PackedBatch) -> Tensor:
     return logits.log_softmax(-1).gather(1, batch.targets[:, None])[:, 0]
 
 
-def own_logprobs(model: Any, table: Completions, rows: Iterable[int]) -> Tensor:
+def own_logprobs(model: Any, table: CompletionTable, rows: Iterable[int]) -> Tensor:
     """(N,) of these completions' tokens, by the model's own forward of each sequence alone."""
     found = []
     for row in rows:
@@ -134,11 +134,11 @@ def load(folder_of: Callable[..., Path]) -> Callable[..., Policy]:
 
 
 @pytest.fixture
-def samples(rng: torch.Generator) -> Completions:
+def samples(rng: torch.Generator) -> CompletionTable:
     return make_samples(rng)
 
 
 @pytest.fixture
-def batch(samples: Completions) -> PackedBatch:
+def batch(samples: CompletionTable) -> PackedBatch:
     (batch,) = pack(samples, max_tokens=10_000, device="cpu")
     return batch

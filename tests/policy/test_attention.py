@@ -13,7 +13,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoConfig
 
-from grpo_fast.data.table import Completions
+from grpo_fast.data.table import CompletionTable
 from grpo_fast.plan.measure import peak_bytes
 from grpo_fast.policy import PackedBatch, Policy, pack
 from grpo_fast.policy.architecture import verify_policy
@@ -25,10 +25,10 @@ from tests.policy.conftest import batch_logprobs, own_logprobs, packed
 Load = Callable[..., Policy]
 
 
-def of_sizes(*sizes: tuple[int, int, int]) -> Completions:
+def of_sizes(*sizes: tuple[int, int, int]) -> CompletionTable:
     """By group, prompt and completion."""
     rows = [((group,) * prompt, (1,) * completion, group) for group, prompt, completion in sizes]
-    return Completions.of(*zip(*rows, strict=True))
+    return CompletionTable.of(*zip(*rows, strict=True))
 
 
 def outcome(
@@ -47,7 +47,7 @@ def outcome(
 @pytest.mark.parametrize("together", [True, False])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma2", "gemma4_text", "cohere", "granite"])
 def test_packed_logprobs_are_those_of_each_sequence_alone(
-    load: Load, samples: Completions, family: str, together: bool, monkeypatch: pytest.MonkeyPatch
+    load: Load, samples: CompletionTable, family: str, together: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Short completions of a prompt in one call together, or each in one of its own."""
     monkeypatch.setattr("grpo_fast.policy.layout.PAIRS_A_CALL", 10**6 if together else -(10**6))
@@ -202,7 +202,7 @@ def test_flash_attention_on_a_gpu_is_as_near_to_float32_as_flex_attention(
 
 
 @pytest.mark.gpu
-def test_flex_attention_on_a_gpu_agrees_with_sdpa(load: Load, samples: Completions) -> None:
+def test_flex_attention_on_a_gpu_agrees_with_sdpa(load: Load, samples: CompletionTable) -> None:
     results = []
     for attention in ("sdpa", "flex_attention"):
         policy = load("gemma2", device="cuda", attention=attention)
@@ -216,7 +216,7 @@ def test_flex_attention_on_a_gpu_agrees_with_sdpa(load: Load, samples: Completio
 
 
 def test_flex_attention_stays_compiled_whatever_the_lengths(
-    load: Load, samples: Completions, monkeypatch: pytest.MonkeyPatch
+    load: Load, samples: CompletionTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Past the limit torch would compute all T² scores; here it raises instead."""
     from torch.nn.attention.flex_attention import flex_attention
@@ -229,7 +229,7 @@ def test_flex_attention_stays_compiled_whatever_the_lengths(
     torch._dynamo.reset()
 
     with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True):
-        for some in (samples[:1], Completions.join([samples] * 9)):
+        for some in (samples[:1], CompletionTable.join([samples] * 9)):
             (batch,) = packed(some)
             assert policy.hidden_states(batch).isfinite().all()
 

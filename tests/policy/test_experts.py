@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from grpo_fast.config.policy import LoraConfig, ModelConfig
 from grpo_fast.config.schema import TrainConfig
-from grpo_fast.data.table import Completions
+from grpo_fast.data.table import CompletionTable
 from grpo_fast.loop.update import packed_loss
 from grpo_fast.objective import StepTotals
 from grpo_fast.policy import Policy, pack
@@ -25,13 +25,13 @@ Load = Callable[..., Policy]
 COEFFICIENT = 0.5
 
 
-def tables(seed: int) -> tuple[Completions, Tensor, Tensor]:
+def tables(seed: int) -> tuple[CompletionTable, Tensor, Tensor]:
     """Completions without a prompt in common, and what transformers takes in their place."""
     generator = torch.Generator().manual_seed(seed)
     sizes = [torch.randint(1, 7, (2,), generator=generator).tolist() for _ in range(4)]
     prompts = [torch.randint(4, 60, (size,), generator=generator).tolist() for size, _ in sizes]
     completions = [torch.randint(4, 60, (size,), generator=generator).tolist() for _, size in sizes]
-    table = Completions.of(prompts, completions, [*range(4)])
+    table = CompletionTable.of(prompts, completions, [*range(4)])
     longest = max(map(sum, sizes))
     ids, mask = torch.zeros(2, 4, longest, dtype=torch.int64)
     for row, tokens in enumerate(zip(prompts, completions, strict=True)):

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from grpo_fast.config.policy import ModelConfig, OptimizerConfig
-from grpo_fast.data.table import Completions
+from grpo_fast.data.table import CompletionTable
 from grpo_fast.policy import (
     PackedBatch,
     Policy,
@@ -147,7 +147,7 @@ def test_a_model_without_mlps_of_its_own_cannot_recompute_them(load: Load) -> No
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_inputs_of_layers_wait_in_host_memory_and_come_back_to_the_bit(
-    folder_of: Callable[..., Path], samples: Completions, device: str
+    folder_of: Callable[..., Path], samples: CompletionTable, device: str
 ) -> None:
     """Over several steps, of batches of several lengths, and two of them under way at one time."""
     path = str(folder_of("llama", num_hidden_layers=4))
@@ -280,7 +280,7 @@ def test_liger_is_refused_where_it_cannot_compute_the_layers(
 # With gradients and without; from transformers 5.24 on a layer and its attention share a wrapper.
 @torch._dynamo.config.patch(recompile_limit=4, fail_on_recompile_limit_hit=True)
 def test_layers_are_compiled_once_for_batches_of_every_length(
-    folder_of: Callable[..., Path], samples: Completions, seed: int, monkeypatch: pytest.MonkeyPatch
+    folder_of: Callable[..., Path], samples: CompletionTable, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With gradients and without, and more layers than that; weights move to other memory, as vLLM's sharing
     moves them. Generation compiles nothing."""
@@ -299,7 +299,7 @@ def test_layers_are_compiled_once_for_batches_of_every_length(
     assert compiled.model.state_dict().keys() == plain.model.state_dict().keys()
 
     counts = []
-    for some in (samples[:2], Completions.join([samples] * 9), samples[:1]):
+    for some in (samples[:2], CompletionTable.join([samples] * 9), samples[:1]):
         (batch,) = pack(some, max_tokens=10**6, device="cpu")
         expected, found = (gradients_of(policy, batch, seed) for policy in (plain, compiled))
         for name, gradient in expected.items():
@@ -335,7 +335,7 @@ def test_a_compiled_reference_has_layers_of_its_own(
 @pytest.mark.parametrize("checkpointing", [False, "mlp", True])
 @pytest.mark.parametrize("lora", [None, {"r": 2}])
 def test_compiled_layers_on_a_gpu_round_as_plain_ones_do(
-    load: Load, samples: Completions, checkpointing: Any, lora: Any
+    load: Load, samples: CompletionTable, checkpointing: Any, lora: Any
 ) -> None:
     """Else the log-probabilities of a forward with gradients would not be those of one without."""
     settings = {"device": "cuda", "dtype": "bfloat16", "lora": lora, "gradient_checkpointing": checkpointing}

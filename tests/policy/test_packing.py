@@ -5,14 +5,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_fast.data.table import Completions
+from grpo_fast.data.table import CompletionTable
 from grpo_fast.policy import PackedBatch, pack
 
 Row = tuple[int, int, int]  # tokens of the prompt and of the completion, and the group
 
 
-def table_of(*rows: Row) -> Completions:
-    return Completions.of(
+def table_of(*rows: Row) -> CompletionTable:
+    return CompletionTable.of(
         [range(prompt) for prompt, _, _ in rows],
         [range(10, 10 + completion) for _, completion, _ in rows],
         [group for _, _, group in rows],
@@ -23,7 +23,7 @@ def sizes(batches: list[PackedBatch]) -> list[int]:
     return [len(batch.input_ids) for batch in batches]
 
 
-def packed(table: Completions, max_tokens: int = 10**6) -> dict[str, list]:
+def packed(table: CompletionTable, max_tokens: int = 10**6) -> dict[str, list]:
     """The only batch's tensors as lists."""
     (batch,) = pack(table, max_tokens=max_tokens, device="cpu")
     tensors = {**vars(batch), **batch.columns}
@@ -43,7 +43,7 @@ def test_a_shared_prompt_is_laid_out_once_and_predicts_all_first_tokens() -> Non
 
 
 def test_an_environments_tokens_are_inputs_and_never_targets() -> None:
-    table = Completions.of(
+    table = CompletionTable.of(
         [range(3)] * 2,
         [range(10, 15), range(10, 12)],
         mask=[(True, False, False, True, True), None],

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_fast.config.policy import ModelConfig
 from grpo_fast.config.rollout import RolloutConfig
-from grpo_fast.data.table import Completions
+from grpo_fast.data.table import CompletionTable
 from grpo_fast.policy import PackedBatch, Policy, load_policy, pack
 from grpo_fast.rollout import Sampling, make_engine
 from tests.policy.conftest import batch_logprobs, save_model
@@ -135,9 +135,9 @@ def test_every_end_token_counts(load: Load) -> None:
 BORDER, LONGEST = 48, 180
 
 
-def drawn_of(prompts: list, groups: list) -> Completions:
+def drawn_of(prompts: list, groups: list) -> CompletionTable:
     """Two completions of each prompt, as an engine gives them."""
-    return Completions.of(
+    return CompletionTable.of(
         [prompt for prompt in prompts for _ in range(2)],
         [completion.token_ids for group in groups for completion in group],
         [number for number in range(len(prompts)) for _ in range(2)],
@@ -151,7 +151,7 @@ LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [
 @pytest.mark.parametrize("rope", [LONGROPE, {"rope_type": "dynamic", "factor": 4.0}], ids=["long", "dynamic"])
 @pytest.mark.parametrize("longest", [BORDER, LONGEST])
 def test_rollout_and_update_have_rotary_positions_of_the_longest_sequence(
-    tmp_path: Path, samples: Completions, rope: dict, longest: int, seed: int
+    tmp_path: Path, samples: CompletionTable, rope: dict, longest: int, seed: int
 ) -> None:
     """Alone and in company, on both sides of the border; of a run below it they are transformers' own."""
     rope = rope | {"rope_theta": 100.0, "original_max_position_embeddings": BORDER}

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from grpo_fast.config.policy import ModelConfig
-from grpo_fast.data.table import Completions
+from grpo_fast.data.table import CompletionTable
 from grpo_fast.policy import PackedBatch, Policy, load_policy, pack
 from grpo_fast.policy.architecture import packing_obstacle
 from grpo_fast.policy.attention import PACKED_ATTENTION, register
@@ -50,7 +50,7 @@ def policy_of(model: PreTrainedModel) -> Policy:
     return Policy(model, cast(Any, None), packs=packing_obstacle(model.config) is None)
 
 
-def packed(policy: Policy, samples: Completions) -> PackedBatch:
+def packed(policy: Policy, samples: CompletionTable) -> PackedBatch:
     (batch,) = pack(samples, max_tokens=10_000, device="cpu", shares_prompts=policy.packs)
     return batch
 
@@ -115,7 +115,7 @@ def test_what_is_recomputed_has_the_same_gradient(family: str, what: Any, rng: t
 
 def test_a_shared_prompt_is_computed_once_and_a_row_s_with_each_completion(rng: torch.Generator) -> None:
     prompt, lengths = 40, [20] * 6
-    samples = Completions.of(
+    samples = CompletionTable.of(
         [tuple(torch.randint(VOCABULARY, (prompt,), generator=rng).tolist())] * len(lengths),
         [tuple(torch.randint(VOCABULARY, (n,), generator=rng).tolist()) for n in lengths],
     )
@@ -176,7 +176,7 @@ def test_runs_become_rows_of_about_equal_lengths(rng: torch.Generator) -> None:
     assert one.tokens.shape == (60, max(lengths))
 
 
-def test_completions_without_a_shared_prompt_are_documents_of_their_own(samples: Completions) -> None:
+def test_completions_without_a_shared_prompt_are_documents_of_their_own(samples: CompletionTable) -> None:
     batches = laid_out(samples, max_tokens=40, device="cpu", shares_prompts=False)
 
     for batch in batches:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from grpo_fast.data.table import EXPERTS, UNKNOWN, Completions
+from grpo_fast.data.table import EXPERTS, UNKNOWN, CompletionTable
 from grpo_fast.loop.annotate import Annotator
 from grpo_fast.policy import pack
 from grpo_fast.policy.architecture import rounding_nats
@@ -113,7 +113,7 @@ def test_an_update_computes_with_the_experts_that_the_rollout_chose(family, load
     flat = [(prompt, c) for prompt, group in zip(prompts, groups, strict=True) for c in group]
     for prompt, completion in flat:
         assert len(completion.experts) == len(prompt) + len(completion.token_ids) - 1
-    table = Completions.of(
+    table = CompletionTable.of(
         [prompt for prompt, _ in flat],
         [c.token_ids for _, c in flat],
         sampler_logprobs=[c.logprobs for _, c in flat],
@@ -143,12 +143,12 @@ def test_an_update_computes_with_the_experts_that_the_rollout_chose(family, load
 
 def test_inputs_stay_with_their_tokens_when_a_table_is_split_and_joined():
     told = [np.arange(4).reshape(4, 1, 1), np.arange(10, 12).reshape(2, 1, 1), np.full((6, 1, 1), 7)]
-    table = Completions.of(
+    table = CompletionTable.of(
         [(5, 6), (5, 6), (8, 9, 9)], [(1, 2, 3), (4, 4), (1, 1, 1)], inputs={EXPERTS: told}
     )
 
-    joined = Completions.join([table.select([2, 0]), table.select([1])])
-    again = Completions.from_tensors(joined.tensors())
+    joined = CompletionTable.join([table.select([2, 0]), table.select([1])])
+    again = CompletionTable.from_tensors(joined.tensors())
 
     assert table.inputs[EXPERTS].flatten().tolist() == [0, 1, 7, 7, 7, 2, 3, -1, -1, -1, 7, 7, 7]
     assert again.inputs[EXPERTS].flatten().tolist() == [0, 1, 7, 7, 7, 0, 1, 7, 7, 7, 2, 3, -1, -1, -1]

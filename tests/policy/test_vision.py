@@ -13,7 +13,7 @@ from grpo_fast.config.data import DatasetConfig
 from grpo_fast.config.policy import LoraConfig, ModelConfig
 from grpo_fast.data.dataset import PromptDataset, prompts_of
 from grpo_fast.data.images import ImageReader
-from grpo_fast.data.table import Completions
+from grpo_fast.data.table import CompletionTable
 from grpo_fast.policy import Policy, load_policy, pack
 from grpo_fast.policy.experts import balance_loss
 from tests.vision_models import CONFIGS, IMAGE_ID, OfGemma4, picture, save_vision_model
@@ -29,7 +29,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def load(folder: Path, **changes: Any) -> Policy:
     policy = load_policy(ModelConfig(path=str(folder), dtype="float32", device="cpu", **changes))
     if policy.base_model.config.model_type == "gemma4":
-        policy.tokenizer.images = ImageReader(lambda: OfGemma4(folder))
+        policy.image_reader = ImageReader(lambda: OfGemma4(folder), policy.image_reader.files)
     return policy
 
 
@@ -41,13 +41,13 @@ def questions(policy: Policy) -> PromptDataset:
         {"prompt": "how many shapes", "image": picture(40, 64)},
         {"prompt": "how many shapes", "image": None},
     ]
-    return prompts_of(rows, DatasetConfig(source="rows"), policy.tokenizer)
+    return prompts_of(rows, DatasetConfig(source="rows"), policy.tokenizer, images=policy.image_reader)
 
 
-def completions_of(dataset: PromptDataset) -> Completions:
+def completions_of(dataset: PromptDataset) -> CompletionTable:
     owners = [0, 0, 1, 1, 2, 3]
     words = [torch.randint(IMAGE_ID + 3, 60, (length,)).tolist() for length in (2, 30, 1, 4, 9, 3)]
-    return Completions.of(
+    return CompletionTable.of(
         [dataset[owner].token_ids for owner in owners],
         words,
         owners,
@@ -55,7 +55,7 @@ def completions_of(dataset: PromptDataset) -> Completions:
     )
 
 
-def own_logprobs(policy: Policy, table: Completions) -> Tensor:
+def own_logprobs(policy: Policy, table: CompletionTable) -> Tensor:
     """(N,) by the model's own forward of each sequence alone, tower and all."""
     found, model = [], policy.base_model
     for row in range(len(table)):
@@ -75,7 +75,7 @@ def own_logprobs(policy: Policy, table: Completions) -> Tensor:
     return torch.cat(found)
 
 
-def packed_logprobs(policy: Policy, table: Completions, max_tokens: int) -> Tensor:
+def packed_logprobs(policy: Policy, table: CompletionTable, max_tokens: int) -> Tensor:
     found = torch.zeros(len(table.token_ids))
     for batch in pack(table, max_tokens=max_tokens, device="cpu"):
         logprobs = policy.head.logits(policy.hidden_states(batch)).log_softmax(-1)
@@ -106,7 +106,7 @@ def test_other_images_give_other_logprobs(folder: Path) -> None:
     policy = load(folder)
     dataset = questions(policy)
     words = torch.randint(IMAGE_ID + 3, 60, (5,)).tolist()
-    table = Completions.of(
+    table = CompletionTable.of(
         [dataset[1].token_ids, dataset[2].token_ids],
         [words, words],
         [0, 1],
@@ -137,7 +137,7 @@ def test_the_tower_looks_once_at_a_prompt_and_is_neither_trained_nor_adapted(fol
 def test_a_mixture_that_sees_images_has_its_own_balance(kind: str, tmp_path: Path) -> None:
     policy = load(save_vision_model(tmp_path, kind), router_aux_loss=0.1)
     ids = torch.randint(IMAGE_ID + 3, 60, (9,)).tolist()
-    (batch,) = pack(Completions.of([ids[:5]], [ids[5:]]), max_tokens=100, device="cpu")
+    (batch,) = pack(CompletionTable.of([ids[:5]], [ids[5:]]), max_tokens=100, device="cpu")
     routed: list[Tensor] = []
     policy.hidden_states(batch, routed=routed)
     model: Any = policy.base_model

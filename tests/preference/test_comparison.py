@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from grpo_fast.data import Prompt
-from grpo_fast.data.table import Completions
+from grpo_fast.data.table import CompletionTable
 from grpo_fast.objective.pairs import PreferenceTotals
 from grpo_fast.preference.comparison import (
     Comparison,
@@ -20,7 +20,7 @@ PROMPT = Prompt(0, "p", (1,), {})
 LOGPROBS = -torch.arange(1.0, 5.0)
 
 
-def scored(comparisons: list[Comparison], *ref_logprobs: float) -> Completions:
+def scored(comparisons: list[Comparison], *ref_logprobs: float) -> CompletionTable:
     return comparison_table(comparisons).with_facts(ref_logprob=torch.tensor(ref_logprobs))
 
 

@@ -75,7 +75,7 @@ def test_what_is_no_alarm_raises_nothing(monitor, stretches):
     assert run(monitor, *stretches) == []
 
 
-def test_a_difference_from_the_sampler_is_told_of_by_the_one_step_that_measures_it(monitor):
+def test_a_difference_from_the_sampler_is_judged_by_its_own_step(monitor):
     for value, state in ((0.4, "raised"), (0.02, "cleared")):
         (alert,) = monitor.update(1, {"sampling/logp_difference_mean": value})
         assert (alert.alert, alert.state, alert.value) == ("sampler_drift", state, value)
@@ -94,7 +94,7 @@ def test_a_loss_that_is_not_finite_is_told_of_at_once(monitor, loss):
     assert (alert.alert, alert.state, alert.value) == (DIVERGED, "raised", math.inf)
 
 
-def test_truncated_answers_are_told_of_at_the_first_evaluation_until_a_better_one(monitor):
+def test_truncated_answers_raise_an_alert_until_a_better_evaluation(monitor):
     alerts = monitor.update(0, {"eval/truncated": 1.0})
     alerts += run(monitor, (10, {}), (1, {"eval/truncated": 0.9}), (1, {"eval/truncated": 0.1}))
     assert [(a.step, a.alert, a.state) for a in alerts] == [

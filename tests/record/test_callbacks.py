@@ -91,7 +91,7 @@ def config(toy: dict[str, Any], tmp_path: Path, source: Path):
     return make
 
 
-def test_moments_come_in_order_and_a_stopped_run_goes_on_with_the_callbacks_state(config, tmp_path: Path):
+def test_moments_come_in_order_and_states_survive_a_resume(config, tmp_path: Path):
     train(config("Diary", "StopsAt2"), display=False)
     train(config("Diary"), resume="latest", display=False)
 
@@ -120,7 +120,7 @@ def test_moments_come_in_order_and_a_stopped_run_goes_on_with_the_callbacks_stat
         ("Answers", r"Answers.on_step_end returned 'stop'; return True"),
     ],
 )
-def test_a_callback_that_fails_ends_the_run_with_its_line_and_the_step_is_saved(
+def test_a_failing_callback_ends_the_run_with_its_line_and_a_save(
     config, tmp_path: Path, capsys, name: str, message: str
 ):
     with pytest.raises(CallbackError, match=message):

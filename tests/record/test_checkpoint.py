@@ -1,3 +1,5 @@
+"""Checkpoints: what is saved and loaded, what a kill or a full disk leaves, and what damage is found."""
+
 from __future__ import annotations
 
 import errno
@@ -7,11 +9,9 @@ import multiprocessing
 import os
 import random
 import resource
-import shutil
 import time
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import numpy as np
@@ -70,7 +70,7 @@ def store(tmp_path: Path) -> CheckpointStore:
     return CheckpointStore(tmp_path / "checkpoints", keep=3)
 
 
-def test_what_was_saved_is_loaded_and_only_the_newest_are_kept(store):
+def test_what_was_saved_is_loaded_and_the_newest_are_kept(store):
     assert store.load_latest() is None
     save(store, 1, 2, 3, 4, 5)
 
@@ -84,9 +84,11 @@ def test_what_was_saved_is_loaded_and_only_the_newest_are_kept(store):
     assert sorted(verify(store.paths()[0])) == sorted(set(FILES) - {"manifest.json"})
     with pytest.raises(CheckpointError, match=r"step-00000009.*step-00000003"):
         store.load("step-00000009")
+    with pytest.raises(ValueError, match="opened to read"):
+        CheckpointStore(store.root).save(6, {}, {})
 
 
-def test_tensors_of_any_dtype_overlapping_strided_trainable_or_empty_are_saved_by_value(store, contents):
+def test_tensors_of_any_dtype_stride_and_size_are_saved_by_value(store, contents):
     weight = torch.nn.Parameter(torch.randn(6, 8))
     views = {"a": weight, "t": weight.t(), "row": weight[2], "every_other": weight[:, ::2]}
     dtypes = (torch.bfloat16, torch.float16, torch.float64, torch.int32, torch.bool, torch.uint8)
@@ -103,9 +105,9 @@ def test_tensors_of_any_dtype_overlapping_strided_trainable_or_empty_are_saved_b
 
 @pytest.mark.parametrize("file", FILES)
 @pytest.mark.parametrize("damage", ["flip", "truncate", "delete", "grow"])
-def test_damage_is_refused_by_name_and_the_one_before_is_offered(store, file, damage, dice):
-    save(store, 1, 2, 3)
-    path = store.root / "step-00000003" / file
+def test_damage_is_named_and_the_checkpoint_before_is_taken(store, file, damage, dice, caplog):
+    save(store, 1, 2)
+    path = store.root / "step-00000002" / file
     content = bytearray(path.read_bytes())
     if damage == "flip":
         place = dice.randrange(len(content))
@@ -119,97 +121,74 @@ def test_damage_is_refused_by_name_and_the_one_before_is_offered(store, file, da
         path.unlink()
 
     with pytest.raises(DamagedCheckpoint) as caught:
-        store.load_latest()
+        store.load("step-00000002")
 
-    message = str(caught.value)
-    assert str(store.root / "step-00000003") in message
-    assert message.endswith(f"the newest intact one is {store.root / 'step-00000002'}")
-    if file != "manifest.json" or damage != "flip":
-        assert file in message
-    assert_is(store.load(store.root / "step-00000002"), 2)
+    assert f"{path.parent} is damaged" in str(caught.value)
+    assert file in str(caught.value) or (file == "manifest.json" and damage == "flip")
+    assert_is(CheckpointStore(store.root).load_latest(), 1)
+    assert held(store) == ["1", "2"]  # a store that is opened to read moves nothing
+    assert_is(store.load_latest(), 1)
+    assert held(store) == ["1", "2.damaged"] and f"{path.parent} is damaged" in caplog.text
 
 
 @pytest.mark.parametrize(
     ("damaged", "taken"), [((), 3), ((3,), 2), ((2, 3), 1), ((1, 3), 2), ((1, 2, 3), None)]
 )
-def test_a_run_goes_on_from_the_newest_intact_one_and_damaged_newer_ones_are_moved_aside(
-    store, damaged, taken, caplog
-):
+def test_the_newest_intact_checkpoint_is_taken(store, damaged, taken):
     save(store, 1, 2, 3)
     for step in damaged:
         (store.root / f"step-0000000{step}" / "state.json").unlink()
-    before = {path.name for path in store.root.iterdir()}
 
     if taken is None:
         with pytest.raises(DamagedCheckpoint, match=r"no checkpoint in .*step-00000003.*state\.json"):
-            store.load_intact()
-        assert {path.name for path in store.root.iterdir()} == before
+            store.load_latest()
+        assert held(store) == ["1", "2", "3"]
         return
-    assert_is(store.load_intact(), taken)
-
-    aside = [step for step in damaged if step > taken]
-    assert store.paths() == [store.root / f"step-0000000{step}" for step in (1, 2, 3) if step not in aside]
-    for step in aside:
-        assert (store.root / f"step-0000000{step}.damaged" / "manifest.json").exists()
-        assert f"step-0000000{step} is damaged: state.json" in caplog.text
-    save(store, *range(taken + 1, 5))
-    assert_is(store.load_intact(), 4)
+    for _ in range(2):  # the same step may be damaged again
+        assert_is(store.load_latest(), taken)
+        assert held(store) == [f"{n}{'.damaged' * (n in damaged and n > taken)}" for n in (1, 2, 3)]
+        for step in range(taken + 1, 4):
+            save(store, step)
+            (store.root / f"step-0000000{step}" / "state.json").unlink()
 
 
 @pytest.mark.parametrize(
     ("name", "value"), [("master.weight", math.nan), ("exp_avg.weight", math.inf), ("master.bias", -math.inf)]
 )
-def test_what_is_not_finite_is_not_saved_and_drops_nothing(store, name, value):
+def test_what_is_not_finite_is_neither_saved_nor_read(store, contents, monkeypatch, name, value):
     save(store, 1, 2, 3)
     tensors = tensors_of(4)
     tensors[name][-1] = value
 
     with pytest.raises(Diverged, match=name):
         store.save(4, tensors, {})
-
     assert held(store) == ["1", "2", "3"]
 
-
-def test_what_is_not_finite_is_not_read_even_if_it_was_saved_so(store, contents, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint_module, "first_not_finite", lambda _: None)
-        store.save(2, {"master.weight": torch.tensor([1.0, math.nan])}, {})
-
-    with pytest.raises(DamagedCheckpoint, match=r"step-00000002 .*diverged: master\.weight"):
+        store.save(4, tensors, {})
+    with pytest.raises(DamagedCheckpoint, match=rf"step-00000004 .*diverged: {name}"):
         contents(store.load_latest())
-
-
-def test_weights_alone_are_the_newest_to_read_but_not_to_resume_until_a_checkpoint_replaces_them(
-    store, contents
-):
-    save(store, 1)
-    store.save(2, {"master.weight": torch.ones(3)}, None)
-    path = store.save(3, {"master.weight": torch.full((3,), 2.0)}, None)
-
-    assert held(store) == ["1", "3.weights"]
-    assert store.load_latest().path == path and store.load_latest().step == 3
-    assert contents(store.load(path))["master.weight"].tolist() == [2.0] * 3
-    assert store.load_intact().step == 1
-    save(store, 4)
-    assert held(store) == ["1", "4"]
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"files": {"../../secret": {}, "state.json": {}}}, "manifest.json"),
-        ({"format": 1}, "format 1 .*the version of grpo_fast that"),
+        ({"files": {"state.json": {}}}, "state.json"),
+        ({"files": {}}, "another checkpoint"),
+        ({"step": 2}, "another checkpoint"),
+        ({"format": 1}, "format 1.*the version of grpo_fast that"),
     ],
-    ids=["files elsewhere", "an older format"],
+    ids=str,
 )
-def test_a_manifest_is_not_believed_everything(store, change, message):
+def test_a_manifest_that_does_not_fit_is_refused(store, change, message):
     save(store, 1)
     manifest = store.root / "step-00000001" / "manifest.json"
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | change))
 
     with pytest.raises(CheckpointError, match=message) as caught:
         store.load_latest()
-    assert isinstance(caught.value, DamagedCheckpoint) == ("files" in change)
+    assert isinstance(caught.value, DamagedCheckpoint) == ("format" not in change)
 
 
 def keep_saving(root: Path, first: int, done) -> None:
@@ -222,12 +201,11 @@ def keep_saving(root: Path, first: int, done) -> None:
 def test_a_kill_at_any_moment_leaves_every_checkpoint_whole(tmp_path, dice):
     context = multiprocessing.get_context("fork")
     done = context.Value("q", 0, lock=False)  # which a kill might leave locked
-    for _ in range(12):
+    for _ in range(8):
         first = done.value + 1
         saver = context.Process(target=keep_saving, args=(tmp_path, first, done))
         saver.start()
-        deadline = time.monotonic() + 60
-        while done.value < first and time.monotonic() < deadline:
+        while done.value < first and saver.is_alive():
             time.sleep(0.001)
         time.sleep(dice.random() * 0.03)
         saver.kill()
@@ -244,32 +222,18 @@ def test_a_kill_at_any_moment_leaves_every_checkpoint_whole(tmp_path, dice):
     assert {path.name for path in tmp_path.iterdir()} == {path.name for path in store.paths()}
 
 
-def test_opening_a_store_to_read_touches_nothing_and_cannot_save(store):
-    save(store, 1)
-    unfinished = store.root / "step-00000002.tmp"
-    unfinished.mkdir()
-
-    reader = CheckpointStore(store.root)
-
-    assert_is(reader.load_latest(), 1)
-    assert unfinished.is_dir()
-    with pytest.raises(ValueError, match="opened to read"):
-        reader.save(3, {}, {})
-
-
 @pytest.mark.parametrize("moment", ["dcp.save", "fingerprint", "sync"])
 @pytest.mark.parametrize(
     ("cause", "raised"),
     [(OSError(errno.EIO, "broken"), CheckpointSaveError), (KeyboardInterrupt(), KeyboardInterrupt)],
 )
-def test_a_broken_disk_or_an_interruption_fails_one_save_only(store, monkeypatch, moment, cause, raised):
+def test_a_broken_disk_or_an_interruption_fails_one_save(store, monkeypatch, moment, cause, raised):
     save(store, 1, 2)
     with monkeypatch.context() as patch, pytest.raises(raised):
         patch.setattr(f"grpo_fast.record.checkpoint.{moment}", Mock(side_effect=cause))
         save(store, 3)
 
     assert held(store) == ["1", "2"]
-    assert_is(store.load_latest(), 2)
     save(store, 3)
     assert_is(store.load_latest(), 3)
 
@@ -282,13 +246,12 @@ def test_a_broken_disk_or_an_interruption_fails_one_save_only(store, monkeypatch
         (errno.ENOSPC, (2,), 2, ["1", "2"]),  # not the only intact one
     ],
 )
-def test_on_a_full_disk_the_oldest_makes_room_but_never_the_only_intact_one(
+def test_on_a_full_disk_the_oldest_makes_room_for_the_next(
     store, monkeypatch, caplog, code, damaged, holds, left
 ):
     save(store, 1, 2)
     for step in damaged:
         (store.root / f"step-0000000{step}" / "state.json").unlink()
-
     write = FileSystem.create_stream
 
     def full(*arguments: object) -> object:
@@ -305,7 +268,7 @@ def test_on_a_full_disk_the_oldest_makes_room_but_never_the_only_intact_one(
     assert ("step-00000001 is deleted" in caplog.text) == ("1" not in left)
 
 
-def test_a_write_that_the_system_cuts_short_fails_one_save_only(store):
+def test_a_write_that_the_system_cuts_short_fails_one_save(store):
     def save_within_4_kilobytes() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
         with pytest.raises(CheckpointSaveError):
@@ -321,57 +284,21 @@ def test_a_write_that_the_system_cuts_short_fails_one_save_only(store):
     assert_is(store.load_latest(), 1)
 
 
-def test_a_place_that_cannot_be_written_is_told_at_the_save(tmp_path):
-    (tmp_path / "file").touch()
-    below_a_file = tmp_path / "file" / "checkpoints"
-
-    with pytest.raises(CheckpointSaveError, match="cannot save"):
-        save(CheckpointStore(below_a_file, keep=1), 1)
-
-
-@pytest.mark.parametrize(
-    ("saved", "saves", "count"),
-    [
-        (0, 9, 4),  # keep = 3, and the one being written
-        (0, 2, 2),  # a run that saves no more
-        (1, 9, 1),  # a run that goes on: the oldest make room
-        (3, 9, 0),
-    ],
-)
-def test_room_is_wanted_for_what_a_run_keeps_and_what_it_writes_besides(
-    store, monkeypatch, saved, saves, count
-):
-    save(store, *range(1, saved + 1))
-    free = max(count, 1) * 2**29 - 1
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
-
-    store.check_room(free // max(count, 1), saves)
-    if count:
-        message = rf"free; {count} of 512\.0 MiB need .*checkpoint\.keep = 3.*output_dir"
-        with pytest.raises(CheckpointError, match=message):
-            store.check_room(2**29, saves)
-
-
 def draw() -> list[float]:
     return [random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), torch.randn(()).item()]
 
 
-def test_random_states_survive_a_checkpoint(store):
+def test_random_states_survive_a_checkpoint(store, monkeypatch):
     random.gauss(0, 1), np.random.randn()  # each leaves a second normal number in its state
     store.save(1, {}, {"rng": capture_rng()})
     expected = [draw(), draw()]
 
-    loaded = store.load_latest()
-    restore_rng(loaded.state["rng"])
+    restore_rng(store.load_latest().state["rng"])
 
     assert [draw(), draw()] == expected
-
-
-def test_cuda_states_survive_and_are_not_dropped_without_cuda(monkeypatch):
     if torch.cuda.is_available():
         torch.rand(1, device="cuda")
-        state = capture_rng()
-        expected = torch.rand(5, device="cuda")
+        state, expected = capture_rng(), torch.rand(5, device="cuda")
         restore_rng(state)
         assert torch.equal(torch.rand(5, device="cuda"), expected)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -12,7 +12,7 @@ import resource
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -22,16 +22,14 @@ import numpy as np
 import pytest
 
 from grpo_fast.record import files
-from grpo_fast.record.files import JsonlLog, RunInUse, locked_run_dir, read_jsonl
+from grpo_fast.record.files import RunInUse, append_jsonl, locked_run_dir, read_jsonl, rewind_jsonl
 
 FORK = multiprocessing.get_context("fork")  # a process of its own without imports of its own
 
 
 @pytest.fixture
-def log(tmp_path: Path) -> Iterator[JsonlLog]:
-    log = JsonlLog(tmp_path / "log.jsonl")
-    yield log
-    log.close()
+def log(tmp_path: Path) -> Path:
+    return tmp_path / "log.jsonl"
 
 
 @pytest.mark.parametrize("error", [None, KeyboardInterrupt])
@@ -46,7 +44,7 @@ def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch
 
 
 def on_a_full_disk(work: Callable[[], None]) -> str:
-    """What a process that does the work is told, where files end at 40 bytes."""
+    """The error of a process that does the work where files end at 40 bytes."""
 
     def run(result: Any) -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -63,58 +61,53 @@ def on_a_full_disk(work: Callable[[], None]) -> str:
     return receiver.recv()
 
 
-def test_a_full_disk_is_told_with_the_file_that_it_has_no_room_for(tmp_path: Path):
+def test_a_full_disk_leaves_whole_files_and_lines_and_is_named(tmp_path: Path, log: Path):
+    def append() -> None:
+        append_jsonl(log, {"step": 1})
+        try:
+            append_jsonl(log, {"step": 2, "text": "x" * 100})
+        finally:
+            append_jsonl(log, {"step": 3})
+
+    assert "cannot append" in (message := on_a_full_disk(append)) and str(log) in message
+    assert [record["step"] for record in read_jsonl(log)] == [1, 3]
+
     path = tmp_path / "config.yaml"
     message = on_a_full_disk(lambda: files.write_whole(path, 100 * b"x"))
     assert "cannot be written" in message and str(path) in message
-    assert not [*tmp_path.iterdir()]
+    assert [*tmp_path.iterdir()] == [log]
 
 
-def test_records_are_read_back_as_they_were_written_whole_and_as_numbers_or_null(tmp_path: Path):
-    path = tmp_path / "log.jsonl"
-    path.write_bytes(b'{"step": 1}\n{"step": 2, "re')
+def test_records_are_read_as_they_were_written_with_null_for_nan(log: Path):
     text = {"text": "two\nlines, \u2028, ü and a broken \udc80 byte", "values": [0.1, 1 / 3, 1e-300, 7]}
     infinite = [float("nan"), float("-inf")]
 
-    log = JsonlLog(path)  # and the half-written line is gone
-    log.append(text, {})
-    log.append({"a": np.float32(0.5), "b": np.int64(3), "c": {"d": infinite}, "e": True})
-    log.close()
+    append_jsonl(log, text, {})
+    append_jsonl(log, {"a": np.float32(0.5), "b": np.int64(3), "c": {"d": infinite}, "e": True})
 
-    assert path.read_bytes().endswith(b'{"a": 0.5, "b": 3, "c": {"d": [null, null]}, "e": true}\n')
-    assert read_jsonl(path)[:-1] == [{"step": 1}, text, {}]
+    assert log.read_bytes().endswith(b'{"a": 0.5, "b": 3, "c": {"d": [null, null]}, "e": true}\n')
+    assert read_jsonl(log)[:-1] == [text, {}]
 
 
-def test_going_back_to_a_step_forgets_what_came_after(log: JsonlLog):
-    log.append({"step": 1}, {"step": 2}, {"step": 2}, {"step": 3})
-    log.rewind(2)
-    log.append({"step": 4})
-    assert [record["step"] for record in read_jsonl(log.path)] == [1, 2, 2, 4]
+@pytest.mark.parametrize("torn", [b'{"step": 4, "re', b"\0\0\0\n"])
+def test_going_back_to_a_step_cuts_off_later_and_torn_lines(log: Path, torn: bytes, caplog):
+    rewind_jsonl(log, 2)  # makes it
+    append_jsonl(log, {"step": 1}, {"step": 2}, {"step": 2}, {"step": 3})
+    log.write_bytes(log.read_bytes() + torn)
+    assert [record["step"] for record in read_jsonl(log)] == [1, 2, 2, 3]
+    rewind_jsonl(log)
+    assert "log.jsonl: its last line was torn and is lost" in caplog.text
+    append_jsonl(log, {"step": 4})
+    assert [record["step"] for record in read_jsonl(log)] == [1, 2, 2, 3, 4]
+    rewind_jsonl(log, 2)
+    assert [record["step"] for record in read_jsonl(log)] == [1, 2, 2]
 
 
-def test_reading_leaves_out_an_unfinished_last_line_and_names_any_other_damage(tmp_path: Path):
-    path = tmp_path / "log.jsonl"
-    assert read_jsonl(path) == []  # absent
-
-    path.write_bytes(b'{"step": 1}\n{"st')
-    assert read_jsonl(path) == [{"step": 1}]
-
+def test_a_damaged_line_is_named(log: Path):
     for damaged, line in ((b'{"step": 1}\n{"st\n{"step": 3}\n', "line 2"), (b"[1]\n", "line 1")):
-        path.write_bytes(damaged)
-        with pytest.raises(ValueError, match=line):
-            read_jsonl(path)
-
-
-def test_a_write_that_finds_no_room_leaves_whole_lines_and_says_which_file(log: JsonlLog):
-    def append() -> None:
-        log.append({"step": 1})
-        try:
-            log.append({"step": 2, "text": "x" * 100})
-        finally:
-            log.append({"step": 3})
-
-    assert "cannot append" in (message := on_a_full_disk(append)) and str(log.path) in message
-    assert [record["step"] for record in read_jsonl(log.path)] == [1, 3]
+        log.write_bytes(damaged)
+        with pytest.raises(ValueError, match=rf"log\.jsonl, {line}: no JSON object"):
+            read_jsonl(log)
 
 
 def record_of(step: int) -> dict[str, Any]:
@@ -122,48 +115,41 @@ def record_of(step: int) -> dict[str, Any]:
 
 
 def keep_writing(path: Path, first: int, sender: Any) -> None:
-    log = JsonlLog(path)
-    log.rewind(first - 1)
+    rewind_jsonl(path, first - 1)
     for step in range(first, 10**9):
-        log.append(record_of(step))
+        append_jsonl(path, record_of(step))
         if step == first:
             sender.send("writing")
 
 
-def test_a_file_killed_at_random_points_and_taken_up_again_equals_one_written_in_one_go(
-    tmp_path: Path, dice: random.Random
-):
-    path, step = tmp_path / "log.jsonl", 0
-
+def test_a_file_killed_at_random_and_resumed_equals_a_whole_one(log: Path, dice: random.Random):
+    step = 0
     for _ in range(5):
         receiver, sender = FORK.Pipe(duplex=False)
-        writer = FORK.Process(target=keep_writing, args=(path, step, sender))
+        writer = FORK.Process(target=keep_writing, args=(log, step, sender))
         writer.start()
         assert receiver.recv() == "writing"
         time.sleep(dice.uniform(0, 0.05))
         writer.kill()
         writer.join()
-        step = dice.randint(0, path.read_bytes().count(b"\n"))  # a checkpoint somewhere in what was written
+        step = dice.randint(0, log.read_bytes().count(b"\n"))  # a checkpoint somewhere in what was written
 
-    log = JsonlLog(path)
-    log.rewind(step - 1)
-    log.close()
+    rewind_jsonl(log, step - 1)
     expected = [record_of(i) for i in range(step)]
-    assert read_jsonl(path) == expected
-    assert path.read_bytes() == b"".join(json.dumps(record).encode() + b"\n" for record in expected)
+    assert log.read_bytes() == b"".join(json.dumps(record).encode() + b"\n" for record in expected)
 
 
 def hold(run_dir: Path, start, results, end) -> None:
     start.wait()
     try:
-        with locked_run_dir(run_dir):
+        with locked_run_dir(run_dir / "new" / "run"):
             results.put("held")
             end.wait()
     except RunInUse as error:
         results.put(str(error))
 
 
-def test_of_processes_that_start_at_one_instant_exactly_one_holds_the_folder(tmp_path: Path):
+def test_of_several_processes_exactly_one_holds_the_folder(tmp_path: Path):
     start, end, results = FORK.Event(), FORK.Event(), FORK.Queue()
     processes = [FORK.Process(target=hold, args=(tmp_path, start, results, end)) for _ in range(6)]
     for process in processes:
@@ -185,7 +171,7 @@ def hold_with_a_worker(run_dir: Path, workers) -> None:
         signal.pause()
 
 
-def test_a_killed_holder_is_named_before_and_forgotten_after_though_its_worker_lives_on(tmp_path: Path):
+def test_a_lock_names_its_holder_and_ends_with_it_despite_workers(tmp_path: Path):
     workers = FORK.Queue()
     holder = FORK.Process(target=hold_with_a_worker, args=(tmp_path, workers))
     holder.start()
@@ -202,9 +188,7 @@ def test_a_killed_holder_is_named_before_and_forgotten_after_though_its_worker_l
         os.kill(worker, signal.SIGKILL)
 
 
-def test_a_file_system_without_locks_is_told_and_trained_on_and_one_that_cannot_be_written_is_refused(
-    tmp_path: Path, monkeypatch, caplog
-):
+def test_a_disk_without_locks_is_used_and_an_unwritable_one_refused(tmp_path: Path, monkeypatch, caplog):
     unsupported = OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
     monkeypatch.setattr(fcntl, "flock", Mock(side_effect=unsupported))
     with locked_run_dir(tmp_path):
@@ -212,8 +196,6 @@ def test_a_file_system_without_locks_is_told_and_trained_on_and_one_that_cannot_
     for path, method in ((tmp_path / "run.lock" / "run", "mkdir"), (tmp_path, "fsync")):
         if method == "fsync":
             monkeypatch.setattr(files.os, "fsync", Mock(side_effect=OSError(errno.ENOSPC, "no room")))
-        with (
-            pytest.raises(OSError, match=f"cannot write to {path}: .*another output_dir"),
-            locked_run_dir(path),
-        ):
+        refused = pytest.raises(OSError, match=f"cannot write to {path}: .*another output_dir")
+        with refused, locked_run_dir(path):
             pass

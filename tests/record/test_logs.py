@@ -1,3 +1,5 @@
+"""The files of a run: their lines, and what a resumed run keeps of them."""
+
 from __future__ import annotations
 
 import random
@@ -37,7 +39,7 @@ def test_every_file_has_its_lines_before_the_logs_are_closed(tmp_path: Path) -> 
     assert start["versions"]["torch"] == torch.__version__
 
 
-def test_a_run_taken_up_at_a_checkpoint_forgets_what_came_after(tmp_path: Path, dice: random.Random) -> None:
+def test_a_run_resumed_at_a_checkpoint_forgets_what_came_after(tmp_path: Path, dice: random.Random) -> None:
     checkpoint = dice.randint(0, 15)
 
     def write(logs: RunLogs, first: int, last: int) -> None:
@@ -48,8 +50,9 @@ def test_a_run_taken_up_at_a_checkpoint_forgets_what_came_after(tmp_path: Path, 
 
     write(open_logs(tmp_path / "whole"), 1, 20)
     write(open_logs(tmp_path / "resumed"), 1, 15)
-    with (tmp_path / "resumed" / "metrics.jsonl").open("ab") as file:
-        file.write(b'{"step": 16, "lo')
+    for name in ("metrics.jsonl", "provenance.jsonl"):
+        with (tmp_path / "resumed" / name).open("ab") as file:
+            file.write(b'{"step": 16, "lo')
     resumed = open_logs(tmp_path / "resumed")
     resumed.rewind(checkpoint)
     write(resumed, checkpoint + 1, 20)

@@ -18,7 +18,6 @@ from grpo_fast.policy import PolicyOptimizer
 from grpo_fast.policy.optimizer import Diverged
 from grpo_fast.record.checkpoint import (
     Checkpoint,
-    CheckpointError,
     CheckpointSaveError,
     CheckpointStore,
 )
@@ -91,7 +90,7 @@ def whole_run(toy: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.mark.parametrize(("target", "error"), [(FORWARD, KeyboardInterrupt()), (SYNC, ValueError("bug"))])
-def test_a_run_that_fails_before_an_update_saves_the_step_before_and_resumes_as_if_nothing_had_been(
+def test_a_failure_before_an_update_is_resumed_as_if_it_had_not_been(
     toy, contents, tmp_path: Path, whole_run: Path, fail, target: str, error: BaseException
 ):
     config = in_process(toy, tmp_path / "failed")
@@ -124,9 +123,7 @@ def test_a_failure_while_a_step_is_written_down_keeps_the_step(toy, tmp_path: Pa
     assert [record["step"] for record in read_jsonl(tmp_path / "run" / "metrics.jsonl")] == [*range(6)]
 
 
-def test_amid_several_updates_nothing_is_saved_and_the_message_names_the_last_checkpoint(
-    toy, tmp_path: Path, fail
-):
+def test_amid_several_updates_nothing_is_saved(toy, tmp_path: Path, fail):
     config = in_process(toy, tmp_path / "run", num_iterations=2, checkpoint={"every": 2})
     said = fail(config, BACKWARD, KeyboardInterrupt(), call=2)
     assert "amid the update of step 4" in said and "the last is of step 2" in said
@@ -149,7 +146,7 @@ def test_a_run_that_diverges_keeps_and_names_the_newest_checkpoint_before(
 
 
 @pytest.mark.parametrize("every", [1, 3])
-def test_weights_that_a_step_has_made_infinite_are_found_by_the_save_or_by_the_next_rollout(
+def test_infinite_weights_are_found_by_the_save_or_the_next_rollout(
     toy, tmp_path: Path, monkeypatch, every: int
 ):
     run_dir, step = tmp_path / "run", PolicyOptimizer.step
@@ -174,39 +171,27 @@ def test_a_model_whose_first_gradient_is_not_finite_is_to_blame_itself(toy, tmp_
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
-def test_a_run_that_diverges_without_a_checkpoint_leaves_finite_weights_to_export_and_not_to_resume(
-    toy, tmp_path: Path, fail
-):
+def test_a_run_that_diverges_without_a_checkpoint_can_be_exported(toy, tmp_path: Path, fail):
     config = in_process(toy, tmp_path / "run")
-    weights = tmp_path / "run" / "checkpoints" / "step-00000003.weights"
+    saved = tmp_path / "run" / "checkpoints" / "step-00000003"
     said = fail(config, STEP, NAN)
-    assert "no checkpoint from before" in said and f"`grpo-fast export {weights} OUT`" in said
+    assert "no checkpoint from before" in said and f"`grpo-fast export {saved} OUT`" in said
 
     export_run(tmp_path / "run", tmp_path / "out")
     assert (tmp_path / "out" / "model.safetensors").exists()
-    with pytest.raises(CheckpointError, match="weights alone"):
-        train(config, resume=str(weights), display=False)
 
 
-@pytest.mark.parametrize("room", ["for the weights", "for nothing"])
-def test_the_last_step_s_weights_alone_are_saved_where_a_checkpoint_has_no_room(
-    toy, tmp_path: Path, monkeypatch, room: str
-):
-    run_dir = tmp_path / "run"
-
-    write, tried = FileSystem.create_stream, []
+def test_a_last_checkpoint_without_room_ends_the_run_with_an_error(toy, tmp_path: Path, monkeypatch):
+    write = FileSystem.create_stream
 
     def full(files: FileSystem, path: Path, mode: str) -> Any:
-        if path.parent.name == "step-00000003.tmp" and not (tried and room == "for the weights"):
-            tried.append(path)
+        if path.parent.name == "step-00000003.tmp":
             raise OSError(errno.ENOSPC, "No space left on device")
         return write(files, path, mode)
 
     monkeypatch.setattr(FileSystem, "create_stream", full)
-    said = "grpo-fast export" if room == "for the weights" else "cannot save .*step-00000003"
-    with pytest.raises(CheckpointSaveError, match=said):
-        train(in_process(toy, run_dir, max_steps=3, checkpoint={"every": 2, "keep": 1}), display=False)
+    config = in_process(toy, tmp_path / "run", max_steps=3, checkpoint={"every": 2})
+    with pytest.raises(CheckpointSaveError, match=r"cannot save .*step-00000003.*newest .*step-00000002"):
+        train(config, display=False)
 
-    found = CheckpointStore(run_dir / "checkpoints")
-    assert found.load_intact().step == 2
-    assert found.load_latest().step == (3 if room == "for the weights" else 2)
+    assert newest(config).step == 2

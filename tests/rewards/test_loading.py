@@ -6,7 +6,6 @@ from grpo_fast.config.rewards import RewardConfig
 from grpo_fast.data import Prompt
 from grpo_fast.rewards import load_rewards
 from grpo_fast.rollout import Completion
-from grpo_fast.run.alike import code_digests
 
 USER_FILE = """
 from dataclasses import dataclass
@@ -106,27 +105,3 @@ def test_what_cannot_be_loaded_is_refused(folder, reward, options, named):
     with pytest.raises(ValueError, match=re.escape(named)) as caught:
         load(reward, **options)
     assert reward.partition(":")[0] in str(caught.value)
-
-
-def test_code_is_digested_with_what_it_imports_of_the_users_own(folder, monkeypatch):
-    monkeypatch.syspath_prepend(str(folder))
-    (folder / "package_of_mine").mkdir()
-    files = {
-        "scores.py": "import json, numpy, helpers_of_mine\nfrom package_of_mine.deep import of\ndef f(): ...",
-        "helpers_of_mine.py": "raise RuntimeError('it is read, not run')",
-        "package_of_mine/__init__.py": "",
-        "package_of_mine/deep.py": "from . import beside\nfrom grpo_fast import Callback",
-        "package_of_mine/beside.py": "X = 1",
-    }
-    for name, text in files.items():
-        (folder / name).write_text(text)
-    tree = {"rewards": [{"reward": "scores.py:f"}, {"reward": "length"}], "source": "nowhere:f"}
-    tree |= {"loss": {"loss_type": "package_of_mine.beside:X"}, "callbacks": ["gone.py:f", "__main__:f@12ab"]}
-    modules = {"helpers_of_mine", "package_of_mine", "package_of_mine.deep", "package_of_mine.beside"}
-
-    before = code_digests(tree)
-
-    assert before.keys() == {"scores.py", *modules}
-    (folder / "package_of_mine" / "beside.py").write_text("X = 2")
-    after = code_digests(tree)
-    assert {place for place in before if before[place] != after[place]} == {"package_of_mine.beside"}

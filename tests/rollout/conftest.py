@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import gc
-import os
 import string
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from unittest.mock import patch
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models
-from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -28,6 +26,7 @@ from transformers import (
 from grpo_fast.config.policy import ModelConfig
 from grpo_fast.config.rollout import VLLMConfig
 from grpo_fast.policy import load_policy
+from grpo_fast.policy.recurrent import keep_step_limits
 
 TOKENS = {"vocab_size": 30, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
 # vLLM's attention on a CPU wants heads of at least 32.
@@ -64,7 +63,9 @@ def made(family: str) -> PreTrainedModel:
     config.update(TOKENS | changes)
     # transformers' SDPA leaves Gemma 2's softcap out
     eager = {"attn_implementation": "eager"} if family not in ("llama", "qwen3", "mistral", "gemma3") else {}
-    return AutoModelForCausalLM.from_config(config, **eager).eval()
+    model = AutoModelForCausalLM.from_config(config, **eager).eval()
+    keep_step_limits(model)  # as `load_policy` does
+    return model
 
 
 @pytest.fixture
@@ -125,7 +126,7 @@ _MAMBA = {
 _SERVED_MIXED = {"layer_types": ["linear_attention", "full_attention"]}
 SERVED_KINDS = {
     "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 48, "norm_topk_prob": True},  # padded to 64
-    "granitemoehybrid": _MAMBA | _SERVED_MIXED | {"num_local_experts": 4, "shared_intermediate_size": 64},
+    "granitemoehybrid": _MAMBA | _SERVED_MIXED | {"num_local_experts": 0, "shared_intermediate_size": 64},
     "falcon_h1": _MAMBA | {"mamba_d_ssm": 128},
     "nemotron_h": {
         **{"layer_types": ["linear_attention", "full_attention", "mlp"], "num_hidden_layers": 3},
@@ -169,51 +170,17 @@ def on_vllms_cpu() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def plain_layouts(on_vllms_cpu: None) -> Callable[[], AbstractContextManager]:
-    """vLLM on a CPU keeps its weights as it does on a GPU, whatever it would pack them for."""
-    from vllm.model_executor.layers import utils
-
-    def plain(layer: nn.Module, remove_weight: bool) -> None:
-        layer.cpu_linear = nn.functional.linear
-
-    return lambda: patch.object(utils, "dispatch_cpu_unquantized_gemm", plain)
-
-
-@pytest.fixture
-def amx(on_vllms_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM packs small weights as on a CPU with AMX. Without AVX-512's bfloat16 its kernels abort."""
-    from vllm.model_executor.layers import utils
-
-    switched_off = "ONEDNN_MAX_CPU_ISA" in os.environ
-    packs = hasattr(torch.ops._C, "convert_weight_packed") and torch.cpu._is_avx512_bf16_supported()
-    if switched_off or not packs:
-        pytest.skip("vLLM's kernels for weights packed for AMX need AVX-512 for bfloat16")
-    chosen = utils.check_cpu_sgl_kernel
-
-    def chosen_with_amx(*weight: object) -> bool:
-        with patch.object(torch.cpu, "_is_amx_tile_supported", lambda: True):  # attention asks, too
-            return chosen(*weight)
-
-    monkeypatch.setattr(utils, "check_cpu_sgl_kernel", chosen_with_amx)
-
-
-@pytest.fixture(scope="module")
-def running_vllm(plain_layouts: Callable) -> Callable[..., AbstractContextManager]:
-    """`with running_vllm(folder, dtype=…, plain=…) as (engine, policy)`: `plain` as under `plain_layouts`."""
+def running_vllm(on_vllms_cpu: None) -> Callable[..., AbstractContextManager]:
+    """`with running_vllm(folder, dtype=…) as (engine, policy)`."""
 
     @contextmanager
-    def running(
-        folder: Path, *, dtype: str, plain: bool, lora=None, head: bool = True, bits=None, **settings
-    ) -> Iterator:
+    def running(folder: Path, *, dtype: str, lora=None, head: bool = True, bits=None, **settings) -> Iterator:
         from grpo_fast.rollout.vllm.engine import VLLMEngine
 
         own = {"lora": lora, "train_lm_head": head, "quantization": bits}
         model = ModelConfig(path=str(folder), dtype=dtype, device="cpu", **own)
         policy, config = load_policy(model), VLLMConfig(kv_cache_gib=0.05, **settings)
-        with (
-            plain_layouts() if plain else nullcontext(),
-            VLLMEngine(policy, config, max_length=256) as engine,
-        ):
+        with VLLMEngine(policy, config, max_length=256) as engine:
             yield engine, policy
 
     return running

@@ -16,7 +16,7 @@ from grpo_fast.cli import main
 from grpo_fast.config.rollout import RolloutConfig, VLLMConfig
 from grpo_fast.rollout import Sampling, make_engine, require_engine
 from grpo_fast.rollout.engines import ENGINES, Trained, engine_kind
-from grpo_fast.rollout.vllm import start
+from grpo_fast.rollout.vllm import settings
 
 ELSEWHERE = '''
 from grpo_fast.rollout import Completion, EngineKind
@@ -117,7 +117,7 @@ def test_the_plan_sees_the_weights_go_the_way_that_vllm_starts_with(
     )
     rollout, kind = RolloutConfig(engine="vllm", vllm=config), engine_kind("vllm")
     try:
-        choices = start.choose(policy, config)
+        choices = settings.choose(policy, config)
     except ValueError:
         return  # refused before anything is planned
 

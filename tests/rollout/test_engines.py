@@ -48,7 +48,7 @@ def served(request, saved_model) -> Iterator[SimpleNamespace]:
         request.getfixturevalue("on_vllms_cpu")
         import vllm  # noqa: F401  a first import sets some variables of its own
     policy = load_policy(ModelConfig(path=str(saved_model()), dtype="float32", device="cpu"))
-    config = RolloutConfig(engine=request.param, vllm=VLLMConfig(kv_cache_gib=0.05))
+    config = RolloutConfig(engine=request.param, vllm=VLLMConfig(kv_cache_gib=0.05, share_weights=False))
     before = state_of_the_process()
     with make_engine(config, policy, max_length=256) as engine:
         assert state_of_the_process() == before

@@ -15,7 +15,7 @@ from grpo_fast.config.policy import ModelConfig
 from grpo_fast.config.rollout import RolloutConfig, VLLMConfig
 from grpo_fast.data.dataset import PromptDataset, prompts_of
 from grpo_fast.data.images import ImageReader
-from grpo_fast.data.table import Completions
+from grpo_fast.data.table import CompletionTable
 from grpo_fast.policy import Policy, load_policy, pack
 from grpo_fast.rollout import Engine, make_engine
 from grpo_fast.rollout.types import Sampling, generate_rollout
@@ -33,7 +33,7 @@ def agree(
     groups = generate_rollout(engine, dataset, 3, Sampling(max_completion_length=12))
     drawn = [completion for group in groups for completion in group]
     owners = [owner for owner in range(len(dataset)) for _ in range(3)]
-    table = Completions.of(
+    table = CompletionTable.of(
         [dataset[owner].token_ids for owner in owners],
         [completion.token_ids for completion in drawn],
         owners,
@@ -53,14 +53,14 @@ def test_completions_have_the_logprobs_that_the_trainer_computes(kind: str, tmp_
         ModelConfig(path=str(save_vision_model(tmp_path, kind)), dtype="float32", device="cpu")
     )
     if kind == "gemma4":
-        policy.tokenizer.images = ImageReader(lambda: OfGemma4(tmp_path))
+        policy.image_reader = ImageReader(lambda: OfGemma4(tmp_path))
     rows: list[dict[str, Any]] = [
         {"prompt": "how many", "images": [picture(64, 64), picture(90, 40)]},
         {"prompt": "how many shapes", "image": picture(40, 64)},
         {"prompt": "how many shapes", "image": picture(40, 64)},
         {"prompt": "how many shapes", "image": None},
     ]
-    dataset = prompts_of(rows, DatasetConfig(source="rows"), policy.tokenizer)
+    dataset = prompts_of(rows, DatasetConfig(source="rows"), policy.tokenizer, images=policy.image_reader)
     with make_engine(RolloutConfig(engine="transformers"), policy, max_length=64) as engine:
         agree(policy, engine, dataset, 1e-5)
 
@@ -73,10 +73,10 @@ def with_vllm(folder: Path, kind: str, **text: Any) -> tuple[Policy, PromptDatas
     model = ModelConfig(path=str(save_vision_model(folder, kind, **heads, **text)), dtype=dtype, device="cpu")
     policy = load_policy(model)
     if kind == "gemma4":
-        policy.tokenizer.images = ImageReader(lambda: OfGemma4(folder))
+        policy.image_reader = ImageReader(lambda: OfGemma4(folder))
     rows = [{"prompt": "how many", "image": picture(64, 64)} for _ in range(2)]
     config = RolloutConfig(engine="vllm", vllm=VLLMConfig(kv_cache_gib=0.05))
-    dataset = prompts_of(rows, DatasetConfig(source="rows"), policy.tokenizer)
+    dataset = prompts_of(rows, DatasetConfig(source="rows"), policy.tokenizer, images=policy.image_reader)
     return policy, dataset, make_engine(config, policy, max_length=128)
 
 

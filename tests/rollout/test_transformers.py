@@ -1,3 +1,5 @@
+"""The engine on the trainer's own model: it samples the model's distribution, in either decoding loop."""
+
 from __future__ import annotations
 
 import random
@@ -7,23 +9,17 @@ from types import SimpleNamespace
 import peft
 import pytest
 import torch
+from transformers import BertConfig, BertLMHeadModel, GenerationConfig
 
 from grpo_fast.config.rollout import RolloutConfig
-from grpo_fast.rollout import Sampling, make_engine, shared_prefix
-from grpo_fast.rollout import transformers as engine_module
-from grpo_fast.rollout.decoder import EvenDecoder, ExpandedDecoder, InFlight, RecomputedDecoder, bounded_steps
-from grpo_fast.rollout.shared_prefix import HybridDecoder, SharedPrefixDecoder
-from grpo_fast.rollout.transformers import TransformersEngine
+from grpo_fast.policy import Policy
+from grpo_fast.rollout import Sampling, decoder, make_engine
+from grpo_fast.rollout.transformers import OwnCopyEngine, TransformersEngine
 
-SYSTEM = (0, *range(3, 23))  # long enough to be worth prefilling once for all
-LATENT = ["deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "minicpm3", "youtu"]
-HYBRID = ["qwen3_next", "qwen3_5_text", "olmo_hybrid", "kimi_linear", "bamba", "nemotron_h", "falcon_h1"]
-HYBRID += ["zamba2", "lfm2", "zaya", "jamba"]
-FAMILIES = dict.fromkeys(["llama", "qwen3", "hrm_text", *LATENT], SharedPrefixDecoder)
-FAMILIES |= dict.fromkeys(HYBRID, HybridDecoder)
-FAMILIES |= dict.fromkeys(["mistral", "gemma2", "gemma3", "diffllama", "mamba", "mamba2"], ExpandedDecoder)
-FAMILIES |= dict.fromkeys(["minimax", "xlstm"], EvenDecoder)
-FAMILIES |= dict.fromkeys(["rwkv", "recurrent_gemma"], RecomputedDecoder)
+SYSTEM = (0, *range(3, 23))  # long enough to be worth reading once for all
+PLAIN = ["llama", "qwen3", "mistral", "gemma2", "gemma3", "diffllama", "deepseek_v3", "minicpm3", "hrm_text"]
+OTHER = ["qwen3_next", "qwen3_5_text", "olmo_hybrid", "kimi_linear", "bamba", "nemotron_h", "falcon_h1"]
+OTHER += ["lfm2", "zaya", "jamba", "mamba", "mamba2", "minimax", "xlstm", "deepseek_v4", "bloom"]
 SAMPLING = Sampling(max_completion_length=12, seed=7)
 GREEDY = replace(SAMPLING, temperature=0.0)
 
@@ -35,14 +31,27 @@ def random_prompts(seed: int, count: int, *, system: tuple[int, ...] = ()) -> li
 
 @pytest.fixture
 def engine_for(tokenizer):
-    return lambda model, **options: TransformersEngine(model, tokenizer, **({"eos_ids": (1,)} | options))
+    def engine_for(model, *, loop: str | None = None, **options) -> TransformersEngine:
+        engine = TransformersEngine(model, tokenizer, **({"eos_ids": (1,)} | options))
+        if loop is not None:
+            vars(engine)["_reads_prompts_once"] = loop == "decode"
+        return engine
+
+    return engine_for
 
 
 def without(model: torch.nn.Module, tokens: tuple[int, ...]) -> None:
-    """Make the model never draw these tokens."""
+    """Make the model never sample these tokens."""
     bias = torch.zeros(model.config.vocab_size)
     bias[list(tokens)] = -1e4
     model.lm_head.bias = torch.nn.Parameter(bias)
+
+
+def read_by(model) -> list[int]:
+    """How many tokens each forward reads from now on."""
+    read: list[int] = []
+    model.get_input_embeddings().register_forward_hook(lambda _, given, __: read.append(given[0].numel()))
+    return read
 
 
 def token_ids(groups) -> list[list[tuple[int, ...]]]:
@@ -53,43 +62,63 @@ def as_policy(model) -> SimpleNamespace:
     return SimpleNamespace(base_model=model, device=model.device)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*PLAIN, *OTHER])
 @pytest.mark.parametrize("system", [(), SYSTEM], ids=["distinct", "common-beginning"])
 @pytest.mark.drawn(8)
-def test_logprobs_equal_those_of_a_full_forward_and_greedy_equals_transformers_generate(
+def test_logprobs_are_the_models_own_and_greedy_is_its_generate(
     family, system, seed, engine_for, family_model, largest_difference
 ):
     model, prompts = family_model(family), random_prompts(seed, 5, system=system)
     engine = engine_for(model)
-    assert engine._decoder_type is FAMILIES[family]
+    assert engine._reads_prompts_once == (family in PLAIN)
 
     groups = engine.generate(prompts, 4, replace(SAMPLING, temperature=0.6))
 
     assert largest_difference(as_policy(model), prompts, groups, 0.6) < 1e-4
     for prompt, (completion,) in zip(prompts, engine.generate(prompts, 1, GREEDY), strict=True):
-        with bounded_steps(model):
-            expected = model.generate(
-                torch.tensor([prompt]), do_sample=False, max_new_tokens=SAMPLING.max_completion_length
-            )
+        expected = model.generate(
+            torch.tensor([prompt]), do_sample=False, max_new_tokens=SAMPLING.max_completion_length
+        )
         assert completion.token_ids == tuple(expected[0, len(prompt) :].tolist())
 
 
-@pytest.mark.parametrize("apart", [16, 128], ids=["common-beginning-once", "with-each-prompt"])
-@pytest.mark.parametrize("drop_below", [0.0, 1.0])
-def test_neither_sharing_prefixes_nor_dropping_finished_rows_changes_what_is_drawn(
-    model, seed, engine_for, monkeypatch, apart, drop_below
-):
-    prompts, warm = random_prompts(seed, 6, system=SYSTEM), replace(SAMPLING, temperature=2.0)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"temperature": 0.6},
+        {"temperature": 0.0},
+        {"top_k": 3, "min_p": 0.1},
+        {"top_p": 0.6},
+        {"stop": ("z",)},
+    ],
+    ids=str,
+)
+def test_both_loops_sample_the_same_completions(options, model, seed, engine_for, monkeypatch):
+    prompts, sampling = random_prompts(seed, 6, system=SYSTEM), replace(SAMPLING, **options)
+    model.generation_config = GenerationConfig(repetition_penalty=3.0, top_k=1)  # which neither reads
     ends = (1, 4, 5, 6, 7)
-    with monkeypatch.context() as patch:
-        patch.setattr(SharedPrefixDecoder, "supports", classmethod(lambda way, model: False))
-        expanded = engine_for(model, eos_ids=ends).generate(prompts, 4, warm)
-    monkeypatch.setattr(shared_prefix, "WORTH_APART", apart)
-    monkeypatch.setattr(engine_module, "DROP_BELOW", drop_below)
+    expected = engine_for(model, eos_ids=ends, loop="generate").generate(prompts, 4, sampling)
+    for drop_below in (0.0, 1.0):
+        monkeypatch.setattr(decoder, "DROP_BELOW", drop_below)
+        found = engine_for(model, eos_ids=ends, loop="decode").generate(prompts, 4, sampling)
+        assert token_ids(found) == token_ids(expected)
 
-    shared = engine_for(model, eos_ids=ends).generate(prompts, 4, warm)
 
-    assert token_ids(shared) == token_ids(expanded)
+def test_a_prompt_is_read_once_and_finished_rows_are_left_out(model, engine_for):
+    prompts = [(*SYSTEM, 3), (*SYSTEM, 4, 5, 6)]
+    read, without_end = read_by(model), without(model, (1,))
+    engine_for(model).generate(prompts, 8, Sampling(3, seed=0))
+    probes = len(read) - 4
+    assert without_end is None and read[probes:] == [len(SYSTEM), 2 * 3, 16, 16]
+
+
+def test_generate_ends_with_the_last_completion(model, engine_for):
+    without(model, tuple(i for i in range(30) if i != 1))
+    engine = engine_for(model, loop="generate").__enter__()
+    read = read_by(model)
+    engine.generate([(3, 4), (5,)], 2, Sampling(100))
+    assert read == [8]
 
 
 @torch.no_grad()
@@ -128,24 +157,25 @@ def test_an_end_token_at_the_last_position_is_not_a_truncation(model, seed, engi
     assert (completion.token_ids, completion.truncated, completion.text) == ((1,), False, "")
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral"])
-def test_a_token_budget_splits_the_work_and_neither_it_nor_company_changes_what_is_drawn(
+@pytest.mark.parametrize("family", ["llama", "mistral", "lfm2", "mamba2"])
+def test_batches_within_the_token_budget_do_not_change_a_sample(
     family, seed, engine_for, family_model, monkeypatch
 ):
     monkeypatch.setattr("grpo_fast.rollout.types.REPORT_SECONDS", 0.0)
     model, prompts = family_model(family), random_prompts(seed, 6)
     whole = engine_for(model).generate(prompts, 3, SAMPLING)
-    engine, sizes = engine_for(model, max_batch_tokens=70), []
-    draw_together, kv_tokens = engine._draw_together, engine._decoder_type.kv_tokens
+    engine, sizes = engine_for(model, max_batch_tokens=70).__enter__(), []
+    batches = engine._batches
 
-    def spied(rows, *rest) -> None:
-        longest, distinct = max(len(row.prompt) for row in rows), len({row.prompt for row in rows})
-        sizes.append(kv_tokens(InFlight(distinct, longest, len(rows), SAMPLING.max_completion_length)))
-        draw_together(rows, *rest)
+    def spied(pending):
+        for batch in batches(pending):
+            longest = max(len(row.prompt) for row in batch)
+            sizes.append(len(batch) * (longest + SAMPLING.max_completion_length))
+            yield batch
 
     done: set[int] = set()
     observer = SimpleNamespace(group_done=lambda *_: done.add(len(sizes)), progress=lambda *_: None)
-    monkeypatch.setattr(engine, "_draw_together", spied)
+    monkeypatch.setattr(engine, "_batches", spied)
 
     assert token_ids(engine.generate(prompts, 3, SAMPLING, observer=observer)) == token_ids(whole)
 
@@ -155,7 +185,7 @@ def test_a_token_budget_splits_the_work_and_neither_it_nor_company_changes_what_
     assert token_ids(alone) == token_ids(engine_for(model).generate(prompts, 1, GREEDY))
 
 
-def test_a_budget_below_one_completion_and_missing_end_tokens_are_refused(model, tokenizer, engine_for):
+def test_a_budget_below_one_completion_and_missing_ends_are_refused(model, tokenizer, engine_for):
     parts = {"model": model, "tokenizer": tokenizer, "eos_token_ids": (1, 2), "device": model.device}
     with make_engine(RolloutConfig(max_batch_tokens=14), SimpleNamespace(**parts, sharded=False)) as engine:
         assert (engine.model, engine.eos_ids) == (model, (1, 2))
@@ -165,65 +195,84 @@ def test_a_budget_below_one_completion_and_missing_end_tokens_are_refused(model,
         engine_for(model, eos_ids=())
 
 
-def test_training_mode_and_attention_come_back_and_checkpointing_does_not_hinder(model, seed, engine_for):
-    prompts, engine = random_prompts(seed, 3), engine_for(model)
+@pytest.mark.parametrize("loop", ["decode", "generate"])
+def test_the_model_stays_as_it_was_after_success_and_failure(loop, model, seed, engine_for, monkeypatch):
+    prompts, engine = random_prompts(seed, 3), engine_for(model, loop=loop)
     expected = engine.generate(prompts, 2, SAMPLING)
     model.train()
     model.model.layers[0].mlp.eval()
     model.gradient_checkpointing_enable()
     modes = {name: module.training for name, module in model.named_modules()}
+    generation_config = model.generation_config
 
     assert engine.generate(prompts, 2, SAMPLING) == expected
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(model.model.layers[1].mlp, "forward", lambda *_: 1 / 0)
+        engine.generate(prompts, 2, SAMPLING)
 
     assert {name: module.training for name, module in model.named_modules()} == modes
-    assert model.config._attn_implementation == "sdpa"
+    assert model.generation_config is generation_config
     ids = torch.tensor([[3, 4, 5]])
     model(ids, labels=ids).loss.backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-def test_a_model_that_swallows_attention_arguments_has_its_prompts_copied(
-    model, engine_for, seed, monkeypatch, caplog, largest_difference
-):
-    layer, prompts = type(model.model.layers[0]), random_prompts(seed, 3)
-    forward = layer.forward
-    monkeypatch.setattr(
-        layer, "forward", lambda self, x, shared_prefix=None, **rest: forward(self, x, **rest)
-    )
-
-    groups = engine_for(model).generate(prompts, 2, SAMPLING)
-
-    assert largest_difference(as_policy(model), prompts, groups) < 1e-4
-    assert "a copy of its prompt's keys and values: LlamaForCausalLM called" in caplog.text
-
-
-def test_a_failure_in_the_middle_leaves_the_model_as_it_was(model, engine_for, monkeypatch):
-    without(model, (1,))  # a second token is decoded
-    model.train()
+@pytest.mark.parametrize("family", ["minimax", "qwen3_next", "mamba2"])
+def test_sampling_leaves_nothing_in_a_recurrent_model(family, seed, family_model, engine_for):
+    model, prompts = family_model(family), random_prompts(seed, 3)
+    ids = torch.randint(3, 29, (3, 9))
+    with torch.no_grad():
+        before = model(ids, use_cache=False).logits
     engine = engine_for(model)
-    assert engine._decoder_type is SharedPrefixDecoder
-    monkeypatch.setattr(SharedPrefixDecoder, "attend", lambda *_: 1 / 0)
+    first = engine.generate(prompts, 3, SAMPLING)
 
-    with pytest.raises(ZeroDivisionError):
-        engine.generate([(3, 4)], 2, SAMPLING)
+    assert engine.generate(prompts, 3, SAMPLING) == first
+    loss = model(ids, use_cache=False).logits.float().square().mean()
+    with torch.no_grad():
+        assert torch.equal(model(ids, use_cache=False).logits, before)
+    loss.backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
 
-    assert model.training
-    assert model.config._attn_implementation == "sdpa"
+
+def test_a_model_that_cannot_be_sampled_is_refused_with_the_reason(model, engine_for, monkeypatch):
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    bert = BertLMHeadModel(BertConfig(vocab_size=30, initializer_range=0.5, **sizes)).eval()
+    with pytest.raises(ValueError, match=r"BertLMHeadModel cannot be sampled.* nats .*rollout\.engine"):
+        engine_for(bert).__enter__()
+
+    monkeypatch.setattr(model.model, "forward", lambda **_: {}["missing"])
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM cannot be sampled.*KeyError.*rollout\.engine"):
+        engine_for(model).__enter__()
 
 
-def test_lora_adapters_take_part_at_once(model, seed, engine_for, largest_difference):
-    adapted = peft.get_peft_model(
-        model, peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
-    )
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3", "lfm2"])
+def test_lora_adapters_take_part_at_once(family, family_model, seed, engine_for, largest_difference):
+    lora = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    adapted = peft.get_peft_model(family_model(family), lora)
     prompts = random_prompts(seed, 3)
 
     groups = engine_for(adapted).generate(prompts, 2, SAMPLING)
 
-    assert largest_difference(as_policy(adapted.eval()), prompts, groups) < 1e-4
+    assert largest_difference(as_policy(adapted.eval().get_base_model()), prompts, groups) < 1e-4
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "deepseek_v3", "minimax"])
+def test_a_copy_of_its_own_samples_alike(family, seed, family_model, tokenizer, largest_difference):
+    """As in mode shard, where the engine has gathered the weights."""
+    policy, prompts = Policy(family_model(family), tokenizer), random_prompts(seed, 3)
+    engine = OwnCopyEngine(policy)
+    engine.sync(policy)
+    engine.wake()
+
+    groups = engine.generate(prompts, 2, SAMPLING)
+
+    assert largest_difference(as_policy(policy.base_model), prompts, groups) < 1e-4
+    engine.sleep()
+    assert engine.freed() > 0
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_next"])
 def test_bf16_on_a_gpu_matches_its_full_forward(family, seed, engine_for, family_model, largest_difference):
     model = family_model(family).to("cuda", torch.bfloat16)
     prompts = random_prompts(seed, 5, system=SYSTEM)

@@ -19,7 +19,7 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def test_a_run_stands_for_its_newest_checkpoint_and_a_checkpoint_leads_to_its_run(run):
+def test_a_run_and_its_checkpoints_are_found(run):
     assert locate(run) == (run, None)
     assert locate(run / "checkpoints" / "step-7") == (run, run / "checkpoints" / "step-7")
     with pytest.raises(FileNotFoundError, match="is neither a run's directory"):

@@ -70,7 +70,7 @@ def test_what_vllm_cannot_be_shown_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("grpo_fast.rollout.vllm.kind.require_vllm", lambda: None)
-    monkeypatch.setattr("grpo_fast.rollout.vllm.rules.find_spec", lambda name: installed or None)
+    monkeypatch.setattr("grpo_fast.rollout.vllm.settings.find_spec", lambda name: installed or None)
     settings["model"] = {"path": str(save_vision_model(tmp_path / "gemma3", "gemma3")), "device": "cpu"}
     if not images:
         settings["dataset"] = [{"prompt": "how many", "answer": "one"}] * 4

@@ -24,7 +24,7 @@ TO_DECIDE: Outcome = "needs a decision"
 
 
 @dataclass(frozen=True)
-class Row:
+class ForeignKey:
     """One foreign key."""
 
     key: str  # dotted, as in the source
@@ -43,7 +43,7 @@ class Conversion:
 
     source: str  # "Axolotl", "TRL" or "NeMo-RL"
     given: Places  # what the source sets
-    rows: tuple[Row, ...]
+    rows: tuple[ForeignKey, ...]
 
     @property
     def fill_in(self) -> tuple[str, ...]:
@@ -132,7 +132,7 @@ def convert_entries(
     entries = [*entries, *(Entry(key, defaults[key], rules[key], note, missing=True) for key in missing)]
     places: Places = {"algorithm": "dpo"} if preference else {}
     set_by = dict.fromkeys(places, "the kind of file")
-    rows: list[Row] = []
+    rows: list[ForeignKey] = []
     # The loss first: it decides which of its constants are read.
     for entry in sorted(entries, key=lambda entry: "loss_type" not in entry.key):
         try:
@@ -147,12 +147,12 @@ def convert_entries(
             outcome = LEFT_OUT if isinstance(error, NotApplicable) else TO_DECIDE
             if outcome == TO_DECIDE or not entry.missing:
                 reason = f"{entry.note}: {error}" if entry.missing else str(error)
-                rows.append(Row(entry.key, entry.value, outcome, reason=reason))
+                rows.append(ForeignKey(entry.key, entry.value, outcome, reason=reason))
             continue
         outcome = "renamed" if any(place != entry.key for place in found) else "taken"
         outcome = "written for a default" if entry.missing else outcome
         reason = entry.note or ("" if found else "it is so here anyway")
-        rows.append(Row(entry.key, entry.value, outcome, tuple(found), reason))
+        rows.append(ForeignKey(entry.key, entry.value, outcome, tuple(found), reason))
         places |= found
         set_by |= dict.fromkeys(found, entry.key)
     return Conversion(source, places, tuple(rows))

@@ -1,21 +1,18 @@
-"""Does vLLM compute what the policy computes, read what its tokenizer writes, and survive its own sleep?
+"""Does vLLM compute what the policy computes, and read what its tokenizer writes?
 
-Asked when the engine starts, with one short text. vLLM's sleep restores parameters' addresses and registered
-buffers; a tensor that a model keeps as a plain attribute in dropped memory comes back as garbage, and
-nothing but the output tells.
+Checked when the engine starts, with one short text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from grpo_fast.policy.architecture import own_logits, random_tokens, rounding_nats
 from grpo_fast.rollout.transformers import evaluation_mode
-from grpo_fast.rollout.vllm.weights import storage_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -37,10 +34,10 @@ def agree(first: Tensor, second: Tensor, model: PreTrainedModel) -> bool:
 
 
 @torch.no_grad()
-def require_agreement(policy: Policy, tokens: Sequence[int], logprobs: Tensor) -> float:
+def require_agreement(policy: Policy, tokens: Sequence[int], logprobs: Tensor, level: int) -> float:
     """Mean nats between vLLM's `logprobs` (T - 1,) of T tokens but the first and the policy's.
 
-    Raises ValueError where vLLM computes something else than the policy.
+    Raises ValueError where vLLM, whose sleep is of this level, computes something else than the policy.
     """
     with evaluation_mode(policy.model):
         logits = policy.run(lambda: own_logits(policy.base_model, tokens))[:-1].cpu()
@@ -50,7 +47,8 @@ def require_agreement(policy: Policy, tokens: Sequence[int], logprobs: Tensor) -
         raise ValueError(
             f"vLLM computes other log-probabilities for {type(policy.base_model).__name__} than the policy "
             f"does, by {apart:.2g} nats; its implementation of the model differs, or its reload of the "
-            "weights is not exact: set rollout.engine to transformers"
+            f"weights is not exact: set {'rollout.vllm.sleep_level to 1, or ' * (level == 2)}"
+            "rollout.engine to transformers"
         )
     return apart
 
@@ -64,31 +62,3 @@ def require_same_tokenizer(ours: Any, theirs: Any) -> None:
             f"the policy's {type(ours).__name__} and would miss rollout.stop; leave stop out, or set "
             "rollout.engine to transformers"
         )
-
-
-def unregistered_tensors(model: nn.Module, *, without: Collection[int] = ()) -> list[Tensor]:
-    """Tensors, each memory once, that modules or their objects keep unregistered, `without` some storages."""
-    found: dict[int, Tensor] = {}
-    known = {storage_of(tensor) for tensor in (*model.parameters(), *model.buffers())}.union(without)
-    seen: set[int] = set()
-    for module in model.modules():
-        for tensor in _tensors_in(vars(module), seen):
-            if tensor.numel() and storage_of(tensor) not in known:
-                found.setdefault(storage_of(tensor), tensor)
-    return list(found.values())
-
-
-def _tensors_in(value: Any, seen: set[int]) -> Iterator[Tensor]:
-    """Real ones alone: a compiled model keeps tensors without memory, and its graphs' outputs."""
-    if type(value) in (Tensor, nn.Parameter):
-        yield value
-        return
-    if id(value) in seen or isinstance(value, nn.Module):
-        return
-    seen.add(id(value))
-    where = type(value).__module__
-    if where.startswith("vllm.") and not where.startswith(("vllm.compilation.", "vllm.config.")):
-        value = getattr(value, "__dict__", ())
-    items = value.values() if isinstance(value, dict) else value
-    for item in items if isinstance(value, (dict, list, tuple)) else ():
-        yield from _tensors_in(item, seen)

@@ -12,7 +12,6 @@ import itertools
 import logging
 import signal
 import threading
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
@@ -23,19 +22,26 @@ import torch
 from torch import Tensor
 
 from grpo_fast.config.rollout import VLLMConfig
-from grpo_fast.data.images import opened
 from grpo_fast.distributed.shards import local
 from grpo_fast.distributed.world import SINGLE_PROCESS, World
 from grpo_fast.policy.source import first_not_finite
 from grpo_fast.policy.vision import sees_images
 from grpo_fast.rollout.requests import Request, Requests
 from grpo_fast.rollout.sampling import any_seed, seeded
-from grpo_fast.rollout.types import Collector, Completion, Prompts, RolloutObserver, Sampling, check_prompts
+from grpo_fast.rollout.types import (
+    Collector,
+    Completion,
+    PromptTokens,
+    RolloutObserver,
+    Sampling,
+    check_prompts,
+)
 from grpo_fast.rollout.vllm import checks
-from grpo_fast.rollout.vllm.rules import require_vision
+from grpo_fast.rollout.vllm.convert import completion_of, content_of, params_of
+from grpo_fast.rollout.vllm.settings import choose, require_vision
 from grpo_fast.rollout.vllm.sleep import SleepCycle
-from grpo_fast.rollout.vllm.start import choose, keeping_ranks, start, stopped, telling_what_a_cpu_lacks
-from grpo_fast.rollout.vllm.weights import WeightSync, fingerprint, storage_of
+from grpo_fast.rollout.vllm.start import keeping_ranks, start, stopped
+from grpo_fast.rollout.vllm.weights import WeightSync, weight_versions
 
 if TYPE_CHECKING:
     from vllm import LLM, SamplingParams
@@ -106,11 +112,14 @@ class VLLMEngine:
             self._cycle.level = (1 if shared else 2) if choices.level == "auto" else choices.level
             self._max_length = int(self._vllm.model_config.max_model_len)  # of a prompt and its completion
             policy.fix_rope(self._max_length)  # by which vLLM has chosen its own
-            self._probe = checks.probe_tokens(policy)[: self._max_length - 1]
+            probe = checks.probe_tokens(policy)[: self._max_length - 1]
+            if self._cycle.level == 2:
+                # Waking restores parameters and buffers. Tensors that the model keeps elsewhere come back as
+                # garbage, which nothing but the output shows.
+                self.sleep()
             self.sync(policy)
-            with telling_what_a_cpu_lacks(policy):
-                logprobs = self._probe_logprobs()
-            apart = checks.require_agreement(policy, self._probe, logprobs)
+            self.wake()
+            apart = checks.require_agreement(policy, probe, self._probe_logprobs(probe), self._cycle.level)
             if policy.quantized:
                 own = f"a base of its own in full precision, for {choices.obstacle}"
                 reason = f"beside {'the 4-bit base of the policy' if choices.shares else own}"
@@ -121,15 +130,13 @@ class VLLMEngine:
                     reason,
                     apart,
                 )
-            if self._cycle.level == 2:
-                self._rehearse()
         except BaseException:
             self.close()
             raise
 
     def generate(
         self,
-        prompts: Prompts,
+        prompts: PromptTokens,
         n: int,
         sampling: Sampling,
         *,
@@ -152,7 +159,8 @@ class VLLMEngine:
             shown = images or [None] * len(prompts)
             on_gpu, architecture = self._policy.device.type == "cuda", self._policy.base_model.config
             require_vision(architecture, on_gpu=on_gpu, images=any(shown))
-            contents = [self._content(prompt, one) for prompt, one in zip(prompts, shown, strict=True)]
+            pairs = zip(prompts, shown, strict=True)
+            contents = [content_of(self._policy, prompt, one) for prompt, one in pairs]
             asked.append((changed, contents, n, replace(sampling, seed=any_seed(sampling))))
         if any(changed for changed, *_ in asked):
             self.sync(self._policy)
@@ -170,7 +178,7 @@ class VLLMEngine:
         first = self._world.rank - self._place
         for member, (_, given, count, how) in enumerate(asked[first : first + self._parallel]):
             for index, number in itertools.product(range(len(given)), range(count)):
-                params = self._params(seeded(how, index, number))
+                params = params_of(self._policy, seeded(how, index, number))
                 done = partial(collect, index, number) if member == self._place else self._completion
                 work.append((member, given[index], params, done))
         batches = iter([work])
@@ -197,8 +205,8 @@ class VLLMEngine:
                 except ValueError as error:
                     requests.give(request, error)
                     continue
-                params = self._params(replace(sampling, seed=any_seed(sampling)))
-                yield self._place, self._content(ids, None), params, partial(answer, request)
+                params = params_of(self._policy, replace(sampling, seed=any_seed(sampling)))
+                yield self._place, content_of(self._policy, ids), params, partial(answer, request)
 
         def answer(request: Request, output: Any) -> None:
             requests.give(request, self._completion(output))
@@ -217,7 +225,7 @@ class VLLMEngine:
         """Since they were taken over. Raises RuntimeError where the engine is closed or sleeps."""
         self._require_open()
         self._cycle.require_awake()
-        return fingerprint(self._policy) != self._synced
+        return weight_versions(self._policy) != self._synced
 
     def _require_servable(self, name: str, prompt: Sequence[int], sampling: Sampling) -> None:
         """Raises ValueError where there is no room, or stop strings would be missed."""
@@ -247,9 +255,8 @@ class VLLMEngine:
             if on_gpu:
                 torch.cuda.synchronize(policy.device)  # the optimiser's last kernels may still be writing
             self._cycle.wake_weights()
-        with self._world.all_succeed(
-            "the copy of vLLM's weights"
-        ):  # or one without room would repeat it alone
+        # All together: one without room would else repeat it while the others wait.
+        with self._world.all_succeed("the copy of vLLM's weights"):
             self._sync(everything=self._cycle.weights_dropped)
             if on_gpu:
                 torch.cuda.synchronize(policy.device)
@@ -260,7 +267,7 @@ class VLLMEngine:
                 raise RuntimeError(
                     "vLLM keeps cached keys and values of older weights: requests are in flight"
                 )
-        self._synced = fingerprint(policy)
+        self._synced = weight_versions(policy)
 
     def wake(self) -> None:
         self._require_open()
@@ -321,10 +328,6 @@ class VLLMEngine:
     def _require_open(self) -> None:
         _ = self._vllm
 
-    def _kv_tensors(self) -> Iterator[Tensor]:
-        for cache in self._worker.model_runner.kv_caches:
-            yield from (cache if isinstance(cache, (list, tuple)) else (cache,))
-
     def _run(self, arrivals: Arrivals) -> None:
         """Draw what `arrivals`, called before each step with whether nothing is in flight, gives until None.
 
@@ -351,60 +354,8 @@ class VLLMEngine:
             if in_flight:
                 vllm.abort_request(list(in_flight))
 
-    def _params(self, sampling: Sampling) -> SamplingParams:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        return SamplingParams(
-            **{name: getattr(sampling, name) for name in ("temperature", "top_p", "top_k", "min_p", "seed")},
-            max_tokens=sampling.max_completion_length,
-            stop=list(sampling.stop),
-            include_stop_str_in_output=True,
-            stop_token_ids=list(self._policy.eos_token_ids),
-            ignore_eos=True,  # `stop_token_ids` names them all
-            logprobs=0 if sampling.logprobs else None,  # 0: of the drawn token alone
-            flat_logprobs=True,
-            detokenize=bool(sampling.stop),
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
-
-    def _content(self, prompt: Sequence[int], images: PromptImages | None) -> Any:
-        """A prompt as vLLM takes it; where there are images it finds the tokens for each by itself."""
-        if images is None:
-            return {"prompt_token_ids": list(prompt)}
-        ids = self._policy.tokenizer(images.text, add_special_tokens=False)["input_ids"]
-        shown = [opened(image) for image in images.images]
-        return {"prompt_token_ids": ids, "multi_modal_data": {"image": shown}}
-
     def _completion(self, output: Any) -> Completion:
-        """Raises FloatingPointError where a log-probability is not a number."""
-        drawn = output.outputs[0]
-        token_ids = tuple(drawn.token_ids)
-        logprobs = None if drawn.logprobs is None else tuple(drawn.logprobs.logprobs)
-        if not all(-float("inf") < logprob <= 0.0 for logprob in logprobs or ()):
-            raise FloatingPointError(
-                "vLLM drew from logits that hold NaN or infinity: the weights have likely diverged"
-            )
-        (text,) = self._policy.tokenizer.batch_decode(
-            [list(token_ids)], skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-        experts = self._experts(output) if self._tells_experts else None
-        truncated = drawn.finish_reason == "length"
-        return Completion(token_ids, logprobs, text, truncated, experts=experts)
-
-    def _experts(self, output: Any) -> Any:
-        """(t, L, k) of all tokens but the last. Raises RuntimeError where vLLM tells others."""
-        drawn = output.outputs[0]
-        told, read = drawn.routed_experts, len(output.prompt_token_ids) + len(drawn.token_ids) - 1
-        routing = self._policy.routing
-        layout = None if routing is None else routing.shape
-        shape = None if told is None else told.shape
-        if shape is None or shape[0] < read or layout not in (None, shape[1:]):
-            raise RuntimeError(
-                f"vLLM tells experts of shape {shape} for {read} tokens, whose layers and experts are "
-                f"{layout} in the policy; set rollout.router_replay to false"
-            )
-        return told[:read].astype("int16")
+        return completion_of(self._policy, output, self._tells_experts)
 
     def _tokens_in_flight(self) -> int:
         """Drawn so far by this rank's requests that have not ended."""
@@ -412,37 +363,15 @@ class VLLMEngine:
         detokenizers = [state.detokenizer for name, state in states.items() if name.startswith(own)]
         return sum(detokenizer.num_output_tokens() for detokenizer in detokenizers if detokenizer is not None)
 
-    def _probe_logprobs(self) -> Tensor:
-        """(T - 1,) of a fixed text's tokens but the first."""
-        params = self._params(Sampling(max_completion_length=1, temperature=0.0))
+    def _probe_logprobs(self, probe: Sequence[int]) -> Tensor:
+        """(T - 1,) of T tokens but the first."""
+        params = params_of(self._policy, Sampling(max_completion_length=1, temperature=0.0))
         outputs: list[Any] = []
         params.prompt_logprobs, params.flat_logprobs = 0, False
-        batches = iter([[(0, self._content(self._probe, None), params, outputs.append)]])
+        batches = iter([[(0, content_of(self._policy, probe), params, outputs.append)]])
         self._run(lambda idle: next(batches, None if idle else ()))
-        pairs = zip(self._probe[1:], outputs[0].prompt_logprobs[1:], strict=True)
+        pairs = zip(probe[1:], outputs[0].prompt_logprobs[1:], strict=True)
         return torch.tensor([logprobs[token].logprob for token, logprobs in pairs])
-
-    def _rehearse(self) -> None:
-        """Sleep and wake once at level 2; where something does not survive it, repair it and use level 1."""
-        kv = {storage_of(tensor) for tensor in self._kv_tensors()}
-        unregistered = checks.unregistered_tensors(self._worker.get_model(), without=kv)
-        values = [tensor.detach().to("cpu", copy=True) for tensor in unregistered]
-        before = self._probe_logprobs()
-        self.sleep()
-        self.sync(self._policy)
-        self.wake()
-        if checks.agree(before, self._probe_logprobs(), self._policy.base_model):
-            return
-        with torch.inference_mode():  # in which vLLM may have made them
-            for tensor, value in zip(unregistered, values, strict=True):
-                tensor.copy_(value)
-        self._cycle.level = 1
-        checks.require_agreement(self._policy, self._probe, self._probe_logprobs())
-        warnings.warn(
-            f"{type(self._policy.base_model).__name__} does not survive vLLM's sleep level 2: something of "
-            "it lies outside parameters and buffers; level 1 is used, and takes host memory for the weights",
-            stacklevel=3,
-        )
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from grpo_fast.config.rollout import RolloutConfig
 from grpo_fast.rollout.engines import EngineKind, Trained, Weights
 from grpo_fast.rollout.vllm import experts_problem, require_vllm
-from grpo_fast.rollout.vllm.rules import keeps_adapters, require_vision, sharing_obstacle
+from grpo_fast.rollout.vllm.settings import keeps_adapters, require_vision, sharing_obstacle
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -22,15 +22,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from grpo_fast.rollout.vllm.repairs import packed_experts, packed_ties
-
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
     from vllm.v1.engine.llm_engine import LLMEngine
 
     from grpo_fast.policy import Policy
 
-Weights = Iterable[tuple[str, Tensor]]
+NamedTensors = Iterable[tuple[str, Tensor]]
 Way = Literal["shared", "direct", "portable", "adapter"]
 
 
@@ -66,7 +64,7 @@ class _Watcher(TorchDispatchMode):
         self._name = ""
         self._weight: Tensor | None = None
 
-    def handing_out(self, weights: Weights) -> Iterator[tuple[str, Tensor]]:
+    def handing_out(self, weights: NamedTensors) -> Iterator[tuple[str, Tensor]]:
         for name, weight in weights:
             self._name, self._weight = name, weight
             yield name, weight
@@ -83,7 +81,7 @@ class _Watcher(TorchDispatchMode):
 
 
 @torch.no_grad()
-def watch_loading(load: Callable[[Weights], object], weights: Weights) -> list[Placement]:
+def watch_loading(load: Callable[[NamedTensors], object], weights: NamedTensors) -> list[Placement]:
     """Load `weights` with the engine's own loader; returns where they went, in order."""
     with _Watcher() as watcher:
         load(watcher.handing_out(weights))
@@ -188,7 +186,7 @@ def checkpoint_weights(policy: Policy, *, adapters: bool = True) -> Iterator[tup
             yield from revert_weight_conversion(policy.base_model, {name: tensor}).items()
 
 
-def fingerprint(policy: Policy) -> tuple[int, ...]:
+def weight_versions(policy: Policy) -> tuple[int, ...]:
     """Changes with every in-place operation on a trained parameter that torch knows of: none on its rows."""
     return tuple(parameter._version for parameter in policy.trainable().values())
 
@@ -211,8 +209,6 @@ class WeightSync:
         self.adapter: LoRARequest | None = None
         self._engine = engine
         self._policy = policy
-        self._packed_ties = packed_ties(model)
-        self._packed_experts = packed_experts(model) if policy.device.type == "cpu" else []
         self._placements: dict[str, list[Placement]] = defaultdict(list)
         for place in placements:
             self._placements[place.name].append(place)
@@ -300,13 +296,9 @@ class WeightSync:
         return None
 
     def _reload(self) -> None:
-        for method in self._packed_experts:
-            method.moe_kernel = None
         self._engine.collective_rpc(
             "reload_weights", kwargs={"weights_iterator": checkpoint_weights(self._policy)}
         )
-        for module in self._packed_ties:
-            module.quant_method.process_weights_after_loading(module)
 
     def _send_adapter(self) -> None:
         """As a new adapter each time, through a folder of a few MB, which every version of vLLM reads."""

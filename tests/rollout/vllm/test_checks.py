@@ -1,4 +1,4 @@
-"""What the engine asks of vLLM before anything depends on it, and what a sleep may drop, on one engine."""
+"""What the engine checks of vLLM at its start, and what sleep level 2 may drop, on one engine."""
 
 from __future__ import annotations
 
@@ -8,15 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from grpo_fast.rollout import Sampling
-from grpo_fast.rollout.vllm.checks import (
-    agree,
-    require_agreement,
-    require_same_tokenizer,
-    unregistered_tensors,
-)
+from grpo_fast.rollout.vllm.checks import agree, probe_tokens, require_agreement, require_same_tokenizer
 
 SAMPLING = Sampling(max_completion_length=20, seed=11)
 PROMPTS = [(5, 6, 7), (8, 9, 10, 11, 12)]
@@ -25,7 +19,7 @@ PROMPTS = [(5, 6, 7), (8, 9, 10, 11, 12)]
 @pytest.fixture(scope="module")
 def direct(saved_model, running_vllm) -> Iterator[SimpleNamespace]:
     """An engine that lies in memory as on a GPU, its head frozen."""
-    options = {"dtype": "float32", "plain": True, "head": False}
+    options = {"dtype": "float32", "share_weights": False, "head": False}
     with running_vllm(saved_model(tied=False), **options) as (engine, policy):
         yield SimpleNamespace(engine=engine, policy=policy)
 
@@ -67,7 +61,7 @@ def test_weights_and_cached_keys_that_level_two_drops_come_back_whole(
     def drop() -> None:
         for parameter in engine._worker.get_model().parameters():  # frozen ones with the others
             parameter.data.fill_(torch.nan)
-        for cache in engine._kv_tensors():
+        for cache in engine._worker.model_runner.kv_caches:
             cache.fill_(1e4)  # attention masks what a block does not hold yet by a factor of 0
 
     def noted(name: str) -> None:
@@ -83,24 +77,6 @@ def test_weights_and_cached_keys_that_level_two_drops_come_back_whole(
     assert step(direct, shake, largest_difference) < 1e-3
     wakes = [("wake_up", ["weights"]), ("reset_prefix_cache",), ("wake_up", ["kv_cache"])]
     assert calls == [("sleep", 2), *wakes]
-
-
-def test_a_model_that_level_two_damages_is_repaired_and_put_to_level_one(
-    direct, dropping, shake, largest_difference, monkeypatch
-):
-    dropping(lambda: None)
-    direct.engine._rehearse()
-    assert direct.engine._cycle.level == 2  # of a model that it leaves whole
-    layer, scale = direct.engine._worker.get_model().model.layers[0].mlp, torch.ones(())
-    forward = layer.forward
-    monkeypatch.setattr(layer, "scale", scale, raising=False)  # a plain attribute
-    monkeypatch.setattr(layer, "forward", lambda x: forward(x) * scale)
-    dropping(lambda: scale.fill_(torch.nan))
-    with pytest.warns(UserWarning, match="does not survive"):
-        direct.engine._rehearse()
-
-    assert (direct.engine._cycle.level, scale) == (1, 1)
-    assert step(direct, shake, largest_difference) < 1e-3
 
 
 def test_frozen_weights_are_sent_again_only_when_they_were_dropped(
@@ -119,12 +95,15 @@ def test_a_model_that_vllm_computes_differently_is_refused(direct, monkeypatch):
     norm, engine = direct.engine._worker.get_model().model.norm, direct.engine
     # A tenth of the logits and less: at 1, one random model in twenty hardly differs.
     monkeypatch.setattr(norm, "variance_epsilon", 100.0)
+    tokens = probe_tokens(direct.policy)
+    logprobs = engine._probe_logprobs(tokens)
 
-    with pytest.raises(ValueError, match=r"LlamaForCausalLM.*rollout\.engine"):
-        require_agreement(direct.policy, engine._probe, engine._probe_logprobs())
+    for level, remedy in ((1, r"set rollout\.engine"), (2, r"set rollout\.vllm\.sleep_level to 1, or")):
+        with pytest.raises(ValueError, match=rf"LlamaForCausalLM.*{remedy}"):
+            require_agreement(direct.policy, tokens, logprobs, level)
 
 
-def test_agreement_is_up_to_rounding_of_the_dtype_and_device_and_never_with_what_is_no_number():
+def test_agreement_is_up_to_rounding_and_never_with_nan():
     zeros = torch.zeros(4)
     half, gpu, cpu = (
         SimpleNamespace(dtype=dtype, device=torch.device(device))
@@ -133,18 +112,6 @@ def test_agreement_is_up_to_rounding_of_the_dtype_and_device_and_never_with_what
     assert agree(zeros, zeros + 0.1, half) and not agree(zeros, zeros + 0.1, gpu)
     assert agree(zeros, zeros + 0.01, gpu) and not agree(zeros, zeros + 0.01, cpu)
     assert not agree(zeros, torch.tensor([0.0, 0.0, 0.0, torch.nan]), half)
-
-
-def test_unregistered_tensors_are_plain_attributes_each_memory_once():
-    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    module[0].scale = torch.ones(3)
-    module[1].tables = {"cos": [torch.ones(4)], "same": module[0].scale[:2]}
-    module[1].cache = torch.ones(5)
-    module[1].weight_view = module[1].weight.data
-
-    found = unregistered_tensors(module, without={module[1].cache.untyped_storage().data_ptr()})
-
-    assert sorted(tensor.untyped_storage().nbytes() for tensor in found) == [12, 16]
 
 
 def test_a_tokenizer_that_decodes_differently_is_refused(tokenizer):

@@ -52,11 +52,10 @@ def test_cycles_give_the_memory_back_and_keep_sampler_and_policy_together(name, 
 
 
 def test_the_cycles_of_a_gpu_run_on_a_cpu_without_sleep(
-    plain_layouts: Callable, saved_model: Callable, largest_difference: Callable, monkeypatch: Any
+    on_vllms_cpu: None, saved_model: Callable, largest_difference: Callable, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 0))
-    with plain_layouts():
-        cycles("without sleep", saved_model(), largest_difference, "cpu", kv_cache_gib=0.05)
+    cycles("without sleep", saved_model(), largest_difference, "cpu", kv_cache_gib=0.05)
 
 
 @pytest.mark.gpu

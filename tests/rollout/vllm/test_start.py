@@ -17,14 +17,12 @@ from grpo_fast.config.load import load_config
 from grpo_fast.config.rollout import RolloutConfig, VLLMConfig
 from grpo_fast.distributed.world import World
 from grpo_fast.rollout import make_engine, require_engine, vllm
-from grpo_fast.rollout.vllm import IN_PROCESS, require_vllm, start, version_problem
+from grpo_fast.rollout.vllm import IN_PROCESS, require_vllm, settings, start, version_problem
+from grpo_fast.rollout.vllm.settings import choose, engine_arguments, graph_sizes, require_positions
 from grpo_fast.rollout.vllm.sleep import GIB
 from grpo_fast.rollout.vllm.start import (
     cached_model_folder,
-    choose,
-    engine_arguments,
     require_device,
-    require_positions,
     require_processes,
     starting,
     stopped,
@@ -48,16 +46,14 @@ def policy(device: str = "cuda", *, rank: int | None = None, experts: bool = Fal
 @pytest.fixture
 def installed(monkeypatch):
     def installed(version: str | None) -> None:
-        for module in (vllm, start):
+        for module in (vllm, settings, start):
             monkeypatch.setattr(module, "installed_version", lambda: version)
 
     return installed
 
 
 @pytest.mark.parametrize("version", [None, "0.23.9", "0.34.0", "dev"])
-def test_a_missing_or_unknown_vllm_is_refused_and_passed_over_by_auto_as_any_is_on_a_cpu(
-    version, model, installed
-):
+def test_auto_passes_over_a_missing_or_unknown_vllm(version, model, installed):
     assert not any(map(version_problem, ("0.24.0", "0.26.1.post1", "0.32.0+cpu", "0.33.0rc1")))
     installed("0.32.0")
     assert make_engine(RolloutConfig(), policy("cpu", model=model)).name == "transformers"
@@ -98,7 +94,7 @@ def test_what_would_fail_later_is_refused_before_a_policy_is_loaded(monkeypatch,
         require_vllm()
 
 
-def test_what_vllm_was_told_by_the_environment_is_left_to_it_and_its_own_settings_are_taken_back(monkeypatch):
+def test_a_start_leaves_the_environment_as_it_was(monkeypatch):
     given = {"VLLM_LOGGING_LEVEL": "info", "PYTORCH_ALLOC_CONF": "expandable_segments:True", "KEPT": "before"}
     for name, value in given.items():
         monkeypatch.setenv(name, value)
@@ -138,7 +134,7 @@ SHARE = {"gpu_memory_utilization": 0.375}
 
 
 @pytest.mark.parametrize(
-    ("device", "settings", "longest", "expected"),
+    ("device", "given", "longest", "expected"),
     [
         # Memory for keys and values: by the configuration, then a share.
         ("cpu", {}, None, {"kv_cache_memory_bytes": GIB, "enforce_eager": True, "max_model_len": -1}),
@@ -153,10 +149,10 @@ SHARE = {"gpu_memory_utilization": 0.375}
         ("cuda", {"tensor_parallel_size": 2}, None, {"tensor_parallel_size": 2}),
     ],
 )
-def test_vllm_is_started_by_configuration_then_device(monkeypatch, device, settings, longest, expected):
+def test_vllm_is_started_by_configuration_then_device(monkeypatch, device, given, longest, expected):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60, 80))
 
-    arguments = engine_arguments(policy(device), VLLMConfig(**settings), False, longest)
+    arguments = engine_arguments(policy(device), VLLMConfig(**given), False, longest)
 
     assert expected.items() <= arguments.items()
     assert ("kv_cache_memory_bytes" in arguments) == (device == "cpu" or "kv_cache_memory_bytes" in expected)
@@ -176,16 +172,16 @@ def test_prompts_of_a_hybrid_are_cached_on_a_gpu_alone(monkeypatch):
         assert engine_arguments(asked, VLLMConfig(), False, None)["enable_prefix_caching"] == cached
 
 
-def test_graphs_are_captured_of_every_batch_up_to_the_largest_and_no_larger_one():
-    assert start.graph_sizes(1) == [1]
-    assert start.graph_sizes(20) == [1, 2, 4, 8, 16, 20]
+def test_graphs_are_captured_up_to_the_largest_batch():
+    assert graph_sizes(1) == [1]
+    assert graph_sizes(20) == [1, 2, 4, 8, 16, 20]
     for largest in range(2, 1025):
-        sizes = start.graph_sizes(largest)
+        sizes = graph_sizes(largest)
         assert sizes == sorted(set(sizes)) and sizes[-1] == largest and len(sizes) <= 36
         assert all(b - a <= max(8, largest / 16) for a, b in pairwise(sizes))
 
 
-def test_a_float32_head_wants_a_vllm_that_has_one_and_adapters_a_rank_that_it_takes(installed):
+def test_a_float32_head_and_ranks_of_lora_are_what_vllm_has(installed):
     def arguments(adapters: bool = True, rank: int = 12) -> dict[str, Any]:
         return engine_arguments(policy("cpu", rank=rank), VLLMConfig(fp32_head=True), adapters, 9)
 
@@ -223,13 +219,6 @@ def test_the_processes_that_vllm_joins_are_the_trainers(monkeypatch, processes):
         require_processes(World(size=2))
 
 
-def test_vllm_on_a_cpu_needs_a_compiler_and_on_a_gpu_none(monkeypatch):
-    monkeypatch.setenv("PATH", "")
-    assert choose(policy("cuda"), VLLMConfig()).shares
-    with pytest.raises(ValueError, match=r"no (g|clang)\+\+: install it, or set engine to transformers"):
-        choose(policy("cpu"), VLLMConfig())
-
-
 QLORA = {"rank": 8, "quantized": True}
 
 
@@ -247,9 +236,8 @@ QLORA = {"rank": 8, "quantized": True}
         ("cuda", QLORA, {"tensor_parallel_size": 2}, (True, False, "auto")),
         ("cpu", QLORA, {}, (True, True, 0)),
         ("cpu", QLORA, {"share_weights": False}, (True, False, 0)),
-        ("cpu", {"rank": 8}, {"lora_sync": "adapter"}, (True, False, 0)),
-        ("cpu", {}, {}, (False, False, 0)),
-        ("cpu", {}, {"share_weights": True}, (False, True, 0)),
+        ("cpu", {"rank": 8}, {"lora_sync": "adapter"}, (True, True, 0)),
+        ("cpu", {}, {}, (False, True, 0)),
         ("cuda", {"rank": 8}, {"share_weights": True}, "share_weights = true.*lora_sync"),
         ("cuda", {}, {"share_weights": True, "tensor_parallel_size": 4}, "tensor_parallel_size = 4"),
         ("cuda", {"experts": True}, {"share_weights": True}, "share_weights = true.*experts"),
@@ -257,10 +245,10 @@ QLORA = {"rank": 8, "quantized": True}
         ("cuda", {"sharded": True}, {"share_weights": True}, "share_weights = true.*'shard'"),
         ("cuda", {"rank": 8, "sharded": True}, {"lora_sync": "adapter"}, "'adapter'.*'shard'.*replicate"),
         ("cpu", {}, {"sleep_level": 1}, "sleep_level = 1 needs a GPU"),
-        ("cpu", {"rank": 8, "experts": True}, {"lora_sync": "adapter"}, "'adapter'.*no CPU.*merged"),
+        ("cpu", {"experts": True}, {}, "on a CPU vLLM keeps the experts.*set it to transformers"),
         ("cuda", {"rank": 8}, {"lora_sync": "adapter", "sleep_level": 2}, "sleep_level = 2 drops.*merged"),
         ("cuda", QLORA, {"sleep_level": 2}, "sleep_level = 2 drops.* to 1$"),
-        ("cuda", QLORA, {"lora_sync": "merged"}, "'merged'.* 4 bits.*at auto"),
+        ("cuda", QLORA, {"lora_sync": "merged"}, "'merged'.* 4-bit.*at auto"),
     ],
 )
 def test_adapters_sharing_and_sleep_follow_policy_and_configuration(device, options, config, expected):

@@ -61,7 +61,7 @@ v1/worker/gpu_model_runner.py GPUModelRunner: kv_caches model
 v1/worker/gpu_model_runner.py GPUModelRunner.reload_weights: weights_iterator
 v1/worker/gpu/model_runner.py GPUModelRunner: kv_caches model
 v1/worker/gpu/model_runner.py GPUModelRunner.reload_weights:
-model_executor/layers/fused_moe/fused_moe_method_base.py FusedMoEMethodBase: moe_kernel
+model_executor/layers/utils.py dispatch_cpu_unquantized_gemm: layer remove_weight
 model_executor/model_loader/__init__.py register_model_loader: load_format
 model_executor/model_loader/base_loader.py BaseModelLoader.download_model: model_config
 model_executor/model_loader/base_loader.py BaseModelLoader.load_weights: model model_config

@@ -34,7 +34,7 @@ def vllm_toy(toy: dict[str, Any], saved_model) -> dict[str, Any]:
     }
 
 
-def test_sampler_and_trainer_agree_where_asked_and_a_resumed_run_goes_on_as_if_never_stopped(
+def test_sampler_and_trainer_agree_and_a_resumed_run_is_the_whole_one(
     vllm_toy, on_vllms_cpu, contents, tmp_path: Path, monkeypatch
 ):
     monkeypatch.setattr("grpo_fast.loop.trainer.COMPARE_EVERY", 2)
@@ -59,13 +59,12 @@ def test_sampler_and_trainer_agree_where_asked_and_a_resumed_run_goes_on_as_if_n
         assert tensor.equal(second[name]), name
 
 
-def test_a_run_on_shared_weights_trains_saves_and_goes_on_and_the_weights_outlive_the_engine(
-    vllm_toy, plain_layouts, tmp_path: Path, largest_difference
+def test_a_run_trains_on_shared_weights_which_outlive_the_engine(
+    vllm_toy, on_vllms_cpu, tmp_path: Path, largest_difference
 ):
     rollout = {**vllm_toy["rollout"], "vllm": {"kv_cache_gib": 0.05, "share_weights": True}}
     model = {**vllm_toy["model"], "dtype": "bfloat16"}
-    with plain_layouts():
-        trainer = build_trainer(TrainConfig(**{**vllm_toy, "rollout": rollout, "model": model}))
+    trainer = build_trainer(TrainConfig(**{**vllm_toy, "rollout": rollout, "model": model}))
     prompts = [prompt.token_ids for prompt in trainer.stages[0].dataset[:5]]
     start = {name: p.detach().clone() for name, p in trainer.policy.trainable().items()}
 

@@ -277,58 +277,25 @@ ROUNDING = {"float32": 1e-2, "bfloat16": 0.3}
 LORA = LoraConfig(r=4, alpha=16.0)
 NF4 = {"dtype": "float32", "lora": LORA, "bits": "nf4"}
 WAYS = {
-    "direct": {"dtype": "bfloat16", "plain": True, "fp32_head": True},
-    "lora merged": {"dtype": "float32", "plain": True, "lora": LORA},
-    "lora adapter": {"dtype": "float32", "plain": False, "lora": LORA, "lora_sync": "adapter"},
-    "4 bits, adapter": NF4 | {"plain": False},
-    "copy of 4 bits, adapter": NF4 | {"plain": True, "share_weights": False},
+    "shared": {"dtype": "float32"},
+    "direct": {"dtype": "bfloat16", "share_weights": False, "fp32_head": True},
+    "lora merged": {"dtype": "float32", "lora": LORA},
+    "lora adapter": {"dtype": "float32", "lora": LORA, "lora_sync": "adapter"},
+    "4 bits, adapter": NF4,
+    "copy of 4 bits, adapter": NF4 | {"share_weights": False},
 }
 
 
-def test_sharing_that_the_layout_forbids_is_refused_with_the_reason_and_leaves_room_for_another(
-    saved_model, running_vllm
-):
-    with pytest.raises(ValueError, match=r"share_weights = true: .* is repacked after loading"):
-        running_vllm(saved_model(), dtype="float32", plain=False, share_weights=True).__enter__()
-
-
-@pytest.mark.parametrize("where", ["vllm.LLM", "grpo_fast.rollout.vllm.engine.VLLMEngine._probe_logprobs"])
-def test_what_vllms_cpu_build_lacks_for_a_model_is_told_with_the_model_and_the_remedy(
-    where, saved_model, running_vllm, monkeypatch
-):
-    def broken(*_, **__):
-        raise AssertionError("CPU GDN attention requires BF16.")  # of Qwen3.5 and Qwen3-Next in float32
-
-    monkeypatch.setattr(where, broken)
-    with pytest.raises(ValueError, match=r"LlamaForCausalLM in .*float32 .*requires BF16.*dtype to bf"):
-        running_vllm(saved_model(), dtype="float32", plain=False).__enter__()
-
-
-def test_weights_packed_for_amx_are_sent_again_and_plain_ones_shared_on_such_a_cpu_too(
-    amx, saved_model, running_vllm, shake, largest_difference
-):
-    with running_vllm(saved_model(), dtype="bfloat16", plain=True, share_weights=True) as (engine, _):
-        assert engine._sync.way == "shared"
-    with running_vllm(saved_model(), dtype="bfloat16", plain=False) as (engine, policy):
-        assert engine._sync.way == "portable" and "is repacked after loading" in engine._sync.reason
-        before = engine.generate(PROMPTS, 3, SAMPLING)
-        shake(policy, 0.2)
-        engine.sync(policy)
-        after = engine.generate(PROMPTS, 3, SAMPLING)
-        noise = ROUNDING["bfloat16"]
-        assert largest_difference(policy, PROMPTS, before) > 2 * noise
-        assert largest_difference(policy, PROMPTS, after) < noise
-
-
 @pytest.mark.parametrize("name", WAYS)
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 def test_after_every_sync_it_computes_what_the_policy_computes(
     name, saved_model, running_vllm, rng, shake, largest_difference, caplog
 ):
     options = WAYS[name]
     noise = ROUNDING[options["dtype"]]
     with running_vllm(saved_model(), **options) as (engine, policy):
-        assert engine._sync.way == ("adapter" if "adapter" in name else "direct"), engine._sync.reason
+        way = "adapter" if "adapter" in name else "shared" if name == "shared" else "direct"
+        assert engine._sync.way == way, engine._sync.reason
         assert ("(beside a base of its own in full precision, for " in caplog.text) == ("copy" in name)
         packed = [weight for weight in policy.model.parameters() if hasattr(weight, "quant_state")]
         kept = [(weight.clone(), weight.quant_state.absmax.clone()) for weight in packed]
@@ -366,34 +333,24 @@ def require_own_tensors(engine: Any, packed: list[Any], told: str) -> None:
     assert "adapter (beside the 4-bit base of the policy); its log-probabilities are " in told
 
 
-ATTENTION = LoraConfig(r=4, alpha=16.0, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
 LINEAR = LORA.model_copy(update={"target_modules": ["in_proj", "q_proj", "k_proj", "v_proj", "o_proj"]})
 
 
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
-        ("qwen3_moe", {}),
-        ("qwen3_moe", {"lora": ATTENTION}),
         *((kind, {}) for kind in ("granitemoehybrid", "falcon_h1", "nemotron_h")),
+        ("falcon_h1", {"share_weights": False}),
         ("falcon_h1", {"lora": LINEAR}),
         *((kind, {"lora": LINEAR, "lora_sync": "adapter"}) for kind in ("falcon_h1", "nemotron_h")),
-        # As on a GPU: one memory wherever the layout allows it.
-        ("falcon_h1", {"plain": True}),
-        ("nemotron_h", {"plain": True}),
-        ("falcon_h1", {"plain": True, "lora": LINEAR, "lora_sync": "adapter"}),
     ],
 )
-@pytest.mark.drawn(4)
-def test_experts_and_hybrids_compute_what_the_policy_computes_after_every_sync(
-    kind, options, saved_kind, running_vllm, shake, largest_difference, monkeypatch
+@pytest.mark.drawn(2)
+def test_hybrids_compute_what_the_policy_does_after_every_sync(
+    kind, options, saved_kind, running_vllm, shake, largest_difference
 ):
-    # Of hybrids 2.3e-5 was seen; a token that goes to another expert is further off.
-    noise = 1e-3 if kind in ("falcon_h1", "nemotron_h") else ROUNDING["float32"]
-    settings = {"dtype": "float32", "plain": False} | options
-    if settings["plain"]:
-        monkeypatch.setattr("grpo_fast.rollout.vllm.start.sharing_obstacle", lambda *_: None)
-    with running_vllm(saved_kind(kind), **settings) as (engine, policy):
+    noise, folder = 1e-3, saved_kind(kind)  # 2.3e-5 was seen
+    with running_vllm(folder, dtype="float32", **options) as (engine, policy):
         assert engine._sync.way == ("adapter" if "lora_sync" in options else "portable")
         before = engine.generate(PROMPTS, 3, SAMPLING)
         assert largest_difference(policy, PROMPTS, before) < noise
@@ -405,3 +362,6 @@ def test_experts_and_hybrids_compute_what_the_policy_computes_after_every_sync(
             after = engine.generate(PROMPTS, 3, SAMPLING)
             assert largest_difference(policy, PROMPTS, after) < noise
         assert largest_difference(policy, PROMPTS, before) > 2 * noise
+    if not options:  # vLLM keeps -exp(A_log) of a Mamba layer
+        with pytest.raises(ValueError, match=r"share_weights = true: .*A_log is "):
+            running_vllm(folder, dtype="float32", share_weights=True).__enter__()

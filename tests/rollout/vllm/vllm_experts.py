@@ -9,19 +9,22 @@ from __future__ import annotations
 import os
 import sys
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import torch
 from triton.backends import backends
 
 from grpo_fast.config.policy import ModelConfig
 from grpo_fast.config.rollout import VLLMConfig
-from grpo_fast.data.table import EXPERTS, Completions
+from grpo_fast.data.table import EXPERTS, CompletionTable
 from grpo_fast.loop.annotate import Annotator
 from grpo_fast.policy import load_policy
 from grpo_fast.policy.experts import expert_blocks
 from grpo_fast.policy.routing import recorded
 from grpo_fast.rollout import Sampling
+from grpo_fast.rollout.vllm import settings
 from grpo_fast.rollout.vllm.engine import VLLMEngine
+from grpo_fast.rollout.vllm.weights import WeightSync
 
 ROUNDING = 1e-3
 PROMPTS = [[3 + i % 20 for i in range(40)], [5, 6, 7], [3 + i % 20 for i in range(35)]]
@@ -31,7 +34,20 @@ def main(folder: str) -> None:
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
     backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True), compiler=None)
     policy = load_policy(ModelConfig(path=folder, dtype="float32", device="cpu"), router_replay=True)
-    with VLLMEngine(policy, VLLMConfig(kv_cache_gib=0.05), max_length=128, tells_experts=True) as engine:
+    config, reload = VLLMConfig(kv_cache_gib=0.05), WeightSync._reload
+
+    def packing_again(sync: WeightSync) -> None:
+        """Without a kernel vLLM packs the experts again; with one it would not, so it refuses them."""
+        for module in sync._engine.model_executor.driver_worker.worker.get_model().modules():
+            if getattr(getattr(module, "quant_method", None), "moe_kernel", None) is not None:
+                module.quant_method.moe_kernel = None
+        reload(sync)
+
+    with (
+        patch.object(settings, "has_experts", lambda policy: False),
+        patch.object(WeightSync, "_reload", packing_again),
+        VLLMEngine(policy, config, max_length=128, tells_experts=True) as engine,
+    ):
         for again in (False, True):  # after a sync, whose prompts are read anew
             if again:
                 with torch.no_grad():
@@ -43,7 +59,7 @@ def main(folder: str) -> None:
 
 def compare(policy, groups) -> None:
     flat = [(prompt, c) for prompt, group in zip(PROMPTS, groups, strict=True) for c in group]
-    table = Completions.of(
+    table = CompletionTable.of(
         [prompt for prompt, _ in flat],
         [c.token_ids for _, c in flat],
         inputs={EXPERTS: [c.experts for _, c in flat]},
@@ -53,7 +69,7 @@ def compare(policy, groups) -> None:
     with recorded(policy.base_model) as take:
         (logprobs,) = annotator.columns(table)
         (replayed,) = take()
-        annotator.columns(Completions.of([p for p, _ in flat], [c.token_ids for _, c in flat]))
+        annotator.columns(CompletionTable.of([p for p, _ in flat], [c.token_ids for _, c in flat]))
         (alone,) = take()
     (batch,) = annotator.packed(table)
     given = table.inputs[EXPERTS][batch.input_index]

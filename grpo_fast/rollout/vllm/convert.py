@@ -1,0 +1,78 @@
+"""Between our types and vLLM's: sampling parameters, prompts, completions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from grpo_fast.data.images import opened
+from grpo_fast.rollout.types import Completion, Sampling
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+
+    from grpo_fast.data.images import PromptImages
+    from grpo_fast.policy import Policy
+
+
+def params_of(policy: Policy, sampling: Sampling) -> SamplingParams:
+    """Return vLLM's parameters of one completion."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        **{name: getattr(sampling, name) for name in ("temperature", "top_p", "top_k", "min_p", "seed")},
+        max_tokens=sampling.max_completion_length,
+        stop=list(sampling.stop),
+        include_stop_str_in_output=True,
+        stop_token_ids=list(policy.eos_token_ids),
+        ignore_eos=True,  # `stop_token_ids` names them all
+        logprobs=0 if sampling.logprobs else None,  # 0: of the sampled token alone
+        flat_logprobs=True,
+        detokenize=bool(sampling.stop),
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def content_of(policy: Policy, prompt: Sequence[int], images: PromptImages | None = None) -> Any:
+    """Return a prompt as vLLM takes it; where there are images it finds the tokens for each by itself."""
+    if images is None:
+        return {"prompt_token_ids": list(prompt)}
+    ids = policy.tokenizer(images.text, add_special_tokens=False)["input_ids"]
+    shown = [opened(image) for image in images.images]
+    return {"prompt_token_ids": ids, "multi_modal_data": {"image": shown}}
+
+
+def completion_of(policy: Policy, output: Any, tells_experts: bool) -> Completion:
+    """Return the completion of vLLM's output.
+
+    Raises:
+        FloatingPointError: a log-probability is not a number.
+        RuntimeError: vLLM returns other experts than the policy has.
+    """
+    drawn = output.outputs[0]
+    token_ids = tuple(drawn.token_ids)
+    logprobs = None if drawn.logprobs is None else tuple(drawn.logprobs.logprobs)
+    if not all(-float("inf") < logprob <= 0.0 for logprob in logprobs or ()):
+        raise FloatingPointError(
+            "vLLM drew from logits that hold NaN or infinity: the weights have likely diverged"
+        )
+    (text,) = policy.tokenizer.batch_decode(
+        [list(token_ids)], skip_special_tokens=True, clean_up_tokenization_spaces=False
+    )
+    experts = _experts_of(policy, output) if tells_experts else None
+    return Completion(token_ids, logprobs, text, drawn.finish_reason == "length", experts=experts)
+
+
+def _experts_of(policy: Policy, output: Any) -> Any:
+    """(t, L, k) of all tokens but the last."""
+    drawn = output.outputs[0]
+    told, read = drawn.routed_experts, len(output.prompt_token_ids) + len(drawn.token_ids) - 1
+    layout = None if policy.routing is None else policy.routing.shape
+    shape = None if told is None else told.shape
+    if shape is None or shape[0] < read or layout not in (None, shape[1:]):
+        raise RuntimeError(
+            f"vLLM returns experts of shape {shape} for {read} tokens, and the policy's layers and experts "
+            f"are {layout}; set rollout.router_replay to false"
+        )
+    return told[:read].astype("int16")

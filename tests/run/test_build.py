@@ -1,0 +1,84 @@
+"""The stages of a run: what they share, what they train on, and mistakes in them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_fast.config.schema import TrainConfig
+from grpo_fast.config.stages import resolve_stages
+from grpo_fast.data import load_prompts
+from grpo_fast.groups.curriculum import DifficultySampler
+from grpo_fast.groups.sampler import GroupSampler
+from grpo_fast.loop.trainer import StageParts
+from grpo_fast.policy import load_tokenizer
+from grpo_fast.run.build import build_stages
+
+
+@pytest.fixture
+def build(toy: dict[str, Any]):
+    def build(*overrides: dict[str, Any], **changes: Any) -> tuple[StageParts, ...]:
+        stages = [{"name": f"s{i}", "steps": 2, "overrides": part} for i, part in enumerate(overrides)]
+        config = TrainConfig(**{**toy, "max_steps": 2 * max(1, len(stages)), "stages": stages, **changes})
+        tokenizer = load_tokenizer(config.model)
+        held_out = load_prompts(config.evaluation.dataset, tokenizer)
+        return build_stages(resolve_stages(config), tokenizer, held_out)
+
+    return build
+
+
+def test_what_a_stage_leaves_unchanged_goes_on_as_the_same_object(build, tmp_path: Path):
+    (tmp_path / "more.py").write_text(
+        "def other(completions, **columns):\n    return [1.0] * len(completions)\n"
+    )
+    rewards = {"rewards": [{"reward": f"{tmp_path / 'more.py'}:other"}]}
+    grouped = {"groups": {"strategy": "similarity"}, "adaptive_weights": None}
+
+    first, second, third, fourth = build(
+        {}, {"loss": {"beta": 0.1}}, rewards, grouped, adaptive_weights={"method": "inverse_std"}
+    )
+
+    assert second.prompts is first.prompts and second.rewards is first.rewards
+    assert second.adaptive_weights is first.adaptive_weights is not None
+    assert second.stage.config.loss.beta == 0.1 and first.stage.config.loss.beta == 0
+    # Other rewards keep the order of the prompts.
+    assert third.prompts is first.prompts and third.rewards.names == ("other",)
+    assert third.adaptive_weights is not first.adaptive_weights and fourth.adaptive_weights is None
+    # Another grouping takes the same prompts in another order.
+    assert isinstance(fourth.prompts, GroupSampler) and fourth.prompts.dataset is first.prompts.dataset
+    assert fourth.prompts.seed != first.prompts.seed
+    # Pass rates belong to the rewards that measured them.
+    measured, anew = build({}, rewards, curriculum={})
+    assert isinstance(anew.prompts, DifficultySampler) and anew.prompts is not measured.prompts
+
+
+def test_a_first_stage_samples_exactly_as_a_run_without_stages(build):
+    (staged,), (plain,) = build({}), build()
+    for _ in range(12):
+        assert staged.prompts.next() == plain.prompts.next()
+
+
+def test_held_out_questions_stay_out_of_every_stage(build, toy):
+    held_out = {"dataset": {**toy["dataset"], "size": 4}}
+    stages = build({}, {"dataset": {"source": toy["dataset"]["source"]}}, evaluation=held_out)
+    everything = load_prompts(TrainConfig(**toy).dataset, load_tokenizer(TrainConfig(**toy).model))
+    questions = {prompt.prompt for prompt in everything[:4]}
+    for parts in stages:
+        left = {prompt.prompt for prompt in parts.prompts.dataset}
+        assert left == {prompt.prompt for prompt in everything} - questions
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"rewards": [{"reward": "exact_mach"}]}, "did you mean 'exact_match'"),
+        ({"groups": {"strategy": "prefix"}}, "use another strategy"),
+        ({"curriculum": {"pass_rate_column": "rate"}}, "is no column of the dataset"),
+        ({"prompts_per_step": 1000}, "a batch of 1000 prompts cannot be drawn"),
+    ],
+)
+def test_a_mistake_in_a_later_stage_is_named_with_the_stage(build, overrides, message):
+    with pytest.raises(ValueError, match=f"stage 's1': .*{message}"):
+        build({}, overrides)
