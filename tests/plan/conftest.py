@@ -32,23 +32,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "sliding_window": 8,
         "layer_types": ["sliding_attention"] * 2 + ["full_attention"],
     },
-    "gemma4_text": {  # heads of two widths
-        **{"head_dim": 32, "global_head_dim": 64, "sliding_window": 8, "hidden_size_per_layer_input": 16},
-        **{"layer_types": ["sliding_attention"] * 2 + ["full_attention"], "num_global_key_value_heads": 1},
-        **{"vocab_size_per_layer_input": 1000, "num_kv_shared_layers": 0},
-    },
     "gpt_neox": {},
-    "gemma2": {"head_dim": 32, "sliding_window": 8},
-    "granite_swa": {"sliding_window": 8, "layer_types": ["sliding_attention"] * 2 + ["full_attention"]},
     "deepseek_v3": {
         **{"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16},
         **{"v_head_dim": 16, "num_key_value_heads": 4, "moe_intermediate_size": 32, "n_group": 1},
         **{"topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1},
     },
-    "lfm2": {"layer_types": ["conv", "conv", "full_attention"]},
-    "bloom": {"n_layer": 3, "n_head": 4},
     "ernie4_5_moe": {"moe_intermediate_size": 32, "head_dim": 32},
-    "gpt_oss": {"head_dim": 32},
     "mixtral": {"head_dim": 32},
     "minicpm3": {
         **{"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16},

@@ -60,38 +60,39 @@ def measured_update(setup: Setup, config: Any, sizes: StepSizes) -> int:
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype", "way", "sizes", "most"),
+    ("family", "dtype", "way", "sizes"),
     [
-        ("llama", "float32", PLAIN, UPDATE, 1.2),
-        ("llama", "float32", PLAIN, SEVERAL, 1.25),
-        ("llama", "float32", PLAIN, LONG, 1.1),
-        ("llama", "float32", WHOLE, UPDATE, 1.35),
-        ("llama", "float32", MLPS | LORA, UPDATE, 1.2),
-        ("llama", "bfloat16", PLAIN, UPDATE, 1.2),
-        ("qwen2", "float32", PLAIN | LORA, UPDATE, 1.2),
-        ("qwen2", "float32", PLAIN | {"train_lm_head": False}, UPDATE, 1.2),
-        ("gemma3_text", "float32", PLAIN, UPDATE, 1.2),
-        ("gemma3_text", "float32", WHOLE | LORA, UPDATE, 1.3),
-        ("qwen3_moe", "bfloat16", PLAIN, UPDATE, 1.2),
-        ("qwen3_moe", "bfloat16", WHOLE | LORA, UPDATE, 1.2),
-        ("qwen3_5_text", "float32", PLAIN | LORA, UPDATE, 1.4),
-        ("qwen3_5_text", "float32", WHOLE, UPDATE, 1.6),
+        ("llama", "float32", PLAIN, UPDATE),
+        ("llama", "float32", PLAIN, SEVERAL),
+        ("llama", "float32", PLAIN, LONG),
+        ("llama", "float32", WHOLE, UPDATE),
+        ("llama", "float32", MLPS | LORA, UPDATE),
+        ("llama", "bfloat16", PLAIN, UPDATE),
+        ("qwen2", "float32", PLAIN | LORA, UPDATE),
+        ("qwen2", "float32", PLAIN | {"train_lm_head": False}, UPDATE),
+        ("gemma3_text", "float32", PLAIN, UPDATE),
+        ("gemma3_text", "float32", WHOLE | LORA, UPDATE),
+        ("qwen3_moe", "bfloat16", PLAIN, UPDATE),
+        ("qwen3_moe", "bfloat16", WHOLE | LORA, UPDATE),
+        ("qwen3_5_text", "float32", PLAIN | LORA, UPDATE),
+        ("qwen3_5_text", "float32", WHOLE, UPDATE),
     ],
 )
 @pytest.mark.drawn(7)
 def test_an_update_takes_no_more_than_planned_and_not_much_less(
-    family: str, dtype: str, way: dict[str, Any], sizes: StepSizes, most: float, config: Any, setup: Any
+    family: str, dtype: str, way: dict[str, Any], sizes: StepSizes, config: Any, setup: Any
 ) -> None:
     planned = setup(config(family), model=way | {"dtype": dtype})
 
     measured = measured_update(planned, config(family), sizes)
 
+    most = 1.6 if family == "qwen3_5_text" else 1.35 if way["gradient_checkpointing"] else 1.25
     least = 0.8 if sizes is LONG else 0.98  # on a CPU SDPA copies the keys of long completions
     assert least * measured <= allocated(planned, sizes) <= most * measured
 
 
 def test_adapters_of_experts_are_planned_with_the_experts_they_join(config: Any, setup: Any) -> None:
-    wide = config("qwen3_moe", num_experts=16, moe_intermediate_size=256)
+    wide = config("qwen3_moe", num_experts=8, moe_intermediate_size=128)
     planned = setup(wide, model=PLAIN | LORA)
 
     measured = measured_update(planned, wide, UPDATE)
