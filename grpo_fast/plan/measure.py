@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
@@ -40,21 +41,18 @@ def measured_shape(model: ModelConfig, shape: ModelShape, device: torch.device) 
     """
     found = model_config(model.path, revision=model.revision, trust_remote_code=model.trust_remote_code)
     config, depth = unquantized(found), found.get_text_config().num_hidden_layers
+    if depth < max(LAYERS):  # there is no slope to measure
+        return shape
     plain = {"gradient_checkpointing": False, "compile": False, "quantization": None}
     model = model.model_copy(update=plain | {"dtype": resolve_dtype(model.dtype, device.type)})
     attention = resolve_attention(model.attention, device, model.dtype, config)
     kept, counted = [], []
-    for layers in (with_layers(config, min(count, depth)) for count in LAYERS):
+    for layers in (with_layers(config, count) for count in LAYERS):
         counts = model_shape(layers, model)
         counted.append(sum(sum(counts.kept(layer, fused=False)) for layer in counts.layers))
-        peak = peak_bytes(
-            lambda layers=layers: _forward_inputs(layers, model, attention, device),
-            lambda given: given[0].hidden_states(given[1]),
-            device,
-        )
+        prepare = partial(_forward_inputs, layers, model, attention, device)
+        peak = peak_bytes(prepare, lambda given: given[0].hidden_states(given[1]), device)
         kept.append(peak - counts.bytes)
-    if depth < max(LAYERS):  # there is no slope to measure
-        return shape
     slope = (kept[1] - kept[0]) / SIZES.micro_batch.inputs
     return replace(shape, measured=slope / (counted[1] - counted[0]))
 

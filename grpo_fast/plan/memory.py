@@ -150,9 +150,9 @@ def _update(setup: Setup, sizes: StepSizes, engine: Mapping[str, int]) -> dict[s
     return max(_with_overheads(setup, backward), _with_overheads(setup, step), key=lambda p: sum(p.values()))
 
 
-def _rollout(setup: Setup, engine: Mapping[str, int]) -> dict[str, int]:
+def _rollout(setup: Setup, engine: dict[str, int]) -> dict[str, int]:
     """Return the parts while the engine generates."""
-    parts = {**resident_bytes(setup), **engine, **dict.fromkeys(setup.offloaded, 0)}
+    parts = resident_bytes(setup) | engine | {part: 0 for part in setup.offloaded}
     offloads_more = setup.config.memory.offload != "none" and setup.offloaded != setup.offloadable
     if setup.sleeps and offloads_more:  # the handover offloads the next part where less is free
         parts["left free"] = max(0, MARGIN - engine["engine workspace"])
@@ -174,15 +174,16 @@ def _micro_batch(setup: Setup, sizes: StepSizes) -> dict[str, int]:
     mixers = sum(mixer for mixer, _ in of_token) * tokens + attention * len(of_token)
     mlps = sum(mlp for _, mlp in of_token) * tokens + sum(shape.merged)
     inputs = value * shape.hidden * tokens  # of one layer
-    kept = {
-        None: mixers + mlps,
-        "mlp": mixers + inputs * len(of_token),
-        True: inputs * len(of_token),
-        "offload": inputs,
-    }[recomputed] + tokens * shape.hidden * (4 + 2 * value)  # the embedding's result, the final norm
+    kept: float = tokens * shape.hidden * (4 + 2 * value)  # the embedding's result, the final norm
+    if recomputed is None:
+        kept += mixers + mlps
+    elif recomputed == "mlp":
+        kept += mixers + inputs * len(of_token)
+    else:
+        kept += inputs * (1 if recomputed == "offload" else len(of_token))
     mixer, mlp = max(of_token, key=sum)
     mixer, mlp = mixer * tokens + attention, mlp * tile
-    again = {None: 0.0, "mlp": mlp}.get(recomputed, mixer + mlp)
+    again = 0.0 if recomputed is None else mlp if recomputed == "mlp" else mixer + mlp
     flight = again + IN_FLIGHT * (mixer + mlp + shape.layer_bytes * full)
     flight += 2 * value * shape.queries * batch.repeated + value * shape.quantized
     flight += 2 * max(shape.merged, default=0)
@@ -191,7 +192,7 @@ def _micro_batch(setup: Setup, sizes: StepSizes) -> dict[str, int]:
     if setup.sharded:  # FSDP2 has two layers, the gradients of one in two dtypes, and the head
         gathered = 2 * shape.layer_bytes + table * (1 + shape.head_trained)
         gathered += shape.layer_bytes * (1 + 4 // value) * full
-    moments = [
+    moments: list[dict[str, float]] = [
         {"activations": kept, "head": head_bytes(setup, batch.targets)},
         {"activations": kept, "layer in flight": flight},
         {"embedding's gradient": table * full},

@@ -123,7 +123,7 @@ class Search:
         config, device, setups = self.config, self.device, []
         asked, level, offload = config.model.gradient_checkpointing, at(config, LEVEL), config.memory.offload
         plain = Setup(config, self.shape, device)
-        lists = [offload]
+        lists: list[Any] = [offload]
         if offload == "auto":
             lists = [list(plain.offloadable[:count]) for count in range(len(plain.offloadable) + 1)]
             lists = [parts for parts in lists if parts_bytes(plain, parts) <= device.host]
@@ -193,7 +193,7 @@ class Search:
 
 def _largest(setup: Setup, sizes: StepSizes, name: str, low: int, most: int, spare: int = 0) -> int | None:
     """Return the largest value of one of the sizes with which `spare` bytes are left."""
-    return largest(low, most, lambda value: Choice(setup, replace(sizes, **{name: value})).free >= spare)
+    return largest(low, most, lambda value: Choice(setup, replace(sizes, **{name: value})).free >= spare)  # type: ignore[arg-type]
 
 
 def too_large(search: Search) -> str:
