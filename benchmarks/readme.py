@@ -18,7 +18,7 @@ from typing import Any
 from grpo_fast.record.summary import duration_text, score_text
 
 from .record import read
-from .tables import DASH, markdown, table
+from .tables import markdown, table
 
 HERE = Path(__file__).resolve().parent
 _REGION = re.compile(r"(<!-- table: (?P<name>\S+) -->\n)(?P<body>.*?)(<!-- end -->)", re.DOTALL)
@@ -43,8 +43,6 @@ def render(path: Path, link: str) -> str:
     elif "study" in found:
         text = "\n\n".join(markdown(one["heads"], one["rows"]) for one in found["tables"])
         origin = _origin(found["environment"], found["study"])
-    elif "what_fits" in found:
-        text, origin = _what_fits(found)
     else:
         raise ValueError(f"{path} is of no kind that has a table: it holds {', '.join(found)}")
     return f"{text}\n\n{origin} · [record]({link})"
@@ -76,24 +74,6 @@ def _recipe(found: dict[str, Any]) -> tuple[str, str]:
     fact = f"{runs[0]['after']['n']} held-out questions, 95 % intervals"
     text = markdown(list(rows[0]), [[*row.values()] for row in rows])
     return text, _origin(runs[0]["provenance"], fact, command)
-
-
-def _what_fits(found: dict[str, Any]) -> tuple[str, str]:
-    cells, step, rows = found["what_fits"], found["step"], {}
-    for cell in cells:
-        group = f"{cell['group']:,}" if cell["group"] else DASH
-        context = f" · {cell['context']['tokens'] // 1000:,} K" if cell["context"] else ""
-        model = cell["model"] if cell["training"] == "full" else ""
-        rows.setdefault((cell["model"], cell["training"]), [model, cell["training"]]).append(group + context)
-    gpus = dict.fromkeys(f"{cell['gpu']}, {cell['bytes'] / 2**30:.0f} GiB" for cell in cells)
-    origin = (
-        "Largest group · largest context in thousands of tokens, predicted · group: a prompt of "
-        f"{step['prompt_length']} tokens with its completions of up to {step['completion_length']:,} in one "
-        "micro-batch (in several, any group fits where a context does); context: of a prompt and its "
-        f"completion, {step['generations']} of each prompt, one in a micro-batch; LoRA of rank 16; a host "
-        "with twice the GPU's memory · repeat: `grpo-fast plan --table`"
-    )
-    return markdown(["model", "training", *gpus], list(rows.values())), origin
 
 
 def filled(page: Path, results: Path) -> str:

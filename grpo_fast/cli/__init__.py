@@ -193,22 +193,18 @@ def build_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argum
     groups.add_argument("config", metavar="CONFIG", help=CONFIG_HELP)
     groups.add_argument("--examples", type=at_least(0), default=3, metavar="N", help="groups to show (3)")
 
-    fits = "what fits: bytes by part, the largest group and micro-batch, and what makes room"
+    fits = "what fits: bytes by part, the largest group and the longest completion, what makes room"
     plan = add("plan", "commands:plan", fits, overrides=True)
     plan.add_argument("config", nargs="?", metavar="CONFIG", help=CONFIG_HELP)
     model = "a folder, config.json, hub id, or a known shape as Qwen2.5-1.5B"
     plan.add_argument("--model", metavar="MODEL", help=model)
     gpu = "H200, RTX-4090, 141GiB, ... or cpu; default: the device at hand"
     plan.add_argument("--gpu", metavar="GPU", help=gpu)
-    gpus = "of torchrun's ranks, one each (1); several numbers: how a step scales"
-    plan.add_argument("--gpus", type=at_least(1), nargs="+", default=[1], metavar="N", help=gpus)
-    node = "that NVLink or PCIe joins, the others are reached at 400 Gb/s each (8)"
-    plan.add_argument("--gpus-per-node", type=at_least(1), default=8, metavar="N", help=node)
-    calibrate = "first measure a micro-batch of a few layers on this device"
+    ranks = "ranks that torchrun starts, each with a GPU of its own (1)"
+    plan.add_argument("--gpus", type=at_least(1), default=1, metavar="N", help=ranks)
+    calibrate = "first measure what a few layers keep on the device at hand"
     plan.add_argument("--calibrate", action="store_true", help=calibrate)
     plan.add_argument("--prompt-length", type=at_least(1), metavar="P", help="tokens of the longest prompt")
-    table = "which model fits which GPU: the largest group and context of full training, LoRA and QLoRA"
-    plan.add_argument("--table", nargs="*", metavar="MODEL", help=table)
     plan.add_argument("--json", action="store_true", help="as JSON, sizes in bytes")
 
     export = add("export", "commands:export", "write a trained model for transformers and vLLM")

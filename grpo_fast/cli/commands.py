@@ -9,7 +9,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,21 +65,19 @@ def groups(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def plan(args: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """`grpo-fast plan`: 0 where the run fits, 1 where it does not; of several --gpus, on any of them."""
-    if args.table is not None:
-        return plan_table(args, overrides)
+    """`grpo-fast plan`: 0 where the run fits, 1 where it does not."""
     config = plan_config(args, overrides)
     from rich.console import Console
 
-    from grpo_fast.plan import calibrated, device_budget, longest_prompt, shapes_of, with_values
-    from grpo_fast.plan import plan as make_plan
+    from grpo_fast.plan import device_budget, longest_prompt, measured, shape_of, with_values
+    from grpo_fast.plan.report import plan as make_plan
     from grpo_fast.plan.report import record, render
-    from grpo_fast.plan.scaling import render_scaling, scaling
+    from grpo_fast.policy.load import resolve_device
 
     if args.calibrate and args.gpu is not None:
         raise ConfigError("plan", [Problem("--calibrate", "measures the device at hand; leave --gpu out")])
-    device = device_budget(args.gpu)
-    shapes = shapes_of(config.model.path, config.model.revision)
+    device = replace(device_budget(args.gpu), ranks=args.gpus)
+    shape = shape_of(config.model, device.kind)
     prompt_length = args.prompt_length or config.dataset.max_prompt_length
     if prompt_length is None:
         if args.config is None:
@@ -87,51 +85,14 @@ def plan(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         prompt_length = longest_prompt(config.dataset, config.model, config.rollout)
     config = with_values(config, {"dataset.max_prompt_length": prompt_length})
     if args.calibrate:
-        device = calibrated(config, shapes, device)
-    devices = [replace(device, ranks=ranks, node=args.gpus_per_node) for ranks in sorted(args.gpus)]
-    console = Console(width=None if sys.stdout.isatty() else 120, markup=False)
-    if len(devices) > 1:
-        steps = scaling(config, shapes, devices)
-        if args.json:
-            print(json.dumps([asdict(step) for step in steps], indent=1))
-        else:
-            console.print(render_scaling(steps, device))
-        return 0
-    found = make_plan(config, shapes, devices[0])
+        shape = measured(config.model, shape, resolve_device(config.model.device))
+    found = make_plan(config, shape, device)
     if args.json:
         print(json.dumps(record(found), indent=1))
     else:
+        console = Console(width=None if sys.stdout.isatty() else 120, markup=False)
         console.print(render(found))
     return 0 if found.choice.free >= 0 else 1
-
-
-def plan_table(args: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """`grpo-fast plan --table`"""
-    if args.model or args.calibrate or args.gpus != [1]:
-        raise ConfigError("plan", [Problem("--table", "goes without --model, --gpus and --calibrate")])
-    from rich.console import Console
-
-    from grpo_fast.plan import step_sizes, with_values
-    from grpo_fast.plan.report import GPUS, MODELS, render_table, table
-
-    args.model = (models := args.table or MODELS)[0]
-    usual = {
-        "prompts_per_step": 1,
-        "dataset.max_prompt_length": 512,
-        "rollout.max_completion_length": 2048,
-        "rollout.num_generations": 8,
-    }
-    given = " ".join(overrides).replace("-", "_")  # under another tool's name, too
-    unset = [f"{key}={value}" for key, value in usual.items() if key.rpartition(".")[2] not in given]
-    config = plan_config(args, overrides if args.config else [*unset, *overrides])
-    if args.prompt_length:
-        config = with_values(config, {"dataset.max_prompt_length": args.prompt_length})
-    sizes, cells = step_sizes(config), [*table(config, models, [args.gpu] if args.gpu else GPUS)]
-    if args.json:
-        print(json.dumps({"step": asdict(sizes), "what_fits": [*map(asdict, cells)]}, indent=1))
-    else:
-        Console(width=None if sys.stdout.isatty() else 120).print(render_table(cells, sizes))
-    return 0
 
 
 def export(args: argparse.Namespace, _: Sequence[str]) -> int:

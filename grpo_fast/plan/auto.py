@@ -1,4 +1,4 @@
-"""What a run leaves to the plan: each `auto` becomes a value before anything is built."""
+"""What a run leaves to the planner: each `auto` becomes a value before anything is built."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from grpo_fast.config.data import DatasetConfig
 from grpo_fast.config.load import load_config
@@ -20,20 +22,11 @@ from grpo_fast.config.stages import resolve_stages
 from grpo_fast.data import load_prompts
 from grpo_fast.environments import load_toolsets
 from grpo_fast.plan.devices import DeviceBudget, device_budget
-from grpo_fast.plan.model_shape import Shapes, model_config
-from grpo_fast.plan.prediction import Prediction, with_dtype
-from grpo_fast.plan.room import cheapest_change
-from grpo_fast.plan.search import (
-    CONSTANTS,
-    RECOMPUTED,
-    Search,
-    divisions,
-    with_constants,
-    with_values,
-    written,
-)
+from grpo_fast.plan.measure import measured_shape
+from grpo_fast.plan.model_shape import ModelShape, shape_of
+from grpo_fast.plan.search import RECOMPUTED, Choice, Search, modes, too_large, with_values, written
 from grpo_fast.policy import load_image_reader, load_tokenizer
-from grpo_fast.policy.load import resolve_device
+from grpo_fast.policy.load import resolve_device, resolve_dtype
 from grpo_fast.record.summary import bytes_text
 from grpo_fast.rollout import chosen_engine
 from grpo_fast.rollout.engines import draws_with_policy
@@ -41,7 +34,9 @@ from grpo_fast.rollout.engines import draws_with_policy
 logger = logging.getLogger(__name__)
 GROUP = "rollout.num_generations"
 LIMIT = "dataset.max_prompt_length"
-FIRST = (GROUP, "distributed.mode")  # what is chosen before all else
+
+CONSTANTS = {"micro_batch_tokens": 16_384, "model.gradient_checkpointing": False, GROUP: 8}
+"""What `auto` is on a CPU and where nothing can be planned."""
 
 OF_ALL_STAGES: dict[str, Callable[[Iterable[Any]], Any]] = {
     "micro_batch_tokens": min,
@@ -55,17 +50,17 @@ OF_ALL_STAGES: dict[str, Callable[[Iterable[Any]], Any]] = {
 
 
 def resolve_auto(config: TrainConfig, run_dir: Path | None = None, *, ranks: int = 1) -> TrainConfig:
-    """The configuration with values for what it leaves to the plan: on a CPU, constants.
+    """Return the configuration with a value for every `auto`: on a CPU, constants.
 
     Args:
         config: a run's.
-        run_dir: its folder. Where it holds the run already, a group keeps the size that the run was started
-            with, and weights their dtype, whatever machine this is: others would make it another run.
+        run_dir: its folder. If it holds the run already, groups keep the size that the run was started with,
+            and weights their dtype, whatever machine this is: others would make it another run.
         ranks: which train together; the others' devices are as this one.
 
     Raises:
-        ValueError: not even two completions of a prompt fit, or as `divisions`.
-        Exception: as `load_prompts`, which is asked for the longest prompt where no limit is set.
+        ValueError: not even two completions of a prompt fit, or as `modes`.
+        Exception: as `load_prompts`, which finds the longest prompt where no limit is set.
     """
     on = resolve_device(config.model.device)
     saved = None if run_dir is None else run_dir / CONFIG_FILE
@@ -80,45 +75,69 @@ def resolve_auto(config: TrainConfig, run_dir: Path | None = None, *, ranks: int
     if before is not None:
         started = _groups(before)
         config = _with_groups(config, started if len(started) == 1 + len(config.stages) else started[:1])
-    constants = _with_groups(with_constants(config), [CONSTANTS[GROUP]] * (1 + len(config.stages)))
-    device = device_budget("cpu") if on.type == "cpu" else device_budget()
-    if ranks > 1:
-        device = replace(device, ranks=ranks, node=int(os.environ.get("LOCAL_WORLD_SIZE", device.node)))
-        of, allowed = config.model, config.model.trust_remote_code
-        model = model_config(of.path, revision=of.revision, trust_remote_code=allowed)
-        constants, *_ = divisions(constants, model, device)
+    (constants,) = modes(with_constants(config), ranks, whole=True)
+    constants = _with_groups(constants, [CONSTANTS[GROUP]] * (1 + len(config.stages)))
     if on.type == "cpu":
         return constants
     lengths = _prompt_lengths(config)
+    device = device_budget()
+    device = replace(device, ranks=ranks, host=device.host // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     try:
-        shapes = shapes_of(config.model.path, config.model.revision)
-        divided = divisions(config, shapes.config, device)
-        found = [_chosen(one, engine, lengths, shapes, device) for one in divided]
-    except (ValueError, RuntimeError) as error:  # a model that trains, but that the plan cannot trace
+        shape = measured(config.model, shape_of(config.model, on.type), on)
+        divided = modes(config, ranks, whole=shape.quantized > 0)
+        found = [_chosen(one, engine, lengths, shape, device) for one in divided]
+    except (ValueError, RuntimeError) as error:  # a model that trains, but that cannot be counted
         logger.warning("nothing is planned, and `auto` is what it is on a CPU: %s", error)
         return constants
-    # The fewest stages that do not fit, then the fewest seconds a completion.
-    with_groups, searches, choices = min(
-        reversed(found),
-        key=lambda one: (one[2].count(None), sum(choice.cost[1] for choice in one[2] if choice)),
-    )
+    # The first mode in which all stages fit, or most of them.
+    with_groups, searches, choices = min(found, key=lambda one: one[2].count(None))
     if None in choices:
-        raise ValueError(_too_large(searches[choices.index(None)]))
+        raise ValueError(too_large(searches[choices.index(None)]))
     chosen = [choice.values for choice in choices if choice]
     values = {
         key: of_all([values[key] for values in chosen])
         for key, of_all in OF_ALL_STAGES.items()
         if at(config, key) in ("auto", None) and key in chosen[0]
     }
-    first = {key: value for key in FIRST if (value := at(with_groups, key)) != at(config, key)}
+    first = {
+        key: value
+        for key in (GROUP, "distributed.mode")
+        if (value := at(with_groups, key)) != at(config, key)
+    }
     several = f"{ranks} ranks on " if ranks > 1 else ""
-    total, told = bytes_text(device.total), written(values | first)
-    logger.warning("chosen for %s%s, %s: %s", several, device.name, total, told)
+    total, settings = bytes_text(device.total), written(values | first)
+    logger.warning("chosen for %s%s, %s: %s", several, device.name, total, settings)
     return with_values(with_groups, values)
 
 
+def measured(model: ModelConfig, shape: ModelShape, device: torch.device) -> ModelShape:
+    """Return `measured_shape`, and log what was measured; the shape as counted where nothing could be."""
+    try:
+        found = measured_shape(model, shape, device)
+    except (ValueError, RuntimeError) as error:
+        logger.warning("activations are counted, not measured: %s", str(error).splitlines()[0])
+        return shape
+    if found.measured is not None:
+        logger.warning("measured: layers keep %.0f %% of the counted activations", 100 * found.measured)
+    return found
+
+
+def with_dtype(config: TrainConfig, device: str) -> TrainConfig:
+    """Return the configuration with a value for `model.dtype`; stochastic rounding needs bfloat16."""
+    rounded = config.optimizer.stochastic_rounding
+    return with_values(
+        config, {"model.dtype": "bfloat16" if rounded else resolve_dtype(config.model.dtype, device)}
+    )
+
+
+def with_constants(config: TrainConfig) -> TrainConfig:
+    """Return the configuration as a CPU, or training without rollouts, runs what is left to `auto`."""
+    read = [key for key in CONSTANTS if config.algorithm == "grpo" or key != GROUP]
+    return with_values(config, {key: CONSTANTS[key] for key in read if at(config, key) == "auto"})
+
+
 def longest_prompt(dataset: DatasetConfig, model: ModelConfig, rollout: RolloutConfig) -> int:
-    """Tokens: the limit that is set, or of the longest in the data, which is read for it, tools shown."""
+    """Return the tokens of the longest prompt, tools shown: the limit that is set, or as the data has it."""
     if dataset.max_prompt_length is not None:
         return dataset.max_prompt_length
     toolsets = load_toolsets(rollout)
@@ -127,38 +146,36 @@ def longest_prompt(dataset: DatasetConfig, model: ModelConfig, rollout: RolloutC
     return max(len(prompt.token_ids) for prompt in prompts)
 
 
-@lru_cache(maxsize=1)
-def shapes_of(path: str, revision: str | None) -> Shapes:
-    """Of the model that this process trains."""
-    return Shapes(model_config(path, revision=revision))
-
-
 def _chosen(
-    config: TrainConfig, engine: str, lengths: Sequence[dict[str, int]], shapes: Shapes, device: DeviceBudget
-) -> tuple[TrainConfig, list[Search], list[Prediction | None]]:
-    """The configuration with its groups, and for each stage what is the fastest; None: nothing fits.
+    config: TrainConfig,
+    engine: str,
+    lengths: Sequence[dict[str, int]],
+    shape: ModelShape,
+    device: DeviceBudget,
+) -> tuple[TrainConfig, list[Search], list[Choice | None]]:
+    """Return the configuration with its groups and, for each stage, the choice; None: nothing fits.
 
     Args:
-        lengths: keys of each stage that say how long prompts and questions are.
+        lengths: for each stage, keys that say how long prompts and questions are.
     """
 
     def searches_of(config: TrainConfig) -> list[Search]:
         runs = (stage.config for stage in resolve_stages(config))
         return [
-            Search(with_values(run, {"rollout.engine": engine, **told}), shapes, device)
-            for run, told in zip(runs, lengths, strict=True)
+            Search(with_values(run, {"rollout.engine": engine, **limits}), shape, device)
+            for run, limits in zip(runs, lengths, strict=True)
         ]
 
     found = [search.generations() or 2 for search in searches_of(config)]
     own = _groups(config)[1:] or [None]
-    inherited = [size for size, told in zip(found, own, strict=True) if told is None]
+    inherited = [size for size, given in zip(found, own, strict=True) if given is None]
     with_groups = _with_groups(config, [min(inherited or found), *found])
     searches = searches_of(with_groups)
-    return with_groups, searches, [search.fastest(search.generations() or 2) for search in searches]
+    return with_groups, searches, [search.choose(search.generations() or 2) for search in searches]
 
 
 def _prompt_lengths(config: TrainConfig) -> list[dict[str, int]]:
-    """For each stage, as keys, tokens of its longest prompt and of the longest question of evaluation."""
+    """Return each stage's longest prompt, and evaluation's longest question, in tokens by key."""
     known: dict[tuple[str, str], int] = {}
 
     def longest(dataset: DatasetConfig, rollout: RolloutConfig) -> int:
@@ -168,19 +185,19 @@ def _prompt_lengths(config: TrainConfig) -> list[dict[str, int]]:
         return known[key]
 
     questions = config.evaluation.dataset
-    told = {f"evaluation.{LIMIT}": longest(questions, config.rollout)} if questions else {}
+    limits = {f"evaluation.{LIMIT}": longest(questions, config.rollout)} if questions else {}
     runs = (stage.config for stage in resolve_stages(config))
-    return [{LIMIT: longest(run.dataset, run.rollout)} | told for run in runs]
+    return [{LIMIT: longest(run.dataset, run.rollout)} | limits for run in runs]
 
 
 def _groups(config: TrainConfig) -> list[int | str | None]:
-    """`num_generations` of the run, and of each stage; None: as the run's."""
+    """Return `num_generations` of the run, and of each stage; None: as the run's."""
     own = (stage.overrides.get("rollout", {}).get("num_generations") for stage in config.stages)
     return [config.rollout.num_generations, *own]
 
 
 def _with_groups(config: TrainConfig, sizes: Sequence[int | str | None]) -> TrainConfig:
-    """With these, of the run and of each stage, for every `num_generations: auto`."""
+    """Return the configuration with these sizes of the run and of each stage where they are `auto`."""
     if config.rollout.num_generations == "auto":
         config = with_values(config, {GROUP: sizes[0]})
     stages = list(config.stages)
@@ -192,7 +209,7 @@ def _with_groups(config: TrainConfig, sizes: Sequence[int | str | None]) -> Trai
 
 
 def _with_corrections(config: TrainConfig, engine: str) -> TrainConfig:
-    """With what a null `loss.sampler_correction` means for this engine, of the run and of each stage."""
+    """Return the run and its stages with what a null `loss.sampler_correction` means for this engine."""
     own_logprobs = draws_with_policy(engine)
     whole, stages = config.with_sampler(draws_with_policy=own_logprobs), []
     for stage, resolved in zip(config.stages, resolve_stages(config), strict=False):
@@ -207,14 +224,3 @@ def _with_corrections(config: TrainConfig, engine: str) -> TrainConfig:
 
 def _over(overrides: dict[str, Any], section: str, **values: Any) -> dict[str, Any]:
     return overrides | {section: overrides.get(section, {}) | values}
-
-
-def _too_large(search: Search) -> str:
-    least, device = search.least(), search.device
-    change = cheapest_change(search)
-    return (
-        f"{search.config.model.path} does not fit {device.name}: {least.sizes.prompts} prompts with "
-        f"{least.sizes.generations} completions need {bytes_text(-least.free)} more than its "
-        f"{bytes_text(device.total)}, however little is there at once. What makes room: "
-        f"{written(change) if change else 'shorter completions, or a larger GPU'}"
-    )

@@ -1,93 +1,71 @@
-"""Measured bytes, to hold predictions against: a real update of random weights, watched by the allocator."""
+"""Measured bytes: the probe that replaces the formula's slope, and the random policies that it runs."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
 
 from grpo_fast.config.policy import ModelConfig
-from grpo_fast.config.schema import TrainConfig
 from grpo_fast.data.table import CompletionTable
-from grpo_fast.loop.update import packed_loss
-from grpo_fast.plan.devices import DeviceBudget
-from grpo_fast.plan.model_shape import Shapes, random_model, with_layers
-from grpo_fast.plan.prediction import Predictor, transient_bytes
-from grpo_fast.plan.sizes import StepSizes, step_sizes
-from grpo_fast.policy import PackedBatch, Policy, PolicyOptimizer, pack
+from grpo_fast.plan.model_shape import ModelShape, model_config, model_shape, random_model, with_layers
+from grpo_fast.plan.sizes import StepSizes
+from grpo_fast.policy import PackedBatch, Policy, pack
 from grpo_fast.policy.architecture import packing_obstacle
 from grpo_fast.policy.attention import PACKED_ATTENTION, register
+from grpo_fast.policy.load import prepare_to_train, resolve_attention, resolve_dtype
+from grpo_fast.policy.patches import Setting, apply_patches
+from grpo_fast.policy.quantization import unquantized
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 T = TypeVar("T")
-CALIBRATED_LAYERS = 4  # of the model: its layers repeat
-CALIBRATED_TOKENS = 4096
+LAYERS = (2, 4)  # of the two forwards of a probe: their difference is of layers alone
+SIZES = StepSizes(prompts=1, generations=2, prompt_length=1, completion_length=2048, micro_batch_tokens=4096)
 _START = "grpo_fast: watched from here"
 
 
-def calibrated(run: TrainConfig, shapes: Shapes, device: DeviceBudget) -> DeviceBudget:
-    """This machine's device with what an update of a few of the model's layers on it corrects.
+def measured_shape(model: ModelConfig, shape: ModelShape, device: torch.device) -> ModelShape:
+    """Return the shape with what layers keep for the backward as this device holds it.
 
-    Weights and optimizer are known exactly; the correction is of the bytes of a micro-batch and, on a GPU, of
-    those that the process takes beside torch's allocator. Completions are shortened to a micro-batch of 4,096
-    tokens, one group of two.
-
-    Raises:
-        ValueError: as `step_sizes`.
-        torch.OutOfMemoryError: not even this fits.
-    """
-    layers = min(CALIBRATED_LAYERS, shapes.config.get_text_config().num_hidden_layers)
-    small = Predictor(run, Shapes(with_layers(shapes.config, layers)), device)
-    sizes = step_sizes(run)
-    length = min(sizes.sequence_length, CALIBRATED_TOKENS // 2)
-    prompt = max(1, length * sizes.prompt_length // sizes.sequence_length)
-    probe = StepSizes(1, 2, prompt, max(1, length - prompt), micro_batch_tokens=CALIBRATED_TOKENS)
-    predicted = small.predict(probe)
-    transient = transient_bytes(predicted.parts["update"])
-    resident = predicted.allocated("update") - transient
-    context = device.context
-    if small.on_gpu:
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info()
-        context = total - free - torch.cuda.memory_reserved()
-    measured = measured_update(small, probe) - resident
-    return replace(device, transient=device.transient * measured / transient, context=context)
-
-
-def measured_update(predictor: Predictor, sizes: StepSizes) -> int:
-    """Bytes that torch's allocator held at the highest of two updates with every completion at its longest.
-
-    Adam's moments are there in the second. The twin of `predictor.predict(sizes).allocated("update")`.
+    Two forwards of 4,096 tokens, through two and through four of the model's layers with random weights, take
+    seconds. Layers are neither compiled, which takes minutes, nor quantized: they keep as much or more.
 
     Raises:
-        torch.OutOfMemoryError: it does not fit.
+        torch.OutOfMemoryError: four layers with their activations do not fit.
     """
-    run, device = predictor.run, torch.device(predictor.device.kind)
+    found = model_config(model.path, revision=model.revision, trust_remote_code=model.trust_remote_code)
+    config, depth = unquantized(found), found.get_text_config().num_hidden_layers
+    if depth < max(LAYERS):  # there is no slope to measure
+        return shape
+    plain = {"gradient_checkpointing": False, "compile": False, "quantization": None}
+    model = model.model_copy(update=plain | {"dtype": resolve_dtype(model.dtype, device.type)})
+    attention = resolve_attention(model.attention, device, model.dtype, config)
+    kept, counted = [], []
+    for layers in (with_layers(config, count) for count in LAYERS):
+        counts = model_shape(layers, model)
+        counted.append(sum(sum(counts.kept(layer, fused=False)) for layer in counts.layers))
+        prepare = partial(_forward_inputs, layers, model, attention, device)
+        peak = peak_bytes(prepare, lambda given: given[0].hidden_states(given[1]), device)
+        kept.append(peak - counts.bytes)
+    slope = (kept[1] - kept[0]) / SIZES.micro_batch.inputs
+    return replace(shape, measured=slope / (counted[1] - counted[0]))
 
-    def prepare() -> tuple[Policy, PolicyOptimizer, list[PackedBatch]]:
-        config, attention, offload = predictor.shapes.config, predictor.attention, run.memory.offload
-        policy = random_policy(config, run.model, attention=attention, device=device)
-        optimizer = PolicyOptimizer(policy.trainable(), run.optimizer, total_steps=2, on_host=offload)
-        return policy, optimizer, random_batches(policy, sizes)
 
-    def updates(made: tuple[Policy, PolicyOptimizer, list[PackedBatch]]) -> None:
-        policy, optimizer, batches = made
-        for _ in range(2):
-            for batch in batches:
-                packed_loss(policy, batch, optimizer=optimizer).loss.backward()
-            optimizer.step()
-
-    return peak_bytes(prepare, updates, device)
+def _forward_inputs(
+    config: PretrainedConfig, model: ModelConfig, attention: str, device: torch.device
+) -> tuple[Policy, PackedBatch]:
+    policy = random_policy(config, model, attention=attention, device=device)
+    return policy, random_batches(policy, SIZES)[0]
 
 
 def peak_bytes(prepare: Callable[[], T], work: Callable[[T], object], device: torch.device) -> int:
-    """Bytes that torch's allocator held at the highest while `work` ran on what `prepare` made.
+    """Return the most bytes that torch's allocator held while `work` ran on what `prepare` made.
 
     What `prepare` left counts, what was there before it does not. On a CPU torch's profiler reports every
     allocation, those inside operators too.
@@ -120,27 +98,29 @@ def peak_bytes(prepare: Callable[[], T], work: Callable[[T], object], device: to
 
 
 def random_policy(
-    model_config: PretrainedConfig, model: ModelConfig, *, attention: str, device: torch.device
+    config: PretrainedConfig, model: ModelConfig, *, attention: str, device: torch.device
 ) -> Policy:
-    """A policy as `load_policy` makes it, with random weights and no tokenizer."""
+    """Return a policy as `load_policy` makes it, with random weights, not quantized, and no tokenizer."""
     register()
-    own = PACKED_ATTENTION if packing_obstacle(model_config) is None else None
-    found, packs = random_model(model_config, model, attention=own, device=device), own is not None
-    packs &= model.packing == "auto"
-    return Policy(found, cast("PreTrainedTokenizerBase", None), attention=attention, packs=packs)
+    own = PACKED_ATTENTION if packing_obstacle(config) is None else None
+    base = random_model(config, model, attention=own, device=device)
+    trained = prepare_to_train(base, model)
+    apply_patches(base, Setting(model, base.device))
+    packs = own is not None and model.packing == "auto"
+    return Policy(trained, cast("PreTrainedTokenizerBase", None), attention=attention, packs=packs)
 
 
 def random_batches(policy: Policy, sizes: StepSizes) -> list[PackedBatch]:
-    """The micro-batches of one optimiser step."""
+    """Return the micro-batches of one optimizer step."""
     vocabulary = policy.head.weight.shape[0]
     generator = torch.Generator().manual_seed(0)
 
-    def draw(length: int) -> tuple[int, ...]:
+    def sample(length: int) -> tuple[int, ...]:
         return tuple(torch.randint(vocabulary, (length,), generator=generator).tolist())
 
-    prompts = [draw(sizes.prompt_length) for _ in range(sizes.groups)]
+    prompts = [sample(sizes.prompt_length) for _ in range(sizes.groups)]
     groups = [number for number in range(sizes.groups) for _ in range(sizes.generations)]
-    answers = [draw(sizes.completion_length) for _ in groups]
+    answers = [sample(sizes.completion_length) for _ in groups]
     table = CompletionTable.of([prompts[number] for number in groups], answers, groups)
     zeros = torch.zeros(len(table.token_ids))
     table = table.with_columns(advantages=zeros + 1, sampler_logprobs=zeros)

@@ -1,57 +1,118 @@
-"""A model without its weights: its configuration, and its parts counted on the meta device."""
+"""A model without its weights: its configuration, and counts of what its bytes follow from."""
 
 from __future__ import annotations
 
 import copy
-from collections import Counter
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from grpo_fast.config.policy import ModelConfig
 from grpo_fast.plan.devices import TABLES
 from grpo_fast.policy.adapters import expert_adapters
-from grpo_fast.policy.architecture import backbone, check_architecture, logit_softcap, packing_obstacle
-from grpo_fast.policy.attention import PRICED_ATTENTION, head_dims, register
+from grpo_fast.policy.architecture import (
+    backbone,
+    check_architecture,
+    packing_obstacle,
+    positions,
+)
+from grpo_fast.policy.attention import has_sinks, head_dims
 from grpo_fast.policy.experts import chosen_share, is_expert, require_router
-from grpo_fast.policy.layers import decoder_layers
+from grpo_fast.policy.layers import decoder_layers, layer_mlps, token_wise_mlps
 from grpo_fast.policy.load import prepare_to_train, resolve_dtype
-from grpo_fast.policy.optimizer import moment_bytes_8bit
-from grpo_fast.policy.patches import Setting, apply_patches
-from grpo_fast.policy.price import computed, price_layers
-from grpo_fast.policy.quantization import cast_rest, count_numbers, is_quantized, loading_settings, quantizes
+from grpo_fast.policy.quantization import quantizes, unquantized
 from grpo_fast.policy.source import PREFIX, resolve_source
 from grpo_fast.policy.vision import auto_class
 
 if TYPE_CHECKING:
-    from peft import PeftModel
     from transformers import PretrainedConfig, PreTrainedModel
 
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = TABLES["models"]
 """name: (transformers' model type, what its published config.json says)"""
 
-_CACHES = ("cache", "past_key_values", "cache_params", "state")  # how models call what they give back
+ACTIVATED, EXPERTS, RECURRENT = 1.2, 1.12, 5.0
+"""Coefficients of `LayerShape`: an MLP keeps its activation, experts gather and weigh their tokens, and a
+mixer with a recurrent state, in plain torch, keeps its chunks in float32."""
+
+DOUBLE_QUANTIZED, QUANTIZED = 0.516, 0.5625
+"""Bytes of a value in 4 bits with its share of the scales, which may be quantized too."""
+
+ADAM_BYTES = {"adamw": 8.0, "adamw_offload": 8.0, "adamw_8bit": 2.04}
+"""Bytes of both moments of a value; in 8 bits with a float32 scale for every 256."""
 
 
-# What a module's name says of its parameters, in this order: some attentions have norms of their own.
-_MARKS = {
-    "adapters": ("lora_",),
-    "norms": ("norm", "ln_"),
-    "attention": ("attn", "attention"),
-    "mlp": ("mlp", "feed_forward", "block_sparse_moe"),
-}
-PARTS = ("embedding", "attention", "mlp", "experts", "norms", "head", "adapters", "other")
+@dataclass(frozen=True)
+class LayerShape:
+    """What one decoder layer keeps of a token for the backward, in values.
+
+    A linear layer keeps what it reads and what it writes. Projections share what they read; counting it for
+    each of them stands for rotations, activation functions and residuals.
+    """
+
+    mixer: float  # attention or recurrent state, and all else that is neither MLP nor norm
+    mlp: float
+    norms: int  # width of all norms
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What the bytes of a model follow from. Parameters are counts, each tied tensor once."""
+
+    layers: tuple[LayerShape, ...]
+    itemsize: int  # bytes of a value in the model's dtype
+    parameters: int
+    bytes: int  # of all parameters as they are held
+    trained: int
+    largest_three: int  # values of the three trained tensors in a row that are largest together
+    layer_bytes: int  # of the largest layer
+    quantized: int  # values of the largest weight in 4 bits; 0: none is
+    adapters: int
+    merged: tuple[int, ...]  # bytes of each layer's experts that adapters are added to
+    vocabulary: int
+    hidden: int
+    queries: int  # width of a token's queries in one layer
+    scoring_heads: int  # of an attention that keeps a score for each pair of tokens; 0: it does not
+    head_trained: bool
+    packs: bool  # completions can share a prompt
+    tiled: bool  # recomputed MLPs are computed in tiles
+    experts: bool
+    cache: tuple[tuple[int, int | None], ...]  # values of a token and sliding window of each attending layer
+    states: int  # values of the recurrent states of a sequence
+    positions: int | None  # that the model was made for; None: no limit
+    measured: float | None = None  # what layers keep as `measured_shape` found it, in multiples of `kept`
+
+    @property
+    def master_bytes(self) -> int:
+        """Return the bytes of float32 masters; float32 weights are their own."""
+        return 4 * self.trained if self.itemsize < 4 else 0
+
+    def kept(self, layer: LayerShape, *, fused: bool) -> tuple[float, float]:
+        """Return the bytes of a token that a layer keeps outside of its MLP, and in it.
+
+        A norm in plain torch keeps a float32 copy and, where its weight trains, its result.
+
+        Args:
+            fused: Liger or torch.compile computes norms; a measurement tells for itself.
+        """
+        norms = layer.norms * (4 + self.itemsize * (not self.adapters))
+        norms *= not (fused and self.measured is None)
+        scale = 1.0 if self.measured is None else self.measured
+        return scale * (self.itemsize * layer.mixer + norms), scale * self.itemsize * layer.mlp
+
+    def kv_bytes(self, tokens: int) -> int:
+        """Return the bytes of a sequence in transformers' cache."""
+        cached = sum(width * min(tokens, window or tokens) for width, window in self.cache)
+        return self.itemsize * (cached + self.states)
 
 
 def model_config(
     source: str, *, revision: str | None = None, trust_remote_code: bool = False
 ) -> PretrainedConfig:
-    """A model's configuration, without its weights and, unless allowed, without running code of its own.
+    """Return a model's configuration, without its weights and, unless allowed, without running its own code.
 
     Args:
         source: a folder or a `config.json` file, a name in `SHAPES`, a hub id, or `package:NAME`.
@@ -77,268 +138,34 @@ def model_config(
         ) from error
 
 
-def skeleton(config: PretrainedConfig, model: ModelConfig) -> PreTrainedModel | PeftModel:
-    """The model on the meta device, with `priced_attention`.
-
-    Raises:
-        ValueError: as `random_model`, or experts in another dtype than bfloat16.
-        ImportError: as `random_model`.
-    """
-    register()
-    attention = PRICED_ATTENTION if packing_obstacle(config) is None else None
-    found = random_model(config, model, attention=attention, device="meta")
-    if not any("expert" in name for name, _ in found.named_parameters()):
-        return found
-    if found.dtype != torch.bfloat16:  # the only one whose shapes torch's grouped product knows
-        raise ValueError(
-            f"model.dtype = {model.dtype!r}: a mixture of experts can be planned in bfloat16 only"
-        )
-    return found
+def shape_of(model: ModelConfig, device: str) -> ModelShape:
+    """Return the shape of the model of a run on a device of this kind. Raises as `model_config` and
+    `model_shape`."""
+    allowed = model.trust_remote_code
+    config = model_config(model.path, revision=model.revision, trust_remote_code=allowed)
+    return model_shape(config, model.model_copy(update={"dtype": resolve_dtype(model.dtype, device)}))
 
 
 def random_model(
     config: PretrainedConfig, model: ModelConfig, *, attention: str | None, device: torch.device | str
-) -> PreTrainedModel | PeftModel:
-    """A model with random weights, frozen, adapted and checkpointed as `load_policy` would.
+) -> PreTrainedModel:
+    """Return a model with random weights, not yet adapted or patched.
 
     Raises:
-        ValueError: no language model, LoRA modules that it does not have, or as `quantizes`.
-        ImportError: 4 bits without bitsandbytes.
+        ValueError: no language model, or as `require_router`.
     """
     check_architecture(config)
     require_router(model, config)
-    dtype = resolve_dtype(model.dtype, torch.device(device).type)
-    model = model.model_copy(update={"dtype": dtype})
+    dtype = getattr(torch, resolve_dtype(model.dtype, torch.device(device).type))
     with torch.device(device):
-        found = auto_class(config).from_config(
-            copy.deepcopy(config),
-            dtype=getattr(torch, dtype),
-            attn_implementation=attention,
-            trust_remote_code=False,
+        found: PreTrainedModel = auto_class(config).from_config(
+            unquantized(config), dtype=dtype, attn_implementation=attention, trust_remote_code=False
         )
-    if quantizes(model, config):
-        settings = loading_settings(model, torch.device(device))
-        found = _quantized(found, settings.get("quantization_config") or config.quantization_config, device)
-    trained = prepare_to_train(found, model)
-    if found.device.type != "meta":
-        apply_patches(found, Setting(model, found.device))
-    return trained
-
-
-def _quantized(model: PreTrainedModel, settings: Any, device: torch.device | str) -> PreTrainedModel:
-    """With random weights as transformers quantises them when it loads."""
-    from bitsandbytes.functional import quantize_blockwise
-    from bitsandbytes.nn import Linear4bit, Params4bit
-    from transformers.quantizers import AutoHfQuantizer
-
-    quantizer = AutoHfQuantizer.from_config(settings, pre_quantized=False)
-    quantizer.preprocess_model(model, device_map=None)
-    quantize_blockwise(torch.zeros(1))  # with it comes a table for all others, which must have memory
-    modules: Iterable[Any] = model.modules()
-    for layer in modules:
-        if isinstance(layer, Linear4bit):
-            numbers = torch.empty(layer.weight.shape, dtype=model.dtype, device=device).normal_(std=0.02)
-            layer.weight = Params4bit(numbers, **vars(layer.weight))._quantize(device)
-            if layer.bias is not None:
-                layer.bias = nn.Parameter(numbers.new_zeros(layer.bias.shape), requires_grad=False)
-    return cast_rest(quantizer.postprocess_model(model), model.dtype)
-
-
-@dataclass(frozen=True)
-class KvLayer:
-    """What a layer that attends caches of a sequence."""
-
-    numbers: int  # keys and values of one token
-    window: int | None  # tokens that a sliding window keeps; None: all
-
-
-class ModelShape:
-    """What a model's bytes follow from, counted of one that `skeleton` made.
-
-    Parameters are counts, each tied tensor once.
-    """
-
-    def __init__(self, model: PreTrainedModel | PeftModel) -> None:
-        from transformers import PreTrainedModel
-
-        from grpo_fast.rollout.decoder import reads_prompts_once
-
-        base = model if isinstance(model, PreTrainedModel) else cast(PreTrainedModel, model.get_base_model())
-        config = base.config.get_text_config()
-        head: Any = base.get_output_embeddings().weight
-        embedding: Any = base.get_input_embeddings().weight
-        counts: Counter[str] = Counter()
-        active: Counter[str] = Counter()
-        for name, parameter in model.named_parameters():
-            part, count = _part(base, name, parameter), count_numbers(parameter)
-            counts[part] += count
-            if part not in ("embedding", "head"):
-                active[part] += int(count * chosen_share(config)) if is_expert(name, parameter) else count
-        every = [*model.parameters()]
-        trained = [p for p in every if p.requires_grad]
-        sizes = [p.numel() for p in trained]
-        quantized = [count_numbers(p) for p in every if is_quantized(p)]
-        of_layers = [[*layer.parameters()] for layer in decoder_layers(base)]
-        trained_in_layers = [[p.numel() for p in own if p.requires_grad] for own in of_layers]
-        with _computable(base):
-            cache = _cached(base)
-            own = packing_obstacle(base.config) is not None
-            # Bytes of a token in the layers, and where Liger's kernels or torch.compile compute them.
-            self.plain, self.fused = (
-                price_layers(base, backbone(base), fused=fused, own_attention=own) for fused in (False, True)
-            )
-
-        # By name in PARTS; parts without any are left out.
-        self.parameters = {part: counts[part] for part in PARTS if part in counts}
-        # Of them, those that a token passes through: without embedding, head and experts not chosen.
-        self.active = sum(active.values())
-        self.active_mlp = active["mlp"] + active["experts"]  # of these, in MLPs and experts
-        self.bytes = sum(map(_nbytes, every))  # of all of them, in the dtypes they are kept in
-        self.quantized = sum(quantized)  # parameters in 4 bits
-        self.largest_quantized = max(quantized, default=0)  # which a product makes anew
-        self.tensors, self.trainable_tensors = len(every), len(trained)
-        self.trained = sum(sizes)
-        # Of 16 bits, which have float32 masters; the others are their own.
-        self.params_16bit = sum(p.numel() for p in trained if p.element_size() < 4)
-        self.params_32bit = self.trained - self.params_16bit
-        self.moments_8bit = sum(map(moment_bytes_8bit, sizes))
-        self.largest = max(sizes, default=0)  # numbers of a trained tensor
-        # Numbers of the three trained tensors in a row that are largest together.
-        self.largest_three_adjacent = max((sum(sizes[i : i + 3]) for i in range(len(sizes))), default=0)
-        self.layer = max((sum(map(_nbytes, own)) for own in of_layers), default=0)  # bytes of the largest
-        self.layer_trained = max(map(sum, trained_in_layers), default=0)  # numbers of the largest layer
-        self.layer_tensor = max((size for own in trained_in_layers for size in own), default=0)
-        self.head_trained: bool = head.requires_grad
-        self.embedding_trained: bool = embedding.requires_grad
-        self.softcap = logit_softcap(config) is not None
-        self.vocabulary, self.hidden = head.shape
-        self.itemsize: int = head.element_size()  # bytes of one number of the model's dtype
-        self.heads: int = getattr(config, "num_attention_heads", 0)  # of queries; Mamba has none
-        self.head_dim = max(head_dims(config))
-        # As transformers keeps keys and values, and bytes of the states of a sequence, however long it is.
-        self.layers, self.states = _cached_parts(cache)
-        self.shares_prefix = reads_prompts_once(base)  # in our own decoding
-        paged = sum(layer.numbers for layer in self.layers)
-        if latent := getattr(config, "kv_lora_rank", None):  # vLLM keeps multi-head latent attention as it is
-            paged = len(self.layers) * (latent + config.qk_rope_head_dim)
-        # In vLLM's pages, which layers with a window share with those without.
-        self.paged_kv_bytes_per_token = self.itemsize * paged
-
-    def moments(self, kind: str) -> int:
-        """Bytes of Adam's moments with an optimizer of this kind."""
-        return self.moments_8bit if kind == "adamw_8bit" else 8 * self.trained
-
-    def inputs(self, tokens: int) -> int:
-        """Bytes of all layers' inputs."""
-        return self.itemsize * self.hidden * self.depth * tokens
-
-    @property
-    def depth(self) -> int:
-        """Decoder layers, whatever each of them caches."""
-        return len(self.plain.layers)
-
-    def kv_bytes(self, tokens: int) -> int:
-        """Bytes of one sequence in transformers' cache, exactly `tokens` long."""
-        numbers = sum(layer.numbers * min(tokens, layer.window or tokens) for layer in self.layers)
-        return self.itemsize * numbers + self.states
-
-
-class Shapes:
-    """Shapes of one architecture, trained in one way or several: each takes seconds, once."""
-
-    def __init__(self, config: PretrainedConfig) -> None:
-        self.config = config
-        self._made: dict[str, ModelShape] = {}
-
-    def of(self, model: ModelConfig) -> ModelShape:
-        """
-        Raises:
-            ValueError, ImportError: as `skeleton`.
-        """
-        model = model.model_copy(update={"gradient_checkpointing": False})  # which changes no counts
-        key = model.model_dump_json(
-            include={"dtype", "quantization", "lora", "train_lm_head", "train_router"}
-        )
-        if key not in self._made:
-            self._made[key] = ModelShape(skeleton(self.config, model))
-        return self._made[key]
-
-
-@contextmanager
-def _computable(model: nn.Module) -> Iterator[None]:
-    """Without the sums of experts and their adapters, which peft cannot make on the meta device; experts
-    keep what a gradient of these needs."""
-    adapters = expert_adapters(model)
-    for layer in adapters:
-        layer.enable_adapters(False)
-        layer.get_param().requires_grad_(True)
-    try:
-        yield
-    finally:
-        for layer in adapters:
-            layer.enable_adapters(True)
-            layer.get_param().requires_grad_(False)
-
-
-def _nbytes(weight: Any) -> int:
-    """Of a weight in 4 bits, with its scales and their own."""
-    size: int = weight.nbytes
-    if is_quantized(weight):
-        states = filter(None, (weight.quant_state, weight.quant_state.state2))
-        size += sum(t.nbytes for state in states for t in vars(state).values() if isinstance(t, Tensor))
-    return size
-
-
-def _part(base: PreTrainedModel, name: str, parameter: nn.Parameter) -> str:
-    if parameter is base.get_input_embeddings().weight:
-        return "embedding"
-    if any(parameter is own for own in base.get_output_embeddings().parameters()):
-        return "head"
-    module = name.lower().rpartition(".")[0]
-    if "lora_" not in module and is_expert(name, parameter):  # which lies within an MLP
-        return "experts"
-    return next((part for part, marks in _MARKS.items() if any(mark in module for mark in marks)), "other")
-
-
-def _cached(base: PreTrainedModel) -> Any:
-    """transformers' own cache after one token, so that no architecture needs a formula; None: it has none."""
-    with torch.no_grad():
-        own = packing_obstacle(base.config) is not None
-        output = computed(backbone(base), 1, own_attention=own, use_cache=True)
-    return next(filter(None, (getattr(output, name, None) for name in _CACHES)), None)
-
-
-def _cached_parts(cache: Any) -> tuple[list[KvLayer], int]:
-    """What is cached of one token in each layer that attends, and bytes of the states of all others."""
-    found = [*_tensors_in(cache)]
-    every = getattr(cache, "layers", ())
-    attending = [
-        layer for layer in every if getattr(layer, "keys", None) is not None and layer.keys.dim() > 1
-    ]
-    layers = [
-        KvLayer(
-            sum(part[..., :1, :].numel() for part in (layer.keys, layer.values)),
-            getattr(layer, "sliding_window", None),
-        )
-        for layer in attending
-    ]
-    states = sum(map(_nbytes, found)) - sum(layer.keys.nbytes + layer.values.nbytes for layer in attending)
-    return layers, states
-
-
-def _tensors_in(held: Any) -> Iterator[Tensor]:
-    """Those that a cache, or a part of one, holds; of one dimension are counters, and empty layers."""
-    if isinstance(held, Tensor):
-        yield from [held] if held.dim() > 1 else []
-    elif isinstance(held, list | tuple | dict):
-        for part in held.values() if isinstance(held, dict) else held:
-            yield from _tensors_in(part)
-    elif type(held).__name__.endswith(("Cache", "Layer")):
-        yield from _tensors_in(vars(held))
+    return found
 
 
 def with_layers(config: PretrainedConfig, count: int) -> PretrainedConfig:
-    """The same architecture with its first layers only."""
+    """Return the same architecture with its first layers only."""
     changed = copy.deepcopy(config)
     text = changed.get_text_config()
     for name, value in list(vars(text).items()):
@@ -346,3 +173,132 @@ def with_layers(config: PretrainedConfig, count: int) -> PretrainedConfig:
             setattr(text, name, value[:count])
     text.num_hidden_layers = count
     return changed
+
+
+def model_shape(config: PretrainedConfig, model: ModelConfig) -> ModelShape:
+    """Count a model as it would be trained.
+
+    Args:
+        model: its dtype is not `auto`.
+
+    Raises:
+        ValueError: no language model, LoRA modules that it does not have, a model whose forward needs values,
+            or as `quantizes`.
+        ImportError: 4 bits without bitsandbytes.
+    """
+    itemsize = getattr(torch, model.dtype).itemsize
+    on_meta = model.model_copy(update={"dtype": "bfloat16"})  # the only dtype in which experts run there
+    base = random_model(config, on_meta, attention=None, device="meta")
+    cache, states = _cached(base)
+    named = dict(prepare_to_train(base, model).named_parameters())
+    text, head = base.config.get_text_config(), base.get_output_embeddings().weight
+    quantized = _quantized(base, config) if quantizes(model, config) else {}
+
+    def size(weight: Tensor) -> int:
+        held = itemsize if weight.dtype == torch.bfloat16 else weight.itemsize
+        return int(weight.numel() * quantized.get(weight, held))
+
+    sizes = [weight.numel() for weight in named.values() if weight.requires_grad]
+    layers = decoder_layers(base)
+    heads, own_attention = getattr(text, "num_attention_heads", 0), packing_obstacle(config) is not None
+    return ModelShape(
+        layers=tuple(_layer(layer, text, model) for layer in layers),
+        itemsize=itemsize,
+        parameters=sum(weight.numel() for weight in named.values()),
+        bytes=sum(map(size, named.values())),
+        trained=sum(sizes),
+        largest_three=max((sum(sizes[i : i + 3]) for i in range(len(sizes))), default=0),
+        layer_bytes=max((sum(map(size, layer.parameters())) for layer in layers), default=0),
+        quantized=max((weight.numel() for weight in quantized), default=0),
+        adapters=sum(weight.numel() for name, weight in named.items() if "lora_" in name),
+        merged=tuple(sum(size(one.get_param()) for one in expert_adapters(layer)) for layer in layers),
+        vocabulary=head.shape[0],
+        hidden=head.shape[1],
+        queries=heads * max(head_dims(text)),
+        scoring_heads=heads if own_attention and has_sinks(config) else 0,
+        head_trained=head.requires_grad,
+        packs=not own_attention and model.packing == "auto",
+        tiled=bool(token_wise_mlps(base)),
+        experts=any(is_expert(name, weight) for name, weight in base.named_parameters()),
+        cache=cache,
+        states=states,
+        positions=positions(text),
+    )
+
+
+def _quantized(base: PreTrainedModel, config: PretrainedConfig) -> dict[Tensor, float]:
+    """Return the bytes of a value of every weight that is held in 4 bits: of linear layers but the head."""
+    saved = dict(getattr(config, "quantization_config", None) or {"bnb_4bit_use_double_quant": True})
+    size = DOUBLE_QUANTIZED if saved.get("bnb_4bit_use_double_quant") else QUANTIZED
+    head = base.get_output_embeddings()
+    modules = [m for n, m in base.named_modules() if isinstance(m, nn.Linear) and "lora_" not in n]
+    return {module.weight: size for module in modules if module is not head}
+
+
+def _layer(layer: nn.Module, text: PretrainedConfig, model: ModelConfig) -> LayerShape:
+    in_mlp = {part for mlp in layer_mlps(layer) for part in mlp.modules()}
+    with_state = {part for mixer in layer.modules() if hasattr(mixer, "A_log") for part in mixer.modules()}
+    dropout = model.lora is not None and model.lora.dropout > 0
+    mixer = mlp = 0.0
+    norms = 0
+    for name, module in layer.named_modules():
+        kept = 0.0
+        if "lora_" in name:  # of experts, adapters are added to the weights
+            if isinstance(module, nn.Linear) and ".lora_A" in name and ".experts." not in name:
+                kept = module.out_features + dropout * module.in_features
+        elif isinstance(module, nn.Linear):
+            kept = module.in_features + module.out_features
+            if is_expert(f".{name}.weight", module.weight):
+                kept *= EXPERTS * chosen_share(text)
+        elif "RMSNorm" in type(module).__name__ and getattr(module, "weight", None) is not None:
+            norms += cast(Tensor, module.weight).numel() * _norm_heads(name, module, text)
+        for parameter in module.parameters(recurse=False):
+            if parameter.ndim == 3 and is_expert(f".{name}.", parameter):
+                kept += EXPERTS * chosen_share(text) * len(parameter) * sum(parameter.shape[1:])
+        kept *= RECURRENT if module in with_state else 1
+        mixer, mlp = (mixer, mlp + kept) if module in in_mlp else (mixer + kept, mlp)
+    return LayerShape(mixer, ACTIVATED * mlp, norms)
+
+
+def _norm_heads(name: str, norm: Any, text: PretrainedConfig) -> int:
+    """Return how often a norm is applied to a token: one of queries or keys, to each head."""
+    if norm.weight.numel() not in head_dims(text) or norm.weight.numel() == text.hidden_size:
+        return 1
+    of_keys = name.rpartition(".")[2].startswith("k")
+    return text.num_key_value_heads if of_keys else text.num_attention_heads
+
+
+def _cached(base: PreTrainedModel) -> tuple[tuple[tuple[int, int | None], ...], int]:
+    """Return `ModelShape.cache` and `ModelShape.states`, read from transformers' own cache of one token.
+
+    Raises:
+        ValueError: the model's forward reads values, of which there are none.
+    """
+    ids = torch.zeros(1, 1, dtype=torch.int64, device="meta")
+    mask = torch.ones(1, 1, dtype=torch.bool, device="meta")
+    for given in ({"position_ids": ids, "attention_mask": mask[None, None]}, {"attention_mask": mask}, {}):
+        try:
+            with torch.no_grad():
+                output = backbone(base)(input_ids=ids, use_cache=True, **given)
+            break
+        except Exception as failure:
+            problem = str(failure).strip().splitlines()[0]
+    else:
+        raise ValueError(
+            f"{type(base).__name__} cannot be planned, as its forward does not run without values "
+            f"({problem}); set rollout.num_generations and micro_batch_tokens"
+        )
+    layers = getattr(getattr(output, "past_key_values", None), "layers", ())
+    attending = [
+        layer for layer in layers if getattr(layer, "keys", None) is not None and layer.keys.dim() > 1
+    ]
+    cache = [
+        (
+            layer.keys[..., :1, :].numel() + layer.values[..., :1, :].numel(),
+            getattr(layer, "sliding_window", None),
+        )
+        for layer in attending
+    ]
+    parts = tree_leaves([vars(layer) for layer in layers])
+    total = sum(part.numel() for part in parts if isinstance(part, Tensor) and part.dim() > 1)
+    return tuple(cache), total - sum(layer.keys.numel() + layer.values.numel() for layer in attending)

@@ -1,30 +1,26 @@
-"""What to choose: the fastest of the settings that fit, the largest group, the longest completion."""
+"""The search for what fits: settings in a fixed order, the largest group, the longest completion."""
 
 from __future__ import annotations
 
+import math
 import sys
-from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import yaml
+from pydantic import BaseModel
 
 from grpo_fast.config.schema import TrainConfig, at
 from grpo_fast.config.stages import resolve_stages
-from grpo_fast.plan.devices import DeviceBudget
-from grpo_fast.plan.model_shape import Shapes
-from grpo_fast.plan.prediction import PHASES, STAYS_SHARDED, Prediction, Predictor
-from grpo_fast.plan.sizes import MOST_IN_FLIGHT, StepSizes, step_sizes
-from grpo_fast.policy.architecture import positions
-from grpo_fast.policy.load import require_replay
-from grpo_fast.policy.quantization import quantizes
+from grpo_fast.plan.devices import GIB, DeviceBudget
+from grpo_fast.plan.memory import PHASES, Parts, Phase, Setup, host_bytes, parts_bytes, step_bytes
+from grpo_fast.plan.model_shape import ModelShape
+from grpo_fast.plan.sizes import MOST_IN_FLIGHT, StepSizes, largest, step_sizes
+from grpo_fast.record.summary import bytes_text
 
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
-T = TypeVar("T")
+Values = TypeVar("Values", bound=BaseModel)
 
 MOST_GENERATIONS = 4096  # where the search for a group's size ends
 MOST_CONTEXT = 1 << 24  # and for a completion's
@@ -33,208 +29,216 @@ AUTO_MOST = 64
 """Completions of a prompt that `auto` goes up to: DeepSeekMath's group (arXiv:2402.03300, section 4.2). More
 cost time in proportion, and are given as a number."""
 
-AUTO_TOKENS = 65_536
-"""Tokens that an automatic micro-batch goes up to: a larger one is hardly faster, and fails more dearly."""
+AUTO_TOKENS = 65_536  # of an automatic micro-batch: a larger one is hardly faster
+BUSY_TOKENS = 8_192  # of a micro-batch that keeps a GPU busy
+BUSY_COMPLETIONS = 256  # in flight, that keep a GPU busy
 
 SPARE = 0.03
-"""Of the device, that a choice leaves: bytes are predictions, and a few more in flight gain little."""
+"""Share of the device that a choice leaves, because bytes are estimates."""
 
-CONSTANTS = {
-    "micro_batch_tokens": 16_384,
-    "model.gradient_checkpointing": False,
-    "rollout.num_generations": 8,
-}
-"""What `auto` is on a CPU, without planning; for `memory.offload` the engines need no room there."""
-
-MEMORY_KEYS = ("model.gradient_checkpointing", "rollout.vllm.sleep_level", "memory.offload")
-OF_ANY_TRAINING = ("micro_batch_tokens", "model.gradient_checkpointing")
-RECOMPUTED = (False, "mlp", True, "offload")  # by what it costs
+RECOMPUTED = (False, "mlp", True, "offload")  # values of model.gradient_checkpointing, by what they cost
+LEVEL, OFFLOAD = "rollout.vllm.sleep_level", "memory.offload"
 
 
 @dataclass(frozen=True)
-class Plan:
-    """The choice for a run, and what else would fit."""
+class Choice:
+    """The settings of a run at its sizes, and the bytes that they take."""
 
-    config: TrainConfig  # as it was asked for
-    search: Search  # that found it
-    choice: Prediction  # where nothing fits, what is least too large
-    largest: Prediction | None  # with the largest group that fits; None: not even two completions do
-    rivals: tuple[Prediction, ...] = ()  # of other ways to divide the run over ranks: the best of each mode
+    setup: Setup
+    sizes: StepSizes
+
+    @cached_property
+    def parts(self) -> Parts:
+        return step_bytes(self.setup, self.sizes)
+
+    def total(self, phase: Phase) -> int:
+        return sum(self.parts[phase].values())
+
+    @cached_property
+    def free(self) -> int:
+        """Return the bytes left of the device or, where it lacks more, of the host; negative: no fit."""
+        device = self.setup.device
+        left = device.total - max(map(self.total, PHASES))
+        on_host = device.host - host_bytes(self.setup, self.sizes)
+        return left if on_host >= 0 else min(left, on_host)
 
     @property
-    def largest_generations(self) -> int | None:
-        """Completions of a prompt; None: not even two fit."""
-        return None if self.largest is None else self.largest.sizes.generations
+    def busy(self) -> float:
+        """Return how busy the GPU is kept, up to 1; 1 also where a step or the configuration has no more."""
+        sizes, config = self.sizes, self.setup.config
+        asked = {sizes.micro_batch_tokens} if sizes.micro_batch_tokens == config.micro_batch_tokens else set()
+        whole = replace(sizes, micro_batch_tokens=sys.maxsize).micro_batch.inputs
+        tokens = min(1.0, sizes.micro_batch_tokens / min(BUSY_TOKENS, whole, *asked))
+        return tokens * min(1.0, sizes.in_flight / min(BUSY_COMPLETIONS, sizes.completions))
 
     @property
-    def by_hand(self) -> list[str]:
-        """Keys of `choice.values` that the configuration sets itself."""
-        return [key for key in self.choice.values if at(self.config, key) not in ("auto", None)]
-
-
-@dataclass(frozen=True)
-class Context:
-    """The longest sequences of which a group fits."""
-
-    tokens: int  # of a prompt and its completion
-    bound: str  # what a longer completion exceeds
-    positions: int | None  # that the model was made for; None: no limit
+    def values(self) -> dict[str, Any]:
+        """Return by dotted key what the planner decides where the configuration does not."""
+        setup, sizes, config = self.setup, self.sizes, self.setup.config
+        values: dict[str, Any] = {
+            "rollout.num_generations": sizes.generations,
+            "micro_batch_tokens": sizes.micro_batch_tokens,
+            "model.gradient_checkpointing": config.model.gradient_checkpointing,
+            OFFLOAD: list(setup.offloaded),
+        }
+        if setup.engine.name == "vllm" and setup.on_gpu:
+            values[LEVEL] = config.rollout.vllm.sleep_level
+            values["rollout.vllm.max_sequences"] = sizes.in_flight
+            if config.rollout.vllm.gpu_memory_utilization is None:
+                cache = self.parts["rollout"]["KV cache"]
+                values["rollout.vllm.kv_cache_gib"] = math.ceil(100 * cache / GIB) / 100
+        if setup.device.ranks > 1:
+            values["distributed.mode"] = config.distributed.mode
+        return values
 
 
 @dataclass(frozen=True)
 class Search:
-    """What fits of one run on one device. Methods raise ValueError for a model that cannot be planned."""
+    """The search for one run on one device.
 
-    config: TrainConfig  # what it leaves to `auto` is tried, the rest is as it is
-    shapes: Shapes
+    Attributes:
+        config: what it leaves to `auto` is searched, the rest stays.
+    """
+
+    config: TrainConfig
+    shape: ModelShape
     device: DeviceBudget
 
     @cached_property
     def sizes(self) -> StepSizes:
-        """As the configuration has them."""
         return step_sizes(self.config, self.device.ranks)
 
-    def fastest(self, generations: int) -> Prediction | None:
-        """Of what fits, with `SPARE` left where that is possible, what is predicted to be the fastest.
+    @cached_property
+    def _least(self) -> StepSizes:
+        """One completion in flight, and one in a micro-batch."""
+        return replace(self.sizes, micro_batch_tokens=self.sizes.sequence_length - 1, most_in_flight=1)
 
-        Where a micro-batch fills the device without recomputation, nothing is gained by any. None: nothing
-        fits.
+    @cached_property
+    def setups(self) -> list[Setup]:
+        """Return the settings to try, the preferred ones first.
+
+        The order is: the least recomputation; an engine that stays on the GPU beside the trainer, then one
+        that sleeps; as little offloaded as possible.
         """
-        found: list[Prediction] = []
+        config, device, setups = self.config, self.device, []
+        asked, level, offload = config.model.gradient_checkpointing, at(config, LEVEL), config.memory.offload
+        plain = Setup(config, self.shape, device)
+        lists: list[Any] = [offload]
+        if offload == "auto":
+            lists = [list(plain.offloadable[:count]) for count in range(len(plain.offloadable) + 1)]
+            lists = [parts for parts in lists if parts_bytes(plain, parts) <= device.host]
+        ways = [(level, parts) for parts in lists]
+        if level == "auto" and plain.sleeps:
+            sleeping = 2 if plain.weights.sent else 1
+            ways = [(0, lists[0]), *((sleeping, parts) for parts in lists)]
+        for recomputed in RECOMPUTED if asked == "auto" else [asked]:
+            for level, parts in ways:
+                values = {"model.gradient_checkpointing": recomputed, LEVEL: level, OFFLOAD: parts}
+                setups.append(Setup(with_values(config, values), self.shape, device))
+        return setups
+
+    def choose(self, generations: int) -> Choice | None:
+        """Return the first settings that fit and keep the GPU busy, else those that keep it busiest.
+
+        `SPARE` is left where that is possible. None: nothing fits.
+        """
         sizes = replace(self._least, generations=generations, most_in_flight=self.sizes.most_in_flight)
         for spare in (int(SPARE * self.device.total), 0):
-            for ways in self._candidates():
-                found += [choice for way in ways if (choice := self._fitted(way, sizes, spare))]
-                if any(choice.is_busy for choice in found):
-                    break
+            found: list[Choice] = []
+            for choice in self._fitting(sizes, spare):
+                if choice.busy == 1:
+                    return choice
+                found.append(choice)
             if found:
-                break
-        return min(found, key=lambda choice: sum(choice.seconds.values()), default=None)
+                return max(found, key=lambda choice: choice.busy)
+        return None
 
-    def least(self) -> Prediction:
-        """The smallest step in the way that takes the least."""
-        choices = [least_memory.predict(self._least) for *_, least_memory in self._candidates()]
-        return max(choices, key=lambda choice: choice.free)
+    def _fitting(self, sizes: StepSizes, spare: int) -> Iterator[Choice]:
+        """Yield each of `setups` with the most completions in flight, then the largest micro-batch, that
+        fit."""
+        asked = self.config.micro_batch_tokens
+        most = AUTO_TOKENS if asked == "auto" else asked
+        for setup in self.setups:
+            in_flight = _largest(setup, sizes, "most_in_flight", 1, sizes.in_flight, spare)
+            if in_flight is not None:
+                held, low = replace(sizes, most_in_flight=in_flight), min(sizes.sequence_length, most)
+                tokens = _largest(setup, held, "micro_batch_tokens", low, most, spare)
+                yield Choice(setup, replace(held, micro_batch_tokens=tokens or low))
+
+    def least(self) -> Choice:
+        """Return the smallest step with the settings that take the least."""
+        return max((Choice(setup, self._least) for setup in self.setups), key=lambda choice: choice.free)
 
     def generations(self) -> int | None:
-        """The size of a group: as configured, or what fits within what is usual and one wave of a rollout."""
+        """Return the size of a group: as configured, or the largest that fits and that `auto` goes up to."""
         asked = self.config.rollout.num_generations
         if asked != "auto":
             return asked
-        one_wave = MOST_IN_FLIGHT // self.config.prompts_per_step  # of one rank: more of them change no group
+        one_wave = MOST_IN_FLIGHT // self.config.prompts_per_step
         return self.largest_generations(min(AUTO_MOST, max(8, one_wave)))
 
-    def largest_generations(self, most: int = MOST_GENERATIONS, *, at_once: bool = False) -> int | None:
-        """Completions of a prompt, up to `most`, that fit with the least in flight; None: not even two.
+    def largest_generations(self, most: int = MOST_GENERATIONS) -> int | None:
+        """Return the most completions of a prompt that fit; None: not even two."""
+        return self._most(self._least, "generations", 2, most)
 
-        Args:
-            at_once: a step's in one micro-batch, instead of one in each.
-        """
-        found: list[int] = []
-        sizes = replace(self._least, micro_batch_tokens=sys.maxsize) if at_once else self._least
-        for *_, least_memory in self._candidates():
-            found += filter(None, [least_memory.largest_fitting(sizes, "generations", 2, most)])
-            if most in found:
-                break
-        return max(found, default=None)
-
-    def largest_context(self, generations: int) -> Context | None:
-        """The longest that fits with the least at once; None: not even one token of a completion."""
-        # One completion in a micro-batch, however long.
+    def longest_completion(self, generations: int) -> int | None:
+        """Return the most tokens of a completion with which a group fits; None: not even one."""
         sizes = replace(self._least, generations=generations, micro_batch_tokens=1)
-        found = [
-            (way.largest_fitting(sizes, "completion_length", 1, MOST_CONTEXT) or 0, way)
-            for *_, way in self._candidates()
-        ]
-        most, least_memory = max(found, key=lambda one: one[0])
-        if not most:
-            return None
-        short, then = (
-            least_memory.predict(replace(sizes, completion_length=length)) for length in (1, most + 1)
-        )
-        phase = max(PHASES, key=then.total)
-        grown = Counter(then.parts[phase]) - Counter(short.parts[phase])
-        part, _ = grown.most_common(1)[0]
-        bound = f"{part} in the {phase}" if then.total(phase) > self.device.total else "the host's memory"
-        limit = positions(self.shapes.config.get_text_config())
-        return Context(sizes.prompt_length + most, bound, limit)
+        return self._most(sizes, "completion_length", 1, MOST_CONTEXT)
 
-    @property
-    def _least(self) -> StepSizes:
-        """One completion in flight, and one in a micro-batch."""
-        return replace(self.sizes, micro_batch_tokens=self.sizes.sequence_length, most_in_flight=1)
-
-    def _candidates(self) -> Iterator[list[Predictor]]:
-        """For each recomputation, the fastest first, every sleep level and offload, the least memory last."""
-        config = self.config
-
-        def way(recomputed: Any, level: Any, offload: Any) -> Predictor:
-            changed = zip(MEMORY_KEYS, (recomputed, level, offload), strict=True)
-            return Predictor(with_values(config, dict(changed)), self.shapes, self.device)
-
-        asked, level, offload = (at(config, key) for key in MEMORY_KEYS)
-        for recomputed in RECOMPUTED if asked == "auto" else [asked]:
-            plain = way(recomputed, level, offload)
-            if asked == "auto" and recomputed == "mlp" and not plain.shape.active_mlp:
-                continue
-            levels, lists = [level], [offload]
-            if level == "auto" and plain.sleeps:
-                levels = [0, 2 if plain.weights.sent else 1]
-            if offload == "auto":
-                lists = [list(plain.parts[:count]) for count in range(len(plain.parts) + 1)]
-                lists = [parts for parts in lists if plain.on_host(parts) <= self.device.host_share]
-            yield [way(recomputed, level, offload) for level in levels for offload in lists]
-
-    def _fitted(self, predictor: Predictor, sizes: StepSizes, spare: int) -> Prediction | None:
-        """With the most completions in flight, then the largest micro-batch, that fit."""
-        asked = self.config.micro_batch_tokens
-        in_flight = predictor.largest_fitting(sizes, "most_in_flight", 1, sizes.in_flight, spare)
-        if in_flight is None:
-            return None
-        sizes = replace(sizes, most_in_flight=in_flight)
-        most = AUTO_TOKENS if asked == "auto" else asked
-        low = min(sizes.sequence_length, most)
-        tokens = predictor.largest_fitting(sizes, "micro_batch_tokens", low, most, spare)
-        choice = predictor.predict(replace(sizes, micro_batch_tokens=tokens or low))
-        batch = choice.micro_batch
-        if asked == "auto" and batch.count > 1:  # else shorter completions would fill one beyond what fits
-            choice = predictor.predict(replace(sizes, micro_batch_tokens=batch.inputs))
-        levels = [run.rollout.vllm.sleep_level for run in (self.config, predictor.run)]
-        # What never sleeps leaves ample room, or it is put to sleep.
-        return None if levels == ["auto", 0] and not choice.is_busy else choice
+    def _most(self, sizes: StepSizes, name: str, low: int, most: int) -> int | None:
+        found = (_largest(setup, sizes, name, low, most) for setup in reversed(self.setups))
+        return max(filter(None, found), default=None)
 
 
-def plan(config: TrainConfig, shapes: Shapes, device: DeviceBudget) -> Plan:
-    """What to choose for a run on a device; no weights are read.
+def _largest(setup: Setup, sizes: StepSizes, name: str, low: int, most: int, spare: int = 0) -> int | None:
+    """Return the largest value of one of the sizes with which `spare` bytes are left."""
+    return largest(low, most, lambda value: Choice(setup, replace(sizes, **{name: value})).free >= spare)  # type: ignore[arg-type]
+
+
+def too_large(search: Search) -> str:
+    """Return the sentence for a run that does not fit: the missing bytes, and what makes room."""
+    least, config, device = search.least(), search.config, search.device
+    return (
+        f"{config.model.path} does not fit {device.name}: {least.sizes.prompts} prompts with "
+        f"{least.sizes.generations} completions need {bytes_text(-least.free)} more than its "
+        f"{bytes_text(device.total)}. What makes room, in this order: {', '.join(levers(search))}"
+    )
+
+
+def levers(search: Search) -> list[str]:
+    """Return what a run that does not fit can change, what alters the training least first."""
+    config, setup = search.config, search.least().setup
+    model, vllm, lora = config.model, config.rollout.vllm, config.model.lora is not None
+    dense, trained, half = not search.shape.experts, search.shape.head_trained, config.prompts_per_step // 2
+    offers = {
+        "rollout.vllm.sleep_level=auto": vllm.sleep_level == 0 and setup.engine.name == "vllm",
+        "memory.offload=auto": setup.on_gpu and setup.offloaded != setup.offloadable,
+        "model.gradient_checkpointing=auto": model.gradient_checkpointing in (False, "mlp", True),
+        "rollout.vllm.lora_sync=adapter": setup.engine.name == "vllm" and lora and not setup.weights.shared,
+        "optimizer.kind=adamw_8bit": config.optimizer.kind == "adamw" and not lora,
+        "optimizer.stochastic_rounding=true": model.dtype != "float32"
+        and not (lora or config.optimizer.stochastic_rounding),
+        "model.dtype=bfloat16": model.dtype == "float32",
+        "loss.beta=0": config.loss.needs_reference and not lora,
+        "model.train_lm_head=false": trained and not lora,
+        "model.lora={}": not lora,
+        "model.quantization=nf4": dense and not search.shape.quantized,
+        f"prompts_per_step={half}": half >= max(config.minibatches, search.device.ranks),
+    }
+    return [*(change for change, offered in offers.items() if offered), "shorter completions", "a larger GPU"]
+
+
+def modes(config: TrainConfig, ranks: int, *, whole: bool) -> list[TrainConfig]:
+    """Return the run with each `distributed.mode` that it leaves open, the preferred one first.
+
+    Args:
+        whole: weights cannot be sharded: on a CPU, and in 4 bits.
 
     Raises:
-        ValueError: the model cannot be packed or planned, or as `step_sizes`, `divisions` and
-            `require_replay`.
+        ValueError: a step has fewer prompts than there are ranks, or mode shard is asked for with a part that
+            it does not offload.
     """
-    if config.rollout.router_replay:
-        require_replay(config.model, shapes.config)
-    tried = with_constants(config) if device.kind == "cpu" else config
-    best: dict[str, tuple[Prediction, Search]] = {}  # by mode
-    for divided in divisions(tried, shapes.config, device):
-        search = Search(divided, shapes, device)
-        generations, mode = search.generations(), divided.distributed.mode
-        found = (search.fastest(generations) if generations else None) or search.least()
-        if mode not in best or found.cost < best[mode][0].cost:
-            best[mode] = found, search
-    (choice, search), *rivals = sorted(best.values(), key=lambda one: one[0].cost)
-    most = search.largest_generations()
-    largest = search.fastest(most) if most else None
-    return Plan(config, search, choice, largest, tuple(rival for rival, _ in rivals))
-
-
-def divisions(config: TrainConfig, model: PretrainedConfig, device: DeviceBudget) -> list[TrainConfig]:
-    """The run with each mode that it leaves open; as it is on one rank.
-
-    Raises:
-        ValueError: a step has fewer prompts than there are ranks, or mode shard is asked for with what it
-            cannot offload.
-    """
-    own, ranks = config.distributed, device.ranks
     if ranks == 1:
         return [config]
     for stage in resolve_stages(config):
@@ -244,52 +248,32 @@ def divisions(config: TrainConfig, model: PretrainedConfig, device: DeviceBudget
                 f"{of}prompts_per_step = {prompts} is less than the {ranks} ranks, each of which answers "
                 f"prompts of its own; raise it to {ranks} or more, or start fewer ranks"
             )
-    stays = STAYS_SHARDED in config.memory.offload
-    if stays and own.mode == "shard":
+    mode, keeps = config.distributed.mode, "reference" in config.memory.offload
+    if keeps and mode == "shard":
         raise ValueError(
-            f"memory.offload = {config.memory.offload}: distributed.mode = 'shard' keeps the "
-            f"{STAYS_SHARDED} in rows on every rank; leave it out, or set distributed.mode to replicate"
+            f"memory.offload = {config.memory.offload}: distributed.mode = 'shard' keeps the reference in "
+            "rows on every rank; leave it out, or set distributed.mode to replicate"
         )
-    modes = [own.mode]
-    if own.mode == "auto":
-        whole = stays or device.kind == "cpu" or quantizes(config.model, model)
-        modes = ["replicate"] if whole else ["replicate", "shard"]
-    return [with_values(config, {"distributed.mode": mode}) for mode in modes]
+    open_modes = [mode]
+    if mode == "auto":
+        open_modes = ["replicate"] if keeps or whole else ["replicate", "shard"]
+    return [with_values(config, {"distributed.mode": mode}) for mode in open_modes]
 
 
 def flow(value: Any) -> str:
-    """As YAML in one line, for a command's."""
+    """Write a value as YAML in one line."""
     return yaml.safe_dump(value, default_flow_style=True).splitlines()[0]
 
 
 def written(values: Mapping[str, Any]) -> str:
-    """As on the command line."""
+    """Write values by key as on the command line."""
     return " ".join(f"{key}={flow(value)}" for key, value in values.items())
 
 
-def with_constants(config: TrainConfig) -> TrainConfig:
-    """As a CPU, or training without rollouts, runs what is left to `auto`."""
-    read = CONSTANTS if config.algorithm == "grpo" else {key: CONSTANTS[key] for key in OF_ANY_TRAINING}
-    return with_values(config, {key: value for key, value in read.items() if at(config, key) == "auto"})
-
-
-def with_values(section: T, values: Mapping[str, Any]) -> T:
-    """The configuration, or a section of it, with other values of some dotted keys.
-
-    Raises:
-        ValueError: values that one section cannot have together.
-    """
-    inner: dict[str, dict[str, Any]] = defaultdict(dict)
+def with_values(section: Values, values: Mapping[str, Any]) -> Values:
+    """Return a configuration, or a section of it, with other values of some dotted keys, unchecked."""
     for key, value in values.items():
         name, _, rest = key.partition(".")
-        inner[name][rest] = value
-    changed = {
-        name: own[""] if "" in own else with_values(getattr(section, name), own)
-        for name, own in inner.items()
-    }
-    given: Any = section
-    if isinstance(section, TrainConfig):  # whose own checks would ask for more than a plan has
-        return cast(T, section.model_copy(update=changed))
-    if is_dataclass(section):
-        return cast(T, replace(given, **changed))
-    return cast(T, type(given).model_validate(dict(given) | changed))
+        changed = with_values(getattr(section, name), {rest: value}) if rest else value
+        section = section.model_copy(update={name: changed})
+    return section

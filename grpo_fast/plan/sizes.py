@@ -1,26 +1,30 @@
-"""The sizes of a training step and of the largest micro-batch that it is packed into."""
+"""The sizes of a training step and of its largest micro-batch."""
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from grpo_fast.config.schema import TrainConfig
-from grpo_fast.policy.packing import balance
 
-# Bytes of a packed batch: token, position and segment of every input; of every target its index, id, sequence
-# and group, its advantage, sampler's, old and reference log-probability.
-BYTES_PER_INPUT, BYTES_PER_TARGET = 3 * 8, 4 * 8 + 4 * 4
+MOST_IN_FLIGHT = 1024  # completions that vLLM decodes at once on a large GPU: more gain little
 
-MOST_PACKED = 128  # documents that are laid out to see how large a step's micro-batches become
 
-MOST_IN_FLIGHT = 1024  # what vLLM runs at once on a large GPU: its decoding gains little beyond
+@dataclass(frozen=True)
+class MicroBatch:
+    """The largest micro-batch of an optimizer step."""
+
+    inputs: int  # tokens
+    completions: int
+    targets: int  # tokens
+    repeated: int  # tokens of prompts whose keys are repeated for each completion
 
 
 @dataclass(frozen=True)
 class StepSizes:
-    """The sizes of a rank's part of one training step, each at its largest."""
+    """The sizes of one rank's part of a training step, every completion at its longest."""
 
     prompts: int  # prompts_per_step / ranks
     generations: int  # completions of each
@@ -28,13 +32,13 @@ class StepSizes:
     completion_length: int
     micro_batch_tokens: int
     minibatches: int = 1
-    most_in_flight: int = MOST_IN_FLIGHT  # completions that vLLM decodes at once, at most
-    shares_prompts: bool = True  # false: each completion computes its own
+    most_in_flight: int = MOST_IN_FLIGHT  # completions that vLLM decodes at once
+    shares_prompts: bool = True  # false: each completion computes its own prompt
     longest: int = 0  # tokens of a sequence that vLLM must hold, where evaluation has a longer one
 
     @property
     def in_flight(self) -> int:
-        """Completions that vLLM decodes at once."""
+        """Return how many completions vLLM decodes at once."""
         return min(self.most_in_flight, self.completions)
 
     @property
@@ -47,25 +51,43 @@ class StepSizes:
 
     @property
     def groups(self) -> int:
-        """Of one optimiser step."""
+        """Return the prompts of one optimizer step."""
         return -(-self.prompts // self.minibatches)
 
     @property
+    def micro_batch(self) -> MicroBatch:
+        """Return an upper bound of every micro-batch that `pack` makes of the step.
+
+        A document is a prompt with as many of its completions as the budget holds. A completion's last token
+        is no input. One completion is never split.
+        """
+        prompt, inputs = self.prompt_length, self.completion_length - 1
+        budget = max(self.micro_batch_tokens, prompt + inputs)
+        together = (budget - prompt) // inputs if inputs else self.generations
+        together *= self.shares_prompts
+        together = max(1, min(self.generations, together))  # completions of one document
+        documents, of_step = -(-self.generations // together), self.groups * self.generations
+        budget = min(budget, self.groups * documents * prompt + of_step * inputs)
+        completions = min(of_step, budget * together // (inputs * together + prompt))
+        return MicroBatch(budget, completions, completions * self.completion_length, completions * prompt)
+
+    @property
     def packed_bytes(self) -> int:
-        """Of all packed batches, which are on the device together; prompts count each time."""
-        per_completion = BYTES_PER_INPUT * self.sequence_length + BYTES_PER_TARGET * self.completion_length
-        return self.completions * per_completion
+        """Return the bytes of all packed batches of a step, which are on the device together.
+
+        An input has a token, a position and a segment. A target has its index, id, sequence and group, its
+        advantage and three log-probabilities.
+        """
+        return self.completions * (3 * 8 * self.sequence_length + (4 * 8 + 4 * 4) * self.completion_length)
 
 
 def step_sizes(config: TrainConfig, ranks: int = 1) -> StepSizes:
-    """The sizes of a run's steps; a group of two and one completion a micro-batch where they are `auto`.
+    """Return the sizes of a run's steps, of the rank with the most prompts.
 
-    Args:
-        config: `max_prompt_length` of its data, and of evaluation's, is how long prompts are.
-        ranks: which share the prompts; the sizes are those of the rank with the most.
+    Where they are `auto`, a group has two completions and a micro-batch one.
 
     Raises:
-        ValueError: nothing says how long prompts may be, or the algorithm has no rollouts.
+        ValueError: `dataset.max_prompt_length` is not set, or the algorithm has no rollouts.
     """
     if config.algorithm != "grpo":
         raise ValueError(f"algorithm = {config.algorithm!r} has no rollouts; only grpo can be planned")
@@ -79,7 +101,7 @@ def step_sizes(config: TrainConfig, ranks: int = 1) -> StepSizes:
     completion = config.rollout.max_completion_length
     question = getattr(config.evaluation.dataset, "max_prompt_length", None) or 0
     return StepSizes(
-        prompts=-(-config.prompts_per_step // ranks),
+        prompts=math.ceil(config.prompts_per_step / ranks),
         generations=2 if generations == "auto" else generations,
         prompt_length=prompt,
         completion_length=completion,
@@ -90,81 +112,11 @@ def step_sizes(config: TrainConfig, ranks: int = 1) -> StepSizes:
     )
 
 
-@dataclass(frozen=True)
-class MicroBatch:
-    """The largest micro-batch of an optimiser step, in the sizes that bytes and seconds follow from."""
-
-    inputs: int
-    pairs: int  # of tokens that see each other
-    targets: int
-    count: float  # micro-batches of an optimiser step
-    documents: int
-    joined: int  # completions that come after another with their prompt
-    prompt: int  # tokens of each prompt
-    sequence: int  # and with a completion's inputs
-    groups: float  # that it holds
-
-    @property
-    def masked(self) -> int:
-        """Elements of SDPA's masks: each joined completion's inputs against its prompt and themselves.
-
-        Short ones share a call, whose mask holds at most `PAIRS_A_CALL` more for each.
-        """
-        return self.joined * (self.sequence - self.prompt) * self.sequence
-
-
-def largest_micro_batch(sizes: StepSizes) -> MicroBatch:
-    """The first that `pack` makes, all completions as long as they may be.
-
-    Of a step with very many documents, that of a part of its groups: the number of micro-batches grows with
-    them, and their size hardly changes.
-    """
-    of_group = _documents_of_a_group(sizes)
-    groups = min(sizes.groups, max(1, MOST_PACKED // len(of_group)))
-    documents = of_group[-MOST_PACKED:] * groups
-    batches = balance([inputs for inputs, _ in documents], sizes.micro_batch_tokens)
-    count = -(-len(batches) * sizes.groups * len(of_group) // len(documents))
-    return _micro_batch([documents[i] for i in batches[0]], sizes, count)
-
-
-def whole_step(sizes: StepSizes, count: float = 1) -> MicroBatch:
-    """Every document of a step, as if it were one micro-batch, but for their `count`."""
-    return _micro_batch(_documents_of_a_group(sizes) * sizes.prompts, sizes, count)
-
-
-def _documents_of_a_group(sizes: StepSizes) -> list[tuple[int, int]]:
-    """(inputs, targets) of those that `pack` makes of one group."""
-    completion = sizes.completion_length - 1  # the last token is a target only
-    length, held = sizes.prompt_length + completion, 1
-    most = sizes.generations if sizes.shares_prompts else 1
-    while held < most and length + completion <= sizes.micro_batch_tokens:
-        held, length = held + 1, length + completion
-    full, rest = divmod(sizes.generations, held)
-    counts = [held] * full + ([rest] if rest else [])
-    return [(sizes.prompt_length + n * completion, n * sizes.completion_length) for n in counts]
-
-
-def _micro_batch(documents: Sequence[tuple[int, int]], sizes: StepSizes, count: float) -> MicroBatch:
-    targets = sum(found for _, found in documents)
-    prompt, sequence = sizes.prompt_length, sizes.sequence_length - 1
-    joined = targets // sizes.completion_length - len(documents)
-    # Every sequence's tokens see each other, but once within a prompt that is shared.
-    pairs = (len(documents) + joined) * sequence * (sequence + 1) - joined * prompt * (prompt + 1)
-    return MicroBatch(
-        inputs=sum(inputs for inputs, _ in documents),
-        pairs=pairs // 2,
-        targets=targets,
-        count=count,
-        documents=len(documents),
-        joined=joined,
-        prompt=prompt,
-        sequence=sequence,
-        groups=targets / (sizes.generations * sizes.completion_length),
-    )
-
-
 def largest(low: int, high: int, fits: Callable[[int], bool]) -> int | None:
-    """The largest number from `low` to `high` that fits, where none fits beyond one that does not."""
+    """Return the largest number from `low` to `high` that fits, or None.
+
+    Where a number does not fit, no larger one may.
+    """
     if not fits(low):
         return None
     return low + bisect_left(range(low + 1, high + 1), True, key=lambda number: not fits(number))

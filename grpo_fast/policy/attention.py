@@ -9,7 +9,7 @@ cannot, being the same for all layers.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,14 +21,7 @@ from grpo_fast.policy.vision import model_class
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-    from grpo_fast.plan.model_shape import ModelShape
-    from grpo_fast.plan.sizes import MicroBatch
-
 PACKED_ATTENTION = "grpo_fast_packed"  # the name under which transformers finds `packed_attention`
-PRICED_ATTENTION = "grpo_fast_priced"  # and `priced_attention`
-SOFTCAP_BYTES_PER_SCORE = 18
-"""Transient bytes of each attention score of one sequence with a softcap (measured on a CPU; Gemma 2 within
-7 %)."""
 ALIGNMENT = 8  # numbers of a head, of which SDPA's kernels for GPUs want a multiple
 _GRAPHS = 64
 """Forms of FlexAttention that torch may compile: one block or many, one document or many, a window,
@@ -114,65 +107,6 @@ def _flash(
         window_size_right=0,
     )
     return output[None]
-
-
-def priced_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
-) -> tuple[Tensor, None]:
-    """`packed_attention` of no numbers, on the meta device: what bytes are counted with."""
-    return _Priced.apply(query, key, value), None
-
-
-class _Priced(torch.autograd.Function):
-    """Keeps what every fused attention does: its operands, its result, and a number a row.
-
-    There is no backward: on the meta device nothing is differentiated.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        batch, heads, tokens = query.shape[:3]
-        result = value.new_empty(batch, tokens, heads, value.shape[-1])
-        of_rows = query.new_empty(query.shape[:3], dtype=torch.float32)
-        ctx.save_for_backward(query, key, value, result, of_rows)
-        return result
-
-
-class PackedPrice(NamedTuple):
-    """Bytes of one layer's attention beyond `priced_attention`'s."""
-
-    kept: int
-    transient: int
-
-
-def price(
-    attention: str, batch: MicroBatch, shape: ModelShape, kv_numbers: int, *, softcap: bool, sinks: bool
-) -> PackedPrice:
-    """Of `packed_attention` in a micro-batch.
-
-    Args:
-        attention: as `resolve_attention` gives it.
-        kv_numbers: of a token's keys and values.
-    """
-    tokens, itemsize, heads, head_dim = batch.inputs, shape.itemsize, shape.heads, shape.head_dim
-    joined = batch.joined * batch.prompt  # keys that are copied for completions that share a prompt
-    copied = batch.joined * batch.sequence  # these, and the completions' own behind them
-    largest = batch.sequence**2  # pairs of a query and a key in one call of SDPA
-    scores = batch.documents * largest + batch.masked  # and in all
-    if attention == "flex_attention":
-        return PackedPrice(0, 0)
-    if attention == "flash_attention_2":  # queries' gradients in float32; keys' and values' for every head
-        per_head = 2 * itemsize * heads * head_dim * (tokens + joined)
-        return PackedPrice(itemsize * kv_numbers * joined, per_head + 4 * tokens * heads * head_dim)
-    if sinks:  # beside which all keys and values are copied, and queries
-        copied = tokens + joined
-    kept = itemsize * (kv_numbers * copied + heads * head_dim * tokens)  # the pieces' results are joined
-    if not softcap:
-        kept += itemsize * heads * head_dim * tokens * sinks
-        return PackedPrice(kept + itemsize * batch.masked, 0)  # masks are converted for each layer anew
-    kept += itemsize * 2 * heads * head_dim * (tokens + copied)  # keys and values for every head
-    per_score = 2 * 4 + (itemsize if itemsize < 4 else 0)
-    return PackedPrice(kept + heads * scores * per_score, heads * largest * SOFTCAP_BYTES_PER_SCORE)
 
 
 def flash_obstacle(config: PreTrainedConfig) -> str | None:
@@ -276,6 +210,4 @@ def register() -> None:
 
     # FlexAttention is compiled by itself, whatever is compiled around it.
     AttentionInterface.register(PACKED_ATTENTION, torch.compiler.disable(packed_attention))
-    AttentionInterface.register(PRICED_ATTENTION, priced_attention)
-    for name in (PACKED_ATTENTION, PRICED_ATTENTION):
-        AttentionMaskInterface.register(name, sdpa_mask)
+    AttentionMaskInterface.register(PACKED_ATTENTION, sdpa_mask)

@@ -1,9 +1,9 @@
-"""The table of rollout engines: what each needs, how it is made, and what it will hold."""
+"""The table of rollout engines: what each needs, and how it is made."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from grpo_fast.config.lookup import load_object
@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
     from grpo_fast.config.rollout import RolloutConfig
     from grpo_fast.distributed.world import World
-    from grpo_fast.plan.model_shape import ModelShape
-    from grpo_fast.plan.sizes import StepSizes
     from grpo_fast.policy import Policy
     from grpo_fast.rollout.types import Engine
 
@@ -23,8 +21,6 @@ ENGINES = {
     "vllm": "grpo_fast.rollout.vllm.kind:VLLMKind",
 }
 """Name: `module:Class` of an `EngineKind`; `rollout.engine` may be such a path too, of one from elsewhere."""
-
-_DRAW_COPIES = 4  # of a slice of float32 logits while our own engine draws from it
 
 
 @dataclass(frozen=True)
@@ -47,42 +43,6 @@ class Weights:
     adapters: bool  # stay beside them
 
 
-@dataclass(frozen=True)
-class Demand:
-    """What an engine's bytes follow from: a model, and the sizes of a rank's step."""
-
-    config: RolloutConfig
-    trained: Trained
-    shape: ModelShape
-    sizes: StepSizes
-    device_bytes: int  # of the device, in use or not
-
-    @property
-    def read_at_once(self) -> StepSizes:
-        """With turns, completions come back as prompts of their own, as long as the longest of a batch."""
-        sizes = self.sizes
-        if not self.config.has_turns:
-            return sizes
-        return replace(sizes, prompts=sizes.completions, generations=1, prompt_length=sizes.sequence_length)
-
-    @property
-    def base_bytes(self) -> int:
-        """Of the model without adapters, whole, and in full precision."""
-        parameters = self.shape.parameters
-        return self.shape.itemsize * (sum(parameters.values()) - parameters.get("adapters", 0))
-
-
-@dataclass(frozen=True)
-class EnginePrice:
-    """Bytes of an engine at its largest, and what it decodes at once."""
-
-    weights: int  # of its own
-    kv_cache: int
-    workspace: int  # freed again within a rollout
-    residue: int  # awake or asleep
-    rows: int  # completions in flight
-
-
 class EngineKind(ABC):
     """A row of the table: what is known of an engine before there is one."""
 
@@ -93,11 +53,6 @@ class EngineKind(ABC):
     """Its log-probabilities are the trainer's own, so that there is nothing to correct."""
     tells_experts: ClassVar[bool] = False
     """Its completions have `experts` where `rollout.router_replay` asks for them."""
-    token_seconds: ClassVar[float] = 2e-3
-    """The least that a decoded token takes, and `layer_seconds` what each layer adds."""
-    layer_seconds: ClassVar[float] = 0.0
-    stays: ClassVar[tuple[str, ...]] = ("engine weights", "KV cache", "engine residue")
-    """Of the plan's parts, what an engine that never sleeps holds during an update."""
 
     @abstractmethod
     def needs(self, config: RolloutConfig) -> None:
@@ -124,10 +79,6 @@ class EngineKind(ABC):
         """Whether it frees its memory while the trainer works."""
         return False
 
-    @abstractmethod
-    def price(self, demand: Demand) -> EnginePrice:
-        """What it will hold."""
-
 
 class TransformersKind(EngineKind):
     """Batched generation with the trainer's own model."""
@@ -136,8 +87,6 @@ class TransformersKind(EngineKind):
     after_a_tool = "all of it is computed again, in a batch padded to the longest"
     draws_with_policy = True
     tells_experts = True
-    token_seconds, layer_seconds = 0.0, 7e-4  # the launches of one layer
-    stays = ()
 
     def needs(self, config: RolloutConfig) -> None: ...
 
@@ -157,30 +106,6 @@ class TransformersKind(EngineKind):
 
     def weights(self, config: RolloutConfig, trained: Trained) -> Weights:
         return Weights(shared=not trained.sharded, sent=trained.sharded, adapters=False)
-
-    def price(self, demand: Demand) -> EnginePrice:
-        """At the end of its longest batch, when the cache is full."""
-        from grpo_fast.rollout.sampling import SLICE, SLICE_ELSEWHERE
-        from grpo_fast.rollout.transformers import tokens_at_once
-
-        shape, sizes, device = demand.shape, demand.sizes, "cuda" if demand.trained.on_gpu else "cpu"
-        read, length = demand.read_at_once, demand.sizes.completion_length
-        longest = read.prompt_length + length
-        budget = tokens_at_once(demand.config.max_batch_tokens, device)
-        rows = int(max(1, min(sizes.completions, budget // longest)))
-        prompts = -(-rows // read.generations) if shape.shares_prefix else rows
-        drawn = min(rows * shape.vocabulary, SLICE.get(device, SLICE_ELSEWHERE))
-        logits = shape.itemsize * prompts * (shape.vocabulary + shape.hidden)
-        prefill = shape.plain.forward(prompts * read.prompt_length) + logits
-        scores = 4 * rows * shape.heads * longest
-        decode = rows * shape.vocabulary * shape.itemsize + 4 * _DRAW_COPIES * drawn + scores
-        return EnginePrice(
-            weights=demand.base_bytes * demand.trained.sharded,
-            kv_cache=rows * shape.kv_bytes(longest),
-            workspace=max(int(prefill), decode),
-            residue=0,
-            rows=rows,
-        )
 
 
 _loaded: dict[str, EngineKind] = {}  # by name

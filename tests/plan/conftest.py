@@ -1,4 +1,4 @@
-"""Small models of several families, and predictions of training them."""
+"""Small models of several families, and runs that train them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from transformers import AutoConfig, PretrainedConfig
 
 from grpo_fast.config.schema import TrainConfig
 from grpo_fast.plan.devices import DeviceBudget
-from grpo_fast.plan.model_shape import Shapes
-from grpo_fast.plan.prediction import Predictor
+from grpo_fast.plan.memory import Setup
+from grpo_fast.plan.model_shape import ModelShape, model_shape
 
 SIZES = {
     "vocab_size": 1000,
@@ -32,23 +32,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "sliding_window": 8,
         "layer_types": ["sliding_attention"] * 2 + ["full_attention"],
     },
-    "gemma4_text": {  # heads of two widths
-        **{"head_dim": 32, "global_head_dim": 64, "sliding_window": 8, "hidden_size_per_layer_input": 16},
-        **{"layer_types": ["sliding_attention"] * 2 + ["full_attention"], "num_global_key_value_heads": 1},
-        **{"vocab_size_per_layer_input": 1000, "num_kv_shared_layers": 0},
-    },
     "gpt_neox": {},
-    "gemma2": {"head_dim": 32, "sliding_window": 8},
-    "granite_swa": {"sliding_window": 8, "layer_types": ["sliding_attention"] * 2 + ["full_attention"]},
     "deepseek_v3": {
         **{"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16},
         **{"v_head_dim": 16, "num_key_value_heads": 4, "moe_intermediate_size": 32, "n_group": 1},
         **{"topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1},
     },
-    "lfm2": {"layer_types": ["conv", "conv", "full_attention"]},
-    "bloom": {"n_layer": 3, "n_head": 4},
     "ernie4_5_moe": {"moe_intermediate_size": 32, "head_dim": 32},
-    "gpt_oss": {"head_dim": 32},
     "mixtral": {"head_dim": 32},
     "minicpm3": {
         **{"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16},
@@ -66,6 +56,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 32},
 }
 CPU = DeviceBudget("cpu", name="cpu", total=8 << 30)
+ANY = {"dataset": {"source": "any.jsonl", "max_prompt_length": 64}, "rewards": [{"reward": "length"}]}
 
 
 @pytest.fixture(scope="session")
@@ -79,22 +70,25 @@ def config() -> Callable[..., PretrainedConfig]:
 
 
 @pytest.fixture(scope="session")
-def predictor() -> Callable[..., Predictor]:
-    """`predictor(config, dtype="bfloat16")`: of a model trained on a CPU, or of its shapes.
+def run() -> Callable[..., TrainConfig]:
+    """`run(8, memory={...})`: groups of 8 completions in bfloat16, and other sections."""
 
-    The keywords are keys of `model`; `sections` are others of the run's.
-    """
+    def make(num_generations: int | str = 8, **sections: Any) -> TrainConfig:
+        rollout = {"num_generations": num_generations, "max_completion_length": 64}
+        rollout |= sections.pop("rollout", {})
+        model = {"path": "-", "dtype": "bfloat16"} | sections.pop("model", {})
+        return TrainConfig.model_validate({**ANY, "model": model, "rollout": rollout, **sections})
 
-    def make(
-        model: PretrainedConfig | Shapes,
-        device: DeviceBudget = CPU,
-        sections: dict[str, Any] | None = None,
-        **keys: Any,
-    ) -> Predictor:
-        anything = {"dataset": {"source": "-"}, "rewards": [{"reward": "length"}]}
-        keys = {"path": "-", "dtype": "float32"} | keys
-        run = TrainConfig.model_validate({"model": keys, **anything, **(sections or {})})
-        shapes = model if isinstance(model, Shapes) else Shapes(model)
-        return Predictor(run, shapes, device)
+    return make
+
+
+@pytest.fixture(scope="session")
+def setup(run: Any) -> Callable[..., Setup]:
+    """`setup(model, device, loss={...})`: a run that trains a model, or its shape, on a device."""
+
+    def make(of: PretrainedConfig | ModelShape, device: DeviceBudget = CPU, **sections: Any) -> Setup:
+        made = run(**sections)
+        shape = of if isinstance(of, ModelShape) else model_shape(of, made.model)
+        return Setup(made, shape, device)
 
     return make

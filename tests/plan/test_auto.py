@@ -13,10 +13,10 @@ from grpo_fast.config.policy import OptimizerConfig
 from grpo_fast.config.schema import TrainConfig, at
 from grpo_fast.config.stages import resolve_stages
 from grpo_fast.plan import auto, longest_prompt
-from grpo_fast.plan.auto import GROUP, OF_ALL_STAGES, resolve_auto
+from grpo_fast.plan.auto import CONSTANTS, GROUP, OF_ALL_STAGES, resolve_auto
 from grpo_fast.plan.devices import GIB, device_budget
-from grpo_fast.plan.model_shape import Shapes, model_config
-from grpo_fast.plan.search import CONSTANTS, Search
+from grpo_fast.plan.model_shape import ModelShape, model_config, model_shape
+from grpo_fast.plan.search import Search
 from grpo_fast.policy import load
 from grpo_fast.rollout import vllm
 
@@ -33,26 +33,27 @@ def auto_run(toy: dict[str, Any], **changes: Any) -> TrainConfig:
 
 
 @pytest.fixture(scope="module")
-def shapes(toy: dict[str, Any]) -> Shapes:
-    return Shapes(model_config(toy["model"]["path"]))
+def shape(toy: dict[str, Any]) -> ModelShape:
+    return model_shape(model_config(toy["model"]["path"]), auto_run(toy).model)
 
 
 @pytest.fixture
-def memory(monkeypatch: pytest.MonkeyPatch, toy: dict[str, Any], shapes: Shapes) -> Any:
+def memory(monkeypatch: pytest.MonkeyPatch, toy: dict[str, Any], shape: ModelShape) -> Any:
     """`memory(10**6)`: there are vLLM and a GPU with so much more than the toy's smallest step takes."""
-    monkeypatch.setattr(auto, "shapes_of", lambda *_: shapes)
+    monkeypatch.setattr(auto, "shape_of", lambda *_: shape)
+    monkeypatch.setattr(auto, "measured_shape", lambda *_: replace(shape, measured=1.0))
     monkeypatch.setattr(auto, "resolve_device", lambda _: torch.device("cuda"))
     monkeypatch.setattr(vllm, "installed_version", lambda: "0.33.0")
 
     def give(more: int) -> None:
-        search = Search(auto_run(toy), shapes, GPU)
+        search = Search(auto_run(toy), shape, GPU)
         total = GPU.total - search.least().free + more
         monkeypatch.setattr(auto, "device_budget", lambda: replace(GPU, total=total))
 
     return give
 
 
-def test_a_cpu_and_training_without_rollouts_take_constants_and_numbers_stay(toy: dict[str, Any]) -> None:
+def test_a_cpu_takes_constants_and_what_is_set_by_hand_stays(toy: dict[str, Any]) -> None:
     own = {key: toy[key] for key in ("dataset", "rewards")} | {"model": {"path": "-", "device": "cpu"}}
     stages = [{"name": "a", "overrides": {"rollout": {"num_generations": "auto"}}}]
 
@@ -68,8 +69,8 @@ def test_a_cpu_and_training_without_rollouts_take_constants_and_numbers_stay(toy
     assert resolve_auto(set_by_hand) == set_by_hand.with_sampler(draws_with_policy=True)
 
 
-def test_a_gpu_takes_what_the_plan_chooses_and_what_is_set_by_hand_stays(
-    toy: dict[str, Any], memory: Any, shapes: Shapes, caplog: pytest.LogCaptureFixture
+def test_a_gpu_takes_the_planners_choice_and_what_is_set_stays(
+    toy: dict[str, Any], memory: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     memory(10**9)
 
@@ -98,7 +99,7 @@ def test_the_engine_that_is_installed_is_the_one_planned_for(
     assert found.rollout.num_generations == 64
 
 
-def test_what_corrects_the_sampler_is_shown_for_the_run_and_for_each_stage(
+def test_the_samplers_correction_is_shown_for_the_run_and_each_stage(
     toy: dict[str, Any], memory: Any
 ) -> None:
     memory(10**9)
@@ -127,9 +128,7 @@ def test_keys_and_values_hold_the_longest_question_of_evaluation(toy: dict[str, 
     assert kv_cache == [0.01, pytest.approx(2**21 * per_token / GIB, abs=0.011)]
 
 
-def test_prompts_without_a_limit_are_measured_with_what_they_show_of_tools(
-    toy: dict[str, Any], memory: Any
-) -> None:
+def test_prompts_without_a_limit_are_measured_with_their_tools(toy: dict[str, Any], memory: Any) -> None:
     memory(10**6)
     unlimited = auto_run(toy, dataset=toy["dataset"])
     limited = auto_run(toy, dataset=toy["dataset"] | {"max_prompt_length": 3})
@@ -145,14 +144,10 @@ def test_prompts_without_a_limit_are_measured_with_what_they_show_of_tools(
     assert longest_prompt(*(getattr(with_tools.config, key) for key in ("dataset", "model", "rollout"))) == 5
 
 
-def test_what_does_not_fit_is_refused_with_the_bytes_that_are_missing_and_what_makes_room(
-    toy: dict[str, Any], memory: Any
-) -> None:
+def test_what_does_not_fit_is_refused_with_the_missing_bytes(toy: dict[str, Any], memory: Any) -> None:
     memory(-1000)
 
-    with pytest.raises(
-        ValueError, match=r"fit a small GPU: 4 prompts.* 1000 B more.*room: model\.dtype=bfloat16$"
-    ):
+    with pytest.raises(ValueError, match=r"a small GPU: 4 prompts.* KiB more.*model\.dtype=bfloat16, "):
         resolve_auto(auto_run(toy))
 
 
@@ -164,7 +159,7 @@ def test_a_model_that_cannot_be_planned_trains_with_constants(
     def unknown(*_: object) -> None:
         raise RuntimeError("this model allocates what grows otherwise")
 
-    monkeypatch.setattr(auto, "shapes_of", unknown)
+    monkeypatch.setattr(auto, "shape_of", unknown)
     found = resolve_auto(auto_run(toy))
 
     assert (found.rollout.num_generations, found.micro_batch_tokens) == (8, 16_384)
@@ -172,9 +167,7 @@ def test_a_model_that_cannot_be_planned_trains_with_constants(
     assert "nothing is planned" in caplog.text and "grows otherwise" in caplog.text
 
 
-def test_a_stage_can_leave_its_own_group_to_auto_and_what_is_chosen_once_fits_every_stage(
-    toy: dict[str, Any], memory: Any
-) -> None:
+def test_a_stage_has_its_own_group_and_one_choice_fits_every_stage(toy: dict[str, Any], memory: Any) -> None:
     memory(30 * 10**6)
     longer = {"rollout": {"max_completion_length": 64}, "prompts_per_step": 40}
 
@@ -205,7 +198,7 @@ def test_a_stage_can_leave_its_own_group_to_auto_and_what_is_chosen_once_fits_ev
     assert {key: (each, OF_ALL_STAGES[key](each)) for key, (each, _) in of_two.items()} == of_two
 
 
-def test_a_resumed_run_keeps_its_groups_and_plans_the_rest_for_today_s_device(
+def test_a_resumed_run_keeps_its_groups_and_plans_the_rest_anew(
     toy: dict[str, Any], memory: Any, tmp_path: Path
 ) -> None:
     own = [{"name": "a", "steps": 1}, {"name": "b", "overrides": {"rollout": {"num_generations": "auto"}}}]
@@ -223,7 +216,7 @@ def test_a_resumed_run_keeps_its_groups_and_plans_the_rest_for_today_s_device(
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "dpo"])
-def test_a_dtype_left_to_the_cpu_is_kept_by_the_run_on_whichever_cpu_goes_on(
+def test_a_resumed_run_keeps_the_dtype_that_was_left_to_its_cpu(
     toy: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: str
 ) -> None:
     model = {"path": toy["model"]["path"], "device": "cpu"}
@@ -250,3 +243,12 @@ def test_a_look_before_training_resolves_auto_too(
     (tmp_path / "run.yaml").write_text(dump_config(auto_run(toy)))
 
     assert main([*command, str(tmp_path / "run.yaml")]) == 0
+
+
+def test_ranks_on_a_cpu_replicate_and_each_needs_a_prompt(toy: dict[str, Any]) -> None:
+    mine = TrainConfig.model_validate(toy | {"prompts_per_step": 2})
+
+    assert resolve_auto(mine, ranks=2).distributed.mode == "replicate"
+    assert resolve_auto(mine).distributed == mine.distributed
+    with pytest.raises(ValueError, match="3 ranks"):
+        resolve_auto(mine, ranks=3)
