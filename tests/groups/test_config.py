@@ -23,13 +23,11 @@ SIMILAR, COMBINED = {"strategy": "similarity"}, {"strategy": "combined"}
         (CurriculumConfig, {"bucket_edges": [0.5]}, "bucket_weights has 3 entries for the 2"),
         (CurriculumConfig, {"bucket_weights": [1.0, 0.0, 1.0]}, "bucket_weights"),
         (CurriculumConfig, {"smoothing": 0}, "smoothing"),
-        (AdaptiveWeightsConfig, {"method": "target"}, "needs adaptive_weights.targets"),
-        (AdaptiveWeightsConfig, {"method": "inverse_std", "targets": {"a": 1.0}}, "reads no"),
-        (AdaptiveWeightsConfig, {"method": "inverse_std", "min_factor": 2.0}, "min_factor"),
-        (AdaptiveWeightsConfig, {"method": "inverse_std", "max_factor": 0.5}, "max_factor"),
+        (AdaptiveWeightsConfig, {"targets": {}}, "targets"),
+        (AdaptiveWeightsConfig, {"targets": {"a": 1.0}, "min_factor": 2.0}, "min_factor"),
+        (AdaptiveWeightsConfig, {"targets": {"a": 1.0}, "max_factor": 0.5}, "max_factor"),
         (AdvantageConfig, GDPO | {"scale_rewards": "batch"}, "scale_rewards = 'batch'"),
         (AdvantageConfig, GDPO | {"baseline": "leave_one_out"}, "baseline = 'leave_one_out'"),
-        (AdvantageConfig, {"rescale_flat_groups": True, "dynamic_sampling": True}, "rescale_flat_groups"),
     ],
 )
 def test_a_contradiction_is_refused_and_names_the_key(section, settings, named):
