@@ -97,7 +97,7 @@ class PreferenceLossConfig:
                 )
         self._check_sum()
         read = frozenset[str]().union(*(facts.fields for facts in self.facts))
-        refuse_unread(self, _LOSS_SPECIFIC - read, f"is not read by loss_type = {self.loss_type!r}")
+        refuse_unread(self, _LOSS_SPECIFIC - read, f"by loss_type = {self.loss_type!r}")
         if self.beta is None:
             object.__setattr__(self, "beta", self._usual_beta())
 
@@ -221,7 +221,7 @@ class RankingLossConfig:
         if self.objective not in _READS:
             raise ValueError(f"objective = {self.objective!r} is unknown; choose among {', '.join(_READS)}")
         unread = {f.name for f in fields(self)} - _READS[self.objective] - {"objective"}
-        refuse_unread(self, unread, f"is not read by objective = {self.objective!r}")
+        refuse_unread(self, unread, f"by objective = {self.objective!r}")
         if self.temperature is None and self.objective != "advantage":
             summed = self.objective != "advantage_likelihood" and not self.length_normalised
             object.__setattr__(self, "temperature", 10.0 if summed else 1.0)

@@ -43,12 +43,18 @@ def option(default: Any, description: str, **bounds: float) -> Any:
     return field(default=default, metadata={"description": description, **bounds})
 
 
-def refuse_unread(config: Any, names: Iterable[str], why: str) -> None:
-    """Raise ValueError when one of a dataclass's fields `names` is not at its default."""
-    for f in fields(config):
-        value = getattr(config, f.name)
-        if f.name in names and value != f.default:
-            raise ValueError(f"{f.name} = {value} {why}; leave it out")
+def refuse_unread(section: Any, names: Iterable[str], why: str, place: str = "") -> None:
+    """Raise ValueError where one of a section's fields asks for something else than its default.
+
+    Args:
+        section: a dataclass, or a pydantic model of the configuration.
+        place: the section's key, for the message.
+    """
+    known: Any = getattr(type(section), "model_fields", None) or type(section).__dataclass_fields__
+    for name in names:
+        if (value := getattr(section, name)) not in (known[name].default, None):
+            key = f"{place}.{name}" if place else name
+            raise ValueError(f"{key} = {value!r:.70} is not read {why}; leave it out")
 
 
 @cache
@@ -266,7 +272,7 @@ class GRPOLossConfig:
     def _resolve(self) -> None:
         facts = self.facts
         unread = loss_specific().difference(facts.fields)
-        refuse_unread(self, unread, f"is not read by loss_type = {self.loss_type!r}")
+        refuse_unread(self, unread, f"by loss_type = {self.loss_type!r}")
         if facts.epsilon is not None:
             low, high = facts.epsilon if self.epsilon_low is None else (self.epsilon_low, self.epsilon_low)
             object.__setattr__(self, "epsilon_low", low)
@@ -298,7 +304,7 @@ class GRPOLossConfig:
                 f"loss_type = {self.loss_type!r} is not an import path; write it as 'package.module:function'"
             )
         others = {f.name for f in fields(self)} - {"loss_type", "beta", "max_completion_length"}
-        refuse_unread(self, others, "is not read by a loss of your own, which gets LossInputs only")
+        refuse_unread(self, others, "by a loss of your own, which gets LossInputs only")
 
     def _check_ranges(self) -> None:
         if self.kl_in_reward and self.use_bias_correction_kl:

@@ -154,9 +154,6 @@ def test_every_problem_is_listed_at_once_with_its_place_and_value(write):
     assert found["dataset"] == "dataset: is required"
 
 
-ALIAS_BOMB = "a0: &a0 1\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 60))
-
-
 @pytest.mark.parametrize(
     ("name", "text", "tokens", "part"),
     [
@@ -167,8 +164,7 @@ ALIAS_BOMB = "a0: &a0 1\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for
         ("a.yaml", "a: !!python/object:os.system {}", [], "line 1"),
         ("a.yaml", "a: \x01", [], "cannot be read"),
         ("a.yaml", b"\xff\xfe\x00seed", [], "cannot be read"),
-        ("a.yaml", ALIAS_BOMB, [], "1,000,000 values by its aliases"),
-        ("a.yaml", "a: &a [*a]\n", [], "nested too deeply, or in itself"),
+        ("a.yaml", "a: &a [*a]\n", [], "nested too deeply"),
         ("a.yaml", "a: " + 5000 * "[", [], "nested too deeply"),
         ("a.json", 10**5 * "[" + 10**5 * "]", [], "nested too deeply"),
         ("a.yaml", MINIMAL, ["learning_rate"], "is no assignment"),
