@@ -10,7 +10,6 @@ from numbers import Integral, Real
 from types import UnionType
 from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
-from grpo_fast.config.lookup import OBJECT_MARK
 from grpo_fast.objective.catalog import (
     CATALOG,
     LOSS_TYPES,
@@ -297,12 +296,6 @@ class GRPOLossConfig:
             )
 
     def _check_custom(self) -> None:
-        module, _, function = self.loss_type.partition(":")
-        parts = (*module.split("."), function)
-        if OBJECT_MARK not in function and not all(part.isidentifier() for part in parts):
-            raise ValueError(
-                f"loss_type = {self.loss_type!r} is not an import path; write it as 'package.module:function'"
-            )
         others = {f.name for f in fields(self)} - {"loss_type", "beta", "max_completion_length"}
         refuse_unread(self, others, "by a loss of your own, which gets LossInputs only")
 
@@ -338,9 +331,3 @@ class GRPOLossConfig:
             low, high = getattr(self, lower), getattr(self, upper)
             if low is not None and high is not None and low >= high:
                 raise ValueError(f"{lower} = {low} must be below {upper} = {high}; lower it")
-
-
-GRPOLossConfig.__doc__ = (
-    f"{GRPOLossConfig.__doc__}\n    Advantages, which the caller makes, by loss:\n"
-    + "".join(f"        {name}: {facts.advantages}\n" for name, facts in CATALOG.items())
-)

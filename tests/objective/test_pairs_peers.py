@@ -7,7 +7,6 @@ peer and the paper differ we follow the paper, and the test says so.
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -90,8 +89,6 @@ def trl_step(accelerator):
         Loss("hinge", beta=0.3),
         Loss("ipo", beta=0.2),
         Loss("robust", label_smoothing=0.15),
-        Loss("aot", label_smoothing=0.1),
-        Loss("aot_unpaired"),
         Loss("sft"),
         Loss(("sigmoid", "sft"), loss_weights=(0.8, 0.2), beta=0.25),
     ],
@@ -117,36 +114,3 @@ def test_trls_dpo_trainer_computes_the_same_loss_and_rewards(config, make_pairs,
         rewards = [f"rewards/{name}" for name in ("chosen", "rejected", "accuracies", "margins")]
         for name in (*rewards, "logps/chosen", "logps/rejected"):
             torch.testing.assert_close(ours.metrics[name].item(), metrics[name])
-
-
-def test_trls_orpo_trainer_computes_the_same_odds_ratio_term(make_pairs, accelerator):
-    """TRL's likelihood term differs: the mean over the batch's prompt and chosen tokens. We follow the
-    paper: the mean over completions of the mean over their tokens."""
-    module, inputs = pytest.importorskip("trl.experimental.orpo", reason=TRL), make_pairs()
-    chosen, rejected = per_token(inputs)
-    trainer = SimpleNamespace(beta=0.4, accelerator=accelerator)
-    theirs = -chosen.mean() - module.ORPOTrainer.odds_ratio_loss(trainer, chosen, rejected)[0].mean()
-    ours = preference_loss(inputs, Loss("orpo", beta=0.4)).loss
-    torch.testing.assert_close(ours, theirs.double(), rtol=1e-6, atol=1e-6)  # TRL computes in float32
-
-
-def test_trls_kto_trainer_computes_the_same_loss(make_pairs, assert_same, trl_step):
-    trl, inputs = pytest.importorskip("trl", reason=TRL), make_pairs(5, 3)
-    mismatched = torch.linspace(-4.0, -1.0, 8, dtype=torch.float64)
-    mismatched_reference = torch.linspace(-5.5, -1.5, 8, dtype=torch.float64)
-    constants = {"beta": 0.25, "desirable_weight": 1.3, "undesirable_weight": 0.6}
-    theirs, _ = trl_step(
-        trl.KTOTrainer,
-        inputs,
-        {
-            "label": torch.tensor([True] * 5 + [False] * 3),
-            "ref_logps": torch.cat([inputs.ref_chosen_logprobs, inputs.ref_rejected_logprobs]),
-            "ref_KL_logps": mismatched_reference,
-        },
-        calculate_KL=True,
-        loss_type="kto",
-        _compute_kl_logps=lambda *_: mismatched,
-        **constants,
-    )
-    inputs = replace(inputs, kl=(mismatched - mismatched_reference).mean())
-    assert_same(inputs, preference_loss(inputs, Loss("kto", **constants)).loss, theirs)
