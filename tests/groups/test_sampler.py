@@ -61,6 +61,14 @@ def test_a_batch_shares_what_of_its_groups_it_holds(make_prompts, write_function
         assert metrics == {"groups/sharing": 2 / 3, "groups/prompts_per_baseline": 3 / 2}
 
 
+def test_the_spread_is_the_mean_distance_between_two_prompts(grouped):
+    sampler, first = grouped(), torch.arange(3)
+    apart = sampler.distance(first, first)
+    assert sampler.spread([0, 1]) == pytest.approx(apart[0, 1].item())
+    assert sampler.spread([0, 1, 2]) == pytest.approx((apart.triu(1).sum() / 3).item())
+    assert sampler.spread([4]) is None
+
+
 @pytest.mark.parametrize("before", [0, 3, 7])
 def test_a_resumed_sampler_keeps_its_groups_and_goes_on_exactly(grouped, before):
     original = grouped()

@@ -65,6 +65,7 @@ def test_a_published_run_means_what_it_meant_and_accounts_for_every_key(name, tm
 
 USUAL: dict[str, dict[str, Any]] = {
     "trl": {"num_generations": 8},
+    "trl preference": {},
     "axolotl": {"base_model": "m", "rl": "grpo"},
     "nemo_rl": {"policy": {"model_name": "a/b"}, "algorithm.max_num_steps": 9},
 }
