@@ -211,6 +211,12 @@ class TestFailures:
             with pytest.raises(ValueError, match="reward"):
                 RewardSet(rewards)
 
+    def test_an_evaluation_is_decided_by_the_first_reward_or_the_one_named(self):
+        rewards = RewardSet([constant(1, name="a"), constant(1, name="b", written="mine:b")])
+        assert [rewards.position(name) for name in (None, "b", "mine:b")] == [0, 1, 1]
+        with pytest.raises(ValueError, match=r"evaluation\.reward = 'c'"):
+            rewards.position("c")
+
 
 class TestAsync:
     def test_async_functions_run_at_once_and_while_plain_ones_are_called(self):
