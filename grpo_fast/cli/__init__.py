@@ -100,6 +100,8 @@ def parse(tokens: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     if not tokens or tokens[0].startswith("-"):
         return parser.parse_args(tokens), []
     name, *rest = tokens
+    if name == "groups":
+        parser.error("groups describe was removed: the first steps of a run log groups/sharing and the like")
     if name not in parsers:
         parser.error(f"no command {name!r}: {choices(name, parsers)}")
     command = parsers[name]
@@ -186,12 +188,6 @@ def build_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argum
     preview.add_argument(
         "--num-prompts", type=at_least(1), default=2, metavar="N", help="prompts to show (2)"
     )
-
-    look = "look at how the prompts would be grouped: sizes, likeness, examples"
-    groups = add("groups", "commands:groups", look, overrides=True)
-    groups.add_argument("action", choices=["describe"], help="what to do")
-    groups.add_argument("config", metavar="CONFIG", help=CONFIG_HELP)
-    groups.add_argument("--examples", type=at_least(0), default=3, metavar="N", help="groups to show (3)")
 
     fits = "what fits: bytes by part, the largest group and the longest completion, what makes room"
     plan = add("plan", "commands:plan", fits, overrides=True)

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from grpo_fast.config.keys import ConfigError, Problem
 from grpo_fast.config.load import check_filled_in, dump_config, load_config
@@ -33,35 +32,6 @@ def train(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 
     ended = run.train(config, resume=args.resume)
     return 0 if ended.stopped_by is None else 128 + ended.stopped_by
-
-
-def groups(args: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """`grpo-fast groups describe`: every stage that groups its prompts in its own way."""
-    config = load_config(args.config, overrides)
-    from grpo_fast.config.stages import resolve_stages
-    from grpo_fast.data import load_prompts
-    from grpo_fast.environments import load_toolsets
-    from grpo_fast.groups.sampler import describe_groups
-    from grpo_fast.plan import resolve_auto
-    from grpo_fast.policy import load_image_reader, load_tokenizer
-
-    config = resolve_auto(config)
-    tokenizer, images = load_tokenizer(config.model), load_image_reader(config.model)
-    shown: list[tuple[object, ...]] = []
-    for stage in resolve_stages(config):
-        of, rollout = stage.config, stage.config.rollout
-        settings = (of.dataset, of.groups, of.prompts_per_step, rollout.tools, rollout.environment)
-        if settings in shown:
-            continue
-        shown.append(settings)
-        if stage.name:
-            print(f"stage {stage.name}:")
-        toolsets = load_toolsets(rollout, of.dataset)
-        prompts = load_prompts(of.dataset, tokenizer, toolsets.schemas if toolsets else None, images)
-        size, per_step = int(rollout.num_generations), of.prompts_per_step
-        options: Any = {"num_generations": size, "prompts_per_step": per_step, "seed": of.seed}
-        print(describe_groups(prompts, of.groups, examples=args.examples, **options))
-    return 0
 
 
 def plan(args: argparse.Namespace, overrides: Sequence[str]) -> int:

@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from grpo_fast.config.lookup import FROM_PYTHON
-from grpo_fast.config.section import PositiveInt, Section, Seed, refuse_unread
+from grpo_fast.config.section import PositiveInt, Section, Seed
+from grpo_fast.objective.config import refuse_unread
 
 PREFIX = "reasoning_gym:"
 VERIFIERS = "verifiers:"

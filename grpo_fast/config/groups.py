@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from grpo_fast.config.section import Fraction, Positive, PositiveInt, Section, one_of, refuse_unread, words
+from grpo_fast.config.section import Fraction, Positive, PositiveInt, Section, one_of, words
+from grpo_fast.objective.config import refuse_unread
 from grpo_fast.objective.estimators import BASELINES, SCALES
 
 
@@ -22,11 +23,12 @@ class CriterionConfig(Section):
 
 Scale = Annotated[str, one_of(SCALES, "scale"), words(SCALES)]
 Baseline = Annotated[str, one_of(BASELINES, "baseline"), words(BASELINES)]
-STRATEGIES = ("prompt", "similarity", "prefix", "combined")
-READ_BY = {
-    "similarity": {"similarity_threshold", "embedding"},
-    "prefix": {"prefix_turns"},
-    "combined": {"similarity_threshold", "embedding", "prefix_turns"},
+LIKENESS = ("similarity_threshold", "embedding", "prefix_turns")
+UNREAD_BY = {  # what a strategy does not read; a function of the user's own reads no likeness
+    "prompt": (*LIKENESS, "min_group_size", "max_group_size"),
+    "similarity": ("prefix_turns",),
+    "prefix": ("similarity_threshold", "embedding"),
+    "combined": (),
 }
 
 
@@ -56,16 +58,13 @@ class GroupConfig(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> GroupConfig:
-        if ":" not in self.strategy and self.strategy not in STRATEGIES:
+        if ":" not in self.strategy and self.strategy not in UNREAD_BY:
             raise ValueError(
-                f"groups.strategy = {self.strategy!r} is unknown; choose one of {', '.join(STRATEGIES)}, or "
+                f"groups.strategy = {self.strategy!r} is unknown; choose one of {', '.join(UNREAD_BY)}, or "
                 "give your own function as 'module:function'"
             )
-        by_likeness = {"similarity_threshold", "embedding", "prefix_turns"} - READ_BY.get(
-            self.strategy, set()
-        )
-        by_size = set() if self.shares_baselines else {"min_group_size", "max_group_size"}
-        refuse_unread(self, sorted(by_likeness | by_size), f"by groups.strategy = {self.strategy!r}")
+        unread = UNREAD_BY.get(self.strategy, LIKENESS)
+        refuse_unread(self, unread, f"by groups.strategy = {self.strategy!r}")
         if self.min_group_size > self.max_group_size:
             raise ValueError(
                 f"groups.min_group_size = {self.min_group_size} exceeds max_group_size = "
@@ -112,28 +111,16 @@ class CurriculumConfig(Section):
 class AdaptiveWeightsConfig(Section):
     """Reward weights that move: each is its configured weight times a factor within bounds."""
 
-    method: Literal["inverse_std", "target"] = Field(
-        description="inverse_std: equal spread for all rewards; target: more weight below a wanted mean"
-    )
-    targets: dict[str, float] = Field({}, description="reward -> mean wanted; for method: target")
+    method: Literal["target"] = Field("target", description="more weight below a wanted mean")
+    targets: Annotated[dict[str, float], Field(min_length=1)] = Field(description="reward -> mean wanted")
     rate: Positive = Field(0.05, description="how fast factors follow, a step")
     smoothing: Annotated[float, Field(gt=0, le=1)] = Field(
-        0.1, description="weight of the newest step in the running mean and deviation"
+        0.1, description="weight of the newest step in the running mean"
     )
     min_factor: Annotated[float, Field(gt=0, le=1)] = Field(
         0.2, description="of the configured weight, at least"
     )
     max_factor: Annotated[float, Field(ge=1)] = Field(5.0, description="of the configured weight, at most")
-
-    @model_validator(mode="after")
-    def _consistent(self) -> AdaptiveWeightsConfig:
-        if (self.method == "target") != bool(self.targets):
-            problem = (
-                "needs adaptive_weights.targets" if not self.targets else "reads no adaptive_weights.targets"
-            )
-            remedy = "give {reward: mean}" if not self.targets else "remove them, or set method: target"
-            raise ValueError(f"adaptive_weights.method = {self.method!r} {problem}; {remedy}")
-        return self
 
 
 class AdvantageConfig(Section):
@@ -183,10 +170,5 @@ class AdvantageConfig(Section):
                 "advantage.multi_objective_aggregation = 'normalize_then_sum' is GDPO, which takes a group's "
                 f"mean and deviation, not baseline = {self.baseline!r} and scale_rewards = "
                 f"{self.scale_rewards!r}; leave them out, or set sum_then_normalize"
-            )
-        if self.rescale_flat_groups and self.dynamic_sampling:
-            raise ValueError(
-                "advantage.rescale_flat_groups makes up for flat groups, of which dynamic_sampling leaves "
-                "none; set one of them to false"
             )
         return self

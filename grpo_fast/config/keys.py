@@ -20,6 +20,8 @@ TO_FILL_IN = "is to be filled in: the file that it was converted from does not s
 # What the configuration no longer has: a key, for all below it too, or `key=value`, and what replaces it.
 REMOVED: dict[str, str] = {
     "actor_rollout_ref": "verl's names are not read; `grpo-fast config` lists ours",
+    "adaptive_weights.method=inverse_std": "was removed: advantage.multi_objective_aggregation = "
+    "normalize_then_sum gives all rewards one spread",
     "distributed.head": "was removed: mode shard always gathers the head; leave it out",
 }
 

@@ -22,7 +22,7 @@ from grpo_fast.config.foreign.rules import Places, translate
 from grpo_fast.config.keys import TO_FILL_IN, ConfigError, Problem, problems_of, takes_text, unknown_key
 from grpo_fast.config.lookup import choices
 from grpo_fast.config.methods import REPLACED
-from grpo_fast.config.record import CHECKPOINTS_DIR, CONFIG_FILE, INPUTS_DIR, LOCK_FILE
+from grpo_fast.config.record import CHECKPOINTS_DIR, CONFIG_FILE, LOCK_FILE
 from grpo_fast.config.schema import TrainConfig
 from grpo_fast.config.secrets import masked, masked_command
 from grpo_fast.config.section import short
@@ -55,7 +55,7 @@ def load_config(path: str | Path | None, overrides: Sequence[str] | Mapping[str,
     found = None if path is None else config_path(path)
     file = {} if found is None else read_mapping(found)
     if found is not None and Path(str(path)).is_dir() and (found.parent / LOCK_FILE).exists():
-        _move(file, found.parent)
+        file["output_dir"] = str(found.parent)  # a run's folder may have been moved or copied
     given = dict(overrides) if isinstance(overrides, Mapping) else _parse_overrides(overrides)
     if any(given.get(name) is not None for name in LENGTH):
         file = {name: value for name, value in file.items() if name not in LENGTH}
@@ -191,16 +191,6 @@ def _leave_to_method(method: Any, places: Places) -> None:
     if replaced:
         listed = " ".join(f"{key}={short(masked(value, key))}" for key, value in replaced.items())
         logger.warning("method = %s replaces %s", method, listed)
-
-
-def _move(run: dict[str, Any], folder: Path) -> None:
-    """Name the folder that a run's folder, with the rows that it keeps, has been copied or moved to."""
-    kept = Path(str(run.get("output_dir"))) / INPUTS_DIR
-    run["output_dir"] = str(folder)
-    for section in filter(None, (value_at(run, place) for place in DATASETS)):
-        source = Path(str(section.get("source")))
-        if source.parent == kept:
-            section["source"] = str(folder / INPUTS_DIR / source.name)
 
 
 def _parse_overrides(tokens: Sequence[str]) -> dict[str, Any]:

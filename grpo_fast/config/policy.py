@@ -14,8 +14,8 @@ from grpo_fast.config.section import (
     Positive,
     PositiveInt,
     Section,
-    refuse_unread,
 )
+from grpo_fast.objective.config import refuse_unread
 
 State = Literal["optimizer", "master"]
 """What an optimiser keeps of each parameter: Adam's moments, and the float32 master of a 16-bit one."""

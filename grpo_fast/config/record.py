@@ -11,7 +11,6 @@ from grpo_fast.config.section import Count, Fraction, Positive, PositiveInt, Sec
 # In a run's folder.
 CONFIG_FILE, LOCK_FILE = "config.yaml", "run.lock"
 CHECKPOINTS_DIR = "checkpoints"
-INPUTS_DIR = "inputs"  # rows of a run that an earlier version started from Python
 
 
 class CheckpointConfig(Section):

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from grpo_fast.config.section import Count, Fraction, Positive, PositiveInt, Section
+from grpo_fast.objective.config import refuse_unread
 
 EnginePath = Annotated[str, Field(pattern=":")]
 Part = Literal["gradients", "optimizer", "master", "reference"]
@@ -141,12 +142,9 @@ class RolloutConfig(Section):
                 f"rollout.function = {self.function!r} makes completions itself and would not call "
                 "rollout.tools or rollout.environment; leave one of them out"
             )
-        for key in ("max_turns", "max_tool_calls", "tool_timeout"):
-            if getattr(self, key) != type(self).model_fields[key].default and not self.has_turns:
-                raise ValueError(
-                    f"rollout.{key} = {getattr(self, key)} limits calls of tools, and there are none; set "
-                    "rollout.tools or rollout.environment"
-                )
+        if not self.has_turns:
+            limits = ("max_turns", "max_tool_calls", "tool_timeout")
+            refuse_unread(self, limits, "without rollout.tools or rollout.environment", "rollout")
         if self.has_turns and self.stop:
             raise ValueError(
                 f"rollout.stop = {self.stop} ends a completion in the middle of a turn, which tools "

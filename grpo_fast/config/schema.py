@@ -23,9 +23,9 @@ from grpo_fast.config.preference import PreferenceConfig
 from grpo_fast.config.record import AlertsConfig, CheckpointConfig, HubConfig, LoggingConfig
 from grpo_fast.config.rewards import RewardConfig
 from grpo_fast.config.rollout import MemoryConfig, RolloutConfig
-from grpo_fast.config.section import FromMapping, Positive, PositiveInt, Section, Seed, at, refuse_unread
+from grpo_fast.config.section import FromMapping, Positive, PositiveInt, Section, Seed, at
 from grpo_fast.config.stages import StageConfig, resolve_stages
-from grpo_fast.objective.config import GRPOLossConfig, SamplerCorrection
+from grpo_fast.objective.config import GRPOLossConfig, SamplerCorrection, refuse_unread
 
 
 class TrainConfig(Section):

@@ -6,7 +6,7 @@ stands for no limit.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import reduce
 from typing import Annotated, Any
 
@@ -64,15 +64,6 @@ def one_of(table: Mapping[str, Any], kind: str) -> AfterValidator:
 def words(table: Mapping[str, Any]) -> WithJsonSchema:
     """Annotation next to `one_of`: what the reference lists."""
     return WithJsonSchema({"enum": [*table]})
-
-
-def refuse_unread(section: Any, names: Iterable[str], why: str, place: str = "") -> None:
-    """Raise ValueError where one of a section's keys asks for something else than its default."""
-    fields: Any = getattr(type(section), "model_fields", None) or type(section).__dataclass_fields__
-    for name in names:
-        if (value := getattr(section, name)) not in (fields[name].default, None):
-            key = f"{place}.{name}" if place else name
-            raise ValueError(f"{key} = {short(value)} is not read {why}; leave it out")
 
 
 def at(config: Any, name: str) -> Any:

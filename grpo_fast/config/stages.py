@@ -1,9 +1,9 @@
 """A run in stages: what each trains with, and which one a step belongs to.
 
 A stage overrides sections of the configuration and leaves the rest: `loss: {beta: 0.05}` changes one key.
-An override that names what a section is made of (`dataset.source`, `loss.loss_type`, `groups.strategy`,
-`adaptive_weights.method`) replaces the whole section, since the other keys belonged to the old choice;
-another `method` replaces all that methods set.
+An override that names what a section is made of (`dataset.source`, `loss.loss_type`, `groups.strategy`)
+replaces the whole section, since the other keys belonged to the old choice; another `method` replaces all
+that methods set.
 The stage follows from the step, so a resumed run is in the right one.
 """
 
@@ -33,7 +33,7 @@ SERVES_ALL = {
     "optimizer": {"kind", "stochastic_rounding"},
 }
 # Another value of this key replaces its whole section.
-SECTION_DISCRIMINATOR = dict(dataset="source", loss="loss_type", groups="strategy", adaptive_weights="method")
+SECTION_DISCRIMINATOR = {"dataset": "source", "loss": "loss_type", "groups": "strategy"}
 
 
 class StageConfig(Section):

@@ -11,7 +11,7 @@ from typing import Any
 
 from grpo_fast.config.lookup import choices, raised_at
 from grpo_fast.data.types import Message, Prompt
-from grpo_fast.rewards.calls import CallFailed, check_values, in_thread
+from grpo_fast.rewards.calls import CallFailed, check_scores, in_thread
 from grpo_fast.rollout.types import Completion, Episode
 
 
@@ -116,7 +116,7 @@ class Conversation:
             return None
         given = await self.required("asked for its reward", self.environment.get_reward, {})
         try:
-            return check_values([given], 1)[0]
+            return check_scores([given], 1)[0]
         except CallFailed as failure:
             raise RuntimeError(f"{type(self.environment).__name__}.get_reward {failure}") from failure
 

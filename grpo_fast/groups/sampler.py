@@ -1,9 +1,8 @@
-"""Which prompts a step draws together, and a report of it for a person to read before training."""
+"""Which prompts a step draws together."""
 
 from __future__ import annotations
 
 import random
-import textwrap
 from collections import Counter
 from collections.abc import Sequence
 from statistics import fmean
@@ -13,12 +12,9 @@ import torch
 
 from grpo_fast.config.groups import CurriculumConfig, GroupConfig
 from grpo_fast.data import Prompt, PromptDataset, PromptSampler
-from grpo_fast.data.types import own_text
 from grpo_fast.groups.criteria import prompt_distance
 from grpo_fast.groups.curriculum import DifficultySampler
 from grpo_fast.groups.formation import PromptGroups, form_groups
-
-WIDTH = 100  # characters of a described prompt
 
 
 def make_sampler(
@@ -116,42 +112,3 @@ class GroupSampler(PromptSampler):
         for group in groups:
             rng.shuffle(group)
         return [position for group in groups for position in group]
-
-
-def describe_groups(
-    dataset: PromptDataset,
-    config: GroupConfig,
-    *,
-    num_generations: int,
-    prompts_per_step: int,
-    seed: int = 0,
-    examples: int = 3,
-) -> str:
-    """Sizes, likeness and examples of the groups that a configuration makes of its dataset.
-
-    Raises:
-        ValueError: a strategy that does not fit the dataset.
-    """
-    lines = [f"{len(dataset)} prompts of {dataset.config.source}, strategy {config.strategy}"]
-    if not config.shares_baselines:
-        alone = f"each prompt's {num_generations} completions are compared with each other and with no others"
-        return f"{lines[0]}\n{alone}"
-    example_turns = 2 * len(dataset.config.examples)
-    sampler = GroupSampler(dataset, prompts_per_step, config, seed, example_turns)
-    sizes = Counter(map(len, sampler.groups))
-    shared = 100 * (1 - sizes[1] / len(dataset))
-    lines.append(f"{len(sampler.groups)} groups; {shared:.1f} % of the prompts share one with others")
-    lines += [f"  {count} of size {size}" for size, count in sorted(sizes.items())]
-    # A batch that ends within a group parts it: the first epoch shows how often.
-    steps = [sampler.metrics(sampler.next()) for _ in range(len(dataset) // prompts_per_step)]
-    lines.append(f"in steps of {prompts_per_step} prompts, on average")
-    for name in {name: None for metrics in steps for name in metrics}:
-        lines.append(f"  {name} {fmean(metrics[name] for metrics in steps if name in metrics):.2f}")
-    largest = sorted(sampler.groups, key=len, reverse=True)
-    for group in (group for group in largest[:examples] if len(group) > 1):
-        spread = sampler.spread(group)
-        likeness = "" if spread is None else f", mean similarity {1 - spread:.2f}"
-        lines.append(f"group of {len(group)} prompts, {len(group) * num_generations} completions{likeness}")
-        texts = (own_text(dataset[position], example_turns) for position in group)
-        lines += [f"  | {textwrap.shorten(text, WIDTH, placeholder='...')}" for text in texts]
-    return "\n".join(lines)

@@ -37,9 +37,6 @@ def __getattr__(name: str) -> Any:
 class LigerFusedLinearGRPOLoss(nn.Module):
     """A policy loss of padded completions and its metrics: KL, where beta is not 0, and the clipped share.
 
-    `luspo` with token ratios, a KL or a (B, T) `vllm_is_ratio` is Liger's mean over every position: padding
-    is scored, and what `_input` and the log-probabilities hold there enters the loss. TRL's leaves it out.
-
     Raises:
         ValueError: a temperature or a delta that is not positive.
     """
@@ -91,7 +88,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
             _input: (B, T, H).
             lin_weight: (V, H).
             selected_token_ids: (B, T) int64.
-            attention_mask: (B, T), not zero where a token counts. The others cost nothing, but see `luspo`.
+            attention_mask: (B, T), not zero where a token counts. The others cost nothing.
             advantages: (B,).
             bias: (V,).
             ref_per_token_logps: (B, T); None: computed from `ref_input` (B, T, H), `ref_weight`, `ref_bias`.
@@ -108,26 +105,28 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         """
         config = self._config()
         mask = attention_mask != 0
-        # Liger's mean of LUSPO's (length × term), arXiv 2602.05261, runs over B·T positions. A term that is
-        # one per sequence comes out as in the paper; one per token is averaged with what is in the padding.
         per_token = self.importance_sampling_level == "token" or (self.beta != 0 and self.use_ref_model)
         per_token |= vllm_is_ratio is not None and vllm_is_ratio.shape == mask.shape
-        over_padding = per_token and self.loss_type == "luspo"
-        scored = torch.ones_like(mask) if over_padding else mask
-        ids = selected_token_ids[scored]
-        logprobs = self._logprobs(_input[scored], lin_weight, ids, bias)
-        old = logprobs if old_per_token_logps is None else old_per_token_logps[scored]
-        segments = Segments.of(scored.nonzero()[:, 0], mask[scored], len(mask), logprobs.dtype)
+        if per_token and self.loss_type == "luspo":
+            raise ValueError(
+                "loss_type = 'luspo' with token ratios, a KL or a (B, T) vllm_is_ratio averages over padding "
+                "in Liger and is not computed here; set importance_sampling_level = 'sequence' and beta = 0, "
+                "or import it from liger_kernel.chunked_loss"
+            )
+        ids = selected_token_ids[mask]
+        logprobs = self._logprobs(_input[mask], lin_weight, ids, bias)
+        old = logprobs if old_per_token_logps is None else old_per_token_logps[mask]
+        segments = Segments.of(mask.nonzero()[:, 0], mask[mask], len(mask), logprobs.dtype)
         ratio, vespo = None, self.loss_type == "vespo"
         if vllm_is_ratio is not None:
-            ratio = live_values(vllm_is_ratio, scored)
+            ratio = live_values(vllm_is_ratio, mask)
             if vespo and vllm_is_ratio.shape != mask.shape:
                 # Vespo multiplies the ratios of its tokens: one of a whole sequence must count once.
                 ratio = ratio.pow(1 / segments.spread(segments.counts))
         tokens = PolicyTokens(
             logprobs=logprobs,
             old_logprobs=old.detach(),
-            advantages=live_values(advantages, scored).to(logprobs.dtype),
+            advantages=live_values(advantages, mask).to(logprobs.dtype),
             segments=segments,
             sampler_weight=ratio if vespo else None,
         )
@@ -136,9 +135,9 @@ class LigerFusedLinearGRPOLoss(nn.Module):
             if not self.use_ref_model:
                 reference = logprobs.detach()
             elif ref_per_token_logps is not None:
-                reference = ref_per_token_logps[scored].detach()
+                reference = ref_per_token_logps[mask].detach()
             elif ref_input is not None and ref_weight is not None:
-                reference = self._logprobs(ref_input[scored], ref_weight, ids, ref_bias).detach()
+                reference = self._logprobs(ref_input[mask], ref_weight, ids, ref_bias).detach()
             else:
                 raise ValueError(
                     f"beta = {self.beta} weighs a KL to a reference model: give ref_per_token_logps, or "
@@ -152,13 +151,9 @@ class LigerFusedLinearGRPOLoss(nn.Module):
             kl = kl * log_importance(tokens, config.ratio_level).exp()  # as Liger reports it
         metrics = [] if kl is None else [kl.detach()]
         metrics.append(sum(sides, torch.zeros_like(logprobs)))
-        if over_padding:
-            weights = live_values(mask.sum(1), scored) / mask.numel()
-        else:
-            count = self._step_tokens(mask, num_items_in_batch)
-            weights = token_weights(
-                config.aggregation_kind, segments, StepTotals(count, len(mask)), config.max_completion_length
-            )
+        totals = StepTotals(self._step_tokens(mask, num_items_in_batch), len(mask))
+        length = config.max_completion_length
+        weights = token_weights(config.aggregation_kind, segments, totals, length)
         live = mask.sum().clamp(min=1)
         return (weights * terms).sum(), tuple(segments.sum(metric).sum() / live for metric in metrics)
 

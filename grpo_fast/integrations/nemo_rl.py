@@ -1,8 +1,8 @@
 """NeMo-RL: our policy losses behind its `LossFunction`, and our head under its fused log-probabilities.
 
 In a run script, after `setup(...)`: `loss_fn = PolicyLoss(GRPOLossConfig(...))`, handed to `grpo_train`.
-With `policy.megatron_cfg.use_linear_ce_fusion_loss=true` (`use_fused_linear_logprobs` on its main branch),
-`patch()` in the policy worker replaces the chunked head. NeMo-RL's fused log-probabilities know no
+With `policy.megatron_cfg.use_linear_ce_fusion_loss=true`, `patch()` in the policy worker replaces the chunked
+head. NeMo-RL's fused log-probabilities know no
 temperature, top-k, top-p or packed sequences: leave these off.
 """
 
@@ -29,11 +29,6 @@ _NAMES = {  # NeMo-RL's, where it has them
     "sampling/importance_ratio_mean": "sampling_importance_ratio",
     "sampling/kl": "gen_kl_error",
 }
-_TOKEN_METRICS = (
-    *("kl_penalty", "token_mult_prob_error", "approx_entropy", "sampling_importance_ratio"),
-    *("sampling/logp_difference_mean", "gen_kl_error", "sampling/rejected_mean", "policy/masked_mean"),
-)
-_PLAIN_METRICS = ("num_valid_samples", "probs_ratio_min", "probs_ratio_max")
 _patch = Replacements()
 
 
@@ -60,16 +55,11 @@ class PolicyLoss:
         require_loss(config, "NeMo-RL", "entropy")
         interfaces = private("nemo_rl", "algorithms.loss.interfaces")
         self.config = config
-        # NeMo-RL's names, here and below; the second is its main branch's.
-        self.use_linear_ce_fusion = self.use_fused_linear_logprobs = use_fused_linear_logprobs
+        self.use_linear_ce_fusion = use_fused_linear_logprobs  # NeMo-RL's names, here and below
         self.force_on_policy_ratio = exactly_on_policy
         self.input_type = interfaces.LossInputType.LOGPROB
         per_token = config.is_custom or config.aggregation_kind == "token_mean"
         self.loss_type = getattr(interfaces.LossType, "TOKEN_LEVEL" if per_token else "SEQUENCE_LEVEL")
-        if (by := getattr(interfaces, "MetricNormalizer", None)) is not None:  # of the main branch
-            self.metric_normalizations = dict.fromkeys(_TOKEN_METRICS, by.TOKENS)
-            self.metric_normalizations |= dict.fromkeys(_PLAIN_METRICS, by.NONE)
-            self.metric_normalizations["loss"] = by.TOKENS if per_token else by.SEQUENCES
 
     def __call__(
         self, next_token_logprobs: Tensor, data: Any, global_valid_seqs: Tensor, global_valid_toks: Tensor

@@ -38,8 +38,7 @@ class LossFacts:
     choosable_levels: tuple[RatioLevel, ...] = ("token",)  # of the importance ratio; the first by default
     kl_estimator: KLEstimator = "k3"
     forbids_kl: str = ""  # why a KL term is refused
-    advantages: str = "reward minus the group's mean, divided by the group's standard deviation"
-    estimator: Settings = field(default_factory=dict)  # what makes them of rewards, keys of the configuration
+    estimator: Settings = field(default_factory=dict)  # what makes advantages of rewards
     sets: Settings = field(default_factory=dict)  # the method's other settings
 
 
@@ -66,7 +65,6 @@ _VESPO = ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")
 _CLIP_COV = ("clip_cov_ratio", "clip_cov_low", "clip_cov_high")
 _KL_COV = ("kl_cov_ratio", "kl_cov_coef")
 _DPPO = (*_RANGE, "dppo_ratio_max")
-_CENTRED = "reward minus the group's mean"
 _UNSCALED = {"advantage.scale_rewards": "none"}
 _RESAMPLED = {"advantage.dynamic_sampling": True, "advantage.max_draws": 10}
 _ANY: tuple[RatioLevel, ...] = ("token", "sequence", "sequence_token")
@@ -87,7 +85,6 @@ _dppo = partial(
     cuts=("low", "high"),
     fused=_plain_bounds,
     fields=_DPPO,
-    advantages=_CENTRED,
     estimator=_UNSCALED,
     sets={"loss.aggregation": "constant_length", "loss.dppo_ratio_max": 10000, "old_logprobs": "sampler"},
 )
@@ -98,9 +95,7 @@ CATALOG: dict[str, LossFacts] = {
     "grpo": _clip("DeepSeekMath, arXiv 2402.03300, eq. 3", "sequence_mean", sets={"loss.beta": 0.04}),
     "bnpo": _clip("as in TRL: over a batch what dapo is over a step", "token_mean"),
     # And train_zero_math.py of sail-sg/understand-r1-zero.
-    "dr_grpo": _clip(
-        "Dr. GRPO, arXiv 2503.20783, section 3.2", "constant_length", advantages=_CENTRED, estimator=_UNSCALED
-    ),
+    "dr_grpo": _clip("Dr. GRPO, arXiv 2503.20783, section 3.2", "constant_length", estimator=_UNSCALED),
     # Section 4.1, and verl's recipe/dapo/run_dapo_qwen2.5_32b.sh.
     "dapo": _clip(
         "DAPO, arXiv 2503.14476, eq. 8",
@@ -123,7 +118,6 @@ CATALOG: dict[str, LossFacts] = {
         "RLOO, arXiv 2402.14740, section 2.3, with PPO's clip on the ratio of the whole completion",
         aggregation="sequence_mean",
         choosable_levels=("product",),
-        advantages="reward, the KL already taken from it, minus the mean of the group's others",
         estimator={"advantage.baseline": "leave_one_out"} | _UNSCALED,
         sets={"loss.beta": 0.03, "loss.kl_estimator": "k1", "loss.kl_in_reward": True},
     ),
@@ -132,7 +126,6 @@ CATALOG: dict[str, LossFacts] = {
         "REINFORCE++-baseline, arXiv 2501.03262, eq. 6 to 8",
         aggregation="token_mean",
         kl_estimator="k2",
-        advantages=f"{_CENTRED}, whitened over the batch's tokens",
         estimator={"advantage.scale_rewards": "whiten"},
         sets={"loss.beta": 1e-5, "advantage.dynamic_sampling": True},
     ),
@@ -168,7 +161,6 @@ CATALOG: dict[str, LossFacts] = {
         surrogate="reinforce",
         fused=_plain_bounds,
         forbids_kl="GPG is defined without a reference model; use loss_type='reinforce' to add one",
-        advantages=f"{_CENTRED}, times B / (B - M), M of the B groups flat",
         estimator=_UNSCALED | {"advantage.rescale_flat_groups": True},  # F_norm = 1, alpha = B / (B - M)
     ),
     # A baseline may not depend on the completion it is for.
@@ -177,7 +169,6 @@ CATALOG: dict[str, LossFacts] = {
         "sequence_sum",
         "reinforce",
         fused=_plain_bounds,
-        advantages="reward minus any baseline",
         estimator={"advantage.baseline": "leave_one_out"} | _UNSCALED,
     ),
     # And recipe/dapo/7b_clip_cov.sh of PRIME-RL/Entropy-Mechanism-of-RL.

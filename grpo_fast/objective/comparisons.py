@@ -23,13 +23,11 @@ class PreferenceFacts:
     needs_reference: bool = True
     averaged: bool = False  # log-probabilities per token instead of per sequence
     paired: bool = True  # chosen and rejected completions of one prompt
-    couples: bool = False  # a pair's loss depends on the other pairs of the step
     takes_margins: bool = True
 
 
 _EPSILON = frozenset({"label_smoothing"})
 _WEIGHTS = frozenset({"desirable_weight", "undesirable_weight"})
-_sorted = partial(PreferenceFacts, fields=_EPSILON, couples=True, takes_margins=False)
 _alone = partial(PreferenceFacts, needs_reference=False)
 
 PREFERENCE_LOSSES: dict[str, PreferenceFacts] = {
@@ -38,8 +36,6 @@ PREFERENCE_LOSSES: dict[str, PreferenceFacts] = {
     "robust": PreferenceFacts("Provably robust DPO, arXiv 2403.00409", _EPSILON),
     "ipo": PreferenceFacts("IPO, arXiv 2310.12036, eq. 17, on log-ratios per token", averaged=True),
     "hinge": PreferenceFacts("RSO, arXiv 2309.06657: SLiC's hinge on normalised likelihoods"),
-    "aot": _sorted("AOT, arXiv 2406.05882, paired"),
-    "aot_unpaired": _sorted("AOT, arXiv 2406.05882, unpaired"),
     "kto": PreferenceFacts("KTO, arXiv 2402.01306", _WEIGHTS, paired=False, takes_margins=False),
     "simpo": _alone("SimPO, arXiv 2405.14734, eq. 6", _EPSILON | {"gamma"}, beta=2.0, averaged=True),
     "orpo": _alone("ORPO, arXiv 2403.07691, eq. 7; beta is its λ", averaged=True),
@@ -91,13 +87,15 @@ class PreferenceLossConfig:
     def __post_init__(self) -> None:
         check_fields(self)
         for name in self.loss_types:
+            if name in ("aot", "aot_unpaired"):
+                raise ValueError(f"loss_type = {name!r} was removed; use 'sigmoid', DPO's own")
             if name not in PREFERENCE_LOSSES:
                 raise ValueError(
                     f"loss_type = {name!r} is unknown; choose among {', '.join(sorted(PREFERENCE_LOSSES))}"
                 )
         self._check_sum()
         read = frozenset[str]().union(*(facts.fields for facts in self.facts))
-        refuse_unread(self, _LOSS_SPECIFIC - read, f"is not read by loss_type = {self.loss_type!r}")
+        refuse_unread(self, _LOSS_SPECIFIC - read, f"by loss_type = {self.loss_type!r}")
         if self.beta is None:
             object.__setattr__(self, "beta", self._usual_beta())
 
@@ -124,27 +122,14 @@ class PreferenceLossConfig:
         return self.facts[0].paired
 
     @property
-    def couples(self) -> bool:
-        """Whether the loss needs all pairs of the step at once."""
-        return any(facts.couples for facts in self.facts)
-
-    @property
     def averaged(self) -> bool:
         """Whether the first loss compares log-probabilities per token."""
         return self.facts[0].averaged
 
-    def check_place(self, *, margins: object, weights: object) -> None:
-        """Raise ValueError for margins or weights that are given and that the losses have no place for."""
-        if margins and not any(facts.takes_margins for facts in self.facts):
-            raise ValueError(
-                f"loss_type = {self.loss_type!r} compares no pair with its own partner and has no place for "
-                "margins; leave them out, or use weights"
-            )
-        if weights and self.couples:
-            raise ValueError(
-                f"loss_type = {self.loss_type!r} sorts the pairs, so that no term belongs to one of them: it "
-                "has no place for weights; leave them out"
-            )
+    def check_margins(self) -> None:
+        """Raise ValueError where margins are given and the losses have no place for them."""
+        if not any(facts.takes_margins for facts in self.facts):
+            raise ValueError(f"loss_type = {self.loss_type!r} has no place for margins; leave them out")
 
     def _check_sum(self) -> None:
         types, weights = self.loss_types, self.loss_weights
@@ -221,7 +206,7 @@ class RankingLossConfig:
         if self.objective not in _READS:
             raise ValueError(f"objective = {self.objective!r} is unknown; choose among {', '.join(_READS)}")
         unread = {f.name for f in fields(self)} - _READS[self.objective] - {"objective"}
-        refuse_unread(self, unread, f"is not read by objective = {self.objective!r}")
+        refuse_unread(self, unread, f"by objective = {self.objective!r}")
         if self.temperature is None and self.objective != "advantage":
             summed = self.objective != "advantage_likelihood" and not self.length_normalised
             object.__setattr__(self, "temperature", 10.0 if summed else 1.0)

@@ -10,7 +10,6 @@ from numbers import Integral, Real
 from types import UnionType
 from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
-from grpo_fast.config.lookup import OBJECT_MARK
 from grpo_fast.objective.catalog import (
     CATALOG,
     LOSS_TYPES,
@@ -43,12 +42,18 @@ def option(default: Any, description: str, **bounds: float) -> Any:
     return field(default=default, metadata={"description": description, **bounds})
 
 
-def refuse_unread(config: Any, names: Iterable[str], why: str) -> None:
-    """Raise ValueError when one of a dataclass's fields `names` is not at its default."""
-    for f in fields(config):
-        value = getattr(config, f.name)
-        if f.name in names and value != f.default:
-            raise ValueError(f"{f.name} = {value} {why}; leave it out")
+def refuse_unread(section: Any, names: Iterable[str], why: str, place: str = "") -> None:
+    """Raise ValueError where one of a section's fields asks for something else than its default.
+
+    Args:
+        section: a dataclass, or a pydantic model of the configuration.
+        place: the section's key, for the message.
+    """
+    known: Any = getattr(type(section), "model_fields", None) or type(section).__dataclass_fields__
+    for name in names:
+        if (value := getattr(section, name)) not in (known[name].default, None):
+            key = f"{place}.{name}" if place else name
+            raise ValueError(f"{key} = {value!r:.70} is not read {why}; leave it out")
 
 
 @cache
@@ -266,7 +271,7 @@ class GRPOLossConfig:
     def _resolve(self) -> None:
         facts = self.facts
         unread = loss_specific().difference(facts.fields)
-        refuse_unread(self, unread, f"is not read by loss_type = {self.loss_type!r}")
+        refuse_unread(self, unread, f"by loss_type = {self.loss_type!r}")
         if facts.epsilon is not None:
             low, high = facts.epsilon if self.epsilon_low is None else (self.epsilon_low, self.epsilon_low)
             object.__setattr__(self, "epsilon_low", low)
@@ -291,14 +296,8 @@ class GRPOLossConfig:
             )
 
     def _check_custom(self) -> None:
-        module, _, function = self.loss_type.partition(":")
-        parts = (*module.split("."), function)
-        if OBJECT_MARK not in function and not all(part.isidentifier() for part in parts):
-            raise ValueError(
-                f"loss_type = {self.loss_type!r} is not an import path; write it as 'package.module:function'"
-            )
         others = {f.name for f in fields(self)} - {"loss_type", "beta", "max_completion_length"}
-        refuse_unread(self, others, "is not read by a loss of your own, which gets LossInputs only")
+        refuse_unread(self, others, "by a loss of your own, which gets LossInputs only")
 
     def _check_ranges(self) -> None:
         if self.kl_in_reward and self.use_bias_correction_kl:
@@ -332,9 +331,3 @@ class GRPOLossConfig:
             low, high = getattr(self, lower), getattr(self, upper)
             if low is not None and high is not None and low >= high:
                 raise ValueError(f"{lower} = {low} must be below {upper} = {high}; lower it")
-
-
-GRPOLossConfig.__doc__ = (
-    f"{GRPOLossConfig.__doc__}\n    Advantages, which the caller makes, by loss:\n"
-    + "".join(f"        {name}: {facts.advantages}\n" for name, facts in CATALOG.items())
-)

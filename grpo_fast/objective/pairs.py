@@ -135,19 +135,6 @@ def _hinge(s: PairScores, config: PreferenceLossConfig) -> Tensor:
     return torch.relu(1 - s.logits)
 
 
-def _aot(s: PairScores, config: PreferenceLossConfig) -> Tensor:
-    """First-order dominance of the policy's log-ratios over the reference's, quantile by quantile."""
-    i = s.inputs
-    policy = (i.chosen_logprobs - i.rejected_logprobs).sort().values
-    reference = (present(i.ref_chosen_logprobs) - present(i.ref_rejected_logprobs)).sort().values
-    return _smoothed(s.beta * (policy - reference), config)
-
-
-def _aot_unpaired(s: PairScores, config: PreferenceLossConfig) -> Tensor:
-    """First-order dominance of the chosen completions' rewards over the rejected ones'."""
-    return _smoothed(s.beta * (s.chosen.sort().values - s.rejected.sort().values), config)
-
-
 def _kto(s: PairScores, config: PreferenceLossConfig) -> Tensor:
     """(C + R,), the chosen first."""
     kl = present(s.inputs.kl)
@@ -194,8 +181,6 @@ FORMULAS: dict[str, Callable[[PairScores, PreferenceLossConfig], Tensor]] = {
     "robust": _robust,
     "ipo": _ipo,
     "hinge": _hinge,
-    "aot": _aot,
-    "aot_unpaired": _aot_unpaired,
     "kto": _kto,
     "simpo": _simpo,
     "orpo": _orpo,
@@ -258,4 +243,5 @@ def _check(inputs: PreferenceInputs, config: PreferenceLossConfig) -> None:
         )
     if not config.paired and inputs.kl is None:
         raise ValueError("kl is None, but kto compares with it: give kto_reference_point of the step")
-    config.check_place(margins=inputs.margins is not None, weights=inputs.weights is not None)
+    if inputs.margins is not None:
+        config.check_margins()

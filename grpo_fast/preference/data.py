@@ -108,8 +108,9 @@ def load_comparisons(
                 columns["group"] = made = answers(prompt, preference.answers, seed)
                 columns |= {"chosen": made[0]["response"], "rejected": made[1]["response"]}
             comparison = read(prompt, columns, complete)
-            if not ranks and not held_out:  # at the start rather than at the first step that meets such a row
-                preference.loss.check_place(margins=comparison.margin, weights=comparison.weight != 1)
+            # At the start rather than at the first step that meets such a row.
+            if comparison.margin and not ranks and not held_out:
+                preference.loss.check_margins()
         comparisons[prompt.index] = comparison
     return _mismatched(comparisons) if labelled else comparisons
 

@@ -123,8 +123,6 @@ class PreferenceTrainer(Algorithm):
         """
         self.optimizer.zero_grad()  # of an attempt that failed
         parts = [table.select(batch.rows.sort().values) for batch in batches]
-        if self.preference.loss.couples and len(parts) > 1 and not self.ranks:
-            return self.backward_coupled(parts, batches, loss), True
         shares, learns = [], False
         for part, batch in zip(parts, batches, strict=True):
             out = loss(part, self.logprobs(batch))
@@ -133,23 +131,6 @@ class PreferenceTrainer(Algorithm):
                 learns = True
             shares.append(out.metrics | {"loss": out.loss.detach()})
         return shares, learns
-
-    def backward_coupled(
-        self, parts: Sequence[CompletionTable], batches: Sequence[PackedBatch], loss: StepLoss
-    ) -> list[dict[str, Tensor]]:
-        """For a loss that compares all pairs of the step, at the price of one forward more.
-
-        Its gradient in the log-probabilities comes first, then each micro-batch's share of it (GradCache,
-        arXiv 2101.06983).
-        """
-        with torch.no_grad():
-            values = [self.logprobs(batch) for batch in batches]
-        leaves = torch.cat(values).requires_grad_()
-        out = loss(CompletionTable.join(parts), leaves)
-        (gradient,) = torch.autograd.grad(out.loss, leaves)
-        for batch, share in zip(batches, gradient.split([len(v) for v in values]), strict=True):
-            (self.logprobs(batch) * share).sum().backward()
-        return [out.metrics | {"loss": out.loss.detach()}]
 
     def logprobs(self, batch: PackedBatch) -> Tensor:
         """(S,) log-probability of every completion in the order of the table, with gradient where enabled."""

@@ -102,7 +102,7 @@ def is_async(function: RewardFunction) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
-def check_values(returned: Any, n: int) -> list[float]:
+def check_scores(returned: Any, n: int) -> list[float]:
     """N floats, NaN for None.
 
     Raises:

@@ -16,7 +16,7 @@ from grpo_fast.config.rewards import RewardConfig
 from grpo_fast.config.secrets import in_use
 from grpo_fast.data.types import Prompt
 from grpo_fast.rewards.builtins.options import column_options
-from grpo_fast.rewards.calls import Call, CallFailed, Runner, check_values, is_async
+from grpo_fast.rewards.calls import Call, CallFailed, Runner, check_scores, is_async
 from grpo_fast.rewards.loading import load_function
 from grpo_fast.rewards.types import (
     Log,
@@ -149,7 +149,7 @@ class RewardSet:
         for reward in sorted(due, key=lambda reward: reward.name in running):
             call = running.get(reward.name) or self._start(reward, batch)
             try:
-                values[reward.name] = check_values(self._runner.finish(call), len(batch))
+                values[reward.name] = check_scores(self._runner.finish(call), len(batch))
                 logs[reward.name] = call.log or Log(len(batch))
             except CallFailed as failure:
                 if reward.on_error == "fail":
@@ -175,7 +175,7 @@ class RewardSet:
         """
         batch = RewardBatch.of([prompt], [completions], columns)
         call = self._start(self.rewards[self.names.index(name)], batch)
-        return check_values(self._runner.finish(call), len(batch)), call.log or Log(len(batch))
+        return check_scores(self._runner.finish(call), len(batch)), call.log or Log(len(batch))
 
     def _start(self, reward: Reward, batch: RewardBatch) -> Call:
         log = Log(len(batch))

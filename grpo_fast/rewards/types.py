@@ -104,12 +104,6 @@ class RewardBatch:
     def __len__(self) -> int:
         return len(self.completions)
 
-    def one(self, index: int) -> RewardBatch:
-        """The batch of one sample."""
-        part = slice(index, index + 1)
-        columns = {name: values[part] for name, values in self.columns.items()}
-        return RewardBatch(self.prompts[part], self.completions[part], self.completion_ids[part], columns)
-
     def describe(self, index: int) -> str:
         """One sample, for an error message."""
         fields = {"prompt": self.prompts, "completion": self.completions, **self.columns}

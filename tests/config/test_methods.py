@@ -146,7 +146,7 @@ def whole(inputs):
 def squared(tokens, config):
     return Surrogate(-tokens.advantages * tokens.logprobs.square(), tokens.log_ratio.detach().exp())
 
-CATALOG["squared"] = LossFacts("none", "token_mean", __name__ + ":squared", advantages="any")
+CATALOG["squared"] = LossFacts("none", "token_mean", __name__ + ":squared")
 """
 
 

@@ -114,7 +114,7 @@ def staged(toy: dict[str, Any], tmp_path: Path, run: str, **changes: Any) -> Tra
     groups = {
         "groups": {"strategy": "similarity", "similarity_threshold": 0.1},
         "rewards": both,
-        "adaptive_weights": {"method": "inverse_std", "rate": 0.5},
+        "adaptive_weights": {"targets": {"variety": 9.0}, "rate": 0.5},
         "advantage": {"multi_objective_aggregation": "normalize_then_sum"},
         "loss": {"beta": 0.05},
     }

@@ -53,11 +53,6 @@ def test_hashed_tfidf_has_the_cosines_of_the_exact_one_up_to_hashing_noise(seed)
     assert (found - expected).abs().max() < 0.3
 
 
-def test_a_token_that_all_prompts_have_weighs_log_two():
-    one, both = tfidf([[1], [1, 2]])
-    assert (one @ both).item() == pytest.approx(math.log(2) / math.hypot(math.log(2), math.log(3)))
-
-
 def test_criteria_add_up_with_normalised_weights_those_without_spread_aside(make_prompts):
     prompts = make_prompts(20)
     for prompt in prompts:

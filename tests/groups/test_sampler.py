@@ -9,9 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-import yaml
 
-from grpo_fast.cli import main
 from grpo_fast.config.data import DatasetConfig
 from grpo_fast.config.groups import CurriculumConfig, GroupConfig
 from grpo_fast.data import LoadReport, PromptDataset, PromptSampler
@@ -53,19 +51,22 @@ def test_a_batch_shares_what_of_its_groups_it_holds(make_prompts, write_function
     a, b, c, d = sampler.baseline_groups([first[0], second[0], first[1], first[2]])
 
     assert a == c == d != b
-    for one, two, place in ((first, second, 0), (second, first, 0), (first, second, 1), (second, first, 1)):
+    for one, two, place in ((first, second, 0), (second, first, 1)):
         batch = two[:2]
         batch.insert(place, one[0])
         both = sampler.baseline_groups(batch)
+        metrics = sampler.metrics(batch)
         alone = both.pop(place)  # no group's number, wherever it stands
         assert both[0] == both[1] != alone  # two suffice
+        assert metrics == {"groups/sharing": 2 / 3, "groups/prompts_per_baseline": 3 / 2}
 
 
-def test_metrics_count_who_shares(make_prompts, write_function):
-    own = write_function("prompts", "['a', 'a', 'b', None]")
-    sampler = GroupSampler(make_prompts(4), 4, GroupConfig(strategy=own))
-    metrics = sampler.metrics(sampler.next())
-    assert metrics == {"groups/sharing": 0.5, "groups/prompts_per_baseline": 4 / 3}
+def test_the_spread_is_the_mean_distance_between_two_prompts(grouped):
+    sampler, first = grouped(), torch.arange(3)
+    apart = sampler.distance(first, first)
+    assert sampler.spread([0, 1]) == pytest.approx(apart[0, 1].item())
+    assert sampler.spread([0, 1, 2]) == pytest.approx((apart.triu(1).sum() / 3).item())
+    assert sampler.spread([4]) is None
 
 
 @pytest.mark.parametrize("before", [0, 3, 7])
@@ -225,46 +226,3 @@ def test_known_pass_rates_come_from_a_column(make_prompts):
 def test_settings_that_do_not_fit_the_run_are_refused(make, settings, named):
     with pytest.raises(ValueError, match=named):
         make(**settings)
-
-
-# ------------------------------------------------------------------------------- grpo-fast groups describe
-
-
-@pytest.fixture
-def described(toy, tmp_path, capsys):
-    """What is printed for twelve prompts of three topics."""
-    topics = ("w2 w3 w4", "w9 w10 w11", "w17 w18 w19")
-    rows = [{"prompt": f"{topics[i % 3]} w{20 + i % 4}"} for i in range(12)]
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-
-    def call(*overrides: str, code: int = 0, **sections) -> str:
-        dataset = {"source": str(tmp_path / "rows.jsonl")}
-        (tmp_path / "run.yaml").write_text(yaml.safe_dump({**toy, "dataset": dataset, **sections}))
-        assert main(["groups", "describe", str(tmp_path / "run.yaml"), "--examples", "1", *overrides]) == code
-        printed = capsys.readouterr()
-        return printed.err if code else printed.out
-
-    return call
-
-
-def test_describe_shows_sizes_likeness_and_examples(described):
-    groups = {"strategy": "similarity", "similarity_threshold": 0.3}
-    out = described(groups=groups)
-    assert "12 prompts" in out and "strategy similarity" in out
-    assert "3 groups; 100.0 % of the prompts" in out and "3 of size 4" in out
-    assert "in steps of 4 prompts" in out and "groups/sharing 1.00" in out
-    assert "groups/prompts_per_baseline 4.00" in out and "groups/embedding_spread 0." in out
-    assert out.count("group of 4 prompts, 24 completions, mean similarity") == 1 and out.count("\n  | ") == 4
-    out = described("prompts_per_step=12", groups=groups | {"max_group_size": 3})
-    assert "6 groups; 75.0 % of the prompts" in out and "groups/sharing 0.75" in out
-    assert "\ngroup of 3 prompts, 18 completions" in out  # the largest come first
-
-
-def test_describe_shows_each_stage_and_refuses_what_does_not_fit(described):
-    similar = {"groups": {"strategy": "similarity"}}
-    stages = [{"name": "a", "steps": 2}, {"name": "b", "steps": 2, "overrides": similar}]
-    stages.append({"name": "c", "overrides": {"loss": {"beta": 0.1}, **similar}})
-    assert "each prompt's 6 completions" in described()
-    assert "use another strategy" in described("groups.strategy=prefix", code=1)
-    out = described(stages=stages)
-    assert "stage a:" in out and "stage b:" in out and "stage c:" not in out

@@ -150,11 +150,9 @@ def test_the_example_runs_as_it_stands(host, run_example):
     assert names["current"].grad.any() and names["metrics"]["num_valid_samples"] == 4
 
 
-@pytest.mark.parametrize("normalizes", [False, True], ids=["released", "main branch"])
-def test_a_loss_has_what_each_version_of_the_trainer_reads(monkeypatch, rng, normalizes):
+def test_a_loss_has_what_the_trainer_reads(monkeypatch, rng):
     """On a stand-in for NeMo-RL's names, where the real one is not installed."""
     names = {"LossInputType": ["LOGPROB"], "LossType": ["TOKEN_LEVEL", "SEQUENCE_LEVEL"]}
-    names |= {"MetricNormalizer": ["TOKENS", "SEQUENCES", "NONE"]} if normalizes else {}
     interfaces = SimpleNamespace(**{name: enum.Enum(name, values) for name, values in names.items()})
     for name in ("nemo_rl", "nemo_rl.algorithms", "nemo_rl.algorithms.loss"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
@@ -164,9 +162,7 @@ def test_a_loss_has_what_each_version_of_the_trainer_reads(monkeypatch, rng, nor
 
     loss, data = PolicyLoss(GRPOLossConfig("dapo"), use_fused_linear_logprobs=True), batch_of(rng)
     current = data.pop("current")[:, 1:]
-    _, metrics = loss(current, data, torch.tensor(3.0), torch.tensor(20.0))
+    value, metrics = loss(current, data, torch.tensor(3.0), torch.tensor(20.0))
 
-    assert loss.use_linear_ce_fusion and loss.use_fused_linear_logprobs
+    assert loss.use_linear_ce_fusion and value.isfinite()
     assert {"loss", "gen_kl_error", "token_mult_prob_error", "num_valid_samples"} <= metrics.keys()
-    if normalizes:
-        assert loss.metric_normalizations["gen_kl_error"] is interfaces.MetricNormalizer.TOKENS

@@ -10,9 +10,8 @@ from dataclasses import replace
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from grpo_fast.config.methods import ESTIMATOR
 from grpo_fast.objective import GRPOLossConfig
-from grpo_fast.objective.catalog import CATALOG, LOSS_TYPES, METHODS
+from grpo_fast.objective.catalog import CATALOG, LOSS_TYPES
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
@@ -21,15 +20,6 @@ def test_one_word_is_enough_and_survives_being_written_and_read(loss_type):
 
     assert (config.epsilon_low, config.epsilon_high) == (CATALOG[loss_type].epsilon or (None, None))
     assert adapter.validate_json(adapter.dump_json(config)) == config
-
-
-def test_help_names_the_advantages_of_every_loss():
-    lines = [line.strip() for line in GRPOLossConfig.__doc__.splitlines()]
-    assert [f"{name}: {facts.advantages}" for name, facts in CATALOG.items()] == lines[-len(CATALOG) :]
-    estimators = {(f.advantages, *map(METHODS[name].get, ESTIMATOR)) for name, f in CATALOG.items()}
-    assert len(estimators) == len(
-        {facts.advantages for facts in CATALOG.values()}
-    )  # as the methods make them
 
 
 def test_the_upper_epsilon_follows_the_lower_and_replacing_a_field_keeps_the_others():
@@ -45,11 +35,10 @@ FIXED_LEVEL = ("cispo", "sapo", "vespo", "gpg", "reinforce", "gmpo", "kl_cov", "
     ("values", "field", "remedy"),
     [
         ({"loss_type": "ppo"}, "loss_type = 'ppo'", "choose one of"),
-        ({"loss_type": "my loss:f g"}, "loss_type = 'my loss:f g'", "package.module:function"),
         ({"epsilon_low": -0.1}, "epsilon_low = -0.1", "greater than or equal to 0"),
         ({"epsilon_high": float("nan")}, "epsilon_high = nan", "finite"),
         ({"beta": -0.04}, "beta = -0.04", "greater than or equal to 0"),
-        ({"delta": 1.1}, "delta = 1.1", "raise delta"),
+        ({"delta": 1.2}, "delta = 1.2", "raise delta"),
         ({"loss_type": "cispo", "epsilon_high": 0.2}, "epsilon_high = 0.2", "what verl writes as 0.2 is 1.2"),
         ({"loss_type": "cispo", "epsilon_high": 1.0}, "epsilon_high = 1.0", "is 2.0"),
         ({"top_entropy_quantile": 1.5}, "top_entropy_quantile = 1.5", "less than or equal to 1"),
@@ -64,7 +53,7 @@ FIXED_LEVEL = ("cispo", "sapo", "vespo", "gpg", "reinforce", "gmpo", "kl_cov", "
         ({"loss_type": "dapo", "vespo_k_pos": 1.0}, "vespo_k_pos = 1.0", "leave it out"),
         ({"loss_type": "my.module:loss", "entropy_coef": 0.1}, "entropy_coef = 0.1", "leave it out"),
         ({"sampler_correction": "token_mask", "sampler_clip_max": None}, "'token_mask'", "set at least one"),
-        ({"sampler_clip_min": 4.0}, "sampler_clip_min = 4.0", "lower it"),
+        ({"sampler_clip_min": 3.0}, "sampler_clip_min = 3.0", "lower it"),
         ({"entropy_coef_min": 2.0}, "entropy_coef_min = 2.0", "swap them"),
         ({"loss_type": "clip_cov", "clip_cov_low": 6.0}, "clip_cov_low = 6.0", "lower it"),
         ({"kl_in_reward": True, "use_bias_correction_kl": True}, "use_bias_correction_kl", "to false"),

@@ -44,9 +44,8 @@ def make_inputs(make_pairs, rng):
             more["kl"] = torch.tensor(0.4, dtype=torch.float64)
         if facts.takes_margins:
             more["margins"] = torch.randn(chosen, generator=rng, dtype=torch.float64).requires_grad_()
-        if not facts.couples:
-            count = chosen if facts.paired else chosen + (chosen if rejected is None else rejected)
-            more["weights"] = torch.rand(count, generator=rng, dtype=torch.float64).requires_grad_()
+        count = chosen if facts.paired else chosen + (chosen if rejected is None else rejected)
+        more["weights"] = torch.rand(count, generator=rng, dtype=torch.float64).requires_grad_()
         return make_pairs(chosen, rejected, **more)
 
     return make
@@ -86,10 +85,7 @@ def transcription(name: str, i: PreferenceInputs, c: PreferenceLossConfig) -> fl
     h = [w - l for w, l in zip(wins, losses, strict=True)]
     means = [w / nw - l / nl for w, l, nw, nl in zip(wins, losses, n_win, n_lose, strict=True)]
     gaps = [w - l for w, l in zip(win, lose, strict=True)]
-    ref_gaps = [w - l for w, l in zip(ref_win, ref_lose, strict=True)]
     m = [0.0] * len(h) if i.margins is None else i.margins.tolist()
-    quantiles = zip(sorted(gaps), sorted(ref_gaps), strict=True)
-    unpaired = zip(sorted(wins), sorted(losses), strict=True)
     odds = [(a, log_odds(a) - log_odds(b)) for a, b in per_token]
     terms = {  # the margin stands where ODPO (arXiv 2402.10571) has its offset: −log σ(β Δ − margin)
         "sigmoid": lambda: [-math.log(sigma(beta * x - d)) for x, d in zip(h, m, strict=True)],
@@ -97,8 +93,6 @@ def transcription(name: str, i: PreferenceInputs, c: PreferenceLossConfig) -> fl
         "robust": lambda: [robust(beta * x - d) for x, d in zip(h, m, strict=True)],
         "ipo": lambda: [(x - d / beta - 1 / (2 * beta)) ** 2 for x, d in zip(means, m, strict=True)],
         "hinge": lambda: [max(0.0, 1 - beta * x + d) for x, d in zip(h, m, strict=True)],
-        "aot": lambda: [smoothed(beta * (p - r)) for p, r in quantiles],
-        "aot_unpaired": lambda: [smoothed(beta * (a - b)) for a, b in unpaired],
         "simpo": lambda: [
             smoothed(beta * a - beta * b - c.gamma - d) for (a, b), d in zip(per_token, m, strict=True)
         ],
@@ -109,8 +103,6 @@ def transcription(name: str, i: PreferenceInputs, c: PreferenceLossConfig) -> fl
         ],
         "sft": lambda: [-w * len(win) / sum(n_win) for w in win],
     }[name]()
-    if i.weights is None:
-        return sum(terms) / len(terms)
     return sum(w * term for w, term in zip(i.weights.tolist(), terms, strict=True)) / len(terms)
 
 
@@ -145,7 +137,7 @@ def test_gradients_agree_with_differences_and_reach_no_margin_or_weight(name, ma
     assert all(t is None or t.grad is None for t in (inputs.margins, inputs.weights))
 
 
-@pytest.mark.parametrize("name", [name for name, facts in PREFERENCE_LOSSES.items() if not facts.couples])
+@every_loss
 def test_micro_batches_add_up_to_the_step(name, make_inputs):
     inputs, config = make_inputs(name, 9), settings(name)
     totals = PreferenceTotals(9, 9, int(inputs.chosen_lengths.sum()))
@@ -223,6 +215,7 @@ def test_certain_and_impossible_completions_keep_loss_and_gradient_finite(dtype,
     ("arguments", "said"),
     [
         ({"loss_type": "dpo"}, "loss_type = 'dpo'"),
+        ({"loss_type": "aot"}, "'aot' was removed; use 'sigmoid'"),
         ({"loss_type": ()}, "loss_type"),
         ({"loss_type": ("sigmoid", "kto")}, "kto"),
         ({"loss_type": ("sigmoid", "sft"), "loss_weights": (1.0,)}, "loss_weights"),
@@ -245,8 +238,7 @@ def test_missing_and_misplaced_inputs_are_refused(make_pairs):
         ("sigmoid", replace(inputs, ref_chosen_logprobs=None), "ref_chosen_logprobs"),
         ("hinge", make_pairs(3, 4), "3 chosen and 4 rejected"),
         ("kto", inputs, "kl is None"),
-        ("aot", replace(inputs, margins=torch.ones(7)), "no place for margins"),
-        ("aot", replace(inputs, weights=torch.ones(7)), "no place for weights"),
+        ("sft", replace(inputs, margins=torch.ones(7)), "no place for margins"),
     ):
         with pytest.raises(ValueError, match=named):
             preference_loss(wrong, PreferenceLossConfig(loss))

@@ -1,13 +1,8 @@
-"""Our losses of pairs against TRL 1.16 itself, called on the same random pairs.
-
-`tests/integrations` compares them with Liger's, and policy losses with TRL's, Liger's and verl's. Where a
-peer and the paper differ we follow the paper, and the test says so.
-"""
+"""Our losses of pairs against TRL 1.16 itself, called on the same random pairs."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +11,6 @@ import torch
 
 from grpo_fast.objective.pairs import PreferenceInputs, PreferenceLossConfig, preference_loss
 
-TRL = "pip install --no-deps trl==1.16.0"
 Loss = PreferenceLossConfig
 
 
@@ -33,54 +27,44 @@ class Accelerator:
     gather_for_metrics = reduce = pad_across_processes = gather
 
 
-@pytest.fixture
-def accelerator() -> Accelerator:
-    return Accelerator()
+def trls_step(inputs: PreferenceInputs, config: Loss) -> tuple[torch.Tensor, dict[str, float]]:
+    """`DPOTrainer._compute_loss` on an object that has just what it reads, and the metrics that it notes."""
+    trl = pytest.importorskip("trl", reason="pip install --no-deps trl==1.16.0")
+    lengths = torch.cat([inputs.chosen_lengths, inputs.rejected_lengths])
+    mask = torch.arange(int(lengths.max()))[None, :] < lengths[:, None]
+    summed = torch.cat([inputs.chosen_logprobs, inputs.rejected_logprobs])
+    logprobs = mask * (summed / lengths)[:, None]  # per token, adding up to the sums
+    blank = torch.zeros_like(logprobs)
 
+    def model(**_: Any) -> SimpleNamespace:  # as TRL's fused head
+        zeros = dict.fromkeys(("entropy", "mean_logits", "log_sum_sq_probs"), blank)
+        return SimpleNamespace(log_probs=logprobs, is_top1=blank.bool(), **zeros)
 
-def summed(inputs: PreferenceInputs) -> tuple[torch.Tensor, torch.Tensor]:
-    return inputs.chosen_logprobs, inputs.rejected_logprobs
-
-
-def per_token(inputs: PreferenceInputs) -> tuple[torch.Tensor, torch.Tensor]:
-    chosen, rejected = summed(inputs)
-    return chosen / inputs.chosen_lengths, rejected / inputs.rejected_lengths
-
-
-@pytest.fixture
-def trl_step(accelerator):
-    """`_compute_loss` on an object that has just what it reads, and the metrics that it notes."""
-
-    def step(trainer_class: Any, inputs: PreferenceInputs, batch: dict[str, Any], **attributes: Any) -> tuple:
-        lengths = torch.cat([inputs.chosen_lengths, inputs.rejected_lengths])
-        mask = torch.arange(int(lengths.max()))[None, :] < lengths[:, None]
-        logprobs = mask * (torch.cat(summed(inputs)) / lengths)[:, None]  # per token, adding up to the sums
-        blank = torch.zeros_like(logprobs)
-
-        def model(**_: Any) -> SimpleNamespace:  # as TRL's fused head
-            zeros = dict.fromkeys(("entropy", "mean_logits", "log_sum_sq_probs"), blank)
-            return SimpleNamespace(log_probs=logprobs, is_top1=blank.bool(), **zeros)
-
-        model.training = True
-        # A prompt token in front: the mask of the completion is shifted by one against the predictions.
-        completion_mask = torch.cat([torch.zeros(len(lengths), 1, dtype=torch.bool), mask], dim=1).long()
-        trainer = SimpleNamespace(
-            model=model,
-            accelerator=accelerator,
-            aux_loss_enabled=False,
-            args=SimpleNamespace(),
-            precompute_ref_logps=True,
-            _metrics={"train": defaultdict(list)},
-            _total_train_tokens=0,
-            _tp_size=1,
-            **attributes,
-        )
-        ones = torch.ones_like(completion_mask)
-        batch = {"input_ids": ones, "attention_mask": ones, "completion_mask": completion_mask, **batch}
-        loss = trainer_class._compute_loss(trainer, model, batch, False)
-        return loss, {name: values[-1] for name, values in trainer._metrics["train"].items()}
-
-    return step
+    model.training = True
+    trainer = SimpleNamespace(
+        model=model,
+        accelerator=Accelerator(),
+        aux_loss_enabled=False,
+        args=SimpleNamespace(),
+        precompute_ref_logps=True,
+        beta=config.beta,
+        f_divergence_type="reverse_kl",
+        label_smoothing=config.label_smoothing,
+        ld_alpha=None,
+        loss_types=list(config.loss_types),
+        loss_weights=[weight for _, weight in config.objectives],
+        use_weighting=False,
+        _metrics={"train": defaultdict(list)},
+        _total_train_tokens=0,
+        _tp_size=1,
+    )
+    # A prompt token in front: the mask of the completion is shifted by one against the predictions.
+    completion_mask = torch.cat([torch.zeros(len(lengths), 1, dtype=torch.bool), mask], dim=1).long()
+    ones = torch.ones_like(completion_mask)
+    batch = {"input_ids": ones, "attention_mask": ones, "completion_mask": completion_mask}
+    batch |= {f"ref_{side}_logps": getattr(inputs, f"ref_{side}_logprobs") for side in ("chosen", "rejected")}
+    loss = trl.DPOTrainer._compute_loss(trainer, model, batch, False)
+    return loss, {name: values[-1] for name, values in trainer._metrics["train"].items()}
 
 
 @pytest.mark.parametrize(
@@ -90,63 +74,17 @@ def trl_step(accelerator):
         Loss("hinge", beta=0.3),
         Loss("ipo", beta=0.2),
         Loss("robust", label_smoothing=0.15),
-        Loss("aot", label_smoothing=0.1),
-        Loss("aot_unpaired"),
         Loss("sft"),
         Loss(("sigmoid", "sft"), loss_weights=(0.8, 0.2), beta=0.25),
     ],
     ids=lambda config: "+".join(config.loss_types),
 )
-def test_trls_dpo_trainer_computes_the_same_loss_and_rewards(config, make_pairs, assert_same, trl_step):
-    trl, inputs = pytest.importorskip("trl", reason=TRL), make_pairs()
-    theirs, metrics = trl_step(
-        trl.DPOTrainer,
-        inputs,
-        {"ref_chosen_logps": inputs.ref_chosen_logprobs, "ref_rejected_logps": inputs.ref_rejected_logprobs},
-        beta=config.beta,
-        f_divergence_type="reverse_kl",
-        label_smoothing=config.label_smoothing,
-        ld_alpha=None,
-        loss_types=list(config.loss_types),
-        loss_weights=[weight for _, weight in config.objectives],
-        use_weighting=False,
-    )
+def test_trls_dpo_trainer_computes_the_same_loss_and_rewards(config, make_pairs, assert_same):
+    inputs = make_pairs()
+    theirs, metrics = trls_step(inputs, config)
     ours = preference_loss(inputs, config)
     assert_same(inputs, ours.loss, theirs)
     if config.loss_type == "sigmoid":
         rewards = [f"rewards/{name}" for name in ("chosen", "rejected", "accuracies", "margins")]
         for name in (*rewards, "logps/chosen", "logps/rejected"):
             torch.testing.assert_close(ours.metrics[name].item(), metrics[name])
-
-
-def test_trls_orpo_trainer_computes_the_same_odds_ratio_term(make_pairs, accelerator):
-    """TRL's likelihood term differs: the mean over the batch's prompt and chosen tokens. We follow the
-    paper: the mean over completions of the mean over their tokens."""
-    module, inputs = pytest.importorskip("trl.experimental.orpo", reason=TRL), make_pairs()
-    chosen, rejected = per_token(inputs)
-    trainer = SimpleNamespace(beta=0.4, accelerator=accelerator)
-    theirs = -chosen.mean() - module.ORPOTrainer.odds_ratio_loss(trainer, chosen, rejected)[0].mean()
-    ours = preference_loss(inputs, Loss("orpo", beta=0.4)).loss
-    torch.testing.assert_close(ours, theirs.double(), rtol=1e-6, atol=1e-6)  # TRL computes in float32
-
-
-def test_trls_kto_trainer_computes_the_same_loss(make_pairs, assert_same, trl_step):
-    trl, inputs = pytest.importorskip("trl", reason=TRL), make_pairs(5, 3)
-    mismatched = torch.linspace(-4.0, -1.0, 8, dtype=torch.float64)
-    mismatched_reference = torch.linspace(-5.5, -1.5, 8, dtype=torch.float64)
-    constants = {"beta": 0.25, "desirable_weight": 1.3, "undesirable_weight": 0.6}
-    theirs, _ = trl_step(
-        trl.KTOTrainer,
-        inputs,
-        {
-            "label": torch.tensor([True] * 5 + [False] * 3),
-            "ref_logps": torch.cat([inputs.ref_chosen_logprobs, inputs.ref_rejected_logprobs]),
-            "ref_KL_logps": mismatched_reference,
-        },
-        calculate_KL=True,
-        loss_type="kto",
-        _compute_kl_logps=lambda *_: mismatched,
-        **constants,
-    )
-    inputs = replace(inputs, kl=(mismatched - mismatched_reference).mean())
-    assert_same(inputs, preference_loss(inputs, Loss("kto", **constants)).loss, theirs)

@@ -254,10 +254,6 @@ def test_ratios_beyond_the_range_of_floats_leave_no_nan_in_bounded_losses(loss_t
     assert unbounded or (torch.isfinite(loss) and torch.isfinite(logprobs.grad).all())
 
 
-def test_every_loss_type_has_a_transcription_and_a_function():
-    assert LOSSES.keys() == set(LOSS_TYPES) and PAPERS.keys() == METHODS.keys()
-
-
 # -------------------------------------------------------------------------------------- whole updates
 # Rewards and lengths in, gradient out, each method with the numbers of its paper or its authors' recipe.
 

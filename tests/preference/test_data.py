@@ -67,7 +67,6 @@ def texts(comparison: Comparison) -> list[str]:
 
 PAIR = {"prompt": "one + two =", "chosen": "three", "rejected": "four five"}
 KTO = {"preference": {"loss": {"loss_type": "kto"}}}
-AOT = {"preference": {"loss": {"loss_type": "aot"}}}
 RANK = {"algorithm": "rank"}
 
 
@@ -181,8 +180,6 @@ def row(*items: Any, **more: object) -> dict:
         ([LABELLED], KTO, "at least two rows"),
         ([{"prompt": "one", "answer": "two"}], {"preference": {"answers": {}}}, "answer = 'two'"),
         ([{"prompt": "one"}], {"preference": {"answers": {}}}, "answers.column = 'answer'"),
-        ([PAIR, PAIR | {"margin": 0.5}], AOT, "row 1: loss_type = 'aot' .* no place for margins"),
-        ([PAIR, PAIR | {"weight": 0.5}], AOT, "row 1: .* no place for weights"),
         ([LABELLED, LABELLED | {"margin": 0.5}], KTO, "row 1: loss_type = 'kto' .* no place for margins"),
         ([row(GOOD)], RANK, "row 0: group = "),
         (

@@ -54,8 +54,6 @@ class TestTotals:
         assert result.total.isnan().tolist() == [False, True, False]
         assert "reward 'a, b' gave None for 1 of 3 completions" in caplog.text
         assert "prompt: 'two?'" in caplog.text
-
-    def test_a_batch_that_nothing_applies_to_is_refused(self):
         with pytest.raises(RewardError, match=r"'a' gave None for 3 of 3"):
             score(constant(None, None, None, name="a"))
 
@@ -71,43 +69,32 @@ class TestTotals:
 class TestArguments:
     def test_a_function_gets_what_its_signature_names_group_after_group(self):
         conversation = [{"role": "user", "content": "b"}]
-        prompts = [Prompt(0, "a", (1,), {"answer": "1"}), Prompt(1, conversation, (2,), {"extra": 5})]
+        prompts = [
+            Prompt(0, "a", (1,), {"answer": "1", "level": 2}),
+            Prompt(1, conversation, (2,), {"extra": 5}),
+        ]
         groups = [[Completion((7,), (0.0,), text, False) for text in ("1", "2")]] * 2
         seen = {}
 
-        def reward(prompts, completions, answer, extra, unset=3, *, completion_ids):
-            seen.update(locals())
+        def reward(prompts, completions, answer, extra, unset=3, *, completion_ids, **columns):
+            seen.update(columns | locals())
             return [0, 1, 2, 3]
 
         result = RewardSet([Reward("r", reward)]).score_completions(prompts, groups)
 
         assert result.total.tolist() == [0, 1, 2, 3]
-        assert {key: seen[key] for key in ("prompts", "completion_ids", "answer", "extra", "unset")} == {
+        assert {
+            key: seen[key] for key in ("prompts", "completion_ids", "answer", "extra", "unset", "level")
+        } == {
             "prompts": ["a", "a", conversation, conversation],
             "completion_ids": [[7]] * 4,
             "answer": ["1", "1", None, None],
             "extra": [None, None, 5, 5],
+            "level": [2, 2, None, None],
             "unset": 3,
         }
         answered = [[{"role": "assistant", "content": text}] for text in ("1", "2")]
         assert seen["completions"] == ["1", "2", *answered]
-
-    def test_a_function_with_keyword_arguments_gets_everything(self):
-        seen = {}
-
-        def reward(**everything):
-            seen.update(everything)
-            return [0, 0, 0]
-
-        score(Reward("all", reward), columns={"answer": [1, 2, 3]})
-        for name in ("trainer_state", "log_metric", "log_extra"):
-            del seen[name]
-        assert seen == {
-            "prompts": PROMPTS,
-            "completions": COMPLETIONS,
-            "completion_ids": [[0], [1], [2]],
-            "answer": [1, 2, 3],
-        }
 
     @pytest.mark.parametrize(
         ("function", "columns", "options"),
@@ -133,19 +120,16 @@ class TestArguments:
 
 
 class TestFailures:
-    @pytest.mark.parametrize("is_async", [False, True])
-    def test_an_exception_names_the_reward_and_shows_the_first_sample(self, is_async):
-        def inverse(completions, answer):
-            return [1 / (len(text) - 2) for text in completions]
+    @pytest.mark.parametrize("error", [ZeroDivisionError, SystemExit])  # which would end a thread
+    def test_an_exception_names_the_reward_and_shows_the_first_sample(self, error):
+        def broken(completions, answer):
+            raise error("no")
 
-        async def later(completions, answer):
-            return inverse(completions, answer)
-
-        with pytest.raises(RewardError, match="'inverse' raised ZeroDivisionError") as caught:
-            score(Reward("inverse", later if is_async else inverse), columns={"answer": ["x", "y", "z"]})
-        assert (caught.value.reward, caught.value.sample) == ("inverse", None)
+        with pytest.raises(RewardError, match=f"'broken' raised {error.__name__}: no") as caught:
+            score(Reward("broken", broken), columns={"answer": ["x", "y", "z"]})
+        assert (caught.value.reward, caught.value.sample) == ("broken", None)
         assert "the batch has 3 completions, the first is\nsample 0:\n  prompt: 'one?'" in str(caught.value)
-        assert isinstance(caught.value.__cause__, ZeroDivisionError)
+        assert isinstance(caught.value.__cause__, error)
 
     @pytest.mark.parametrize(
         "kind", ["def reward(", "async def reward(", "class reward:\n  def __call__(self, "]
@@ -174,13 +158,6 @@ class TestFailures:
         with pytest.raises(RewardError, match=r"'slow' .* timeout of 0\.05 seconds; raise it in rewards"):
             score(Reward("slow", function, timeout=0.05))
         release.set()
-
-    def test_a_function_that_exits_fails_as_one_that_raises(self):
-        def reward(completions):
-            raise SystemExit(3)
-
-        with pytest.raises(RewardError, match="raised SystemExit: 3"):
-            score(Reward("r", reward))
 
     @pytest.mark.parametrize(
         ("returned", "sample"),
@@ -233,6 +210,12 @@ class TestFailures:
         for rewards in ([], [constant(1), constant(2)]):
             with pytest.raises(ValueError, match="reward"):
                 RewardSet(rewards)
+
+    def test_an_evaluation_is_decided_by_the_first_reward_or_the_one_named(self):
+        rewards = RewardSet([constant(1, name="a"), constant(1, name="b", written="mine:b")])
+        assert [rewards.position(name) for name in (None, "b", "mine:b")] == [0, 1, 1]
+        with pytest.raises(ValueError, match=r"evaluation\.reward = 'c'"):
+            rewards.position("c")
 
 
 class TestAsync:

@@ -34,10 +34,11 @@ def test_what_a_stage_leaves_unchanged_goes_on_as_the_same_object(build, tmp_pat
         "def other(completions, **columns):\n    return [1.0] * len(completions)\n"
     )
     rewards = {"rewards": [{"reward": f"{tmp_path / 'more.py'}:other"}]}
+    own = {"adaptive_weights": {"targets": {"other": 0.5}}}
     grouped = {"groups": {"strategy": "similarity"}, "adaptive_weights": None}
 
     first, second, third, fourth = build(
-        {}, {"loss": {"beta": 0.1}}, rewards, grouped, adaptive_weights={"method": "inverse_std"}
+        {}, {"loss": {"beta": 0.1}}, rewards | own, grouped, adaptive_weights={"targets": {"near_w7": 0.5}}
     )
 
     assert second.prompts is first.prompts and second.rewards is first.rewards

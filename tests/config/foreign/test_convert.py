@@ -57,49 +57,6 @@ def test_preference_terms_are_not_taken_for_grpos(text):
     assert not any(place.split(".")[0] in ("loss", "rollout", "rewards") for place in found.places)
 
 
-BATCHES = {
-    "num_generations": 4,
-    "per_device_train_batch_size": 8,
-    "gradient_accumulation_steps": 2,
-    "steps_per_generation": 4,
-    "num_iterations": 2,
-}
-
-
-@pytest.mark.parametrize(
-    ("document", "expected"),
-    [
-        (
-            BATCHES | {"max_steps": 100, "save_steps": 50, "warmup_steps": 7},
-            {"prompts_per_step": 8, "minibatches": 2, "max_steps": 25}
-            | {"checkpoint.every": 13, "optimizer.warmup_steps": 2},
-        ),
-        ({"num_generations": 8, "per_device_train_batch_size": 3}, {"prompts_per_step": ...}),
-        (
-            {"num_generations": 8, "use_vllm": True, "beta": 0.1, "adam_beta1": 0.8},
-            {"prompts_per_step": 1, "minibatches": 1, "optimizer.betas": [0.8, 0.999]}
-            | {"rollout.max_completion_length": 512, "optimizer.schedule": "linear"}
-            | {"loss.sampler_correction": "sequence_mask", "loss.use_bias_correction_kl": True},
-        ),
-        (
-            {"loss_type": ["sigmoid"], "label_smoothing": 0.1, "truncation_mode": "keep_start"},
-            {"preference.loss.loss_type": "cdpo", "preference.loss.label_smoothing": 0.1},
-        ),
-        (
-            {"loss_type": ["sigmoid", "sft"], "truncation_mode": "keep_start"},
-            {"preference.loss.loss_type": ["sigmoid", "sft"]},
-        ),
-        ({"loss_type": ["nca_pair"], "ld_alpha": 1}, {"preference.loss.loss_type": ...}),
-        (
-            {"num_generations": 8, "epsilon": 0.2, "sapo_temperature_pos": 0.9, "loss_type": "sapo"},
-            {"loss.epsilon_low": ..., "loss.sapo_temperature_pos": 0.9},
-        ),
-    ],
-)
-def test_trls_terms_find_their_places(document, expected):
-    check_places(converted(document), expected)
-
-
 def test_keys_that_disagree_are_told_and_tokens_are_not_shown():
     found = converted({"num_generations": 8, "bf16": True, "dtype": "float32", "hub_token": "hf_secret"})
     reasons = {row.key: row.reason for row in found.rows}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import re
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +65,7 @@ def test_a_published_run_means_what_it_meant_and_accounts_for_every_key(name, tm
 
 USUAL: dict[str, dict[str, Any]] = {
     "trl": {"num_generations": 8},
+    "trl preference": {},
     "axolotl": {"base_model": "m", "rl": "grpo"},
     "nemo_rl": {"policy": {"model_name": "a/b"}, "algorithm.max_num_steps": 9},
 }
@@ -79,27 +78,6 @@ def test_a_value_is_put_in_our_terms_or_asks_for_a_decision(source, case, tmp_pa
     check(run(tmp_path, yaml.safe_dump(USUAL[source] | case["keys"])), case)
 
 
-def test_the_think_formats_of_trl_and_open_r1_score_every_text_alike(tmp_path):
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
-    rng = random.Random(seed)
-    pieces = ["<think>", "</think>", "<answer>", "</answer>", "\n", "x", " "]
-    texts = ["".join(rng.choices(pieces, k=rng.randint(0, 9))) for _ in range(4000)]
-    texts += ["<think>\na\n</think>\n<answer>\nb\n</answer>", "<think>a</think>b", "<think>\na\n</think>\n"]
-    texts += [f"{texts[-3]}\nmore", f"{texts[-3]} more"]
-    flags = re.DOTALL | re.MULTILINE
-    published = {
-        "think_format_reward": r"^<think>(?!.*<think>)(.*?)</think>.*$",
-        "format": r"^<think>\n.*?\n</think>\n<answer>\n.*?\n</answer>$",
-    }
-    for name, pattern in published.items():
-        found = run(tmp_path, f"num_generations: 8\nreward_funcs: [{name}]")
-        config = RewardConfig(**found.places["rewards"][0])
-        _, score, _ = load_function(config.reward, config.options)
-        assert score(completions=texts) == [float(bool(re.match(pattern, text, flags))) for text in texts]
-        assert 0 < sum(score(completions=texts)) < len(texts)
-
-
 @pytest.mark.parametrize("name", ["accuracy_reward", "think_format_reward", "get_soft_overlong_punishment"])
 def test_trls_rewards_by_name_score_like_trls_own(name, tmp_path):
     trl = pytest.importorskip("trl.rewards")
@@ -108,11 +86,11 @@ def test_trls_rewards_by_name_score_like_trls_own(name, tmp_path):
     theirs = theirs(max_completion_len=1280, soft_punish_cache=256) if name.startswith("get_") else theirs
     config = RewardConfig(**run(tmp_path, f"num_generations: 8\nreward_funcs: {name}").places["rewards"][0])
     _, ours, _ = load_function(config.reward, config.options)
-    texts = [r"<think>a</think>\boxed{4}", r"\boxed{5}", "4", "<think>a<think></think>"]
+    texts = [r"<think>a</think>\boxed{4}", r"\boxed{5}", "4", "<think>a<think></think>", "\n<think></think>"]
     batch = {
         "completions": [[{"role": "assistant", "content": text}] for text in texts],
-        "solution": ["$4$"] * 4,
-        "completion_ids": [[0] * n for n in (10, 1024, 1100, 2000)],
+        "solution": ["$4$"] * 5,
+        "completion_ids": [[0] * n for n in (10, 1024, 1100, 2000, 1280)],
     }
     assert ours(**batch) == theirs(**batch)
 
