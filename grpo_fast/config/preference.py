@@ -69,6 +69,3 @@ class PreferenceConfig(Section):
     max_completion_length: PositiveInt | None = Field(
         None, description="tokens; a longer completion is an error"
     )
-    reference_cache: str | None = Field(
-        None, description="folder for reference log-probabilities; null: the package's cache"
-    )

@@ -28,7 +28,12 @@ from grpo_fast.objective.types import LossOutputs, present
 from grpo_fast.policy import PackedBatch, PolicyOptimizer
 from grpo_fast.policy.host_memory import bytes_in_use
 from grpo_fast.policy.out_of_memory import optimizer_step
-from grpo_fast.preference.comparison import preference_inputs, preference_totals, ranked_inputs
+from grpo_fast.preference.comparison import (
+    preference_inputs,
+    preference_totals,
+    ranked_inputs,
+    summed_logprobs,
+)
 from grpo_fast.preference.evaluation import RankingEvaluation
 from grpo_fast.record.logs import Clock
 
@@ -110,7 +115,7 @@ class PreferenceTrainer(Algorithm):
         loss, totals, kl = replace(self.preference.loss, beta=beta), preference_totals(table), None
         if not loss.paired:
             others = present(self.mismatched).select_groups(self.drawn)
-            now = others.sums(self.annotator.columns(others)[0].cpu())
+            now = summed_logprobs(others, self.annotator)
             kl = kto_reference_point(now, others.facts["ref_logprob"]).to(self.policy.device)
         return lambda some, logprobs: preference_loss(preference_inputs(some, logprobs, totals, kl), loss)
 
@@ -176,7 +181,7 @@ class PreferenceTrainer(Algorithm):
     def evaluate(self, size: int | None = None) -> RankingEvaluation:
         """How log-probabilities order the held-out completions, or those of the first `size` prompts."""
         table = present(self.compared).select_groups(self.held_out[:size])
-        logprobs = table.sums(self.annotator.columns(table)[0].cpu())
+        logprobs = summed_logprobs(table, self.annotator)
         config = self.preference.ranking if self.ranks else self.preference.loss
         return RankingEvaluation(table, logprobs, config.averaged)
 

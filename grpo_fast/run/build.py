@@ -10,7 +10,6 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain
 from math import ceil
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -41,9 +40,8 @@ from grpo_fast.policy import (
 )
 from grpo_fast.policy.load import load_architecture, require_replay, resolve_device
 from grpo_fast.policy.optimizer import needs_torchao
-from grpo_fast.preference.comparison import comparison_table, mismatched, with_order
+from grpo_fast.preference.comparison import comparison_table, mismatched, summed_logprobs, with_order
 from grpo_fast.preference.data import load_comparisons
-from grpo_fast.preference.reference import with_reference
 from grpo_fast.preference.trainer import PreferenceTrainer
 from grpo_fast.record.callbacks import Callbacks, load_callbacks
 from grpo_fast.record.hub import PushToHub
@@ -253,7 +251,7 @@ def warm_up_head(policy: Policy, config: TrainConfig) -> None:
 
 
 def build_preference_trainer(config: TrainConfig) -> PreferenceTrainer:
-    """With the reference's log-probabilities at hand, so that its model need not be in memory."""
+    """Compute the reference's log-probabilities first, so that its model need not be in memory."""
     section, ranks = config.preference, config.algorithm == "rank"
     tokenizer = load_tokenizer(config.model)
     prompts = load_prompts(config.dataset, tokenizer, images=load_image_reader(config.model))
@@ -275,8 +273,8 @@ def build_preference_trainer(config: TrainConfig) -> PreferenceTrainer:
     if config.evaluation.dataset is not None:
         questions = load_held_out(config.evaluation.dataset, tokenizer)
         prompts = exclude_overlap(prompts, questions)
-        held_out = with_order(comparison_table(load(questions, held_out=True).values()))
-    rows = load(prompts).values()
+        held_out = with_order(comparison_table(load(questions, held_out=True)))
+    rows = load(prompts)
     tables = [comparison_table(rows), *([] if ranks or section.loss.paired else [mismatched(rows)])]
     sequences = (
         torch.cat([table.prompt_of(row), table.tokens_of(row)]).tolist()
@@ -287,8 +285,7 @@ def build_preference_trainer(config: TrainConfig) -> PreferenceTrainer:
     tokens = int(config.micro_batch_tokens)
     annotator = Annotator(policy, micro_batch_tokens=tokens, whole_prompts=True)
     if (section.ranking if ranks else section.loss).needs_reference:
-        folder = None if section.reference_cache is None else Path(section.reference_cache).expanduser()
-        tables = [with_reference(table, annotator, folder) for table in tables]
+        tables = [table.with_facts(ref_logprob=summed_logprobs(table, annotator)) for table in tables]
     return PreferenceTrainer(
         config,
         annotator=annotator,

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from grpo_fast.config.schema import TrainConfig
 from grpo_fast.data import load_prompts
-from grpo_fast.preference.comparison import Comparison
+from grpo_fast.preference.comparison import Comparison, mismatched
 from grpo_fast.preference.data import load_comparisons
 
 WORDS = (
@@ -52,9 +52,7 @@ def load(
     ranks = run.algorithm == "rank"
     prompts = load_prompts(run.dataset, tokenizer)
     settings = {"ranks": ranks, "seed": run.seed, "end_ids": end_ids, "held_out": held_out}
-    found = load_comparisons(prompts, tokenizer, run.preference, **settings)
-    assert list(found) == [comparison.prompt.index for comparison in found.values()]
-    return list(found.values())
+    return load_comparisons(prompts, tokenizer, run.preference, **settings)
 
 
 def words(ids: tuple[int, ...]) -> str:
@@ -118,7 +116,10 @@ def test_labelled_completions_are_paired_with_the_next_rows(tmp_path):
     ]
     found = load(tmp_path, rows, **KTO)
     assert [row.grades for row in found] == [(1.0,), (0.0,), (1.0,)]
-    assert [words(row.mismatched_ids) for row in found] == ["three </s>", "four </s>", "two </s>"]
+    others = mismatched(found)
+    assert [words(others.tokens_of(row)) for row in range(3)] == ["three </s>", "four </s>", "two </s>"]
+    with pytest.raises(ValueError, match="kto needs at least two rows"):
+        mismatched(found[:1])
     assert load(tmp_path, [PAIR], held_out=True, **KTO)[0].grades == (1.0, 0.0)
 
 
@@ -178,7 +179,6 @@ def row(*items: Any, **more: object) -> dict:
         ([PAIR | {"chosen": [{"role": "user", "content": "three"}]}], {}, "row 0: chosen"),
         ([PAIR], {"preference": {"max_completion_length": 2}}, "rejected has 3 tokens"),
         ([LABELLED | {"label": "yes"}] * 2, KTO, "label = 'yes'"),
-        ([LABELLED], KTO, "at least two rows"),
         ([{"prompt": "one", "answer": "two"}], {"preference": {"answers": {}}}, "answer = 'two'"),
         ([{"prompt": "one"}], {"preference": {"answers": {}}}, "answers.column = 'answer'"),
         ([PAIR, PAIR | {"margin": 0.5}], AOT, "row 1: loss_type = 'aot' .* no place for margins"),
