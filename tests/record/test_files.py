@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import multiprocessing
 import os
-import random
 import resource
 import signal
 import socket
-import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -90,59 +87,6 @@ def test_a_damaged_line_is_named(log: Path):
         log.write_bytes(damaged)
         with pytest.raises(ValueError, match=rf"log\.jsonl, {line}: no JSON object"):
             read_jsonl(log)
-
-
-def record_of(step: int) -> dict[str, Any]:
-    return {"step": step, "value": 1 / (step + 1), "text": "x" * 5000}
-
-
-def keep_writing(path: Path, first: int, sender: Any) -> None:
-    rewind_jsonl(path, first - 1)
-    for step in range(first, 10**9):
-        append_jsonl(path, record_of(step))
-        if step == first:
-            sender.send("writing")
-
-
-def test_a_file_killed_at_random_and_resumed_equals_a_whole_one(log: Path, dice: random.Random):
-    step = 0
-    for _ in range(5):
-        receiver, sender = FORK.Pipe(duplex=False)
-        writer = FORK.Process(target=keep_writing, args=(log, step, sender))
-        writer.start()
-        assert receiver.recv() == "writing"
-        time.sleep(dice.uniform(0, 0.05))
-        writer.kill()
-        writer.join()
-        step = dice.randint(0, log.read_bytes().count(b"\n"))  # a checkpoint somewhere in what was written
-
-    rewind_jsonl(log, step - 1)
-    expected = [record_of(i) for i in range(step)]
-    assert log.read_bytes() == b"".join(json.dumps(record).encode() + b"\n" for record in expected)
-
-
-def hold(run_dir: Path, start, results, end) -> None:
-    start.wait()
-    try:
-        with locked_run_dir(run_dir / "new" / "run"):
-            results.put("held")
-            end.wait()
-    except RunInUse as error:
-        results.put(str(error))
-
-
-def test_of_several_processes_exactly_one_holds_the_folder(tmp_path: Path):
-    start, end, results = FORK.Event(), FORK.Event(), FORK.Queue()
-    processes = [FORK.Process(target=hold, args=(tmp_path, start, results, end)) for _ in range(6)]
-    for process in processes:
-        process.start()
-    start.set()
-    said = [results.get(timeout=60) for _ in processes]
-    end.set()
-    for process in processes:
-        process.join()
-    assert said.count("held") == 1
-    assert all(str(tmp_path) in text and "--resume" in text for text in said if text != "held")
 
 
 def hold_with_a_worker(run_dir: Path, workers) -> None:
