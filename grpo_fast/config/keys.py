@@ -21,6 +21,10 @@ TO_FILL_IN = "is to be filled in: the file that it was converted from does not s
 REMOVED: dict[str, str] = {
     "actor_rollout_ref": "verl's names are not read; `grpo-fast config` lists ours",
     "distributed.head": "was removed: mode shard always gathers the head; leave it out",
+    **{
+        f"preference.beta.{key}": "was removed: let schedule lead beta to final, or keep it constant"
+        for key in ("gap_gain", "gap_smoothing", "min", "max")
+    },
     "preference.reference_cache": "was removed: each start computes the reference's log-probabilities anew",
     "logging.show_samples": "was removed: the report, samples.jsonl and `grpo-fast preview` show completions",
 }
