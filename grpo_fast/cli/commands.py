@@ -39,14 +39,12 @@ def groups(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """`grpo-fast groups describe`: every stage that groups its prompts in its own way."""
     config = load_config(args.config, overrides)
     from grpo_fast.config.stages import resolve_stages
-    from grpo_fast.data import load_prompts
-    from grpo_fast.environments import load_toolsets
     from grpo_fast.groups.sampler import describe_groups
     from grpo_fast.plan import resolve_auto
-    from grpo_fast.policy import load_image_reader, load_tokenizer
+    from grpo_fast.run.loader import Loader
 
     config = resolve_auto(config)
-    tokenizer, images = load_tokenizer(config.model), load_image_reader(config.model)
+    loader = Loader(config)
     shown: list[tuple[object, ...]] = []
     for stage in resolve_stages(config):
         of, rollout = stage.config, stage.config.rollout
@@ -56,8 +54,7 @@ def groups(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         shown.append(settings)
         if stage.name:
             print(f"stage {stage.name}:")
-        toolsets = load_toolsets(rollout, of.dataset)
-        prompts = load_prompts(of.dataset, tokenizer, toolsets.schemas if toolsets else None, images)
+        _, prompts = loader.training(of)
         size, per_step = int(rollout.num_generations), of.prompts_per_step
         options: Any = {"num_generations": size, "prompts_per_step": per_step, "seed": of.seed}
         print(describe_groups(prompts, of.groups, examples=args.examples, **options))

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from math import ceil
-from typing import TYPE_CHECKING
 
 import torch
 
-from grpo_fast.config.data import PREFIX, VERIFIERS, DatasetConfig
-from grpo_fast.config.rollout import RolloutConfig
 from grpo_fast.config.schema import TrainConfig, at
 from grpo_fast.config.stages import Stage, resolve_stages, schedule_steps
 from grpo_fast.data import PromptDataset, PromptSampler, exclude_overlap, load_held_out, load_prompts
 from grpo_fast.data.tasksets import library_prompts
 from grpo_fast.distributed.world import SINGLE_PROCESS, World
-from grpo_fast.environments import Toolsets, load_toolsets, make_rollout
+from grpo_fast.environments import Toolsets, make_rollout
 from grpo_fast.environments.tools import ENVIRONMENT_COLUMN
 from grpo_fast.groups.sampler import make_sampler
 from grpo_fast.groups.weights import AdaptiveWeights
@@ -49,14 +44,8 @@ from grpo_fast.rewards import RewardError, RewardSet, load_rewards
 from grpo_fast.rewards.types import ENVIRONMENTS
 from grpo_fast.rollout import chosen_engine, engine_kind, make_engine, require_engine
 from grpo_fast.run.alike import require_alike
+from grpo_fast.run.loader import Loader
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from grpo_fast.data.images import ImageReader
-
-logger = logging.getLogger(__name__)
-LoadTools = Callable[[RolloutConfig, DatasetConfig], Toolsets | None]
 TOOLS = ("rollout.tools", "rollout.environment")  # what prompts tell of, and rewards are given
 # Spaced so that no two stages, nor runs with neighbouring seeds, draw in one order.
 SEEDS_PER_STAGE = 10**9
@@ -102,8 +91,8 @@ def build_grpo_trainer(config: TrainConfig, world: World = SINGLE_PROCESS) -> Tr
             f"hub.push = {config.hub.push!r} writes the model on one rank, and with distributed.mode = "
             "'shard' none has it: leave hub out, and push what `grpo-fast export` writes of the run"
         )
-    load = _loading_once()
-    toolsets = load(config.rollout, config.evaluation.dataset or config.dataset)
+    loader = Loader(config)  # first, so that a mistake in the data shows before weights load
+    toolsets, held_out = loader.eval_toolsets, loader.held_out
     eval_rewards = load_rewards(config.rewards, toolsets.classes if toolsets else ())
     eval_rewards.position(config.evaluation.reward)  # refused before any work where there is no such reward
     stages = resolve_stages(config)
@@ -112,17 +101,12 @@ def build_grpo_trainer(config: TrainConfig, world: World = SINGLE_PROCESS) -> Tr
     needs_reference = any(stage.config.loss.needs_reference for stage in stages)
     if config.rollout.router_replay:
         require_replay(config.model, load_architecture(config.model))
-    # First, so that a mistake in the data shows before weights load.
-    tokenizer, images = load_tokenizer(config.model), load_image_reader(config.model)
-    held_out = None
-    if config.evaluation.dataset is not None:
-        schemas = toolsets.schemas if toolsets else None
-        held_out = load_held_out(config.evaluation.dataset, tokenizer, schemas, images)
+    if held_out is not None:
         try:
             check_columns(eval_rewards, held_out, toolsets)
         except RewardError as error:
             raise ValueError(f"evaluation: {error}") from error
-    parts = build_stages(stages, tokenizer, held_out, load, images)
+    parts = build_stages(stages, loader)
     require_alike(world, "the data", lambda: digests(parts, held_out))
     prompts = [*(held_out or ()), *chain.from_iterable(part.dataset for part in parts)]
     device = resolve_device(config.model.device) if world.size == 1 else world.device
@@ -142,7 +126,7 @@ def build_grpo_trainer(config: TrainConfig, world: World = SINGLE_PROCESS) -> Tr
     if policy.head_weight.is_cuda:  # before gradients and the optimizer take their memory
         for stage in stages:
             policy.run(partial(warm_up_head, policy, stage.config))
-    rollout_of = partial(make_rollout, tokenizer=tokenizer, end_ids=policy.eos_token_ids)
+    rollout_of = partial(make_rollout, tokenizer=loader.tokenizer, end_ids=policy.eos_token_ids)
     parts = tuple(
         replace(part, rollout=rollout_of(part.stage.config.rollout, part.toolsets)) for part in parts
     )
@@ -186,62 +170,6 @@ def require_packed_and_whole(config: TrainConfig, world: World) -> None:
         )
     if config.model.packing == "none":
         raise ValueError("model.packing = 'none' computes no prompts with images: leave it at auto")
-
-
-def with_steps(config: TrainConfig) -> TrainConfig:
-    """The configuration with `max_steps` for its `epochs`, by the prompts that are left to train on.
-
-    Raises:
-        Exception: as the data's loading.
-    """
-    if config.epochs is None:
-        return config
-    tokenizer, images = load_tokenizer(config.model), load_image_reader(config.model)
-    toolsets = load_toolsets(config.rollout, config.evaluation.dataset or config.dataset)
-    held_out = None
-    if config.evaluation.dataset is not None:
-        schemas = toolsets.schemas if toolsets else None
-        held_out = load_held_out(config.evaluation.dataset, tokenizer, schemas, images)
-    prompts = load_train_prompts(config, tokenizer, held_out, images=images)[1]
-    # 1.1 x 10 is a little more than 11 in floating point.
-    steps = ceil(round(config.epochs * len(prompts) / config.prompts_per_step, 9))
-    counted = f"{len(prompts):,} prompts, {config.prompts_per_step} a step"
-    logger.warning("epochs = %g: max_steps = %d, for %s", config.epochs, steps, counted)
-    return TrainConfig.model_validate(config.model_dump() | {"epochs": None, "max_steps": steps})
-
-
-def load_train_prompts(
-    config: TrainConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    held_out: PromptDataset | None,
-    load: LoadTools = load_toolsets,
-    images: ImageReader | None = None,
-) -> tuple[Toolsets | None, PromptDataset]:
-    """What the prompts of one stage tell of, and the prompts, without the questions that are held out."""
-    toolsets = load(config.rollout, config.dataset)
-    dataset = load_prompts(config.dataset, tokenizer, toolsets.schemas if toolsets else None, images)
-    if held_out is not None:
-        plays = toolsets is not None and bool(toolsets.classes)
-        generated = config.dataset.source.startswith(PREFIX)  # whose prompts say all of a row
-        dataset = exclude_overlap(dataset, held_out, by_columns=plays and not generated)
-    return toolsets, dataset
-
-
-def _loading_once() -> LoadTools:
-    """`load_toolsets` for a run whose evaluation and stages play with the same instances where they have the
-    same tools: a server has sessions for those of a step, and not for several times as many."""
-    known: list[tuple[object, Toolsets | None]] = []
-
-    def load(rollout: RolloutConfig, dataset: DatasetConfig) -> Toolsets | None:
-        tasks = dataset if dataset.source.startswith(VERIFIERS) else None
-        asked = (rollout.tools, rollout.environment, rollout.function, tasks)
-        for before, toolsets in known:
-            if before == asked:
-                return toolsets
-        known.append((asked, load_toolsets(rollout, dataset)))
-        return known[-1][1]
-
-    return load
 
 
 def warm_up_head(policy: Policy, config: TrainConfig) -> None:
@@ -297,38 +225,23 @@ def build_preference_trainer(config: TrainConfig) -> PreferenceTrainer:
     )
 
 
-def build_stages(
-    stages: Sequence[Stage],
-    tokenizer: PreTrainedTokenizerBase,
-    held_out: PromptDataset | None,
-    load: LoadTools = load_toolsets,
-    images: ImageReader | None = None,
-) -> tuple[StageParts, ...]:
-    """What each stage trains with; questions of the held-out set are left out of the prompts.
-
-    All are built before the first step, so that mistakes show at once.
-    """
+def build_stages(stages: Sequence[Stage], loader: Loader) -> tuple[StageParts, ...]:
+    """Return what each stage trains with; all before the first step, so that mistakes show at once."""
     parts: list[StageParts] = []
     for index, stage in enumerate(stages):
         try:
             before = parts[-1] if parts else None
-            parts.append(build_stage(stage, index, before, tokenizer, held_out, load, images))
+            parts.append(build_stage(stage, index, before, loader))
         except ValueError as error:
             raise (ValueError(f"stage {stage.name!r}: {error}") if stage.name else error) from error
     return tuple(parts)
 
 
-def build_stage(
-    stage: Stage,
-    index: int,
-    before: StageParts | None,
-    tokenizer: PreTrainedTokenizerBase,
-    held_out: PromptDataset | None,
-    load: LoadTools,
-    images: ImageReader | None,
-) -> StageParts:
-    """A stage's rewards, their weights and its prompts: where its settings are those of the stage before, the
-    same objects, which go on with what they have learnt."""
+def build_stage(stage: Stage, index: int, before: StageParts | None, loader: Loader) -> StageParts:
+    """Return a stage's rewards, their weights and its prompts.
+
+    Where its settings are those of the stage before, they are the same objects, with the state they have.
+    """
     config = stage.config
 
     def same(*keys: str) -> bool:
@@ -337,7 +250,7 @@ def build_stage(
     if before and same("dataset", *TOOLS):
         toolsets, dataset = before.toolsets, before.dataset
     else:
-        toolsets, dataset = load_train_prompts(config, tokenizer, held_out, load, images)
+        toolsets, dataset = loader.training(config)
     if before and same("rewards", *TOOLS):
         rewards = before.rewards
     else:

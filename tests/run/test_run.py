@@ -28,8 +28,8 @@ from grpo_fast.record.checkpoint import CheckpointError, CheckpointStore
 from grpo_fast.record.files import read_jsonl
 from grpo_fast.rewards import RewardError
 from grpo_fast.run import train
-from grpo_fast.run.build import with_steps
 from grpo_fast.run.export import trained_policy
+from grpo_fast.run.loader import with_steps
 
 FORK = multiprocessing.get_context("fork")  # a process of its own without imports of its own
 
