@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -13,7 +12,7 @@ import torch
 
 from grpo_fast.config.schema import TrainConfig, at
 from grpo_fast.config.stages import Stage, resolve_stages, schedule_steps
-from grpo_fast.data import PromptDataset, PromptSampler, exclude_overlap, load_held_out, load_prompts
+from grpo_fast.data import PromptDataset, PromptSampler
 from grpo_fast.data.tasksets import library_prompts
 from grpo_fast.distributed.world import SINGLE_PROCESS, World
 from grpo_fast.environments import Toolsets, make_rollout
@@ -28,9 +27,7 @@ from grpo_fast.objective import resolve_loss
 from grpo_fast.policy import (
     Policy,
     PolicyOptimizer,
-    load_image_reader,
     load_policy,
-    load_tokenizer,
     longest_sequence,
 )
 from grpo_fast.policy.load import load_architecture, require_replay, resolve_device
@@ -59,12 +56,6 @@ def build_trainer(config: TrainConfig, world: World = SINGLE_PROCESS) -> Algorit
         RewardError: a reward asks for a column that the data does not have.
     """
     if config.threads:
-        cores = os.cpu_count() or config.threads
-        if config.threads > cores:
-            raise ValueError(
-                f"threads = {config.threads}, and this machine has {cores} cores: more threads only wait for "
-                f"each other; give at most {cores}, or leave it out"
-            )
         torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)
     needs_torchao(config.optimizer)  # refused before any work where it is missing
@@ -107,7 +98,10 @@ def build_grpo_trainer(config: TrainConfig, world: World = SINGLE_PROCESS) -> Tr
         except RewardError as error:
             raise ValueError(f"evaluation: {error}") from error
     parts = build_stages(stages, loader)
-    require_alike(world, "the data", lambda: digests(parts, held_out))
+    sources = {f"stage {i}": part.dataset for i, part in enumerate(parts, 1)}
+    sources |= {} if held_out is None else {"evaluation": held_out}
+    digests = {f"dataset.source = {of.config.source!r}, {name}": of.digest for name, of in sources.items()}
+    require_alike(world, "the data", lambda: digests)
     prompts = [*(held_out or ()), *chain.from_iterable(part.dataset for part in parts)]
     device = resolve_device(config.model.device) if world.size == 1 else world.device
     shown = any(prompt.images for prompt in prompts)
@@ -181,8 +175,8 @@ def warm_up_head(policy: Policy, config: TrainConfig) -> None:
 def build_preference_trainer(config: TrainConfig) -> PreferenceTrainer:
     """Compute the reference's log-probabilities first, so that its model need not be in memory."""
     section, ranks = config.preference, config.algorithm == "rank"
-    tokenizer = load_tokenizer(config.model)
-    prompts = load_prompts(config.dataset, tokenizer, images=load_image_reader(config.model))
+    loader = Loader(config)
+    _, prompts = loader.training(config)
     if any(prompt.images for prompt in prompts):
         raise ValueError(
             f"algorithm = {config.algorithm!r} trains on text, and rows of {config.dataset.source} have "
@@ -191,17 +185,15 @@ def build_preference_trainer(config: TrainConfig) -> PreferenceTrainer:
     policy = load_policy(config.model)
     load = partial(
         load_comparisons,
-        tokenizer=tokenizer,
+        tokenizer=loader.tokenizer,
         preference=section,
         ranks=ranks,
         seed=config.seed,
         end_ids=policy.eos_token_ids,
     )
     held_out = None
-    if config.evaluation.dataset is not None:
-        questions = load_held_out(config.evaluation.dataset, tokenizer)
-        prompts = exclude_overlap(prompts, questions)
-        held_out = with_order(comparison_table(load(questions, held_out=True)))
+    if loader.held_out is not None:
+        held_out = with_order(comparison_table(load(loader.held_out, held_out=True)))
     rows = load(prompts)
     tables = [comparison_table(rows), *([] if ranks or section.loss.paired else [mismatched(rows)])]
     sequences = (
@@ -269,17 +261,6 @@ def build_stage(stage: Stage, index: int, before: StageParts | None, loader: Loa
         prompts = make_sampler(dataset, size, config.groups, config.curriculum, rewards.names, seed=seed)
     check_columns(rewards, dataset, toolsets)
     return StageParts(stage, rewards, dataset, prompts, weights, toolsets)
-
-
-def digests(parts: Sequence[StageParts], held_out: PromptDataset | None) -> dict[str, str]:
-    """Of each dataset, by what it is called in a message."""
-    found = {
-        f"dataset.source = {p.dataset.config.source!r}, stage {i}": p.dataset.digest
-        for i, p in enumerate(parts, 1)
-    }
-    if held_out is not None:
-        found[f"evaluation.dataset.source = {held_out.config.source!r}"] = held_out.digest
-    return found
 
 
 def check_columns(rewards: RewardSet, dataset: PromptDataset, toolsets: Toolsets | None) -> None:
