@@ -111,6 +111,7 @@ def test_a_lock_names_its_holder_and_ends_with_it_despite_workers(tmp_path: Path
         with locked_run_dir(tmp_path):
             os.kill(worker, 0)  # is alive
     finally:
+        holder.kill()
         os.kill(worker, signal.SIGKILL)
 
 
