@@ -282,25 +282,34 @@ def _correct_bf16(interpreter: Any, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(reductions, "check_tensor", refuse(reductions.check_tensor))
 
 
+def word_tokenizer(words: list[str], end: str) -> Any:
+    """A token for each of these words, which spaces divide; the first stands for all others."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=words[0]))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token=words[0], eos_token=end)
+
+
+def save_llama(folder: Path, tokenizer: Any, **changes: Any) -> None:
+    """Write a tokenizer and a random model of its words; the same one each time."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    tokens = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        LlamaForCausalLM(LlamaConfig(**sizes, **tokens, **changes)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
 @pytest.fixture(scope="session")
 def toy(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A whole run in seconds, as TrainConfig takes it: a random model, rewarded for words near `w7`."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
     folder = tmp_path_factory.mktemp("toy")
-    words = {"<unk>": 0, "</s>": 1} | {f"w{i}": i for i in range(2, 24)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", unk_token="<unk>")
-    fast.save_pretrained(folder / "model")
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-        sizes |= {"num_key_value_heads": 2, "tie_word_embeddings": True}
-        tokens = {"vocab_size": len(words), "bos_token_id": None, "eos_token_id": 1, "pad_token_id": None}
-        model = LlamaForCausalLM(LlamaConfig(**sizes, **tokens))
-    model.save_pretrained(folder / "model")
+    tokenizer = word_tokenizer(["<unk>", "</s>", *(f"w{i}" for i in range(2, 24))], "</s>")
+    save_llama(folder / "model", tokenizer, num_key_value_heads=2, tie_word_embeddings=True)
     prompts = [{"prompt": f"w{2 + i % 11} w{13 + i % 11} w{2 + (5 * i) % 22}"} for i in range(32)]
     held_out = [{"prompt": f"w{2 + i} w{13 + i} w3 w4"} for i in range(10)]
     (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, prompts)))
@@ -334,23 +343,14 @@ CALL = '<tool_call>{{"name": "guess", "arguments": {{"number": {}}}}}</tool_call
 @pytest.fixture(scope="session")
 def playing_toy(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A random model in whose vocabulary a call is one token, so that it makes some."""
-    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from tokenizers import AddedToken
 
     folder, own = tmp_path_factory.mktemp("playing"), Path(__file__).parent / "environments" / "guess.py"
-    words = ["<unk>", "guess", "w1", "w2", "w3", "w4"]
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="<end>")
+    fast = word_tokenizer(["<unk>", "guess", "w1", "w2", "w3", "w4"], "<end>")
     fast.add_tokens([AddedToken(text, special=True) for text in ("<user>", "<assistant>", "<tool>")])
     fast.add_tokens([AddedToken(CALL.format(i), normalized=False) for i in range(1, 9)])
     fast.chat_template = TEMPLATE
-    fast.save_pretrained(folder / "model")
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-        tokens = {"vocab_size": len(fast), "eos_token_id": fast.eos_token_id, "bos_token_id": None}
-        LlamaForCausalLM(LlamaConfig(**sizes, **tokens)).save_pretrained(folder / "model")
+    save_llama(folder / "model", fast)
     rows = [{"prompt": f"w{1 + i % 4} w{1 + i % 3}", "start": i % 5} for i in range(16)]
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (folder / "held_out.jsonl").write_text("\n".join(json.dumps(row | {"start": 7}) for row in rows[:4]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -18,8 +19,7 @@ from grpo_fast.config.record import CONFIG_FILE
 from grpo_fast.config.schema import TrainConfig
 from grpo_fast.config.secrets import masked
 from grpo_fast.data.types import spoken
-from grpo_fast.record.files import require_writable
-from grpo_fast.record.summary import reward_text, score_text
+from grpo_fast.record.summary import score_text
 from grpo_fast.rollout import Engine, Sampling, make_engine, require_engine, sampling_of
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def evaluate(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         raise ConfigError("eval", [Problem("--num-samples", message, num_samples)])
     if args.output:
         try:
-            require_writable(Path(args.output))
+            Path(args.output).open("ab").close()
         except OSError as error:
             message = f"must be a file that can be written, in a folder that is there ({error.strerror})"
             raise ConfigError("eval", [Problem("--output", message, args.output)]) from None
@@ -178,6 +178,11 @@ def group_text(group: Group, reward_names: Sequence[str], rendered_prompt: str) 
     verdict = "no spread: this group teaches nothing" if group.flat else spread
     lines.append(f"group: mean reward {reward_text(group.rewards.nanmean().item())}, {verdict}")
     return "\n".join(lines) + "\n"
+
+
+def reward_text(value: float) -> str:
+    """`0.500`; NaN stands for a reward that does not apply."""
+    return "not applicable" if math.isnan(value) else f"{value:.3f}"
 
 
 def _block(text: str) -> str:

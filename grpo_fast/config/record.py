@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from grpo_fast.config.section import Count, Fraction, Positive, PositiveInt, Section
 
@@ -50,22 +50,10 @@ class LoggingConfig(Section):
     samples: PositiveInt = Field(
         4, description="prompts whose completions are kept: the first's all, one of each other"
     )
-    show_samples: Count = Field(
-        0, description="of these prompts, how many are printed, each with a completion"
-    )
     tensorboard: bool = Field(True, description="metrics to tensorboard/ in the run's folder")
     wandb: bool = Field(False, description="metrics to Weights & Biases")
     trackio: bool = Field(False, description="metrics to trackio")
     project: str = Field("grpo_fast", description="of wandb and trackio")
-
-    @model_validator(mode="after")
-    def _shows_what_is_kept(self) -> LoggingConfig:
-        if self.show_samples > (self.samples if self.samples_every else 0):
-            raise ValueError(
-                f"show_samples = {self.show_samples} prompts are more than are kept: raise logging.samples = "
-                f"{self.samples}, and set logging.samples_every = {self.samples_every} above 0"
-            )
-        return self
 
 
 class AlertsConfig(Section):

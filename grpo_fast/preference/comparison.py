@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from grpo_fast.data.table import CompletionTable
 from grpo_fast.data.types import Prompt
 from grpo_fast.groups.advantages import group_advantages
+from grpo_fast.loop.annotate import Annotator
 from grpo_fast.objective.pairs import PreferenceInputs, PreferenceTotals
 from grpo_fast.objective.ranking import RankedInputs
 
@@ -28,7 +29,6 @@ class Comparison:
     weight: float = 1.0  # factor of its loss
     group_type: str | None = None
     behaviour_logprobs: tuple[float | None, ...] = ()  # n, of the policy that wrote them, summed
-    mismatched_ids: tuple[int, ...] | None = None  # a completion of another prompt, for KTO's reference point
 
 
 def comparison_table(comparisons: Iterable[Comparison]) -> CompletionTable:
@@ -63,11 +63,19 @@ def comparison_table(comparisons: Iterable[Comparison]) -> CompletionTable:
     )
 
 
-def mismatched(comparisons: Iterable[Comparison]) -> CompletionTable:
-    """Each prompt with a completion that is not its own, in order."""
-    return comparison_table(
-        replace(c, completion_ids=(c.mismatched_ids,)) for c in comparisons if c.mismatched_ids is not None
-    )
+def mismatched(comparisons: Sequence[Comparison]) -> CompletionTable:
+    """Return each prompt with the completion of the next row, for KTO's reference point.
+
+    Raises:
+        ValueError: there is no other row.
+    """
+    if len(comparisons) < 2:
+        raise ValueError(
+            "kto needs at least two rows: its reference point pairs prompts with others' completions"
+        )
+    others = [*comparisons[1:], comparisons[0]]
+    pairs = zip(comparisons, others, strict=True)
+    return comparison_table(replace(own, completion_ids=other.completion_ids) for own, other in pairs)
 
 
 def with_order(table: CompletionTable) -> CompletionTable:
@@ -83,6 +91,11 @@ def with_order(table: CompletionTable) -> CompletionTable:
             "evaluation.dataset: all responses of every group tie; there is no order to agree with"
         )
     return table.select_groups(ordered)
+
+
+def summed_logprobs(table: CompletionTable, annotator: Annotator) -> Tensor:
+    """Return (S,) log-probabilities of whole completions under the policy as it is, on the CPU."""
+    return table.sums(annotator.columns(table)[0].cpu())
 
 
 def group_sizes(table: CompletionTable) -> list[int]:

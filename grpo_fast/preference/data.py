@@ -7,7 +7,6 @@ instead. The held-out set of a KTO run holds pairs.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from grpo_fast.config.data import DatasetConfig
@@ -83,8 +82,8 @@ def load_comparisons(
     seed: int,
     end_ids: Sequence[int] = (),
     held_out: bool = False,
-) -> dict[int, Comparison]:
-    """The comparisons of loaded prompts, by the prompt's row.
+) -> list[Comparison]:
+    """Return the comparison of each loaded prompt.
 
     Args:
         prompts: as `load_prompts` gives them, whatever columns they have.
@@ -100,7 +99,7 @@ def load_comparisons(
     complete = CompletionTokenizer(prompts.config, tokenizer, preference.max_completion_length, end_ids)
     labelled = not ranks and not preference.loss.paired and not held_out
     read = _ranked if ranks else _labelled if labelled else _pair
-    comparisons = {}
+    comparisons = []
     for prompt in prompts:
         with row_named(prompts.config, prompt.index):
             columns = dict(prompt.columns)
@@ -111,8 +110,8 @@ def load_comparisons(
             # At the start rather than at the first step that meets such a row.
             if comparison.margin and not ranks and not held_out:
                 preference.loss.check_margins()
-        comparisons[prompt.index] = comparison
-    return _mismatched(comparisons) if labelled else comparisons
+        comparisons.append(comparison)
+    return comparisons
 
 
 def _pair(prompt: Prompt, columns: Mapping[str, Any], complete: CompletionTokenizer) -> Comparison:
@@ -143,19 +142,6 @@ def _ranked(prompt: Prompt, columns: Mapping[str, Any], complete: CompletionToke
         group_type=row.group_type,
         behaviour_logprobs=tuple(item.logprob for item in row.group),
     )
-
-
-def _mismatched(comparisons: dict[int, Comparison]) -> dict[int, Comparison]:
-    """Give each prompt the completion of the next row, as KTO's reference point wants it."""
-    rows = list(comparisons.values())
-    if len(rows) < 2:
-        raise ValueError(
-            "kto needs at least two rows: its reference point pairs prompts with others' completions"
-        )
-    return {
-        row.prompt.index: replace(row, mismatched_ids=other.completion_ids[0])
-        for row, other in zip(rows, rows[1:] + rows[:1], strict=True)
-    }
 
 
 def _reply(prompt: Prompt, messages: list[Message], field: str) -> str | None:

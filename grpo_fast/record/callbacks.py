@@ -109,11 +109,9 @@ def load_callbacks(paths: Sequence[str]) -> list[Callback]:
     for path in paths:
         value = load_object(path, "callbacks")
         try:
-            callback = value() if inspect.isclass(value) and issubclass(value, Callback) else value
+            callback = value() if inspect.isclass(value) else value
         except Exception as error:
-            problem = f"cannot be made without arguments ({type(error).__name__}: {error})"
-            remedy = "give them defaults, or an object from Python"
-            raise ValueError(f"callbacks: {path!r} {problem}; {remedy}") from error
+            raise ValueError(f"callbacks: {path!r} cannot be made without arguments ({error!r})") from error
         if not isinstance(callback, Callback):
             raise ValueError(f"callbacks: {path!r} is no callback; derive its class from grpo_fast.Callback")
         for name in dir(callback):

@@ -3,12 +3,11 @@
 A checkpoint is a folder `step-00000012` with safetensors files, `state.json`, and `manifest.json`, which has
 the size and SHA-256 of each. Every rank writes its own rows by torch's distributed checkpoints; any number of
 ranks reads them. A save writes into `step-00000012.tmp`, flushes it and renames it, so that a folder with
-its final name is complete. `step-00000012.damaged` failed its check when a run was resumed.
+its final name is complete.
 """
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import logging
@@ -42,7 +41,7 @@ FORMAT = 2
 MANIFEST, STATE = "manifest.json", "state.json"
 FILE = 2**32  # bytes of tensors in a file, about; the host holds a file twice while it is written
 FINAL = re.compile(r"step-\d{8,}")
-PARTIAL, DAMAGED = ".tmp", ".damaged"  # suffixes: being written or deleted; found to be damaged
+PARTIAL = ".tmp"  # suffix: being written or deleted
 
 
 class CheckpointError(Exception):
@@ -67,15 +66,9 @@ class Checkpoint:
     state: Mapping[str, Any]  # JSON
 
     def load(self, wanted: Mapping[str, Tensor]) -> None:
-        """Fill tensors that have names and shapes of saved ones; of a DTensor, read only this rank's rows.
-
-        Raises:
-            DamagedCheckpoint: they are not finite.
-        """
+        """Fill tensors that have names and shapes of saved ones; of a DTensor, read only this rank's rows."""
         with _as_raised():
             dcp.load(dict(wanted), storage_reader=HuggingFaceStorageReader(str(self.path)), no_dist=True)
-        if name := first_not_finite({name: local(tensor) for name, tensor in wanted.items()}):
-            raise DamagedCheckpoint(f"{self.path} is of a run that diverged: {name} is not finite")
 
 
 class CheckpointStore:
@@ -103,8 +96,6 @@ class CheckpointStore:
     def save(self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> Path:
         """Write a checkpoint, then delete those beyond `keep`.
 
-        Where the disk is full, the oldest checkpoint makes room if the newest is intact.
-
         Args:
             step: optimizer steps done, more than of any that is saved.
             tensors: of any dtype, device and stride, no two of them the same memory: DTensors, or the same on
@@ -114,22 +105,16 @@ class CheckpointStore:
         Raises:
             CheckpointSaveError: the disk is full or cannot be written.
             Diverged: a tensor holds NaN or infinity.
-            ValueError: the store was opened to read.
         """
-        if self.keep is None:
-            raise ValueError("this store was opened to read; give CheckpointStore a value for keep")
+        assert self.keep is not None, "this store was opened to read"
         for name in self._agreed(lambda: first_not_finite({n: local(t) for n, t in tensors.items()})):
             if name:
                 raise Diverged(f"{name} holds NaN or infinity")
         path, content = self.root / f"step-{step:08d}", json.dumps(state).encode()
+        outdated = slice(0, -self.keep)
         try:
-            try:
-                self._write(path, tensors, content)
-            except OSError as error:
-                if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not self._lead(self._make_room):
-                    raise
-                self._write(path, tensors, content)
-            self._lead(lambda: self._delete(self.paths()[: -(self.keep or 0)]))
+            self._write(path, tensors, content)
+            self._lead(lambda: self._delete(self.paths()[outdated]))
         except OSError as error:
             newest = next(reversed(self.paths()), None)
             kept = f"the newest checkpoint is {newest}" if newest else "there is no checkpoint"
@@ -137,29 +122,24 @@ class CheckpointStore:
         return path
 
     def load_latest(self) -> Checkpoint | None:
-        """Return the newest intact checkpoint, or None where there is none.
-
-        A warning names damaged newer ones; a store that is opened to write also moves them aside.
+        """Return the newest intact checkpoint, or None where there is none; warn of damaged newer ones.
 
         Raises:
-            DamagedCheckpoint: there are checkpoints and all are damaged; all stay where they are.
+            DamagedCheckpoint: there are checkpoints and all are damaged.
         """
-        damaged: dict[Path, DamagedCheckpoint] = {}
+        damaged: list[DamagedCheckpoint] = []
         for path in reversed(self.paths()):
             try:
                 found = self.load(path)
-            except DamagedCheckpoint as problem:
-                damaged[path] = problem
+            except DamagedCheckpoint as error:
+                damaged.append(error)
                 continue
-            for bad, error in damaged.items():
-                logger.warning("%s; %s is taken", error, path)
-                if self.keep is not None:
-                    shutil.rmtree(bad.with_suffix(DAMAGED), ignore_errors=True)  # from an earlier resume
-                    bad.rename(bad.with_suffix(DAMAGED))
+            for problem in damaged:
+                logger.warning("%s; %s is taken", problem, path)
             return found
-        for error in damaged.values():
+        if damaged:
             remedy = "start anew in another output_dir"
-            raise DamagedCheckpoint(f"no checkpoint in {self.root} is intact; {remedy}. {error}")
+            raise DamagedCheckpoint(f"no checkpoint in {self.root} is intact; {remedy}. {damaged[0]}")
         return None
 
     def load(self, path: str | Path) -> Checkpoint:
@@ -235,16 +215,6 @@ class CheckpointStore:
         """Let rank 0 work, and return its result on all ranks."""
         found: list[Any] = self._agreed(work if self.world.is_main else lambda: None)
         return found[0]
-
-    def _make_room(self) -> bool:
-        """Delete the oldest of several checkpoints if the newest is intact."""
-        paths = self.paths()
-        with suppress(CheckpointError):
-            if len(paths) > 1 and verify(paths[-1]):
-                logger.warning("the disk is full: %s is deleted to make room for the next", paths[0])
-                self._delete(paths[:1])
-                return True
-        return False
 
     def _delete(self, paths: Iterable[Path]) -> None:
         for path in paths:

@@ -7,22 +7,19 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping
 from statistics import fmean
 from typing import Any, TextIO, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from grpo_fast.data.types import spoken
-from grpo_fast.record.logs import SampleRecord
-from grpo_fast.record.summary import FIGURES, Interval, duration_text, excerpt, reward_text
+from grpo_fast.record.summary import FIGURES, Interval, duration_text
 
 logger = logging.getLogger(__name__)
 
 LINE = 160  # characters of a step's line
-SHOWN = 600  # characters of a completion, or of a turn of its prompt
-TURNS = 4  # turns of a conversation that are shown, the last ones
 RECENT = 20  # steps whose mean duration gives the remaining time
 
 Numbers = Mapping[str, float]
@@ -43,11 +40,11 @@ class Display:
     ) -> None:
         self._console = console or Console(file=cast(TextIO, Output(sys.stdout)))
         self._verbose, self._total = verbose, total_steps
-        self._durations: list[float] = []
-        columns = ("step {task.completed}/{task.total}", BarColumn(), "{task.description}")
-        shown = (TextColumn(one) if isinstance(one, str) else one for one in columns)
-        is_terminal = self._console.is_terminal and not self._console.is_dumb_terminal
-        self._bar = Progress(*shown, console=self._console, refresh_per_second=2, disable=not is_terminal)
+        self._durations: deque[float] = deque(maxlen=RECENT)
+        done, rest = TextColumn("step {task.completed}/{task.total}"), TextColumn("{task.description}")
+        options: Any = {"console": self._console, "refresh_per_second": 2}
+        options["disable"] = not self._console.is_terminal or self._console.is_dumb_terminal
+        self._bar = Progress(done, BarColumn(), rest, **options)
         self._task = self._bar.add_task("", total=total_steps, completed=start_step)
 
     def __enter__(self) -> Display:
@@ -60,7 +57,7 @@ class Display:
     def update(self, step: int, metrics: Numbers, timings: Numbers) -> None:
         """Show a finished step; the first one is step 1."""
         if "time/step" in timings:
-            self._durations = [*self._durations, timings["time/step"]][-RECENT:]
+            self._durations.append(timings["time/step"])
         numbers, left = {**metrics, **timings}, ""
         if self._durations and step < self._total:
             left = duration_text((self._total - step) * fmean(self._durations))
@@ -84,12 +81,6 @@ class Display:
         """Print a line; on a terminal, above the bar."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    def samples(self, samples: Sequence[SampleRecord], count: int) -> None:
-        """Print the first completion of each of the first `count` prompts, with its rewards."""
-        firsts = {sample.group: sample for sample in reversed(samples)}
-        for group in range(min(count, len(firsts))):
-            self.message(sample_text(firsts[group]))
-
 
 def step_line(step: int, total: int, left: str, numbers: Numbers) -> str:
     """Return `key=value` words in ASCII: rewards, then other figures that are not zero, while they fit."""
@@ -103,27 +94,6 @@ def step_line(step: int, total: int, left: str, numbers: Numbers) -> str:
     while len(line := " ".join(words)) > LINE:
         words.pop()
     return line
-
-
-def sample_text(sample: SampleRecord) -> str:
-    """Return the last turns of the prompt, the completion and its rewards, each below its own heading."""
-    question = sample.question
-    turns = [{"role": "prompt", "content": question}] if isinstance(question, str) else question
-    said = spoken(sample.messages or ()) or [("completion", sample.completion)]
-    lines = []
-    for who, what in [*spoken(turns[-TURNS:]), *said]:
-        lines += [f"  {who}:", *(f"    {line}" for line in printable(excerpt(what, SHOWN)).split("\n"))]
-    parts = ", ".join(f"{name} {reward_text(value)}" for name, value in sample.rewards.items())
-    cut = ", truncated" if sample.truncated else ""
-    size = f"{sample.num_tokens} tokens{cut}"
-    return "\n".join(
-        [*lines, f"  reward {sample.reward:.3f} ({parts}), advantage {sample.advantage:+.3f}, {size}"]
-    )
-
-
-def printable(text: str) -> str:
-    """Return the text with an escape for each character that a terminal would obey or not show."""
-    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
 
 
 class Output:

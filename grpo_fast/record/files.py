@@ -8,7 +8,7 @@ import math
 import os
 import socket
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -83,33 +83,22 @@ def write_whole(path: Path, content: bytes) -> None:
         raise OSError(error.errno, f"cannot be written ({error.strerror})", str(path)) from error
 
 
-def require_writable(path: Path) -> None:
-    """Raise OSError for a file that could not be written in the end; leave all as it is."""
-    is_new = not path.exists()
-    path.open("ab").close()
-    if is_new:
-        path.unlink()
-
-
 def append_jsonl(path: Path, *records: Mapping[str, Any]) -> None:
-    """Append records as lines, all or none of them; equal records are equal bytes.
+    """Append records as lines; equal records are equal bytes.
 
     Raises:
-        OSError: the disk is full or the file cannot be opened; what was there before stays intact.
+        OSError: the disk is full or the file cannot be opened. A line that is torn then is read as none.
     """
     lines = []
     for record in records:  # NumPy's scalars become numbers; NaN and infinity, which JSON lacks, null
         plain = json.dumps(record, default=lambda scalar: scalar.item())
         finite = json.loads(plain, parse_constant=lambda _: None)
         lines.append(json.dumps(finite, ensure_ascii=False) + "\n")
-    size = path.stat().st_size if path.exists() else 0
     try:
         with path.open("ab") as file:
             # A lone surrogate has no UTF-8; as a backslash escape it is valid JSON and reads back the same.
             file.write("".join(lines).encode("utf-8", "backslashreplace"))
     except OSError as error:
-        with suppress(OSError):
-            os.truncate(path, size)
         message = f"cannot append to it ({error.strerror}); make room and resume the run"
         raise OSError(error.errno, message, str(path)) from error
 
@@ -117,11 +106,11 @@ def append_jsonl(path: Path, *records: Mapping[str, Any]) -> None:
 def rewind_jsonl(path: Path, step: float = math.inf) -> None:
     """Make the file, and cut off an unfinished last line and later steps; raise as `read_jsonl`."""
     path.touch()
-    content = path.read_bytes()
-    if len(whole := _whole(content)) < len(content):
+    *lines, torn = path.read_bytes().split(b"\n")
+    if torn:
         logger.warning("%s: its last line was torn and is lost", path)
-    lines = zip(whole.splitlines(keepends=True), read_jsonl(path), strict=True)
-    os.truncate(path, sum(len(line) for line, record in lines if record.get("step", 0) <= step))
+    records = zip(lines, read_jsonl(path), strict=True)
+    os.truncate(path, sum(len(line) + 1 for line, record in records if record.get("step", 0) <= step))
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
@@ -131,7 +120,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
         ValueError: another line is not a JSON object.
     """
     records = []
-    content = _whole(path.read_bytes()) if path.exists() else b""
+    content = path.read_bytes() if path.exists() else b""
     for number, line in enumerate(content.split(b"\n")[:-1], start=1):
         try:
             records.append(dict(json.loads(line)))
@@ -140,10 +129,3 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
                 f"{path}, line {number}: no JSON object ({error}); repair or delete the line"
             ) from error
     return records
-
-
-def _whole(content: bytes) -> bytes:
-    """Drop a last line that does not end, or that has the zeros which a power cut leaves in it."""
-    end = content.rfind(b"\n") + 1
-    start = content.rfind(b"\n", 0, max(end - 1, 0)) + 1
-    return content[: start if b"\0" in content[start:end] else end]

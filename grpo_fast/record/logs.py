@@ -24,7 +24,6 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -34,7 +33,7 @@ from grpo_fast.config.secrets import masked_command
 from grpo_fast.data.types import Message
 from grpo_fast.record.alerts import Alert
 from grpo_fast.record.files import append_jsonl, read_jsonl, rewind_jsonl, sync
-from grpo_fast.record.mirrors import open_mirrors, table_of
+from grpo_fast.record.mirrors import KINDS, table_of
 from grpo_fast.record.summary import Interval, before_after
 
 METRICS_FILE = "metrics.jsonl"
@@ -46,8 +45,6 @@ PROVENANCE_FILE = "provenance.jsonl"
 FILES = (METRICS_FILE, SAMPLES_FILE, EVALUATIONS_FILE, ALERTS_FILE, TIMINGS_FILE, PROVENANCE_FILE)
 
 logger = logging.getLogger(__name__)
-
-NO_TIMINGS: Mapping[str, float] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -82,23 +79,23 @@ class RunLogs:
     The files hold every step that is logged; `logging.every` thins the mirrors.
 
     Raises:
-        RuntimeError: a mirror does not start.
         OSError: `run_dir` cannot be written; of all methods: the disk is full.
     """
 
     def __init__(self, run_dir: Path, config: LoggingConfig) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         self._every, self._run_dir = config.every, run_dir
-        self._mirrors = open_mirrors(run_dir, config)
+        mirrors = (mirror for library, mirror in KINDS.items() if getattr(config, library))
+        self._mirrors = [mirror(run_dir, config.project) for mirror in mirrors]
         for name in FILES:
             rewind_jsonl(run_dir / name)
         append_jsonl(run_dir / PROVENANCE_FILE, provenance())
 
     def metrics(
-        self, step: int, metrics: Mapping[str, float], timings: Mapping[str, float] = NO_TIMINGS
+        self, step: int, metrics: Mapping[str, float], timings: Mapping[str, float] | None = None
     ) -> None:
         """Write one step. What depends on the clock or the machine belongs in `timings`."""
-        metrics, timings = ({name: float(n) for name, n in found.items()} for found in (metrics, timings))
+        metrics, timings = ({name: float(n) for name, n in (of or {}).items()} for of in (metrics, timings))
         append_jsonl(self._run_dir / METRICS_FILE, {"step": step, **metrics})
         if timings:
             append_jsonl(self._run_dir / TIMINGS_FILE, {"step": step, **timings})

@@ -16,7 +16,7 @@ from grpo_fast.config.record import CONFIG_FILE, LoggingConfig
 if TYPE_CHECKING:
     from grpo_fast.record.logs import SampleRecord
 
-Table: TypeAlias = tuple[list[str], list[list[Any]]]  # columns and rows
+Rows: TypeAlias = list[dict[str, Any]]  # of a table, by column
 
 
 class TensorBoard:
@@ -31,10 +31,8 @@ class TensorBoard:
             self._open(step).add_scalar(name, value, step)
         self._open(step).flush()
 
-    def table(self, step: int, table: Table) -> None:
-        columns, rows = table
-        named = [dict(zip(columns, row, strict=True)) for row in rows]
-        text = yaml.safe_dump(named, sort_keys=False, allow_unicode=True, width=1000)
+    def table(self, step: int, rows: Rows) -> None:
+        text = yaml.safe_dump(rows, sort_keys=False, allow_unicode=True, width=1000)
         self._open(step).add_text("samples", indent(text, "    "), step)  # indented, no text is markup
 
     def _open(self, step: int) -> Any:
@@ -72,9 +70,9 @@ class Wandb:
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         self._run.log({"step": step, **metrics})
 
-    def table(self, step: int, table: Table) -> None:
-        columns, rows = table
-        self.log(step, {"samples": self._service.Table(columns=columns, data=rows)})
+    def table(self, step: int, rows: Rows) -> None:
+        data = [[*row.values()] for row in rows]
+        self.log(step, {"samples": self._service.Table(columns=[*rows[0]], data=data)})
 
     def close(self) -> None:
         self._run.finish()
@@ -92,8 +90,7 @@ class Trackio(Wandb):
         self._run.log(dict(metrics), step=step)
 
 
-Mirror: TypeAlias = TensorBoard | Wandb
-KINDS: dict[str, type[Mirror]] = {"tensorboard": TensorBoard, "wandb": Wandb, "trackio": Trackio}
+KINDS: dict[str, type[Any]] = {"tensorboard": TensorBoard, "wandb": Wandb, "trackio": Trackio}
 """By library, which is also the key in the section `logging`."""
 
 
@@ -108,25 +105,14 @@ def require_mirrors(config: LoggingConfig) -> None:
             ) from error
 
 
-def open_mirrors(run_dir: Path, config: LoggingConfig) -> list[Mirror]:
-    """Return the mirrors that the configuration asks for; raise RuntimeError where one does not start."""
-    mirrors: list[Mirror] = []
-    for library in (name for name in KINDS if getattr(config, name)):
-        try:
-            mirrors.append(KINDS[library](run_dir, config.project))
-        except Exception as error:
-            remedy = f"mend that, or set logging.{library} = false"
-            raise RuntimeError(f"logging.{library} = true: it does not start ({error}); {remedy}") from error
-    return mirrors
-
-
-def table_of(samples: Sequence[SampleRecord]) -> Table:
-    """Return a row for each of at least one completion, its rewards in columns of their own."""
-    names = list(samples[0].rewards)
-    columns = ["group", "prompt", "completion", *names, "reward", "advantage", "tokens", "truncated"]
+def table_of(samples: Sequence[SampleRecord]) -> Rows:
+    """Return a row for each completion, its rewards in columns of their own."""
     rows = []
-    for s in samples:
-        rewards = [s.rewards[name] for name in names]
-        texts = [text.encode("utf-8", "backslashreplace").decode() for text in (s.prompt, s.completion)]
-        rows.append([s.group, *texts, *rewards, s.reward, s.advantage, s.num_tokens, s.truncated])
-    return columns, rows
+    for sample in samples:
+        prompt, completion = (
+            text.encode("utf-8", "backslashreplace").decode() for text in (sample.prompt, sample.completion)
+        )
+        row = {"group": sample.group, "prompt": prompt, "completion": completion, **sample.rewards}
+        row |= {"reward": sample.reward, "advantage": sample.advantage}
+        rows.append(row | {"tokens": sample.num_tokens, "truncated": sample.truncated})
+    return rows

@@ -125,8 +125,6 @@ class Recorder:
             metrics = result.metrics | evaluated
             self.logs.metrics(step, metrics, timings)
         self.display.update(step, metrics, timings)
-        if sampled:
-            self.display.samples(result.samples, config.logging.show_samples)
         self.watch(metrics)
         self.callbacks.tell("on_step_end", step, {**metrics, **timings})
         if evaluated:

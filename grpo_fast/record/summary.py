@@ -125,11 +125,6 @@ def bytes_text(count: float) -> str:
     return ByteSize(count).human_readable(separator=" ")
 
 
-def reward_text(value: float | None) -> str:
-    """`0.500`; None and NaN stand for a reward that does not apply."""
-    return "not applicable" if value is None or math.isnan(value) else f"{value:.3f}"
-
-
 def excerpt(text: str, most: int) -> str:
     """A text of at most `most` characters: three quarters of them from its beginning, a quarter its end."""
     if len(text) <= most:

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import logging
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from math import ceil
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
-from grpo_fast.config.data import PREFIX, VERIFIERS, DatasetConfig
-from grpo_fast.config.rollout import RolloutConfig
 from grpo_fast.config.schema import TrainConfig, at
 from grpo_fast.config.stages import Stage, resolve_stages, schedule_steps
-from grpo_fast.data import PromptDataset, PromptSampler, exclude_overlap, load_held_out, load_prompts
+from grpo_fast.data import PromptDataset, PromptSampler
 from grpo_fast.data.tasksets import library_prompts
 from grpo_fast.distributed.world import SINGLE_PROCESS, World
-from grpo_fast.environments import Toolsets, load_toolsets, make_rollout
+from grpo_fast.environments import Toolsets, make_rollout
 from grpo_fast.environments.tools import ENVIRONMENT_COLUMN
 from grpo_fast.groups.sampler import make_sampler
 from grpo_fast.groups.weights import AdaptiveWeights
@@ -34,16 +27,13 @@ from grpo_fast.objective import resolve_loss
 from grpo_fast.policy import (
     Policy,
     PolicyOptimizer,
-    load_image_reader,
     load_policy,
-    load_tokenizer,
     longest_sequence,
 )
 from grpo_fast.policy.load import load_architecture, require_replay, resolve_device
 from grpo_fast.policy.optimizer import needs_torchao
-from grpo_fast.preference.comparison import comparison_table, mismatched, with_order
+from grpo_fast.preference.comparison import comparison_table, mismatched, summed_logprobs, with_order
 from grpo_fast.preference.data import load_comparisons
-from grpo_fast.preference.reference import with_reference
 from grpo_fast.preference.trainer import PreferenceTrainer
 from grpo_fast.record.callbacks import Callbacks, load_callbacks
 from grpo_fast.record.hub import PushToHub
@@ -51,14 +41,8 @@ from grpo_fast.rewards import RewardError, RewardSet, load_rewards
 from grpo_fast.rewards.types import ENVIRONMENTS
 from grpo_fast.rollout import chosen_engine, engine_kind, make_engine, require_engine
 from grpo_fast.run.alike import require_alike
+from grpo_fast.run.loader import Loader
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from grpo_fast.data.images import ImageReader
-
-logger = logging.getLogger(__name__)
-LoadTools = Callable[[RolloutConfig, DatasetConfig], Toolsets | None]
 TOOLS = ("rollout.tools", "rollout.environment")  # what prompts tell of, and rewards are given
 # Spaced so that no two stages, nor runs with neighbouring seeds, draw in one order.
 SEEDS_PER_STAGE = 10**9
@@ -72,12 +56,6 @@ def build_trainer(config: TrainConfig, world: World = SINGLE_PROCESS) -> Algorit
         RewardError: a reward asks for a column that the data does not have.
     """
     if config.threads:
-        cores = os.cpu_count() or config.threads
-        if config.threads > cores:
-            raise ValueError(
-                f"threads = {config.threads}, and this machine has {cores} cores: more threads only wait for "
-                f"each other; give at most {cores}, or leave it out"
-            )
         torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)
     needs_torchao(config.optimizer)  # refused before any work where it is missing
@@ -104,8 +82,8 @@ def build_grpo_trainer(config: TrainConfig, world: World = SINGLE_PROCESS) -> Tr
             f"hub.push = {config.hub.push!r} writes the model on one rank, and with distributed.mode = "
             "'shard' none has it: leave hub out, and push what `grpo-fast export` writes of the run"
         )
-    load = _loading_once()
-    toolsets = load(config.rollout, config.evaluation.dataset or config.dataset)
+    loader = Loader(config)  # first, so that a mistake in the data shows before weights load
+    toolsets, held_out = loader.eval_toolsets, loader.held_out
     eval_rewards = load_rewards(config.rewards, toolsets.classes if toolsets else ())
     eval_rewards.position(config.evaluation.reward)  # refused before any work where there is no such reward
     stages = resolve_stages(config)
@@ -114,18 +92,16 @@ def build_grpo_trainer(config: TrainConfig, world: World = SINGLE_PROCESS) -> Tr
     needs_reference = any(stage.config.loss.needs_reference for stage in stages)
     if config.rollout.router_replay:
         require_replay(config.model, load_architecture(config.model))
-    # First, so that a mistake in the data shows before weights load.
-    tokenizer, images = load_tokenizer(config.model), load_image_reader(config.model)
-    held_out = None
-    if config.evaluation.dataset is not None:
-        schemas = toolsets.schemas if toolsets else None
-        held_out = load_held_out(config.evaluation.dataset, tokenizer, schemas, images)
+    if held_out is not None:
         try:
             check_columns(eval_rewards, held_out, toolsets)
         except RewardError as error:
             raise ValueError(f"evaluation: {error}") from error
-    parts = build_stages(stages, tokenizer, held_out, load, images)
-    require_alike(world, "the data", lambda: digests(parts, held_out))
+    parts = build_stages(stages, loader)
+    sources = {f"stage {i}": part.dataset for i, part in enumerate(parts, 1)}
+    sources |= {} if held_out is None else {"evaluation": held_out}
+    digests = {f"dataset.source = {of.config.source!r}, {name}": of.digest for name, of in sources.items()}
+    require_alike(world, "the data", lambda: digests)
     prompts = [*(held_out or ()), *chain.from_iterable(part.dataset for part in parts)]
     device = resolve_device(config.model.device) if world.size == 1 else world.device
     shown = any(prompt.images for prompt in prompts)
@@ -144,7 +120,7 @@ def build_grpo_trainer(config: TrainConfig, world: World = SINGLE_PROCESS) -> Tr
     if policy.head_weight.is_cuda:  # before gradients and the optimizer take their memory
         for stage in stages:
             policy.run(partial(warm_up_head, policy, stage.config))
-    rollout_of = partial(make_rollout, tokenizer=tokenizer, end_ids=policy.eos_token_ids)
+    rollout_of = partial(make_rollout, tokenizer=loader.tokenizer, end_ids=policy.eos_token_ids)
     parts = tuple(
         replace(part, rollout=rollout_of(part.stage.config.rollout, part.toolsets)) for part in parts
     )
@@ -190,62 +166,6 @@ def require_packed_and_whole(config: TrainConfig, world: World) -> None:
         raise ValueError("model.packing = 'none' computes no prompts with images: leave it at auto")
 
 
-def with_steps(config: TrainConfig) -> TrainConfig:
-    """The configuration with `max_steps` for its `epochs`, by the prompts that are left to train on.
-
-    Raises:
-        Exception: as the data's loading.
-    """
-    if config.epochs is None:
-        return config
-    tokenizer, images = load_tokenizer(config.model), load_image_reader(config.model)
-    toolsets = load_toolsets(config.rollout, config.evaluation.dataset or config.dataset)
-    held_out = None
-    if config.evaluation.dataset is not None:
-        schemas = toolsets.schemas if toolsets else None
-        held_out = load_held_out(config.evaluation.dataset, tokenizer, schemas, images)
-    prompts = load_train_prompts(config, tokenizer, held_out, images=images)[1]
-    # 1.1 x 10 is a little more than 11 in floating point.
-    steps = ceil(round(config.epochs * len(prompts) / config.prompts_per_step, 9))
-    counted = f"{len(prompts):,} prompts, {config.prompts_per_step} a step"
-    logger.warning("epochs = %g: max_steps = %d, for %s", config.epochs, steps, counted)
-    return TrainConfig.model_validate(config.model_dump() | {"epochs": None, "max_steps": steps})
-
-
-def load_train_prompts(
-    config: TrainConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    held_out: PromptDataset | None,
-    load: LoadTools = load_toolsets,
-    images: ImageReader | None = None,
-) -> tuple[Toolsets | None, PromptDataset]:
-    """What the prompts of one stage tell of, and the prompts, without the questions that are held out."""
-    toolsets = load(config.rollout, config.dataset)
-    dataset = load_prompts(config.dataset, tokenizer, toolsets.schemas if toolsets else None, images)
-    if held_out is not None:
-        plays = toolsets is not None and bool(toolsets.classes)
-        generated = config.dataset.source.startswith(PREFIX)  # whose prompts say all of a row
-        dataset = exclude_overlap(dataset, held_out, by_columns=plays and not generated)
-    return toolsets, dataset
-
-
-def _loading_once() -> LoadTools:
-    """`load_toolsets` for a run whose evaluation and stages play with the same instances where they have the
-    same tools: a server has sessions for those of a step, and not for several times as many."""
-    known: list[tuple[object, Toolsets | None]] = []
-
-    def load(rollout: RolloutConfig, dataset: DatasetConfig) -> Toolsets | None:
-        tasks = dataset if dataset.source.startswith(VERIFIERS) else None
-        asked = (rollout.tools, rollout.environment, rollout.function, tasks)
-        for before, toolsets in known:
-            if before == asked:
-                return toolsets
-        known.append((asked, load_toolsets(rollout, dataset)))
-        return known[-1][1]
-
-    return load
-
-
 def warm_up_head(policy: Policy, config: TrainConfig) -> None:
     """What the first step would compile without a word."""
     temperature = config.rollout.temperature
@@ -253,10 +173,10 @@ def warm_up_head(policy: Policy, config: TrainConfig) -> None:
 
 
 def build_preference_trainer(config: TrainConfig) -> PreferenceTrainer:
-    """With the reference's log-probabilities at hand, so that its model need not be in memory."""
+    """Compute the reference's log-probabilities first, so that its model need not be in memory."""
     section, ranks = config.preference, config.algorithm == "rank"
-    tokenizer = load_tokenizer(config.model)
-    prompts = load_prompts(config.dataset, tokenizer, images=load_image_reader(config.model))
+    loader = Loader(config)
+    _, prompts = loader.training(config)
     if any(prompt.images for prompt in prompts):
         raise ValueError(
             f"algorithm = {config.algorithm!r} trains on text, and rows of {config.dataset.source} have "
@@ -265,18 +185,16 @@ def build_preference_trainer(config: TrainConfig) -> PreferenceTrainer:
     policy = load_policy(config.model)
     load = partial(
         load_comparisons,
-        tokenizer=tokenizer,
+        tokenizer=loader.tokenizer,
         preference=section,
         ranks=ranks,
         seed=config.seed,
         end_ids=policy.eos_token_ids,
     )
     held_out = None
-    if config.evaluation.dataset is not None:
-        questions = load_held_out(config.evaluation.dataset, tokenizer)
-        prompts = exclude_overlap(prompts, questions)
-        held_out = with_order(comparison_table(load(questions, held_out=True).values()))
-    rows = load(prompts).values()
+    if loader.held_out is not None:
+        held_out = with_order(comparison_table(load(loader.held_out, held_out=True)))
+    rows = load(prompts)
     tables = [comparison_table(rows), *([] if ranks or section.loss.paired else [mismatched(rows)])]
     sequences = (
         torch.cat([table.prompt_of(row), table.tokens_of(row)]).tolist()
@@ -287,8 +205,7 @@ def build_preference_trainer(config: TrainConfig) -> PreferenceTrainer:
     tokens = int(config.micro_batch_tokens)
     annotator = Annotator(policy, micro_batch_tokens=tokens, whole_prompts=True)
     if (section.ranking if ranks else section.loss).needs_reference:
-        folder = None if section.reference_cache is None else Path(section.reference_cache).expanduser()
-        tables = [with_reference(table, annotator, folder) for table in tables]
+        tables = [table.with_facts(ref_logprob=summed_logprobs(table, annotator)) for table in tables]
     return PreferenceTrainer(
         config,
         annotator=annotator,
@@ -300,38 +217,23 @@ def build_preference_trainer(config: TrainConfig) -> PreferenceTrainer:
     )
 
 
-def build_stages(
-    stages: Sequence[Stage],
-    tokenizer: PreTrainedTokenizerBase,
-    held_out: PromptDataset | None,
-    load: LoadTools = load_toolsets,
-    images: ImageReader | None = None,
-) -> tuple[StageParts, ...]:
-    """What each stage trains with; questions of the held-out set are left out of the prompts.
-
-    All are built before the first step, so that mistakes show at once.
-    """
+def build_stages(stages: Sequence[Stage], loader: Loader) -> tuple[StageParts, ...]:
+    """Return what each stage trains with; all before the first step, so that mistakes show at once."""
     parts: list[StageParts] = []
     for index, stage in enumerate(stages):
         try:
             before = parts[-1] if parts else None
-            parts.append(build_stage(stage, index, before, tokenizer, held_out, load, images))
+            parts.append(build_stage(stage, index, before, loader))
         except ValueError as error:
             raise (ValueError(f"stage {stage.name!r}: {error}") if stage.name else error) from error
     return tuple(parts)
 
 
-def build_stage(
-    stage: Stage,
-    index: int,
-    before: StageParts | None,
-    tokenizer: PreTrainedTokenizerBase,
-    held_out: PromptDataset | None,
-    load: LoadTools,
-    images: ImageReader | None,
-) -> StageParts:
-    """A stage's rewards, their weights and its prompts: where its settings are those of the stage before, the
-    same objects, which go on with what they have learnt."""
+def build_stage(stage: Stage, index: int, before: StageParts | None, loader: Loader) -> StageParts:
+    """Return a stage's rewards, their weights and its prompts.
+
+    Where its settings are those of the stage before, they are the same objects, with the state they have.
+    """
     config = stage.config
 
     def same(*keys: str) -> bool:
@@ -340,7 +242,7 @@ def build_stage(
     if before and same("dataset", *TOOLS):
         toolsets, dataset = before.toolsets, before.dataset
     else:
-        toolsets, dataset = load_train_prompts(config, tokenizer, held_out, load, images)
+        toolsets, dataset = loader.training(config)
     if before and same("rewards", *TOOLS):
         rewards = before.rewards
     else:
@@ -359,17 +261,6 @@ def build_stage(
         prompts = make_sampler(dataset, size, config.groups, config.curriculum, rewards.names, seed=seed)
     check_columns(rewards, dataset, toolsets)
     return StageParts(stage, rewards, dataset, prompts, weights, toolsets)
-
-
-def digests(parts: Sequence[StageParts], held_out: PromptDataset | None) -> dict[str, str]:
-    """Of each dataset, by what it is called in a message."""
-    found = {
-        f"dataset.source = {p.dataset.config.source!r}, stage {i}": p.dataset.digest
-        for i, p in enumerate(parts, 1)
-    }
-    if held_out is not None:
-        found[f"evaluation.dataset.source = {held_out.config.source!r}"] = held_out.digest
-    return found
 
 
 def check_columns(rewards: RewardSet, dataset: PromptDataset, toolsets: Toolsets | None) -> None:

@@ -27,7 +27,8 @@ from grpo_fast.record.files import locked_run_dir, write_whole
 from grpo_fast.record.mirrors import require_mirrors
 from grpo_fast.record.recorder import Recorder
 from grpo_fast.run.alike import code_digests, find_checkpoint, require_alike
-from grpo_fast.run.build import build_callbacks, build_trainer, with_steps
+from grpo_fast.run.build import build_callbacks, build_trainer
+from grpo_fast.run.loader import with_steps
 from grpo_fast.run.opening import opening_lines
 
 

@@ -99,6 +99,7 @@ def test_print_config_shows_the_whole_configuration_and_reads_it(config, tmp_pat
         (["eval", "quickstart", "--k", "8", "--num-samples", "4"], "--num-samples"),
         (["train", "quickstart", "max_steps", "3"], "max_steps 3"),
         (["train", "quickstart", "--print-confg"], "did you mean --print-config?"),
+        (["train", "quickstart", "--changed-code"], "--changed-code: is gone"),
         (["report", "run", "--outptu"], "--outptu"),
         (["train"], "CONFIG"),
         (["plan"], "CONFIG"),

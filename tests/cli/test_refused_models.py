@@ -45,8 +45,3 @@ def test_fixed_completions_beyond_the_positions(run_with: Any, tmp_path: Path, c
     dataset = {"source": str(tmp_path / "pairs.jsonl")}
     assert run_with("train", {"max_position_embeddings": 5}, dataset=dataset, **no_sampling) == 1
     assert "need 6 positions, and the model has 5" in capsys.readouterr().err
-
-
-def test_more_threads_than_cores(run_with: Any, capsys):
-    assert run_with("train", {}, threads=1000) == 1
-    assert "threads = 1000, and this machine has" in capsys.readouterr().err

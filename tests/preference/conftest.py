@@ -75,7 +75,7 @@ def make_run(toy: dict[str, Any], tmp_path: Path, seed: int) -> Callable[..., Tr
                 "seed": seed % 1000,
                 "dataset": write("train", rows(algorithm, kto, size)),
                 "evaluation": {"dataset": write("held_out", rows(algorithm, False, 80))},
-                "preference": {"reference_cache": str(tmp_path / "cache"), **preference},
+                "preference": preference,
                 **changes,
             }
         )

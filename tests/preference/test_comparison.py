@@ -10,7 +10,6 @@ from grpo_fast.objective.pairs import PreferenceTotals
 from grpo_fast.preference.comparison import (
     Comparison,
     comparison_table,
-    mismatched,
     preference_inputs,
     preference_totals,
     ranked_inputs,
@@ -53,13 +52,9 @@ def test_pairs_are_split_into_chosen_and_rejected():
 
 def test_weights_of_labelled_completions_stand_chosen_first():
     grades, weights = (0.0, 1.0, 0.0, 1.0), (1.0, 2.0, 3.0, 4.0)
-    labelled = [
-        Comparison(PROMPT, ids(2), (g,), weight=w, mismatched_ids=(7, 8))
-        for g, w in zip(grades, weights, strict=True)
-    ]
+    labelled = [Comparison(PROMPT, ids(2), (g,), weight=w) for g, w in zip(grades, weights, strict=True)]
     table = scored(labelled, *(-g for g in grades))
     found = preference_inputs(table, LOGPROBS, preference_totals(table), torch.tensor(0.1))
-    assert mismatched(labelled).token_ids.tolist() == [7, 8] * 4
     assert (found.chosen_logprobs.tolist(), found.rejected_logprobs.tolist()) == ([-2, -4], [-1, -3])
     assert (found.ref_chosen_logprobs.tolist(), found.ref_rejected_logprobs.tolist()) == ([-1, -1], [0, 0])
     assert found.weights.tolist() == [2, 4, 1, 3]

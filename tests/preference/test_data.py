@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from grpo_fast.config.schema import TrainConfig
 from grpo_fast.data import load_prompts
-from grpo_fast.preference.comparison import Comparison
+from grpo_fast.preference.comparison import Comparison, mismatched
 from grpo_fast.preference.data import load_comparisons
+from tests.conftest import word_tokenizer
 
 WORDS = (
     "[UNK] </s> <user> <assistant> <system> one two three four five six seven eight be brief + - = Answer:"
@@ -28,13 +28,9 @@ TEMPLATE = (
 
 
 def make_tokenizer(template: str | None) -> PreTrainedTokenizerFast:
-    numbers = [str(number) for number in range(-100, 140)]
-    vocabulary = {word: i for i, word in enumerate(dict.fromkeys(WORDS.split() + numbers))}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="[UNK]", eos_token="</s>", chat_template=template
-    )
+    tokenizer = word_tokenizer([*WORDS.split(), *map(str, range(-100, 140))], "</s>")
+    tokenizer.chat_template = template
+    return tokenizer
 
 
 CHAT, PLAIN = make_tokenizer(TEMPLATE), make_tokenizer(None)
@@ -52,9 +48,7 @@ def load(
     ranks = run.algorithm == "rank"
     prompts = load_prompts(run.dataset, tokenizer)
     settings = {"ranks": ranks, "seed": run.seed, "end_ids": end_ids, "held_out": held_out}
-    found = load_comparisons(prompts, tokenizer, run.preference, **settings)
-    assert list(found) == [comparison.prompt.index for comparison in found.values()]
-    return list(found.values())
+    return load_comparisons(prompts, tokenizer, run.preference, **settings)
 
 
 def words(ids: tuple[int, ...]) -> str:
@@ -95,14 +89,6 @@ def test_conversations_give_the_same_tokens_as_text(tmp_path):
         assert (found.prompt.token_ids, found.completion_ids) == (text.prompt.token_ids, text.completion_ids)
 
 
-def test_system_prompt_and_examples_stand_before_the_prompt_only(tmp_path):
-    source = str(tmp_path / "rows.jsonl")
-    dataset = {"source": source, "system_prompt": "be brief", "examples": [("one", "two")]}
-    (pair,) = load(tmp_path, [PAIR], CHAT, dataset=dataset)
-    assert words(pair.prompt.token_ids).startswith("<system> be brief </s> brief <user> one </s>")
-    assert texts(pair)[0] == "three </s>"
-
-
 def test_any_end_token_of_the_model_ends_a_completion(tmp_path):
     ends = PLAIN.convert_tokens_to_ids(["be"])
     (pair,) = load(tmp_path, [PAIR | {"chosen": "three be brief"}], end_ids=ends)
@@ -117,7 +103,10 @@ def test_labelled_completions_are_paired_with_the_next_rows(tmp_path):
     ]
     found = load(tmp_path, rows, **KTO)
     assert [row.grades for row in found] == [(1.0,), (0.0,), (1.0,)]
-    assert [words(row.mismatched_ids) for row in found] == ["three </s>", "four </s>", "two </s>"]
+    others = mismatched(found)
+    assert [words(others.tokens_of(row)) for row in range(3)] == ["three </s>", "four </s>", "two </s>"]
+    with pytest.raises(ValueError, match="kto needs at least two rows"):
+        mismatched(found[:1])
     assert load(tmp_path, [PAIR], held_out=True, **KTO)[0].grades == (1.0, 0.0)
 
 
@@ -173,11 +162,9 @@ def row(*items: Any, **more: object) -> dict:
         ([PAIR | {"rejected": "three"}], {}, "row 0: chosen and rejected are the same"),
         ([PAIR | {"chosen": " "}], {}, "row 0: chosen = ' '"),
         ([PAIR, PAIR | {"margin": "big"}], {}, "row 1: margin = 'big'"),
-        ([PAIR | {"weight": -1}], {}, "row 0: weight = -1"),
         ([PAIR | {"chosen": [{"role": "user", "content": "three"}]}], {}, "row 0: chosen"),
         ([PAIR], {"preference": {"max_completion_length": 2}}, "rejected has 3 tokens"),
         ([LABELLED | {"label": "yes"}] * 2, KTO, "label = 'yes'"),
-        ([LABELLED], KTO, "at least two rows"),
         ([{"prompt": "one", "answer": "two"}], {"preference": {"answers": {}}}, "answer = 'two'"),
         ([{"prompt": "one"}], {"preference": {"answers": {}}}, "answers.column = 'answer'"),
         ([LABELLED, LABELLED | {"margin": 0.5}], KTO, "row 1: loss_type = 'kto' .* no place for margins"),
@@ -192,13 +179,10 @@ def row(*items: Any, **more: object) -> dict:
         ([row(GOOD, {"response": "5"})], RANK, r"group\[1\] = "),
         ([row(GOOD, BAD | {"score": 2})], RANK, "both of rank and score"),
         ([row(GOOD, {"response": "5", "score": 0.5})], RANK, "group mixes rank and score"),
-        ([row(GOOD, BAD | {"rank": "2"})], RANK, r"group\[1\].rank = '2'"),
         ([row(GOOD, BAD | {"rank": 0})], RANK, r"group\[1\].rank = 0"),
         ([row(GOOD, BAD | {"response": " "})], RANK, r"group\[1\].response = ' '"),
-        ([row(GOOD, BAD | {"reward": 1})], RANK, r"group\[1\].reward"),
         ([row(GOOD, BAD | {"logprob": 0.5})], RANK, r"group\[1\].logprob = 0.5"),
         ([row(GOOD, GOOD | {"rank": 2})], RANK, r"group\[0\] and group\[1\] are the same response"),
-        ([row(GOOD, BAD, group_type=3)], RANK, "group_type = 3"),
         ([row(GOOD, BAD, weight=math.inf)], RANK, "weight"),
     ],
 )

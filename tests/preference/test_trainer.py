@@ -12,10 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_fast.config.policy import LoraConfig
 from grpo_fast.loop.annotate import Annotator
-from grpo_fast.policy import load_policy
-from grpo_fast.preference.reference import reference_digest, with_reference
+from grpo_fast.preference.comparison import summed_logprobs
 from grpo_fast.preference.trainer import PreferenceTrainer
 from grpo_fast.record.logs import Clock
 from grpo_fast.run import train
@@ -119,7 +117,7 @@ def test_a_step_after_out_of_memory_equals_one_of_small_micro_batches(
 
 
 def test_a_resumed_run_is_the_one_that_was_not_stopped(make_run, tmp_path):
-    beta = {"schedule": "cosine", "final": 0.5, "gap_gain": 0.6, "min": 0.01, "max": 1.0}
+    beta = {"schedule": "cosine", "final": 0.5}
     config = make_run("dpo", {"beta": beta}, checkpoint={"every": 2}, evaluation={})
     run_dir = train(config, display=False).run_dir
     whole = (run_dir / "metrics.jsonl").read_text()
@@ -153,16 +151,6 @@ def test_groups_of_ties_change_nothing_and_held_out_ones_are_refused(make_run):
 # --------------------------------------------------------------------- log-probabilities of completions
 
 
-@pytest.fixture
-def config(make_run):
-    return make_run("dpo", {"loss": {"loss_type": "kto"}})
-
-
-@pytest.fixture
-def trainer(config):
-    return build_preference_trainer(config)
-
-
 def test_completions_are_scored_in_order_as_the_model_scores_each_alone(make_run):
     trainer = build_preference_trainer(make_run("rank", {}))
     table = trainer.comparisons.select_groups(range(8))
@@ -178,47 +166,9 @@ def test_completions_are_scored_in_order_as_the_model_scores_each_alone(make_run
         torch.testing.assert_close(value, logprobs.gather(1, tokens[:, None]).sum(), rtol=1e-4, atol=1e-4)
 
 
-def test_the_second_run_reads_what_the_first_has_computed(trainer, tmp_path, monkeypatch):
-    # Of the completions, and of those that answer other prompts.
-    assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".safetensors"] * 2
-    monkeypatch.setattr(trainer.annotator, "columns", lambda *_: pytest.fail("computed again"))
-
-    for table in (trainer.comparisons, trainer.mismatched):
-        again = with_reference(table, trainer.annotator, tmp_path / "cache")
-        assert torch.equal(again.facts["ref_logprob"], table.facts["ref_logprob"])
-
-
-def test_the_reference_depends_on_weights_and_tokens_not_on_adapters(config, trainer):
-    first = reference_digest(trainer.policy, trainer.comparisons)
-    adapted = load_policy(config.model.model_copy(update={"lora": LoraConfig(r=2)}))
-    assert reference_digest(adapted, trainer.comparisons) == first
-    fewer = trainer.comparisons[1:]
-    assert reference_digest(trainer.policy, fewer) != first
-    settings = trainer.policy.base_model.config
-    settings.name_or_path = "another/place"
-    assert reference_digest(trainer.policy, trainer.comparisons) == first
-    settings.rms_norm_eps *= 2
-    assert reference_digest(trainer.policy, trainer.comparisons) != first
-    settings.rms_norm_eps /= 2
-    with torch.no_grad():
-        next(iter(trainer.policy.trainable().values())).view(-1)[0].add_(1e-3)
-    assert reference_digest(trainer.policy, trainer.comparisons) != first
-
-
-def test_no_reference_is_computed_for_a_loss_without_one(make_run, tmp_path):
-    trainer = build_preference_trainer(make_run("dpo", {"loss": {"loss_type": "simpo"}}))
-    assert not (tmp_path / "cache").exists()
-    assert "ref_logprob" not in trainer.comparisons.facts
-
-
-def test_a_damaged_file_and_a_folder_that_cannot_be_written_are_named(trainer, tmp_path):
-    name = reference_digest(trainer.policy, trainer.comparisons)
-    path, fewer = tmp_path / "cache" / f"{name}.safetensors", trainer.comparisons[1:]
-    with_reference(fewer, trainer.annotator, tmp_path / "other")
-    (of_fewer,) = (tmp_path / "other").iterdir()
-    for content in (b"", b"not safetensors at all", of_fewer.read_bytes()):
-        path.write_bytes(content)
-        with pytest.raises(ValueError, match=str(path)):
-            with_reference(trainer.comparisons, trainer.annotator, tmp_path / "cache")
-    with pytest.raises(OSError, match=r"GRPO_FAST_CACHE"):
-        with_reference(trainer.comparisons, trainer.annotator, path / "cache")
+@pytest.mark.parametrize(("loss_type", "needs"), [("simpo", False), ("kto", True)])
+def test_the_reference_is_the_untrained_policy_where_one_is_needed(make_run, loss_type: str, needs: bool):
+    trainer = build_preference_trainer(make_run("dpo", {"loss": {"loss_type": loss_type}}))
+    for table in (trainer.comparisons, trainer.mismatched) if needs else ():
+        assert torch.equal(table.facts["ref_logprob"], summed_logprobs(table, trainer.annotator))
+    assert ("ref_logprob" in trainer.comparisons.facts) == needs

@@ -47,8 +47,6 @@ class StopsAt2(Callback):
 
 class Fails(Callback):
     def on_step_end(self, step, metrics):
-        return self.ratio(step)
-    def ratio(self, step):
         if step == 2:
             return json.loads("{")
 
@@ -60,9 +58,6 @@ class Misspelt(Callback):
 
 class NeedsArgument(Callback):
     __init__ = lambda self, patience: None
-
-class OldSignature(Callback):
-    on_step_end = lambda self, args, state, control: None
 
 class Unsaveable(Callback):
     state_dict = lambda self: {"path": Path(".")}
@@ -113,22 +108,21 @@ def test_moments_come_in_order_and_states_survive_a_resume(config, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("name", "message", "step"),
     [
-        ("Fails", rf"Fails.on_step_end raised JSONDecodeError: .*mine\.py:{FAILING_LINE}: "),
-        ("OldSignature", r"OldSignature.on_step_end raised TypeError.*argument"),
-        ("Answers", r"Answers.on_step_end returned 'stop'; return True"),
+        ("Fails", rf"Fails.on_step_end raised JSONDecodeError: .*mine\.py:{FAILING_LINE}: ", 2),
+        ("Answers", r"Answers.on_step_end returned 'stop'; return True", 1),
+        ("Unsaveable", r"Unsaveable.state_dict raised TypeError: .*PosixPath", None),
     ],
 )
 def test_a_failing_callback_ends_the_run_with_its_line_and_a_save(
-    config, tmp_path: Path, capsys, name: str, message: str
+    config, tmp_path: Path, name: str, message: str, step: int | None
 ):
     with pytest.raises(CallbackError, match=message):
-        train(config(name, "Diary"))
+        train(config(name, "Diary"), display=False)
 
     saved = CheckpointStore(tmp_path / "run" / "checkpoints").load_latest()
-    assert saved is not None and saved.step == (2 if name == "Fails" else 1)
-    assert f"step {saved.step} is safe" in capsys.readouterr().out
+    assert (saved and saved.step) == step
 
 
 @pytest.mark.parametrize(
@@ -145,8 +139,3 @@ def test_what_is_no_callback_is_refused_before_the_model_is_loaded(
 ):
     with pytest.raises(ValueError, match=message):
         train(config(name, model={"path": str(tmp_path / "no-model")}), display=False)
-
-
-def test_a_state_that_json_cannot_hold_is_refused_at_the_start(config):
-    with pytest.raises(CallbackError, match=r"Unsaveable.state_dict raised TypeError: .*PosixPath"):
-        train(config("Unsaveable"), display=False)

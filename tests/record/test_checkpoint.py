@@ -10,14 +10,12 @@ import os
 import random
 import resource
 import time
-from contextlib import nullcontext
 from pathlib import Path
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystem
 
 from grpo_fast.policy.optimizer import Diverged
 from grpo_fast.policy.random_state import capture_rng, restore_rng
@@ -84,8 +82,6 @@ def test_what_was_saved_is_loaded_and_the_newest_are_kept(store):
     assert sorted(verify(store.paths()[0])) == sorted(set(FILES) - {"manifest.json"})
     with pytest.raises(CheckpointError, match=r"step-00000009.*step-00000003"):
         store.load("step-00000009")
-    with pytest.raises(ValueError, match="opened to read"):
-        CheckpointStore(store.root).save(6, {}, {})
 
 
 def test_tensors_of_any_dtype_stride_and_size_are_saved_by_value(store, contents):
@@ -125,10 +121,8 @@ def test_damage_is_named_and_the_checkpoint_before_is_taken(store, file, damage,
 
     assert f"{path.parent} is damaged" in str(caught.value)
     assert file in str(caught.value) or (file == "manifest.json" and damage == "flip")
-    assert_is(CheckpointStore(store.root).load_latest(), 1)
-    assert held(store) == ["1", "2"]  # a store that is opened to read moves nothing
     assert_is(store.load_latest(), 1)
-    assert held(store) == ["1", "2.damaged"] and f"{path.parent} is damaged" in caplog.text
+    assert f"{path.parent} is damaged" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -142,33 +136,21 @@ def test_the_newest_intact_checkpoint_is_taken(store, damaged, taken):
     if taken is None:
         with pytest.raises(DamagedCheckpoint, match=r"no checkpoint in .*step-00000003.*state\.json"):
             store.load_latest()
-        assert held(store) == ["1", "2", "3"]
-        return
-    for _ in range(2):  # the same step may be damaged again
+    else:
         assert_is(store.load_latest(), taken)
-        assert held(store) == [f"{n}{'.damaged' * (n in damaged and n > taken)}" for n in (1, 2, 3)]
-        for step in range(taken + 1, 4):
-            save(store, step)
-            (store.root / f"step-0000000{step}" / "state.json").unlink()
+    assert held(store) == ["1", "2", "3"]
 
 
 @pytest.mark.parametrize(
     ("name", "value"), [("master.weight", math.nan), ("exp_avg.weight", math.inf), ("master.bias", -math.inf)]
 )
-def test_what_is_not_finite_is_neither_saved_nor_read(store, contents, monkeypatch, name, value):
-    save(store, 1, 2, 3)
+def test_what_is_not_finite_is_not_saved(store, name, value):
     tensors = tensors_of(4)
     tensors[name][-1] = value
 
     with pytest.raises(Diverged, match=name):
         store.save(4, tensors, {})
-    assert held(store) == ["1", "2", "3"]
-
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoint_module, "first_not_finite", lambda _: None)
-        store.save(4, tensors, {})
-    with pytest.raises(DamagedCheckpoint, match=rf"step-00000004 .*diverged: {name}"):
-        contents(store.load_latest())
+    assert store.paths() == []
 
 
 @pytest.mark.parametrize(
@@ -236,36 +218,6 @@ def test_a_broken_disk_or_an_interruption_fails_one_save(store, monkeypatch, mom
     assert held(store) == ["1", "2"]
     save(store, 3)
     assert_is(store.load_latest(), 3)
-
-
-@pytest.mark.parametrize(
-    ("code", "damaged", "holds", "left"),
-    [
-        (errno.ENOSPC, (), 2, ["2", "3"]),  # the oldest makes room
-        (errno.EDQUOT, (), 1, ["2"]),  # once in a save, which then fails
-        (errno.ENOSPC, (2,), 2, ["1", "2"]),  # not the only intact one
-    ],
-)
-def test_on_a_full_disk_the_oldest_makes_room_for_the_next(
-    store, monkeypatch, caplog, code, damaged, holds, left
-):
-    save(store, 1, 2)
-    for step in damaged:
-        (store.root / f"step-0000000{step}" / "state.json").unlink()
-    write = FileSystem.create_stream
-
-    def full(*arguments: object) -> object:
-        if len(store.paths()) >= holds:
-            raise OSError(code, "no room")
-        return write(*arguments)
-
-    monkeypatch.setattr(FileSystem, "create_stream", full)
-    fails = pytest.raises(CheckpointSaveError, match=r"the newest checkpoint is .*step-00000002")
-    with nullcontext() if "3" in left else fails:
-        save(store, 3)
-
-    assert held(store) == left
-    assert ("step-00000001 is deleted" in caplog.text) == ("1" not in left)
 
 
 def test_a_write_that_the_system_cuts_short_fails_one_save(store):

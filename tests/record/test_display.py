@@ -11,7 +11,6 @@ import pytest
 from rich.console import Console
 
 from grpo_fast.record.display import Display
-from grpo_fast.record.logs import SampleRecord
 from grpo_fast.record.summary import FIGURES
 
 METRICS = {
@@ -77,33 +76,3 @@ def test_verbose_prints_every_metric_of_a_step():
     text = text_of(pipe)
     assert {f"{name}={value:.4g}" for name, value in (many | TIMINGS).items()} <= set(text.split())
     assert max(map(len, text.splitlines())) <= 160
-
-
-def sample(group: int, completion: str, question: Any = "2 + 2?") -> SampleRecord:
-    rewards = {"exact": 1.0, "format": None}
-    return SampleRecord(group, question, "<user>2 + 2?", completion, rewards, 0.9, -0.7, True, 5)
-
-
-def test_one_sample_of_each_prompt_is_printed_with_its_rewards():
-    pipe = console(is_terminal=False)
-    turns = [{"role": role, "content": f"turn {i}"} for i, role in enumerate(["user", "assistant"] * 4)]
-
-    with Display(40, console=pipe) as display:
-        display.samples([sample(0, "four"), sample(0, "five"), sample(1, "six", turns), sample(2, "ten")], 2)
-
-    text = text_of(pipe)
-    assert "2 + 2?" in text and "four" in text and "five" not in text and "ten" not in text
-    assert "0.900 (exact 1.000, format not applicable), advantage -0.700, 5 tokens, trunc" in text
-    assert re.search(r"user:\n +turn 6\n +assistant:\n +turn 7\n +completion:\n +six", text)
-    assert "turn 1" not in text
-
-
-def test_a_models_text_is_printed_with_escapes_and_without_its_middle():
-    pipe, escape = console(is_terminal=False), "\x1b[2J\x07[bold]\udc80 \u200b|"
-
-    with Display(40, console=pipe) as display:
-        display.samples([sample(0, escape + "long " * 1000 + "end")], 1)
-
-    text = text_of(pipe)
-    assert "\\x1b[2J\\x07[bold]\\udc80 \\u200b" in text and "\x1b" not in text
-    assert re.search(r"\[… 4,\d\d\d characters left out", text) and "end" in text and len(text) < 1500

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 
 import torch
@@ -14,13 +13,9 @@ from grpo_fast.record.logs import RunLogs, SampleRecord
 SAMPLE = SampleRecord(0, "2 + 2", "2 + 2 =", "<b>4</b>\n", {"exact": 1.0, "format": None}, 0.9, 0.7, False, 5)
 
 
-def open_logs(run_dir: Path) -> RunLogs:
-    return RunLogs(run_dir, LoggingConfig(tensorboard=False))
-
-
 def test_every_file_has_its_lines_before_the_logs_are_closed(tmp_path: Path) -> None:
     run_dir = tmp_path / "new" / "run"
-    logs = open_logs(run_dir)
+    logs = RunLogs(run_dir, LoggingConfig(tensorboard=False))
 
     logs.metrics(1, {"loss": 0.1 + 0.2, "kl": torch.tensor(0.5), "count": 3}, timings={"time/step": 6.5})
     logs.metrics(2, {"loss": float("nan")})
@@ -37,28 +32,3 @@ def test_every_file_has_its_lines_before_the_logs_are_closed(tmp_path: Path) -> 
     ]
     (start,) = read_jsonl(run_dir / "provenance.jsonl")
     assert start["versions"]["torch"] == torch.__version__
-
-
-def test_a_run_resumed_at_a_checkpoint_forgets_what_came_after(tmp_path: Path, dice: random.Random) -> None:
-    checkpoint = dice.randint(0, 15)
-
-    def write(logs: RunLogs, first: int, last: int) -> None:
-        for step in range(first, last + 1):
-            logs.metrics(step, {"loss": 1 / step}, timings={"time/step": dice.random()})
-            logs.samples(step, [SAMPLE])
-        logs.close()
-
-    write(open_logs(tmp_path / "whole"), 1, 20)
-    write(open_logs(tmp_path / "resumed"), 1, 15)
-    for name in ("metrics.jsonl", "provenance.jsonl"):
-        with (tmp_path / "resumed" / name).open("ab") as file:
-            file.write(b'{"step": 16, "lo')
-    resumed = open_logs(tmp_path / "resumed")
-    resumed.rewind(checkpoint)
-    write(resumed, checkpoint + 1, 20)
-
-    for name in ("metrics.jsonl", "samples.jsonl"):
-        assert (tmp_path / "resumed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
-    timed = [record["step"] for record in read_jsonl(tmp_path / "resumed" / "timings.jsonl")]
-    assert timed == list(range(1, 21))
-    assert len(read_jsonl(tmp_path / "resumed" / "provenance.jsonl")) == 2

@@ -181,17 +181,19 @@ def test_a_run_that_diverges_without_a_checkpoint_can_be_exported(toy, tmp_path:
     assert (tmp_path / "out" / "model.safetensors").exists()
 
 
-def test_a_last_checkpoint_without_room_ends_the_run_with_an_error(toy, tmp_path: Path, monkeypatch):
+def test_a_full_disk_costs_a_message_on_the_way_and_ends_the_last_save(
+    toy, tmp_path: Path, monkeypatch, capsys
+):
     write = FileSystem.create_stream
 
     def full(files: FileSystem, path: Path, mode: str) -> Any:
-        if path.parent.name == "step-00000003.tmp":
+        if path.parent.name in ("step-00000001.tmp", "step-00000003.tmp"):
             raise OSError(errno.ENOSPC, "No space left on device")
         return write(files, path, mode)
 
     monkeypatch.setattr(FileSystem, "create_stream", full)
-    config = in_process(toy, tmp_path / "run", max_steps=3, checkpoint={"every": 2})
+    config = in_process(toy, tmp_path / "run", max_steps=3, checkpoint={"every": 1}, evaluation={})
     with pytest.raises(CheckpointSaveError, match=r"cannot save .*step-00000003.*newest .*step-00000002"):
-        train(config, display=False)
+        train(config)
 
-    assert newest(config).step == 2
+    assert "checkpoint of step 1 not saved" in capsys.readouterr().out and newest(config).step == 2

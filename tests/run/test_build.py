@@ -15,6 +15,7 @@ from grpo_fast.groups.sampler import GroupSampler
 from grpo_fast.loop.trainer import StageParts
 from grpo_fast.policy import load_tokenizer
 from grpo_fast.run.build import build_stages
+from grpo_fast.run.loader import Loader
 
 
 @pytest.fixture
@@ -22,9 +23,7 @@ def build(toy: dict[str, Any]):
     def build(*overrides: dict[str, Any], **changes: Any) -> tuple[StageParts, ...]:
         stages = [{"name": f"s{i}", "steps": 2, "overrides": part} for i, part in enumerate(overrides)]
         config = TrainConfig(**{**toy, "max_steps": 2 * max(1, len(stages)), "stages": stages, **changes})
-        tokenizer = load_tokenizer(config.model)
-        held_out = load_prompts(config.evaluation.dataset, tokenizer)
-        return build_stages(resolve_stages(config), tokenizer, held_out)
+        return build_stages(resolve_stages(config), Loader(config))
 
     return build
 

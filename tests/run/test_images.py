@@ -90,13 +90,9 @@ def test_ranks_with_parts_of_the_weights_are_refused() -> None:
 def test_a_trained_model_answers_prompts_with_images(settings: dict[str, Any]) -> None:
     run = grpo_fast.train(**settings)
     one, other = (row["image"] for row in count_shapes.pictures(2, seed=7))
+    text = {"type": "text", "text": "how many"}
     asked = [
-        [
-            {
-                "role": "user",
-                "content": [{"type": "image", "image": image}, {"type": "text", "text": "how many"}],
-            }
-        ]
+        [{"role": "user", "content": [{"type": "image", "image": image}, text]}]
         for image in (one, other, one)
     ]
     answers = run.policy.generate(asked, max_completion_length=1)

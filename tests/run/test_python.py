@@ -152,7 +152,6 @@ def test_an_interrupted_call_raises_and_keeps_the_step(call, tmp_path: Path, num
     [
         ({"model": 3}, r"model: is a int: give a folder or hub id"),
         ({"dataset": []}, "dataset: has no rows"),
-        ({"dataset": 3}, "dataset: is a int"),
         ({"dataset": ["w2"]}, r"dataset\[0\]: is a str \('w2'\): a row is a dict"),
         ({"dataset": [{"prompt": "w2"}, {"prompt": object()}]}, "dataset@python, row 1: .*must be text"),
         ({"dataset": DatasetDict(train=Dataset.from_list([{"prompt": "w2"}]))}, "one of 'train'"),
@@ -160,7 +159,6 @@ def test_an_interrupted_call_raises_and_keeps_the_step(call, tmp_path: Path, num
         ({"evaluation": [1]}, r"evaluation.dataset\[0\]: is a int"),
         ({"rewards": [3]}, r"rewards\.0\.reward = 3: should be a valid string"),
         ({"rewards": [{"reward": near_w7, "wieght": 1}]}, r"did you mean rewards\.0\.weight"),
-        ({"max_step": 3}, "did you mean max_steps"),
         ({"rewards": lambda completions, answer: answer}, "evaluation: reward 'lambda' asks for 'answer'"),
         ({"learning_rate": 1e-6, "optimizer": {"learning_rate": 1e-5}}, "given twice"),
     ],

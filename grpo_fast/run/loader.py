@@ -1,0 +1,70 @@
+"""What a run reads before its model: the tokenizer, the tools, and the prompts to train on and to score."""
+
+from __future__ import annotations
+
+import logging
+from math import ceil
+
+from grpo_fast.config.data import PREFIX, VERIFIERS, DatasetConfig
+from grpo_fast.config.rollout import RolloutConfig
+from grpo_fast.config.schema import TrainConfig
+from grpo_fast.data import PromptDataset, exclude_overlap, load_held_out, load_prompts
+from grpo_fast.environments import Toolsets, load_toolsets
+from grpo_fast.policy import load_image_reader, load_tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+class Loader:
+    """The tokenizer, the held-out prompts (None without `evaluation.dataset`) and their tools.
+
+    Evaluation and stages with the same tools share the instances: a server has sessions for those of a step,
+    and not for several times as many.
+    """
+
+    def __init__(self, config: TrainConfig) -> None:
+        self.tokenizer, self.images = load_tokenizer(config.model), load_image_reader(config.model)
+        self._known: list[tuple[object, Toolsets | None]] = []
+        dataset = config.evaluation.dataset
+        self.eval_toolsets = toolsets = self.toolsets(config.rollout, dataset or config.dataset)
+        self.held_out: PromptDataset | None = None
+        if dataset is not None:
+            schemas = toolsets.schemas if toolsets else None
+            self.held_out = load_held_out(dataset, self.tokenizer, schemas, self.images)
+
+    def toolsets(self, rollout: RolloutConfig, dataset: DatasetConfig) -> Toolsets | None:
+        """Return the tools of a rollout on a dataset, made once."""
+        tasks = dataset if dataset.source.startswith(VERIFIERS) else None
+        asked = (rollout.tools, rollout.environment, rollout.function, tasks)
+        for before, toolsets in self._known:
+            if before == asked:
+                return toolsets
+        self._known.append((asked, load_toolsets(rollout, dataset)))
+        return self._known[-1][1]
+
+    def training(self, config: TrainConfig) -> tuple[Toolsets | None, PromptDataset]:
+        """Return the tools of a stage, and its prompts without the held-out questions."""
+        toolsets = self.toolsets(config.rollout, config.dataset)
+        schemas = toolsets.schemas if toolsets else None
+        dataset = load_prompts(config.dataset, self.tokenizer, schemas, self.images)
+        if self.held_out is not None:
+            plays = toolsets is not None and bool(toolsets.classes)
+            generated = config.dataset.source.startswith(PREFIX)  # whose prompts say all of a row
+            dataset = exclude_overlap(dataset, self.held_out, by_columns=plays and not generated)
+        return toolsets, dataset
+
+
+def with_steps(config: TrainConfig) -> TrainConfig:
+    """Return the configuration with `max_steps` for its `epochs`, by the prompts that are left to train on.
+
+    Raises:
+        Exception: as the data's loading.
+    """
+    if config.epochs is None:
+        return config
+    _, prompts = Loader(config).training(config)
+    # 1.1 x 10 is a little more than 11 in floating point.
+    steps = ceil(round(config.epochs * len(prompts) / config.prompts_per_step, 9))
+    counted = f"{len(prompts):,} prompts, {config.prompts_per_step} a step"
+    logger.warning("epochs = %g: max_steps = %d, for %s", config.epochs, steps, counted)
+    return TrainConfig.model_validate(config.model_dump() | {"epochs": None, "max_steps": steps})
