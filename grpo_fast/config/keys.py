@@ -23,10 +23,6 @@ REMOVED: dict[str, str] = {
     "adaptive_weights.method=inverse_std": "was removed: advantage.multi_objective_aggregation = "
     "normalize_then_sum gives all rewards one spread",
     "distributed.head": "was removed: mode shard always gathers the head; leave it out",
-    **{
-        f"preference.beta.{key}": "was removed: let schedule lead beta to final, or keep it constant"
-        for key in ("gap_gain", "gap_smoothing", "min", "max")
-    },
     "preference.reference_cache": "was removed: each start computes the reference's log-probabilities anew",
     "logging.show_samples": "was removed: the report, samples.jsonl and `grpo-fast preview` show completions",
 }

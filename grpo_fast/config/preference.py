@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from grpo_fast.config.section import FromMapping, Positive, PositiveInt, Section
+from grpo_fast.config.section import Fraction, FromMapping, NotNegative, Positive, PositiveInt, Section
 from grpo_fast.objective.comparisons import PreferenceLossConfig, RankingLossConfig
 
 
@@ -17,6 +17,12 @@ class BetaConfig(Section):
         "constant", description="the way from loss.beta to final, over max_steps"
     )
     final: Positive | None = Field(None, description="beta of the last step")
+    gap_gain: NotNegative = Field(
+        0.0, description="how much beta follows the gap of chosen over rejected rewards; 0: not at all"
+    )
+    gap_smoothing: Fraction = Field(0.9, description="share of the old in the running mean of the gaps")
+    min: Positive | None = Field(None, description="beta at least; null: no bound")
+    max: Positive | None = Field(None, description="beta at most; null: no bound")
 
     @model_validator(mode="after")
     def _complete(self) -> BetaConfig:
@@ -25,6 +31,10 @@ class BetaConfig(Section):
                 f"schedule = {self.schedule!r} and final = {self.final} contradict each other: linear and "
                 "cosine lead to a final beta, constant to none"
             )
+        if self.gap_gain and (self.min is None or self.max is None):
+            raise ValueError(f"gap_gain = {self.gap_gain} lets beta move freely; bound it with min and max")
+        if self.min is not None and self.max is not None and self.min > self.max:
+            raise ValueError(f"min = {self.min} exceeds max = {self.max}; swap them")
         return self
 
 

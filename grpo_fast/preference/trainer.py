@@ -77,6 +77,8 @@ class PreferenceTrainer(Algorithm):
         self.groups = {prompt.index: number for number, prompt in enumerate(prompts.dataset)}
         self.drawn: list[int] = []  # the groups of the step
         self.ranks = config.algorithm == "rank"  # groups, instead of pairs or labelled completions
+        beta = present(self.preference.loss.beta)
+        self.beta = BetaController(beta, self.preference.beta, total_steps=config.max_steps)
 
     def described(self) -> dict[str, str]:
         kind = "ranked groups" if self.ranks else "comparisons"
@@ -89,8 +91,7 @@ class PreferenceTrainer(Algorithm):
 
     def learn(self, table: CompletionTable, clock: Clock) -> dict[str, float]:
         """The gradient of the step's groups in micro-batches that fit, then the step."""
-        start = present(self.preference.loss.beta)
-        beta = beta_of_step(start, self.preference.beta, self.step, self.config.max_steps)
+        beta = self.beta.value(self.step)
         with clock("logprobs"):
             loss = self.step_loss(table, beta)
         with clock("update"):
@@ -103,6 +104,7 @@ class PreferenceTrainer(Algorithm):
                 metrics["grad_norm"] = optimizer_step(self.optimizer)
         if not self.ranks:
             metrics["beta"] = beta
+            self.beta.observe(metrics["rewards/margins"] / beta)
         return metrics
 
     def step_loss(self, table: CompletionTable, beta: float) -> StepLoss:
@@ -166,21 +168,60 @@ class PreferenceTrainer(Algorithm):
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able; what a resumed run needs besides the optimizer's tensors."""
-        return {"prompts": self.prompts.state_dict(), "micro_batch_limit": self.annotator.budget.limit}
+        return {
+            "prompts": self.prompts.state_dict(),
+            "beta": self.beta.state_dict(),
+            "micro_batch_limit": self.annotator.budget.limit,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.prompts.load_state_dict(state["prompts"])
+        self.beta.load_state_dict(state["beta"])
         self.annotator.budget.limit = state["micro_batch_limit"]
 
 
-def beta_of_step(start: float, config: BetaConfig, step: int, total_steps: int) -> float:
-    """Return the beta of the step with this index, from 0.
+class BetaController:
+    """Beta for each step, with a state that resumes exactly.
 
-    The schedule leads from `start` at the first step to `config.final` at the last.
+    The schedule leads from `start` at the first step to `config.final` at the last. With `gap_gain` α its β₀
+    becomes β = (1 + α (g − g₀)) β₀, kept within [min, max], where g is the mean log-ratio gap of chosen over
+    rejected times β₀, and g₀ the running mean of the gaps before it (β-DPO, arXiv 2407.08639, batch-level
+    calibration). The gap is that of the step before: a step's own is known only after its last micro-batch.
+
+    Args:
+        start: the beta of the loss's configuration.
+        config: the run's `preference.beta` section.
+        total_steps: optimiser steps of the whole run.
     """
-    if config.final is None:
-        return start
-    progress = min(1.0, step / max(1, total_steps - 1))
-    if config.schedule == "cosine":
-        progress = 0.5 * (1.0 - math.cos(math.pi * progress))
-    return start + (config.final - start) * progress
+
+    def __init__(self, start: float, config: BetaConfig, *, total_steps: int) -> None:
+        self._start = start
+        self._config = config
+        self._total_steps = total_steps
+        self._excess = 0.0  # of the last step's gap over the running mean before it, in log-ratio
+        self._running: float | None = None  # smoothed gap, in log-ratio
+
+    def value(self, step: int) -> float:
+        """The beta of the step with this index, from 0."""
+        config, beta = self._config, self._start
+        if config.final is not None:
+            progress = min(1.0, step / max(1, self._total_steps - 1))
+            if config.schedule == "cosine":
+                progress = 0.5 * (1.0 - math.cos(math.pi * progress))
+            beta += (config.final - beta) * progress
+        beta *= 1.0 + config.gap_gain * beta * self._excess
+        return max(config.min or 0.0, min(beta, config.max or math.inf))
+
+    def observe(self, gap: float) -> None:
+        """Take in a finished step's mean log-ratio gap: chosen minus rejected, not multiplied by beta."""
+        running = gap if self._running is None else self._running
+        smoothing = self._config.gap_smoothing
+        self._excess = gap - running
+        self._running = smoothing * running + (1 - smoothing) * gap
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-able."""
+        return {"excess": self._excess, "running": self._running}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._excess, self._running = state["excess"], state["running"]

@@ -1,4 +1,4 @@
-"""Beta's schedules."""
+"""Beta's schedules, and how it follows the gap."""
 
 from __future__ import annotations
 
@@ -8,20 +8,46 @@ import pytest
 from pydantic import ValidationError
 
 from grpo_fast.config.preference import BetaConfig
-from grpo_fast.preference.trainer import beta_of_step
+from grpo_fast.preference.trainer import BetaController
+
+
+def controller(**config: object) -> BetaController:
+    return BetaController(0.1, BetaConfig(**config), total_steps=5)
 
 
 def test_schedules_lead_from_the_first_step_to_the_last():
-    def betas(*steps: int, **config: object) -> list[float]:
-        return [beta_of_step(0.1, BetaConfig(**config), step, 5) for step in steps]
-
-    assert betas(*range(5), schedule="linear", final=0.5) == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5])
-    early = 0.1 + 0.4 * 0.5 * (1 - math.cos(math.pi / 4))
-    assert betas(0, 1, 2, 4, 9, schedule="cosine", final=0.5) == pytest.approx([0.1, early, 0.3, 0.5, 0.5])
-    assert betas(0, 4) == [0.1, 0.1]
+    linear, cosine = (controller(schedule=name, final=0.5) for name in ("linear", "cosine"))
+    assert [linear.value(step) for step in range(5)] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5])
+    assert [cosine.value(step) for step in (0, 2, 4, 9)] == pytest.approx([0.1, 0.3, 0.5, 0.5])
+    assert cosine.value(1) == pytest.approx(0.1 + 0.4 * 0.5 * (1 - math.cos(math.pi / 4)))
+    assert [controller().value(step) for step in (0, 4)] == [0.1, 0.1]
 
 
-@pytest.mark.parametrize(("key", "value"), [("schedule", "linear"), ("final", 0.3)])
-def test_a_contradictory_section_is_refused(key: str, value: object):
-    with pytest.raises(ValidationError, match=f"{key} = {value!r}"):
-        BetaConfig(**{key: value})
+def test_beta_follows_the_gap_of_the_step_before_within_its_bounds():
+    beta = controller(gap_gain=0.6, gap_smoothing=0.9, min=0.05, max=0.2)
+    assert beta.value(0) == 0.1
+    beta.observe(5.0)
+    assert beta.value(1) == 0.1  # there was nothing to compare the first gap with
+    beta.observe(9.0)
+    # β-DPO, arXiv 2407.08639: (1 + α (M − M₀)) β₀, with M = β₀ × gap and M₀ the mean of earlier ones
+    assert beta.value(2) == pytest.approx((1 + 0.6 * 0.1 * (9.0 - 5.0)) * 0.1)
+    beta.observe(2.0)
+    running = 0.9 * 5.0 + 0.1 * 9.0
+    assert beta.value(3) == pytest.approx((1 + 0.6 * 0.1 * (2.0 - running)) * 0.1)
+    for gap, bound in ((1e3, 0.2), (-1e3, 0.05)):
+        beta.observe(gap)
+        assert beta.value(4) == bound
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ({"schedule": "linear"}, "schedule = 'linear'"),
+        ({"final": 0.3}, "final = 0.3"),
+        ({"gap_gain": 1.0, "min": 0.1}, "gap_gain = 1.0"),
+        ({"min": 0.5, "max": 0.1}, "min = 0.5"),
+    ],
+)
+def test_a_contradictory_section_is_refused(config, named):
+    with pytest.raises(ValidationError, match=named):
+        BetaConfig(**config)

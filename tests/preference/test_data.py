@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from grpo_fast.config.schema import TrainConfig
 from grpo_fast.data import load_prompts
 from grpo_fast.preference.comparison import Comparison, mismatched
 from grpo_fast.preference.data import load_comparisons
-from tests.conftest import word_tokenizer
 
 WORDS = (
     "[UNK] </s> <user> <assistant> <system> one two three four five six seven eight be brief + - = Answer:"
@@ -28,9 +28,13 @@ TEMPLATE = (
 
 
 def make_tokenizer(template: str | None) -> PreTrainedTokenizerFast:
-    tokenizer = word_tokenizer([*WORDS.split(), *map(str, range(-100, 140))], "</s>")
-    tokenizer.chat_template = template
-    return tokenizer
+    numbers = [str(number) for number in range(-100, 140)]
+    vocabulary = {word: i for i, word in enumerate(dict.fromkeys(WORDS.split() + numbers))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="[UNK]", eos_token="</s>", chat_template=template
+    )
 
 
 CHAT, PLAIN = make_tokenizer(TEMPLATE), make_tokenizer(None)
@@ -87,6 +91,14 @@ def test_conversations_give_the_same_tokens_as_text(tmp_path):
         row |= {name: [*before, says("assistant", PAIR[name])] for name in ("chosen", "rejected")}
         (found,) = load(tmp_path, [row], CHAT)
         assert (found.prompt.token_ids, found.completion_ids) == (text.prompt.token_ids, text.completion_ids)
+
+
+def test_system_prompt_and_examples_stand_before_the_prompt_only(tmp_path):
+    source = str(tmp_path / "rows.jsonl")
+    dataset = {"source": source, "system_prompt": "be brief", "examples": [("one", "two")]}
+    (pair,) = load(tmp_path, [PAIR], CHAT, dataset=dataset)
+    assert words(pair.prompt.token_ids).startswith("<system> be brief </s> brief <user> one </s>")
+    assert texts(pair)[0] == "three </s>"
 
 
 def test_any_end_token_of_the_model_ends_a_completion(tmp_path):
@@ -162,6 +174,7 @@ def row(*items: Any, **more: object) -> dict:
         ([PAIR | {"rejected": "three"}], {}, "row 0: chosen and rejected are the same"),
         ([PAIR | {"chosen": " "}], {}, "row 0: chosen = ' '"),
         ([PAIR, PAIR | {"margin": "big"}], {}, "row 1: margin = 'big'"),
+        ([PAIR | {"weight": -1}], {}, "row 0: weight = -1"),
         ([PAIR | {"chosen": [{"role": "user", "content": "three"}]}], {}, "row 0: chosen"),
         ([PAIR], {"preference": {"max_completion_length": 2}}, "rejected has 3 tokens"),
         ([LABELLED | {"label": "yes"}] * 2, KTO, "label = 'yes'"),
@@ -179,10 +192,13 @@ def row(*items: Any, **more: object) -> dict:
         ([row(GOOD, {"response": "5"})], RANK, r"group\[1\] = "),
         ([row(GOOD, BAD | {"score": 2})], RANK, "both of rank and score"),
         ([row(GOOD, {"response": "5", "score": 0.5})], RANK, "group mixes rank and score"),
+        ([row(GOOD, BAD | {"rank": "2"})], RANK, r"group\[1\].rank = '2'"),
         ([row(GOOD, BAD | {"rank": 0})], RANK, r"group\[1\].rank = 0"),
         ([row(GOOD, BAD | {"response": " "})], RANK, r"group\[1\].response = ' '"),
+        ([row(GOOD, BAD | {"reward": 1})], RANK, r"group\[1\].reward"),
         ([row(GOOD, BAD | {"logprob": 0.5})], RANK, r"group\[1\].logprob = 0.5"),
         ([row(GOOD, GOOD | {"rank": 2})], RANK, r"group\[0\] and group\[1\] are the same response"),
+        ([row(GOOD, BAD, group_type=3)], RANK, "group_type = 3"),
         ([row(GOOD, BAD, weight=math.inf)], RANK, "weight"),
     ],
 )

@@ -117,7 +117,7 @@ def test_a_step_after_out_of_memory_equals_one_of_small_micro_batches(
 
 
 def test_a_resumed_run_is_the_one_that_was_not_stopped(make_run, tmp_path):
-    beta = {"schedule": "cosine", "final": 0.5}
+    beta = {"schedule": "cosine", "final": 0.5, "gap_gain": 0.6, "min": 0.01, "max": 1.0}
     config = make_run("dpo", {"beta": beta}, checkpoint={"every": 2}, evaluation={})
     run_dir = train(config, display=False).run_dir
     whole = (run_dir / "metrics.jsonl").read_text()
