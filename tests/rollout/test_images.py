@@ -20,6 +20,7 @@ from grpo_fast.data.table import CompletionTable
 from grpo_fast.policy import Policy, load_policy, pack
 from grpo_fast.rollout import Engine, make_engine
 from grpo_fast.rollout.types import Sampling, generate_rollout
+from grpo_fast.rollout.vllm import settings
 from grpo_fast.rollout.vllm.settings import require_vision
 from tests.vision_models import CONFIGS, OfGemma4, picture, save_vision_model
 
@@ -108,9 +109,14 @@ def test_vllm_sees_the_same_images_before_and_after_a_sync(
 
 
 @pytest.mark.parametrize("kind", ["gemma3", "gemma4"])
-def test_on_a_cpu_vllm_is_not_given_images_whose_tokens_see_each_other(kind: str, tmp_path: Path) -> None:
-    pytest.importorskip("torchvision")
+def test_on_a_cpu_vllm_is_not_given_images_whose_tokens_see_each_other(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     architecture = AutoConfig.from_pretrained(save_vision_model(tmp_path, kind))
+    monkeypatch.setattr(settings, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"torchvision .* type gemma\d"):
+        require_vision(architecture, on_gpu=True, images=False)
+    monkeypatch.setattr(settings, "find_spec", lambda name: name)
     require_vision(architecture, on_gpu=False, images=False)
     require_vision(architecture, on_gpu=True, images=True)
     with pytest.raises(ValueError, match=r"gemma\d all of it: set rollout\.engine"):
