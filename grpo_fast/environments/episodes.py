@@ -175,7 +175,6 @@ class EpisodeRollout(CoroutineRollout):
             instances.add(environment)
         row = {name: value for name, value in prompt.columns.items() if name != ENVIRONMENT_COLUMN}
         row["prompt"] = turns
-        instances.check_reset(row)
         given = await talk.required("reset", environment.reset, row)
         if given is None:
             return talk

@@ -25,7 +25,7 @@ from grpo_fast.policy.experts import balance_loss
 from grpo_fast.policy.out_of_memory import optimizer_step
 from grpo_fast.policy.packing import assign_to_ranks
 from grpo_fast.record.logs import Clock
-from grpo_fast.rollout.transformers import evaluation_mode
+from grpo_fast.rollout.agreement import evaluation_mode
 
 AUX_LOSS = "router_aux_loss"
 """The metric of a mixture's load-balancing loss, before its coefficient."""

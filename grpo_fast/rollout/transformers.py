@@ -5,19 +5,19 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
 from math import inf
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from grpo_fast.policy import Policy
-from grpo_fast.policy.architecture import fix_rope, own_logits, random_tokens, rounding_nats
+from grpo_fast.policy.architecture import fix_rope
 from grpo_fast.policy.out_of_memory import is_out_of_memory
 from grpo_fast.policy.routing import recorded
+from grpo_fast.rollout.agreement import evaluation_mode, require_agreement
 from grpo_fast.rollout.batch import Batch, Pending, Report
 from grpo_fast.rollout.decoder import decode, reads_prompts_once
 from grpo_fast.rollout.generate import generate, takes_padding
@@ -40,18 +40,6 @@ if TYPE_CHECKING:
 
 _REMEDY = "set rollout.engine to vllm, or model.path to another model"
 CPU_BATCH_TOKENS = 40_000  # held at once on a CPU unless configured: 1.8 GB of SmolLM2-135M in float32
-
-
-@contextmanager
-def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Turn off dropout, and checkpointing, which drops the cache."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 class TransformersEngine:
@@ -187,42 +175,21 @@ class TransformersEngine:
     def __exit__(self, *exc: object) -> None: ...
 
     def _require_ready(self) -> None:
-        """Raise RuntimeError while asleep, and in the first call ValueError as `_require_own_logprobs`."""
+        """Raise RuntimeError while asleep, and once ValueError for a model that cannot be sampled."""
         if self._asleep:
             raise RuntimeError("generate() on a sleeping engine; call wake() first")
-        if not self._checked:
-            self._require_own_logprobs()
-            self._checked = True
-
-    def _require_own_logprobs(self) -> None:
-        """Sample a few tokens, and raise ValueError where their log-probabilities are not the model's own.
-
-        Only the numbers show that a model takes padding for tokens, or computes otherwise with a cache.
-        """
-        tokens = random_tokens(self._base, 14, torch.Generator().manual_seed(0)).tolist()
-        prompts, found = (tuple(tokens[:9]), tuple(tokens[9:])), dict[int, Completion]()
-        uniforms = uniforms_of(sampling := Sampling(max_completion_length=8, seed=0), len(prompts))
-        pending = [Pending(p, uniforms[:, i], partial(found.__setitem__, i)) for i, p in enumerate(prompts)]
-        name = type(self._base).__name__
+        if self._checked:
+            return
+        self._checked = True  # or `generate` would check again
         try:
-            self._sample(pending, sampling, lambda decoding: None)
-        except Exception as error:
-            if is_out_of_memory(error) or isinstance(error, FloatingPointError):
+            require_agreement(self._base, self.generate, _REMEDY, max_length=self.max_batch_tokens)
+        except BaseException as error:
+            self._checked = False
+            refused = isinstance(error, FloatingPointError | ValueError) or is_out_of_memory(error)
+            if refused or not isinstance(error, Exception):
                 raise
-            raise ValueError(f"{name} cannot be sampled from: {error!r}; {_REMEDY}") from error
-        apart = []
-        with evaluation_mode(self.model), torch.no_grad():
-            for number, prompt in enumerate(prompts):
-                ids = torch.tensor(found[number].token_ids)
-                logits = own_logits(self._base, [*prompt, *found[number].token_ids])[len(prompt) - 1 : -1]
-                own = logits.cpu().log_softmax(-1).gather(1, ids[:, None])[:, 0]
-                apart.append((own - torch.tensor(found[number].logprobs)).abs())
-        nats = float(torch.cat(apart).mean())
-        if not nats <= rounding_nats(self._base.dtype, self._base.device.type):
-            raise ValueError(
-                f"{name} cannot be sampled from: token by token its log-probabilities are {nats:.2g} nats "
-                f"from those of whole sequences; {_REMEDY}"
-            )
+            name = type(self._base).__name__
+            raise ValueError(f"{name} cannot be sampled: {error!r}; {_REMEDY}") from error
 
     def _require_room(self, prompt: Sequence[int], max_new: int) -> None:
         """Raise ValueError where one completion alone exceeds `max_batch_tokens`."""

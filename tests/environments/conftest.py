@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -51,8 +50,3 @@ class ScriptedEngine:
                 self.served.append((request.token_ids, request.sampling, ids))
                 logprobs = tuple(-0.5 - i for i in range(len(ids)))
                 requests.give(request, Completion(ids, logprobs, "", truncated))
-
-
-@pytest.fixture
-def random_source(seed: int) -> Iterator[random.Random]:
-    yield random.Random(seed)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
-import os
 import random
 import sys
 import threading
@@ -28,7 +27,7 @@ from grpo_fast.environments.template import TurnTemplate
 from grpo_fast.rollout import Completion, Requests, Rollout, Sampling
 from tests.environments.conftest import END, ScriptedEngine
 
-TURNS = int(os.environ.get("GRPO_FAST_TURNS", "400"))  # of random text
+TURNS = 400  # of random text
 SAMPLING = Sampling(max_completion_length=400, seed=3)
 
 
@@ -267,20 +266,6 @@ def test_blocks_of_text_are_joined_and_what_is_no_text_is_refused(tokenizer) -> 
                 play(tokenizer, ["."], rows=rows, environment="m:Blocks")
 
 
-def test_a_reset_that_does_not_fit_the_columns_says_which_there_are(tokenizer) -> None:
-    class Narrow(Blocks):
-        def reset(self, prompt: Any) -> None:  # type: ignore[override]
-            pass
-
-    rows = [{"prompt": "Who?", "beginning": None, "answer": 4}]
-    with paths(Blocks=Blocks, Narrow=Narrow):
-        said = "Blocks.reset .* required argument: 'begin'. Its columns are answer, beginning, prompt: rename"
-        with pytest.raises(ValueError, match=said):
-            play(tokenizer, ["."], rows=rows, environment="m:Blocks")
-        with pytest.raises(ValueError, match=r"Narrow.reset .* argument '(answer|beginning)'.* add \*\*row"):
-            play(tokenizer, ["."], rows=rows, environment="m:Narrow")
-
-
 def test_rows_choose_among_environments_and_see_the_tools_of_their_own(tokenizer) -> None:
     class Shop(Game):
         def buy(self, thing: str) -> str:
@@ -320,31 +305,39 @@ class Speechless:
         """Guess."""
 
 
+class Narrow:
+    def reset(self, answer: int) -> None:
+        """Misses the columns that it does not name."""
+
+
+def bare(key) -> str:
+    """Bare."""
+    return key
+
+
 @pytest.mark.parametrize(
-    ("name", "error", "message"),
+    ("settings", "error", "message"),
     [
-        ("Broken", RuntimeError, r"cannot be reset for row 0 \(OSError: no route, at .*test_episodes.py"),
-        ("Unpaid", RuntimeError, r"Unpaid.get_reward returned nan"),
-        ("Speechless", ValueError, r"rollout.environment = 'm:Speechless' has no method reset"),
+        (
+            {"environment": "m:Broken"},
+            RuntimeError,
+            r"be reset for row 0 \(OSError: no route, at .*test_episodes.py",
+        ),
+        ({"environment": "m:Narrow"}, RuntimeError, r"reset for row 0 \(TypeError: .*reset\(\) .*argument"),
+        ({"environment": "m:Unpaid"}, RuntimeError, r"Unpaid.get_reward returned nan"),
+        (
+            {"environment": "m:Speechless"},
+            ValueError,
+            r"rollout.environment = 'm:Speechless' has no method re",
+        ),
+        ({"tools": ["m:bare"]}, ValueError, r"the tool bare has no schema .*give every argument"),
     ],
+    ids=["Broken", "Narrow", "Unpaid", "Speechless", "bare"],
 )
-def test_an_environment_that_is_broken_ends_the_rollout(
-    tokenizer, name: str, error: type, message: str
-) -> None:
-    with paths(**{name: globals()[name]}), pytest.raises(error, match=message):
-        play(tokenizer, ["."], n=3, environment=f"m:{name}")
-
-
-def test_a_tool_without_a_schema_is_refused_by_name(tokenizer) -> None:
-    def bare(key) -> str:
-        """Bare."""
-        return key
-
-    with (
-        paths(bare=bare),
-        pytest.raises(ValueError, match=r"the tool bare has no schema .*give every argument"),
-    ):
-        load_toolsets(RolloutConfig(tools=["m:bare"]))
+def test_a_broken_environment_or_tool_ends_the_rollout(tokenizer, settings, error, message: str) -> None:
+    objects = {kind.__name__: kind for kind in (Broken, Narrow, Unpaid, Speechless, bare)}
+    with paths(**objects), pytest.raises(error, match=message):
+        play(tokenizer, ["."], n=3, **settings)
 
 
 def test_an_error_of_the_engine_ends_every_completion(tokenizer) -> None:
@@ -360,53 +353,34 @@ def test_an_error_of_the_engine_ends_every_completion(tokenizer) -> None:
 
 
 def test_no_token_of_the_model_is_ever_made_anew(tokenizer, seed: int) -> None:
-    """Random turns and random answers; what a decoded turn would have been tokenised to differs often."""
-    source, said, kept, anew = random.Random(seed), 0, 0, 0
+    """Random turns and random answers; a decoded turn is often tokenized to something else."""
+    source, turns, anew = random.Random(seed), 0, 0
     alphabet = "abc the answer<tool_response>\n\"'{}\\ äß漢\U0001f600\u200b\r\t"
 
-    def noise(key: str) -> str:
-        """Noise.
-
-        Args:
-            key: unused
-        """
-        return "".join(random.Random(f"{seed} {key}").choices(alphabet, k=source.randrange(30)))
+    def noise() -> str:
+        """Noise."""
+        return "".join(source.choices(alphabet, k=source.randrange(30)))
 
     def say(context: Sequence[int]) -> list[int]:
-        nonlocal said
-        said += 1
-        drawn = [source.randrange(len(tokenizer)) for _ in range(source.randrange(12))]
-        drawn = [token for token in drawn if token > END]
-        asked = call("noise", key=str(said)) if source.random() < 0.95 else ""
+        drawn = [source.randrange(END + 1, len(tokenizer)) for _ in range(source.randrange(12))]
+        asked = call("noise") if source.random() < 0.95 else ""
         return [*drawn, *tokenizer(asked, add_special_tokens=False)["input_ids"], END]
 
-    rows = [{"prompt": str(i)} for i in range(4)]
     with paths(noise=noise):
-        rollout, prompts = rollout_of(tokenizer, rows, tools=["m:noise"], max_turns=50)
-    while said < TURNS:
+        rollout, prompts = rollout_of(tokenizer, tools=["m:noise"], max_turns=50)
+    while turns < TURNS:
         engine = ScriptedEngine(say)
-        sampling = Sampling(max_completion_length=10**6, seed=source.getrandbits(30))
-        for prompt, group in zip(prompts, rollout(engine, prompts, 4, sampling), strict=True):
-            for one in group:
-                assert one.episode.prompt_ids == prompt.token_ids
-                whole = prompt.token_ids + one.token_ids
-                turns = {
-                    len(context): ids  # in their order
-                    for context, _, ids in engine.served
-                    if whole[len(context) : len(context) + len(ids)] == ids
-                    and whole[: len(context)] == context
-                }
-                own = [*compress(one.token_ids, one.episode.sampled)]
-                assert own == [token for ids in turns.values() for token in ids]
-                kept += len(own)
-                for ids in turns.values():
-                    again = tokenizer(tokenizer.decode(list(ids)), add_special_tokens=False)["input_ids"]
-                    anew += again != list(ids)
-    print(
-        f"{said} turns, {kept} tokens of the model, all as sampled; {anew} turns read otherwise when decoded"
-    )
-    assert kept
-    assert anew > said / 10
+        ((one,),) = rollout(engine, prompts, 1, Sampling(max_completion_length=10**6, seed=seed))
+        whole = one.episode.prompt_ids + one.token_ids
+        assert all(whole[: len(context)] == context for context, _, _ in engine.served)
+        said = [ids for _, _, ids in engine.served]
+        assert [*compress(one.token_ids, one.episode.sampled)] == [token for ids in said for token in ids]
+        again = [
+            tokenizer(tokenizer.decode(list(ids)), add_special_tokens=False)["input_ids"] for ids in said
+        ]
+        anew += sum(ids != list(kept) for ids, kept in zip(again, said, strict=True))
+        turns += len(said)
+    assert anew > turns / 10
 
 
 Refusal = Callable[[str], str]

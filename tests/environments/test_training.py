@@ -97,12 +97,17 @@ def test_stages_bring_their_own_tools_and_evaluation_keeps_those_of_the_run(play
         ({"rollout": {"environment": {"a": "OWN:Guess"}}}, "row 0: the column 'environment' says None"),
         ({"rollout": {"environment": "OWN:Mute"}, "rewards": []}, "rewards is empty.* with a method get_rew"),
         ({"rollout": {}, "rewards": []}, "rewards is empty.* with a method get_reward"),
+        (
+            {"dataset": {"source": "ROWS", "rename": {"start": "begin"}}},
+            "'start'. Its columns are begin",
+        ),
         ({"dataset": {"source": "x", "overlong_prompts": "truncate"}}, "'truncate' keeps .* says of tools"),
         ({"algorithm": "dpo", "rewards": []}, "is not read by algorithm = 'dpo'"),
     ],
 )
 def test_a_run_that_could_not_play_is_refused_at_its_start(playing_toy, changes, said: str):
     text = json.dumps(playing_toy | {"evaluation": {}} | changes)
+    text = text.replace("ROWS", playing_toy["dataset"]["source"])
     own = playing_toy["rollout"]["environment"].rpartition(":")[0]
     with pytest.raises((ValueError, RuntimeError), match=said):
         build_trainer(TrainConfig(**json.loads(text.replace("OWN", own))))

@@ -27,7 +27,7 @@ from grpo_fast.policy.load import (
     resolve_dtype,
     resolve_packing,
 )
-from grpo_fast.rollout.transformers import evaluation_mode
+from grpo_fast.rollout.agreement import evaluation_mode
 
 Load = Callable[..., Policy]
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoConfig
 
 from grpo_fast.config.data import DatasetConfig
 from grpo_fast.config.policy import ModelConfig
@@ -19,6 +20,8 @@ from grpo_fast.data.table import CompletionTable
 from grpo_fast.policy import Policy, load_policy, pack
 from grpo_fast.rollout import Engine, make_engine
 from grpo_fast.rollout.types import Sampling, generate_rollout
+from grpo_fast.rollout.vllm import settings
+from grpo_fast.rollout.vllm.settings import require_vision
 from tests.vision_models import CONFIGS, OfGemma4, picture, save_vision_model
 
 
@@ -65,21 +68,6 @@ def test_completions_have_the_logprobs_that_the_trainer_computes(kind: str, tmp_
         agree(policy, engine, dataset, 1e-5)
 
 
-def with_vllm(folder: Path, kind: str, **text: Any) -> tuple[Policy, PromptDataset, Engine]:
-    for needed in ("torchvision", "blake3"):  # which vLLM asks for when it reads images
-        pytest.importorskip(needed)
-    heads = {"hidden_size": 64, "num_attention_heads": 2, "head_dim": 32}  # that its kernels have
-    dtype = "bfloat16" if kind.startswith("qwen3_5") else "float32"
-    model = ModelConfig(path=str(save_vision_model(folder, kind, **heads, **text)), dtype=dtype, device="cpu")
-    policy = load_policy(model)
-    if kind == "gemma4":
-        policy.image_reader = ImageReader(lambda: OfGemma4(folder))
-    rows = [{"prompt": "how many", "image": picture(64, 64)} for _ in range(2)]
-    config = RolloutConfig(engine="vllm", vllm=VLLMConfig(kv_cache_gib=0.05))
-    dataset = prompts_of(rows, DatasetConfig(source="rows"), policy.tokenizer, images=policy.image_reader)
-    return policy, dataset, make_engine(config, policy, max_length=128)
-
-
 WIDE = {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4}
 
 
@@ -98,8 +86,18 @@ WIDE = {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_k
 def test_vllm_sees_the_same_images_before_and_after_a_sync(
     kind: str, text: dict[str, Any], nats: float, of: Any, tmp_path: Path, on_vllms_cpu: None
 ) -> None:
-    policy, dataset, made = with_vllm(tmp_path, kind, **text)
-    with made as engine:
+    for needed in ("torchvision", "blake3"):  # which vLLM asks for when it reads images
+        pytest.importorskip(needed)
+    heads = {"hidden_size": 64, "num_attention_heads": 2, "head_dim": 32}  # that its kernels have
+    folder, dtype = (
+        save_vision_model(tmp_path, kind, **heads, **text),
+        "float32" if nats < 0.01 else "bfloat16",
+    )
+    policy = load_policy(ModelConfig(path=str(folder), dtype=dtype, device="cpu"))
+    rows = [{"prompt": "how many", "image": picture(64, 64)} for _ in range(2)]
+    dataset = prompts_of(rows, DatasetConfig(source="rows"), policy.tokenizer, images=policy.image_reader)
+    config = RolloutConfig(engine="vllm", vllm=VLLMConfig(kv_cache_gib=0.05))
+    with make_engine(config, policy, max_length=128) as engine:
         agree(policy, engine, dataset, nats, of)
         with torch.no_grad():
             for weight in policy.trainable().values():
@@ -110,14 +108,16 @@ def test_vllm_sees_the_same_images_before_and_after_a_sync(
         agree(policy, engine, dataset, nats, of)
 
 
-@pytest.mark.drawn(1)
-@pytest.mark.parametrize(("kind", "text"), [("gemma3", {}), ("gemma4", {"global_head_dim": 32})])
+@pytest.mark.parametrize("kind", ["gemma3", "gemma4"])
 def test_on_a_cpu_vllm_is_not_given_images_whose_tokens_see_each_other(
-    kind: str, text: dict[str, Any], tmp_path: Path, on_vllms_cpu: None
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    policy, dataset, made = with_vllm(tmp_path, kind, **text)
-    with (
-        made as engine,
-        pytest.raises(ValueError, match=r"gemma\d all of it: set rollout\.engine"),
-    ):
-        agree(policy, engine, dataset, 1e-4)
+    architecture = AutoConfig.from_pretrained(save_vision_model(tmp_path, kind))
+    monkeypatch.setattr(settings, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"torchvision .* type gemma\d"):
+        require_vision(architecture, on_gpu=True, images=False)
+    monkeypatch.setattr(settings, "find_spec", lambda name: name)
+    require_vision(architecture, on_gpu=False, images=False)
+    require_vision(architecture, on_gpu=True, images=True)
+    with pytest.raises(ValueError, match=r"gemma\d all of it: set rollout\.engine"):
+        require_vision(architecture, on_gpu=False, images=True)

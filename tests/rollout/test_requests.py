@@ -22,7 +22,7 @@ def engine(model, tokenizer) -> TransformersEngine:
     return TransformersEngine(model, tokenizer, eos_ids=[99])  # never drawn
 
 
-def test_a_ctrl_c_while_all_wait_for_a_slow_tool_ends_the_rollout_and_leaves_nobody_waiting(engine):
+def test_a_ctrl_c_during_a_slow_tool_ends_the_rollout_for_all(engine):
     between, before = Requests(clients=2), signal.getsignal(signal.SIGINT)
     waiting = between.ask((3, 4), SAMPLING)  # the other client is in its tool
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -40,7 +40,7 @@ def test_a_ctrl_c_while_all_wait_for_a_slow_tool_ends_the_rollout_and_leaves_nob
         between.ask((3, 4), SAMPLING)
 
 
-def test_what_a_client_gave_up_is_not_drawn_and_a_late_answer_to_a_closed_rollout_goes_nowhere():
+def test_a_cancelled_request_is_not_sampled_and_a_late_answer_is_dropped():
     between = Requests(clients=2)
     given_up, wanted = between.ask((3,), SAMPLING), between.ask((4,), SAMPLING)
     given_up.cancel()
@@ -53,7 +53,7 @@ def test_what_a_client_gave_up_is_not_drawn_and_a_late_answer_to_a_closed_rollou
     assert isinstance(wanted.exception(0), RuntimeError) and between.take("any") is None
 
 
-def test_how_long_clients_take_does_not_change_what_a_batch_of_their_turns_draws(engine, seed):
+def test_how_long_clients_take_does_not_change_what_is_sampled(engine, seed):
     """So that a resumed run draws what an uninterrupted one does, to the bit."""
     pauses = random.Random(seed)
 

@@ -149,14 +149,6 @@ def assert_follows(tokens: torch.Tensor, probs: torch.Tensor) -> None:
     assert p_value > 1e-6, f"chi-square {statistic:.1f} with {degrees} degrees of freedom"
 
 
-def test_an_end_token_at_the_last_position_is_not_a_truncation(model, seed, engine_for):
-    without(model, tuple(i for i in range(30) if i != 1))
-
-    (completion,) = engine_for(model).generate(random_prompts(seed, 1), 1, Sampling(1))[0]
-
-    assert (completion.token_ids, completion.truncated, completion.text) == ((1,), False, "")
-
-
 @pytest.mark.parametrize("family", ["llama", "mistral", "lfm2", "mamba2"])
 def test_batches_within_the_token_budget_do_not_change_a_sample(
     family, seed, engine_for, family_model, monkeypatch
@@ -186,8 +178,9 @@ def test_batches_within_the_token_budget_do_not_change_a_sample(
 
 
 def test_a_budget_below_one_completion_and_missing_ends_are_refused(model, tokenizer, engine_for):
-    parts = {"model": model, "tokenizer": tokenizer, "eos_token_ids": (1, 2), "device": model.device}
-    with make_engine(RolloutConfig(max_batch_tokens=14), SimpleNamespace(**parts, sharded=False)) as engine:
+    parts = {"model": model, "tokenizer": tokenizer, "eos_token_ids": (1, 2), "image_reader": None}
+    policy = SimpleNamespace(**parts, device=model.device, sharded=False)
+    with make_engine(RolloutConfig(max_batch_tokens=14), policy) as engine:
         assert (engine.model, engine.eos_ids) == (model, (1, 2))
         with pytest.raises(ValueError, match=r"max_batch_tokens = 14.*at least 15"):
             engine.generate([(3,), (3, 4, 5)], 1, SAMPLING)

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from grpo_fast.data.images import PromptImages
     from grpo_fast.policy import Policy
 
+COMPARED_TOKENS = 2000  # of two tokenizers
+
 
 def params_of(policy: Policy, sampling: Sampling) -> SamplingParams:
     """Return vLLM's parameters of one completion."""
@@ -76,3 +78,14 @@ def _experts_of(policy: Policy, output: Any) -> Any:
             f"are {layout}; set rollout.router_replay to false"
         )
     return told[:read].astype("int16")
+
+
+def require_same_tokenizer(ours: Any, theirs: Any) -> None:
+    """Raise ValueError if vLLM, which finds stop strings, made another tokenizer of the same files."""
+    ids = list(range(min(len(ours), COMPARED_TOKENS)))
+    if ours.decode(ids) != theirs.decode(ids):
+        raise ValueError(
+            f"vLLM reads the tokenizer's files as {type(theirs).__name__}, which decodes differently from "
+            f"the policy's {type(ours).__name__} and would miss rollout.stop; leave stop out, or set "
+            "rollout.engine to transformers"
+        )

@@ -19,13 +19,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from grpo_fast.config.rollout import VLLMConfig
 from grpo_fast.distributed.shards import local
 from grpo_fast.distributed.world import SINGLE_PROCESS, World
 from grpo_fast.policy.source import first_not_finite
 from grpo_fast.policy.vision import sees_images
+from grpo_fast.rollout.agreement import require_agreement
 from grpo_fast.rollout.requests import Request, Requests
 from grpo_fast.rollout.sampling import any_seed, seeded
 from grpo_fast.rollout.types import (
@@ -36,7 +36,7 @@ from grpo_fast.rollout.types import (
     Sampling,
     check_prompts,
 )
-from grpo_fast.rollout.vllm import checks
+from grpo_fast.rollout.vllm import convert
 from grpo_fast.rollout.vllm.convert import completion_of, content_of, params_of
 from grpo_fast.rollout.vllm.settings import choose, require_vision
 from grpo_fast.rollout.vllm.sleep import SleepCycle
@@ -112,14 +112,13 @@ class VLLMEngine:
             self._cycle.level = (1 if shared else 2) if choices.level == "auto" else choices.level
             self._max_length = int(self._vllm.model_config.max_model_len)  # of a prompt and its completion
             policy.fix_rope(self._max_length)  # by which vLLM has chosen its own
-            probe = checks.probe_tokens(policy)[: self._max_length - 1]
             if self._cycle.level == 2:
                 # Waking restores parameters and buffers. Tensors that the model keeps elsewhere come back as
                 # garbage, which nothing but the output shows.
                 self.sleep()
             self.sync(policy)
             self.wake()
-            apart = checks.require_agreement(policy, probe, self._probe_logprobs(probe), self._cycle.level)
+            apart = self._require_agreement()
             if policy.quantized:
                 own = f"a base of its own in full precision, for {choices.obstacle}"
                 reason = f"beside {'the 4-bit base of the policy' if choices.shares else own}"
@@ -237,7 +236,7 @@ class VLLMEngine:
                 "rollout.max_completion_length"
             )
         if sampling.stop:
-            checks.require_same_tokenizer(self._policy.tokenizer, self._vllm.get_tokenizer())
+            convert.require_same_tokenizer(self._policy.tokenizer, self._vllm.get_tokenizer())
 
     def sleep(self) -> None:
         self._require_open()
@@ -357,21 +356,20 @@ class VLLMEngine:
     def _completion(self, output: Any) -> Completion:
         return completion_of(self._policy, output, self._tells_experts)
 
+    def _require_agreement(self) -> float:
+        level = self._cycle.level
+        remedy = (
+            "vLLM implements the model differently, or its reload of the weights is not exact: set "
+            f"{'rollout.vllm.sleep_level to 1, or ' * (level == 2)}rollout.engine to transformers"
+        )
+        model, run = self._policy.base_model, self._policy.run
+        return require_agreement(model, self.generate, remedy, max_length=self._max_length, run=run)
+
     def _tokens_in_flight(self) -> int:
         """Drawn so far by this rank's requests that have not ended."""
         states, own = self._vllm.output_processor.request_states, f"{self._place}-"
         detokenizers = [state.detokenizer for name, state in states.items() if name.startswith(own)]
         return sum(detokenizer.num_output_tokens() for detokenizer in detokenizers if detokenizer is not None)
-
-    def _probe_logprobs(self, probe: Sequence[int]) -> Tensor:
-        """(T - 1,) of T tokens but the first."""
-        params = params_of(self._policy, Sampling(max_completion_length=1, temperature=0.0))
-        outputs: list[Any] = []
-        params.prompt_logprobs, params.flat_logprobs = 0, False
-        batches = iter([[(0, content_of(self._policy, probe), params, outputs.append)]])
-        self._run(lambda idle: next(batches, None if idle else ()))
-        pairs = zip(probe[1:], outputs[0].prompt_logprobs[1:], strict=True)
-        return torch.tensor([logprobs[token].logprob for token, logprobs in pairs])
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from grpo_fast.rollout import Sampling
-from grpo_fast.rollout.vllm.checks import agree, probe_tokens, require_agreement, require_same_tokenizer
+from grpo_fast.rollout.vllm.convert import require_same_tokenizer
 
 SAMPLING = Sampling(max_completion_length=20, seed=11)
 PROMPTS = [(5, 6, 7), (8, 9, 10, 11, 12)]
@@ -95,23 +95,10 @@ def test_a_model_that_vllm_computes_differently_is_refused(direct, monkeypatch):
     norm, engine = direct.engine._worker.get_model().model.norm, direct.engine
     # A tenth of the logits and less: at 1, one random model in twenty hardly differs.
     monkeypatch.setattr(norm, "variance_epsilon", 100.0)
-    tokens = probe_tokens(direct.policy)
-    logprobs = engine._probe_logprobs(tokens)
-
     for level, remedy in ((1, r"set rollout\.engine"), (2, r"set rollout\.vllm\.sleep_level to 1, or")):
+        monkeypatch.setattr(engine._cycle, "level", level)
         with pytest.raises(ValueError, match=rf"LlamaForCausalLM.*{remedy}"):
-            require_agreement(direct.policy, tokens, logprobs, level)
-
-
-def test_agreement_is_up_to_rounding_and_never_with_nan():
-    zeros = torch.zeros(4)
-    half, gpu, cpu = (
-        SimpleNamespace(dtype=dtype, device=torch.device(device))
-        for dtype, device in ((torch.bfloat16, "cpu"), (torch.float32, "cuda"), (torch.float32, "cpu"))
-    )
-    assert agree(zeros, zeros + 0.1, half) and not agree(zeros, zeros + 0.1, gpu)
-    assert agree(zeros, zeros + 0.01, gpu) and not agree(zeros, zeros + 0.01, cpu)
-    assert not agree(zeros, torch.tensor([0.0, 0.0, 0.0, torch.nan]), half)
+            engine._require_agreement()
 
 
 def test_a_tokenizer_that_decodes_differently_is_refused(tokenizer):

@@ -15,13 +15,9 @@ def run(script: str, folder: Path, **environment: str) -> None:
     assert done.returncode == 0, done.stderr[-6000:]
 
 
-def test_two_ranks_with_a_vllm_each_or_one_between_them_draw_the_policys_completions_and_outlive_it(
-    on_vllms_cpu, saved_model
-):
+def test_two_ranks_with_a_vllm_each_or_one_together_sample_the_policy(on_vllms_cpu, saved_model):
     run("vllm_ranks.py", saved_model(heads=2))
 
 
-def test_vllm_tells_each_tokens_experts_which_the_policy_would_choose_and_computes_with(
-    on_vllms_cpu, saved_kind
-):
+def test_vllm_returns_the_experts_that_the_policy_would_choose(on_vllms_cpu, saved_kind):
     run("vllm_experts.py", saved_kind("qwen3_moe"), TRITON_INTERPRET="1")  # read where Triton is imported

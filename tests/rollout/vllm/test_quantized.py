@@ -15,9 +15,7 @@ bitsandbytes = pytest.importorskip("bitsandbytes")
 ROWS = {"q": 12, "k": 8, "v": 8}
 
 
-def test_a_fused_layer_is_its_parts_side_by_side_in_one_graph_and_refuses_what_are_not_its_rows(
-    on_vllms_cpu, rng
-):
+def test_a_fused_layer_is_its_parts_in_one_graph_and_refuses_other_rows(on_vllms_cpu, rng):
     from vllm.model_executor.layers.linear import LinearBase
     from vllm.model_executor.layers.quantization import get_quantization_config
 

@@ -85,7 +85,7 @@ def test_each_level_drives_its_tags_in_order_and_repeated_calls_drive_none(devic
 
 
 @pytest.mark.parametrize("fails", ["sleep 2", "wake weights", "wake kv_cache", "is_sleeping"])
-def test_a_step_that_failed_keeps_it_from_generating_and_can_be_asked_for_again(device, monkeypatch, fails):
+def test_a_failed_step_keeps_it_from_generating_and_can_be_repeated(device, monkeypatch, fails):
     cycle = SleepCycle(device, 2)
     steps = (cycle.sleep, cycle.wake_weights, cycle.weights_loaded, cycle.wake)
     with monkeypatch.context() as patch, pytest.raises((MemoryError, RuntimeError)):

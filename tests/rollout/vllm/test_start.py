@@ -38,7 +38,14 @@ def policy(device: str = "cuda", *, rank: int | None = None, experts: bool = Fal
         base_model=SimpleNamespace(
             dtype=torch.bfloat16, named_parameters=lambda: iter([(name, None)]), modules=lambda: iter(())
         ),
-        **{"sharded": False, "quantized": False, "tokenizer": None, "eos_token_ids": (1,)} | given,
+        **{
+            "sharded": False,
+            "quantized": False,
+            "tokenizer": None,
+            "eos_token_ids": (1,),
+            "image_reader": None,
+        }
+        | given,
         **({} if "model" in given else {"model": SimpleNamespace(peft_config={"": SimpleNamespace(r=rank)})}),
     )
 

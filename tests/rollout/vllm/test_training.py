@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from transformers import AutoTokenizer
 
 from grpo_fast.config.schema import TrainConfig
 from grpo_fast.record.checkpoint import CheckpointStore
-from grpo_fast.run import build_trainer, train
+from grpo_fast.run import train
 
 STEPS = 3
-ROUNDING = {"float32": 1e-3, "bfloat16": 0.3}  # the largest difference of a token, in nats
+ROUNDING = 1e-3  # the largest difference of a token, in nats
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +47,7 @@ def test_sampler_and_trainer_agree_and_a_resumed_run_is_the_whole_one(
 
     steps = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
     differences = [step.get("sampling/logp_difference_max") for step in steps]
-    assert differences[2] is None and max(differences[1], differences[3]) < ROUNDING["float32"]
+    assert differences[2] is None and max(differences[1], differences[3]) < ROUNDING
     for name in ("metrics.jsonl", "samples.jsonl"):
         assert (run / name).read_bytes() == (whole / name).read_bytes()
     ends = [CheckpointStore(folder / "checkpoints").load_latest() for folder in (whole, run)]
@@ -57,32 +55,3 @@ def test_sampler_and_trainer_agree_and_a_resumed_run_is_the_whole_one(
     first, second = map(contents, ends)
     for name, tensor in first.items():
         assert tensor.equal(second[name]), name
-
-
-def test_a_run_trains_on_shared_weights_which_outlive_the_engine(
-    vllm_toy, on_vllms_cpu, tmp_path: Path, largest_difference
-):
-    rollout = {**vllm_toy["rollout"], "vllm": {"kv_cache_gib": 0.05, "share_weights": True}}
-    model = {**vllm_toy["model"], "dtype": "bfloat16"}
-    trainer = build_trainer(TrainConfig(**{**vllm_toy, "rollout": rollout, "model": model}))
-    prompts = [prompt.token_ids for prompt in trainer.stages[0].dataset[:5]]
-    start = {name: p.detach().clone() for name, p in trainer.policy.trainable().items()}
-
-    with trainer.engine as engine:
-        assert engine._sync.way == "shared"
-        assert engine._cycle.asleep  # until the first rollout
-        metrics = [trainer.train_step().metrics for _ in range(2)]
-        saved = {name: p.detach().clone() for name, p in trainer.policy.trainable().items()}
-        store = CheckpointStore(tmp_path / "checkpoints", keep=1)
-        store.save(2, trainer.policy.saved_weights(), state={})
-        metrics.append(trainer.train_step().metrics)
-        store.load_latest().load(trainer.policy.saved_weights())
-        engine.sync(trainer.policy)
-        engine.wake()
-        groups = engine.generate(prompts, 2, replace(trainer.sampling, logprobs=True))
-
-        assert max(step["sampling/logp_difference_max"] for step in metrics) < ROUNDING["bfloat16"]
-        assert largest_difference(trainer.policy, prompts, groups) < ROUNDING["bfloat16"]
-    after = trainer.policy.trainable()
-    assert all(torch.equal(p, saved[name]) for name, p in after.items())
-    assert not all(torch.equal(p, start[name]) for name, p in after.items())

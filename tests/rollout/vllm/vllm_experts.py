@@ -54,7 +54,7 @@ def main(folder: str) -> None:
                     for weight in policy.trainable().values():
                         weight += 0.05 * torch.randn_like(weight)
                 engine.sync(policy)
-            compare(policy, engine.generate(PROMPTS, 3, Sampling(max_completion_length=30, seed=5)))
+            compare(policy, engine.generate(PROMPTS, 2, Sampling(max_completion_length=10, seed=5)))
 
 
 def compare(policy, groups) -> None:
