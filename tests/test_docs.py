@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import shlex
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from packaging.specifiers import SpecifierSet
 from benchmarks.__main__ import main as benchmarks
 from grpo_fast import cli
 from grpo_fast.config.load import load_config
+from grpo_fast.config.schema import TrainConfig
 from grpo_fast.integrations.compat import HOSTS
 from grpo_fast.objective.catalog import CATALOG, METHODS
 
@@ -96,7 +98,7 @@ def test_its_tables_are_those_of_the_checked_in_records(capsys):
     assert code == 0, capsys.readouterr().out + "write them with `python -m benchmarks readme`"
 
 
-def test_the_versions_of_the_drop_in_table_are_those_that_the_adapters_know():
+def test_the_versions_of_the_drop_in_table_are_known_to_the_adapters():
     told = dict(re.findall(r"^\| ([\w-]+) (\d[\w., ]*?)(?::[^|]*)? \|", README, re.M))
     versions = {name.lower().replace("-", "_"): re.findall(r"[\d.]+", text) for name, text in told.items()}
 
@@ -108,14 +110,95 @@ def test_the_versions_of_the_drop_in_table_are_those_that_the_adapters_know():
             assert oldest or SpecifierSet(known).contains(number), f"{name} {number}"
 
 
-def test_the_methods_page_has_each_method_with_its_paper():
-    named = {}
-    for section in re.split(r"^##+ ", PAGES["methods"], flags=re.M):
-        heading, _, text = section.partition("\n")
-        named |= dict.fromkeys(re.findall(r"`(\w+)`", heading), " ".join(text.split()))
+# ------------------------------------------------------------------------------------------- the methods
 
-    assert METHODS.keys() <= named.keys()
-    assert all(CATALOG[name].paper in named[name] for name in METHODS if name in CATALOG)
+TOLD = {
+    *("loss_type", "aggregation", "epsilon_low", "epsilon_high", "delta", "kl_cov_ratio", "dppo_ratio_max"),
+    *("beta", "kl_estimator", "kl_in_reward", "baseline", "scale_rewards", "multi_objective_aggregation"),
+    *("rescale_flat_groups", "skip_flat_groups", "dynamic_sampling", "max_draws", "soft_overlong"),
+    *("use_adaptive_entropy", "entropy_target", "entropy_coef", "entropy_coef_max", "entropy_coef_delta"),
+    "old_logprobs",
+}
+SECTIONS = re.split(r"^##+ ", PAGES["methods"], flags=re.M)[1:]
+
+
+def rows_of(section: str) -> list[list[str]]:
+    return [row.split(" | ") for row in re.findall(r"^\| (\w.*) \|$", section, re.M)]
+
+
+def told(name: str) -> dict[str, str]:
+    """The rows of docs/methods.md about ours, from the configuration that a method's name makes."""
+    settings = {"model": {"path": "m"}, "dataset": {"source": "d"}, "rewards": [{"reward": "exact_match"}]}
+    config = TrainConfig.model_validate(settings | {"method": name})
+    loss, made, facts = config.loss, config.advantage, config.loss.facts
+
+    def named(*fields: str) -> list[str]:
+        return [f"{f} {getattr(loss, f):g}" for f in fields if getattr(loss, f) is not None]
+
+    ratio = {"reinforce": "none", "vespo": "product"}.get(facts.surrogate, loss.ratio_level)
+    centred = "r - mean of the others" if made.baseline == "leave_one_out" else "r - mean"
+    divided = {"group": f"({centred}) / std", "batch": f"({centred}) / batch std", "none": centred}
+    advantages = divided.get(made.scale_rewards, f"{centred}, whitened over tokens")
+    if made.multi_objective_aggregation == "normalize_then_sum":
+        advantages = f"each reward {advantages}, summed, / batch std"
+    low, high = loss.epsilon_low, loss.epsilon_high
+    bounds = [] if high is None else [f"ceiling {high:g}" if low is None else f"{low:g} / {high:g}"]
+    clip = bounds + named(*(f for f in facts.fields if not f.startswith("epsilon")))
+    entropy = named("entropy_target", "entropy_coef_max", "entropy_coef_delta")
+    kl = f"{loss.kl_kind}, {loss.beta:g}, in the {'reward' if loss.kl_in_reward else 'loss'}"
+    flat = {
+        made.dynamic_sampling: f"drawn again, {made.max_draws} batches at most",
+        made.rescale_flat_groups: "times B / (B - M)",
+        bool(made.skip_flat_groups): "left out",
+    }
+    rows = {
+        "ratio, average": f"{ratio}, {loss.aggregation_kind}",
+        "advantages": advantages,
+        "clip": ", ".join(clip) or "none",
+        "KL": kl if loss.beta else "none",
+        "flat groups": flat.get(True, "advantage 0"),
+        "length": made.soft_overlong and f"soft punishment over the last {made.soft_overlong:g} of the limit",
+        "old policy": config.old_logprobs == "sampler" and "the sampler",
+        "entropy": ", ".join(["adaptive", *entropy])
+        if loss.use_adaptive_entropy
+        else loss.entropy_coef and f"bonus {loss.entropy_coef:g}",
+    }
+    return {row: cell for row, cell in rows.items() if cell}
+
+
+def test_the_methods_page_tells_what_each_method_sets_and_its_paper():
+    assert {key.rpartition(".")[2] for own in METHODS.values() for key in own} <= TOLD
+    seen = []
+    for section in SECTIONS:
+        if names := re.findall(r"`(\w+)`", section.partition("\n")[0]):
+            cells, seen = [told(name) for name in names], seen + names
+            joined = {row: "; ".join(dict.fromkeys(of[row] for of in cells)) for row in cells[0]}
+            assert {row[0]: row[4] for row in rows_of(section)} == joined, names
+            head = " ".join(section.partition("\n\n|")[0].split())
+            assert all(CATALOG[name].paper in head for name in names if name in CATALOG), names
+    assert sorted(seen) == sorted(METHODS)
+
+
+PEERS = {  # its column, what a default looks like, where they are
+    "trl": (-3, r"^    (\w+):[^=\n]*= field\(\s*default=(\S+),$", "trainer/grpo_config.py"),
+    "verl": (-2, r"^ *(\w+): (\S+)$", "trainer/config/ppo_trainer.yaml", "trainer/config/actor/actor.yaml"),
+}
+OWN = {"`rloo`": "trainer/rloo_config.py", "`gmpo`": "experimental/gmpo/gmpo_config.py"}  # of TRL
+
+
+@pytest.mark.parametrize("peer", PEERS)
+def test_a_peers_value_on_the_methods_page_is_the_peers_default(peer):
+    column, pattern, *files = PEERS[peer]
+    spec = find_spec(peer)
+    if spec is None:
+        pytest.skip(f"{peer} is not installed")
+    for section in SECTIONS:
+        own = [file for name, file in OWN.items() if peer == "trl" and section.startswith(name)]
+        text = "".join((Path(spec.origin).parent / file).read_text(encoding="utf-8") for file in files + own)
+        known = {name: value.strip('"').lower() for name, value in re.findall(pattern, text, re.M)}
+        for row in (row for row in rows_of(section) if len(row) > 3):
+            for name, value in re.findall(r"`(\w+)` ([\w.-]+)", row[column]):
+                assert known[name] == value.lower(), (section.partition("\n")[0], name)
 
 
 def test_every_message_of_troubleshooting_is_one_of_ours():

@@ -11,6 +11,7 @@ import shutil
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,11 @@ import torch
 import yaml
 from torch.distributed import TCPStore
 
+import grpo_fast
 from grpo_fast.cli import main
 from grpo_fast.config.load import load_config
 from grpo_fast.config.schema import TrainConfig
+from grpo_fast.head import reference
 from grpo_fast.loop.trainer import Trainer
 from grpo_fast.record.checkpoint import CheckpointError, CheckpointStore
 from grpo_fast.record.files import read_jsonl
@@ -31,6 +34,7 @@ from grpo_fast.run import train
 from grpo_fast.run.export import trained_policy
 from grpo_fast.run.loader import with_steps
 
+FRAMES = 13  # of ours from the command to the kernel
 FORK = multiprocessing.get_context("fork")  # a process of its own without imports of its own
 
 
@@ -222,6 +226,21 @@ def test_torchrun_restarts_a_run_from_its_newest_checkpoint(toy, tmp_path: Path,
     for _ in range(2):  # another run is not restarted
         with pytest.raises(CheckpointError, match="already holds a run"):
             train(in_process(toy, finished), display=False)
+
+
+def test_few_frames_lie_between_the_command_and_the_heads_forward(toy, tmp_path, monkeypatch):
+    package, forward, stacks = Path(grpo_fast.__file__).parent, reference.forward, []
+
+    def seen(*args: Any, **options: Any) -> Any:
+        frames = [frame.f_code for frame, _ in traceback.walk_stack(sys._getframe())]
+        stacks.append([code.co_name for code in frames if package in Path(code.co_filename).parents][::-1])
+        return forward(*args, **options)
+
+    monkeypatch.setattr(reference, "forward", seen)
+    assert main(["train", config_file(toy, tmp_path / "run", max_steps=1, evaluation={})]) == 0
+    to_gradient = stacks[-1]
+    assert to_gradient[:4] == ["main", "train", "train", "train_step"]
+    assert len(to_gradient) + 1 <= FRAMES, to_gradient  # the forward, in the kernel's stead, is one
 
 
 @pytest.mark.parametrize(
