@@ -22,7 +22,7 @@ def test_one_word_is_enough_and_survives_being_written_and_read(loss_type):
     assert adapter.validate_json(adapter.dump_json(config)) == config
 
 
-def test_the_upper_epsilon_follows_the_lower_and_replacing_a_field_keeps_the_others():
+def test_the_upper_epsilon_follows_the_lower_and_replace_keeps_the_rest():
     assert GRPOLossConfig("gspo", epsilon_low=0.1).epsilon_high == 0.1
     config = replace(GRPOLossConfig("dr_grpo", epsilon_high=0.3), max_completion_length=7)
     assert (config.epsilon_low, config.epsilon_high, config.max_completion_length) == (0.2, 0.3, 7)

@@ -237,7 +237,7 @@ def test_a_gradient_of_a_failed_update_is_not_in_the_next_one(
     assert trainer.train_step().metrics == expected.metrics
 
 
-def test_a_failure_to_bring_parts_back_leaves_them_readable_and_the_next_step_tries_again(
+def test_parts_that_cannot_be_brought_back_stay_readable_for_a_retry(
     strict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer, _ = strict(model={"dtype": "bfloat16"}, loss={"beta": 0.1}, memory={"offload": list(PARTS)})
@@ -257,7 +257,7 @@ def test_a_failure_to_bring_parts_back_leaves_them_readable_and_the_next_step_tr
     assert trainer.train_step().metrics["update/skipped"] == 0
 
 
-def test_an_engine_without_room_to_wake_gets_all_that_can_be_offloaded_or_says_why(strict, caplog) -> None:
+def test_an_engine_without_room_gets_all_that_can_go_or_says_why(strict, caplog) -> None:
     trainer, engine = strict(model={"dtype": "bfloat16"})
     trainer.train_step()
     assert not trainer.handover.away
@@ -272,7 +272,7 @@ def test_an_engine_without_room_to_wake_gets_all_that_can_be_offloaded_or_says_w
         trainer.train_step()
 
 
-def test_a_start_and_a_resumed_run_need_no_more_than_the_larger_of_rollout_and_update(
+def test_a_start_and_a_resume_need_the_larger_of_rollout_and_update(
     toy: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -343,7 +343,7 @@ def test_an_engine_is_closed_where_the_rest_of_the_trainer_cannot_be_built(
 
 
 @pytest.mark.gpu
-def test_what_is_away_is_given_back_to_the_gpu_and_no_backward_finds_masters_and_moments_there(
+def test_offloaded_state_frees_the_gpu_and_is_not_there_in_a_backward(
     make_trainer: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = {}
