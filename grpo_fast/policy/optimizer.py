@@ -341,11 +341,6 @@ def needs_torchao(config: OptimizerConfig) -> bool:
     return any(asked.values())
 
 
-def moment_bytes_8bit(numel: int) -> int:
-    """Bytes of both moments of a tensor with kind adamw_8bit: codes, a scale for each block, and tables."""
-    return 2 * (numel + 4 * (numel // BLOCK_8BIT) + 1024) if _fits_8bit(numel) else 8 * numel
-
-
 def _fits_8bit(numel: int) -> bool:
     return numel >= LEAST_8BIT and numel % BLOCK_8BIT == 0
 

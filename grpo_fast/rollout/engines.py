@@ -47,8 +47,6 @@ class EngineKind(ABC):
     """A row of the table: what is known of an engine before there is one."""
 
     name: ClassVar[str]
-    after_a_tool: ClassVar[str] = "all of it is computed again"
-    """What becomes of a completion's keys and values when it goes on after a tool's answer."""
     draws_with_policy: ClassVar[bool] = False
     """Its log-probabilities are the trainer's own, so that there is nothing to correct."""
     tells_experts: ClassVar[bool] = False
@@ -84,7 +82,6 @@ class TransformersKind(EngineKind):
     """Batched generation with the trainer's own model."""
 
     name = "transformers"
-    after_a_tool = "all of it is computed again, in a batch padded to the longest"
     draws_with_policy = True
     tells_experts = True
 

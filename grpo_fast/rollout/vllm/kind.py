@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 class VLLMKind(EngineKind):
     name = "vllm"
     tells_experts = True
-    after_a_tool = "what of it is evicted meanwhile is computed again"
 
     def needs(self, config: RolloutConfig) -> None:
         if config.max_batch_tokens is not None:
