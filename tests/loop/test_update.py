@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from grpo_fast.config.policy import LoraConfig, ModelConfig, OptimizerConfig
+from grpo_fast.config.policy import ModelConfig, OptimizerConfig
 from grpo_fast.data.table import CompletionTable
 from grpo_fast.loop import update as update_module
 from grpo_fast.loop.collect import to_train
@@ -114,25 +114,6 @@ def test_minibatches_share_whole_groups_and_the_counts(make_trainer):
         assert [getattr(counts, name) for _, counts in parts] == [pytest.approx(share / 3)] * 3
     assert [counts.measured_sequences for _, counts in parts] == [len(part) for part, _ in parts]
     assert sum(counts.measured_tokens for _, counts in parts) == totals.num_tokens
-
-
-@pytest.mark.parametrize("lora", [None, {"r": 4}], ids=["full", "lora"])
-def test_a_trained_head_adds_its_own_gradient_in_every_micro_batch(make_trainer, monkeypatch, lora):
-    trainer = make_trainer(model={"lora": lora})
-    head, given = trainer.policy.head, []
-    linear_grpo_loss = update_module.linear_grpo_loss
-
-    def watched(*args: Any, weight_grad: torch.Tensor | None, **options: Any) -> Any:
-        given.append(weight_grad)
-        return linear_grpo_loss(*args, weight_grad=weight_grad, **options)
-
-    monkeypatch.setattr(update_module, "linear_grpo_loss", watched)
-    table, totals = collected(trainer)
-    trainer.update.gradient(table, totals)
-
-    assert len(given) == len(trainer.update.annotator.packed(table)) > 1
-    assert all(into is head.weight.grad for into in given)  # None with adapters
-    assert (head.weight.grad is None) == (lora is not None)
 
 
 def test_skipping_flat_groups_changes_no_gradient_and_metrics_are_of_others(make_trainer, seed):
@@ -480,13 +461,3 @@ def test_the_whole_models_gradient_is_that_of_autograd(seed: int, tied: bool, dt
     parts = sum(gradients([batch], in_place=False)[name].norm() for batch in batches)
     assert mine.norm() > 0
     assert (mine - theirs).norm() <= 4 * torch.finfo(getattr(torch, dtype)).eps * parts
-
-
-@pytest.mark.parametrize("model", [{"lora": LoraConfig(r=4)}, {"train_lm_head": False}], ids=str)
-def test_a_frozen_head_has_no_gradient_to_add_to(model: dict[str, Any]) -> None:
-    config = AutoConfig.for_model("llama", **SIZES, **HEADS, tie_word_embeddings=False)
-    device = torch.device("cpu")
-    policy = random_policy(config, ModelConfig(path="-", **model), attention="sdpa", device=device)
-    optimizer = PolicyOptimizer(policy.trainable(), OptimizerConfig(), total_steps=1)
-
-    assert optimizer.gradient_of(policy.head.weight) is None
