@@ -9,7 +9,7 @@ import re
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 from grpo_fast.config.data import PREFIX, DatasetConfig
 from grpo_fast.config.secrets import masked
@@ -50,13 +50,7 @@ class PromptDataset(Sequence[Prompt]):
     def __len__(self) -> int:
         return len(self.prompts)
 
-    @overload
-    def __getitem__(self, index: int) -> Prompt: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Prompt, ...]: ...
-
-    def __getitem__(self, index: int | slice) -> Prompt | tuple[Prompt, ...]:
+    def __getitem__(self, index: Any) -> Any:
         return self.prompts[index]
 
     @property

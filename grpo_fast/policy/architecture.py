@@ -357,10 +357,6 @@ def random_tokens(model: PreTrainedModel, count: int, generator: torch.Generator
 
 def own_logits(model: PreTrainedModel, ids: Sequence[int]) -> Tensor:
     """(T, V) float32."""
-    logits: Any = model(**whole_rows(model, torch.tensor([ids], device=model.device))).logits
+    given: Any = {"input_ids": torch.tensor([ids], device=model.device), "use_cache": False}
+    logits: Tensor = model(**given).logits
     return logits[0].float()
-
-
-def whole_rows(model: PreTrainedModel, ids: Tensor) -> dict[str, Any]:
-    """Return the arguments of a forward of rows (B, T) of tokens without padding."""
-    return {"input_ids": ids, "use_cache": False}

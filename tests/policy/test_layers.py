@@ -209,9 +209,8 @@ def test_liger_computes_a_layer_as_transformers_does(
     assert of_liger[0] < 1.05 * of_own[0] and of_liger[1] < 3 * of_own[1]
 
 
-CHOICES: list[
-    tuple[dict[str, Any], str, str, bool, bool]
-] = [  # keys, device, type of model; Liger, torch.compile
+# keys, device, type of model; Liger or why it is refused, torch.compile
+CHOICES: list[tuple[dict[str, Any], str, str, bool | str, bool]] = [
     ({}, "cuda", "qwen2", True, False),
     ({}, "cuda", "olmo2", False, True),
     ({}, "cuda", "qwen3_moe", False, False),
@@ -220,35 +219,23 @@ CHOICES: list[
     ({"liger_kernels": True}, "cuda", "olmo2", True, False),
     ({"liger_kernels": False, "compile": False}, "cuda", "qwen2", False, False),
     ({"compile": True}, "cpu", "qwen3_moe", False, True),
+    ({"liger_kernels": True}, "cuda", "cohere", "Liger has none for 'cohere'", False),
+    ({"liger_kernels": True}, "cpu", "qwen2", "needs a CUDA device, not cpu", False),
 ]
 
 
 @pytest.mark.parametrize(("keys", "device", "kind", "liger", "compiled"), CHOICES)
 def test_liger_where_it_is_exact_and_torch_compile_elsewhere_on_a_gpu(
-    keys: dict[str, Any], device: str, kind: str, liger: bool, compiled: bool
+    keys: dict[str, Any], device: str, kind: str, liger: bool | str, compiled: bool
 ) -> None:
     pytest.importorskip("liger_kernel", reason="install liger-kernel")
-    config = ModelConfig(path="-", **keys)
+    config, plain = ModelConfig(path="-", **keys), kind != "qwen3_moe"
+    if isinstance(liger, str):
+        with pytest.raises(ValueError, match=rf"model\.liger_kernels = true.*{liger}"):
+            resolve_liger(config, torch.device(device), kind)
+        return
     assert resolve_liger(config, torch.device(device), kind) is liger
-    plain = kind != "qwen3_moe"
     assert resolve_compile(config, torch.device(device), liger=liger, plain=plain) is compiled
-
-
-@pytest.mark.parametrize(
-    ("device", "kind", "installed", "error", "problem"),
-    [
-        ("cuda", "cohere", True, ValueError, "Liger has none for 'cohere'"),
-        ("cpu", "qwen2", True, ValueError, "needs a CUDA device, not cpu"),
-        ("cuda", "qwen2", False, ImportError, "pip install liger-kernel"),
-    ],
-)
-def test_liger_is_refused_where_it_cannot_compute_the_layers(
-    device: str, kind: str, installed: bool, error: Any, problem: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("liger_kernel", reason="install liger-kernel")
-    monkeypatch.setattr("grpo_fast.policy.layers.find_spec", lambda name: installed or None)
-    with pytest.raises(error, match=rf"model\.liger_kernels = true.*{problem}"):
-        resolve_liger(ModelConfig(path="-", liger_kernels=True), torch.device(device), kind)
 
 
 # With gradients and without; from transformers 5.24 on a layer and its attention share a wrapper.
