@@ -49,10 +49,6 @@ SIZES = {name: size for size, names in _NAMES.items() for name in names.split()}
 TOKENS = {"bos_token_id": 1, "eos_token_id": VOCABULARY - 1, "pad_token_id": VOCABULARY - 2}
 EXCEPTIONS: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
-    "dbrx": {
-        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
-        "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
-    },
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "hrm_text": {"num_hidden_layers": 2, "num_layers_per_stack": None},
     "jamba": {
@@ -60,16 +56,11 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         **{"expert_layer_period": 2, "expert_layer_offset": 1},
     },
     "lfm2": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
-    "longcat_flash": {"num_layers": 2, "num_hidden_layers": 4},
     "mamba2": {"num_heads": 8},
     "phimoe": {"sliding_window": None},  # as published
     "qwen2_5_vl_text": {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
     },
-    "recurrent_gemma": {"num_hidden_layers": 3},
-    "rwkv": {"attention_hidden_size": 32},
-    "reformer": {"axial_pos_embds": False, "attn_layers": ["local", "lsh"]},
-    "xlm": {"causal": True},
     "zamba2": {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2},
     "zaya": {"num_experts_per_tok": 1},
 }

@@ -1,7 +1,7 @@
 """Rows of local files: JSON, CSV, Parquet.
 
-The standard library reads JSON and CSV: `datasets` would make objects of dates, 7.0 of a `7` beside an empty
-cell, and 7 of `007`, and asks the network.
+The standard library reads JSON and CSV: `datasets` would turn `007` into 7, dates into objects, and asks the
+network.
 """
 
 from __future__ import annotations

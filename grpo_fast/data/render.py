@@ -25,9 +25,8 @@ NO_ROW: Mapping[str, Any] = MappingProxyType({})
 class Renderer:
     """Applies one dataset's settings to its rows.
 
-    Text and conversations are told apart by the data. A conversation goes through the chat template. Text
-    becomes a user turn of it when `config.chat` is true, or "auto" and the tokenizer has a template;
-    otherwise it is given to the model as it is, which is what TRL does with text in any case (`chat: false`).
+    A conversation goes through the chat template. Text becomes a user turn of it when `config.chat` is true,
+    or "auto" and the tokenizer has a template; otherwise the model gets it as it is, as in TRL.
     """
 
     def __init__(

@@ -1,9 +1,8 @@
 """Completions as columns: the one table that goes from the engine to the loss.
 
-An engine's completions become one flat array of tokens with offsets; whatever is known of a token (what the
-sampler assigned to it, its advantage, its log-probability under a reference) is a column beside it, and
-whatever is known of a completion (its reward, whether it was cut off) a fact. A new column is written where
-it is computed and read where it is used; packing, selecting and exchanging between ranks carry it along.
+Completions are one flat array of tokens with offsets. A column has a value for each token (its advantage, its
+log-probability), a fact one for each completion (its reward). Packing, selecting and exchanging between
+ranks carry both along.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Ranks watch each other: a thread of each publishes a sign of life once a second, and reads the others'.
 
-A collective waits for all ranks, and an NCCL collective cannot be interrupted. When a rank is lost or fails,
-the thread of each other rank interrupts the Python code of its main thread with an error that names the rank
-at fault. It ends the process if the main thread does not leave. torchrun itself ends the ranks when a process
-dies; the watch covers hosts that vanish, other launchers, and errors that leave others in a collective.
+When a rank is lost or fails, the thread of each other rank interrupts its main thread with an error that
+names the rank at fault, and ends the process if the main thread does not leave, as in a collective of NCCL.
+torchrun ends ranks when a process dies; the watch covers lost hosts, other launchers and errors.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What ranks agree on, they agree on here: each exchange names its place, and an error of one is one of all.
+"""Exchanges between ranks: each names its place, and an error of one rank is an error of all.
 
-Every rank runs the same program. Where work differs between ranks, `gather_from_all` runs it and gives every
-rank all results; where one rank fails, all leave the place, so that none waits for another that is elsewhere.
+Where work differs between ranks, `gather_from_all` runs it and gives every rank all results. Where one rank
+fails, all leave the place, so that none waits for another.
 """
 
 from __future__ import annotations

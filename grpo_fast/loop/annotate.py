@@ -1,8 +1,4 @@
-"""What a model says of tokens that are there: the one forward without gradients.
-
-Old, reference and current log-probabilities, entropies, the KL in the reward and the scores of held-out
-completions are all columns that come from here.
-"""
+"""Columns of a table that a forward without gradients gives: log-probabilities and entropies."""
 
 from __future__ import annotations
 

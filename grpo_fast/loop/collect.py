@@ -246,9 +246,8 @@ def to_train(
 ) -> tuple[CompletionTable, StepTotals]:
     """The update's completions with the column `advantages`, and the counts that its loss is divided by.
 
-    A group without spread has no policy gradient. Where it is skipped it leaves the table but stays in the
-    counts, so that the policy gradient is the same; terms that act on every token, a KL in the loss or an
-    entropy bonus, then act on the other groups only.
+    A group without spread has no policy gradient. Where it is skipped it stays in the counts, so that the
+    policy gradient is the same; a KL in the loss or an entropy bonus then acts on the other groups only.
     """
     if not len(table):
         return table, StepTotals(num_tokens=0, num_sequences=0)

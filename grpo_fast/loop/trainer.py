@@ -1,10 +1,4 @@
-"""The loop.
-
-Sample prompts, let the policy answer each several times, score the answers, compare each with the
-others of its prompt, move the policy towards the better ones. What has no gradient is not computed:
-no reference model without a KL term, no second forward for old log-probabilities when the step is
-exactly on-policy, no tokens of groups that all earned the same.
-"""
+"""The loop of GRPO: sample prompts, complete each several times, score, compare within a prompt, update."""
 
 from __future__ import annotations
 

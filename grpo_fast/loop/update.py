@@ -137,8 +137,7 @@ class PolicyUpdate:
 
         The policy moves before a `stale` minibatch's turn, so its old log-probabilities are computed now;
         the first one's are those of its own first forward. The sampler's log-probabilities leave the table
-        where no ratio to them exists: as old ones they are that policy's own, and those of a truncated
-        distribution are of another.
+        where they are the old ones themselves, or those of a truncated distribution.
         """
         known: dict[str, Tensor | None] = {}
         if self.config.old_logprobs == "sampler":

@@ -1,8 +1,4 @@
-"""What packing and the loss must know of a model: its kinds of layers, its head, and whether both are so.
-
-A model that ignores positions, attends across documents or scales its logits in a way unknown here would
-train on wrong gradients without a sign of it. A few short forwards before training tell.
-"""
+"""What packing and the loss must know of a model: its layers and its head, checked by short forwards."""
 
 from __future__ import annotations
 
@@ -83,8 +79,7 @@ def has_type(config: PreTrainedConfig) -> bool:
 
 
 def packing_obstacle(config: PreTrainedConfig) -> str | None:
-    """Why completions cannot share a document with their prompt in this model; None: as far as its
-    configuration tells they can, and `verify_policy` sees whether they do."""
+    """Return why the configuration rules out packing, or None; `verify_policy` checks the model itself."""
     text, model = config.get_text_config(), model_class(config)
     kinds = {*(getattr(text, "layer_types", None) or ())}
     if getattr(text, "attention_chunk_size", None):
@@ -103,9 +98,7 @@ def packing_obstacle(config: PreTrainedConfig) -> str | None:
 
 
 def longest_sequence(policy: Policy, prompts: Iterable[Sequence[int]], completion_length: int = 0) -> int:
-    """Tokens of the longest prompt with its completion, for which the model has positions.
-
-    Rotary positions go on beyond those of the training, but the model has never seen them; tables end.
+    """Return the tokens of the longest prompt with its completion.
 
     Args:
         prompts: token ids.
@@ -294,10 +287,9 @@ def distance(found: Tensor, right: Tensor) -> float:
 
 @torch.no_grad()
 def rounding(model: PreTrainedModel, ids: Sequence[int]) -> float:
-    """The `distance` that two right ways of computing the model's logits of a sequence may have.
+    """Return the largest `distance` of logits that rounding explains.
 
-    Twice as far as they move where the numbers behind each layer move by their last bit, which is more than
-    their rounding; 1e-3 at least, for what a GPU multiplies in TF32, and 0.1 at most.
+    It is twice the distance that one last bit behind every layer makes, from 1e-3 (TF32) to 0.1.
     """
     generator = torch.Generator().manual_seed(0)
     plain, last_bit = own_logits(model, ids), torch.finfo(model.dtype).eps
@@ -318,10 +310,9 @@ def rounding(model: PreTrainedModel, ids: Sequence[int]) -> float:
 
 
 def rounding_nats(dtype: torch.dtype, device_type: str = "cuda") -> float:
-    """Mean nats a token between log-probabilities of one policy that two programs compute, at most.
+    """Return the mean nats per token by which two programs may differ in one policy's log-probabilities.
 
-    In 16 bits they are some 0.01 to 0.1 apart, most where a router's choice flips; in float32 1e-5, and on a
-    GPU more, for what is multiplied in TF32.
+    In 16 bits they differ by 0.01 to 0.1, most where a router's choice flips.
     """
     if dtype != torch.float32:
         return 0.25
@@ -341,8 +332,7 @@ def _probes(model: PreTrainedModel) -> tuple[list[tuple[int, ...]], list[tuple[i
 
 
 def random_tokens(model: PreTrainedModel, count: int, generator: torch.Generator) -> Tensor:
-    """(count,) int64 at random, and among them the one that the model may take for padding; none that stands
-    for an image or a sound, which no text has."""
+    """Return (count,) int64 random tokens with the padding token among them, without images and sounds."""
     config: Any = model.config
     placeholders = [getattr(config, f"{kind}_token_id", None) for kind in ("image", "video", "audio")]
     words = torch.arange(config.get_text_config().vocab_size)
@@ -357,10 +347,6 @@ def random_tokens(model: PreTrainedModel, count: int, generator: torch.Generator
 
 def own_logits(model: PreTrainedModel, ids: Sequence[int]) -> Tensor:
     """(T, V) float32."""
-    logits: Any = model(**whole_rows(model, torch.tensor([ids], device=model.device))).logits
+    given: Any = {"input_ids": torch.tensor([ids], device=model.device), "use_cache": False}
+    logits: Tensor = model(**given).logits
     return logits[0].float()
-
-
-def whole_rows(model: PreTrainedModel, ids: Tensor) -> dict[str, Any]:
-    """Return the arguments of a forward of rows (B, T) of tokens without padding."""
-    return {"input_ids": ids, "use_cache": False}

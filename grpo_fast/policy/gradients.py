@@ -17,8 +17,7 @@ _PIECE = 1 << 20  # elements of a gradient that a CPU converts at one time
 class Gradients:
     """Gradients by the parameter's name; those of 16-bit parameters in float32 buffers.
 
-    The gradient of a 16-bit parameter moves into its buffer as soon as a backward has finished it, so that
-    adding up over micro-batches rounds no more than one of them does.
+    The gradient of a 16-bit parameter moves into its buffer as soon as a backward has finished it.
 
     Attributes:
         buffers: the float32 buffers, live, by the parameter's name.

@@ -1,10 +1,4 @@
-"""How decoder layers run: what a backward recomputes instead of keeping, and by which kernels.
-
-An MLP's activations are the widest of a layer, and a token's do not depend on other tokens: over tiles they
-need the memory of one, however long the batch (TiledMLP of arXiv:2506.13996, as Liger implements it). Norms,
-rotary embeddings, activations and residuals are each bound by memory: fused, by Liger's kernels or by
-torch.compile, they read it once.
-"""
+"""How decoder layers run: recomputed, MLPs in tiles (arXiv:2506.13996), by Liger or by torch.compile."""
 
 from __future__ import annotations
 
@@ -103,10 +97,9 @@ def _mlps(model: nn.Module) -> list[Any]:
 
 
 def token_wise_mlps(model: nn.Module) -> list[Any]:
-    """The MLPs that Liger, where it is installed, can compute in tiles.
+    """Return the MLPs that Liger can compute in tiles.
 
-    Each token's result depends on this token alone: experts sort the tokens of all. Nor do tiles repeat the
-    random numbers of a dropout when they are recomputed.
+    Experts sort the tokens of all tiles, and tiles do not repeat the random numbers of a dropout.
     """
     if find_spec("liger_kernel") is None:
         return []
@@ -208,11 +201,7 @@ def _compiled(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _compiled_when_packed(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """A layer compiled for packed batches of any length; all layers of one kind share their graphs.
-
-    Attention breaks the graph: it is fused by itself. With a cache of keys and values every length would be
-    another graph, so generation computes the layer as it is.
-    """
+    """Compile a layer for packed batches of any length; with a cache every length would be another graph."""
     compiled = _compiled(plain)
 
     def forward(*args: Any, **kwargs: Any) -> Any:

@@ -30,11 +30,9 @@ class Diverged(FloatingPointError):
 class PolicyOptimizer:
     """Steps the trainable parameters; owns a float32 master of each 16-bit one, but with stochastic rounding.
 
-    The gradient of a 16-bit parameter moves into its master's float32 buffer as soon as a backward has
-    finished it, so that adding up over micro-batches rounds no more than one of them does. Weight decay
-    leaves vectors (norms, biases) alone. Moments and masters may live in the host's memory: only `step` reads
-    them, one parameter after the other. Moments in 8 bits and stochastic rounding are torchao's. 8-bit
-    moments are saved as float32 values, so that an optimizer of any kind takes up the state of any other.
+    Micro-batches' gradients add up in float32 (`Gradients`). Vectors (norms, biases) have no weight decay.
+    Moments and masters may live in the host's memory. 8-bit moments and stochastic rounding are torchao's.
+    8-bit moments are saved as float32, so that an optimizer of any kind loads the state of any other.
 
     Of several ranks, each has masters and moments of its own rows of every parameter. Gradients are summed
     over the ranks, in `step` or, where a parameter is itself sharded, by FSDP2; of whole parameters all ranks

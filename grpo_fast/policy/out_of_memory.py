@@ -1,8 +1,6 @@
-"""Out of memory: the same work again, in micro-batches half as large. The one retry loop of all trainers.
+"""Out of memory: the same work again, in micro-batches half as large, which changes no update.
 
-The losses of micro-batches add up to the step's because they are divided by the counts of the whole step, so
-a smaller micro-batch changes the memory and not the update. The optimizer's step is never repeated: it may
-have changed some weights and not others.
+The optimizer's step is never repeated: it may have changed some weights and not others.
 """
 
 from __future__ import annotations

@@ -22,11 +22,9 @@ EVEN = 1.01  # the busiest rank's work in units of the mean: more even is not wo
 class PackedBatch:
     """A micro-batch. T input tokens, N sampled completion tokens (targets), S sequences, D documents.
 
-    Completions of one prompt share its tokens: a document is then [prompt, c1, c2, ...], the positions of
-    every completion go on from the prompt's, `loss_index` names the last prompt token once for each of them,
-    and `segment_ids` tell attention who sees whom: a token sees what comes before it in its document and is
-    of the prompt (segment 0) or of its own completion. A completion's last token predicts nothing, so it is a
-    target only and not among the inputs.
+    Completions of one prompt share its tokens: a document is [prompt, c1, c2, ...], and the positions of
+    every completion go on from the prompt's. A token sees the tokens before it in its document that are of
+    the prompt (segment 0) or of its own completion. A completion's last token is a target only.
     """
 
     input_ids: Tensor  # (T,) int64

@@ -19,7 +19,7 @@ from grpo_fast.distributed.shards import whole
 from grpo_fast.distributed.world import SINGLE_PROCESS, World
 from grpo_fast.head import HeadParameters
 from grpo_fast.policy.adapters import adapted_weights, base_name, merged
-from grpo_fast.policy.architecture import backbone, fix_rope, head_parameters, whole_rows
+from grpo_fast.policy.architecture import backbone, fix_rope, head_parameters
 from grpo_fast.policy.experts import chosen_share, is_expert
 from grpo_fast.policy.layout import PackedLayout, RowLayout
 from grpo_fast.policy.optimizer import MASTER
@@ -221,7 +221,7 @@ class Policy:
         layout = RowLayout(bounds[:-1], lengths, batch.input_ids.device, pads="right", together=self.sharded)
         model, settings = backbone(self.base_model), _WITH_ROUTERS if routed is not None else {}
         found = [
-            model(**whole_rows(self.base_model, batch.input_ids[rows.tokens]), **settings)
+            model(input_ids=batch.input_ids[rows.tokens], use_cache=False, **settings)
             for rows in layout.batches
         ]
         if routed is not None:  # (B L, E) of each of the batches, by layer

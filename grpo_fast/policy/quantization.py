@@ -54,16 +54,11 @@ def quantizes(model: ModelConfig, architecture: PreTrainedConfig) -> bool:
         raise ValueError(
             f"{what}: GPT-2 keeps its matrices the other way round; use a model of linear layers"
         )
-    require_bitsandbytes(what)
-    return True
-
-
-def require_bitsandbytes(what: str) -> None:
-    """Raises ImportError where it is missing."""
     if find_spec("bitsandbytes") is None:
         raise ImportError(f"{what}, which needs bitsandbytes: pip install 'grpo-fast[quantization]'")
     # It warns that it would compute faster on some CPUs with kernels that it downloads.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    return True
 
 
 def loading_settings(model: ModelConfig, device: torch.device) -> dict[str, Any]:

@@ -1,10 +1,8 @@
-"""Layers that carry a state along the tokens, over packed documents: the prompt's state is computed once.
+"""Recurrent layers over packed documents: the prompt's state is computed once.
 
 A recurrent mixer (gated delta rule, Mamba, short convolution, linear attention) runs twice: over the
-prompts of a batch, and over the completions, each of which begins with a copy of the state behind its prompt,
-whose gradient is summed over them. Both times transformers' own module computes, by flash-linear-attention,
-causal-conv1d and mamba-ssm where these are installed. What it takes for its cache is ours, and keeps what a
-backward needs.
+prompts of a batch, and over the completions, each of which begins with a copy of its prompt's state.
+transformers' own module computes both; its cache is a `StateCache`, which keeps what a backward needs.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
 """Rollout routing replay (R3, arXiv:2510.11370): an update sends tokens to the sampler's experts.
 
-Two programs round differently, and where two experts are about as good for a token each takes another one:
-after that their log-probabilities are far apart. With replay the trainer takes the choice as given. The
-weights of the chosen experts are its own router's, so that gradients reach the router.
-
-Routers of transformers choose by `torch.topk` over a score for each expert. While a block of experts runs,
-that call answers with the given experts and their scores; all around it, such as a softmax before or after,
-is the model's own.
+Two programs round differently, so that a router may choose other experts. With replay the trainer takes the
+choice as given; the weights of the chosen experts are its own router's, so that gradients reach the router.
+While a block of experts runs, the router's `torch.topk` returns the given experts and their scores.
 """
 
 from __future__ import annotations

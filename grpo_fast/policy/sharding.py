@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 T = TypeVar("T")
-REACHES_ALL = "set_reduce_scatter_unused_params"  # of FSDP2 from torch 2.13 on
 
 
 class ShardedModel(nn.Module):
@@ -58,9 +57,6 @@ class ShardedModel(nn.Module):
             )
             shared.set_gradient_divide_factor(1.0)
             shared.set_force_sum_reduction_for_comms(True)  # gloo scales nothing
-            if unit in layers and hasattr(shared, REACHES_ALL):
-                # Else ranks whose tokens reach different experts would add up gradients of different ones.
-                shared.set_reduce_scatter_unused_params(True, recurse=False)
 
     def forward(self, work: Callable[[], T]) -> T:
         if isinstance(self.head, FSDPModule):
@@ -83,8 +79,8 @@ def _require_shardable(model: nn.Module, layers: Sequence[nn.Module]) -> None:
         found = f"trained weights are of several types, {', '.join(sorted(map(str, trained)))}"
     elif scalars := [name for name, parameter in model.named_parameters() if not parameter.ndim]:
         found = f"{scalars[0]} is a single number, which has no rows"
-    elif experts := [] if hasattr(FSDPModule, REACHES_ALL) else _chosen(layers):
-        found = f"{experts[0]} and others of its layer are chosen by each rank, which takes torch 2.13"
+    elif experts := _chosen(layers):
+        found = f"{experts[0]} and others of its layer are experts in a list, which ranks choose differently"
     else:
         return
     raise ValueError(f"distributed.mode = 'shard' cannot divide the model: {found}; give replicate")

@@ -1,8 +1,7 @@
-"""Where a model comes from, and whether it is whole: every tensor of the checkpoint there and finite.
+"""Load whole models: transformers fills what a checkpoint lacks with random numbers, here it is refused.
 
 A path is a folder, a hub id, or `package:NAME`: the GGUF file inside an installed distribution, which is
-converted once to safetensors (`package:NAME/FILE.gguf` picks one of several). transformers fills what a
-checkpoint lacks with random numbers and says so in a table; here it is refused.
+converted once to safetensors (`package:NAME/FILE.gguf` picks one of several).
 """
 
 from __future__ import annotations

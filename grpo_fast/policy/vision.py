@@ -1,9 +1,4 @@
-"""Images in a packed batch: their features are computed once, and stand in the place of their tokens.
-
-The vision tower is frozen, so what it makes of an image is a constant: of a prompt it is computed once for
-all completions, micro-batches and steps that are near each other. A shared prompt occurs once in a document,
-and so do its images. Everything else is the language model's own.
-"""
+"""Images in a packed batch: features of the frozen vision tower, computed once, replace their tokens."""
 
 from __future__ import annotations
 

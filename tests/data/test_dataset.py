@@ -28,17 +28,20 @@ class TestForm:
         [
             ("what is one", {}, ASKED),
             ("what is one", {"chat": False}, "what is one"),
+            ("what is one", {"chat": "no template"}, "what is one"),
             (CONVERSATION, {}, ASKED),
             (BEGUN, {}, f"{ASKED} one is"),
             ("what is one", {"system_prompt": "be brief"}, f"<system> be brief <end> {ASKED}"),
             ("what is one", EXAMPLES, f"{SHOWN} {ASKED}"),
         ],
-        ids=["text", "text without chat", "conversation", "answer begun", "system prompt", "examples"],
+        ids=str,
     )
     def test_the_model_gets_the_template_and_the_rewards_the_datas_own_form(
-        self, tokenizer, write, prompt, options, text
+        self, make_tokenizer, tokenizer, write, prompt, options, text
     ):
         source = write({"prompt": prompt, "answer": 1})
+        if options.get("chat") == "no template":
+            options, tokenizer = {}, make_tokenizer(chat_template=None)
         dataset = load_prompts(DatasetConfig(source=source, **options), tokenizer)
         assert given(tokenizer, dataset) == text
         assert dataset[0].prompt == prompt
@@ -55,11 +58,6 @@ class TestForm:
         source = write({"prompt": CONVERSATION}, {"prompt": BEGUN})
         load_prompts(DatasetConfig(source=source), tokenizer)
         assert f"1 of 2 prompts end with the assistant ({source}, row 1 the first)" in caplog.text
-
-    def test_text_stays_text_without_a_template(self, make_tokenizer, write):
-        plain = make_tokenizer(chat_template=None)
-        dataset = load_prompts(DatasetConfig(source=write({"prompt": "what is one"})), plain)
-        assert given(plain, dataset) == "what is one"
 
     def test_a_template_over_the_columns_or_a_renamed_column_makes_the_prompt(self, tokenizer, write):
         source = write({"question": "one", "answer": 1})
@@ -181,18 +179,6 @@ class TestLength:
             load_prompts(config, tokenizer)
 
 
-def test_a_generated_task_is_a_dataset(tokenizer):
-    pytest.importorskip("reasoning_gym")
-    options = {"min_terms": 2, "max_terms": 2, "max_digits": 2}
-    config = DatasetConfig(source="reasoning_gym:chain_sum", size=20, seed=5, options=options)
-    dataset = load_prompts(config, tokenizer)
-    prompt = dataset[0]
-    assert len(dataset) == 20
-    assert given(tokenizer, dataset).startswith("<user> State the final answer")
-    assert prompt.columns["answer"] == prompt.columns["entry"]["answer"]
-    assert prompt.columns["question"] == prompt.prompt
-
-
 @pytest.fixture
 def questions_of(tokenizer, write):
     def load(name, *prompts, **options):
@@ -265,18 +251,3 @@ def test_messages_are_told_with_thoughts_calls_and_who_says_them():
         ("tool", "?"),
         ("assistant", ""),
     ]
-
-
-def test_neighbouring_seeds_of_a_task_are_found_out_with_commuted_sums(tokenizer):
-    pytest.importorskip("reasoning_gym")
-    options = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
-
-    def load(seed, size):
-        config = DatasetConfig(source="reasoning_gym:chain_sum", size=size, seed=seed, options=options)
-        return load_prompts(config, tokenizer)
-
-    train, held_out = load(0, 50), load(40, 50)
-    kept = exclude_overlap(train, held_out)
-    words = {tuple(sorted(prompt.prompt.split())) for prompt in held_out}
-    assert kept.report.overlapping >= 10
-    assert not any(tuple(sorted(prompt.prompt.split())) in words for prompt in kept)

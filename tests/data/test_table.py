@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
-from grpo_fast.data.table import CompletionTable
+from grpo_fast.data.table import UNKNOWN, CompletionTable
 
 
 def drawn(
@@ -27,6 +28,7 @@ def drawn(
         [tokens for _, tokens, *_ in rows],
         [group for *_, group, _ in rows],
         facts={"reward": torch.tensor([reward for *_, reward in rows])},
+        inputs={"told": [np.array([*prompt, *tokens[:-1]])[:, None] for prompt, tokens, *_ in rows]},
         objects={"name": [str(tokens) for _, tokens, *_ in rows]},
         scaled=[[token * reward for token in tokens] for _, tokens, _, reward in rows],
     )
@@ -40,6 +42,12 @@ def assert_rows(table: CompletionTable, rows: list[tuple[list[int], list[int], i
         scaled = table.columns["scaled"][table.offsets[row] : table.offsets[row + 1]]
         torch.testing.assert_close(scaled, torch.tensor(tokens) * reward)
         assert table.objects["name"][row] in (None, str(tokens))
+        prompt_at = table.prompt_offsets[table.prompts[row]]
+        own_at = len(table.prompt_ids) + table.offsets[row]
+        told = [
+            table.inputs["told"][at:][: len(ids), 0] for at, ids in ((prompt_at, prompt), (own_at, tokens))
+        ]
+        assert torch.cat(told).tolist() == [*prompt, *tokens[:-1], UNKNOWN]
     torch.testing.assert_close(table.facts["reward"], torch.tensor([reward for *_, reward in rows]))
 
 
@@ -73,17 +81,6 @@ def test_a_column_of_some_completions_only_is_refused(seed: int) -> None:
     other = table.with_columns(told=torch.zeros(len(table.token_ids)))
     with pytest.raises(ValueError, match=r"columns \['told'\] are of some completions only"):
         CompletionTable.join([table, other])
-
-
-def test_layouts_are_of_the_same_rows_whatever_their_columns(seed: int) -> None:
-    table, _ = drawn(seed)
-    table.layouts["budget"] = "batches"
-    zeros = torch.zeros(len(table.token_ids))
-
-    told = table.with_columns(told=zeros, scaled=None).with_facts(row=zeros)
-    assert told.layouts is table.layouts and [*told.columns] == ["told"]
-    for other in (table.select([0]), replace(table, mask=~table.mask), table.to(torch.device("cpu"))):
-        assert not other.layouts
 
 
 def test_sums_and_spreads_are_of_each_completions_own_tokens(seed: int) -> None:

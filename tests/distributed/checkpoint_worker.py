@@ -1,4 +1,4 @@
-"""Checkpoints of one rank and of several: `python store_worker.py FOLDER SEED`.
+"""Checkpoints of one rank and of several: `python checkpoint_worker.py FOLDER SEED`.
 
 One process imports what takes seconds, and forks.
 """

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from itertools import product
-from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from grpo_fast.data.table import CompletionTable
-from grpo_fast.distributed import shards
-from grpo_fast.distributed.shards import all_gather, karmarkar_karp, reduce_scatter
+from grpo_fast.distributed.shards import karmarkar_karp
 from grpo_fast.distributed.world import World
 from grpo_fast.policy.packing import TokenCosts, assign_to_ranks
 
@@ -91,31 +85,3 @@ def test_shares_are_contiguous_in_rank_order_and_equal_but_for_one(size):
         shares = [World(rank, size).share(range(count)) for rank in range(size)]
         assert [i for share in shares for i in share] == list(range(count))
         assert max(map(len, shares)) - min(map(len, shares)) <= 1
-
-
-class Largest(TorchDispatchMode):
-    """The largest memory that an operation takes anew, in numbers."""
-
-    taken = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        known = {t.untyped_storage().data_ptr() for t in args if isinstance(t, Tensor)}
-        if isinstance(result, Tensor) and result.untyped_storage().data_ptr() not in known:
-            self.taken = max(self.taken, result.numel())
-        return result
-
-
-@pytest.mark.parametrize(
-    ("exchange", "name"), [(all_gather, "_all_gather"), (reduce_scatter, "_reduce_scatter")]
-)
-def test_rows_that_divide_are_exchanged_without_a_copy_of_the_whole(
-    exchange: Callable[..., object], name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(shards, name, lambda received, sent: None)
-    weight, world = torch.zeros(shards.BUCKET // 4 // 1024 + 4, 1024), World(1, 4)
-
-    with Largest() as largest:
-        exchange([weight], world)
-
-    assert 0 < largest.taken <= weight.numel() // 4

@@ -7,17 +7,9 @@ import os
 import re
 import subprocess
 import sys
-from datetime import timedelta
 from pathlib import Path
-from typing import cast
 
 import pytest
-import torch
-import torch.distributed as dist
-from torch._subclasses import FakeTensorMode
-
-from grpo_fast.distributed.watch import Watch
-from grpo_fast.distributed.world import started
 
 HERE = Path(__file__).resolve().parent
 
@@ -37,7 +29,7 @@ def work(script: str, *arguments: object) -> str:
 
 def test_replicated_and_sharded_ranks_update_as_one_rank_does(toy, tmp_path, seed):
     (tmp_path / "toy.json").write_text(json.dumps(toy | {"seed": seed}))
-    work("update_worker.py", tmp_path, 2)
+    work("update_worker.py", tmp_path)
 
 
 FAILED = r"^RankError: rank {} .* failed at the {}: {}"
@@ -116,20 +108,3 @@ def test_each_rank_ends_and_names_the_one_at_fault_and_its_place(happened, case:
     text = place.with_suffix(".0").read_text()
     assert re.search(pattern, text, re.MULTILINE), text
     assert found == codes
-
-
-@pytest.mark.parametrize("name", ["cpu", "cuda:1"])
-def test_each_ranks_device_is_named_and_exchanges_something_before_all_else(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    device, calls, summed = torch.device(name), {}, []
-    monkeypatch.setattr(dist, "init_process_group", lambda backend, **given: calls.update(given))
-    monkeypatch.setattr(dist, "new_group", lambda **given: None)
-    monkeypatch.setattr(dist, "all_reduce", lambda tensor: summed.append(tensor.device))
-    monkeypatch.setenv("WORLD_SIZE", "2")
-
-    with FakeTensorMode():
-        started(cast("Watch", None), dist.HashStore(), device, timedelta(seconds=1))
-
-    assert calls["device_id"] == (device if device.type == "cuda" else None)
-    assert summed == [device]

@@ -11,10 +11,10 @@ from grpo_fast.config.groups import AdvantageConfig
 from grpo_fast.data import Prompt
 from grpo_fast.data.table import CompletionTable
 from grpo_fast.groups.advantages import decoupled_advantages, group_advantages
-from grpo_fast.loop.collect import describe, generate, groups_of, score, to_train, with_advantages
+from grpo_fast.loop.collect import describe, groups_of, score, to_train, with_advantages
 from grpo_fast.objective import GRPOLossConfig
 from grpo_fast.rewards import Reward, RewardSet
-from grpo_fast.rollout import Completion, Episode, Sampling
+from grpo_fast.rollout import Completion, Episode
 
 
 @pytest.fixture
@@ -194,17 +194,3 @@ def test_an_environments_tokens_are_masked_and_the_environment_is_not_kept(score
     assert samples.prompts.tolist() == [0, 0] and samples.prompt_ids.tolist() == [1, 2, 3]
     assert samples.mask.tolist() == [True, False, True, True, True, True]
     assert found.objects["prompt"][0].prompt == "longer?"
-
-
-def test_the_prefill_counts_as_generation_and_an_engine_that_fails_is_heard() -> None:
-    seen: list[tuple[int, int, int]] = []
-
-    class Engine:
-        def generate(self, prompts, n, sampling, *, observer):
-            assert seen == [(0, 0, 6)]
-            raise RuntimeError("the engine sleeps")
-
-    rewards = RewardSet([Reward("one", lambda completions: [1.0] * len(completions), per_group=True)])
-    prompts = [Prompt(i, "?", (1,), {}) for i in range(2)]
-    with pytest.raises(RuntimeError, match="sleeps"):
-        generate(Engine(), prompts, 3, Sampling(4), rewards, progress=lambda *numbers: seen.append(numbers))

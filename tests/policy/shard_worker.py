@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from copy import deepcopy
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +12,8 @@ import pytest
 import torch
 from conftest import make_samples, save_model
 from fork import fork
-from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grpo_fast.config.distributed import DistributedConfig
 from grpo_fast.config.policy import ModelConfig, OptimizerConfig
@@ -28,7 +24,6 @@ from grpo_fast.loop.update import packed_loss
 from grpo_fast.objective import GRPOLossConfig, StepTotals
 from grpo_fast.policy import PackedBatch, Policy, PolicyOptimizer, layers, load_policy, pack
 from grpo_fast.policy.packing import empty_batch
-from grpo_fast.policy.sharding import ShardedModel
 from grpo_fast.rollout import Sampling, make_engine
 
 CASES: list[tuple[str, dict[str, Any]]] = [
@@ -125,63 +120,9 @@ def check_step(alone: Policy, sharded: Policy, world: World, seed: int, toleranc
             assert error <= tolerance * moment.norm() + 1e-7, (name, error)
 
 
-class Experts(GradientCheckpointingLayer):
-    """Each of them a module, of which no backward reaches all."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
-
-    def forward(self, hidden: Tensor, chosen: list[int]) -> Tensor:
-        return hidden + sum(self.experts[number](hidden) for number in chosen)
-
-
-class Routed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.layer, self.head = nn.Embedding(5, 8), Experts(), nn.Linear(8, 5)
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.embedding
-
-    def get_output_embeddings(self) -> nn.Module:
-        return self.head
-
-    def forward(self, ids: Tensor, chosen: list[int]) -> Tensor:
-        return self.head(self.layer(self.embedding(ids), chosen)).log_softmax(1)[:, 0].sum()
-
-
-def check_experts(world: World, seed: int) -> None:
-    """Ranks whose micro-batches reach different experts step each of them as one rank does."""
-    model, ids, order = Routed(), torch.arange(5), random.Random(f"experts {seed}").sample(range(4), 4)
-    chosen = [order[:2], order[1:3]]  # of each rank, by a micro-batch; the last by none
-
-    def stepped(mode: str) -> dict[str, Tensor]:
-        routed: Any = deepcopy(model)
-        ranks, experts = (
-            (world, chosen[world.rank]) if mode != "alone" else (SINGLE_PROCESS, [*chain(*chosen)])
-        )
-        shards = mode == "shard"
-        run = ShardedModel(routed, routed, world).run if shards else lambda work: work()
-        config = OptimizerConfig(learning_rate=0.1, eps=1e-3)
-        optimizer = PolicyOptimizer(dict(routed.named_parameters()), config, total_steps=9, world=ranks)
-        for _ in range(2):
-            for expert in experts:
-                run(partial(routed, ids, [expert])).backward()
-            optimizer.step()
-        return {name: whole(weight) for name, weight in routed.named_parameters()}
-
-    expected = stepped("alone")
-    for mode in ("replicate", "shard"):
-        for name, weight in stepped(mode).items():
-            error = (weight - expected[name]).abs().max()
-            assert error < 1e-5, f"{mode}: {name} differs by {error:.1e} where ranks reach {chosen}"
-
-
 def main(world: World, folder: str, seed: str) -> None:
     drawn = random.Random(seed)
     torch.manual_seed(int(seed))
-    check_experts(world, int(seed))
     layers.TILE_TOKENS = drawn.randint(2, 9)
     for family, settings in [*drawn.sample(CASES[:-1], 2), CASES[-1]]:
         print(family, settings, flush=True)

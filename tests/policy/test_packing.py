@@ -30,19 +30,7 @@ def packed(table: CompletionTable, max_tokens: int = 10**6) -> dict[str, list]:
     return {name: value.tolist() for name, value in tensors.items() if isinstance(value, torch.Tensor)}
 
 
-def test_a_shared_prompt_is_laid_out_once_and_predicts_all_first_tokens() -> None:
-    batch = packed(table_of((3, 2, 0), (3, 3, 0)))
-
-    assert batch["input_ids"] == [0, 1, 2, 10, 10, 11]
-    assert batch["position_ids"] == [0, 1, 2, 3, 3, 4]
-    assert batch["segment_ids"] == [0, 0, 0, 1, 2, 2]
-    assert batch["cu_seqlens"] == [0, 6]
-    assert batch["loss_index"] == [2, 3, 2, 4, 5]
-    assert batch["targets"] == [10, 11, 10, 11, 12]
-    assert batch["sequence_ids"] == [0, 0, 1, 1, 1]
-
-
-def test_an_environments_tokens_are_inputs_and_never_targets() -> None:
+def test_a_prompt_is_laid_out_once_and_environments_tokens_are_no_targets() -> None:
     table = CompletionTable.of(
         [range(3)] * 2,
         [range(10, 15), range(10, 12)],
@@ -54,6 +42,9 @@ def test_an_environments_tokens_are_inputs_and_never_targets() -> None:
     batch = packed(table)
 
     assert batch["input_ids"] == [0, 1, 2, 10, 11, 12, 13, 10]
+    assert batch["position_ids"] == [0, 1, 2, 3, 4, 5, 6, 3]
+    assert batch["segment_ids"] == [0, 0, 0, 1, 1, 1, 1, 2]
+    assert batch["cu_seqlens"] == [0, 8]
     assert batch["loss_index"] == [2, 5, 6, 2, 7]
     assert batch["targets"] == [10, 13, 14, 10, 11]
     assert batch["advantages"] == [1, 2, 3, 1, 1]

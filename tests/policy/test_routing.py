@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
@@ -139,19 +138,6 @@ def test_an_update_computes_with_the_experts_that_the_rollout_chose(family, load
     assert (given != UNKNOWN).all()
     assert torch.equal(replayed[:, [*blocks]].sort(-1).values, given.sort(-1).values)
     assert not torch.equal(alone[:, [*blocks]].sort(-1).values, given.sort(-1).values)
-
-
-def test_inputs_stay_with_their_tokens_when_a_table_is_split_and_joined():
-    told = [np.arange(4).reshape(4, 1, 1), np.arange(10, 12).reshape(2, 1, 1), np.full((6, 1, 1), 7)]
-    table = CompletionTable.of(
-        [(5, 6), (5, 6), (8, 9, 9)], [(1, 2, 3), (4, 4), (1, 1, 1)], inputs={EXPERTS: told}
-    )
-
-    joined = CompletionTable.join([table.select([2, 0]), table.select([1])])
-    again = CompletionTable.from_tensors(joined.tensors())
-
-    assert table.inputs[EXPERTS].flatten().tolist() == [0, 1, 7, 7, 7, 2, 3, -1, -1, -1, 7, 7, 7]
-    assert again.inputs[EXPERTS].flatten().tolist() == [0, 1, 7, 7, 7, 0, 1, 7, 7, 7, 2, 3, -1, -1, -1]
 
 
 def test_a_reference_that_is_the_model_without_adapters_routes_by_itself(load, rng, samples):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from grpo_fast.distributed.world import World
-from grpo_fast.policy import Policy, sharding
+from grpo_fast.policy import Policy, gradients
 from grpo_fast.policy.out_of_memory import MicroBatchBudget
 
 HERE = Path(__file__).resolve().parent
@@ -30,26 +30,29 @@ def test_sharded_weights_compute_generate_and_are_written_as_whole_ones(tmp_path
 
 def test_what_fsdp_cannot_divide_is_refused_by_name(load: Callable[..., Policy]) -> None:
     ranks = World(0, 2)
-    mixed, single, layerless = (load("qwen2") for _ in range(3))
+    mixed, single, layerless, listed = (load("qwen2") for _ in range(4))
     mixed.base_model.lm_head.to(torch.bfloat16)
     single.base_model.scale = torch.nn.Parameter(torch.ones(()))
     for layer in layerless.base_model.model.layers:
         layer.__class__ = torch.nn.Linear
 
-    for policy, problem in ((mixed, "bfloat16, torch.float32"), (single, "scale"), (layerless, "no layers")):
+    listed.base_model.model.layers[1].experts = torch.nn.ModuleList(torch.nn.Bilinear(2, 2, 2) for _ in "ab")
+    refused = [(mixed, "bfloat16, torch.float32"), (single, "scale"), (layerless, "no layers")]
+    for policy, problem in [*refused, (listed, "Bilinear and others of its layer are experts in a list")]:
         with pytest.raises(ValueError, match=rf"distributed\.mode = 'shard'.*{problem}.*replicate"):
             policy.shard(ranks)
 
 
-def test_lists_of_experts_are_not_sharded_with_a_torch_that_mixes_them(
-    load: Callable[..., Policy], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    policy = load("qwen2")
-    policy.base_model.model.layers[1].experts = torch.nn.ModuleList(torch.nn.Bilinear(2, 2, 2) for _ in "ab")
-    monkeypatch.setattr(sharding, "REACHES_ALL", "nothing of that name")
+def test_a_gradient_that_one_rank_lacks_is_zero_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an expert's, of a list, to which no token of the rank went."""
+    monkeypatch.setattr(World, "sum", lambda self, reached: reached + torch.tensor([1.0, 1.0, 0.0]))
+    monkeypatch.setattr(gradients, "reduce_scatter", lambda tensors, world: tensors)
+    parameters = {name: torch.nn.Parameter(torch.ones(2, 2)) for name in ("here", "there", "nowhere")}
+    parameters["here"].sum().backward()
 
-    with pytest.raises(ValueError, match=r"'shard' .*Bilinear and others of its layer.*torch 2\.13; .*repl"):
-        policy.shard(World(0, 2))
+    found = gradients.Gradients(parameters, World(0, 2)).summed()
+
+    assert {name: gradient.sum() for name, gradient in found.items()} == {"here": 4, "there": 0}
 
 
 def test_work_of_all_ranks_that_does_not_fit_is_no_ones_to_repeat() -> None:

@@ -102,20 +102,7 @@ def test_packed_images_have_the_models_own_logprobs_and_gradients(folder: Path) 
                 )
 
 
-def test_other_images_give_other_logprobs(folder: Path) -> None:
-    policy = load(folder)
-    dataset = questions(policy)
-    words = torch.randint(IMAGE_ID + 3, 60, (5,)).tolist()
-    table = CompletionTable.of(
-        [dataset[1].token_ids, dataset[2].token_ids],
-        [words, words],
-        [0, 1],
-        objects={"images": [dataset[1].images, dataset[2].images]},
-    )
-    first, second = packed_logprobs(policy, table, 10_000).split(5)
-    assert dataset[1].token_ids == dataset[2].token_ids and (first - second).abs().max() > 1e-3
-
-
+@pytest.mark.drawn(3)
 def test_the_tower_looks_once_at_a_prompt_and_is_neither_trained_nor_adapted(folder: Path) -> None:
     policy = load(folder, lora=LoraConfig(r=2), gradient_checkpointing=True)
     names = [name for name, _ in policy.model.named_parameters() if "lora_" in name]
@@ -159,6 +146,7 @@ def test_features_used_longest_ago_make_room(folder: Path, monkeypatch: pytest.M
     assert torch.equal(policy.vision.of(third).features, kept[1].features)
 
 
+@pytest.mark.drawn(3)
 def test_a_written_model_has_its_tower_and_its_processor(folder: Path, tmp_path: Path) -> None:
     policy = load(folder, lora=LoraConfig(r=2))
     for adapter in policy.trainable().values():
