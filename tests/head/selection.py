@@ -59,7 +59,7 @@ def sampled_backward(
     scale = chosen.scale.repeat_interleave(TILE, 1)[:, : call.vocabulary]
     of_pairs = (rows.of_products(live, every) * scale).where(scale != 0, 0)
     of_hidden, small = of_entries(chosen, live, rows, of_pairs)
-    rest[0].fill(certificate(chosen, small, call.targets.numel() * tile_lse.shape[1]))
+    rest[0].values.copy_(certificate(chosen, small, call.targets.numel() * tile_lse.shape[1]))
     kind = call.accumulator
     hidden = (of_hidden @ call.weight.to(kind)).to(call.hidden.dtype)
     hidden = torch.zeros_like(call.hidden).index_copy_(0, index, hidden)

@@ -75,9 +75,11 @@ def test_the_counts_are_those_of_triton(on, rng, rows, vocabulary, of_entropy):
     squares = torch.rand(2, 3, generator=rng, dtype=torch.float64)
     of_rows = logsumexp, gradients[:rows], gradients[3 : rows + 3], torch.rand(rows, generator=rng)
     given = [t if t is None else t.to(on) for t in (*of_rows, entropy, entropy, squares, squares.long())]
-    masses = select.Masses(tile_lse.to(on), targets.to(on), RowCoefficients(*given), vocabulary)
+    coefficients = RowCoefficients(*given)
+    masses = select.Masses.of(tile_lse.to(on), targets.to(on), coefficients, vocabulary)
 
-    found, expected = (count(masses).sum(0).cpu() for count in (cuda.count_pairs, select.count_pairs))
+    counts = (cuda.count_pairs, select.count_pairs)
+    found, expected = (count(masses, coefficients.squares).sum(0).cpu() for count in counts)
 
     assert found.sum() == expected.sum() and (found.sum() > 0 or rows == 1)
     assert (found - expected).abs().sum() <= 2 + 1e-3 * found.sum()  # some lie where rounding decides
@@ -97,8 +99,8 @@ def test_the_library_is_used_where_it_agrees_with_triton_else_it_warns(on, monke
     exact, broken = cuda.count_pairs, tmp_path / "libgrpo_fast.so"
     broken.touch()
 
-    def wrong(masses: select.Masses) -> Tensor:
-        found = exact(masses)
+    def wrong(*given: object) -> Tensor:
+        found = exact(*given)
         found[0, 7] += 1
         return found
 
