@@ -164,12 +164,6 @@ def on_path(request):
     return take_path(request.param, request)
 
 
-@pytest.fixture(params=KERNELS)
-def on_kernels(request):
-    """The same for the kernels' paths, interpreted where there is no GPU."""
-    return take_path(request.param, request)
-
-
 @pytest.fixture
 def make_call(rng: torch.Generator):
     """Calls with leaf parameters; every fourth row ignored."""

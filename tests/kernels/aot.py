@@ -8,7 +8,9 @@ ship. The exit code is 1 where a kernel has a fault. Run it in a process of its 
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -72,16 +74,10 @@ def step(
 ) -> list[Tensor]:
     """Run a forward and a backward with a gradient in every row; return inputs, statistics and gradients.
 
-    Args:
-        call: of `head`.
-        architecture: a key of `SHARED_MEMORY`.
-        exact: tolerance 0.
-        everything: all statistics, with gradients of the entropy and the mean logit.
-        keep: the forward keeps what the backward reads.
-        accumulate: add the weight's gradient to a float32 buffer.
-        hidden: whether the hidden states take a gradient.
-        weight: whether the weight and its bias take a gradient.
-        ask: called with each value that the host reads.
+    `exact` is tolerance 0. `everything` asks for all statistics, and for gradients of the entropy and the
+    mean logit. With `keep` the forward keeps what the backward reads; with `accumulate` the weight's gradient
+    is added to a float32 buffer. `hidden` and `weight` (with its bias) say what takes a gradient. `ask` is
+    called with each value that the host reads.
     """
     from grpo_fast.head import accelerated
 
@@ -221,9 +217,14 @@ def spilled(binary: Any) -> int:
         spills = re.search(r"\.vgpr_spill_count:\s+(\d+)", binary.asm["amdgcn"])
         stack = re.search(r"\.private_segment_fixed_size:\s+(\d+)", binary.asm["amdgcn"])
         return int(spills[1]) if int(stack[1]) else 0
+    from triton import knobs
     from triton.tools.disasm import get_sass
 
-    return len(re.findall(r"\b(?:STL|LDL)\b", get_sass(binary.asm["cubin"])))
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:  # disassembling takes many times as long
+        file.write(binary.asm["cubin"])
+        file.flush()
+        usage = subprocess.check_output([knobs.nvidia.cuobjdump.path, "-res-usage", file.name], text=True)
+    return 0 if "STACK:0" in usage else len(re.findall(r"\b(?:STL|LDL)\b", get_sass(binary.asm["cubin"])))
 
 
 def compile_cases(architecture: str, cases: Sequence[str]) -> dict[str, list[str]]:

@@ -147,12 +147,12 @@ def test_lists_agree_with_the_bits_and_both_orders_with_each_other(make_head):
 
 
 def test_however_large_the_tolerance_half_a_percent_of_the_pairs_is_kept(make_head):
-    head = make_head(24, 4096, 16, peak=0.0, spread=0.3)
+    head = make_head(48, 4096, 16, peak=0.0, spread=0.3)
     head.g[1:] *= 1e-7  # one row has all of the gradient
 
     numbers, expected = select(head, 1e9).live.threshold.numbers.cpu(), in_torch(head, 1e9)
 
-    assert (expected.scale != 0).sum() > expected.scale.shape[0] + 4
+    assert expected.small > 0.004 * expected.scale.numel()
     torch.testing.assert_close(numbers[2], expected.unit.cpu(), rtol=1e-4, atol=0)
 
 
