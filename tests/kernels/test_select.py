@@ -214,7 +214,7 @@ def test_pairs_without_room_are_flagged_and_leave_the_lists_empty(make_head, mis
 
 
 def test_a_selection_is_bit_equal_in_every_run_and_another_batch_draws_anew(make_head):
-    head = make_head(40, 3000, peak=20.0)
+    head = make_head(20, 3000, 16, peak=20.0)
 
     first, second = select(head, 8.0), select(head, 8.0)
 

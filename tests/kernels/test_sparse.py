@@ -189,7 +189,7 @@ def test_strided_rows_and_the_shipped_float32_configuration(make_head):
 
 
 def test_neither_room_nor_another_run_nor_long_rows_first_change_a_bit(make_head, monkeypatch):
-    head = make_head(14, 384, peak=20.0, dtype=torch.bfloat16)
+    head = make_head(10, 300, 32, peak=20.0, dtype=torch.bfloat16)
     whole = run(head, 1.0)
 
     for long, capacity in (256, None), (256, int(whole.live.row_ends[-1])), (8, None), (-1, None):
