@@ -35,7 +35,7 @@ from grpo_fast.kernels.exponentials import SavedExp, kept_backward, normalise
 from grpo_fast.kernels.finalise import row_results
 from grpo_fast.kernels.forward import gather_rows, tile_statistics
 from grpo_fast.kernels.select import select_live
-from grpo_fast.kernels.sparse import SparseGradients, sparse_backward
+from grpo_fast.kernels.sparse import sparse_backward
 
 
 def allocate_saved(call: HeadCall, plan: HeadPlan) -> SavedForBackward:
@@ -115,13 +115,13 @@ def backward(
     """Gradients; fills the certificate."""
     call = _with_unit_stride(call)
     if saved.exponentials.numel() and gradients.follows_softmax:
-        certificate.fill(None)
+        certificate.fill_exact()
         of_rows = LogitGradient.of(call, statistics, gradients)
         kept = SavedExp(saved.exponentials, saved.share)
         return HeadGradients(*kept_backward(call, of_rows, wanted, kept))
     if plan.backward == "sparse" and call.hidden.shape[0] and not _capturing(call.hidden):
         return _sparse(call, statistics, gradients, saved.tile_lse, plan, wanted, certificate)
-    certificate.fill(None)
+    certificate.fill_exact()
     return _dense(call, LogitGradient.of(call, statistics, gradients), plan, wanted)
 
 
@@ -159,9 +159,10 @@ def _sparse(
     live = select_live(call, coefficients, tile_lse, tolerance=plan.tolerance)
     room = _read_later(live.row_ends[-1])
 
-    def form(capacity: int) -> SparseGradients:
-        return sparse_backward(
-            call, coefficients, live, wanted, certificate.values, capacity=capacity, config=config
+    def form(capacity: int) -> HeadGradients:
+        options = {"capacity": capacity, "config": config}
+        return HeadGradients(
+            *sparse_backward(call, coefficients, live, wanted, certificate.values, **options)
         )
 
     usual, most = config.usual_pairs(rows, tiles), config.most_pairs(rows, tiles)
@@ -169,10 +170,10 @@ def _sparse(
     if (pairs := room()) > usual:
         del result
         if pairs > most:
-            certificate.fill(None)
+            certificate.fill_exact()
             return _dense(call, LogitGradient.of(call, statistics, gradients), plan, wanted)
         result = form(pairs)
-    return HeadGradients(result.hidden, result.weight, result.bias)
+    return result
 
 
 def _read_later(number: Tensor) -> Callable[[], int]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -28,21 +27,10 @@ if TYPE_CHECKING:
 
     from grpo_fast.head.call import HeadOptions
 
-F = TypeVar("F", bound=Callable[..., Any])
 _DEFAULT_LOSS = GRPOLossConfig()
 _DIFFERENTIABLE = frozenset({"logprob", "entropy", "logsumexp", "mean_logit"})
 
 
-def _with_options(function: F) -> F:
-    """Lets `help` and shells list the options of `head_call`, which the function takes by name."""
-    own, options = (inspect.signature(each).parameters.values() for each in (function, head_call))
-    named = [each for each in own if each.kind is not each.VAR_KEYWORD]
-    keywords = [each for each in options if each.kind is each.KEYWORD_ONLY]
-    function.__signature__ = inspect.Signature([*named, *keywords])  # type: ignore[attr-defined]
-    return function
-
-
-@_with_options
 def linear_logprob(
     hidden: Tensor,
     weight: Tensor,
@@ -57,16 +45,8 @@ def linear_logprob(
     Logits are float32 (float64 for float64 inputs) whatever the inputs' dtype. Inputs of different dtypes are
     promoted, or cast to autocast's dtype where autocast is on. A frozen weight costs no weight gradient. A
     row's log-sum-exp is one float32, too: at logits near 1,400 its rounding moves gradients by 5e-5 of their
-    size.
-
-    Forward and backward on a GPU, in units of the one product X Wᵀ at H = 2048, estimated from machine code:
-
-        tolerance 2.5                      1.2   300 MiB beside the results
-        exact                              4.1   192 MiB of logit gradients, and X in float32
-        exact, recompute=False             3.1   tokens · V elements
-        exact, frozen weight               2.1   640 MiB, and X in float32; not with a softcap
-
-    The exact cost of a frozen weight holds where the log-probability alone is differentiated.
+    size. Beside the results a GPU holds 300 MiB by default and 192 MiB for an exact gradient, with X in
+    float32; a frozen weight's exact gradient takes 640 MiB.
 
     Args:
         hidden: (..., H), any strides.
@@ -87,13 +67,11 @@ def linear_logprob(
             is drawn follows from the batch, so it costs nothing and changes nothing.
         weight_grad: (V, H), any float dtype, an existing gradient like `weight.grad`: the backward adds the
             weight's gradient to it in place, summed in float32 and rounded once per backward to its dtype,
-            and autograd gets none for the weight. Saves a gradient-sized buffer and its addition, and in
-            float32 beside a bfloat16 weight keeps what many micro-batches' rounding would lose. What hangs
-            on the weight's gradient by hooks (DDP, FSDP, some optimisers) does not see it.
+            and autograd gets none for the weight. What hangs on the weight's gradient by hooks (DDP, FSDP,
+            some optimisers) does not see it.
         recompute: False keeps tokens · V elements of the inputs' dtype from the forward to the backward,
-            which is then exact whatever the tolerance: for exact gradients where there is memory. Only
-            kernels keep them, and not with a softcap, nor for gradients of the entropy or the mean logit;
-            there all is recomputed.
+            which is then exact whatever the tolerance. Only kernels keep them, and not with a softcap, nor
+            for gradients of the entropy or the mean logit; there all is recomputed.
         process_group: ranks that each hold a contiguous part of the vocabulary's rows, in rank order;
             `weight` and `bias` are this rank's part, everything else is the same on all of them. Hidden
             gradients are summed.
@@ -113,7 +91,6 @@ def linear_logprob(
     return HeadOutput(**shaped, certificate=certificate)
 
 
-@_with_options
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -163,7 +140,6 @@ def linear_cross_entropy(
     return losses.sum() / (call.targets >= 0).sum().clamp(min=1)
 
 
-@_with_options
 def linear_grpo_loss(
     hidden: Tensor,
     weight: Tensor,

@@ -262,9 +262,7 @@ class Shard(NamedTuple):
 
     @classmethod
     def of(cls, weight: Tensor, group: ProcessGroup) -> Shard:
-        """Collective at every call: what a rank remembers of its own size says nothing of the others', and
-        who has to ask must not be for each to decide. Nothing waits for the host.
-        """
+        """Collective at every call. Nothing waits for the host."""
         own = torch.full((1,), weight.shape[0], device=weight.device)
         sizes = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
         dist.all_gather(sizes, own, group=group)
@@ -273,16 +271,12 @@ class Shard(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """Which gradients a backward makes, and what the parameters' are added to in place.
-
-    An existing gradient may have any float dtype; where there is none, a new one has its parameter's.
-    """
+    """Which gradients a backward makes; a new one of a parameter has its dtype."""
 
     hidden: bool
     weight: bool
     bias: bool
-    into_weight: Tensor | None = None  # (V, H), unit stride along H
-    into_bias: Tensor | None = None  # (V,)
+    into_weight: Tensor | None = None  # (V, H) of any float dtype, unit stride along H: it is added to
 
 
 class HeadGradients(NamedTuple):

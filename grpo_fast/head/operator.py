@@ -117,7 +117,7 @@ def _head_backward(*arguments: Any) -> tuple[Tensor, ...]:
     with torch.cuda.device_of(call.hidden), torch.autocast(call.hidden.device.type, enabled=False):
         if saved.jacobian.numel():
             result = scaled_jacobian(call, gradients, saved.jacobian)
-            certificate.fill(None)
+            certificate.fill_exact()
         elif plan.backend == "triton":
             from grpo_fast.head import accelerated
 

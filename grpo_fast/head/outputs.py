@@ -7,15 +7,14 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Certificate:
     """How much of a backward was drawn at random, and the error of that. NaN until the backward has run.
 
-    The gradient is unbiased; what is said here follows from the probabilities that are drawn with, not from
-    the draw. Numbers on the device; reading one waits for it. Not filled by a compiled backward.
+    It follows from the probabilities, not from the draw. Numbers on the device; reading one waits for it. Not
+    filled by a compiled backward.
     """
 
     values: Tensor  # (4,) float32
@@ -31,12 +30,9 @@ class Certificate:
     def pending(cls, device: torch.device) -> Certificate:
         return cls(torch.full((cls.SIZE,), torch.nan, device=device))
 
-    def fill(self, numbers: Tensor | None) -> None:
-        """Takes over a selection's numbers, (4,) in the order of NAMES; None: nothing was drawn."""
-        if numbers is None:
-            self.values.copy_(self.values.new_tensor([1.0, 0.0, 0.0, 1.0]))
-        else:
-            self.values.copy_(numbers)
+    def fill_exact(self) -> None:
+        """Nothing was drawn."""
+        self.values.copy_(self.values.new_tensor([1.0, 0.0, 0.0, 1.0]))
 
     @property
     def density(self) -> Tensor:
@@ -95,11 +91,10 @@ class HeadParameters:
     Given whole: `linear_logprob(hidden, head.weight, targets, **head.options)`.
     """
 
-    weight: Tensor  # (V, H), the model's dtype; with a process group this rank's rows
+    weight: Tensor  # (V, H), the model's dtype
     bias: Tensor | None = None  # (V,)
     logit_scale: float = 1.0
     softcap: float | None = None
-    process_group: ProcessGroup | None = None
     tolerance: float | None = None  # of the gradient, as `linear_logprob` takes it
 
     @property

@@ -56,7 +56,7 @@ def backward(
     chunks: Chunks,
 ) -> HeadGradients:
     """Exact gradients; fills the certificate. Idle rows cost nothing."""
-    certificate.fill(None)
+    certificate.fill_exact()
     rows, kind = LogitGradient.of(call, statistics, gradients), call.accumulator
     index = rows.live().nonzero().squeeze(1)
     live, rows = call.rows(index), rows.rows(index)

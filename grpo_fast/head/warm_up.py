@@ -35,8 +35,7 @@ def warm_up(
     """Runs a few rows forward and backward in each way that later calls or a captured graph can go.
 
     The kernels do not depend on the number of tokens. Nothing happens where no kernel runs. The gradient of a
-    trainable weight, (V, H), is made and forgotten: no parameter's own is touched. Collective where the head
-    has a process group.
+    trainable weight, (V, H), is made and forgotten: no parameter's own is touched.
 
     Args:
         head: as later calls have it; its weight is frozen or not.

@@ -34,10 +34,10 @@ class RowCoefficients:
     salts: Tensor  # (P,) int64, their sum: what sets the batch's draws apart
 
 
-class MassArguments(NamedTuple):
-    """`Masses` as kernels take them."""
+class Masses(NamedTuple):
+    """What says how much of the gradient every pair can hold, as kernels take it."""
 
-    tile_lse: Tensor  # (N, T) float32
+    tile_lse: Tensor  # (N, T) float32: log-sum-exp of each row's logits over each tile of TILE columns
     logsumexp: Tensor  # (N,) float32
     targets: Tensor  # (N,) int64
     target: Tensor  # (N,) float32, as the next two: see `RowCoefficients`
@@ -49,22 +49,11 @@ class MassArguments(NamedTuple):
     tiles: int  # T
     vocabulary: int
 
-
-@dataclass(frozen=True)
-class Masses:
-    """What says how much of the gradient every pair can hold."""
-
-    tile_lse: Tensor  # (N, T) float32: log-sum-exp of each row's logits over each tile of TILE columns
-    targets: Tensor  # (N,) int64
-    rows: RowCoefficients
-    vocabulary: int
-
-    @property
-    def arguments(self) -> MassArguments:
-        rows = self.rows
-        of_rows = rows.logsumexp, self.targets, rows.target, rows.mass, rows.slope
-        sizes = self.tile_lse.stride(0), self.tile_lse.shape[1], self.vocabulary
-        return MassArguments(self.tile_lse, *of_rows, rows.entropy, rows.entropy_gradient, *sizes)
+    @classmethod
+    def of(cls, tile_lse: Tensor, targets: Tensor, rows: RowCoefficients, vocabulary: int) -> Masses:
+        of_rows = rows.logsumexp, targets, rows.target, rows.mass, rows.slope
+        sizes = tile_lse.stride(0), tile_lse.shape[1], vocabulary
+        return cls(tile_lse, *of_rows, rows.entropy, rows.entropy_gradient, *sizes)
 
 
 def row_coefficients(call: HeadCall, statistics: RowStatistics, gradients: RowGradients) -> RowCoefficients:

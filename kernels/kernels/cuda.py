@@ -38,18 +38,17 @@ def _load() -> Any:
     return function
 
 
-def count_pairs(masses: Masses) -> Tensor:
+def count_pairs(masses: Masses, squares: Tensor) -> Tensor:
     """(P, BINS) int32, as `select.count_pairs`; the masses on the current device.
 
     Raises:
         RuntimeError: nothing was launched; the message says why.
     """
-    (count, tiles), rows = masses.tile_lse.shape, masses.rows
+    count, tiles = masses.tile_lse.shape
     counts = masses.tile_lse.new_empty((min(-(-count // _WARPS), _MOST_BLOCKS), BINS), dtype=torch.int32)
-    of_rows = rows.logsumexp, masses.targets, rows.target, rows.mass, rows.slope, rows.entropy
-    tensors = masses.tile_lse, *of_rows, rows.entropy_gradient, rows.squares, counts
+    tensors = *masses[: masses._fields.index("row_stride")], squares, counts
     addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-    sizes = masses.tile_lse.stride(0), masses.vocabulary, count, tiles, rows.squares.shape[1], counts.shape[0]
+    sizes = masses.row_stride, masses.vocabulary, count, tiles, squares.shape[1], counts.shape[0]
     stream = torch.cuda.current_stream(counts.device).cuda_stream if counts.is_cuda else None
     error = _load()(_Call(*addresses, *sizes), stream)
     if error:
@@ -62,7 +61,7 @@ _Call = ctypes.c_int64 * 16  # `CountPairs` of `csrc/count_pairs.cu`
 
 
 @functools.cache
-def usable(device: torch.device, by_triton: Callable[[Masses], Tensor]) -> bool:
+def usable(device: torch.device, by_triton: Callable[[Masses, Tensor], Tensor]) -> bool:
     """Whether the library was built and agrees with Triton's count on this device; warns if it does not.
 
     Asked once, as it waits for the device. Where that is while a graph is captured, the answer is no.
@@ -82,7 +81,7 @@ def usable(device: torch.device, by_triton: Callable[[Masses], Tensor]) -> bool:
     return not fault
 
 
-def disagreement(device: torch.device, by_triton: Callable[[Masses], Tensor]) -> str:
+def disagreement(device: torch.device, by_triton: Callable[[Masses, Tensor], Tensor]) -> str:
     """What differs between the two counts of a fixed case; nothing where the library can be trusted."""
     from .coefficients import Masses, RowCoefficients
 
@@ -95,7 +94,7 @@ def disagreement(device: torch.device, by_triton: Callable[[Masses], Tensor]) ->
     work = torch.tensor([1, torch.nan, -1, 1, 4, 0], device=device)
     squares = torch.ones(2, 1, dtype=torch.float64, device=device)
     rows = RowCoefficients(3 * ones, 0 * ones, work, ones, None, None, squares, squares.long())
-    masses = Masses(tile_lse, targets, rows, vocabulary)
-    found, expected = (count(masses).sum(0).tolist() for count in (count_pairs, by_triton))
+    masses = Masses.of(tile_lse, targets, rows, vocabulary)
+    found, expected = (count(masses, squares).sum(0).tolist() for count in (count_pairs, by_triton))
     wrong = [bin for bin, pair in enumerate(zip(found, expected, strict=True)) if len({*pair}) > 1]
     return f"the pairs of quarter octaves {wrong} of its first check differ" if wrong else ""

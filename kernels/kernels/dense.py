@@ -47,12 +47,7 @@ def logit_gradient_kernel(
     weight,  # (V, H)
     transform,  # `Transform`
     targets,  # (N,) int64
-    logsumexp_in,  # (N,) float32, as the next five
-    mass_in,
-    target_in,
-    entropy_in,  # or None, with its gradient
-    entropy_gradient_in,
-    mean_in,  # or None
+    coefficients,  # `LogitGradient`, (N,) float32 each
     inv_scale,  # () float32 or None: factor of G
     gradient_out,  # (N, width): dL/d(x·w + bias)·inv_scale of columns [start, start + width)
     rows,
@@ -88,22 +83,22 @@ def logit_gradient_kernel(
         live = row < rows
         z = transform_logits(products, transform, row, column, rows, vocabulary)
 
-        logsumexp = tl.load(logsumexp_in + row, mask=live, other=0.0)
-        mass = tl.load(mass_in + row, mask=live, other=0.0)
+        logsumexp = tl.load(coefficients.logsumexp + row, mask=live, other=0.0)
+        mass = tl.load(coefficients.mass + row, mask=live, other=0.0)
         p = tl.exp2(tl.fma(z, LOG2E, (-logsumexp * LOG2E)[:, None]))
-        if entropy_in is not None:
-            entropy = tl.load(entropy_in + row, mask=live, other=0.0)
-            upstream = tl.load(entropy_gradient_in + row, mask=live, other=0.0)
+        if coefficients.entropy is not None:
+            entropy = tl.load(coefficients.entropy + row, mask=live, other=0.0)
+            upstream = tl.load(coefficients.entropy_gradient + row, mask=live, other=0.0)
             surprise = upstream[:, None] * (z + (entropy - logsumexp)[:, None])
             gradient = tl.where(p > 0, p * (mass[:, None] - surprise), 0.0)
         else:
             gradient = p * mass[:, None]
         offset = tl.arange(0, COLUMNS)
         target = (tl.load(targets + row, mask=live, other=-1) - first_column).to(tl.int32)
-        at_target = tl.load(target_in + row, mask=live, other=0.0)
+        at_target = tl.load(coefficients.target + row, mask=live, other=0.0)
         gradient = tl.where(is_target(target, COLUMNS), at_target[:, None], gradient)
-        if mean_in is not None:
-            gradient += tl.load(mean_in + row, mask=live, other=0.0)[:, None]
+        if coefficients.mean is not None:
+            gradient += tl.load(coefficients.mean + row, mask=live, other=0.0)[:, None]
         gradient = untransform_gradient(gradient, products, transform, row, column, rows, vocabulary)
         # One 64-bit address per row, 32-bit steps within it: a tile of 64-bit addresses would spill.
         line = gradient_out + (first_column - start) + row.to(tl.int64) * gradient_stride
@@ -130,20 +125,27 @@ def dense_backward(
     hidden, weight, vocabulary = call.hidden, call.weight, call.vocabulary
     count = hidden.shape[0]
     of_hidden = hidden.new_zeros(hidden.shape, dtype=torch.float32) if wanted.hidden else None
-    of_weight, of_bias = wanted.into_weight, wanted.into_bias
+    of_weight, of_bias = wanted.into_weight, None
     new = torch.empty_like if count else torch.zeros_like
     if wanted.weight and of_weight is None:
         of_weight = new(weight, memory_format=torch.contiguous_format)
-    if wanted.bias and of_bias is None:
+    if wanted.bias:
         of_bias = new(call.bias)
     if count == 0:
         return of_hidden, of_weight, of_bias
     scale = float16_scale(call, rows)
-    workspace = row_aligned(count, min(columns, vocabulary), hidden)
+    workspace, programs = row_aligned(count, min(columns, vocabulary), hidden), program_count(hidden.device)
+    arguments = product_arguments(call, tile) | {
+        "targets": call.targets, "coefficients": rows, "rows": count, "programs": programs,
+        "inv_scale": None if scale is None else scale.reciprocal(),
+    }  # fmt: skip
     for start in range(0, vocabulary, columns):
         part = slice(start, min(start + columns, vocabulary))
         gradient = workspace[:, : part.stop - start]
-        _logit_gradient(call, rows, tile, None if scale is None else scale.reciprocal(), gradient, start)
+        logit_gradient_kernel[(programs,)](
+            **arguments, gradient_out=gradient, start=start, width=part.stop - start,
+            gradient_stride=gradient.stride(0),
+        )  # fmt: skip
         if of_hidden is not None:
             _accumulate(of_hidden, gradient, weight[part])
         if wanted.weight:
@@ -153,30 +155,10 @@ def dense_backward(
             else:
                 torch.mm(gradient.t(), hidden, out=of_weight[part])
         if wanted.bias:
-            total = gradient.sum(0, dtype=torch.float32)
-            put(of_bias[part], total, scale, add=wanted.into_bias is not None)
+            put(of_bias[part], gradient.sum(0, dtype=torch.float32), scale, add=False)
     if of_hidden is not None and scale is not None:
         of_hidden *= scale
     return of_hidden, of_weight, of_bias
-
-
-def _logit_gradient(
-    call: HeadCall,
-    rows: LogitGradient,
-    tile: ProductTile,
-    inv_scale: Tensor | None,
-    out: Tensor,
-    start: int,
-) -> None:
-    """Fills `out`, (N, width), with dL/d(x·w + bias)·inv_scale of the columns from `start` on."""
-    programs = program_count(call.hidden.device)
-    logit_gradient_kernel[(programs,)](
-        **product_arguments(call, tile),
-        targets=call.targets, logsumexp_in=rows.logsumexp, mass_in=rows.mass, target_in=rows.target,
-        entropy_in=rows.entropy, entropy_gradient_in=rows.entropy_gradient, mean_in=rows.mean,
-        inv_scale=inv_scale, gradient_out=out, rows=call.targets.numel(), start=start,
-        width=out.shape[1], gradient_stride=out.stride(0), programs=programs,
-    )  # fmt: skip
 
 
 def float16_scale(call: HeadCall, rows: LogitGradient) -> Tensor | None:

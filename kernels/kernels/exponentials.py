@@ -267,8 +267,7 @@ def kept_backward(
     if wanted.weight:
         of_weight = gradient(hidden, weight, wanted.into_weight)
     if wanted.bias and call.bias is not None:
-        into = None if wanted.into_bias is None else wanted.into_bias[:, None]
-        of_bias = gradient(torch.ones_like(scale)[:, None], call.bias[:, None], into).squeeze(1)
+        of_bias = gradient(torch.ones_like(scale)[:, None], call.bias[:, None], None).squeeze(1)
     return of_hidden, of_weight, of_bias
 
 

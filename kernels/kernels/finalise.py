@@ -61,11 +61,7 @@ def log1p(x):
 
 @triton.jit(do_not_specialize=["rows", "vocabulary", "tiles"])
 def finalise_kernel(
-    lse_in,  # (N, T) float32, without the target as the others but the total
-    entropy_in,  # (N, T) float32 or None, as the next three
-    total_in,
-    maximum_in,
-    squares_in,
+    of_tiles,  # `TileStatistics`, without the target but in the total
     target_in,  # (N,) float32
     targets,  # (N,) int64
     logprob_out,  # (N,) float32, as all below
@@ -92,7 +88,7 @@ def finalise_kernel(
     for first in range(0, tiles, TILES):
         tile = first + tl.arange(0, TILES)
         read = live[:, None] & (tile < tiles)[None, :]
-        lse = tl.load(lse_in + line + tile[None, :], mask=read, other=float("-inf"))
+        lse = tl.load(of_tiles.lse + line + tile[None, :], mask=read, other=float("-inf"))
         higher = tl.maximum(maximum, tl.max(lse, axis=1))
         base = tl.where(higher == float("-inf"), 0.0, higher)
         mass = mass * tl.exp(maximum - base) + tl.sum(tl.exp(lse - base[:, None]), axis=1)
@@ -110,7 +106,8 @@ def finalise_kernel(
     tl.store(lse_out + row, tl.where(live, lse, 0.0), mask=inside)
     tl.store(logprob_out + row, tl.where(here, logprob, 0.0), mask=inside)
 
-    if entropy_in is not None or total_in is not None or maximum_in is not None or squares_in is not None:
+    wants_more = of_tiles.entropy is not None or of_tiles.total is not None
+    if wants_more or of_tiles.maximum is not None or of_tiles.squares is not None:
         zero = tl.zeros((ROWS,), tl.float32)
         entropy = zero
         total = zero
@@ -120,32 +117,32 @@ def finalise_kernel(
             tile = first + tl.arange(0, TILES)
             at = line + tile[None, :]
             read = live[:, None] & (tile < tiles)[None, :]
-            behind = tl.load(lse_in + at, mask=read, other=float("-inf")) - lse[:, None]
+            behind = tl.load(of_tiles.lse + at, mask=read, other=float("-inf")) - lse[:, None]
             share = tl.exp(behind)
-            if entropy_in is not None:
-                within = tl.load(entropy_in + at, mask=read, other=0.0)
+            if of_tiles.entropy is not None:
+                within = tl.load(of_tiles.entropy + at, mask=read, other=0.0)
                 entropy += tl.sum(tl.where(share > 0, share * (within - behind), 0.0), axis=1)
-            if total_in is not None:
-                total += tl.sum(tl.load(total_in + at, mask=read, other=0.0), axis=1)
-            if maximum_in is not None:
-                highest_here = tl.max(tl.load(maximum_in + at, mask=read, other=float("-inf")), axis=1)
+            if of_tiles.total is not None:
+                total += tl.sum(tl.load(of_tiles.total + at, mask=read, other=0.0), axis=1)
+            if of_tiles.maximum is not None:
+                highest_here = tl.max(tl.load(of_tiles.maximum + at, mask=read, other=float("-inf")), axis=1)
                 highest = tl.maximum(highest, highest_here)
-            if squares_in is not None:
-                within = tl.load(squares_in + at, mask=read, other=0.0)
+            if of_tiles.squares is not None:
+                within = tl.load(of_tiles.squares + at, mask=read, other=0.0)
                 squares += tl.sum(tl.where(share > 0, share * share * tl.exp(within), 0.0), axis=1)
         p = tl.where(here, tl.exp(logprob), 0.0)
-        if entropy_in is not None:
+        if of_tiles.entropy is not None:
             entropy += tl.where(p > 0, -p * logprob, 0.0)
             tl.store(entropy_out + row, tl.where(live, entropy, 0.0), mask=inside)
-        if total_in is not None:
+        if of_tiles.total is not None:
             tl.store(mean_out + row, total / vocabulary, mask=inside)
-        if maximum_in is not None:
+        if of_tiles.maximum is not None:
             # Equal logits may come out of two products with other last digits.
             nearly = highest - target_logit <= 4e-6 * (1.0 + tl.abs(highest))
             highest = tl.where(here & nearly, target_logit, highest)
             tl.store(maximum_out + row, tl.where(live, highest, 0.0), mask=inside)
             tl.store(target_out + row, tl.where(here, target_logit, 0.0), mask=inside)
-        if squares_in is not None:
+        if of_tiles.squares is not None:
             tl.store(squares_out + row, tl.where(live, tl.log(squares + p * p), 0.0), mask=inside)
 
 
@@ -163,7 +160,7 @@ def row_results(tiles: TileStatistics, call: HeadCall, target_logit: Tensor) -> 
     of = (tiles.lse, tiles.lse, tiles.entropy, tiles.total, tiles.maximum, tiles.maximum, tiles.squares)
     results = tuple(tiles.lse.new_empty(0 if part is None else rows) for part in of)
     finalise_kernel[(triton.cdiv(rows, _ROWS),)](
-        *tiles, target_logit, call.targets, *results, tiles.lse.stride(0), rows, call.vocabulary,
+        tiles, target_logit, call.targets, *results, tiles.lse.stride(0), rows, call.vocabulary,
         tiles.lse.shape[1], ROWS=_ROWS, TILES=_TILES, num_warps=8, **register_bound(128),
     )  # fmt: skip
     return results

@@ -70,14 +70,8 @@ def forward_kernel(
     hidden,  # (N, H): see tile_products; rows in the order of the work, as the two below
     weight,  # (V, H)
     transform,  # `Transform`
-    targets,  # (N,) int32, below zero for none
-    order,  # (N,) int64: where a row's results go
-    count,  # (1,) int32: rows in use
-    lse_out,  # (N, T) float32
-    entropy_out,  # (N, T) float32 or None, as the next three
-    total_out,
-    maximum_out,
-    squares_out,
+    gathered,  # `Gathered`: where a row's results go
+    out,  # `TileStatistics`, written
     kept_out,  # (N, V) or None: exp(z - reference)
     reference,  # (N,) float32
     vocabulary,
@@ -99,7 +93,7 @@ def forward_kernel(
 ):
     HALVES: tl.constexpr = COLUMNS // TILE
     tl.assume(hidden_size > 0)
-    rows = tl.load(count)
+    rows = tl.load(gathered.count)
     row_blocks = tl.cdiv(rows, ROWS)
     column_blocks = tl.cdiv(vocabulary, COLUMNS)
     for tile in tl.range(tl.program_id(0), row_blocks * column_blocks, programs, flatten=DESCRIPTORS):
@@ -109,13 +103,14 @@ def forward_kernel(
         row = first_row + tl.arange(0, ROWS)
         column = first_column + tl.arange(0, COLUMNS)
         live = row < rows
-        target = tl.load(targets + row, mask=live, other=-1) - first_column  # waited for during the products
+        # Waited for during the products.
+        target = tl.load(gathered.targets + row, mask=live, other=-1) - first_column
         z = tile_products(
             hidden, weight, hidden_stride, weight_stride, first_row, first_column, rows, vocabulary,
             hidden_size, ROWS, COLUMNS, DEPTH, DESCRIPTORS, EVEN_DEPTH, PRECISION,
         )  # fmt: skip
         z = transform_logits(z, transform, row, column, rows, vocabulary)
-        to = tl.load(order + row, mask=live, other=0)
+        to = tl.load(gathered.order + row, mask=live, other=0)
 
         # Positions relative to the tile, in 32 bits: compared with constants, they take no registers.
         offset = tl.arange(0, COLUMNS)
@@ -123,9 +118,9 @@ def forward_kernel(
         mass_tile = column_block * HALVES + tl.arange(0, HALVES)
         at = to[:, None] * tile_stride + mass_tile[None, :]
         kept = live[:, None] & (mass_tile * TILE < vocabulary)[None, :]
-        if total_out is not None:
+        if out.total is not None:
             counted = z if EVEN_COLUMNS else tl.where(inside[None, :], z, 0.0)
-            tl.store(total_out + at, tl.sum(tl.reshape(counted, (ROWS, HALVES, TILE)), axis=2), mask=kept)
+            tl.store(out.total + at, tl.sum(tl.reshape(counted, (ROWS, HALVES, TILE)), axis=2), mask=kept)
         z = tl.where(is_target(target, COLUMNS), float("-inf"), z)
         z = tl.reshape(z, (ROWS, HALVES, TILE))
         if not EVEN_COLUMNS:
@@ -134,38 +129,39 @@ def forward_kernel(
             z = tl.where(tl.arange(0, TILE)[None, None, :] < width, z, float("-inf"))
 
         maximum = tl.max(z, axis=2)
-        if maximum_out is not None:
-            tl.store(maximum_out + at, maximum, mask=kept)
+        if out.maximum is not None:
+            tl.store(out.maximum + at, maximum, mask=kept)
         base = tl.where(maximum == float("-inf"), 0.0, maximum)
         behind = tl.fma(z, LOG2E, (-base * LOG2E)[:, :, None])  # the largest logit, in octaves
         e = tl.exp2(behind)
         mass = tl.sum(e, axis=2)
         log_mass = tl.log(mass)
-        tl.store(lse_out + at, base + log_mass, mask=kept)
+        tl.store(out.lse + at, base + log_mass, mask=kept)
         if kept_out is not None:
             line = kept_out + to * kept_stride
             above = maximum - tl.load(reference + to, mask=live, other=0.0)[:, None]
             kept_e = tl.reshape(e * tl.exp2(above * LOG2E)[:, :, None], (ROWS, COLUMNS))
             kept_e = kept_e.to(kept_out.dtype.element_ty)
             tl.store(line[:, None] + column[None, :], kept_e, mask=live[:, None] & inside[None, :])
-        if entropy_out is not None:
+        if out.entropy is not None:
             surprise = tl.sum(e * tl.maximum(behind, -1000.0), axis=2) / LOG2E  # 0·-inf is none
-            tl.store(entropy_out + at, tl.where(mass > 0, log_mass - surprise / mass, 0.0), mask=kept)
-        if squares_out is not None:
+            tl.store(out.entropy + at, tl.where(mass > 0, log_mass - surprise / mass, 0.0), mask=kept)
+        if out.squares is not None:
             squares = tl.log(tl.sum(e * e, axis=2)) - 2.0 * log_mass
-            tl.store(squares_out + at, tl.where(mass > 0, squares, 0.0), mask=kept)
+            tl.store(out.squares + at, tl.where(mass > 0, squares, 0.0), mask=kept)
 
 
 @triton.jit(do_not_specialize=["rows"])
-def order_kernel(targets, order, count, rows, BLOCK: tl.constexpr):
+def order_kernel(targets, gathered, rows, BLOCK: tl.constexpr):
     """One program: the rows with work, in ascending order, and how many."""
+    order = gathered.order
     found = tl.zeros((1,), dtype=tl.int32)
     for first in range(0, rows, BLOCK):
         row = first + tl.arange(0, BLOCK)
         works = (tl.load(targets + row, mask=row < rows, other=-1) >= 0).to(tl.int32)
         tl.store(order + found + tl.cumsum(works, axis=0) - works, row.to(tl.int64), mask=works != 0)
         found += tl.sum(works)
-    tl.store(count + tl.arange(0, 1), found)
+    tl.store(gathered.count + tl.arange(0, 1), found)
 
 
 @triton.jit(do_not_specialize=["rows", "vocabulary"])
@@ -174,12 +170,7 @@ def gather_kernel(
     weight,  # (V, H)
     transform,  # `Transform`
     targets,  # (N,) int64
-    order,  # (N,) int64
-    count,  # (1,) int32
-    hidden_out,  # (N, H), written
-    inv_temperature_out,  # (N,) float32, written, or None
-    targets_out,  # (N,) int32, written
-    logit_out,  # (N,) float32, written
+    gathered,  # `Gathered`: all but `order` and `count` is written
     rows,
     vocabulary,
     hidden_size,
@@ -193,13 +184,13 @@ def gather_kernel(
     what a tensor core cuts off is cut off here too, and cancels in the log-probability.
     """
     place = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    live = place < tl.load(count)
-    row = tl.load(order + place, mask=live, other=0)
+    live = place < tl.load(gathered.count)
+    row = tl.load(gathered.order + place, mask=live, other=0)
     target = tl.load(targets + row, mask=live, other=-1)
     here = live & (target < vocabulary)
     x = hidden + row[:, None] * hidden_stride
     w = weight + target[:, None] * weight_stride
-    copied = hidden_out + place.to(tl.int64)[:, None] * hidden_size
+    copied = gathered.hidden + place.to(tl.int64)[:, None] * hidden_size
     products = tl.zeros((ROWS, ROWS), dtype=tl.float32)
     for start in range(0, hidden_size, DEPTH):
         step = start + tl.arange(0, DEPTH)
@@ -213,10 +204,11 @@ def gather_kernel(
     if transform.bias is not None:
         product += tl.load(transform.bias + target, mask=here, other=0.0).to(tl.float32)
     z = transform_biased(product[:, None], transform, row, rows)
-    tl.store(logit_out + row[:, None], z, mask=live[:, None])
-    tl.store(targets_out + place, tl.where(here, target, -1).to(tl.int32), mask=live)
-    if inv_temperature_out is not None:
-        tl.store(inv_temperature_out + place, tl.load(transform.inv_temperature + row, mask=live), mask=live)
+    tl.store(gathered.target_logit + row[:, None], z, mask=live[:, None])
+    tl.store(gathered.targets + place, tl.where(here, target, -1).to(tl.int32), mask=live)
+    if gathered.inv_temperature is not None:
+        inverse = tl.load(transform.inv_temperature + row, mask=live)
+        tl.store(gathered.inv_temperature + place, inverse, mask=live)
 
 
 def gather_rows(call: HeadCall) -> Gathered:
@@ -231,13 +223,10 @@ def gather_rows(call: HeadCall) -> Gathered:
         count=targets.new_empty(1, dtype=torch.int32),
         target_logit=hidden.new_empty(rows, dtype=torch.float32),
     )
-    order_kernel[(1,)](targets, gathered.order, gathered.count, rows, BLOCK=_ORDER_ROWS, num_warps=8)
+    order_kernel[(1,)](targets, gathered, rows, BLOCK=_ORDER_ROWS, num_warps=8)
     gather_kernel[(triton.cdiv(rows, _TARGET_ROWS),)](
-        hidden, call.weight, targets=targets, order=gathered.order, count=gathered.count,
-        hidden_out=gathered.hidden, inv_temperature_out=gathered.inv_temperature,
-        targets_out=gathered.targets, logit_out=gathered.target_logit, rows=rows,
-        vocabulary=call.vocabulary, hidden_size=depth, hidden_stride=hidden.stride(0),
-        weight_stride=call.weight.stride(0), transform=Transform.of(call), ROWS=_TARGET_ROWS,
+        hidden, call.weight, Transform.of(call), targets, gathered, rows, call.vocabulary, depth,
+        hidden.stride(0), call.weight.stride(0), ROWS=_TARGET_ROWS,
         DEPTH=128 if hidden.element_size() == 2 else 32, PRECISION=precision(hidden.dtype), num_warps=4,
     )  # fmt: skip
     return gathered
@@ -278,11 +267,9 @@ def tile_statistics(
     programs = program_count(call.hidden.device)
     of_work = call._replace(hidden=gathered.hidden, inv_temperature=gathered.inv_temperature)
     forward_kernel[(programs,)](
-        **product_arguments(of_work, tile), targets=gathered.targets, order=gathered.order,
-        count=gathered.count, lse_out=result.lse, entropy_out=result.entropy, total_out=result.total,
-        maximum_out=result.maximum, squares_out=result.squares, kept_out=kept, reference=reference,
-        tile_stride=result.lse.stride(0), kept_stride=0 if kept is None else kept.stride(0),
-        programs=programs,
+        **product_arguments(of_work, tile), gathered=gathered, out=result, kept_out=kept,
+        reference=reference, tile_stride=result.lse.stride(0),
+        kept_stride=0 if kept is None else kept.stride(0), programs=programs,
         EVEN_COLUMNS=vocabulary % TILE == 0,  # a whole mass tile past the vocabulary is never stored
         TILE=TILE, **register_bound(None if tile.descriptors else 255),
     )  # fmt: skip

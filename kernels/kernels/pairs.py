@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import triton
 import triton.language as tl
@@ -16,9 +15,8 @@ if TYPE_CHECKING:
     from . import SparseConfig
 
 
-@dataclass(frozen=True)
-class Pairs:
-    """The kept pairs, by tile and then row, and each one's place in the order by row and then tile.
+class Pairs(NamedTuple):
+    """The kept pairs as kernels take them, by tile and then row, with their places by row and then tile.
 
     A row's places are those before its `row_ends`, as many as its `room`; its pairs have the first. Where
     there is room for more than `capacity`, `fits` is zero and the lists hold nothing.
@@ -51,18 +49,12 @@ def list_pairs(live: ActivePairs, capacity: int, config: SparseConfig) -> Pairs:
         empty(tiles + 1), empty(tiles + 1), empty(blocks), empty(1),
     )  # fmt: skip
     _lay_out[(1,)](
-        live.tile_counts, live.row_ends, pairs.offsets, pairs.block_offsets, pairs.fits, rows, tiles,
-        capacity, PAIR_ROWS=config.pair_rows, BLOCK=triton.next_power_of_2(max(tiles, 32)), num_warps=8,
+        live.tile_counts, live.row_ends, pairs, rows, tiles, capacity,
+        PAIR_ROWS=config.pair_rows, BLOCK=triton.next_power_of_2(max(tiles, 32)), num_warps=8,
     )  # fmt: skip
-    _list_tile[(tiles,)](
-        live.bits, live.rank_base, live.room, live.row_ends, pairs.offsets, pairs.block_offsets, pairs.fits,
-        pairs.rows, pairs.places, pairs.tiles, pairs.block_tile, rows, BLOCK=_ROWS,
-    )  # fmt: skip
+    _list_tile[(tiles,)](live, pairs, rows, BLOCK=_ROWS)
     if rows:
-        _scale_pairs[(rows,)](
-            live.masses.arguments, live.threshold.numbers, live.twice, live.count, live.room, live.row_ends,
-            pairs.fits, pairs.tiles, pairs.scales, rows, TILE=TILE, BLOCK=32, num_warps=1,
-        )  # fmt: skip
+        _scale_pairs[(rows,)](live, pairs, rows, TILE=TILE, BLOCK=32, num_warps=1)
     return pairs
 
 
@@ -74,9 +66,7 @@ _STRATUM = tl.constexpr(STRATUM)
 def _lay_out(
     tile_counts,  # (T,) int32
     row_ends,  # (N,) int64
-    offsets,  # (T + 1,) int32, written
-    block_offsets,  # (T + 1,) int32, written
-    fits,  # (1,) int32, written
+    pairs,  # `Pairs`: where every tile's begin, and whether they fit, is written
     rows,
     tiles,
     capacity,
@@ -85,94 +75,68 @@ def _lay_out(
 ):
     """One program: where every tile's pairs and blocks begin."""
     enough = tl.load(row_ends + rows - 1, mask=rows > 0, other=0) <= capacity
-    tl.store(fits, enough.to(tl.int32))
+    tl.store(pairs.fits, enough.to(tl.int32))
     tile = tl.arange(0, BLOCK)
     count = tl.load(tile_counts + tile, mask=tile < tl.where(enough, tiles, 0), other=0)
-    tl.store(offsets + tile + 1, tl.cumsum(count), mask=tile < tiles)
-    tl.store(block_offsets + tile + 1, tl.cumsum(tl.cdiv(count, PAIR_ROWS)), mask=tile < tiles)
-    tl.store(offsets, 0)
-    tl.store(block_offsets, 0)
+    tl.store(pairs.offsets + tile + 1, tl.cumsum(count), mask=tile < tiles)
+    tl.store(pairs.block_offsets + tile + 1, tl.cumsum(tl.cdiv(count, PAIR_ROWS)), mask=tile < tiles)
+    tl.store(pairs.offsets, 0)
+    tl.store(pairs.block_offsets, 0)
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _list_tile(
-    bits,
-    rank_base,
-    room,
-    row_ends,
-    offsets,
-    block_offsets,
-    fits,
-    pair_rows,  # written, as all that follow
-    pair_places,
-    pair_tiles,
-    block_tile,
-    rows,
-    BLOCK: tl.constexpr,
-):
+def _list_tile(live, pairs, rows, BLOCK: tl.constexpr):
     """The tile's rows in ascending order, their places, and the tile beside each of its blocks."""
-    if tl.load(fits) == 0:
+    if tl.load(pairs.fits) == 0:
         return
     tile = tl.program_id(0)
-    at = tl.load(offsets + tile)
+    at = tl.load(pairs.offsets + tile)
     lower = (1 << (tile % 32)) - 1
     for start in range(0, rows, BLOCK):
         row = start + tl.arange(0, BLOCK)
-        word = word_of_tile(bits, tile, row, rows)
-        live = (word >> (tile % 32)) & 1
-        mask = live != 0
-        first = tl.load(row_ends + row, mask=mask, other=0).to(tl.int32)
-        first -= tl.load(room + row, mask=mask, other=0)
-        rank = tl.load(rank_base + (tile // 32).to(tl.int64) * rows + row, mask=mask, other=0)
+        word = word_of_tile(live.bits, tile, row, rows)
+        kept = (word >> (tile % 32)) & 1
+        mask = kept != 0
+        first = tl.load(live.row_ends + row, mask=mask, other=0).to(tl.int32)
+        first -= tl.load(live.room + row, mask=mask, other=0)
+        rank = tl.load(live.rank_base + (tile // 32).to(tl.int64) * rows + row, mask=mask, other=0)
         place = first + rank + _popcount(word & lower)
-        index = at + tl.cumsum(live) - live
-        tl.store(pair_rows + index, row, mask=mask)
-        tl.store(pair_places + index, place, mask=mask)
-        tl.store(pair_tiles + place, tile, mask=mask)
-        at += tl.sum(live)
-    first_block, last_block = tl.load(block_offsets + tile), tl.load(block_offsets + tile + 1)
+        index = at + tl.cumsum(kept) - kept
+        tl.store(pairs.rows + index, row, mask=mask)
+        tl.store(pairs.places + index, place, mask=mask)
+        tl.store(pairs.tiles + place, tile, mask=mask)
+        at += tl.sum(kept)
+    first_block, last_block = tl.load(pairs.block_offsets + tile), tl.load(pairs.block_offsets + tile + 1)
     for start in range(first_block, last_block, BLOCK):
         block = start + tl.arange(0, BLOCK)
-        tl.store(block_tile + block, tl.full((BLOCK,), 0, tl.int32) + tile, mask=block < last_block)
+        tl.store(pairs.block_tile + block, tl.full((BLOCK,), 0, tl.int32) + tile, mask=block < last_block)
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _scale_pairs(
-    masses,  # `MassArguments`
-    threshold,
-    twice_bits,
-    live_count,
-    room,
-    row_ends,
-    fits,
-    pair_tiles,
-    pair_scales,  # written
-    rows,
-    TILE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def _scale_pairs(live, pairs, rows, TILE: tl.constexpr, BLOCK: tl.constexpr):
     """What each pair of a row stands for: one, or the inverse of the chance that it was drawn with."""
-    row = tl.program_id(0)
-    pairs = tl.where(tl.load(fits) != 0, tl.load(live_count + row), 0)
-    first = tl.load(row_ends + row) - tl.load(room + row)
+    row, masses = tl.program_id(0), live.masses
+    count = tl.where(tl.load(pairs.fits) != 0, tl.load(live.count + row), 0)
+    first = tl.load(live.row_ends + row) - tl.load(live.room + row)
     h, e = None, None
     if masses.entropy_gradient is not None:
         h, e = tl.load(masses.entropy + row), tl.load(masses.entropy_gradient + row)
     lse, steepest = tl.load(masses.logsumexp + row), tl.load(masses.slope + row)
     mass, target = tl.load(masses.mass + row), tl.load(masses.targets + row)
-    log2_threshold, line = tl.load(threshold), masses.tile_lse + row.to(tl.int64) * masses.row_stride
-    for start in range(0, pairs, BLOCK):
+    log2_threshold = tl.load(live.threshold.numbers)
+    line = masses.tile_lse + row.to(tl.int64) * masses.row_stride
+    for start in range(0, count, BLOCK):
         pair = start + tl.arange(0, BLOCK)
-        present = pair < pairs
-        tile = tl.load(pair_tiles + first + pair, mask=present, other=0)
+        present = pair < count
+        tile = tl.load(pairs.tiles + first + pair, mask=present, other=0)
         here = tl.load(line + tile, mask=present, other=0.0)
         log2_w = log2_weight(here, lse, mass, steepest, h, e)
         holds_target = (target < masses.vocabulary) & (target // TILE == tile)
         certain = is_certain(log2_w, log2_threshold) | holds_target
-        word = tl.load(twice_bits + (tile // 32).to(tl.int64) * rows + row, mask=present, other=0)
+        word = tl.load(live.twice + (tile // 32).to(tl.int64) * rows + row, mask=present, other=0)
         points = 1 + ((word >> (tile % 32)) & 1)
         drawn = points * _STRATUM / tl.maximum(draw_length(log2_w, log2_threshold), 1)
-        tl.store(pair_scales + first + pair, tl.where(certain, 1.0, drawn), mask=present)
+        tl.store(pairs.scales + first + pair, tl.where(certain, 1.0, drawn), mask=present)
 
 
 @triton.jit

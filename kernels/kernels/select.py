@@ -36,8 +36,7 @@ to run.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
@@ -58,8 +57,7 @@ _STRATUM_BITS = tl.constexpr(int(math.log2(STRATUM)))
 _LOG_TILE = tl.constexpr(math.log(TILE))
 
 
-@dataclass(frozen=True)
-class Threshold:
+class Threshold(NamedTuple):
     """Of a batch."""
 
     numbers: Tensor
@@ -69,9 +67,8 @@ class Threshold:
     salt: Tensor  # (1,) uint32
 
 
-@dataclass(frozen=True)
-class ActivePairs:
-    """Which pairs of N rows and T tiles are kept."""
+class ActivePairs(NamedTuple):
+    """Which pairs of N rows and T tiles are kept, as kernels take it."""
 
     masses: Masses
     threshold: Threshold
@@ -95,8 +92,8 @@ def select_live(call: HeadCall, rows: RowCoefficients, tile_lse: Tensor, *, tole
             keeps all.
     """
     count, tiles = tile_lse.shape
-    masses = Masses(tile_lse, call.targets, rows, call.vocabulary)
-    threshold = choose_threshold(masses, tolerance)
+    masses = Masses.of(tile_lse, call.targets, rows, call.vocabulary)
+    threshold = choose_threshold(masses, rows, tolerance)
 
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return tile_lse.new_empty(shape, dtype=dtype)
@@ -108,31 +105,26 @@ def select_live(call: HeadCall, rows: RowCoefficients, tile_lse: Tensor, *, tole
         tile_lse.new_empty(count),
     )  # fmt: skip
     if count:
-        _mark_live[(count,)](
-            masses.arguments, threshold.numbers, threshold.salt, live.bits, live.twice, live.rank_base,
-            live.count, live.room, live.small, live.largest, count,
-            TILE=TILE, BLOCK=_BLOCK, num_warps=1,
-        )  # fmt: skip
+        _mark_live[(count,)](live, count, TILE=TILE, BLOCK=_BLOCK, num_warps=1)
     torch.cumsum(live.room, 0, out=live.row_ends)
     _count_tile[(tiles,)](live.bits, live.tile_counts, count, BLOCK=_SCAN)
     return live
 
 
-def choose_threshold(masses: Masses, tolerance: float) -> Threshold:
+def choose_threshold(masses: Masses, rows: RowCoefficients, tolerance: float) -> Threshold:
     """τ."""
-    rows = masses.rows
     count = cuda.count_pairs if cuda.usable(masses.tile_lse.device, count_pairs) else count_pairs
-    counts = count(masses)
+    counts = count(masses, rows.squares)
     threshold = Threshold(masses.tile_lse.new_empty(4), rows.salts.new_empty(1, dtype=torch.uint32))
     _choose[(1,)](
-        counts, rows.squares, rows.salts, threshold.numbers, threshold.salt,
+        counts, rows.squares, rows.salts, threshold,
         (tolerance * BF16_ROUNDING) ** 2, LEAST_DENSITY, ENTRY_SHARE, BF16_ROUNDING, counts.shape[0],
         rows.squares.shape[1], BLOCK=16, num_warps=8,
     )  # fmt: skip
     return threshold
 
 
-def count_pairs(masses: Masses) -> Tensor:
+def count_pairs(masses: Masses, squares: Tensor) -> Tensor:
     """(P, BINS) int32, to be added up: pairs by w, relative to the batch's norm R.
 
     Bin k holds w/R from 2^(-k/4) up to 2^((1 - k)/4), the first all above, the last all below; the targets'
@@ -142,9 +134,8 @@ def count_pairs(masses: Masses) -> Tensor:
     counts = masses.tile_lse.new_empty((min(count, _PROGRAMS), BINS), dtype=torch.int32)
     if count:
         _count_pairs[(counts.shape[0],)](
-            masses.arguments, masses.rows.squares, counts, count, masses.rows.squares.shape[1],
-            TILE=TILE, BLOCK=_BLOCK, num_warps=1,
-        )  # fmt: skip
+            masses, squares, counts, count, squares.shape[1], TILE=TILE, BLOCK=_BLOCK, num_warps=1
+        )
     return counts
 
 
@@ -178,7 +169,7 @@ def is_certain(log2_w, log2_threshold):
 
 @triton.jit
 def _row_weights(
-    masses,  # `MassArguments`
+    masses,  # `Masses`
     row,
     start,
     TILE: tl.constexpr,
@@ -222,7 +213,7 @@ def log2_norm(squares, parts, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows", "parts"])
 def _count_pairs(
-    masses,  # `MassArguments`
+    masses,  # `Masses`
     squares,  # (2, parts) float64
     counts_out,  # (programs, BINS) int32, written
     rows,
@@ -248,8 +239,7 @@ def _choose(
     counts_in,  # (programs, BINS) int32
     squares,  # (2, parts) float64
     salts,  # (parts,) int64
-    numbers,  # (4,) float32, written: those of `Threshold`
-    salt_out,  # (1,) uint32, written
+    threshold_out,  # `Threshold`, written
     budget,
     least_density,
     entry_share,
@@ -274,12 +264,13 @@ def _choose(
     threshold = tl.minimum(tl.max(tl.where(place > 0, within, 0.0)), tl.max(tl.where(enough, edge, 0.0)))
     norm = log2_norm(squares, parts, BLOCK)
     log2_threshold = tl.log2(threshold) + norm
+    numbers = threshold_out.numbers
     tl.store(numbers, log2_threshold)
     tl.store(numbers + 1, entry_share * tl.exp2(log2_threshold))
     tl.store(numbers + 2, threshold / rounding)
     active = _sum(squares + parts, parts, tl.float64, BLOCK).to(tl.float32)
     tl.store(numbers + 3, budget / (active * entry_share * threshold * entry_share * threshold))
-    tl.store(salt_out, (_sum(salts, parts, tl.int64, BLOCK) & 0xFFFFFFFF).to(tl.uint32))
+    tl.store(threshold_out.salt, (_sum(salts, parts, tl.int64, BLOCK) & 0xFFFFFFFF).to(tl.uint32))
 
 
 @triton.jit
@@ -291,24 +282,15 @@ def _is_hit(start, end, stratum, seed):
 
 @triton.jit(do_not_specialize=["rows"])
 def _mark_live(
-    masses,  # `MassArguments`
-    threshold,  # (4,) float32
-    salt,  # (1,) uint32
-    bits,  # (ceil(T / 32), N) int32, written, as all that follow
-    twice_bits,
-    rank_base,
-    live_count,
-    room,
-    small_out,
-    largest_out,
+    live,  # `ActivePairs`: all but `row_ends` and `tile_counts` is written
     rows,
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One row, BLOCK tiles at a time: which are kept."""
-    row = tl.program_id(0)
-    log2_threshold = tl.load(threshold)
-    seed = row_seed(tl.load(masses.logsumexp + row), row, salt)
+    row, masses = tl.program_id(0), live.masses
+    log2_threshold = tl.load(live.threshold.numbers)
+    seed = row_seed(tl.load(masses.logsumexp + row), row, live.threshold.salt)
     WORDS: tl.constexpr = BLOCK // 32
     shift = tl.arange(0, 32)[None, :]
     line, kept, sure = 0, 0, 0
@@ -336,15 +318,15 @@ def _mark_live(
         word = begin // 32 + tl.arange(0, WORDS)
         stored = word < tl.cdiv(masses.tiles, 32)
         place = word.to(tl.int64) * rows + row
-        tl.store(bits + place, tl.sum(bit << shift, axis=1), mask=stored)
+        tl.store(live.bits + place, tl.sum(bit << shift, axis=1), mask=stored)
         both = tl.reshape(twice.to(tl.int32), (WORDS, 32))
-        tl.store(twice_bits + place, tl.sum(both << shift, axis=1), mask=stored)
-        tl.store(rank_base + place, kept + tl.cumsum(in_word, axis=0) - in_word, mask=stored)
+        tl.store(live.twice + place, tl.sum(both << shift, axis=1), mask=stored)
+        tl.store(live.rank_base + place, kept + tl.cumsum(in_word, axis=0) - in_word, mask=stored)
         kept += tl.sum(in_word)
-    tl.store(live_count + row, kept)
-    tl.store(room + row, sure + tl.cdiv(line, _STRATUM))
-    tl.store(small_out + row, tl.sum(total))
-    tl.store(largest_out + row, 1.0 / tl.min(shortest) * (2 * _STRATUM))
+    tl.store(live.count + row, kept)
+    tl.store(live.room + row, sure + tl.cdiv(line, _STRATUM))
+    tl.store(live.small + row, tl.sum(total))
+    tl.store(live.largest + row, 1.0 / tl.min(shortest) * (2 * _STRATUM))
 
 
 @triton.jit

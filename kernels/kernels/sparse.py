@@ -7,7 +7,6 @@ results are bit-equal from run to run. Nothing waits for the host.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,15 +28,6 @@ if TYPE_CHECKING:
     from . import SparseConfig
 
 
-@dataclass(frozen=True)
-class SparseGradients:
-    """What was asked for; None where it was not. Nothing is written where the pairs did not fit."""
-
-    hidden: Tensor | None  # (N, H), dtype of hidden
-    weight: Tensor | None  # (V, H)
-    bias: Tensor | None  # (V,)
-
-
 def sparse_backward(
     call: HeadCall,
     rows: RowCoefficients,
@@ -47,8 +37,10 @@ def sparse_backward(
     *,
     capacity: int,
     config: SparseConfig,
-) -> SparseGradients:
-    """Gradients of Σ g·logprob (and what else went into `rows`) from at most `capacity` kept pairs.
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """dX, dW and dbias of Σ g·logprob (and what else went into `rows`) from at most `capacity` kept pairs.
+
+    None where not wanted. Nothing is written where the pairs did not fit.
 
     Args:
         call: its operands have unit stride along H.
@@ -57,21 +49,21 @@ def sparse_backward(
     """
     operands = SparseOperands.of(call, rows, live, list_pairs(live, capacity, config), config)
     gradients = pair_gradients(operands)
-    weight, bias, hidden, small = wanted.into_weight, wanted.into_bias, None, None
+    weight = bias = hidden = small = None
     if wanted.weight:
+        weight = wanted.into_weight
         if weight is None:
             weight = torch.empty_like(call.weight, memory_format=torch.contiguous_format)
         weight_gradient(operands, gradients, weight, wanted.into_weight is not None)
     if wanted.bias:
-        if bias is None:
-            bias = torch.empty_like(call.bias, memory_format=torch.contiguous_format)
-        bias_gradient(operands, gradients, bias, wanted.into_bias is not None)
+        bias = torch.empty_like(call.bias, memory_format=torch.contiguous_format)
+        bias_gradient(operands, gradients, bias)
     if wanted.hidden:
         kept, least, small = keep_entries(operands, gradients)
     certify(operands, small, certificate)
     if wanted.hidden:
         hidden = hidden_gradient(operands, gradients, kept, least)
-    return SparseGradients(hidden, weight if wanted.weight else None, bias if wanted.bias else None)
+    return hidden, weight, bias
 
 
 def certify(operands: SparseOperands, small_entries: Tensor | None, numbers: Tensor) -> None:
@@ -81,24 +73,17 @@ def certify(operands: SparseOperands, small_entries: Tensor | None, numbers: Ten
     Args:
         small_entries: (N, S) float32, of `keep_entries`; None without a gradient of the hidden states.
     """
-    rows, live = operands.rows, operands.live
+    live = operands.live
     segments = 0 if small_entries is None else small_entries.shape[1]
     _certificate[(1,)](
-        rows.mass, rows.target, rows.logsumexp, live.count, live.small, live.largest, live.threshold.numbers,
-        small_entries, numbers, live.count.numel(), live.tile_counts.numel(), segments,
+        live, small_entries, numbers, live.count.numel(), live.tile_counts.numel(), segments,
         ENTRY=ENTRY_SHARE**2, BLOCK=1024, num_warps=8,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows", "tiles", "segments"])
 def _certificate(
-    mass_gradient,  # (N,) float32, as the next two
-    target_gradient,
-    logsumexp,
-    live_count,  # (N,) int32
-    small_pairs,  # (N,) float32, as the next
-    largest_scale,
-    threshold,  # (4,) float32
+    live,  # `ActivePairs`
     small_entries,  # (N, segments) float32 or None
     numbers,  # (4,) float32, written
     rows,
@@ -114,19 +99,20 @@ def _certificate(
     for first in range(0, rows, BLOCK):
         row = first + tl.arange(0, BLOCK)
         inside = row < rows
-        count = tl.load(live_count + row, mask=inside, other=0)
+        count = tl.load(live.count + row, mask=inside, other=0)
         pairs += count
-        small += tl.load(small_pairs + row, mask=inside, other=0.0)
+        small += tl.load(live.small + row, mask=inside, other=0.0)
         # Of a row that is not finite nothing is known, nor of the batch.
-        size = tl.abs(tl.load(mass_gradient + row, mask=inside, other=0.0))
-        size += tl.abs(tl.load(target_gradient + row, mask=inside, other=0.0))
-        size += tl.where(count > 0, tl.abs(tl.load(logsumexp + row, mask=inside, other=0.0)), 0.0)
+        size = tl.abs(tl.load(live.masses.mass + row, mask=inside, other=0.0))
+        size += tl.abs(tl.load(live.masses.target + row, mask=inside, other=0.0))
+        lse = tl.load(live.masses.logsumexp + row, mask=inside, other=0.0)
+        size += tl.where(count > 0, tl.abs(lse), 0.0)
         small += tl.where(size < float("inf"), 0.0, float("nan"))
-        largest = tl.maximum(largest, tl.load(largest_scale + row, mask=inside, other=1.0))
+        largest = tl.maximum(largest, tl.load(live.largest + row, mask=inside, other=1.0))
         if small_entries is not None:
             for segment in range(segments):
                 entries += tl.load(small_entries + row * segments + segment, mask=inside, other=0.0)
-    unit = tl.load(threshold + 2)
+    unit = tl.load(live.threshold.numbers + 2)
     of_pairs = tl.sum(small)
     tl.store(numbers, tl.sum(pairs) / tl.maximum(rows * 1.0 * tiles, 1.0))
     tl.store(numbers + 1, unit * tl.sqrt(of_pairs + ENTRY * tl.sum(entries)))

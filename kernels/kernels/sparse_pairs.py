@@ -79,10 +79,8 @@ def pair_gradients(operands: SparseOperands) -> Tensor:
     whole = aligned and call.bias is None and call.softcap is None and rows.entropy is None
     _pair_gradients[(program_count(hidden.device, config.pair_programs),)](
         transform=Transform.of(call),
-        hidden=hidden, weight=weight, masses=operands.live.masses.arguments,
-        pair_rows=pairs.rows, pair_places=pairs.places,
-        pair_scales=pairs.scales, offsets=pairs.offsets, block_offsets=pairs.block_offsets,
-        block_tile=pairs.block_tile, gradients=gradients, unit=operands.unit,
+        hidden=hidden, weight=weight, masses=operands.live.masses, pairs=pairs, gradients=gradients,
+        unit=operands.unit,
         rows=call.targets.numel(), vocabulary=weight.shape[0], hidden_size=hidden.shape[1],
         hidden_stride=hidden.stride(0), weight_stride=weight.stride(0),
         TILE=TILE, PRECISION=precision(hidden.dtype), BLOCK=config.pair_rows, PARTS=1 if whole else 2,
@@ -97,14 +95,9 @@ def pair_gradients(operands: SparseOperands) -> Tensor:
 def _pair_gradients(
     hidden,  # (N, H)
     weight,  # (V, H)
-    masses,  # `MassArguments`
+    masses,  # `Masses`
     transform,  # `Transform`
-    pair_rows,
-    pair_places,
-    pair_scales,
-    offsets,
-    block_offsets,
-    block_tile,
+    pairs,  # `Pairs`
     gradients,  # (capacity, TILE), written
     unit,  # (1,) float32 or None
     rows,
@@ -121,14 +114,14 @@ def _pair_gradients(
 ):
     """One block of gathered rows of one tile at a time. Persistent."""
     PAIR_ROWS: tl.constexpr = BLOCK // PARTS
-    blocks = tl.load(block_offsets + tl.cdiv(vocabulary, TILE))
+    blocks = tl.load(pairs.block_offsets + tl.cdiv(vocabulary, TILE))
     for part in range(tl.program_id(0), blocks * PARTS, tl.num_programs(0)):
         block = part // PARTS
-        tile = tl.load(block_tile + block)
-        begin = tl.load(offsets + tile) + (block - tl.load(block_offsets + tile)) * BLOCK
+        tile = tl.load(pairs.block_tile + block)
+        begin = tl.load(pairs.offsets + tile) + (block - tl.load(pairs.block_offsets + tile)) * BLOCK
         index = begin + (part % PARTS) * PAIR_ROWS + tl.arange(0, PAIR_ROWS)
-        valid = index < tl.load(offsets + tile + 1)
-        row = tl.load(pair_rows + index, mask=valid, other=0)
+        valid = index < tl.load(pairs.offsets + tile + 1)
+        row = tl.load(pairs.rows + index, mask=valid, other=0)
         column = tile * TILE + tl.arange(0, TILE)
 
         products = gathered_products(
@@ -137,8 +130,8 @@ def _pair_gradients(
             weight + tl.minimum(column, vocabulary - 1).to(tl.int64)[None, :] * weight_stride,
             hidden_size, DEPTH, EVEN_DEPTH, PRECISION,
         )  # fmt: skip
-        place = tl.load(pair_places + index, mask=valid, other=0)
-        scale = tl.load(pair_scales + place, mask=valid, other=0.0)
+        place = tl.load(pairs.places + index, mask=valid, other=0)
+        scale = tl.load(pairs.scales + place, mask=valid, other=0.0)
         h, e = None, None
         if masses.entropy_gradient is not None:
             h, e = tl.load(masses.entropy + row), scale * tl.load(masses.entropy_gradient + row)

@@ -38,16 +38,14 @@ def keep_entries(operands: SparseOperands, gradients: Tensor) -> tuple[Tensor, T
         (N, S) int32 kept entries; (N, S) float32 their threshold; and (N, S) float32 Σ a·threshold/τ_e² of
         the entries below it. Without meaning where the pairs did not fit.
     """
-    rows, live, pairs = operands.rows, operands.live, operands.pairs
+    live = operands.live
     count, tiles = live.count.numel(), live.tile_counts.numel()
     segments = triton.cdiv(tiles, SEGMENT)
     kept = live.count.new_empty(count, segments)
     least, small = (live.small.new_empty(count, segments) for _ in range(2))
     if count:
         _keep_entries[(count, segments)](
-            gradients, pairs.tiles, live.row_ends, live.room, live.count, pairs.fits, rows.logsumexp,
-            operands.call.targets, live.threshold.numbers, live.threshold.salt, operands.unit,
-            operands.call.vocabulary, _slots(gradients), kept, least, small,
+            gradients, live, operands.pairs, operands.unit, _slots(gradients), kept, least, small,
             TILE=TILE, SEGMENT=SEGMENT, BLOCK=_SCAN, num_warps=4,
         )  # fmt: skip
     return kept, least, small
@@ -62,7 +60,6 @@ def hidden_gradient(operands: SparseOperands, slots: Tensor, kept: Tensor, least
         least: (N, S) float32, what a smaller one of them counts as.
     """
     call, config = operands.call, operands.config
-    live, pairs = operands.live, operands.pairs
     hidden, weight = call.hidden, call.weight
     gradient = torch.empty_like(hidden, memory_format=torch.contiguous_format)
     count, depth = hidden.shape
@@ -70,13 +67,11 @@ def hidden_gradient(operands: SparseOperands, slots: Tensor, kept: Tensor, least
     if count:
         _hidden_gradient[(2 * count,)](
             transform=Transform.of(call),
-            hidden=hidden, weight=weight, masses=live.masses.arguments, least_of=least,
-            slots=_slots(slots), kept=kept, segments=kept.shape[1],
-            pair_tiles=pairs.tiles, pair_scales=pairs.scales, row_ends=live.row_ends, room=live.room,
-            fits=pairs.fits, gradient=gradient, rows=count, vocabulary=weight.shape[0], depth=depth,
-            hidden_stride=hidden.stride(0), weight_stride=weight.stride(0),
-            TILE=TILE, SEGMENT=SEGMENT, BLOCK=block, ENTRIES=config.row_entries, STAGES=config.row_stages,
-            LONG=_LONG,
+            hidden=hidden, weight=weight, live=operands.live, pairs=operands.pairs, least_of=least,
+            slots=_slots(slots), kept=kept, segments=kept.shape[1], gradient=gradient, rows=count,
+            vocabulary=weight.shape[0], depth=depth, hidden_stride=hidden.stride(0),
+            weight_stride=weight.stride(0), TILE=TILE, SEGMENT=SEGMENT, BLOCK=block,
+            ENTRIES=config.row_entries, STAGES=config.row_stages, LONG=_LONG,
             num_warps=min(max(block // config.row_width, 1), 16),
         )  # fmt: skip
     return gradient
@@ -91,20 +86,12 @@ _SCAN = 1024  # elements of a row's gradients at a time
 _LONG = 256  # kept entries above which a row goes before the others
 
 
-@triton.jit(do_not_specialize=["vocabulary"])
+@triton.jit
 def _keep_entries(
     gradients,  # (capacity, TILE)
-    pair_tiles,  # (capacity,) int32, by place
-    row_ends,  # (N,) int64
-    room,  # (N,) int32, as the next
-    live_count,
-    fits,  # (1,) int32
-    logsumexp,  # (N,) float32
-    targets,  # (N,) int64
-    threshold,  # (4,) float32
-    salt,  # (1,) uint32
+    live,  # `ActivePairs`
+    pairs,  # `Pairs`
     unit,  # (1,) float32 or None
-    vocabulary,
     slots,  # the gradients as integers, written
     kept_out,  # (N, S) int32, written
     least_out,  # (N, S) float32, written
@@ -114,25 +101,25 @@ def _keep_entries(
     BLOCK: tl.constexpr,
 ):
     """One segment of a row."""
-    row, segment = tl.program_id(0), tl.program_id(1)
-    pairs = tl.where(tl.load(fits) != 0, tl.load(live_count + row), 0)
-    elements = tl.minimum(tl.maximum(pairs - segment * SEGMENT, 0), SEGMENT) * TILE
-    first = tl.load(row_ends + row) - tl.load(room + row) + segment * SEGMENT
-    target = tl.load(targets + row)
-    usual, most = tl.load(threshold + 1), tl.load(threshold + 3)
+    row, segment, masses = tl.program_id(0), tl.program_id(1), live.masses
+    count = tl.where(tl.load(pairs.fits) != 0, tl.load(live.count + row), 0)
+    elements = tl.minimum(tl.maximum(count - segment * SEGMENT, 0), SEGMENT) * TILE
+    first = tl.load(live.row_ends + row) - tl.load(live.room + row) + segment * SEGMENT
+    target, vocabulary = tl.load(masses.targets + row), masses.vocabulary
+    usual, most = tl.load(live.threshold.numbers + 1), tl.load(live.threshold.numbers + 3)
     stored = usual if unit is None else usual * tl.load(unit)
     sums = tl.zeros((BLOCK,), dtype=tl.float32)
     for start in range(0, elements, BLOCK):
-        size, column, present = _sizes(gradients, pair_tiles, first, start, elements, vocabulary, TILE, BLOCK)
+        size, column, present = _sizes(gradients, pairs, first, start, elements, vocabulary, TILE, BLOCK)
         sums += tl.where(present & (size < stored) & (column != target), size, 0.0)
     sizes = tl.sum(sums)
     share = tl.where(sizes > most * stored, most * stored / sizes, 1.0)
     least = stored * share
-    seed = entry_seed(row_seed(tl.load(logsumexp + row), row, salt))
+    seed = entry_seed(row_seed(tl.load(masses.logsumexp + row), row, live.threshold.salt))
     kept = 0
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for start in range(0, elements, BLOCK):
-        size, column, present = _sizes(gradients, pair_tiles, first, start, elements, vocabulary, TILE, BLOCK)
+        size, column, present = _sizes(gradients, pairs, first, start, elements, vocabulary, TILE, BLOCK)
         small = present & (size < least) & (column != target)  # NaN is not
         drawn = (mix(seed + spread(column)) >> 8).to(tl.float32) * least < size * 16777216.0
         total += tl.where(small, size, 0.0)
@@ -150,14 +137,12 @@ def _keep_entries(
 
 
 @triton.jit
-def _sizes(
-    gradients, pair_tiles, first, start, elements, vocabulary, TILE: tl.constexpr, BLOCK: tl.constexpr
-):
+def _sizes(gradients, pairs, first, start, elements, vocabulary, TILE: tl.constexpr, BLOCK: tl.constexpr):
     """Of BLOCK elements of a segment |gradient|, column, and whether they are there."""
     element = start + tl.arange(0, BLOCK)
     present = element < elements
     size = tl.abs(tl.load(gradients + first * TILE + element, mask=present, other=0.0).to(tl.float32))
-    column = tl.load(pair_tiles + first + element // TILE, mask=present, other=0) * TILE + element % TILE
+    column = tl.load(pairs.tiles + first + element // TILE, mask=present, other=0) * TILE + element % TILE
     return size, column, present & (column < vocabulary)
 
 
@@ -165,17 +150,13 @@ def _sizes(
 def _hidden_gradient(
     hidden,  # (N, H)
     weight,  # (V, H)
-    masses,  # `MassArguments`
+    live,  # `ActivePairs`
+    pairs,  # `Pairs`
     transform,  # `Transform`
     least_of,  # (N, segments) float32
     slots,
     kept,  # (N, segments) int32
     segments,
-    pair_tiles,
-    pair_scales,
-    row_ends,
-    room,
-    fits,
     gradient,  # (N, H), written
     rows,
     vocabulary,
@@ -190,11 +171,11 @@ def _hidden_gradient(
     LONG: tl.constexpr,
 ):
     """One row of dX, all of H. The first N programs take the long rows, which would run on at the end."""
-    row = tl.program_id(0) % rows
+    row, masses = tl.program_id(0) % rows, live.masses
     count = 0
     for segment in range(segments):
         count += tl.load(kept + row * segments + segment)
-    if (tl.load(fits) == 0) | ((count > LONG) != (tl.program_id(0) < rows)):
+    if (tl.load(pairs.fits) == 0) | ((count > LONG) != (tl.program_id(0) < rows)):
         return
     h = tl.arange(0, BLOCK)
     inside = h < depth
@@ -204,7 +185,7 @@ def _hidden_gradient(
     lse, mass = tl.load(masses.logsumexp + this), tl.load(masses.mass + this)
     of_target, target = tl.load(masses.target + this), tl.load(masses.targets + this)
     total = tl.zeros((ENTRIES, BLOCK), dtype=tl.float32)
-    first = tl.load(row_ends + row) - tl.load(room + row)
+    first = tl.load(live.row_ends + row) - tl.load(live.room + row)
     for segment in range(segments):
         here = tl.load(kept + row * segments + segment)
         least = tl.load(least_of + row * segments + segment)
@@ -212,8 +193,8 @@ def _hidden_gradient(
             entry = start + tl.arange(0, ENTRIES)
             present = entry < (here if ENTRIES > 1 else start + 1)
             slot = tl.load(slots + first * TILE + entry, mask=present, other=0).to(tl.int32) & 0xFFFF
-            tile = tl.load(pair_tiles + first + slot // TILE, mask=present, other=0)
-            scale = tl.load(pair_scales + first + slot // TILE, mask=present, other=0.0)
+            tile = tl.load(pairs.tiles + first + slot // TILE, mask=present, other=0)
+            scale = tl.load(pairs.scales + first + slot // TILE, mask=present, other=0.0)
             column = tile * TILE + slot % TILE
             w = weight + column.to(tl.int64)[:, None] * weight_stride + h[None, :]
             w = tl.load(w, mask=present[:, None] & inside[None, :], other=0.0).to(tl.float32)

@@ -23,20 +23,20 @@ def weight_gradient(operands: SparseOperands, gradients: Tensor, into: Tensor, a
     hidden, pairs, config = operands.call.hidden, operands.pairs, operands.config
     grid = pairs.offsets.numel() - 1, triton.cdiv(hidden.shape[1], config.weight_columns)
     _weight_gradient[(grid[0] * grid[1],)](
-        hidden, gradients, operands.unit, pairs.rows, pairs.places, pairs.offsets, pairs.fits, into,
-        into.shape[0], hidden.shape[1], hidden.stride(0), into.stride(0),
+        hidden, gradients, operands.unit, pairs, into, into.shape[0], hidden.shape[1], hidden.stride(0),
+        into.stride(0),
         TILE=TILE, ACCUMULATE=accumulate, PRECISION=precision(hidden.dtype),
         COLUMNS=config.weight_columns, DEPTH=config.weight_depth,
         num_warps=config.weight_warps, num_stages=config.weight_stages,
     )  # fmt: skip
 
 
-def bias_gradient(operands: SparseOperands, gradients: Tensor, into: Tensor, accumulate: bool) -> None:
-    """Writes (V,) `into`, or adds to it; leaves it alone where the pairs did not fit."""
+def bias_gradient(operands: SparseOperands, gradients: Tensor, into: Tensor) -> None:
+    """Writes (V,) `into`; leaves it alone where the pairs did not fit."""
     pairs = operands.pairs
     _bias_gradient[(pairs.offsets.numel() - 1,)](
-        gradients, operands.unit, pairs.places, pairs.offsets, pairs.fits, into, into.shape[0],
-        TILE=TILE, ACCUMULATE=accumulate, DEPTH=operands.config.weight_depth, num_warps=4,
+        gradients, operands.unit, pairs, into, into.shape[0],
+        TILE=TILE, DEPTH=operands.config.weight_depth, num_warps=4,
     )  # fmt: skip
 
 
@@ -45,10 +45,7 @@ def _weight_gradient(
     hidden,  # (N, H)
     gradients,  # (capacity, TILE)
     unit,  # (1,) float32 or None
-    pair_rows,
-    pair_places,
-    offsets,
-    fits,
+    pairs,  # `Pairs`
     weight_gradient,  # (V, H), written or added to
     vocabulary,
     depth,
@@ -61,25 +58,25 @@ def _weight_gradient(
     DEPTH: tl.constexpr,
 ):
     """COLUMNS of H of one tile; neighbouring programs share a tile."""
-    if tl.load(fits) == 0:
+    if tl.load(pairs.fits) == 0:
         return
     parts = tl.cdiv(depth, COLUMNS)
     tile = tl.program_id(0) // parts
     column = (tl.program_id(0) % parts) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < depth
     token = tl.arange(0, TILE)
-    end = tl.load(offsets + tile + 1)
+    end = tl.load(pairs.offsets + tile + 1)
     total = tl.zeros((TILE, COLUMNS), dtype=tl.float32)
-    for start in range(tl.load(offsets + tile), end, DEPTH):
+    for start in range(tl.load(pairs.offsets + tile), end, DEPTH):
         pair = start + tl.arange(0, DEPTH)
         valid = pair < end
-        row = tl.load(pair_rows + pair, mask=valid, other=0).to(tl.int64)
+        row = tl.load(pairs.rows + pair, mask=valid, other=0).to(tl.int64)
         x = tl.load(
             hidden + row[:, None] * hidden_stride + column[None, :],
             mask=valid[:, None] & inside[None, :],
             other=0.0,
         )
-        place = tl.load(pair_places + pair, mask=valid, other=0).to(tl.int64)
+        place = tl.load(pairs.places + pair, mask=valid, other=0).to(tl.int64)
         gradient = tl.load(gradients + place[:, None] * TILE + token[None, :], mask=valid[:, None], other=0.0)
         total = tl.dot(tl.trans(gradient), x, total, input_precision=PRECISION)
     token += tile * TILE
@@ -96,25 +93,22 @@ def _weight_gradient(
 def _bias_gradient(
     gradients,  # (capacity, TILE)
     unit,  # (1,) float32 or None
-    pair_places,
-    offsets,
-    fits,
-    bias_gradient,  # (V,), written or added to
+    pairs,  # `Pairs`
+    bias_gradient,  # (V,), written
     vocabulary,
     TILE: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
     """Column sums of one tile's logit gradients."""
-    if tl.load(fits) == 0:
+    if tl.load(pairs.fits) == 0:
         return
     tile = tl.program_id(0)
-    end = tl.load(offsets + tile + 1)
+    end = tl.load(pairs.offsets + tile + 1)
     token = tl.arange(0, TILE)
     total = tl.zeros((TILE,), dtype=tl.float32)
-    for start in range(tl.load(offsets + tile), end, DEPTH):
+    for start in range(tl.load(pairs.offsets + tile), end, DEPTH):
         pair = start + tl.arange(0, DEPTH)
-        place = tl.load(pair_places + pair, mask=pair < end, other=0).to(tl.int64)
+        place = tl.load(pairs.places + pair, mask=pair < end, other=0).to(tl.int64)
         gradient = tl.load(
             gradients + place[:, None] * TILE + token[None, :], mask=(pair < end)[:, None], other=0.0
         )
@@ -122,6 +116,4 @@ def _bias_gradient(
     if unit is not None:
         total *= 1.0 / tl.load(unit)
     token += tile * TILE
-    if ACCUMULATE:
-        total += tl.load(bias_gradient + token, mask=token < vocabulary, other=0.0).to(tl.float32)
     tl.store(bias_gradient + token, total.to(bias_gradient.dtype.element_ty), mask=token < vocabulary)

@@ -135,12 +135,14 @@ def sparse_sizes(monkeypatch):
 
 def take_path(name: str, request: pytest.FixtureRequest):
     """Lets the head take a path, and returns what moves calls and tensors to its device."""
-    device = torch.device("cpu")
-    if name != "reference":
+    device, patch = torch.device("cpu"), request.getfixturevalue("monkeypatch")
+    if name == "reference":  # several chunks of rows and of the vocabulary
+        patch.setattr(plan, "_CPU_CHUNK_BYTES", 1)
+        patch.setattr(plan, "_CHUNK_ROWS", 8)
+    else:
         pytest.importorskip("triton")
         device = request.getfixturevalue("device")
         if device.type == "cpu":
-            patch = request.getfixturevalue("monkeypatch")
             patch.setattr(operator, "device_facts", lambda kind, index: KERNELS[name])
             request.getfixturevalue("sparse_sizes")(**QUICK)
 
@@ -161,12 +163,6 @@ def hopper(request):
 @pytest.fixture(params=["reference", *KERNELS])
 def on_path(request):
     """Moves calls to where the head takes each of its paths."""
-    return take_path(request.param, request)
-
-
-@pytest.fixture(params=KERNELS)
-def on_kernels(request):
-    """The same for the kernels' paths, interpreted where there is no GPU."""
     return take_path(request.param, request)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -26,7 +26,6 @@ from grpo_fast.head.call import (
     RowStatistics,
     Wanted,
 )
-from grpo_fast.head.outputs import Certificate
 from grpo_fast.head.reference import backward as exact_backward
 
 _WORD = 0xFFFFFFFF
@@ -36,66 +35,12 @@ _WORD = 0xFFFFFFFF
 class Selection:
     """By which factor the gradients of n rows take every one of T tiles, and dX single entries of those."""
 
-    targets: Tensor  # (n,)
     scale: Tensor  # (n, T) of a pair's logit gradient; zero where it is left out
     entry: Tensor  # (n, 1) what a smaller entry of dX is kept as, or left out
     threshold: Tensor  # () τ
     seed: Tensor  # (n,) int64
     small: Tensor  # () Σ w/τ over the pairs below τ
     unit: Tensor  # () τ relative to what rounding the batch to bfloat16 costs
-
-    def of_pairs(self, gradient: Tensor, part: slice, columns: slice) -> Tensor:
-        """Of the logit gradient (b, w) of some rows and columns, what goes into dW."""
-        tiles = slice(columns.start // TILE, -(-columns.stop // TILE))
-        scale = self.scale[part, tiles].repeat_interleave(TILE, 1)[:, : columns.stop - columns.start]
-        return (gradient * scale).where(scale != 0, 0)
-
-    def small_entries(self, of_pairs: Tensor, part: slice, columns: slice) -> tuple[Tensor, Tensor]:
-        """Row and column, (m,), of the entries that dX may leave out."""
-        row, column = ((of_pairs != 0) & (of_pairs.abs() < self.entry[part])).nonzero(as_tuple=True)
-        other = column + columns.start != self.targets[part][row]
-        return row[other], column[other]
-
-    def of_hidden(self, of_pairs: Tensor, part: slice, columns: slice) -> tuple[Tensor, Tensor]:
-        """What goes into dX, and Σ a times their threshold, in units of τ², of what may be left out."""
-        row, column = self.small_entries(of_pairs, part, columns)
-        value, entry = of_pairs[row, column], self.entry[part, 0][row]
-        drawn = _mix(_mix(self.seed[part][row] ^ _WORD) + (column + columns.start) * GOLDEN) >> 8
-        chosen = drawn.to(value.dtype) * entry < value.abs() * 2**24
-        kept = of_pairs.index_put((row, column), (value.sign() * entry).where(chosen, 0))
-        return kept, (value.abs() / self.threshold * (entry / self.threshold)).sum()
-
-    def metrics(self, small_entries: Tensor, density_of: int) -> Tensor:
-        """The certificate's numbers, (4,).
-
-        Args:
-            small_entries: () the sum of what `of_hidden` returned.
-            density_of: all pairs, those of other rows among them.
-        """
-        drawn = self.scale.where(self.scale != 1, 0)
-        numbers = (
-            (self.scale != 0).sum() / max(density_of, 1),
-            self.unit * (self.small + small_entries).sqrt(),
-            self.unit * self.small.sqrt(),
-            drawn.amax().clamp(min=1) if drawn.numel() else torch.ones_like(self.unit),
-        )
-        return torch.stack([number.float() for number in numbers])
-
-
-def select(call: HeadCall, rows: LogitGradient, numbers: Tensor, salt: Tensor, tolerance: float) -> Selection:
-    """For gradients through log-probability, log-sum-exp and entropy; that of the mean logit is not sparse.
-
-    Args:
-        call: the rows with a gradient, (n,), and `numbers` their places in the batch.
-        salt: () int64 of the batch, `salt_of`.
-    """
-    z = F.pad(call.logits(slice(0, call.vocabulary)), (0, -call.vocabulary % TILE), value=-torch.inf)
-    selection = choose(call, rows, numbers, salt, tolerance, z.unflatten(1, (-1, TILE)).logsumexp(2))
-    every, columns = slice(0, call.targets.numel()), slice(0, call.vocabulary)
-    of_pairs = selection.of_pairs(rows.of_products(call, columns), every, columns)
-    row, column = selection.small_entries(of_pairs, every, columns)
-    sums = torch.zeros_like(selection.entry[:, 0]).index_add_(0, row, of_pairs[row, column].abs())
-    return within_tolerance(selection, call, rows, sums[:, None], tolerance)
 
 
 def sampled_backward(
@@ -104,18 +49,20 @@ def sampled_backward(
     """`reference.backward` that samples as the kernels do, where the call has a tolerance."""
     if not call.tolerance or gradients.mean_logit is not None:
         return exact_backward(call, statistics, gradients, wanted, *rest)
-    certificate: Certificate = rest[0]
     rows = LogitGradient.of(call, statistics, gradients)
     index = rows.live().nonzero().squeeze(1)
-    live, rows = call.rows(index), rows.rows(index)
-    selection = select(live, rows, index, salt_of(statistics.logsumexp, call.targets), call.tolerance)
-    every, columns, kind = slice(0, index.numel()), slice(0, call.vocabulary), call.accumulator
-    of_pairs = selection.of_pairs(rows.of_products(live, columns), every, columns)
-    of_hidden, small = selection.of_hidden(of_pairs, every, columns)
-    certificate.fill(selection.metrics(small, call.targets.numel() * -(-call.vocabulary // TILE)))
-    hidden = torch.zeros_like(call.hidden).index_copy_(
-        0, index, (of_hidden @ call.weight.to(kind)).to(call.hidden.dtype)
-    )
+    live, rows, every = call.rows(index), rows.rows(index), slice(0, call.vocabulary)
+    z = F.pad(live.logits(every), (0, -call.vocabulary % TILE), value=-torch.inf)
+    tile_lse = z.unflatten(1, (-1, TILE)).logsumexp(2)
+    salt = salt_of(statistics.logsumexp, call.targets)
+    chosen = choose(live, rows, index, salt, call.tolerance, tile_lse)
+    scale = chosen.scale.repeat_interleave(TILE, 1)[:, : call.vocabulary]
+    of_pairs = (rows.of_products(live, every) * scale).where(scale != 0, 0)
+    of_hidden, small = of_entries(chosen, live, rows, of_pairs)
+    rest[0].values.copy_(certificate(chosen, small, call.targets.numel() * tile_lse.shape[1]))
+    kind = call.accumulator
+    hidden = (of_hidden @ call.weight.to(kind)).to(call.hidden.dtype)
+    hidden = torch.zeros_like(call.hidden).index_copy_(0, index, hidden)
     weight = (of_pairs.T @ live.hidden.to(kind)).to(call.weight.dtype) if wanted.weight else None
     if weight is not None and wanted.into_weight is not None:
         wanted.into_weight.add_(weight)
@@ -123,23 +70,44 @@ def sampled_backward(
     return HeadGradients(hidden if wanted.hidden else None, weight, bias)
 
 
+def of_entries(
+    chosen: Selection, call: HeadCall, rows: LogitGradient, of_pairs: Tensor
+) -> tuple[Tensor, Tensor]:
+    """What goes into dX of (n, V) kept pairs, and Σ a·threshold/τ² over the entries below the threshold.
+
+    A row whose small entries would cost more than its part of the tolerance has a lower threshold of them.
+    """
+    other = torch.arange(call.vocabulary, device=of_pairs.device) != call.targets[:, None]
+    size = of_pairs.abs()
+    sums = size.where(other & (size < chosen.entry), 0).sum(1, keepdim=True)
+    active = (norms_of(call, rows) > 0).sum()
+    most = (call.tolerance / (chosen.unit * ENTRY_SHARE)) ** 2 / active
+    entry = chosen.entry / (sums / chosen.entry / most).clamp(min=1)
+    row, column = (other & (size < entry) & (size > 0)).nonzero(as_tuple=True)
+    value, entry = of_pairs[row, column], entry[row, 0]
+    drawn = _mix(_mix(chosen.seed[row] ^ _WORD) + column * GOLDEN) >> 8
+    counted = drawn.to(value.dtype) * entry < value.abs() * 2**24
+    kept = of_pairs.index_put((row, column), (value.sign() * entry).where(counted, 0))
+    return kept, (value.abs() / chosen.threshold * (entry / chosen.threshold)).sum()
+
+
+def certificate(chosen: Selection, small_entries: Tensor, pairs: int) -> Tensor:
+    """The certificate's numbers, (4,), of a batch of so many pairs."""
+    drawn = chosen.scale.where(chosen.scale != 1, 0)
+    numbers = (
+        (chosen.scale != 0).sum() / max(pairs, 1),
+        chosen.unit * (chosen.small + small_entries).sqrt(),
+        chosen.unit * chosen.small.sqrt(),
+        drawn.amax().clamp(min=1) if drawn.numel() else torch.ones_like(chosen.unit),
+    )
+    return torch.stack([number.float() for number in numbers])
+
+
 @contextmanager
 def sampling_without_kernels() -> Iterator[None]:
     """Within it the head samples on any device."""
     with mock.patch.object(reference, "backward", sampled_backward):
         yield
-
-
-def within_tolerance(
-    selection: Selection, call: HeadCall, rows: LogitGradient, sums: Tensor, tolerance: float
-) -> Selection:
-    """A row whose small entries, (n, 1) Σ a of them, would cost more than its part of the tolerance has a
-    lower threshold of them.
-    """
-    unit = selection.unit * BF16_ROUNDING * ENTRY_SHARE
-    active = (norms_of(call, rows) > 0).sum()
-    most = (tolerance * BF16_ROUNDING / unit) ** 2 / active
-    return replace(selection, entry=selection.entry / (sums / selection.entry / most).clamp(min=1))
 
 
 def choose(
@@ -150,7 +118,13 @@ def choose(
     tolerance: float,
     tile_lse: Tensor,
 ) -> Selection:
-    """`select`, given the log-sum-exp of each tile, (n, T)."""
+    """For gradients through log-probability, log-sum-exp and entropy; that of the mean logit is not sparse.
+
+    Args:
+        call: the rows with a gradient, (n,), and `numbers` their places in the batch.
+        salt: () int64 of the batch, `salt_of`.
+        tile_lse: (n, T) log-sum-exp of each tile.
+    """
     targets, tile = call.targets, torch.arange(tile_lse.shape[1], device=tile_lse.device)
     has_target = (tile == targets[:, None] // TILE) & (targets < call.vocabulary)[:, None]
     weight = pair_weights(call, rows, tile_lse)
@@ -161,7 +135,7 @@ def choose(
     finite = (rows.mass + rows.target + rows.logsumexp).isfinite().all()
     unit = torch.where(finite, threshold / (BF16_ROUNDING * norm), torch.nan)
     entry = (ENTRY_SHARE * threshold).expand(targets.numel(), 1)
-    return Selection(targets, scale, entry, threshold, seed, small, unit)
+    return Selection(scale, entry, threshold, seed, small, unit)
 
 
 def salt_of(logsumexp: Tensor, targets: Tensor) -> Tensor:

@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
-
 import pytest
 import torch
 import torch.nn.functional as F
 
 from grpo_fast import GRPOLossConfig, LossInputs, linear_cross_entropy, linear_grpo_loss, linear_logprob
-from grpo_fast.head.checks import OUTPUTS
 from grpo_fast.objective import policy_loss
-
-
-@pytest.mark.parametrize("function", [linear_logprob, linear_cross_entropy, linear_grpo_loss])
-def test_help_lists_every_option(function):
-    named = inspect.signature(function).parameters
-
-    assert {"bias", "temperature", "tolerance", "weight_grad", "process_group"} <= named.keys()
-    assert named["ignore_index"].default == -100 and "options" not in named
 
 
 @pytest.mark.parametrize("shape", [(0,), (1,), (2, 0), ()])
@@ -27,19 +16,12 @@ def test_no_token_and_one_token_keep_their_shapes(make_call, shape):
     hidden = call.hidden.detach()[0].expand(*shape, 24).clone().requires_grad_()
     targets = torch.zeros(shape, dtype=torch.int64)
 
-    out = linear_logprob(hidden, call.weight, targets, outputs=OUTPUTS)
+    out = linear_logprob(hidden, call.weight, targets, outputs=("entropy", "argmax_is_target"))
     out.logprob.sum().backward()
 
     assert out.logprob.shape == out.entropy.shape == out.argmax_is_target.shape == shape
+    assert out.logsumexp is None and out.mean_logit is None
     assert hidden.grad.shape == hidden.shape
-
-
-def test_what_is_not_asked_for_is_none(make_call):
-    call = make_call()
-
-    out = linear_logprob(call.hidden, call.weight, call.targets, outputs=("entropy",))
-
-    assert out.entropy is not None and out.logsumexp is None and out.mean_logit is None
 
 
 def test_autocast_or_the_wider_dtype_decides_and_logits_stay_float32(make_call):
@@ -58,14 +40,6 @@ def test_autocast_or_the_wider_dtype_decides_and_logits_stay_float32(make_call):
     assert low.grad.dtype == torch.bfloat16
 
 
-def test_bf16_logits_are_not_rounded_to_bf16(make_call, oracle):
-    call = make_call((64,), 1000, 64, dtype=torch.bfloat16, spread=8.0)
-
-    got = call.outputs()["logprob"].double()
-
-    torch.testing.assert_close(got, oracle.statistics(call.to(torch.float64))["logprob"], rtol=0, atol=3e-5)
-
-
 def test_a_compiled_caller_may_change_the_temperature_from_call_to_call(make_call):
     call = make_call()
 
@@ -73,20 +47,16 @@ def test_a_compiled_caller_may_change_the_temperature_from_call_to_call(make_cal
         return linear_logprob(hidden, call.weight, call.targets, temperature=temperature).logprob.sum()
 
     compiled = torch.compile(total, fullgraph=True, backend="aot_eager")
-    for temperature in (0.7, 0.9, 1.3):
+    for temperature in (0.7, 1.3):
         torch.testing.assert_close(compiled(call.hidden, temperature), total(call.hidden, temperature))
 
 
-@pytest.mark.parametrize("tolerance", [1.0, None])
-def test_the_certificate_is_pending_until_the_backward_exact_without_kernels(make_call, tolerance):
-    call = make_call((12,), 600, 16, spread=8.0)
+def test_without_kernels_the_certificate_is_exact(make_call):
+    call = make_call((12,), 600, 16)
 
-    out = linear_logprob(call.hidden, call.weight, call.targets, tolerance=tolerance)
-    before = out.certificate.density.clone()
+    out = linear_logprob(call.hidden, call.weight, call.targets, tolerance=1.0)
     out.logprob.sum().backward()
 
-    assert before.isnan()
-    assert out.certificate.density == 1 and out.certificate.hidden_error == 0
     assert repr(out.certificate) == "Certificate(density=1, hidden_error=0, weight_error=0, largest_scale=1)"
 
 
@@ -114,14 +84,17 @@ def test_cross_entropy_is_torch_s_of_the_logits_and_the_z_loss(
         torch.testing.assert_close(a, b)
 
 
-def test_the_mean_over_no_token_is_zero_with_zero_gradient(make_call):
-    call = make_call()
+def test_losses_of_no_token_are_zero_with_zero_gradient(make_call):
+    call = make_call((4,))
+    ignored = torch.full_like(call.targets, -100)
 
-    loss = linear_cross_entropy(call.hidden, call.weight, torch.full_like(call.targets, -100))
-    loss.backward()
+    mean = linear_cross_entropy(call.hidden, call.weight, ignored)
+    policy = linear_grpo_loss(
+        call.hidden[:0], call.weight, ignored[:0], torch.zeros(0), sequence_ids=ignored[:0]
+    )
 
-    assert loss == 0
-    assert not call.hidden.grad.any() and not call.weight.grad.any()
+    assert mean == policy.loss == 0 and policy.logprobs.shape == (0,)
+    assert not torch.autograd.grad(mean + policy.loss, call.weight)[0].any()
 
 
 @pytest.fixture
@@ -193,16 +166,6 @@ def test_columns_may_come_in_a_mapping_and_others_reach_a_custom_loss(
     assert custom.metrics == {"mine": 24, "others": 1}
 
 
-def test_a_policy_loss_of_no_token_is_zero_with_zero_gradient(make_call):
-    call = make_call((0,))
-    operands = (call.hidden, call.weight, call.targets)
-
-    out = linear_grpo_loss(*operands, torch.zeros(0), sequence_ids=call.targets)
-
-    assert out.loss == 0 and out.logprobs.shape == (0,)
-    assert not torch.autograd.grad(out.loss, call.weight)[0].any()
-
-
 def test_masked_tokens_cost_nothing_and_may_hold_anything(make_call, batch):
     call = make_call((24,), spread=1.0)
     spoiled = call.hidden.detach().masked_fill(~batch["loss_mask"][:, None], torch.nan).requires_grad_()
@@ -215,34 +178,21 @@ def test_masked_tokens_cost_nothing_and_may_hold_anything(make_call, batch):
     assert (spoiled.grad[~batch["loss_mask"]] == 0).all()
 
 
-def test_a_frozen_weights_gradient_is_added_and_the_bias_has_its_own(make_call):
+def test_every_loss_adds_into_the_weight_grad_of_a_frozen_weight(make_call):
     call = make_call((20,), bias=True)
-    expected = torch.autograd.grad(call.outputs()["logprob"].sum(), call.parameters)
-    call.weight.requires_grad_(False)
-    weight_grad = torch.zeros_like(call.weight)
-
-    call.outputs(weight_grad=weight_grad)["logprob"].sum().backward()
-
-    for got, wanted in zip((call.hidden.grad, weight_grad, call.bias.grad), expected, strict=True):
-        torch.testing.assert_close(got, wanted)
-
-
-def test_every_loss_adds_into_weight_grad_and_two_forwards_may_share_it(make_call):
-    call = make_call((20,))
     operands = (call.hidden, call.weight, call.targets)
     sequences = {"sequence_ids": torch.zeros(20, dtype=torch.int64), "num_sequences": 1}
 
     def total(**where) -> torch.Tensor:
-        policy = linear_grpo_loss(*operands, torch.ones(20), **sequences, **where).loss
-        return (
-            linear_logprob(*operands, **where).logprob.sum()
-            + policy
-            + linear_cross_entropy(*operands, **where)
-        )
+        policy = linear_grpo_loss(*operands, torch.ones(20), **sequences, bias=call.bias, **where).loss
+        logprob = linear_logprob(*operands, bias=call.bias, **where).logprob
+        return logprob.sum() + policy + linear_cross_entropy(*operands, **where)
 
-    (expected,) = torch.autograd.grad(total(), call.weight)
+    expected = torch.autograd.grad(total(), call.parameters)
+    call.weight.requires_grad_(False)
     found = torch.zeros_like(call.weight)
 
     total(weight_grad=found).backward()
 
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    for got, wanted in zip((call.hidden.grad, found, call.bias.grad), expected, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from grpo_fast import GRPOLossConfig, linear_cross_entropy, linear_grpo_loss, linear_logprob
+from grpo_fast import GRPOLossConfig, linear_grpo_loss, linear_logprob
 from grpo_fast.head import operator, plan
 from grpo_fast.head.plan import Device
 from grpo_fast.objective import StepTotals
@@ -113,6 +113,7 @@ def test_a_frozen_side_costs_the_other_nothing(
     [
         ("logprob", True, 0.0, False),
         ("logprob", True, 0.0, True),
+        ("logsumexp", True, 0.0, False),
         ("entropy", False, 0.0, False),
         ("entropy", False, 0.01, False),  # at 1 the pull of a row that is 1,000 times smaller would be drawn
     ],
@@ -120,7 +121,7 @@ def test_a_frozen_side_costs_the_other_nothing(
 def test_of_few_words_each_pulls_as_it_does_in_full_logits(
     on_path, make_call, make_upstream, oracle, name, frozen, tolerance, transformed
 ):
-    """A frozen head passes on what all of them pull, and the entropy pulls on a likely target as on any."""
+    """A frozen head passes on all of it, and the entropy pulls on a likely target as on any."""
     call = on_path(make_call((9,), 5, spread=0.5 if frozen else 1.5, transformed=transformed))
     upstream = on_path(make_upstream((9,))["logprob"])
     exact = oracle.exact_gradients(call, {name: upstream})
@@ -132,21 +133,6 @@ def test_of_few_words_each_pulls_as_it_does_in_full_logits(
 
     for got, expected in zip(found, exact, strict=False):
         assert oracle.relative(got, expected) < 2e-5
-
-
-def test_a_frozen_heads_z_loss_has_its_gradient(on_path, make_call, oracle):
-    call = on_path(make_call((9,), 200))
-    call.weight.requires_grad_(False)
-    exact = oracle.statistics(call)
-    worked = call.targets != -100
-
-    loss = linear_cross_entropy(
-        call.hidden, call.weight, call.targets, z_loss=0.1, reduction="sum", tolerance=0.0
-    )
-
-    expected = (0.1 * exact["logsumexp"].square() - exact["logprob"])[worked].sum()
-    found, wanted = (torch.autograd.grad(value, call.hidden)[0] for value in (loss, expected))
-    assert oracle.relative(found, wanted) < 2e-5
 
 
 @pytest.mark.parametrize(("frozen", "recompute"), [(False, False), (True, True)])
@@ -202,17 +188,6 @@ def test_strided_operands_give_the_same_numbers(on_path, make_call):
     torch.testing.assert_close(strided, call.outputs()["logprob"], rtol=1e-5, atol=1e-5)
 
 
-def test_two_runs_are_bit_equal(hopper, make_call):
-    call = hopper(make_call((12,), 250, 40, dtype=torch.bfloat16))
-
-    def run() -> tuple[torch.Tensor, ...]:
-        logprob = call.outputs(tolerance=1.0, deterministic=True)["logprob"]
-        return logprob, *torch.autograd.grad(logprob.sum(), call.parameters)
-
-    for first, second in zip(run(), run(), strict=True):
-        assert torch.equal(first, second)
-
-
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
@@ -256,10 +231,7 @@ def test_the_policy_loss_is_the_reference_paths_and_compiles_to_one_graph(
     hopper, make_call, rng, monkeypatch
 ):
     call = hopper(make_call((24,), spread=1.0))
-    advantages, old_logprobs = (
-        hopper(torch.randn(24, generator=rng)),
-        hopper(torch.randn(24, generator=rng) - 3),
-    )
+    advantages, old_logprobs = hopper(torch.randn(2, 24, generator=rng)).sub(1).unbind()
     options = {"totals": StepTotals(24, 6), "num_sequences": 6, "tolerance": 0.0}
     options |= {"sequence_ids": hopper(torch.arange(24) // 4), "config": GRPOLossConfig(entropy_coef=0.01)}
 
@@ -365,8 +337,8 @@ def test_a_captured_backward_asks_nobody_and_is_exact(crowded, oracle, monkeypat
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tolerance", [None, 0.0])
-def test_a_captured_step_replays_on_new_numbers(on_kernels, make_call, oracle, tolerance):
-    call = on_kernels(make_call((64,), 600, 64, dtype=torch.bfloat16))
+def test_a_captured_step_replays_on_new_numbers(hopper, make_call, oracle, tolerance):
+    call = hopper(make_call((64,), 600, 64, dtype=torch.bfloat16))
 
     def step() -> tuple[torch.Tensor, ...]:
         logprob = linear_logprob(call.hidden, call.weight, call.targets, tolerance=tolerance).logprob

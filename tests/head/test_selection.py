@@ -30,38 +30,6 @@ def sampling_without_kernels():
         yield
 
 
-@pytest.fixture
-def resalted(monkeypatch):
-    """Every backward draws anew."""
-    salts, salt_of = iter(range(10**6)), selection.salt_of
-    monkeypatch.setattr(selection, "salt_of", lambda *batch: salt_of(*batch) + 7919 * next(salts))
-
-
-@pytest.mark.usefixtures("resalted")
-@pytest.mark.parametrize("transformed", [False, True])
-@pytest.mark.parametrize("outputs", [("logprob",), ("logprob", "entropy")], ids=len)
-def test_the_mean_over_draws_is_the_exact_gradient(make_call, transformed, outputs):
-    call = make_call((64,), 1500, 32, spread=8.0, transformed=transformed, dtype=torch.float64)
-    call = replace(call, softcap=60.0 if transformed else None)
-    exact, full = run(call, 0.0, outputs=outputs)
-    draws, errors = 60, []
-
-    for _ in range(draws):
-        found, certificate = run(call, 8.0, outputs=outputs)
-        behind = [(call.hidden.detach().t() @ of[0]).flatten() for of in (found, exact)]
-        errors.append(
-            [(a - b).flatten() for a, b in zip(found, exact, strict=True)] + [behind[0] - behind[1]]
-        )
-
-    assert full.values.tolist() == [1, 0, 0, 1]
-    assert 0 < certificate.density < 1 < certificate.largest_scale
-    for of_draws in zip(*errors, strict=True):
-        error = torch.stack(of_draws)
-        square = error.square().sum(1).mean()
-        assert square > 0
-        assert draws * error.mean(0).square().sum() / square < 6  # one is expected; of a bias, the draws
-
-
 @pytest.mark.parametrize("magnitude", [1e-25, 1e25])
 @pytest.mark.drawn(3)
 def test_gradients_of_any_size_keep_their_relative_accuracy(on_path, make_call, oracle, magnitude):

@@ -42,16 +42,16 @@ def test_after_a_warm_up_a_step_launches_nothing_new(
 ):
     from grpo_fast.head import accelerated
 
-    call, loss = hopper(make_call((24,), 140, dtype=torch.bfloat16)), GRPOLossConfig(**options)
+    call, loss = hopper(make_call((8,), 140, dtype=torch.bfloat16)), GRPOLossConfig(**options)
     call.weight.requires_grad_(trainable)
     head = HeadParameters(call.weight, tolerance=tolerance)
 
     warm_up(head, loss=loss, weight_grad=torch.float32)
 
     assert call.weight.grad is None
-    known, row = set(launched), hopper(torch.randn(24, generator=rng))
+    known, row = set(launched), hopper(torch.randn(8, generator=rng))
     into = torch.zeros_like(call.weight, dtype=torch.float32) if trainable else None
-    ids = torch.arange(24, device=row.device) // 6
+    ids = torch.arange(8, device=row.device) // 2
     with torch.no_grad():
         linear_logprob(call.hidden, call.weight, call.targets, **head.options)
     for captured in (False, True):

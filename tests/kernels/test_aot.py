@@ -29,11 +29,10 @@ from grpo_fast.kernels.policy_loss import policy_loss as launch
 
 TOKENS = (1, 2, 16, 500, 16_383, 65_536)
 
-def over_tokens(architecture, name):
-    batches = [aot.replace(aot.BATCHES[name], rows=rows) for rows in TOKENS]
-    runs = [partial(aot.step, exact=exact) for exact in (False, True)]
-    launches = [partial(run, batch, architecture) for batch in batches for run in runs]
-    return aot.variants(architecture, launches)
+def over_tokens(name):
+    heads = [aot.head(**aot.HEADS[name], rows=rows) for rows in TOKENS]
+    runs = [partial(aot.step, head, "sm_90", exact=exact) for head in heads for exact in (False, True)]
+    return aot.variants("sm_90", runs)
 
 def loss_of_slice(start):
     part, dtypes = slice(start, 20 + 2 * start), (torch.float32, torch.int64, torch.bool)
@@ -45,7 +44,7 @@ faults = {}
 for architecture, cases in json.loads(sys.argv[1]).items():
     faults |= aot.compile_cases(architecture, cases)
 sizes = ((16_384, 64), (1000, 1), (777, 13), (1, 1))
-heads = [over_tokens("sm_90", name) for name in ("bfloat16", "bias, temperature, softcap")]
+heads = [over_tokens(name) for name in ("bfloat16", "bias, temperature, softcap")]
 losses = [aot.variants("sm_90", [partial(aot.policy_loss, {"loss_type": "dapo"}, *size) for size in sizes]),
           aot.variants("sm_90", [partial(loss_of_slice, start) for start in (0, 1, 2, 4, 16)])]
 print(json.dumps({"faults": faults, "heads": heads, "losses": losses}))

@@ -75,53 +75,51 @@ def test_the_counts_are_those_of_triton(on, rng, rows, vocabulary, of_entropy):
     squares = torch.rand(2, 3, generator=rng, dtype=torch.float64)
     of_rows = logsumexp, gradients[:rows], gradients[3 : rows + 3], torch.rand(rows, generator=rng)
     given = [t if t is None else t.to(on) for t in (*of_rows, entropy, entropy, squares, squares.long())]
-    masses = select.Masses(tile_lse.to(on), targets.to(on), RowCoefficients(*given), vocabulary)
+    coefficients = RowCoefficients(*given)
+    masses = select.Masses.of(tile_lse.to(on), targets.to(on), coefficients, vocabulary)
 
-    found, expected = (count(masses).sum(0).cpu() for count in (cuda.count_pairs, select.count_pairs))
+    counts = (cuda.count_pairs, select.count_pairs)
+    found, expected = (count(masses, coefficients.squares).sum(0).cpu() for count in counts)
 
     assert found.sum() == expected.sum() and (found.sum() > 0 or rows == 1)
     assert (found - expected).abs().sum() <= 2 + 1e-3 * found.sum()  # some lie where rounding decides
 
 
-@pytest.mark.parametrize("wrong_bin", [None, 7])
-def test_the_library_is_used_where_it_agrees_with_triton_else_it_warns(on, monkeypatch, wrong_bin):
-    exact = cuda.count_pairs
+CAUSES = {
+    "it agrees": None,
+    "a count is wrong": "the pairs of quarter octaves [7]",
+    "not a library": "OSError: ",
+    "other sources": "AttributeError: ",
+    "no launch": "RuntimeError: no kernel image",
+}
 
-    def count(masses: select.Masses) -> Tensor:
-        found = exact(masses)
-        if wrong_bin is not None:
-            found[0, wrong_bin] += 1
+
+@pytest.mark.parametrize("cause", CAUSES)
+def test_the_library_is_used_where_it_agrees_with_triton_else_it_warns(on, monkeypatch, tmp_path, cause):
+    exact, broken = cuda.count_pairs, tmp_path / "libgrpo_fast.so"
+    broken.touch()
+
+    def wrong(*given: object) -> Tensor:
+        found = exact(*given)
+        found[0, 7] += 1
         return found
 
-    monkeypatch.setattr(cuda, "count_pairs", count)
+    if cause == "a count is wrong":
+        monkeypatch.setattr(cuda, "count_pairs", wrong)
+    elif cause == "not a library":
+        monkeypatch.setattr(cuda, "LIBRARY", broken)
+    elif cause == "other sources":
+        monkeypatch.setattr(cuda.ctypes, "CDLL", lambda path: object())
+    elif cause == "no launch":
+        monkeypatch.setattr(cuda, "_load", lambda: lambda call, stream: b"no kernel image")
 
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always", UserWarning)
         answers = [cuda.usable(torch.device("cuda", 0), select.count_pairs) for _ in range(2)]
 
-    assert answers == [wrong_bin is None] * 2
-    told = [str(w.message) for w in said if w.category is UserWarning]
-    assert len(told) == (wrong_bin is not None)
-    if told:
-        assert "Triton stands in for csrc/ on cuda:0: the pairs of quarter octaves [7]" in told[0]
-
-
-@pytest.mark.usefixtures("emulated")
-@pytest.mark.parametrize("cause", ["not a library", "other sources", "no launch"])
-def test_a_library_that_does_not_run_is_not_used_and_the_warning_says_why(monkeypatch, tmp_path, cause):
-    if cause == "not a library":
-        reason, path = "OSError: .*file too short", tmp_path / "libgrpo_fast.so"
-        path.touch()
-        monkeypatch.setattr(cuda, "LIBRARY", path)
-    elif cause == "other sources":
-        reason = "AttributeError: .*grpo_fast_count_pairs"
-        monkeypatch.setattr(cuda.ctypes, "CDLL", lambda path: object())
-    else:
-        reason = "RuntimeError: no kernel image"
-        monkeypatch.setattr(cuda, "_load", lambda: lambda call, stream: b"no kernel image")
-
-    with pytest.warns(UserWarning, match=rf"on cuda:1: {reason}.* Build it again, .* or remove /.*\.so"):
-        assert not cuda.usable(torch.device("cuda", 1), select.count_pairs)
+    fault, told = CAUSES[cause], [str(w.message) for w in said if w.category is UserWarning]
+    assert answers == [fault is None] * 2 and len(told) == (fault is not None)
+    assert all(f"on cuda:0: {fault}" in message for message in told)
 
 
 @pytest.mark.usefixtures("emulated")

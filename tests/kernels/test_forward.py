@@ -106,8 +106,7 @@ def test_a_sure_target_has_no_positive_logprob_and_a_nan_stays_in_its_row(device
     assert (rows.logprob.nan_to_num(nan=0.0) <= 0).all()
 
 
-@pytest.mark.parametrize("maximum", [False, True])
-def test_rows_without_work_are_neither_read_nor_written_wherever_they_lie(make_head, rng, maximum):
+def test_rows_without_work_are_neither_read_nor_written_wherever_they_lie(make_head, rng):
     head = make_head(40, 300, 40, transformed=True)
     targets = head.targets.masked_fill((torch.rand(40, generator=rng) < 0.5).to(head.targets.device), -1)
     works = targets >= 0
@@ -117,7 +116,7 @@ def test_rows_without_work_are_neither_read_nor_written_wherever_they_lie(make_h
         inv_temperature=head.inv_temperature.masked_fill(~works, torch.nan),
     )
 
-    tiles, rows = run(call, wanted=("maximum",) if maximum else ())
+    tiles, rows = run(call)
 
     torch.testing.assert_close(rows.logprob[works], head.logprob[works], rtol=1e-5, atol=1e-5)
     assert tiles.lse[~works].isnan().all()
@@ -125,8 +124,8 @@ def test_rows_without_work_are_neither_read_nor_written_wherever_they_lie(make_h
 
 
 def test_the_order_of_many_rows_is_that_of_those_with_work(device, rng):
-    targets = torch.randint(-1, 1, (5000,), generator=rng).to(device)
-    hidden = torch.randn(5000, 1, generator=rng).to(device)
+    targets = torch.randint(-1, 1, (2500,), generator=rng).to(device)
+    hidden = torch.randn(2500, 1, generator=rng).to(device)
 
     gathered = gather_rows(HeadCall(hidden, torch.ones(1, 1, device=device), targets))
 

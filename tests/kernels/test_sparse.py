@@ -10,9 +10,9 @@ import torch
 from grpo_fast.kernels import BF16_ROUNDING, SparseConfig, sparse_rows
 from grpo_fast.kernels.coefficients import RowCoefficients, row_coefficients
 from grpo_fast.kernels.select import ActivePairs, select_live
-from grpo_fast.kernels.sparse import SparseGradients, sparse_backward
+from grpo_fast.kernels.sparse import sparse_backward
 
-from grpo_fast.head.call import Wanted
+from grpo_fast.head.call import HeadGradients, Wanted
 from grpo_fast.head.tuning import sizes_for
 
 # Small blocks and many entries at a time: the interpreter pays per program and per step.
@@ -22,7 +22,7 @@ QUICK = SparseConfig(pair_rows=32, pair_depth=32, row_entries=64, weight_depth=3
 class Ran(NamedTuple):
     rows: RowCoefficients
     live: ActivePairs
-    got: SparseGradients
+    got: HeadGradients
     certificate: torch.Tensor
 
 
@@ -35,7 +35,7 @@ def run(
     capacity = 2 * head.tile_lse.numel() if capacity is None else capacity
     certificate = torch.empty(4, device=rows.mass.device)
     got = sparse_backward(head.call, rows, live, wanted, certificate, capacity=capacity, config=config)
-    return Ran(rows, live, got, certificate)
+    return Ran(rows, live, HeadGradients(*got), certificate)
 
 
 def relative(got: torch.Tensor, exact: torch.Tensor) -> float:
@@ -68,25 +68,25 @@ def test_tolerance_zero_is_the_dense_gradient_at_every_edge(
 ):
     peak = 8.0 if transformed else 1.0
     head = make_head(15, vocabulary, depth, peak=peak, transformed=transformed, g_logsumexp=not transformed)
-    exact, into = {"weight": head.d_weight} | ({"bias": head.d_bias} if transformed else {}), {}
+    exact = {"weight": head.d_weight} | ({"bias": head.d_bias} if transformed else {})
+    into = None
     if dtype is not None:
-        for name, gradient in exact.items():
-            before = torch.randn(gradient.shape, generator=rng).to(gradient.device, dtype)
-            into[f"into_{name}"], exact[name] = before, before.double() + gradient
+        into = torch.randn(head.weight.shape, generator=rng).to(head.weight.device, dtype)
+        exact["weight"] = into.double() + head.d_weight
     limit = 4e-3 if dtype == torch.bfloat16 else 1e-6
     idle = ~head.gradient.live()
     hidden = head.hidden.masked_fill(idle[:, None], torch.nan)
 
-    ran = run(replace(head, hidden=hidden), bias=transformed, **into)
+    ran = run(replace(head, hidden=hidden), bias=transformed, into_weight=into)
 
     got = ran.got
     assert ran.certificate.tolist() == [pytest.approx(ran.live.count.sum() / head.tile_lse.numel()), 0, 0, 1]
     assert (got.hidden[idle] == 0).all()
     torch.testing.assert_close(got.hidden.double(), head.d_hidden, rtol=1e-4, atol=1e-6)
+    assert dtype is None or got.weight is into
     for name, expected in exact.items():
-        found = getattr(got, name)
-        assert dtype is None or found is into[f"into_{name}"]
-        assert (found.double() - expected).norm() <= limit * expected.norm() + 1e-6
+        error = (getattr(got, name).double() - expected).norm()
+        assert error <= limit * expected.norm() + 1e-6
 
 
 SHAPES = [
@@ -121,7 +121,7 @@ def test_the_mean_over_batches_is_exact_and_the_error_is_as_certified(make_head,
     assert 0 < certificate[2] <= certificate[1] and certificate[2] <= 24 * (1 + 1e-4)
     norm = ran.rows.squares[0].sum().sqrt() * BF16_ROUNDING * head.weight.double().norm(dim=1).max()
     hidden = torch.stack(found["hidden"]).square().sum(1).mean().sqrt()
-    assert hidden <= 1.3 * certificate[1] * norm
+    assert 0.1 * certificate[1] * norm <= hidden <= 1.3 * certificate[1] * norm
 
 
 @pytest.mark.parametrize(  # at zero: by rounding the result alone
@@ -188,53 +188,35 @@ def test_strided_rows_and_the_shipped_float32_configuration(make_head):
     assert relative(got.weight, head.d_weight) < 1e-6
 
 
-def test_neither_the_room_for_pairs_nor_another_run_changes_a_bit(make_head):
-    head = make_head(14, 384, peak=20.0, dtype=torch.bfloat16)
+def test_neither_room_nor_another_run_nor_long_rows_first_change_a_bit(make_head, monkeypatch):
+    head = make_head(10, 300, 32, peak=20.0, dtype=torch.bfloat16)
     whole = run(head, 1.0)
-    room = int(whole.live.row_ends[-1])
 
-    results = [whole, *(run(head, 1.0, capacity=capacity) for capacity in (None, room))]
-
-    first, again, tight = ((ran.got.hidden, ran.got.weight, ran.certificate) for ran in results)
-    assert all(map(torch.equal, first, again))
-    assert all(map(torch.equal, first, tight))
-
-
-def test_long_rows_go_first_and_change_no_bit(make_head, monkeypatch):
-    head = make_head(12, 250, 40, peak=30.0, spread=1.0)
-    whole = run(head, 1.0).got.hidden
-
-    for long in (8, -1):
+    for long, capacity in (256, None), (256, int(whole.live.row_ends[-1])), (8, None), (-1, None):
         monkeypatch.setattr(sparse_rows, "_LONG", long)
+        ran = run(head, 1.0, capacity=capacity)
 
-        assert torch.equal(run(head, 1.0).got.hidden, whole)
+        assert torch.equal(ran.got.hidden, whole.got.hidden)
+        assert torch.equal(ran.got.weight, whole.got.weight)
+        assert torch.equal(ran.certificate, whole.certificate)
 
 
-def test_rows_longer_than_a_scan_keep_what_a_shorter_scan_keeps(make_head, monkeypatch):
-    head = make_head(8, 700, peak=20.0)
-    whole = run(head, 1.0)
-    monkeypatch.setattr(sparse_rows, "_SCAN", 128)
+@pytest.mark.parametrize(("limit", "value"), [("_SCAN", 128), ("SEGMENT", 2)])
+def test_rows_longer_than_a_scan_or_a_segment_keep_what_others_keep(make_head, monkeypatch, limit, value):
+    head = make_head(6, 700, peak=20.0)
+    tolerance = 0.0 if limit == "SEGMENT" else 1.0
+    whole = run(head, tolerance)
+    monkeypatch.setattr(sparse_rows, limit, value)
 
-    parts = run(head, 1.0)
+    parts = run(head, tolerance)
 
+    assert parts.live.count.max() > 4
     torch.testing.assert_close(parts.certificate, whole.certificate)
     torch.testing.assert_close(parts.got.hidden, whole.got.hidden, rtol=1e-4, atol=1e-5)
 
 
-def test_rows_longer_than_a_segment_keep_what_longer_segments_keep(make_head, monkeypatch):
-    head = make_head(5, 1300, peak=10.0)
-    whole = run(head)
-    monkeypatch.setattr(sparse_rows, "SEGMENT", 4)
-
-    parts = run(head)
-
-    assert parts.live.count.max() > 8
-    torch.testing.assert_close(parts.got.hidden, whole.got.hidden, rtol=1e-5, atol=1e-7)
-
-
 def test_a_row_of_nan_reaches_its_own_hidden_gradient_alone(make_head):
-    head = make_head(10, 700, peak=20.0)
-    expected = run(head, 1.0, weight=False).got.hidden
+    head = make_head(6, 500, peak=20.0)
     row = int(head.gradient.live().nonzero()[0])
     head.hidden[row], head.tile_lse[row] = torch.nan, torch.nan
     head.logsumexp[row], head.logprob[row] = torch.nan, torch.nan
@@ -244,11 +226,10 @@ def test_a_row_of_nan_reaches_its_own_hidden_gradient_alone(make_head):
     found = ran.got.hidden
     assert ran.certificate[1:3].isnan().all() and ran.certificate[0] > 0
     assert found.isnan().any(1).nonzero().flatten().tolist() == [row]
-    assert expected.isfinite().all()
 
 
 def test_columns_that_the_bias_rules_out_get_no_gradient(make_head):
-    head = make_head(30, 300, transformed=True)
+    head = make_head(12, 300, transformed=True)
     ruled_out = torch.zeros(300, dtype=torch.bool, device=head.weight.device)
     ruled_out[::5] = True
     ruled_out[head.targets[head.targets >= 0]] = False
@@ -263,9 +244,9 @@ def test_columns_that_the_bias_rules_out_get_no_gradient(make_head):
 
 def test_pairs_that_do_not_fit_leave_existing_gradients_alone(make_head):
     head = make_head(12, 300, transformed=True)
-    weight, bias = torch.ones_like(head.weight), torch.ones_like(head.bias)
+    weight = torch.ones_like(head.weight)
     room = int(run(head).live.row_ends[-1]) - 1
 
-    run(head, capacity=room, bias=True, into_weight=weight, into_bias=bias)
+    run(head, capacity=room, bias=True, into_weight=weight)
 
-    assert (weight == 1).all() and (bias == 1).all()
+    assert (weight == 1).all()
