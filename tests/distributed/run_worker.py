@@ -68,13 +68,13 @@ class Last(Callback):
 
 
 class FailingEngine(TransformersEngine):
-    """Raises where it is asked the third time."""
+    """Raises at the third rollout; its own check is asked first."""
 
     asked, error = 0, None
 
     def generate(self, *given: Any, **options: Any) -> Any:
         FailingEngine.asked += 1
-        if self.error is not None and self.asked == 3:
+        if self.error is not None and self.asked == 4:
             raise self.error
         return super().generate(*given, **options)
 

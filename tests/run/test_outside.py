@@ -46,7 +46,7 @@ def of_the_best(centred, of):
 def by_count(centred, of):
     return centred / of.count
 
-CATALOG["squared"] = LossFacts("none", "token_mean", __name__ + ":squared", advantages="any")
+CATALOG["squared"] = LossFacts("none", "token_mean", __name__ + ":squared")
 BASELINES["best"] = of_the_best
 SCALES["count"] = by_count
 METHODS["mine"] = {
