@@ -19,13 +19,25 @@ COMMANDS = {  # the module, and what `--help` says
     "bias": ("bias", "errors of a sampled and of a dropped gradient, against the tokens"),
     "readme": ("readme", "write the tables of README.md and docs/ from the records"),
 }
+REMOVED = {  # commands that are gone, and what replaces them
+    "smoke": "run accuracy",
+    "profile": "run kernels",
+    "aot": "run `python tests/kernels/aot.py`",
+    "models": "docs/models.md lists the families that were compared",
+    "vllm": "docs/models.md lists the families that were compared",
+    **dict.fromkeys(["pack", "turns", "scaling", "crossover"], "benchmarks/results/tried.md has its figures"),
+    **dict.fromkeys(["rows", "compare", "report"], "read the JSON records, which --json writes"),
+}
 FAILURE, INTERRUPTED = 2, 130
 
 
 def main(arguments: Sequence[str] | None = None, *, program: str = "python -m benchmarks") -> int:
     """Run one command; the exit code is 0 done, 1 something found, 2 wrong usage, 130 Ctrl-C."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    options = _parser(program, arguments[:1]).parse_args(arguments)
+    parser = _parser(program, arguments[:1])
+    if gone := REMOVED.get(next(iter(arguments), "")):
+        parser.error(f"{arguments[0]} was removed: {gone}")
+    options = parser.parse_args(arguments)
     try:
         return options.handler(options)
     except KeyboardInterrupt:

@@ -21,13 +21,18 @@ from grpo_fast.config.lookup import choices
 
 FAILURE, USAGE, INTERRUPTED = 1, 2, 130
 
-CONFIG_HELP = "a YAML file, a run's directory, or the name of a shipped recipe (quickstart, gsm8k, dpo, rank)"
+CONFIG_HELP = "a YAML file, a run's directory, or the name of a shipped recipe (quickstart, calculator, ...)"
 OVERRIDES_HELP = (
     "Any key of the configuration may be given after the options, as `optimizer.learning_rate=1e-6` or "
     "`--optimizer.learning_rate 1e-6`; TRL's and Axolotl's flat names (`learning_rate`, `num_generations`, "
     "`beta`, ...) work too."
 )
 FIRST_STEPS = "begin with `grpo-fast doctor`, then `grpo-fast train quickstart`, which needs no GPU"
+REMOVED = {  # commands and options that are gone, and what replaces them
+    "groups": "`groups describe` was removed: the first steps of a run log groups/sharing and the like",
+    "plan --gpus-per-node": "--gpus-per-node was removed: the plan counts bytes alone; leave it out",
+    "plan --table": "--table was removed: give --model and --gpu once for each model and GPU",
+}
 ASSIGNMENT = re.compile(r"[A-Za-z_][\w.-]*=")
 
 
@@ -100,8 +105,9 @@ def parse(tokens: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     if not tokens or tokens[0].startswith("-"):
         return parser.parse_args(tokens), []
     name, *rest = tokens
-    if name == "groups":
-        parser.error("groups describe was removed: the first steps of a run log groups/sharing and the like")
+    for gone in (name, *(f"{name} {token.partition('=')[0]}" for token in rest)):
+        if gone in REMOVED:
+            parser.error(REMOVED[gone])
     if name not in parsers:
         parser.error(f"no command {name!r}: {choices(name, parsers)}")
     command = parsers[name]
