@@ -67,8 +67,9 @@ def test_log_probability_and_entropy_keep_digits_to_the_smallest_numbers(make_su
 
 
 @pytest.mark.parametrize("how", ["recomputed", "kept", "frozen"])
-@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 3e-5), (torch.bfloat16, 6e-3)])
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 3e-5), (torch.bfloat16, 2**-7)])
 def test_each_rows_gradient_is_as_accurate_as_that_of_an_unsure_one(make_sure, dtype, limit, how):
+    """Two roundings to the dtype at most, the coefficient's and the result's."""
     sure = make_sure(dtype)
     sure.call.weight.requires_grad_(how != "frozen")
     logprob = sure.call.outputs(tolerance=0.0, recompute=how != "kept")["logprob"]
