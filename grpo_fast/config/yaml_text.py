@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+LONGEST = 1_000_000  # values of a text; what an alias repeats is counted each time
 # PyYAML follows YAML 1.1, whose floats need a point; YAML 1.2, and everybody who writes 1e-6, does not.
 EXPONENT = re.compile(r"^[-+]?[0-9]+[eE][-+]?[0-9]+$")
 AS_TEXT = ("tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:value")
@@ -49,17 +50,30 @@ def parse_yaml(text: str) -> Any:
     """Return the plain data that a text holds; None where it holds nothing.
 
     Raises:
-        ValueError: it is no YAML, gives a key twice, or stands for something that is not plain.
+        ValueError: it is no YAML, gives a key twice, or stands for something that is not plain or has no end.
     """
     try:
-        return yaml.load(text, Loader)
+        loader = Loader(text)
+        document = loader.get_single_node()
+        if document is not None and _values(document, {}) > LONGEST:
+            raise ValueError(f"makes more than {LONGEST:,} values by its aliases")
+        return None if document is None else loader.construct_document(document)
     except RecursionError:
-        raise ValueError("is nested too deeply") from None
+        raise ValueError("is nested too deeply, or in itself") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
         message = getattr(error, "problem", None) or "holds a character that YAML does not allow"
         raise ValueError(f"{place}{message}") from None
+
+
+def _values(node: yaml.Node, known: dict[int, int]) -> int:
+    """Count the values that a node stands for, its aliases followed."""
+    if id(node) not in known:
+        parts = node.value if isinstance(node, yaml.CollectionNode) else ()
+        pairs = parts if isinstance(node, yaml.MappingNode) else [(part,) for part in parts]
+        known[id(node)] = 1 + sum(_values(part, known) for pair in pairs for part in pair)
+    return known[id(node)]
 
 
 def dump_yaml(data: Any) -> str:

@@ -19,6 +19,7 @@ from grpo_fast.config.secrets import masked, masked_command
 from grpo_fast.config.tree import differences, flatten, value_at
 from grpo_fast.objective.catalog import LOSS_TYPES
 
+ALIAS_BOMB = "a0: &a0 1\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 60))
 MINIMAL = "model: {path: some/model}\ndataset: {source: rows.jsonl}\nrewards: [{reward: exact_match}]\n"
 
 
@@ -116,7 +117,8 @@ def test_every_problem_is_listed_at_once_with_its_place_and_value(write):
         ("a.yaml", "a: !!python/object:os.system {}", [], "line 1"),
         ("a.yaml", "a: \x01", [], "cannot be read"),
         ("a.yaml", b"\xff\xfe\x00seed", [], "cannot be read"),
-        ("a.yaml", "a: &a [*a]\n", [], "nested too deeply"),
+        ("a.yaml", ALIAS_BOMB, [], "1,000,000 values by its aliases"),
+        ("a.yaml", "a: &a [*a]\n", [], "nested too deeply, or in itself"),
         ("a.yaml", "a: " + 5000 * "[", [], "nested too deeply"),
         ("a.json", 10**5 * "[" + 10**5 * "]", [], "nested too deeply"),
         ("a.yaml", MINIMAL, ["learning_rate"], "is no assignment"),
