@@ -124,7 +124,7 @@ def train(
         # Loss and gradient: the micro-batches' losses add up, since all are divided by the step's counts.
         totals = StepTotals(num_tokens=len(table.token_ids), num_sequences=len(table))
         loss = 0.0
-        for batch in batches:
+        for number, batch in enumerate(batches):
             out = linear_grpo_loss(
                 policy.hidden_states(batch),
                 policy.head.weight,
@@ -134,6 +134,7 @@ def train(
                 num_sequences=batch.num_sequences,
                 totals=totals,
                 config=LOSS,
+                seed=step * len(batches) + number,
                 **policy.head.options,
             )
             out.loss.backward()

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         softcap: float | None
         ignore_index: int
         tolerance: float | None
+        seed: int | None
         deterministic: bool
         weight_grad: Tensor | None
         recompute: bool
@@ -64,6 +65,7 @@ class HeadCall(NamedTuple):
     jacobian: bool = False  # dlogprob/dhidden
     keep: bool = False  # the exponentials, N·V elements, on the kernels' path
     tolerance: float | None = None  # of the backward
+    seed: int | None = None  # of what the backward draws
     weight_grad: Tensor | None = None  # (V, H), what the backward adds the weight's gradient to in place
 
     @property
@@ -289,7 +291,7 @@ class HeadGradients(NamedTuple):
 
 _KINDS: dict[object, str] = {
     Tensor: "Tensor", Tensor | None: "Tensor?", float: "float", float | None: "float?", bool: "bool",
-    int: "int", str: "str",
+    int: "int", int | None: "SymInt?", str: "str",
 }  # fmt: skip
 
 

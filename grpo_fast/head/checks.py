@@ -59,6 +59,7 @@ def head_call(
     softcap: float | None = None,
     ignore_index: int = IGNORE_INDEX,
     tolerance: float | None = None,
+    seed: int | None = None,
     deterministic: bool = False,
     weight_grad: Tensor | None = None,
     recompute: bool = True,
@@ -87,6 +88,8 @@ def head_call(
     check_numbers(positive=True, logit_scale=logit_scale)
     check_numbers(positive=True, optional=True, softcap=softcap)
     check_numbers(optional=True, tolerance=tolerance)
+    if seed is not None and not (isinstance(seed, int) and 0 <= seed < 2**63):
+        raise ValueError(f"seed must be an integer in [0, 2^63), or None for none, got {seed!r}")
     kind = _compute_dtype(hidden, weight)
     flat = targets.reshape(-1).to(torch.int64)
     inside = (flat >= 0) & (flat < (weight.shape[0] if shard is None else shard.vocabulary))
@@ -107,6 +110,7 @@ def head_call(
         jacobian=differentiable <= {"logprob"},
         keep=not recompute,
         tolerance=tolerance,
+        seed=seed,
         weight_grad=weight_grad,
     )
     return call, shard

@@ -26,6 +26,7 @@ from grpo_fast.policy.out_of_memory import optimizer_step
 from grpo_fast.policy.packing import assign_to_ranks
 from grpo_fast.record.logs import Clock
 from grpo_fast.rollout.agreement import evaluation_mode
+from grpo_fast.rollout.sampling import request_seed
 
 AUX_LOSS = "router_aux_loss"
 """The metric of a mixture's load-balancing loss, before its coefficient."""
@@ -94,10 +95,10 @@ class PolicyUpdate:
                     minibatches[i] = (self.with_fixed_logprobs(own, stale=i > 0), counts)
         steps = []
         with clock("update"):
-            for i in [*range(len(minibatches))] * self.config.num_iterations:
+            for turn, i in enumerate([*range(len(minibatches))] * self.config.num_iterations):
                 own, counts = minibatches[i]
                 with self.world.all_succeed("the gradient"):
-                    old_logprobs, shares = self.gradient(own, counts)
+                    old_logprobs, shares = self.gradient(own, counts, turn)
                 # Before the first update the policy is the old one.
                 minibatches[i] = (own.with_columns(old_logprobs=old_logprobs), counts)
                 steps.append(self.step(shares))
@@ -151,8 +152,13 @@ class PolicyUpdate:
             known["ref_logprobs"] = self.annotator.reference_logprobs(table)
         return table.with_columns(**known)
 
-    def gradient(self, table: CompletionTable, totals: StepTotals) -> tuple[Tensor, list[dict[str, Tensor]]]:
+    def gradient(
+        self, table: CompletionTable, totals: StepTotals, turn: int = 0
+    ) -> tuple[Tensor, list[dict[str, Tensor]]]:
         """The gradient of a step, whose micro-batches' losses add up.
+
+        Args:
+            turn: number of the optimizer step since the rollout. What the head draws differs between turns.
 
         Returns:
             The old log-probabilities (N,): the table's, or where it has none the policy's, as the first
@@ -172,8 +178,10 @@ class PolicyUpdate:
                 self.optimizer.zero_grad()  # of an attempt that failed
                 logprobs = torch.zeros(len(table.token_ids), device=self.policy.device)
                 shares = []
-                for batch in batches:
-                    out = self.policy.run(partial(loss, batch))
+                for number, batch in enumerate(batches):
+                    place = self.world.step, turn, number, self.world.rank
+                    seed = request_seed(self.config.seed, *place)
+                    out = self.policy.run(partial(loss, batch, seed=seed))
                     out.loss.backward()
                     shares.append(out.metrics | {"loss": out.loss.detach()})
                     logprobs[batch.token_index] = present(out.logprobs)
@@ -247,6 +255,7 @@ def packed_loss(
     temperature: float = 1.0,
     entropy_coef: float | None = None,
     optimizer: PolicyOptimizer | None = None,
+    seed: int | None = None,
 ) -> GRPOLossOutput:
     """`linear_grpo_loss` of a micro-batch, entropy among its metrics; called within `Policy.run`.
 
@@ -254,6 +263,7 @@ def packed_loss(
         totals: what the losses of a step's micro-batches are divided by; none: the batch's own counts.
         entropy_coef: in place of the configuration's.
         optimizer: to whose gradient of the head the backward adds; none: to the parameter's own.
+        seed: as `linear_grpo_loss` takes it.
     """
     routed: list[Tensor] | None = None if policy.router_aux_loss is None else []
     hidden, head = policy.hidden_states(batch, routed=routed), policy.head
@@ -274,6 +284,7 @@ def packed_loss(
         temperature=temperature,
         entropy=True,
         weight_grad=weight_grad,
+        seed=seed,
         **head.options,
     )
     if routed is None:

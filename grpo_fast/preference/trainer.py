@@ -36,6 +36,7 @@ from grpo_fast.preference.comparison import (
 )
 from grpo_fast.preference.evaluation import RankingEvaluation
 from grpo_fast.record.logs import Clock
+from grpo_fast.rollout.sampling import request_seed
 
 if TYPE_CHECKING:
     from grpo_fast.config.schema import TrainConfig
@@ -129,15 +130,16 @@ class PreferenceTrainer(Algorithm):
         self.optimizer.zero_grad()  # of an attempt that failed
         parts = [table.select(batch.rows.sort().values) for batch in batches]
         shares, learns = [], False
-        for part, batch in zip(parts, batches, strict=True):
-            out = loss(part, self.logprobs(batch))
+        for number, (part, batch) in enumerate(zip(parts, batches, strict=True)):
+            seed = request_seed(self.config.seed, self.step, number)
+            out = loss(part, self.logprobs(batch, seed))
             if out.loss.requires_grad:
                 out.loss.backward()
                 learns = True
             shares.append(out.metrics | {"loss": out.loss.detach()})
         return shares, learns
 
-    def logprobs(self, batch: PackedBatch) -> Tensor:
+    def logprobs(self, batch: PackedBatch, seed: int) -> Tensor:
         """(S,) log-probability of every completion in the order of the table, with gradient where enabled."""
         head, weight_grad = self.policy.head, None
         if torch.is_grad_enabled():
@@ -147,6 +149,7 @@ class PreferenceTrainer(Algorithm):
             head.weight if weight_grad is None else head.weight.detach(),
             batch.targets,
             weight_grad=weight_grad,
+            seed=seed,
             **head.options,
         ).logprob
         summed = tokens.new_zeros(batch.num_sequences).index_add(0, batch.sequence_ids, tokens)

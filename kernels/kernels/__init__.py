@@ -20,6 +20,9 @@ STRATUM = 1 << 18
 ENTRY_SHARE = 0.25
 """The threshold of dX's single entries, of that of whole pairs."""
 
+PAIR_BUDGET = 0.85
+"""Share of the square of the tolerance that pairs may use. The entries of dX may use the rest."""
+
 LEAST_DENSITY = 0.005
 """Of the pairs that hold anything so many are kept whatever the tolerance, as fewer would save no time."""
 

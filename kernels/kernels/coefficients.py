@@ -30,7 +30,7 @@ class RowCoefficients:
     slope: Tensor  # largest |dz/d(x·w)|
     entropy: Tensor | None  # H; None: no gradient through the entropy
     entropy_gradient: Tensor | None  # e
-    squares: Tensor  # (2, P) float64, their sums: Σ_i (Σ_v|G_iv| / 2)², or less; rows with a gradient
+    squares: Tensor  # (P,) float64, their sum: Σ_i (Σ_v|G_iv| / 2)², or less
     salts: Tensor  # (P,) int64, their sum: what sets the batch's draws apart
 
 
@@ -67,7 +67,7 @@ def row_coefficients(call: HeadCall, statistics: RowStatistics, gradients: RowGr
     entropy = None if upstream[2] is None else statistics.entropy
     target, mass, slope = (statistics.logprob.new_empty(rows) for _ in range(3))
     of_entropy = None if entropy is None else torch.empty_like(mass)
-    squares = mass.new_empty((2, programs), dtype=torch.float64)
+    squares = mass.new_empty(programs, dtype=torch.float64)
     salts = mass.new_empty(programs, dtype=torch.int64)
     if rows:
         _row_coefficients[(programs,)](
@@ -98,7 +98,7 @@ def _row_coefficients(
     mass_out,
     slope_out,
     entropy_out,  # (N,) float32, written, or None
-    squares,  # (2, programs) float64, written
+    squares,  # (programs,) float64, written
     salts,  # (programs,) int64, written
     rows,
     vocabulary,
@@ -113,6 +113,8 @@ def _row_coefficients(
     lse = tl.load(logsumexp + row, mask=works, other=0.0)
     mass = tl.zeros((BLOCK,), dtype=tl.float32)
     of_target = tl.zeros((BLOCK,), dtype=tl.float32)
+    of_row = tl.zeros((BLOCK,), dtype=tl.float32)
+    drawn_for = tl.zeros((BLOCK,), dtype=tl.uint32)
     if of_logprob is not None:
         g = tl.load(of_logprob + row, mask=here, other=0.0)
         mass += g
@@ -120,12 +122,14 @@ def _row_coefficients(
     if of_logsumexp is not None:
         g = tl.load(of_logsumexp + row, mask=works, other=0.0)
         mass -= g
+        of_row += g
         of_target += tl.where(g == 0.0, 0.0, g * tl.exp(logp))
     if of_entropy is not None:
         g = tl.load(of_entropy + row, mask=works, other=0.0)
         surprise = tl.maximum(logp, -500.0) + tl.load(entropy + row, mask=works, other=0.0)
         of_target -= tl.where(g == 0.0, 0.0, g * tl.exp(logp) * surprise)
         tl.store(entropy_out + row, g, mask=inside)
+        drawn_for = mix(bits_of(g))
     slope = tl.zeros((BLOCK,), dtype=tl.float32) + tl.abs(logit_scale)
     inverse = slope / tl.abs(logit_scale)
     if inv_temperature is not None:
@@ -134,15 +138,18 @@ def _row_coefficients(
     tl.store(target_out + row, of_target, mask=inside)
     tl.store(mass_out + row, mass, mask=inside)
     tl.store(slope_out + row, slope, mask=inside)
-    # The target's entry is as large as all others together: its half of the row. Elsewhere that is unknown.
-    norm = tl.where(here, tl.abs(of_target), 0.5 * tl.abs(mass)) * slope
-    if softcap is not None:
+    # Half of what the target's entry and all others together hold; the row's entries add up to `of_row`.
+    at_target = tl.where(here, tl.abs(of_target), 0.0)
+    elsewhere = tl.abs(tl.where(here, of_row - of_target, mass))
+    if softcap is not None:  # of the others the slope where most of them is: at the log-sum-exp
         capped = (logp + lse) / (inverse * softcap)
-        norm *= tl.where(here, tl.maximum(1.0 - capped * capped, 0.0), 1.0)
+        at_target *= tl.maximum(1.0 - capped * capped, 0.0)
+        capped = lse / (inverse * softcap)
+        elsewhere *= tl.maximum(1.0 - capped * capped, 0.0)
+    norm = 0.5 * (at_target + elsewhere) * slope
     # In float64, as a float32 has no square of 1e-25; a row that is not finite is not counted.
     norm = tl.where(norm < float("inf"), norm, 0.0).to(tl.float64)
     tl.store(squares + tl.program_id(0), tl.sum(norm * norm))
-    active = (norm > 0.0).to(tl.float64)
-    tl.store(squares + tl.num_programs(0) + tl.program_id(0), tl.sum(active))
-    salt = mix(bits_of(lse) ^ mix(spread(row) + target.to(tl.uint32)))
+    drawn_for = mix(bits_of(mass) + drawn_for)
+    salt = mix(bits_of(lse) ^ mix(spread(row) + target.to(tl.uint32) + drawn_for))
     tl.store(salts + tl.program_id(0), tl.sum(tl.where(works, salt.to(tl.int64), 0)))

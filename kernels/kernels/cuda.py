@@ -48,7 +48,7 @@ def count_pairs(masses: Masses, squares: Tensor) -> Tensor:
     counts = masses.tile_lse.new_empty((min(-(-count // _WARPS), _MOST_BLOCKS), BINS), dtype=torch.int32)
     tensors = *masses[: masses._fields.index("row_stride")], squares, counts
     addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-    sizes = masses.row_stride, masses.vocabulary, count, tiles, squares.shape[1], counts.shape[0]
+    sizes = masses.row_stride, masses.vocabulary, count, tiles, squares.numel(), counts.shape[0]
     stream = torch.cuda.current_stream(counts.device).cuda_stream if counts.is_cuda else None
     error = _load()(_Call(*addresses, *sizes), stream)
     if error:
@@ -92,7 +92,7 @@ def disagreement(device: torch.device, by_triton: Callable[[Masses, Tensor], Ten
     ones, vocabulary = torch.ones(6, device=device), 300 * TILE
     targets = torch.tensor([5, vocabulary - 1, vocabulary, 7, -1, 9], device=device)
     work = torch.tensor([1, torch.nan, -1, 1, 4, 0], device=device)
-    squares = torch.ones(2, 1, dtype=torch.float64, device=device)
+    squares = torch.ones(1, dtype=torch.float64, device=device)
     rows = RowCoefficients(3 * ones, 0 * ones, work, ones, None, None, squares, squares.long())
     masses = Masses.of(tile_lse, targets, rows, vocabulary)
     found, expected = (count(masses, squares).sum(0).tolist() for count in (count_pairs, by_triton))

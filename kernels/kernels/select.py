@@ -13,19 +13,21 @@ small pairs would take from the same side at every token, and every weight behin
 the logit gradient to bfloat16, as a dense backward does, costs at least ρ²·Σ_i (Σ_v|G_iv| / 2)² of the same,
 as the target's entry is as large as all others of its row together. τ is the largest with
 
-    τ·Σ_{w<τ} w  ≤  (tolerance·ρ)²·Σ_i (Σ_v|G_iv| / 2)²
+    τ·Σ_{w<τ} w  ≤  PAIR_BUDGET·(tolerance·ρ)²·Σ_i (Σ_v|G_iv| / 2)²
 
 one for the batch: that keeps the fewest pairs for the error, as τ is where keeping one more pair saves the
 same everywhere. Where few rows have most of the gradient, that would be next to no pairs, and an error
 near its bound, as each pair that counts holds one word: τ is no larger than what keeps LEAST_DENSITY of
-them. It is read off a histogram in quarter octaves, relative to the batch's norm, so that gradients of 1e-30
+them. What the pairs leave of the tolerance is for the entries of dX (`sparse_rows`): together they keep to
+it. τ is read off a histogram in quarter octaves, relative to the batch's norm, so that gradients of 1e-30
 are treated as others are.
 
 **Draws.** The small pairs of a row lie side by side on a line, each as long as its w/τ; every unit of the
 line, a *stratum*, has one point, drawn evenly, and a pair is kept as often as it holds points. That varies
 less than a draw for each, and a row keeps at most one pair more than its Σ w/τ. The numbers come from hashes
-of the row's log-sum-exp, its place and a salt of the whole batch (`hashing`): no state, the same on a resume,
-and independent between rows, equal ones too, and between batches that differ anywhere. One offset for all
+of the row's log-sum-exp, its place and a salt (`hashing`): no state, and the same on a resume. The salt is a
+hash of the seed and of all rows: their log-sum-exps, targets and upstream gradients. Draws are independent
+between rows, equal ones too, and between batches that differ anywhere or in their seed. One offset for all
 strata would vary still less on average, and has no bound.
 
 Rows whose upstream gradient is zero have no pairs. A row that is not finite keeps all of its own, so that NaN
@@ -36,6 +38,7 @@ to run.
 from __future__ import annotations
 
 import math
+import random
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -43,7 +46,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import BF16_ROUNDING, BINS, ENTRY_SHARE, LEAST_DENSITY, STRATUM, TILE, cuda
+from . import BF16_ROUNDING, BINS, ENTRY_SHARE, LEAST_DENSITY, PAIR_BUDGET, STRATUM, TILE, cuda
 from .coefficients import Masses, RowCoefficients
 from .hashing import mix, row_seed, spread
 from .product import LOG2E
@@ -55,6 +58,8 @@ _BINS = tl.constexpr(BINS)
 _STRATUM = tl.constexpr(STRATUM)
 _STRATUM_BITS = tl.constexpr(int(math.log2(STRATUM)))
 _LOG_TILE = tl.constexpr(math.log(TILE))
+_PAIR_BUDGET = tl.constexpr(PAIR_BUDGET)
+_BIN = tl.constexpr(2**-0.25)  # a bin's lower edge, of its upper one
 
 
 class Threshold(NamedTuple):
@@ -62,7 +67,7 @@ class Threshold(NamedTuple):
 
     numbers: Tensor
     """(4,) float32: log2 τ; τ_e, the threshold of dX's entries; τ relative to what rounding costs; and the
-    most Σ a/τ_e over the entries below it that a row may have.
+    most Σ a/τ_e over the entries below it that the batch may have.
     """
     salt: Tensor  # (1,) uint32
 
@@ -93,7 +98,7 @@ def select_live(call: HeadCall, rows: RowCoefficients, tile_lse: Tensor, *, tole
     """
     count, tiles = tile_lse.shape
     masses = Masses.of(tile_lse, call.targets, rows, call.vocabulary)
-    threshold = choose_threshold(masses, rows, tolerance)
+    threshold = choose_threshold(masses, rows, tolerance, call.seed)
 
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return tile_lse.new_empty(shape, dtype=dtype)
@@ -111,15 +116,16 @@ def select_live(call: HeadCall, rows: RowCoefficients, tile_lse: Tensor, *, tole
     return live
 
 
-def choose_threshold(masses: Masses, rows: RowCoefficients, tolerance: float) -> Threshold:
-    """τ."""
+def choose_threshold(masses: Masses, rows: RowCoefficients, tolerance: float, seed: int | None) -> Threshold:
+    """τ, and the salt of the draws."""
+    word = 0 if seed is None else random.Random(seed).getrandbits(31)  # of one type for Triton
     count = cuda.count_pairs if cuda.usable(masses.tile_lse.device, count_pairs) else count_pairs
     counts = count(masses, rows.squares)
     threshold = Threshold(masses.tile_lse.new_empty(4), rows.salts.new_empty(1, dtype=torch.uint32))
     _choose[(1,)](
-        counts, rows.squares, rows.salts, threshold,
+        counts, rows.squares, rows.salts, threshold, word,
         (tolerance * BF16_ROUNDING) ** 2, LEAST_DENSITY, ENTRY_SHARE, BF16_ROUNDING, counts.shape[0],
-        rows.squares.shape[1], BLOCK=16, num_warps=8,
+        rows.squares.numel(), BLOCK=16, num_warps=8,
     )  # fmt: skip
     return threshold
 
@@ -134,7 +140,7 @@ def count_pairs(masses: Masses, squares: Tensor) -> Tensor:
     counts = masses.tile_lse.new_empty((min(count, _PROGRAMS), BINS), dtype=torch.int32)
     if count:
         _count_pairs[(counts.shape[0],)](
-            masses, squares, counts, count, squares.shape[1], TILE=TILE, BLOCK=_BLOCK, num_warps=1
+            masses, squares, counts, count, squares.numel(), TILE=TILE, BLOCK=_BLOCK, num_warps=1
         )
     return counts
 
@@ -214,7 +220,7 @@ def log2_norm(squares, parts, BLOCK: tl.constexpr):
 @triton.jit(do_not_specialize=["rows", "parts"])
 def _count_pairs(
     masses,  # `Masses`
-    squares,  # (2, parts) float64
+    squares,  # (parts,) float64
     counts_out,  # (programs, BINS) int32, written
     rows,
     parts,
@@ -234,12 +240,15 @@ def _count_pairs(
     tl.store(counts_out + tl.program_id(0) * _BINS + tl.arange(0, _BINS), counts)
 
 
-@triton.jit(do_not_specialize=["budget", "least_density", "entry_share", "rounding", "programs", "parts"])
+@triton.jit(
+    do_not_specialize=["word", "budget", "least_density", "entry_share", "rounding", "programs", "parts"]
+)
 def _choose(
     counts_in,  # (programs, BINS) int32
-    squares,  # (2, parts) float64
+    squares,  # (parts,) float64
     salts,  # (parts,) int64
     threshold_out,  # `Threshold`, written
+    word,  # of the seed
     budget,
     least_density,
     entry_share,
@@ -248,7 +257,9 @@ def _choose(
     parts,
     BLOCK: tl.constexpr,
 ):
-    """With S_k what at most lies below bin k's upper edge e_k, min(e_k, budget / S_k) keeps to the budget."""
+    """With S_k what at most lies below bin k's upper edge e_k, min(e_k, share of the budget / S_k) keeps to
+    that share.
+    """
     place = tl.arange(0, _BINS)
     counts = tl.zeros((_BINS,), dtype=tl.int32)
     for first in range(0, programs, BLOCK):
@@ -257,7 +268,8 @@ def _choose(
         counts += tl.sum(tl.load(at, mask=(program < programs)[:, None], other=0), axis=0)
     edge = tl.exp2(0.25 * (1 - place))
     below = tl.cumsum(counts.to(tl.float32) * edge, axis=0, reverse=True)
-    within = tl.where(budget < edge * below, budget / below, edge)
+    of_pairs = _PAIR_BUDGET * budget
+    within = tl.where(of_pairs < edge * below, of_pairs / below, edge)
     number = tl.where(place > 0, counts, 0).to(tl.float32)  # beyond the norm is one pair at most
     kept = tl.cumsum(number) - number + below / edge  # with the bin's upper edge as τ
     enough = (place > 0) & (kept >= least_density * tl.sum(number))
@@ -268,9 +280,12 @@ def _choose(
     tl.store(numbers, log2_threshold)
     tl.store(numbers + 1, entry_share * tl.exp2(log2_threshold))
     tl.store(numbers + 2, threshold / rounding)
-    active = _sum(squares + parts, parts, tl.float64, BLOCK).to(tl.float32)
-    tl.store(numbers + 3, budget / (active * entry_share * threshold * entry_share * threshold))
-    tl.store(threshold_out.salt, (_sum(salts, parts, tl.int64, BLOCK) & 0xFFFFFFFF).to(tl.uint32))
+    drawn = (place > 0) & (_BIN * edge < threshold)
+    spent = threshold * tl.sum(tl.where(drawn, number * tl.minimum(edge, threshold), 0.0))
+    of_entries = budget - tl.minimum(spent, of_pairs)
+    tl.store(numbers + 3, of_entries / (entry_share * threshold * entry_share * threshold))
+    salt = _sum(salts, parts, tl.int64, BLOCK) + word
+    tl.store(threshold_out.salt, (salt & 0xFFFFFFFF).to(tl.uint32))
 
 
 @triton.jit

@@ -3,10 +3,10 @@
 A kept tile of a row holds about one column that matters, so dX over single entries reads a hundredth of what
 dX over pairs would. Entries are chosen by the rule of pairs (`select`): one of size a ≥ τ_e counts as it is,
 a smaller one with probability a/τ_e, and then as ±τ_e. τ_e is the batch's, or less in a row whose small
-entries would cost more than its part of the tolerance. A row's pairs lie next to each other: one program
-brings the entries that count to their front. Then one program per row holds all of H in registers and adds
-whole rows of W: no atomics, one store, and the entries in a fixed order, so results are bit-equal from run to
-run.
+entries would cost more than its part of what the pairs leave of the tolerance: its share of the pairs. A
+row's pairs lie next to each other: one program brings the entries that count to their front. Then one program
+per row holds all of H in registers and adds whole rows of W: no atomics, one store, and the entries in a
+fixed order, so results are bit-equal from run to run.
 
 The gradients of the pairs only say which entries count. Each entry's own is formed anew in float32, from
 the row of W that the program holds anyway: rounding to half precision would cost dX more than the draws.
@@ -106,7 +106,9 @@ def _keep_entries(
     elements = tl.minimum(tl.maximum(count - segment * SEGMENT, 0), SEGMENT) * TILE
     first = tl.load(live.row_ends + row) - tl.load(live.room + row) + segment * SEGMENT
     target, vocabulary = tl.load(masses.targets + row), masses.vocabulary
-    usual, most = tl.load(live.threshold.numbers + 1), tl.load(live.threshold.numbers + 3)
+    usual = tl.load(live.threshold.numbers + 1)
+    pairs_of_all = tl.load(live.row_ends + tl.num_programs(0) - 1)
+    most = tl.load(live.threshold.numbers + 3) * (elements // TILE).to(tl.float32) / pairs_of_all
     stored = usual if unit is None else usual * tl.load(unit)
     sums = tl.zeros((BLOCK,), dtype=tl.float32)
     for start in range(0, elements, BLOCK):

@@ -6,6 +6,7 @@ The rule and its reasons are those of `kernels/select.py`; nothing is rounded to
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,7 +15,16 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from grpo_fast.kernels import BF16_ROUNDING, BINS, ENTRY_SHARE, GOLDEN, LEAST_DENSITY, STRATUM, TILE
+from grpo_fast.kernels import (
+    BF16_ROUNDING,
+    BINS,
+    ENTRY_SHARE,
+    GOLDEN,
+    LEAST_DENSITY,
+    PAIR_BUDGET,
+    STRATUM,
+    TILE,
+)
 from torch import Tensor
 
 from grpo_fast.head import reference
@@ -39,8 +49,10 @@ class Selection:
     entry: Tensor  # (n, 1) what a smaller entry of dX is kept as, or left out
     threshold: Tensor  # () τ
     seed: Tensor  # (n,) int64
+    room: Tensor  # () the most pairs that the draws can keep
     small: Tensor  # () Σ w/τ over the pairs below τ
     unit: Tensor  # () τ relative to what rounding the batch to bfloat16 costs
+    left: Tensor  # () what pairs leave of the square of the tolerance, relative to the batch's norm
 
 
 def sampled_backward(
@@ -54,7 +66,7 @@ def sampled_backward(
     live, rows, every = call.rows(index), rows.rows(index), slice(0, call.vocabulary)
     z = F.pad(live.logits(every), (0, -call.vocabulary % TILE), value=-torch.inf)
     tile_lse = z.unflatten(1, (-1, TILE)).logsumexp(2)
-    salt = salt_of(statistics.logsumexp, call.targets)
+    salt = salt_of(call, LogitGradient.of(call, statistics, gradients))
     chosen = choose(live, rows, index, salt, call.tolerance, tile_lse)
     scale = chosen.scale.repeat_interleave(TILE, 1)[:, : call.vocabulary]
     of_pairs = (rows.of_products(live, every) * scale).where(scale != 0, 0)
@@ -80,8 +92,8 @@ def of_entries(
     other = torch.arange(call.vocabulary, device=of_pairs.device) != call.targets[:, None]
     size = of_pairs.abs()
     sums = size.where(other & (size < chosen.entry), 0).sum(1, keepdim=True)
-    active = (norms_of(call, rows) > 0).sum()
-    most = (call.tolerance / (chosen.unit * ENTRY_SHARE)) ** 2 / active
+    share = (chosen.scale != 0).sum(1, keepdim=True) / chosen.room
+    most = chosen.left / (chosen.unit * BF16_ROUNDING * ENTRY_SHARE) ** 2 * share
     entry = chosen.entry / (sums / chosen.entry / most).clamp(min=1)
     row, column = (other & (size < entry) & (size > 0)).nonzero(as_tuple=True)
     value, entry = of_pairs[row, column], entry[row, 0]
@@ -129,20 +141,26 @@ def choose(
     has_target = (tile == targets[:, None] // TILE) & (targets < call.vocabulary)[:, None]
     weight = pair_weights(call, rows, tile_lse)
     norm = norm_of(call, rows)
-    threshold = norm * _relative_threshold(weight.where(~has_target, torch.inf) / norm, tolerance)
+    relative, left = _relative_threshold(weight.where(~has_target, torch.inf) / norm, tolerance)
+    threshold = norm * relative
     seed = _mix(_bits(rows.logsumexp) + numbers * GOLDEN + salt)
-    scale, small = draw(weight / threshold, has_target, seed)
+    scale, room, small = draw(weight / threshold, has_target, seed)
     finite = (rows.mass + rows.target + rows.logsumexp).isfinite().all()
     unit = torch.where(finite, threshold / (BF16_ROUNDING * norm), torch.nan)
     entry = (ENTRY_SHARE * threshold).expand(targets.numel(), 1)
-    return Selection(scale, entry, threshold, seed, small, unit)
+    return Selection(scale, entry, threshold, seed, room, small, unit, left)
 
 
-def salt_of(logsumexp: Tensor, targets: Tensor) -> Tensor:
-    """() int64 of a batch, whose every row with work takes part: other micro-batches and ranks draw anew."""
+def salt_of(call: HeadCall, rows: LogitGradient) -> Tensor:
+    """() int64 of a batch, whose every row with work takes part, and of its seed."""
+    targets = call.targets
     row = torch.arange(targets.numel(), device=targets.device)
-    of_rows = _mix(_bits(logsumexp) ^ _mix(row * GOLDEN + targets))
-    return of_rows.where(targets >= 0, 0).sum() & _WORD
+    gradient = _bits(0 - rows.mass)  # the kernels have the other sign
+    if rows.entropy_gradient is not None:
+        gradient = gradient + _mix(_bits(rows.entropy_gradient))
+    of_rows = _mix(_bits(rows.logsumexp) ^ _mix(row * GOLDEN + targets + _mix(gradient)))
+    word = 0 if call.seed is None else random.Random(call.seed).getrandbits(31)
+    return (of_rows.where(targets >= 0, 0).sum() + word) & _WORD
 
 
 def pair_weights(call: HeadCall, rows: LogitGradient, tile_lse: Tensor) -> Tensor:
@@ -155,8 +173,9 @@ def pair_weights(call: HeadCall, rows: LogitGradient, tile_lse: Tensor) -> Tenso
     return log_mass.exp() * size * _steepest(call, size.dtype)
 
 
-def draw(ratio: Tensor, certain: Tensor, seed: Tensor) -> tuple[Tensor, Tensor]:
-    """Of pairs' w/τ, (n, T): the factor of each, zero where it is left out; and Σ w/τ of the uncertain ones.
+def draw(ratio: Tensor, certain: Tensor, seed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of pairs' w/τ, (n, T): the factor of each, zero where it is left out; the most pairs that may be kept;
+    and Σ w/τ of the uncertain ones.
 
     Every unit of the cumulated w/τ of a row, a stratum, has one point, drawn evenly; a pair counts as often
     as its part of the line holds points.
@@ -173,22 +192,26 @@ def draw(ratio: Tensor, certain: Tensor, seed: Tensor) -> tuple[Tensor, Tensor]:
 
     points = hit(first).to(ratio.dtype) + (hit(last) & (last != first)).to(ratio.dtype)
     drawn = points * STRATUM / length.clamp(min=1)
-    return torch.where(certain, 1.0, drawn).to(ratio.dtype), ratio.where(~certain, 0).sum()
+    room = certain.sum() + (-(-end[:, -1] // STRATUM)).sum()
+    return torch.where(certain, 1.0, drawn).to(ratio.dtype), room, ratio.where(~certain, 0).sum()
 
 
-def _relative_threshold(weight: Tensor, tolerance: float) -> Tensor:
-    """The largest τ, of pairs' w, both relative to the batch's norm, with τ·Σ_{w<τ} w within the tolerance's
-    budget and LEAST_DENSITY of the pairs kept, as far as quarter octaves tell.
+def _relative_threshold(weight: Tensor, tolerance: float) -> tuple[Tensor, Tensor]:
+    """The largest τ, of pairs' w, both relative to the batch's norm, with τ·Σ_{w<τ} w within the pairs' part
+    of the budget and LEAST_DENSITY of the pairs kept, as far as quarter octaves tell; and what is left of it.
     """
+    budget = (tolerance * BF16_ROUNDING) ** 2
     octave = ((-4 * weight.log2()).floor() + 1).nan_to_num(nan=0.0, neginf=0.0)
     place = octave.clamp(0, BINS - 1).long().where(weight > 0, 0)
     counts = torch.bincount(place.flatten(), minlength=BINS).to(weight.dtype)
     counts[0] = 0  # what is certain, and nothing
     edge = torch.exp2((1 - torch.arange(BINS, device=weight.device, dtype=weight.dtype)) / 4)
     below = (counts * edge).flip(0).cumsum(0).flip(0)
-    within = torch.minimum(edge, (tolerance * BF16_ROUNDING) ** 2 / below)[1:].amax()
+    within = torch.minimum(edge, PAIR_BUDGET * budget / below)[1:].amax()
     kept = counts.cumsum(0) - counts + below / edge
-    return within.minimum(edge[1:].where(kept[1:] >= LEAST_DENSITY * counts.sum(), 0).amax())
+    threshold = within.minimum(edge[1:].where(kept[1:] >= LEAST_DENSITY * counts.sum(), 0).amax())
+    spent = threshold * (counts * edge.minimum(threshold)).where(edge * 2**-0.25 < threshold, 0).sum()
+    return threshold, budget - spent.clamp(max=PAIR_BUDGET * budget)
 
 
 def norm_of(call: HeadCall, rows: LogitGradient) -> Tensor:
@@ -197,13 +220,19 @@ def norm_of(call: HeadCall, rows: LogitGradient) -> Tensor:
 
 
 def norms_of(call: HeadCall, rows: LogitGradient) -> Tensor:
-    """(n,) half of Σ|dL/d(x·w)|, at least: the target's entry is as large as all the others together."""
-    here = call.targets < call.vocabulary
-    size = torch.where(here, rows.target.abs(), rows.mass.abs() / 2) * _steepest(call, rows.mass.dtype)[:, 0]
+    """(n,) half of Σ|dL/d(x·w)|, at least: of the target's entry and of all the others' sum."""
+    here, logprob = call.targets < call.vocabulary, rows.logprob
+    others = -logprob.expm1() * rows.mass
+    if rows.entropy is not None and rows.entropy_gradient is not None:
+        surprise = logprob.exp() * (logprob.clamp(min=-500) + rows.entropy)
+        others = others + rows.entropy_gradient * surprise
+    sizes = [rows.target.abs().where(here, 0), others.where(here, rows.mass).abs()]
     if call.softcap is not None:
         inverse = 1.0 if call.inv_temperature is None else call.inv_temperature
-        capped = (rows.logprob + rows.logsumexp) / (inverse * call.softcap)
-        size = size * torch.where(here, 1 - capped.square(), 1).clamp(min=0)
+        at = (logprob + rows.logsumexp, rows.logsumexp)  # where the target is, and most of the others
+        slopes = [(1 - (z / (inverse * call.softcap)).square()).clamp(min=0) for z in at]
+        sizes = [size * slope for size, slope in zip(sizes, slopes, strict=True)]
+    size = sum(sizes) / 2 * _steepest(call, rows.mass.dtype)[:, 0]
     return size.where(size.isfinite(), 0)
 
 

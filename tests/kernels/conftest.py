@@ -42,7 +42,7 @@ class Head:
     @property
     def call(self) -> HeadCall:
         transform = self.bias, self.inv_temperature, self.logit_scale, self.softcap
-        return HeadCall(self.hidden, self.weight, self.targets, *transform)
+        return HeadCall(self.hidden, self.weight, self.targets, *transform, seed=11)
 
     @property
     def upstream(self) -> tuple[RowStatistics, RowGradients]:

@@ -72,7 +72,7 @@ def test_the_counts_are_those_of_triton(on, rng, rows, vocabulary, of_entropy):
     targets[1::4], targets[2::4] = -1, vocabulary  # in the first and the last tile, if it were a target
     gradients = torch.tensor([1.0, 0.0, torch.nan, 0.0, 0.0, 0.0, -1.0]).repeat(rows)
     entropy = torch.rand(rows, generator=rng) if of_entropy else None
-    squares = torch.rand(2, 3, generator=rng, dtype=torch.float64)
+    squares = torch.rand(3, generator=rng, dtype=torch.float64)
     of_rows = logsumexp, gradients[:rows], gradients[3 : rows + 3], torch.rand(rows, generator=rng)
     given = [t if t is None else t.to(on) for t in (*of_rows, entropy, entropy, squares, squares.long())]
     coefficients = RowCoefficients(*given)

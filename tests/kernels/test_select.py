@@ -13,6 +13,7 @@ from grpo_fast.kernels.coefficients import RowCoefficients, row_coefficients
 from grpo_fast.kernels.pairs import Pairs, list_pairs
 from grpo_fast.kernels.select import ActivePairs, select_live
 
+from grpo_fast.head.call import RowGradients, RowStatistics
 from tests.head import selection
 
 HALF = SparseConfig()
@@ -69,7 +70,7 @@ def working_rows(head) -> torch.Tensor:
 def in_torch(head, tolerance: float) -> selection.Selection:
     """The choice of `head/selection.py` on the same tiles."""
     index = head.gradient.live().nonzero().squeeze(1)
-    salt = selection.salt_of(head.logsumexp, head.targets)
+    salt = selection.salt_of(head.call, head.gradient)
     call, rows = head.call.rows(index), head.gradient.rows(index)
     return selection.choose(call, rows, index, salt, tolerance, head.tile_lse[index])
 
@@ -197,7 +198,7 @@ def test_a_target_in_another_shard_has_no_tile_of_its_own_and_counts_by_half(mak
     target = head.g_logsumexp[works] * head.logprob[works].exp()
     torch.testing.assert_close(rows.target[works], target, rtol=0, atol=1e-5)
     expected = (rows.mass[works].double() / 2).square().sum()
-    torch.testing.assert_close(rows.squares[0].sum(), expected)
+    torch.testing.assert_close(rows.squares.sum(), expected)
     assert (scales(select(shard, 1e4)) != 0).float().mean() < 0.6
 
 
@@ -258,5 +259,34 @@ def test_rows_have_the_coefficients_of_their_logit_gradient(make_head, options):
     slope = head.logit_scale if head.inv_temperature is None else head.inv_temperature * head.logit_scale
     torch.testing.assert_close(rows.slope[works], torch.as_tensor(slope).expand_as(rows.slope)[works])
     norm = selection.norm_of(head.call, expected)
-    torch.testing.assert_close(rows.squares[0].sum().sqrt().float(), norm, rtol=1e-4, atol=0)
-    assert rows.salts.sum() & 0xFFFFFFFF == selection.salt_of(head.logsumexp, head.targets)
+    torch.testing.assert_close(rows.squares.sum().sqrt().float(), norm, rtol=1e-4, atol=0)
+    salt = selection.salt_of(head.call._replace(seed=None), head.gradient)
+    assert rows.salts.sum() & 0xFFFFFFFF == salt
+
+
+@pytest.mark.parametrize("g_entropy", [0.0, 0.5])
+def test_the_norms_of_two_shards_add_up_to_no_more_than_the_whole_ones(make_head, g_entropy):
+    head, cut = make_head(60, 700, 16, peak=20.0, g_entropy=g_entropy), 384
+    products = head.hidden.double() @ head.weight.double().T
+    squares = row_coefficients(head.call, *head.upstream).squares.sum()
+    shards = []
+    for columns in (slice(0, cut), slice(cut, 700)):
+        z, start = products[:, columns].clone().requires_grad_(), columns.start
+        inside = (head.targets >= start) & (head.targets < start + z.shape[1])
+        targets = torch.where(inside, head.targets - start, z.shape[1]).where(head.targets >= 0, -1)
+        logsumexp, log_p = z.logsumexp(1), z.log_softmax(1)
+        own = log_p.gather(1, targets.clamp(0, z.shape[1] - 1)[:, None])[:, 0]
+        entropy = -(log_p.exp() * log_p).sum(1)
+        share = (logsumexp - head.logsumexp).exp().detach().float()
+        of_logsumexp, of_entropy = head.g * (inside.float() - share), None
+        if head.g_entropy is not None:
+            of_entropy = head.g_entropy * share
+            behind = entropy.detach().float() + head.logsumexp - logsumexp.detach().float()
+            of_logsumexp += of_entropy * (behind - head.entropy)
+        statistics = [t.detach().float() for t in (own, logsumexp, entropy)]
+        call = head.call._replace(weight=head.weight[columns], targets=targets)
+        gradients = RowGradients(head.g * inside, of_logsumexp, of_entropy)
+        rows = row_coefficients(call, RowStatistics(*statistics, *4 * (statistics[0][:0],)), gradients)
+        shards.append(rows.squares.sum())
+
+    assert 0.5 * squares < sum(shards) <= squares * (1 + 1e-5)

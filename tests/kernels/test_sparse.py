@@ -118,8 +118,8 @@ def test_the_mean_over_batches_is_exact_and_the_error_is_as_certified(make_head,
         assert square > 0
         # One is expected; what is left out on one side alone would make it as many as there are draws.
         assert draws * error.mean(0).square().sum() / square < 7.5, name
-    assert 0 < certificate[2] <= certificate[1] and certificate[2] <= 24 * (1 + 1e-4)
-    norm = ran.rows.squares[0].sum().sqrt() * BF16_ROUNDING * head.weight.double().norm(dim=1).max()
+    assert 0 < certificate[2] <= certificate[1] <= 24 * (1 + 1e-4)
+    norm = ran.rows.squares.sum().sqrt() * BF16_ROUNDING * head.weight.double().norm(dim=1).max()
     hidden = torch.stack(found["hidden"]).square().sum(1).mean().sqrt()
     assert 0.1 * certificate[1] * norm <= hidden <= 1.3 * certificate[1] * norm
 
@@ -146,7 +146,7 @@ def test_half_precision_errs_as_dense_in_that_dtype_plus_the_tolerance(
     ran = run(head, tolerance, into_weight=torch.zeros_like(head.weight, dtype=torch.float32))
 
     got, certificate = ran.got, ran.certificate
-    norm = ran.rows.squares[0].sum().sqrt() * BF16_ROUNDING
+    norm = ran.rows.squares.sum().sqrt() * BF16_ROUNDING
     rounded = relative(head.d_hidden.to(dtype), head.d_hidden)
     drawn = 2 * certificate[1] * norm * head.weight.double().norm(dim=1).max() / head.d_hidden.norm()
     assert relative(got.hidden, head.d_hidden) <= 1.05 * rounded + drawn + 5e-5

@@ -165,6 +165,26 @@ def test_old_logprobs_cost_a_forward_only_for_stale_minibatches(
     assert metrics["clip_ratio/region_mean"] > 0  # the second epoch is off-policy
 
 
+def test_no_two_micro_batches_turns_or_steps_share_the_heads_seed(make_trainer, monkeypatch, seed):
+    def seeds(steps: int) -> list[int]:
+        found: list[int] = []
+
+        def loss(*arguments: Any, **options: Any) -> Any:
+            found.append(options["seed"])
+            return packed_loss(*arguments, **options)
+
+        monkeypatch.setattr(update_module, "packed_loss", loss)
+        trainer = make_trainer(num_iterations=2, seed=seed, micro_batch_tokens=64)
+        for _ in range(steps):
+            trainer.train_step()
+        return found
+
+    found = seeds(2)
+
+    assert len({*found}) == len(found) > 4
+    assert seeds(1) == found[: len(found) // 2]
+
+
 def test_old_logprobs_of_later_epochs_are_those_of_the_policy_that_sampled(make_trainer, seed):
     trainer = make_trainer(num_iterations=2, seed=seed)
     table, totals = collected(trainer)
