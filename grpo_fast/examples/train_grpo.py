@@ -134,7 +134,7 @@ def train(
                 num_sequences=batch.num_sequences,
                 totals=totals,
                 config=LOSS,
-                seed=step * len(batches) + number,
+                seed=step * len(table) + number,
                 **policy.head.options,
             )
             out.loss.backward()
