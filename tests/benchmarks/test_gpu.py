@@ -17,7 +17,8 @@ def test_a_failing_a_late_and_a_missing_part_leave_the_others_alone(tmp_path, ca
     parts = [
         Part("fails", 1, "python -c \"print('why'); raise SystemExit(3)\""),
         Part("late", 0.05, "python -c 'import time; time.sleep(600)'"),
-        Part("absent", 1, "python", "no-such-tool"),
+        Part("absent", 1, "python", "no-such-tool torch<2"),
+        Part("tests", 1, "python -c \"print('tests/a.py::test_b[x y] FAILED [ 5%]'); raise SystemExit(1)\""),
         Part("works", 1, "python -c pass"),
     ]
 
@@ -25,11 +26,16 @@ def test_a_failing_a_late_and_a_missing_part_leave_the_others_alone(tmp_path, ca
 
     found = json.loads((tmp_path / "summary.json").read_text())
     assert {name: one["state"] for name, one in found.items()} == {
-        "fails": FAILED, "late": LATE, "absent": SKIPPED, "works": DONE
+        "fails": FAILED, "late": LATE, "absent": SKIPPED, "tests": FAILED, "works": DONE
     }  # fmt: skip
-    assert (found["fails"]["exit_code"], found["absent"]["why"]) == (3, "no-such-tool not installed")
+    assert (found["fails"]["exit_code"], found["absent"]["why"]) == (3, "no-such-tool, torch<2 not installed")
+    assert found["tests"]["failures"] == ["tests/a.py::test_b[x y]"]
     assert (tmp_path / "fails.log").read_text() == "why\n"
     assert code == 1 and "works          done" in capfd.readouterr().out
+
+    again = [Part("fails", 1, "python -c pass"), Part("works", 1, "python -c 'raise SystemExit(1)'")]
+    assert gpu.run(again, 5.0, tmp_path) == 0 and "works          done before" in capfd.readouterr().out
+    assert gpu.run(again, 5.0, tmp_path, again=True) == 1
 
 
 @pytest.mark.parametrize("part", PARTS, ids=lambda part: part.name)
