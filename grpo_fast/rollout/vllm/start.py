@@ -25,7 +25,8 @@ from torch import nn
 from grpo_fast.config.rollout import VLLMConfig
 from grpo_fast.config.section import short
 from grpo_fast.distributed.world import SINGLE_PROCESS, World
-from grpo_fast.policy.quantization import unquantized
+from grpo_fast.policy.host_memory import waiting_on_host
+from grpo_fast.policy.quantization import is_quantized, unquantized
 from grpo_fast.policy.random_state import capture_rng, restore_rng
 from grpo_fast.policy.source import cache_folder
 from grpo_fast.rollout.vllm import IN_PROCESS, installed_version, require_vllm
@@ -65,7 +66,8 @@ def start(
 ) -> tuple[LLM, list[Placement]]:
     """Start vLLM in this process with the policy's weights. Nothing is read from disk, and none are random.
 
-    Each rank of `world` starts one, and joins the others' where the configuration says so.
+    Each rank of `world` starts one, and joins the others' where the configuration says so. Weights that the
+    two will share wait on the host while vLLM builds its model: the device never holds both copies.
 
     Returns:
         vLLM, and where its loader put each weight.
@@ -76,13 +78,14 @@ def start(
         ValueError: the environment or the configuration contradicts itself.
     """
     require_vllm()
-    on_gpu, sleeps = policy.device.type == "cuda", choices.level != 0
+    device, sleeps = policy.device, choices.level != 0
+    on_gpu = device.type == "cuda"
     quantized = choices.shares and policy.quantized
     placements: list[Placement] = []
+    base = policy.base_weights()
 
     def load(model: Any) -> None:
         nonlocal placements
-        base = policy.base_weights()
         weights = handed_out(base) if quantized else checkpoint_weights(policy, adapters=not choices.adapters)
         try:
             placements = watch_loading(model.load_weights, weights)
@@ -94,6 +97,7 @@ def start(
             ) from error
         if choices.shares:
             placements = share(model, base, placements)
+        bring_back()  # what has no place in vLLM, before vLLM measures the memory that is left
 
     if world.is_main:
         logger.warning("vLLM %s starts, which takes about half a minute", installed_version())
@@ -109,7 +113,7 @@ def start(
 
         if quantized:
             arguments["quantization"] = register()
-        require_device(policy.device, current_platform.device_type, world)
+        require_device(device, current_platform.device_type, world)
         require_processes(world)
         if sleeps and not choices.shares:
             require_empty_pool()
@@ -120,14 +124,16 @@ def start(
         if not arguments["enforce_eager"]:
             folder = cached_model_folder(folder)
         if on_gpu:
-            torch.cuda.synchronize(policy.device)  # vLLM goes on in a stream of its own, and so does training
+            torch.cuda.synchronize(device)  # vLLM goes on in a stream of its own, and so does training
         else:
             keep_weights_unpacked()
-        place = weights_outside_the_pool() if sleeps and choices.shares else nullcontext()
-        with place:
+        # vLLM reads 4-bit weights where they are.
+        waiting = [weight for weight in base.values() if choices.shares and not is_quantized(weight)]
+        with (
+            waiting_on_host(waiting, device) as bring_back,
+            weights_outside_the_pool() if sleeps and choices.shares else nullcontext(),
+        ):
             llm = LLM(model=str(folder), enable_sleep_mode=sleeps, **arguments)
-    if on_gpu:
-        torch.cuda.empty_cache()  # what the policy's weights were in before they were shared
     return llm, placements
 
 
