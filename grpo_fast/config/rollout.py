@@ -19,11 +19,13 @@ class VLLMConfig(Section):
 
     kv_cache_gib: Positive | None = Field(
         None,
-        description="GiB for keys and values; null: by gpu_memory_utilization where that is set, else by the "
-        "plan what those in flight need, on a CPU 1",
+        description="GiB for keys and values; on a GPU less where vLLM measures less room; null: all the "
+        "room where gpu_memory_utilization is set, else by the plan, on a CPU 1",
     )
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = Field(
-        None, description="share of the GPU that vLLM may fill, in place of kv_cache_gib"
+        None,
+        description="share of the GPU in which vLLM measures that room; null: what is free where "
+        "kv_cache_gib is set",
     )
     max_model_length: PositiveInt | None = Field(
         None,

@@ -71,24 +71,36 @@ class DeviceHandover:
             return
         self._holder = None  # whatever of this fails, either way does everything
         self._peak = max(self._peak, bytes_in_use(self.policy.device))
-        try:
-            self._wake_engine(self.engine.freed())
-        except RuntimeError as error:
-            if self._fixed or self.away.issuperset(PARTS) or not is_out_of_memory(error):
-                raise
-            logger.warning(
-                "no room for the engine to wake in: from now on the trainer keeps nothing beside it"
-            )
-            self._wake_engine(math.inf)
+        needed: float = self.engine.freed()
+        while problem := self._out_of_memory(needed):
+            if needed < math.inf and not (self._fixed or self.away.issuperset(PARTS)):
+                logger.warning(
+                    "no room for the engine to wake in: from now on the trainer keeps nothing beside it"
+                )
+                needed = math.inf
+            elif (shrink := getattr(self.engine, "shrink", None)) and shrink():  # vLLM's alone has one
+                needed = self.engine.freed()
+            else:
+                raise torch.OutOfMemoryError(problem)
         self._holder = "engine"
 
-    def _wake_engine(self, needed: float) -> None:
-        with self._clock("offload"):
-            self._make_room(needed)
-        with self._clock("sync"):
-            self.engine.sync(self.policy)
-        with self._clock("wake"):
-            self.engine.wake()
+    def _out_of_memory(self, needed: float) -> str | None:
+        """Wake the engine in the room that it needs, and return what the memory was short of, or None.
+
+        The error itself would keep a part of the engine alive.
+        """
+        try:
+            with self._clock("offload"):
+                self._make_room(needed)
+            with self._clock("sync"):
+                self.engine.sync(self.policy)
+            with self._clock("wake"):
+                self.engine.wake()
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            return str(error)
+        return None
 
     def _make_room(self, needed: float) -> None:
         """Send away what was away before, and the next parts too until so many bytes are free."""

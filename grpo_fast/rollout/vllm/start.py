@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import os
 import shutil
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from grpo_fast.config.rollout import VLLMConfig
 from grpo_fast.config.section import short
@@ -31,8 +32,14 @@ from grpo_fast.policy.random_state import capture_rng, restore_rng
 from grpo_fast.policy.source import cache_folder
 from grpo_fast.rollout.vllm import IN_PROCESS, installed_version, require_vllm
 from grpo_fast.rollout.vllm.quantized import handed_out, register
-from grpo_fast.rollout.vllm.settings import LOAD_FORMAT, Choices, engine_arguments, require_positions
-from grpo_fast.rollout.vllm.sleep import require_empty_pool, weights_outside_the_pool
+from grpo_fast.rollout.vllm.settings import (
+    LOAD_FORMAT,
+    Choices,
+    engine_arguments,
+    memory_arguments,
+    require_positions,
+)
+from grpo_fast.rollout.vllm.sleep import bounded_cache, require_empty_pool, weights_outside_the_pool
 from grpo_fast.rollout.vllm.weights import Placement, checkpoint_weights, share, watch_loading
 
 if TYPE_CHECKING:
@@ -63,6 +70,7 @@ def start(
     max_length: int | None,
     world: World,
     tells_experts: bool = False,
+    share_of_cache: float = 1.0,
 ) -> tuple[LLM, list[Placement]]:
     """Start vLLM in this process with the policy's weights. Nothing is read from disk, and none are random.
 
@@ -127,14 +135,21 @@ def start(
             torch.cuda.synchronize(device)  # vLLM goes on in a stream of its own, and so does training
         else:
             keep_weights_unpacked()
-        # vLLM reads 4-bit weights where they are.
-        waiting = [weight for weight in base.values() if choices.shares and not is_quantized(weight)]
+        waiting = movable(base) if choices.shares else []
         with (
             waiting_on_host(waiting, device) as bring_back,
             weights_outside_the_pool() if sleeps and choices.shares else nullcontext(),
+            bounded_cache(config.kv_cache_gib or math.inf, share_of_cache) if on_gpu else nullcontext(),
         ):
+            shared = sum(weight.nbytes for weight in waiting)
+            arguments |= memory_arguments(config, device, shared, share_of_cache)
             llm = LLM(model=str(folder), enable_sleep_mode=sleeps, **arguments)
     return llm, placements
+
+
+def movable(weights: Mapping[str, Tensor]) -> list[Tensor]:
+    """Return the weights that can wait on the host: vLLM reads 4-bit ones where they are."""
+    return [weight for weight in weights.values() if not is_quantized(weight)]
 
 
 def keep_weights_unpacked() -> None:

@@ -35,6 +35,7 @@ from tests.tiny import tiny_config, tiny_model
 WIDTH, ROWS, PADDED = 4, 6, 8
 SIZES = {"q": 4, "k": 2, "v": 2}
 Weights = dict[str, nn.Parameter]
+MEASURE = "determine_available_memory"  # of vLLM's workers
 
 
 class Engine(nn.Module):
@@ -178,7 +179,9 @@ def test_the_device_never_holds_both_copies_of_shared_weights(monkeypatch, weigh
         ),
         "vllm.model_executor.model_loader.base_loader": SimpleNamespace(BaseModelLoader=object),
         "vllm.v1.worker": SimpleNamespace(
-            gpu_worker=SimpleNamespace(Worker=type("Worker", (), {"_maybe_get_memory_pool_context": None}))
+            gpu_worker=SimpleNamespace(
+                Worker=type("Worker", (), dict.fromkeys(("_maybe_get_memory_pool_context", MEASURE)))
+            )
         ),
     }
     for name, module in modules.items():
@@ -188,6 +191,7 @@ def test_the_device_never_holds_both_copies_of_shared_weights(monkeypatch, weigh
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     for name in ("require_vllm", "require_positions", "unquantized"):
         monkeypatch.setattr(start, name, MagicMock())
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**30, 2**31))
     arguments = {"max_model_len": 9, "enforce_eager": True}
     monkeypatch.setattr(start, "engine_arguments", lambda *_: dict(arguments))
     policy = policy_of(weights, set(weights), MagicMock())
