@@ -164,9 +164,9 @@ def bounded_cache(gib: float, share: float) -> AbstractContextManager[Any]:
         room = measure(worker) / GIB
         if room <= 0:
             raise ValueError(
-                f"vLLM's weights and activations take {-room:.2f} GiB more than its share of the GPU: nothing "
-                "is left for keys and values; raise rollout.vllm.gpu_memory_utilization where it is set, "
-                "lower rollout.vllm.max_sequences, or set rollout.vllm.enforce_eager to true"
+                f"vLLM's weights and activations take {-room:.2f} GiB more than its share of the GPU, and "
+                "leave nothing for keys and values; raise rollout.vllm.gpu_memory_utilization where it is "
+                "set, lower rollout.vllm.max_sequences, or set rollout.vllm.enforce_eager to true"
             )
         if room < gib < math.inf:
             logger.warning(

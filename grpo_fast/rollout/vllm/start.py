@@ -27,6 +27,7 @@ from grpo_fast.config.rollout import VLLMConfig
 from grpo_fast.config.section import short
 from grpo_fast.distributed.world import SINGLE_PROCESS, World
 from grpo_fast.policy.host_memory import waiting_on_host
+from grpo_fast.policy.out_of_memory import ALLOCATOR
 from grpo_fast.policy.quantization import is_quantized, unquantized
 from grpo_fast.policy.random_state import capture_rng, restore_rng
 from grpo_fast.policy.source import cache_folder
@@ -58,7 +59,6 @@ DEFAULTS = {
 }
 # Ranks of one host talk to no other, and start where it has no name or no network.
 ONE_HOST = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 _running: list[object] = []
 

@@ -160,10 +160,8 @@ def test_keys_and_values_take_the_planned_or_the_measured_room(
     worker = type("Worker", (), {"determine_available_memory": lambda self: measured * GIB})
     module = SimpleNamespace(gpu_worker=SimpleNamespace(Worker=worker))
     monkeypatch.setitem(sys.modules, "vllm.v1.worker", module)
-    refused = (
-        pytest.raises(ValueError, match=r"1\.00 GiB more.*max_sequences") if given is None else nullcontext()
-    )
-    with bounded_cache(most, share), refused:
+    refused = pytest.raises(ValueError, match=r"1\.00 GiB more.*max_sequences")
+    with bounded_cache(most, share), refused if given is None else nullcontext():
         assert worker().determine_available_memory() == given * GIB
     assert ("rollout.vllm.kv_cache_gib = 3" in caplog.text) == (measured == 2)
     assert worker().determine_available_memory() == measured * GIB

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from grpo_fast.config.load import load_config
 from grpo_fast.config.rollout import RolloutConfig, VLLMConfig
 from grpo_fast.distributed.world import World
+from grpo_fast.policy.out_of_memory import ALLOCATOR, EXPANDABLE, expand_segments
 from grpo_fast.rollout import make_engine, require_engine, vllm
 from grpo_fast.rollout.vllm import IN_PROCESS, require_vllm, settings, start, version_problem
 from grpo_fast.rollout.vllm.engine import SMALLER, VLLMEngine
@@ -127,6 +128,28 @@ def test_a_start_leaves_the_environment_as_it_was(monkeypatch):
     assert inside["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
     assert os.environ.pop("VLLM_OWN") == "y"
     assert {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")} == before
+
+
+@pytest.mark.parametrize(
+    ("given", "initialized", "expected"),
+    [
+        ({}, False, EXPANDABLE),
+        ({}, True, None),  # torch has read it
+        ({"PYTORCH_ALLOC_CONF": "backend:native"}, False, None),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, False, "max_split_size_mb:64"),
+    ],
+)
+def test_segments_expand_unless_the_user_or_cuda_came_first(monkeypatch, given, initialized, expected):
+    for name in ALLOCATOR:  # what the call sets, the first deletes again
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: initialized)
+
+    expand_segments()
+
+    assert os.environ.get("PYTORCH_CUDA_ALLOC_CONF") == expected
 
 
 def test_a_model_of_the_same_content_is_compiled_under_the_same_name(monkeypatch, tmp_path: Path):
