@@ -20,7 +20,7 @@ from grpo_fast.policy.random_state import capture_rng, restore_rng
 logger = logging.getLogger(__name__)
 Parts = TypeVar("Parts")
 
-# Where a user sets torch's allocator, in the order in which torch reads them.
+# Where a user sets torch's allocator. torch warns of all but the first.
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 EXPANDABLE = "expandable_segments:True"
 
@@ -34,7 +34,7 @@ def expand_segments() -> None:
     vLLM turns this off around the pool that its sleep frees, in every version from 0.24 on.
     """
     if not (torch.cuda.is_initialized() or any(name in os.environ for name in ALLOCATOR)):
-        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = EXPANDABLE
+        os.environ["PYTORCH_ALLOC_CONF"] = EXPANDABLE
 
 
 class MicroBatchBudget:

@@ -135,8 +135,8 @@ def test_a_start_leaves_the_environment_as_it_was(monkeypatch):
     [
         ({}, False, EXPANDABLE),
         ({}, True, None),  # torch has read it
-        ({"PYTORCH_ALLOC_CONF": "backend:native"}, False, None),
-        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, False, "max_split_size_mb:64"),
+        ({"PYTORCH_ALLOC_CONF": "backend:native"}, False, "backend:native"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, False, None),
     ],
 )
 def test_segments_expand_unless_the_user_or_cuda_came_first(monkeypatch, given, initialized, expected):
@@ -149,7 +149,7 @@ def test_segments_expand_unless_the_user_or_cuda_came_first(monkeypatch, given, 
 
     expand_segments()
 
-    assert os.environ.get("PYTORCH_CUDA_ALLOC_CONF") == expected
+    assert os.environ.get("PYTORCH_ALLOC_CONF") == expected
 
 
 def test_a_model_of_the_same_content_is_compiled_under_the_same_name(monkeypatch, tmp_path: Path):
