@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from traceback import clear_frames
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -107,6 +108,7 @@ class VLLMEngine:
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
+            clear_frames(error.__traceback__)  # which hold what vLLM has built
             problem = short(str(error), 200)
             if share < 1:
                 raise torch.OutOfMemoryError(
@@ -114,13 +116,16 @@ class VLLMEngine:
                     "rollout.vllm.kv_cache_gib, gpu_memory_utilization or max_sequences, or set "
                     f"rollout.vllm.enforce_eager to true. It said: {problem}"
                 ) from error
+        self._free_cached()
+        self._open_smaller(problem)
+
+    def _open_smaller(self, problem: str) -> None:
         logger.warning(
-            "vLLM runs out of memory as it starts, and starts again with %g times the room for keys and "
-            "values (rollout.vllm.kv_cache_gib, gpu_memory_utilization): %s",
-            SMALLER,
+            "vLLM runs out of memory (%s): it starts again with %g times the room for keys and values "
+            "(rollout.vllm.kv_cache_gib, gpu_memory_utilization)",
             problem,
+            SMALLER,
         )
-        self._free_cached()  # the error is gone, and with its traceback what vLLM held
         self._open(SMALLER)
 
     def _start(self, share: float) -> None:
@@ -316,18 +321,13 @@ class VLLMEngine:
         """Start vLLM again with `SMALLER` times the room for keys and values, unless that was done before."""
         if self._share < 1:
             return False
-        logger.warning(
-            "vLLM finds no room to wake in, and starts again with %g times the room for keys and values "
-            "(rollout.vllm.kv_cache_gib, gpu_memory_utilization)",
-            SMALLER,
-        )
         # Nothing that sleeps can be closed. The weights make room for it to wake.
         with waiting_on_host(movable(self._policy.base_weights()), self._policy.device):
             if self._choices.shares:
                 for parameter in self._worker.get_model().parameters():
                     parameter.data = parameter.new_empty(0)
             self.close()
-        self._open(SMALLER)
+        self._open_smaller("no room to wake in")
         return True
 
     def close(self) -> None:
