@@ -72,23 +72,22 @@ class DeviceHandover:
         self._holder = None  # whatever of this fails, either way does everything
         self._peak = max(self._peak, bytes_in_use(self.policy.device))
         needed: float = self.engine.freed()
-        while problem := self._out_of_memory(needed):
-            if needed < math.inf and not (self._fixed or self.away.issuperset(PARTS)):
+        while not self._woken(needed):
+            if self._makes_more_room(needed):
                 logger.warning(
                     "no room for the engine to wake in: from now on the trainer keeps nothing beside it"
                 )
                 needed = math.inf
-            elif (shrink := getattr(self.engine, "shrink", None)) and shrink():  # vLLM's alone has one
-                needed = self.engine.freed()
             else:
-                raise torch.OutOfMemoryError(problem)
+                self.engine.shrink()  # type: ignore[attr-defined]
+                needed = self.engine.freed()
         self._holder = "engine"
 
-    def _out_of_memory(self, needed: float) -> str | None:
-        """Wake the engine in the room that it needs, and return what the memory was short of, or None.
+    def _makes_more_room(self, needed: float) -> bool:
+        return needed < math.inf and not (self._fixed or self.away.issuperset(PARTS))
 
-        The error itself would keep a part of the engine alive.
-        """
+    def _woken(self, needed: float) -> bool:
+        """Wake the engine; return False where it has no room, and either side can take less."""
         try:
             with self._clock("offload"):
                 self._make_room(needed)
@@ -97,10 +96,11 @@ class DeviceHandover:
             with self._clock("wake"):
                 self.engine.wake()
         except RuntimeError as error:
-            if not is_out_of_memory(error):
+            less = self._makes_more_room(needed) or getattr(self.engine, "can_shrink", False)
+            if not (less and is_out_of_memory(error)):
                 raise
-            return str(error)
-        return None
+            return False
+        return True
 
     def _make_room(self, needed: float) -> None:
         """Send away what was away before, and the next parts too until so many bytes are free."""

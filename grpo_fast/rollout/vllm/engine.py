@@ -317,10 +317,12 @@ class VLLMEngine:
         self._require_open()
         return self._cycle.freed()
 
-    def shrink(self) -> bool:
-        """Start vLLM again with `SMALLER` times the room for keys and values, unless that was done before."""
-        if self._share < 1:
-            return False
+    @property
+    def can_shrink(self) -> bool:
+        return self._share == 1
+
+    def shrink(self) -> None:
+        """Start vLLM again with `SMALLER` times the room for keys and values; once."""
         # Nothing that sleeps can be closed. The weights make room for it to wake.
         with waiting_on_host(movable(self._policy.base_weights()), self._policy.device):
             if self._choices.shares:
@@ -328,7 +330,6 @@ class VLLMEngine:
                     parameter.data = parameter.new_empty(0)
             self.close()
         self._open_smaller("no room to wake in")
-        return True
 
     def close(self) -> None:
         """Stop vLLM and free what it holds. The policy stays as it is, shared weights included.

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from transformers import AutoTokenizer
 
 from grpo_fast.config.policy import OptimizerConfig
@@ -90,5 +89,5 @@ def test_a_wake_without_room_starts_it_once_more_with_less(
         assert largest_difference(policy, prompts, engine.generate(prompts, 2, sampling)) < 1e-3
         handover.to_trainer()
         room[0] = False
-        with pytest.raises(torch.OutOfMemoryError, match="kv_cache"):
+        with pytest.raises(RuntimeError, match="kv_cache"):
             handover.to_engine()
