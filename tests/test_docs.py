@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import shlex
 from importlib.util import find_spec
@@ -19,6 +20,7 @@ from grpo_fast.config.load import load_config
 from grpo_fast.config.schema import TrainConfig
 from grpo_fast.integrations.compat import HOSTS
 from grpo_fast.objective.catalog import CATALOG, METHODS
+from grpo_fast.record.summary import bytes_text
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -66,6 +68,23 @@ def test_its_configuration_is_one_that_train_takes(tmp_path):
     config = load_config(path)
 
     assert config.dataset.max_prompt_length, "`grpo-fast plan` needs it"
+
+
+@pytest.mark.drawn(1)
+@pytest.mark.parametrize(
+    "row", re.findall(r"^\| (\S+) \| (\S+) \| (.+) \| (.+ GiB) \| (\d+) \|$", README, re.M)
+)
+def test_its_planned_examples_are_what_the_plan_says(row: tuple[str, ...], capsys):
+    model, gpu, *told = row
+    (command,) = re.findall(r"`grpo-fast (plan --model MODEL .*?)`", README)
+
+    assert cli.main([*command.replace("MODEL", model).replace("GPU", gpu).split(), "--json"]) == 0
+
+    found = json.loads(capsys.readouterr().out)
+    parts, values = found["parts"]["start"], found["values"]
+    sizes = [bytes_text(parts[part]) for part in ("weights", "KV cache")]
+    assert [*sizes, str(values["rollout.vllm.max_sequences"])] == told and found["fits"]
+    assert values["rollout.vllm.lora_sync"] == "adapter"
 
 
 def test_the_heads_example_runs_as_it_stands(capsys):

@@ -96,7 +96,7 @@ def preview(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     print(parts.questions.described)
     sampling = sampling_of(config.rollout, config.seed)
     with parts.engine(prompts, sampling) as engine:
-        completions = parts.rollout(engine, prompts, int(config.rollout.num_generations), sampling)
+        completions = parts.rollout(engine, prompts, config.rollout.num_generations, sampling)
     table = with_advantages(
         score(prompts, completions, parts.rewards), config.advantage, parts.rewards.weights
     )

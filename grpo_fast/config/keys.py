@@ -24,6 +24,8 @@ REMOVED: dict[str, str] = {
     "normalize_then_sum gives all rewards one spread",
     "distributed.head": "was removed: mode shard always gathers the head; leave it out",
     "preference.reference_cache": "was removed: each start computes the reference's log-probabilities anew",
+    "rollout.num_generations=auto": "was removed: the default is 8, and `grpo-fast plan` prints the largest "
+    "number that fits",
     "logging.show_samples": "was removed: the report, samples.jsonl and `grpo-fast preview` show completions",
 }
 

@@ -19,18 +19,22 @@ class VLLMConfig(Section):
 
     kv_cache_gib: Positive | None = Field(
         None,
-        description="GiB for keys and values; null: by gpu_memory_utilization where that is set, else by the "
-        "plan what those in flight need, on a CPU 1",
+        description="GiB for keys and values; on a GPU less where vLLM measures less room; null: all the "
+        "room where gpu_memory_utilization is set, else by the plan, on a CPU 1",
     )
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = Field(
-        None, description="share of the GPU that vLLM may fill, in place of kv_cache_gib"
+        None,
+        description="share of the GPU in which vLLM measures that room; null: what is free where "
+        "kv_cache_gib is set",
     )
     max_model_length: PositiveInt | None = Field(
         None,
         description="tokens of a prompt with its completion; null: the model's, or what the cache holds",
     )
     max_sequences: PositiveInt | None = Field(
-        None, description="completions in flight at once; null: by the plan, at most 1,024"
+        None,
+        description="completions in flight at once; null: by the plan, at most 1,024, as many as fit at half "
+        "of max_completion_length",
     )
     enforce_eager: bool | None = Field(
         None, description="neither compile nor capture CUDA graphs: a quick start; null: on a CPU only"
@@ -48,8 +52,8 @@ class VLLMConfig(Section):
     )
     lora_sync: Literal["auto", "merged", "adapter"] = Field(
         "auto",
-        description="merged sends base and adapter as one weight, adapter the adapter alone; auto: merged, "
-        "with a quantised base adapter",
+        description="merged sends base and adapter as one weight, adapter the adapter alone, beside weights "
+        "that are shared; auto: adapter with a quantised base, else by the plan, and merged without one",
     )
     fp32_head: bool = Field(False, description="logits by a float32 product of hidden states and head")
     tensor_parallel_size: PositiveInt = Field(
@@ -65,10 +69,8 @@ class RolloutConfig(Section):
         description="auto: vLLM where it is installed and the model on a GPU, else transformers; or one of "
         "your own, an `EngineKind` as `module:Class` or `path/to/file.py:Class`",
     )
-    num_generations: Annotated[int, Field(ge=2, le=2**16)] | Literal["auto"] = Field(
-        "auto",
-        description="completions of a prompt; auto: on a GPU as many as the update's memory holds, up to 64 "
-        "and to 1,024 in a step, elsewhere 8",
+    num_generations: Annotated[int, Field(ge=2, le=2**16)] = Field(
+        8, description="completions of a prompt; `grpo-fast plan` prints the largest number that fits"
     )
     max_completion_length: PositiveInt = Field(
         256, description="tokens; of all turns, what an environment writes included"

@@ -256,7 +256,7 @@ class Trainer(Algorithm):
         read = self.config.old_logprobs == "sampler" or self.config.loss.reads_sampler
         asked = read or self.step % COMPARE_EVERY == 0
         sampling = replace(self.sampling, seed=seed, logprobs=asked)
-        n = int(self.config.rollout.num_generations)  # `auto` has become a number at the start
+        n = self.config.rollout.num_generations
         weights = None if self.adaptive_weights is None else self.adaptive_weights.weights
         self.rewards.step, self.rewards.max_steps = self.step, self.run_steps
         with clock("generate"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,10 +21,19 @@ from grpo_fast.config.schema import TrainConfig, at
 from grpo_fast.config.stages import resolve_stages
 from grpo_fast.data import load_prompts
 from grpo_fast.environments import load_toolsets
-from grpo_fast.plan.devices import DeviceBudget, device_budget
+from grpo_fast.plan.devices import device_budget
 from grpo_fast.plan.measure import measured_shape
 from grpo_fast.plan.model_shape import ModelShape, shape_of
-from grpo_fast.plan.search import RECOMPUTED, Choice, Search, modes, too_large, with_values, written
+from grpo_fast.plan.search import (
+    LEVEL,
+    RECOMPUTED,
+    SYNC,
+    Search,
+    modes,
+    too_large,
+    with_values,
+    written,
+)
 from grpo_fast.policy import load_image_reader, load_tokenizer
 from grpo_fast.policy.load import resolve_device, resolve_dtype
 from grpo_fast.record.summary import bytes_text
@@ -32,17 +41,17 @@ from grpo_fast.rollout import chosen_engine
 from grpo_fast.rollout.engines import draws_with_policy
 
 logger = logging.getLogger(__name__)
-GROUP = "rollout.num_generations"
 LIMIT = "dataset.max_prompt_length"
 
-CONSTANTS = {"micro_batch_tokens": 16_384, "model.gradient_checkpointing": False, GROUP: 8}
+CONSTANTS = {"micro_batch_tokens": 16_384, "model.gradient_checkpointing": False}
 """What `auto` is on a CPU and where nothing can be planned."""
 
 OF_ALL_STAGES: dict[str, Callable[[Iterable[Any]], Any]] = {
     "micro_batch_tokens": min,
     "model.gradient_checkpointing": partial(max, key=RECOMPUTED.index),
     "memory.offload": partial(max, key=len),
-    "rollout.vllm.sleep_level": max,
+    SYNC: min,  # an adapter, where one stage needs it
+    LEVEL: max,
     "rollout.vllm.max_sequences": min,
     "rollout.vllm.kv_cache_gib": max,
 }
@@ -54,12 +63,12 @@ def resolve_auto(config: TrainConfig, run_dir: Path | None = None, *, ranks: int
 
     Args:
         config: a run's.
-        run_dir: its folder. If it holds the run already, groups keep the size that the run was started with,
-            and weights their dtype, whatever machine this is: others would make it another run.
+        run_dir: its folder. If it holds the run already, weights keep the dtype that the run was started
+            with, whatever machine this is: another would make it another run.
         ranks: which train together; the others' devices are as this one.
 
     Raises:
-        ValueError: not even two completions of a prompt fit, or as `modes`.
+        ValueError: the run does not fit, or as `modes`.
         Exception: as `load_prompts`, which finds the longest prompt where no limit is set.
     """
     on = resolve_device(config.model.device)
@@ -72,11 +81,7 @@ def resolve_auto(config: TrainConfig, run_dir: Path | None = None, *, ranks: int
         return with_constants(config)
     engine = chosen_engine(config.rollout, on)
     config = _with_corrections(config, engine)
-    if before is not None:
-        started = _groups(before)
-        config = _with_groups(config, started if len(started) == 1 + len(config.stages) else started[:1])
     (constants,) = modes(with_constants(config), ranks, whole=True)
-    constants = _with_groups(constants, [CONSTANTS[GROUP]] * (1 + len(config.stages)))
     if on.type == "cpu":
         return constants
     lengths = _prompt_lengths(config)
@@ -84,13 +89,19 @@ def resolve_auto(config: TrainConfig, run_dir: Path | None = None, *, ranks: int
     device = replace(device, ranks=ranks, host=device.host // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     try:
         shape = measured(config.model, shape_of(config.model, on.type), on)
-        divided = modes(config, ranks, whole=shape.quantized > 0)
-        found = [_chosen(one, engine, lengths, shape, device) for one in divided]
+        found = []
+        for divided in modes(config, ranks, whole=shape.quantized > 0):
+            runs = (stage.config for stage in resolve_stages(divided))
+            searches = [
+                Search(with_values(run, {"rollout.engine": engine, **limits}), shape, device)
+                for run, limits in zip(runs, lengths, strict=True)
+            ]
+            found.append((divided, searches, [search.choose() for search in searches]))
     except (ValueError, RuntimeError) as error:  # a model that trains, but that cannot be counted
         logger.warning("nothing is planned, and `auto` is what it is on a CPU: %s", error)
         return constants
     # The first mode in which all stages fit, or most of them.
-    with_groups, searches, choices = min(found, key=lambda one: one[2].count(None))
+    divided, searches, choices = min(found, key=lambda one: one[2].count(None))
     if None in choices:
         raise ValueError(too_large(searches[choices.index(None)]))
     chosen = [choice.values for choice in choices if choice]
@@ -99,15 +110,13 @@ def resolve_auto(config: TrainConfig, run_dir: Path | None = None, *, ranks: int
         for key, of_all in OF_ALL_STAGES.items()
         if at(config, key) in ("auto", None) and key in chosen[0]
     }
-    first = {
-        key: value
-        for key in (GROUP, "distributed.mode")
-        if (value := at(with_groups, key)) != at(config, key)
-    }
+    if values.get(SYNC) == "adapter" and values.get(LEVEL) == 2:  # which drops what is never sent again
+        values[LEVEL] = 1
+    if divided.distributed.mode != config.distributed.mode:
+        values["distributed.mode"] = divided.distributed.mode
     several = f"{ranks} ranks on " if ranks > 1 else ""
-    total, settings = bytes_text(device.total), written(values | first)
-    logger.warning("chosen for %s%s, %s: %s", several, device.name, total, settings)
-    return with_values(with_groups, values)
+    logger.warning("chosen for %s%s, %s: %s", several, device.name, bytes_text(device.total), written(values))
+    return with_values(config, values)
 
 
 def measured(model: ModelConfig, shape: ModelShape, device: torch.device) -> ModelShape:
@@ -132,8 +141,7 @@ def with_dtype(config: TrainConfig, device: str) -> TrainConfig:
 
 def with_constants(config: TrainConfig) -> TrainConfig:
     """Return the configuration as a CPU, or training without rollouts, runs what is left to `auto`."""
-    read = [key for key in CONSTANTS if config.algorithm == "grpo" or key != GROUP]
-    return with_values(config, {key: CONSTANTS[key] for key in read if at(config, key) == "auto"})
+    return with_values(config, {key: value for key, value in CONSTANTS.items() if at(config, key) == "auto"})
 
 
 def longest_prompt(dataset: DatasetConfig, model: ModelConfig, rollout: RolloutConfig) -> int:
@@ -144,34 +152,6 @@ def longest_prompt(dataset: DatasetConfig, model: ModelConfig, rollout: RolloutC
     schemas = None if toolsets is None else toolsets.schemas
     prompts = load_prompts(dataset, load_tokenizer(model), schemas, load_image_reader(model))
     return max(len(prompt.token_ids) for prompt in prompts)
-
-
-def _chosen(
-    config: TrainConfig,
-    engine: str,
-    lengths: Sequence[dict[str, int]],
-    shape: ModelShape,
-    device: DeviceBudget,
-) -> tuple[TrainConfig, list[Search], list[Choice | None]]:
-    """Return the configuration with its groups and, for each stage, the choice; None: nothing fits.
-
-    Args:
-        lengths: for each stage, keys that say how long prompts and questions are.
-    """
-
-    def searches_of(config: TrainConfig) -> list[Search]:
-        runs = (stage.config for stage in resolve_stages(config))
-        return [
-            Search(with_values(run, {"rollout.engine": engine, **limits}), shape, device)
-            for run, limits in zip(runs, lengths, strict=True)
-        ]
-
-    found = [search.generations() or 2 for search in searches_of(config)]
-    own = _groups(config)[1:] or [None]
-    inherited = [size for size, given in zip(found, own, strict=True) if given is None]
-    with_groups = _with_groups(config, [min(inherited or found), *found])
-    searches = searches_of(with_groups)
-    return with_groups, searches, [search.choose(search.generations() or 2) for search in searches]
 
 
 def _prompt_lengths(config: TrainConfig) -> list[dict[str, int]]:
@@ -188,24 +168,6 @@ def _prompt_lengths(config: TrainConfig) -> list[dict[str, int]]:
     limits = {f"evaluation.{LIMIT}": longest(questions, config.rollout)} if questions else {}
     runs = (stage.config for stage in resolve_stages(config))
     return [{LIMIT: longest(run.dataset, run.rollout)} | limits for run in runs]
-
-
-def _groups(config: TrainConfig) -> list[int | str | None]:
-    """Return `num_generations` of the run, and of each stage; None: as the run's."""
-    own = (stage.overrides.get("rollout", {}).get("num_generations") for stage in config.stages)
-    return [config.rollout.num_generations, *own]
-
-
-def _with_groups(config: TrainConfig, sizes: Sequence[int | str | None]) -> TrainConfig:
-    """Return the configuration with these sizes of the run and of each stage where they are `auto`."""
-    if config.rollout.num_generations == "auto":
-        config = with_values(config, {GROUP: sizes[0]})
-    stages = list(config.stages)
-    for index, (stage, size) in enumerate(zip(config.stages, sizes[1:], strict=False)):
-        if stage.overrides.get("rollout", {}).get("num_generations") == "auto" and size is not None:
-            overrides = _over(stage.overrides, "rollout", num_generations=size)
-            stages[index] = stage.model_copy(update={"overrides": overrides})
-    return config.model_copy(update={"stages": stages})
 
 
 def _with_corrections(config: TrainConfig, engine: str) -> TrainConfig:

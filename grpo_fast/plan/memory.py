@@ -23,8 +23,8 @@ from grpo_fast.rollout.handover import MARGIN, PARTS
 from grpo_fast.rollout.transformers import tokens_at_once
 from grpo_fast.rollout.vllm.settings import kv_cache_gib
 
-Phase = Literal["update", "rollout"]
-PHASES: tuple[Phase, ...] = ("update", "rollout")
+Phase = Literal["start", "update", "rollout"]
+PHASES: tuple[Phase, ...] = ("start", "update", "rollout")
 Parts = dict[Phase, dict[str, int]]
 
 IN_FLIGHT = 0.25
@@ -38,6 +38,8 @@ FRAGMENTATION = 0.05  # of what a phase allocates and frees again
 PAGE_TOKENS = 16  # of one page of vLLM's KV cache
 PREFILL_TOKENS = 16_384  # of one forward of vLLM on a large GPU
 LOGIT_COPIES = 4  # of float32 logits of the next token, while an engine samples
+
+COMPARED = 1.5  # of the largest weight, while it is compared with the engine's
 
 _TRANSIENT = ("activations", "layer in flight", "head", "embedding's gradient", "engine workspace")
 
@@ -96,16 +98,22 @@ def step_bytes(setup: Setup, sizes: StepSizes) -> Parts:
     """Return the bytes of a rank's device by phase and part, when each phase takes most."""
     sizes = replace(sizes, shares_prompts=setup.shape.packs)
     engine = engine_bytes(setup, sizes)
-    return {"update": _update(setup, sizes, engine), "rollout": _rollout(setup, engine)}
+    return {
+        "start": _start(setup, engine),
+        "update": _update(setup, sizes, engine),
+        "rollout": _rollout(setup, engine),
+    }
 
 
 def host_bytes(setup: Setup, sizes: StepSizes) -> int:
-    """Return the bytes of the host's memory that offloaded parts and layers' inputs take."""
+    """Return the bytes that offloaded parts and layers' inputs take of the host's memory; weights that wait
+    for the engine's start may take more."""
     size = parts_bytes(setup, setup.offloaded)
     if setup.config.model.recomputed == "offload":
         shape = setup.shape
         size += shape.itemsize * shape.hidden * len(shape.layers) * sizes.micro_batch.inputs
-    return size
+    waiting = resident_bytes(setup)["weights"] * (setup.on_gpu and not setup.engine.draws_with_policy)
+    return max(size, waiting * setup.weights.shared)
 
 
 def parts_bytes(setup: Setup, parts: Sequence[Part]) -> int:
@@ -129,6 +137,20 @@ def resident_bytes(setup: Setup) -> dict[str, int]:
         "optimizer": int(ADAM_BYTES[config.optimizer.kind] * shape.trained) // ranks,
         "reference": shape.bytes * reference // of_weights,
     }
+
+
+def _start(setup: Setup, engine: Mapping[str, int]) -> dict[str, int]:
+    """Return the parts while the engine starts: nothing of the trainer but its weights is there.
+
+    Those that the engine shares come from the host into the engine's, one by one.
+    """
+    shape, weights = setup.shape, {"weights": resident_bytes(setup)["weights"]}
+    if setup.engine.draws_with_policy:
+        return _with_overheads(setup, weights)
+    largest = int(COMPARED * shape.itemsize * shape.vocabulary * shape.hidden)
+    loading = weights | {"engine weights": engine["engine weights"], "weight compared": largest}
+    moments = [_with_overheads(setup, parts) for parts in (loading, weights | dict(engine))]
+    return max(moments, key=lambda parts: sum(parts.values()))
 
 
 def _update(setup: Setup, sizes: StepSizes, engine: Mapping[str, int]) -> dict[str, int]:
@@ -233,7 +255,7 @@ def head_bytes(setup: Setup, targets: int) -> int:
 
 
 def engine_bytes(setup: Setup, sizes: StepSizes) -> dict[str, int]:
-    """Return the bytes of the rollout engine, every completion at its longest.
+    """Return the bytes of the rollout engine.
 
     An engine either generates with the trainer's own model in torch's allocator, or it has a paged KV cache
     and memory of its own, as vLLM has.
@@ -258,7 +280,9 @@ def engine_bytes(setup: Setup, sizes: StepSizes) -> dict[str, int]:
             "engine residue": 0,
         }
     shared = min(sizes.prompts, in_flight) * sizes.prompt_length
-    held = max(shared + in_flight * (sizes.completion_length + PAGE_TOKENS), sizes.longest + PAGE_TOKENS)
+    completion = sizes.completion_length * sizes.expected // 100
+    longest = max(sizes.longest, sizes.sequence_length) + 2 * PAGE_TOKENS  # vLLM never fills one page
+    held = max(shared + in_flight * (completion + PAGE_TOKENS), longest)
     page = shape.itemsize * sum(width for width, _ in shape.cache)  # of layers with a window, too
     size = kv_cache_gib(config.vllm, setup.on_gpu)
     return {

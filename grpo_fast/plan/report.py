@@ -49,9 +49,7 @@ def plan(config: TrainConfig, shape: ModelShape, device: DeviceBudget) -> Plan:
     plans = []
     for divided in modes(tried, device.ranks, whole=device.kind == "cpu" or shape.quantized > 0):
         search = Search(divided, shape, device)
-        generations = search.generations()
-        choice = search.choose(generations) if generations else None
-        plans.append(Plan(config, search, choice or search.least()))
+        plans.append(Plan(config, search, search.choose() or search.least()))
     return max(plans, key=lambda plan: min(0, plan.choice.free))
 
 
@@ -71,9 +69,9 @@ def render(plan: Plan) -> RenderableType:
         parts.add_row(part, *(_size(choice.parts[phase].get(part, 0)) for phase in PHASES))
     parts.add_section()
     parts.add_row("total", *(bytes_text(choice.total(phase)) for phase in PHASES), style="bold")
-    settings = _table("setting", "value", "chosen by")
+    settings = _table("setting", "value", "set by")
     for key, value in choice.values.items():
-        settings.add_row(key, flow(value), "hand" if key in plan.by_hand else "the planner")
+        settings.add_row(key, flow(value), "configuration" if key in plan.by_hand else "the planner")
     return Group(heading, parts, Text(f"\n{_answers(plan)}\n"), settings)
 
 

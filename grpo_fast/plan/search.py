@@ -17,17 +17,14 @@ from grpo_fast.config.stages import resolve_stages
 from grpo_fast.plan.devices import GIB, DeviceBudget
 from grpo_fast.plan.memory import PHASES, Parts, Phase, Setup, host_bytes, parts_bytes, step_bytes
 from grpo_fast.plan.model_shape import ModelShape
-from grpo_fast.plan.sizes import MOST_IN_FLIGHT, StepSizes, largest, step_sizes
+from grpo_fast.plan.sizes import EXPECTED, StepSizes, largest, step_sizes
 from grpo_fast.record.summary import bytes_text
+from grpo_fast.rollout.vllm.settings import LORA_RANKS
 
 Values = TypeVar("Values", bound=BaseModel)
 
 MOST_GENERATIONS = 4096  # where the search for a group's size ends
 MOST_CONTEXT = 1 << 24  # and for a completion's
-
-AUTO_MOST = 64
-"""Completions of a prompt that `auto` goes up to: DeepSeekMath's group (arXiv:2402.03300, section 4.2). More
-cost time in proportion, and are given as a number."""
 
 AUTO_TOKENS = 65_536  # of an automatic micro-batch: a larger one is hardly faster
 BUSY_TOKENS = 8_192  # of a micro-batch that keeps a GPU busy
@@ -37,7 +34,7 @@ SPARE = 0.03
 """Share of the device that a choice leaves, because bytes are estimates."""
 
 RECOMPUTED = (False, "mlp", True, "offload")  # values of model.gradient_checkpointing, by what they cost
-LEVEL, OFFLOAD = "rollout.vllm.sleep_level", "memory.offload"
+LEVEL, OFFLOAD, SYNC = "rollout.vllm.sleep_level", "memory.offload", "rollout.vllm.lora_sync"
 
 
 @dataclass(frozen=True)
@@ -76,13 +73,14 @@ class Choice:
         """Return by dotted key what the planner decides where the configuration does not."""
         setup, sizes, config = self.setup, self.sizes, self.setup.config
         values: dict[str, Any] = {
-            "rollout.num_generations": sizes.generations,
             "micro_batch_tokens": sizes.micro_batch_tokens,
             "model.gradient_checkpointing": config.model.gradient_checkpointing,
             OFFLOAD: list(setup.offloaded),
         }
         if setup.engine.name == "vllm" and setup.on_gpu:
             values[LEVEL] = config.rollout.vllm.sleep_level
+            if config.rollout.vllm.lora_sync != "auto":
+                values[SYNC] = config.rollout.vllm.lora_sync
             values["rollout.vllm.max_sequences"] = sizes.in_flight
             if config.rollout.vllm.gpu_memory_utilization is None:
                 cache = self.parts["rollout"]["KV cache"]
@@ -117,8 +115,8 @@ class Search:
     def setups(self) -> list[Setup]:
         """Return the settings to try, the preferred ones first.
 
-        The order is: the least recomputation; an engine that stays on the GPU beside the trainer, then one
-        that sleeps; as little offloaded as possible.
+        The order is: the least recomputation; LoRA merged, then as an adapter beside shared weights; an
+        engine that stays on the GPU beside the trainer, then one that sleeps; the least offloaded.
         """
         config, device, setups = self.config, self.device, []
         asked, level, offload = config.model.gradient_checkpointing, at(config, LEVEL), config.memory.offload
@@ -127,22 +125,43 @@ class Search:
         if offload == "auto":
             lists = [list(plain.offloadable[:count]) for count in range(len(plain.offloadable) + 1)]
             lists = [parts for parts in lists if parts_bytes(plain, parts) <= device.host]
-        ways = [(level, parts) for parts in lists]
-        if level == "auto" and plain.sleeps:
-            sleeping = 2 if plain.weights.sent else 1
-            ways = [(0, lists[0]), *((sleeping, parts) for parts in lists)]
+        ways: list[tuple[Any, Any, Any]] = []
+        for synced in self._synced(plain):
+            sync = synced.config.rollout.vllm.lora_sync
+            if level == "auto" and plain.sleeps:
+                sleeping = 2 if synced.weights.sent else 1
+                ways += [(sync, 0, lists[0]), *((sync, sleeping, parts) for parts in lists)]
+            else:
+                ways += [(sync, level, parts) for parts in lists]
         for recomputed in RECOMPUTED if asked == "auto" else [asked]:
-            for level, parts in ways:
-                values = {"model.gradient_checkpointing": recomputed, LEVEL: level, OFFLOAD: parts}
+            for sync, level, parts in ways:
+                values = {
+                    "model.gradient_checkpointing": recomputed,
+                    SYNC: sync,
+                    LEVEL: level,
+                    OFFLOAD: parts,
+                }
                 setups.append(Setup(with_values(config, values), self.shape, device))
         return setups
 
-    def choose(self, generations: int) -> Choice | None:
+    def _synced(self, plain: Setup) -> list[Setup]:
+        """Return the setup with each way of LoRA to the engine that it leaves open."""
+        lora, vllm = plain.config.model.lora, plain.config.rollout.vllm
+        ways = [
+            replace(plain, config=with_values(plain.config, {SYNC: way})) for way in ("merged", "adapter")
+        ]
+        is_open = lora is not None and vllm.lora_sync == "auto" and plain.engine.name == "vllm"
+        takes = lora is not None and lora.r <= LORA_RANKS[-1] and vllm.sleep_level != 2
+        # An adapter that leaves the engine a copy of the weights saves nothing; 4-bit ones have one as it is.
+        saves = ways[1].weights.shared and not plain.weights.shared
+        return ways if is_open and takes and saves else [plain]
+
+    def choose(self) -> Choice | None:
         """Return the first settings that fit and keep the GPU busy, else those that keep it busiest.
 
         `SPARE` is left where that is possible. None: nothing fits.
         """
-        sizes = replace(self._least, generations=generations, most_in_flight=self.sizes.most_in_flight)
+        sizes = replace(self._least, most_in_flight=self.sizes.most_in_flight)
         for spare in (int(SPARE * self.device.total), 0):
             found: list[Choice] = []
             for choice in self._fitting(sizes, spare):
@@ -154,8 +173,8 @@ class Search:
         return None
 
     def _fitting(self, sizes: StepSizes, spare: int) -> Iterator[Choice]:
-        """Yield each of `setups` with the most completions in flight, then the largest micro-batch, that
-        fit."""
+        """Yield each of `setups` with the most completions in flight, the largest micro-batch, and then the
+        most room for completions that are longer than expected, that fit."""
         asked = self.config.micro_batch_tokens
         most = AUTO_TOKENS if asked == "auto" else asked
         for setup in self.setups:
@@ -163,19 +182,13 @@ class Search:
             if in_flight is not None:
                 held, low = replace(sizes, most_in_flight=in_flight), min(sizes.sequence_length, most)
                 tokens = _largest(setup, held, "micro_batch_tokens", low, most, spare)
-                yield Choice(setup, replace(held, micro_batch_tokens=tokens or low))
+                held = replace(held, micro_batch_tokens=tokens or low)
+                expected = _largest(setup, held, "expected", EXPECTED, 100, spare)
+                yield Choice(setup, replace(held, expected=expected or EXPECTED))
 
     def least(self) -> Choice:
         """Return the smallest step with the settings that take the least."""
         return max((Choice(setup, self._least) for setup in self.setups), key=lambda choice: choice.free)
-
-    def generations(self) -> int | None:
-        """Return the size of a group: as configured, or the largest that fits and that `auto` goes up to."""
-        asked = self.config.rollout.num_generations
-        if asked != "auto":
-            return asked
-        one_wave = MOST_IN_FLIGHT // self.config.prompts_per_step
-        return self.largest_generations(min(AUTO_MOST, max(8, one_wave)))
 
     def largest_generations(self, most: int = MOST_GENERATIONS) -> int | None:
         """Return the most completions of a prompt that fit; None: not even two."""

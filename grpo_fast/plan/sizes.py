@@ -11,6 +11,9 @@ from grpo_fast.config.schema import TrainConfig
 
 MOST_IN_FLIGHT = 1024  # completions that vLLM decodes at once on a large GPU: more gain little
 
+EXPECTED = 50
+"""Least `StepSizes.expected`: of completions that are longer vLLM preempts some, and computes them again."""
+
 
 @dataclass(frozen=True)
 class MicroBatch:
@@ -24,7 +27,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class StepSizes:
-    """The sizes of one rank's part of a training step, every completion at its longest."""
+    """The sizes of one rank's part of a training step, every completion at its longest in an update."""
 
     prompts: int  # prompts_per_step / ranks
     generations: int  # completions of each
@@ -35,6 +38,7 @@ class StepSizes:
     most_in_flight: int = MOST_IN_FLIGHT  # completions that vLLM decodes at once
     shares_prompts: bool = True  # false: each completion computes its own prompt
     longest: int = 0  # tokens of a sequence that vLLM must hold, where evaluation has a longer one
+    expected: int = EXPECTED  # % of the longest completion that keys and values are sized for
 
     @property
     def in_flight(self) -> int:
@@ -84,7 +88,7 @@ class StepSizes:
 def step_sizes(config: TrainConfig, ranks: int = 1) -> StepSizes:
     """Return the sizes of a run's steps, of the rank with the most prompts.
 
-    Where they are `auto`, a group has two completions and a micro-batch one.
+    Where it is `auto`, a micro-batch has one completion.
 
     Raises:
         ValueError: `dataset.max_prompt_length` is not set, or the algorithm has no rollouts.
@@ -97,12 +101,12 @@ def step_sizes(config: TrainConfig, ranks: int = 1) -> StepSizes:
             "the longest prompt is not known: set dataset.max_prompt_length (or --prompt-length of "
             "`grpo-fast plan`)"
         )
-    generations, tokens, vllm = config.rollout.num_generations, config.micro_batch_tokens, config.rollout.vllm
+    tokens, vllm = config.micro_batch_tokens, config.rollout.vllm
     completion = config.rollout.max_completion_length
     question = getattr(config.evaluation.dataset, "max_prompt_length", None) or 0
     return StepSizes(
         prompts=math.ceil(config.prompts_per_step / ranks),
-        generations=2 if generations == "auto" else generations,
+        generations=config.rollout.num_generations,
         prompt_length=prompt,
         completion_length=completion,
         micro_batch_tokens=prompt + completion if tokens == "auto" else tokens,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import resource
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 
@@ -14,9 +14,31 @@ from torch import Tensor
 logger = logging.getLogger(__name__)
 
 
-def to_host(tensor: Tensor) -> None:
+def to_host(tensor: Tensor, *, pinned: bool | None = None) -> None:
     """Move the content; the tensor stays the same object, and is readable."""
-    tensor.data = host_like(tensor).copy_(tensor.detach())
+    tensor.data = host_like(tensor, pinned=pinned).copy_(tensor.detach())
+
+
+@contextmanager
+def waiting_on_host(tensors: Iterable[Tensor], device: torch.device) -> Iterator[Callable[[], None]]:
+    """Hold tensors in the host's ordinary memory, so that others have theirs on `device`.
+
+    Yields:
+        What ends the wait early: it moves to the device those that are still on the host.
+    """
+    waiting = [tensor for tensor in tensors if tensor.device.type != "cpu"]
+
+    def back() -> None:
+        for tensor in waiting:
+            if tensor.device.type == "cpu":
+                tensor.data = tensor.detach().to(device)
+
+    try:
+        for tensor in waiting:
+            to_host(tensor, pinned=False)  # pinned memory would stay with the process
+        yield back
+    finally:
+        back()
 
 
 def host_like(tensor: Tensor, *, pinned: bool | None = None) -> Tensor:

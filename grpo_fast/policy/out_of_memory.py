@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TypeVar
@@ -19,8 +20,21 @@ from grpo_fast.policy.random_state import capture_rng, restore_rng
 logger = logging.getLogger(__name__)
 Parts = TypeVar("Parts")
 
+# Where a user sets torch's allocator. torch warns of all but the first.
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+EXPANDABLE = "expandable_segments:True"
+
 # What the libraries below torch say instead of raising torch.OutOfMemoryError.
 MESSAGES = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory")
+
+
+def expand_segments() -> None:
+    """Let torch's allocator grow its segments, which fragment less, unless the user has set it otherwise.
+
+    vLLM turns this off around the pool that its sleep frees, in every version from 0.24 on.
+    """
+    if not (torch.cuda.is_initialized() or any(name in os.environ for name in ALLOCATOR)):
+        os.environ["PYTORCH_ALLOC_CONF"] = EXPANDABLE
 
 
 class MicroBatchBudget:

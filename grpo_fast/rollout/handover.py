@@ -71,24 +71,36 @@ class DeviceHandover:
             return
         self._holder = None  # whatever of this fails, either way does everything
         self._peak = max(self._peak, bytes_in_use(self.policy.device))
-        try:
-            self._wake_engine(self.engine.freed())
-        except RuntimeError as error:
-            if self._fixed or self.away.issuperset(PARTS) or not is_out_of_memory(error):
-                raise
-            logger.warning(
-                "no room for the engine to wake in: from now on the trainer keeps nothing beside it"
-            )
-            self._wake_engine(math.inf)
+        needed: float = self.engine.freed()
+        while not self._woken(needed):
+            if self._makes_more_room(needed):
+                logger.warning(
+                    "no room for the engine to wake in: from now on the trainer keeps nothing beside it"
+                )
+                needed = math.inf
+            else:
+                self.engine.shrink()  # type: ignore[attr-defined]
+                needed = self.engine.freed()
         self._holder = "engine"
 
-    def _wake_engine(self, needed: float) -> None:
-        with self._clock("offload"):
-            self._make_room(needed)
-        with self._clock("sync"):
-            self.engine.sync(self.policy)
-        with self._clock("wake"):
-            self.engine.wake()
+    def _makes_more_room(self, needed: float) -> bool:
+        return needed < math.inf and not (self._fixed or self.away.issuperset(PARTS))
+
+    def _woken(self, needed: float) -> bool:
+        """Wake the engine; return False where it has no room, and either side can take less."""
+        try:
+            with self._clock("offload"):
+                self._make_room(needed)
+            with self._clock("sync"):
+                self.engine.sync(self.policy)
+            with self._clock("wake"):
+                self.engine.wake()
+        except RuntimeError as error:
+            less = self._makes_more_room(needed) or getattr(self.engine, "can_shrink", False)
+            if not (less and is_out_of_memory(error)):
+                raise
+            return False
+        return True
 
     def _make_room(self, needed: float) -> None:
         """Send away what was away before, and the next parts too until so many bytes are free."""

@@ -30,6 +30,7 @@ from grpo_fast.policy import (
     load_policy,
     longest_sequence,
 )
+from grpo_fast.policy.host_memory import waiting_on_host
 from grpo_fast.policy.load import load_architecture, require_replay, resolve_device
 from grpo_fast.policy.optimizer import needs_torchao
 from grpo_fast.preference.comparison import comparison_table, mismatched, summed_logprobs, with_order
@@ -129,10 +130,13 @@ def build_grpo_trainer(config: TrainConfig, world: World = SINGLE_PROCESS) -> Tr
     completion = max(c.rollout.max_completion_length for c in (config, *(stage.config for stage in stages)))
     longest = longest_sequence(policy, chain(ids, library_prompts(datasets)), completion)
     with ExitStack() as unless_built:
-        engine = unless_built.enter_context(
-            make_engine(config.rollout, policy, max_length=longest, world=world)
-        )
-        engine.sleep()  # its memory is that of masters, gradients and a resumed state until the first rollout
+        # The engine starts without the reference on the device, as it later generates.
+        with waiting_on_host(policy.reference_weights().values(), device):
+            engine = unless_built.enter_context(
+                make_engine(config.rollout, policy, max_length=longest, world=world)
+            )
+            # Its memory is that of masters, gradients and a resumed state until the first rollout.
+            engine.sleep()
         optimizer = PolicyOptimizer(
             policy.trainable(),
             config.optimizer,

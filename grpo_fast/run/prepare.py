@@ -21,6 +21,7 @@ from grpo_fast.distributed.world import World, joined
 from grpo_fast.loop.algorithm import Algorithm
 from grpo_fast.plan import resolve_auto
 from grpo_fast.policy.load import resolve_device
+from grpo_fast.policy.out_of_memory import expand_segments
 from grpo_fast.policy.random_state import restore_rng
 from grpo_fast.record.checkpoint import Checkpoint, CheckpointError, CheckpointStore
 from grpo_fast.record.files import locked_run_dir, write_whole
@@ -127,6 +128,8 @@ def prepared(config: TrainConfig, resume: str | None, *, display: bool) -> Itera
 @contextmanager
 def joined_ranks(config: TrainConfig) -> Iterator[World]:
     device = resolve_device(config.model.device)
+    if device.type == "cuda":
+        expand_segments()  # before CUDA starts
     waits = timedelta(minutes=config.distributed.timeout)
     with joined(device, waits, config.distributed.heartbeat_timeout) as world:
         yield world

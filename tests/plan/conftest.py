@@ -73,7 +73,7 @@ def config() -> Callable[..., PretrainedConfig]:
 def run() -> Callable[..., TrainConfig]:
     """`run(8, memory={...})`: groups of 8 completions in bfloat16, and other sections."""
 
-    def make(num_generations: int | str = 8, **sections: Any) -> TrainConfig:
+    def make(num_generations: int = 8, **sections: Any) -> TrainConfig:
         rollout = {"num_generations": num_generations, "max_completion_length": 64}
         rollout |= sections.pop("rollout", {})
         model = {"path": "-", "dtype": "bfloat16"} | sections.pop("model", {})

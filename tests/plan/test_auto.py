@@ -13,7 +13,7 @@ from grpo_fast.config.policy import OptimizerConfig
 from grpo_fast.config.schema import TrainConfig, at
 from grpo_fast.config.stages import resolve_stages
 from grpo_fast.plan import auto, longest_prompt
-from grpo_fast.plan.auto import CONSTANTS, GROUP, OF_ALL_STAGES, resolve_auto
+from grpo_fast.plan.auto import CONSTANTS, OF_ALL_STAGES, resolve_auto
 from grpo_fast.plan.devices import GIB, device_budget
 from grpo_fast.plan.model_shape import ModelShape, model_config, model_shape
 from grpo_fast.plan.search import Search
@@ -55,14 +55,12 @@ def memory(monkeypatch: pytest.MonkeyPatch, toy: dict[str, Any], shape: ModelSha
 
 def test_a_cpu_takes_constants_and_what_is_set_by_hand_stays(toy: dict[str, Any]) -> None:
     own = {key: toy[key] for key in ("dataset", "rewards")} | {"model": {"path": "-", "device": "cpu"}}
-    stages = [{"name": "a", "overrides": {"rollout": {"num_generations": "auto"}}}]
 
-    found = resolve_auto(TrainConfig.model_validate(own | {"stages": stages}))
+    found = resolve_auto(TrainConfig.model_validate(own))
     preference = resolve_auto(TrainConfig.model_validate(own | {"algorithm": "dpo", "rewards": []}))
 
     assert [at(found, key) for key in CONSTANTS] == [*CONSTANTS.values()]
-    assert found.stages[0].overrides == {"rollout": {"num_generations": 8}}
-    assert (preference.micro_batch_tokens, preference.rollout.num_generations) == (16_384, "auto")
+    assert preference.micro_batch_tokens == 16_384
     assert preference.model.gradient_checkpointing is False
     mlp = own["model"] | {"gradient_checkpointing": "mlp", "dtype": "float32"}
     set_by_hand = TrainConfig.model_validate(toy | {"model": mlp})
@@ -76,14 +74,14 @@ def test_a_gpu_takes_the_planners_choice_and_what_is_set_stays(
 
     found = resolve_auto(auto_run(toy))
 
-    assert [at(found, key) for key in (GROUP, *OF_ALL_STAGES)] == [64, 65_536, False, [], 0, 256, 0.01]
+    assert [at(found, key) for key in OF_ALL_STAGES] == [65_536, False, [], "auto", 0, 32, 0.01]
     assert "chosen for a small GPU" in caplog.text and "micro_batch_tokens=65536" in caplog.text
     assert resolve_auto(found) == found
-    share = {"vllm": {"gpu_memory_utilization": 0.4, "max_sequences": 7}, "num_generations": 5}
+    share = {"vllm": {"gpu_memory_utilization": 0.4, "max_sequences": 7}}
     own = auto_run(toy, rollout=LENGTHS | share, micro_batch_tokens=100, memory={"offload": "none"})
     resolved = resolve_auto(own)
     kept = resolved.rollout.vllm
-    assert (resolved.rollout.num_generations, resolved.micro_batch_tokens) == (5, 100)
+    assert resolved.micro_batch_tokens == 100
     assert (resolved.memory.offload, kept.max_sequences, kept.kv_cache_gib) == ("none", 7, None)
 
 
@@ -96,7 +94,6 @@ def test_the_engine_that_is_installed_is_the_one_planned_for(
     found = resolve_auto(auto_run(toy))
 
     assert (found.rollout.engine, found.rollout.vllm.max_sequences) == ("auto", None)
-    assert found.rollout.num_generations == 64
 
 
 def test_the_samplers_correction_is_shown_for_the_run_and_each_stage(
@@ -167,52 +164,25 @@ def test_a_model_that_cannot_be_planned_trains_with_constants(
     assert "nothing is planned" in caplog.text and "grows otherwise" in caplog.text
 
 
-def test_a_stage_has_its_own_group_and_one_choice_fits_every_stage(toy: dict[str, Any], memory: Any) -> None:
+def test_one_choice_fits_every_stage(toy: dict[str, Any], memory: Any) -> None:
     memory(30 * 10**6)
-    longer = {"rollout": {"max_completion_length": 64}, "prompts_per_step": 40}
+    longer = {"rollout": {"max_completion_length": 64, "num_generations": 60}, "prompts_per_step": 40}
+    stages = [{"name": "as the run", "steps": 2}, {"name": "longer", "overrides": longer}]
 
-    def resolved(*overrides: dict[str, Any]) -> tuple[TrainConfig, list[int]]:
-        """And the group of the run, and of each stage that says something of its own."""
-        steps = [{"steps": 2}, {}]
-        stages = [{"name": f"{i}", **steps[i], "overrides": own} for i, own in enumerate(overrides)]
-        found = resolve_auto(auto_run(toy, stages=stages))
-        own = [stage.overrides.get("rollout", {}).get("num_generations") for stage in found.stages]
-        return found, [int(found.rollout.num_generations), *(size for size in own if size is not None)]
+    alone, both = (resolve_auto(auto_run(toy, stages=some)) for some in ([], stages))
 
-    alone, (size,) = resolved()
-    both, (inherited,) = resolved({}, longer)
-    assert inherited == 1024 // 40 < size
     assert both.rollout.vllm.max_sequences <= alone.rollout.vllm.max_sequences
-    own = longer | {"rollout": longer["rollout"] | {"num_generations": "auto"}}
-    assert resolved({}, own)[1] == [size, inherited]
-    numbers = [{"rollout": {"num_generations": number}} for number in (4, 6)]
-    assert resolved(*numbers)[1] == [4, 4, 6]
+    assert both.micro_batch_tokens < alone.micro_batch_tokens
     of_two = {
         "micro_batch_tokens": ([5, 3], 3),
         "model.gradient_checkpointing": ([True, "mlp"], True),
         "memory.offload": ([["gradients"], []], ["gradients"]),
+        "rollout.vllm.lora_sync": (["merged", "adapter"], "adapter"),
         "rollout.vllm.sleep_level": ([0, 2], 2),
         "rollout.vllm.max_sequences": ([3, 5], 3),
         "rollout.vllm.kv_cache_gib": ([1.0, 2.0], 2.0),
     }
     assert {key: (each, OF_ALL_STAGES[key](each)) for key, (each, _) in of_two.items()} == of_two
-
-
-def test_a_resumed_run_keeps_its_groups_and_plans_the_rest_anew(
-    toy: dict[str, Any], memory: Any, tmp_path: Path
-) -> None:
-    own = [{"name": "a", "steps": 1}, {"name": "b", "overrides": {"rollout": {"num_generations": "auto"}}}]
-    config = auto_run(toy, stages=own, max_steps=2, evaluation={}, prompts_per_step=32)
-    memory(3 * 10**5)
-    started = resolve_auto(config, tmp_path)
-    (tmp_path / "config.yaml").write_text(dump_config(started))
-    memory(10**9)
-
-    again, anew = resolve_auto(config, tmp_path), resolve_auto(config)
-
-    groups = [one.rollout.num_generations for one in (started, again, anew)]
-    assert groups[0] == groups[1] < groups[2] == 32 and again.stages == started.stages
-    assert started.micro_batch_tokens < again.micro_batch_tokens == 65_536
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "dpo"])

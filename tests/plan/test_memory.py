@@ -16,7 +16,7 @@ from grpo_fast.distributed.world import World
 from grpo_fast.loop.update import packed_loss
 from grpo_fast.plan.devices import device_budget
 from grpo_fast.plan.measure import measured_shape, peak_bytes, random_batches, random_policy
-from grpo_fast.plan.memory import Setup, step_bytes
+from grpo_fast.plan.memory import Setup, host_bytes, step_bytes
 from grpo_fast.plan.model_shape import model_config, model_shape
 from grpo_fast.plan.sizes import StepSizes
 from grpo_fast.policy import PolicyOptimizer
@@ -214,8 +214,11 @@ def test_the_engine_has_the_trainers_weights_or_a_copy(
     shape = planned.shape
     own = 0 if shared else shape.parameters - shape.adapters
     own += shape.adapters * (model == QLORA or "lora_sync" in vllm)
+    parts = step_bytes(planned, UPDATE)
     assert planned.weights.shared == shared
-    assert step_bytes(planned, UPDATE)["rollout"].get("engine weights", 0) == 2 * own
+    assert parts["rollout"].get("engine weights", 0) == parts["start"].get("engine weights", 0) == 2 * own
+    assert parts["start"]["weights"] == shape.bytes and "gradients" not in parts["start"]
+    assert (host_bytes(planned, UPDATE) >= shape.bytes) == shared  # they wait there for vLLM's start
 
 
 @pytest.mark.parametrize("family", ["qwen2", "gemma3_text", "minicpm3", "qwen3_5_text", "falcon_h1"])

@@ -13,8 +13,8 @@ from grpo_fast.plan.devices import DeviceBudget, device_budget
 from grpo_fast.plan.memory import parts_bytes
 from grpo_fast.plan.model_shape import ModelShape, model_shape
 from grpo_fast.plan.report import plan
-from grpo_fast.plan.search import AUTO_MOST, MOST_GENERATIONS, SPARE, Choice, Search, levers, too_large
-from grpo_fast.plan.sizes import step_sizes
+from grpo_fast.plan.search import MOST_GENERATIONS, SPARE, Choice, Search, levers, too_large
+from grpo_fast.plan.sizes import EXPECTED, step_sizes
 
 LEVEL = "rollout.vllm.sleep_level"
 OFFLOADS = ["gradients", "optimizer", "master"]
@@ -35,17 +35,6 @@ def shape(config: Any, run: Any) -> ModelShape:
     return model_shape(config("llama", num_hidden_layers=2), run().model)
 
 
-def test_a_group_is_bounded_by_the_usual_by_one_wave_and_by_memory(shape: ModelShape, run: Any) -> None:
-    def group(total: int, **sections: Any) -> int | None:
-        return Search(run("auto", **sections), shape, gpu(total)).generations()
-
-    assert group(2 << 30) == AUTO_MOST
-    assert group(2 << 30, prompts_per_step=30) == 1024 // 30
-    assert group(2 << 30, prompts_per_step=200) == 8
-    assert group(least(run(2), shape) - 1) is None
-    assert Search(run(2), shape, gpu(8 << 30)).largest_generations() == MOST_GENERATIONS
-
-
 def test_the_largest_group_and_completion_fit_and_one_more_does_not(shape: ModelShape, run: Any) -> None:
     total = least(run(2), shape, 5)
     search = Search(run(2), shape, gpu(total))
@@ -63,9 +52,7 @@ def test_the_largest_group_and_completion_fit_and_one_more_does_not(shape: Model
 
 def test_more_memory_never_chooses_less(shape: ModelShape, run: Any) -> None:
     """On budgets from next to nothing to plenty, what costs time goes first."""
-    choices = [
-        Search(run("auto"), shape, gpu(least(run(2), shape, more))).choose(8) for more in (40, 80, 160, 2000)
-    ]
+    choices = [Search(run(), shape, gpu(least(run(), shape, more))).choose() for more in (40, 80, 160, 2000)]
 
     assert all(choice is not None and choice.free >= 0 for choice in choices)
     busy = [choice.busy for choice in choices]
@@ -80,10 +67,11 @@ def test_no_more_in_flight_and_no_larger_micro_batch_would_fit(
 ) -> None:
     total = least(run(64), shape, more)
 
-    found = Search(run(64), shape, gpu(total)).choose(64)
+    found = Search(run(64), shape, gpu(total)).choose()
 
     sizes, left = found.sizes, int(spare * total)
     assert found.free >= left and sizes.in_flight < 1024 and found.values[LEVEL] != 0
+    assert EXPECTED <= sizes.expected < 100  # of the longest completion
     for larger in (
         {"most_in_flight": sizes.in_flight + 1},
         {"micro_batch_tokens": sizes.micro_batch.inputs + 64},
@@ -91,11 +79,30 @@ def test_no_more_in_flight_and_no_larger_micro_batch_would_fit(
         assert Choice(found.setup, replace(sizes, **larger)).free < left
 
 
+def test_lora_is_merged_where_a_second_copy_fits_and_else_an_adapter(config: Any, run: Any) -> None:
+    lora = {"lora": {"r": 8}}
+    shape = model_shape(config("llama", num_hidden_layers=8), run(model=lora).model)
+
+    def synced(total: int, **vllm: Any) -> tuple[Any, Any]:
+        found = Search(run(model=lora, rollout={"vllm": vllm}), shape, gpu(total)).choose()
+        assert found is not None and found.free >= 0
+        return found.values.get("rollout.vllm.lora_sync"), found.values[LEVEL]
+
+    def needed(way: str) -> int:
+        return least(run(model=lora, rollout={"vllm": {"lora_sync": way}}), shape)
+
+    assert needed("merged") - needed("adapter") > shape.bytes // 2  # a second copy
+    assert synced(4 << 30) == ("merged", 0)
+    assert synced((needed("merged") + needed("adapter")) // 2) == ("adapter", 1)
+    assert synced(4 << 30, lora_sync="adapter") == ("adapter", 0)
+    assert synced(4 << 30, sleep_level=2) == (None, 2)  # an adapter's base would be dropped
+
+
 def test_a_setting_by_hand_stays_and_a_micro_batch_is_halved(shape: ModelShape, run: Any) -> None:
-    halved = Search(run(micro_batch_tokens=50_000), shape, gpu(least(run(), shape, 20))).choose(8)
-    kept = Search(run(micro_batch_tokens=300), shape, gpu(2 << 30)).choose(8)
+    halved = Search(run(micro_batch_tokens=50_000), shape, gpu(least(run(), shape, 20))).choose()
+    kept = Search(run(micro_batch_tokens=300), shape, gpu(2 << 30)).choose()
     hand = {"model": {"gradient_checkpointing": True}, "memory": {"offload": ["master"]}}
-    by_hand = Search(run(**hand), shape, gpu(2 << 30)).choose(8)
+    by_hand = Search(run(**hand), shape, gpu(2 << 30)).choose()
 
     assert 128 <= halved.sizes.micro_batch_tokens < 50_000
     assert kept.sizes.micro_batch_tokens == 300
@@ -115,10 +122,10 @@ def test_no_more_is_offloaded_than_the_host_holds(config: Any, run: Any) -> None
 
 
 def test_a_cpu_is_planned_with_its_constants(shape: ModelShape, run: Any) -> None:
-    found = plan(run("auto"), shape, DeviceBudget("cpu", name="cpu", total=8 << 30))
+    found = plan(run(), shape, DeviceBudget("cpu", name="cpu", total=8 << 30))
 
     expected = {"micro_batch_tokens": 16_384, "model.gradient_checkpointing": False, "memory.offload": []}
-    assert found.choice.values == {"rollout.num_generations": 8} | expected
+    assert found.choice.values == expected
     assert found.by_hand == []
 
 
@@ -133,7 +140,8 @@ def test_what_does_not_fit_is_told_what_makes_room(shape: ModelShape, run: Any) 
         return levers(Search(run(**sections), shape, gpu(1 << 20)))
 
     by_hand = {"model": {"gradient_checkpointing": False}, "memory": {"offload": "none"}}
-    plain, full, lora = offered(), offered(**by_hand, loss={"beta": 0.1}), offered(model={"lora": {"r": 8}})
+    plain, full = offered(), offered(**by_hand, loss={"beta": 0.1})
+    lora = offered(model={"lora": {"r": 8}}, rollout={"vllm": {"lora_sync": "merged"}})
     told = too_large(Search(run(), shape, gpu(1 << 20)))
     assert re.search(r"does not fit H200: 16 prompts .* more than its 1\.0 MiB.*a larger GPU$", told)
     assert "memory.offload=auto" not in plain and "model.lora={}" in plain

@@ -16,13 +16,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from traceback import clear_frames
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from grpo_fast.config.rollout import VLLMConfig
+from grpo_fast.config.section import short
 from grpo_fast.distributed.shards import local
 from grpo_fast.distributed.world import SINGLE_PROCESS, World
+from grpo_fast.policy.host_memory import waiting_on_host
+from grpo_fast.policy.out_of_memory import is_out_of_memory
 from grpo_fast.policy.source import first_not_finite
 from grpo_fast.policy.vision import sees_images
 from grpo_fast.rollout.agreement import require_agreement
@@ -40,7 +44,7 @@ from grpo_fast.rollout.vllm import convert
 from grpo_fast.rollout.vllm.convert import completion_of, content_of, params_of
 from grpo_fast.rollout.vllm.settings import choose, require_vision
 from grpo_fast.rollout.vllm.sleep import SleepCycle
-from grpo_fast.rollout.vllm.start import keeping_ranks, start, stopped
+from grpo_fast.rollout.vllm.start import keeping_ranks, movable, start, stopped
 from grpo_fast.rollout.vllm.weights import WeightSync, weight_versions
 
 if TYPE_CHECKING:
@@ -57,6 +61,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 # Of all engines' requests: vLLM runs a batch ahead, whose last one still names requests of the call before.
 _numbers = itertools.count()
+SMALLER = 0.85  # times the room for keys and values, after vLLM ran out of memory
 
 
 class VLLMEngine:
@@ -88,14 +93,49 @@ class VLLMEngine:
             ImportError, RuntimeError, ValueError: as `start`; ValueError also for a model that vLLM computes
                 differently from the policy.
         """
-        self._policy = policy
-        self._world = world
-        self._parallel = config.tensor_parallel_size
-        choices = choose(policy, config)
-        self._llm: LLM | None
+        self._policy, self._config, self._world = policy, config, world
+        self._parallel, self._asked_length = config.tensor_parallel_size, max_length
+        self._choices = choose(policy, config)
+        self._llm: LLM | None = None
         self._tells_experts = tells_experts
-        self._llm, placements = start(policy, config, choices, max_length, world, tells_experts)
+        self._open(1.0)
+
+    def _open(self, share: float) -> None:
+        """Start vLLM with a share of the room for keys and values; once again with `SMALLER` of it."""
         try:
+            self._start(share)
+            return
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            clear_frames(error.__traceback__)  # which hold what vLLM has built
+            problem = short(str(error), 200)
+            if share < 1:
+                raise torch.OutOfMemoryError(
+                    f"vLLM runs out of memory, even with {share:g} times the room for keys and values: lower "
+                    "rollout.vllm.kv_cache_gib, gpu_memory_utilization or max_sequences, or set "
+                    f"rollout.vllm.enforce_eager to true. It said: {problem}"
+                ) from error
+        self._free_cached()
+        self._open_smaller(problem)
+
+    def _open_smaller(self, problem: str) -> None:
+        logger.warning(
+            "vLLM runs out of memory (%s): it starts again with %g times the room for keys and values "
+            "(rollout.vllm.kv_cache_gib, gpu_memory_utilization)",
+            problem,
+            SMALLER,
+        )
+        self._open(SMALLER)
+
+    def _start(self, share: float) -> None:
+        policy, config, choices, world = self._policy, self._config, self._choices, self._world
+        self._share = share
+        try:
+            with world.all_succeed("vLLM's start"):
+                self._llm, placements = start(
+                    policy, config, choices, self._asked_length, world, self._tells_experts, share
+                )
             self._cycle = SleepCycle(self._vllm, 0)
             model = self._worker.get_model()
             self._sync = WeightSync(self._vllm, model, policy, placements, choices.adapters)
@@ -277,6 +317,20 @@ class VLLMEngine:
         self._require_open()
         return self._cycle.freed()
 
+    @property
+    def can_shrink(self) -> bool:
+        return self._share == 1
+
+    def shrink(self) -> None:
+        """Start vLLM again with `SMALLER` times the room for keys and values; once."""
+        # Nothing that sleeps can be closed. The weights make room for it to wake.
+        with waiting_on_host(movable(self._policy.base_weights()), self._policy.device):
+            if self._choices.shares:
+                for parameter in self._worker.get_model().parameters():
+                    parameter.data = parameter.new_empty(0)
+            self.close()
+        self._open_smaller("no room to wake in")
+
     def close(self) -> None:
         """Stop vLLM and free what it holds. The policy stays as it is, shared weights included.
 
@@ -299,9 +353,12 @@ class VLLMEngine:
         finally:
             stopped()
             del vllm
-            gc.collect()
-            if self._policy.device.type == "cuda":
-                torch.cuda.empty_cache()
+            self._free_cached()
+
+    def _free_cached(self) -> None:
+        gc.collect()
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
 
     def __enter__(self) -> VLLMEngine:
         return self

@@ -27,6 +27,7 @@ CPU_KV_GIB = 1.0  # where nothing says how much
 LOAD_FORMAT = "grpo_fast"
 FP32_HEAD_SINCE = (0, 26)  # older ones warn, and generate with the model's own dtype
 FREE_SHARE = 0.5  # of the free GPU memory, when nothing says how much vLLM may have
+MOST_FREE = 0.97  # of it, where kv_cache_gib bounds vLLM's use: some more is taken before vLLM measures
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM takes
 
 
@@ -143,7 +144,7 @@ def require_positions(config: PreTrainedConfig, length: int) -> None:
 def engine_arguments(
     policy: Policy, config: VLLMConfig, adapters: bool, max_length: int | None
 ) -> dict[str, Any]:
-    """What `LLM` is called with, besides model and sleep.
+    """What `LLM` is called with, besides model, memory and sleep.
 
     Raises ValueError for LoRA of a rank that vLLM does not take, or a float32 head that its version lacks.
     """
@@ -181,16 +182,26 @@ def engine_arguments(
             )
         allowed = next(allowed for allowed in LORA_RANKS if allowed >= rank)
         arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": allowed}
-    size = kv_cache_gib(config, not on_cpu)
-    if size is not None:
-        arguments["kv_cache_memory_bytes"] = int(size * GIB)
-    if not on_cpu:
-        # vLLM refuses to start where its share, by default 92 % of the device, is not free, even when a size
-        # is given instead: the share leaves out what the trainer holds already.
-        free, total = torch.cuda.mem_get_info(policy.device)
-        configured = config.gpu_memory_utilization if size is None else None
-        arguments["gpu_memory_utilization"] = configured or FREE_SHARE * free / total
     return arguments
+
+
+def memory_arguments(config: VLLMConfig, device: torch.device, shared: int, share: float) -> dict[str, Any]:
+    """Return the arguments of `LLM` for its memory, read where all is free that it may take.
+
+    On a GPU vLLM measures the room for keys and values within its share of the device. vLLM refuses to start
+    where that share, by default 92 %, is not free.
+
+    Args:
+        shared: bytes of the weights that vLLM builds and the policy then has too.
+        share: of the room for keys and values; on a GPU `bounded_cache` applies it.
+    """
+    size = kv_cache_gib(config, device.type == "cuda")
+    if device.type == "cpu":
+        return {"kv_cache_memory_bytes": int(share * (size or 0) * GIB)}
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    most = MOST_FREE * free if size else shared + FREE_SHARE * (free - shared)
+    return {"gpu_memory_utilization": config.gpu_memory_utilization or most / total}
 
 
 def graph_sizes(largest: int) -> list[int]:

@@ -13,6 +13,8 @@ out of the pool as they load, never enter it.
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
@@ -23,6 +25,7 @@ import torch
 if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
 
+logger = logging.getLogger(__name__)
 GIB = 2**30
 TAGS = ("weights", "kv_cache")
 
@@ -91,7 +94,7 @@ class SleepCycle:
         except Exception as error:
             raise RuntimeError(
                 f"vLLM could not take back its memory ({tag}): {error}; free some and call wake() again, or "
-                "lower rollout.vllm.kv_cache_gib"
+                "lower rollout.vllm.kv_cache_gib or rollout.vllm.gpu_memory_utilization"
             ) from error
         if not others and self._engine.is_sleeping():
             raise RuntimeError("vLLM did not wake up completely; call wake() again once memory is free")
@@ -144,3 +147,33 @@ def weights_outside_the_pool() -> AbstractContextManager[Any]:
         return nullcontext() if tag == "weights" else pool(worker, tag)
 
     return patch.object(worker_class, "_maybe_get_memory_pool_context", outside)
+
+
+def bounded_cache(gib: float, share: float) -> AbstractContextManager[Any]:
+    """Give vLLM's next KV cache a share of the room that vLLM measures on a GPU, or of `gib` if that is less.
+
+    `num_gpu_blocks_override` would take the place of what vLLM measures, however little that is, and counts
+    blocks of as many layers as vLLM groups.
+    """
+    from vllm.v1.worker import gpu_worker
+
+    worker_class: Any = gpu_worker.Worker
+    measure = worker_class.determine_available_memory
+
+    def bounded(worker: Any) -> int:
+        room = measure(worker) / GIB
+        if room <= 0:
+            raise ValueError(
+                f"vLLM's weights and activations take {-room:.2f} GiB more than its share of the GPU, and "
+                "leave nothing for keys and values; raise rollout.vllm.gpu_memory_utilization where it is "
+                "set, lower rollout.vllm.max_sequences, or set rollout.vllm.enforce_eager to true"
+            )
+        if room < gib < math.inf:
+            logger.warning(
+                "rollout.vllm.kv_cache_gib = %g does not fit: vLLM measures room for %.2f GiB and takes that",
+                gib,
+                room,
+            )
+        return int(share * min(room, gib) * GIB)
+
+    return patch.object(worker_class, "determine_available_memory", bounded)

@@ -8,30 +8,39 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import os
 import shutil
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from grpo_fast.config.rollout import VLLMConfig
 from grpo_fast.config.section import short
 from grpo_fast.distributed.world import SINGLE_PROCESS, World
-from grpo_fast.policy.quantization import unquantized
+from grpo_fast.policy.host_memory import waiting_on_host
+from grpo_fast.policy.out_of_memory import ALLOCATOR
+from grpo_fast.policy.quantization import is_quantized, unquantized
 from grpo_fast.policy.random_state import capture_rng, restore_rng
 from grpo_fast.policy.source import cache_folder
 from grpo_fast.rollout.vllm import IN_PROCESS, installed_version, require_vllm
 from grpo_fast.rollout.vllm.quantized import handed_out, register
-from grpo_fast.rollout.vllm.settings import LOAD_FORMAT, Choices, engine_arguments, require_positions
-from grpo_fast.rollout.vllm.sleep import require_empty_pool, weights_outside_the_pool
+from grpo_fast.rollout.vllm.settings import (
+    LOAD_FORMAT,
+    Choices,
+    engine_arguments,
+    memory_arguments,
+    require_positions,
+)
+from grpo_fast.rollout.vllm.sleep import bounded_cache, require_empty_pool, weights_outside_the_pool
 from grpo_fast.rollout.vllm.weights import Placement, checkpoint_weights, share, watch_loading
 
 if TYPE_CHECKING:
@@ -50,7 +59,6 @@ DEFAULTS = {
 }
 # Ranks of one host talk to no other, and start where it has no name or no network.
 ONE_HOST = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 _running: list[object] = []
 
@@ -62,10 +70,12 @@ def start(
     max_length: int | None,
     world: World,
     tells_experts: bool = False,
+    share_of_cache: float = 1.0,
 ) -> tuple[LLM, list[Placement]]:
     """Start vLLM in this process with the policy's weights. Nothing is read from disk, and none are random.
 
-    Each rank of `world` starts one, and joins the others' where the configuration says so.
+    Each rank of `world` starts one, and joins the others' where the configuration says so. Weights that the
+    two will share wait on the host while vLLM builds its model: the device never holds both copies.
 
     Returns:
         vLLM, and where its loader put each weight.
@@ -76,13 +86,14 @@ def start(
         ValueError: the environment or the configuration contradicts itself.
     """
     require_vllm()
-    on_gpu, sleeps = policy.device.type == "cuda", choices.level != 0
+    device, sleeps = policy.device, choices.level != 0
+    on_gpu = device.type == "cuda"
     quantized = choices.shares and policy.quantized
     placements: list[Placement] = []
+    base = policy.base_weights()
 
     def load(model: Any) -> None:
         nonlocal placements
-        base = policy.base_weights()
         weights = handed_out(base) if quantized else checkpoint_weights(policy, adapters=not choices.adapters)
         try:
             placements = watch_loading(model.load_weights, weights)
@@ -94,6 +105,7 @@ def start(
             ) from error
         if choices.shares:
             placements = share(model, base, placements)
+        bring_back()  # what has no place in vLLM, before vLLM measures the memory that is left
 
     if world.is_main:
         logger.warning("vLLM %s starts, which takes about half a minute", installed_version())
@@ -109,7 +121,7 @@ def start(
 
         if quantized:
             arguments["quantization"] = register()
-        require_device(policy.device, current_platform.device_type, world)
+        require_device(device, current_platform.device_type, world)
         require_processes(world)
         if sleeps and not choices.shares:
             require_empty_pool()
@@ -120,15 +132,24 @@ def start(
         if not arguments["enforce_eager"]:
             folder = cached_model_folder(folder)
         if on_gpu:
-            torch.cuda.synchronize(policy.device)  # vLLM goes on in a stream of its own, and so does training
+            torch.cuda.synchronize(device)  # vLLM goes on in a stream of its own, and so does training
         else:
             keep_weights_unpacked()
-        place = weights_outside_the_pool() if sleeps and choices.shares else nullcontext()
-        with place:
+        waiting = movable(base) if choices.shares else []
+        with (
+            waiting_on_host(waiting, device) as bring_back,
+            weights_outside_the_pool() if sleeps and choices.shares else nullcontext(),
+            bounded_cache(config.kv_cache_gib or math.inf, share_of_cache) if on_gpu else nullcontext(),
+        ):
+            shared = sum(weight.nbytes for weight in waiting)
+            arguments |= memory_arguments(config, device, shared, share_of_cache)
             llm = LLM(model=str(folder), enable_sleep_mode=sleeps, **arguments)
-    if on_gpu:
-        torch.cuda.empty_cache()  # what the policy's weights were in before they were shared
     return llm, placements
+
+
+def movable(weights: Mapping[str, Tensor]) -> list[Tensor]:
+    """Return the weights that can wait on the host: vLLM reads 4-bit ones where they are."""
+    return [weight for weight in weights.values() if not is_quantized(weight)]
 
 
 def keep_weights_unpacked() -> None:

@@ -47,7 +47,7 @@ class Placement:
 
     def holds(self, weight: Tensor) -> bool:
         """Whether vLLM holds exactly this weight here."""
-        return torch.equal(self.target, self.source(weight).to(self.target.dtype))
+        return torch.equal(self.target, self.source(weight).to(self.target))
 
     def aliases(self, weight: Tensor) -> bool:
         """Whether the weight and vLLM's tensor are the same memory."""
@@ -97,12 +97,11 @@ def storage_of(tensor: Tensor) -> int:
 def share(model: nn.Module, weights: Mapping[str, Tensor], placements: list[Placement]) -> list[Placement]:
     """Make engine and trainer use the same memory, where a whole weight is a contiguous part of a tensor.
 
-    A tensor of one weight becomes the trainer's. A tensor of several, or with padding, moves to new memory,
-    which the trainer's weights become views of; each keeps its identity, shape and value.
+    The trainer's weights become views of the engine's tensors; each keeps its identity, shape and value.
 
     Args:
         model: the engine's, its weights loaded and not yet processed.
-        weights: the trainer's, live, by the checkpoint's names.
+        weights: the trainer's, live, by the checkpoint's names; they may wait on the host.
 
     Returns:
         The placements with their targets where they are now.
@@ -119,11 +118,8 @@ def share(model: nn.Module, weights: Mapping[str, Tensor], placements: list[Plac
         whole = all(loaded[part.name] == 1 and _is_whole(part, weights.get(part.name)) for part in parts)
         if not (whole and _is_plain(owners[storage])):
             continue
-        tensor, first = owners[storage][0].data, weights[parts[0].name]
-        if len(parts) == 1 and first.numel() == tensor.numel():
-            home = first.data.view(tensor.shape)
-        else:
-            home = torch.empty_like(tensor, requires_grad=False).copy_(tensor)
+        home = owners[storage][0].data
+        home = home.clone() if home.is_inference() else home
         for part in parts:
             shape, start = weights[part.name].shape, part.target.storage_offset()
             view = home.view(-1)[start : start + part.target.numel()].view(shape)
@@ -143,13 +139,12 @@ def _is_plain(owners: Sequence[nn.Parameter]) -> bool:
 
 
 def _is_whole(place: Placement, weight: Tensor | None) -> bool:
-    """Whether a contiguous weight lies in as many contiguous elements of its dtype and device, as it is."""
+    """Whether a contiguous weight lies in as many contiguous elements of its dtype, as it is."""
     return (
         weight is not None
         and weight.is_contiguous()
         and place.target.is_contiguous()
-        and (weight.numel(), weight.dtype, weight.device)
-        == (place.target.numel(), place.target.dtype, place.target.device)
+        and (weight.numel(), weight.dtype) == (place.target.numel(), place.target.dtype)
         and place.holds(weight)  # a loader may go on where it has copied: -exp(A_log) of a Mamba layer
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
@@ -10,7 +11,13 @@ import pytest
 import torch
 
 from grpo_fast.policy.out_of_memory import is_out_of_memory
-from grpo_fast.rollout.vllm.sleep import GIB, SleepCycle, require_empty_pool, weights_outside_the_pool
+from grpo_fast.rollout.vllm.sleep import (
+    GIB,
+    SleepCycle,
+    bounded_cache,
+    require_empty_pool,
+    weights_outside_the_pool,
+)
 
 
 class Device:
@@ -141,3 +148,20 @@ def test_shared_weights_load_outside_the_pool_and_everything_else_in_it(monkeypa
                 with Worker()._maybe_get_memory_pool_context(tag=tag):
                     pass
     assert entered == ["kv_cache", "weights", "kv_cache"]
+
+
+@pytest.mark.parametrize(
+    ("measured", "most", "share", "given"),
+    [(8, 3, 1.0, 3), (2, 3, 1.0, 2), (8, math.inf, 0.5, 4), (8, 3, 0.5, 1.5), (-1, 3, 1.0, None)],
+)
+def test_keys_and_values_take_the_planned_or_the_measured_room(
+    monkeypatch, caplog, measured, most, share, given
+):
+    worker = type("Worker", (), {"determine_available_memory": lambda self: measured * GIB})
+    module = SimpleNamespace(gpu_worker=SimpleNamespace(Worker=worker))
+    monkeypatch.setitem(sys.modules, "vllm.v1.worker", module)
+    refused = pytest.raises(ValueError, match=r"1\.00 GiB more.*max_sequences")
+    with bounded_cache(most, share), refused if given is None else nullcontext():
+        assert worker().determine_available_memory() == given * GIB
+    assert ("rollout.vllm.kv_cache_gib = 3" in caplog.text) == (measured == 2)
+    assert worker().determine_available_memory() == measured * GIB

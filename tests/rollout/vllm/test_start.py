@@ -16,9 +16,18 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from grpo_fast.config.load import load_config
 from grpo_fast.config.rollout import RolloutConfig, VLLMConfig
 from grpo_fast.distributed.world import World
+from grpo_fast.policy.out_of_memory import ALLOCATOR, EXPANDABLE, expand_segments
 from grpo_fast.rollout import make_engine, require_engine, vllm
 from grpo_fast.rollout.vllm import IN_PROCESS, require_vllm, settings, start, version_problem
-from grpo_fast.rollout.vllm.settings import choose, engine_arguments, graph_sizes, require_positions
+from grpo_fast.rollout.vllm.engine import SMALLER, VLLMEngine
+from grpo_fast.rollout.vllm.settings import (
+    MOST_FREE,
+    choose,
+    engine_arguments,
+    graph_sizes,
+    memory_arguments,
+    require_positions,
+)
 from grpo_fast.rollout.vllm.sleep import GIB
 from grpo_fast.rollout.vllm.start import (
     cached_model_folder,
@@ -121,6 +130,28 @@ def test_a_start_leaves_the_environment_as_it_was(monkeypatch):
     assert {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")} == before
 
 
+@pytest.mark.parametrize(
+    ("given", "initialized", "expected"),
+    [
+        ({}, False, EXPANDABLE),
+        ({}, True, None),  # torch has read it
+        ({"PYTORCH_ALLOC_CONF": "backend:native"}, False, "backend:native"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, False, None),
+    ],
+)
+def test_segments_expand_unless_the_user_or_cuda_came_first(monkeypatch, given, initialized, expected):
+    for name in ALLOCATOR:  # what the call sets, the first deletes again
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: initialized)
+
+    expand_segments()
+
+    assert os.environ.get("PYTORCH_ALLOC_CONF") == expected
+
+
 def test_a_model_of_the_same_content_is_compiled_under_the_same_name(monkeypatch, tmp_path: Path):
     monkeypatch.setenv("GRPO_FAST_CACHE", str(tmp_path / "cache"))
     folders = [tmp_path / name for name in ("first", "again", "other")]
@@ -137,39 +168,63 @@ def test_a_model_of_the_same_content_is_compiled_under_the_same_name(monkeypatch
     assert cached_model_folder(folders[0]) == folders[0]
 
 
-SHARE = {"gpu_memory_utilization": 0.375}
-
-
 @pytest.mark.parametrize(
     ("device", "given", "longest", "expected"),
     [
-        # Memory for keys and values: by the configuration, then a share.
-        ("cpu", {}, None, {"kv_cache_memory_bytes": GIB, "enforce_eager": True, "max_model_len": -1}),
-        ("cpu", {"kv_cache_gib": 2.0}, 50, {"kv_cache_memory_bytes": 2 * GIB, "max_model_len": 50}),
-        # A share goes with every size: vLLM refuses to start where its default of 92 % is not free.
-        ("cuda", {"kv_cache_gib": 2.0}, None, SHARE | {"kv_cache_memory_bytes": 2 * GIB}),
-        ("cuda", {"gpu_memory_utilization": 0.3}, None, {"gpu_memory_utilization": 0.3}),
-        ("cuda", {}, None, SHARE | {"enforce_eager": False, "tensor_parallel_size": 1}),
+        ("cpu", {}, None, {"enforce_eager": True, "max_model_len": -1}),
+        ("cpu", {}, 50, {"max_model_len": 50}),
+        ("cuda", {}, None, {"enforce_eager": False, "tensor_parallel_size": 1}),
         ("cuda", {"enforce_eager": True}, None, {"enforce_eager": True}),
         ("cpu", {"max_model_length": 99, "enforce_eager": False}, 50, {"max_model_len": 99}),
         ("cuda", {"max_sequences": 3}, None, {"max_num_seqs": 3, "cudagraph_capture_sizes": [1, 2, 3]}),
         ("cuda", {"tensor_parallel_size": 2}, None, {"tensor_parallel_size": 2}),
     ],
 )
-def test_vllm_is_started_by_configuration_then_device(monkeypatch, device, given, longest, expected):
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60, 80))
-
+def test_vllm_is_started_by_configuration_then_device(device, given, longest, expected):
     arguments = engine_arguments(policy(device), VLLMConfig(**given), False, longest)
 
     assert expected.items() <= arguments.items()
-    assert ("kv_cache_memory_bytes" in arguments) == (device == "cpu" or "kv_cache_memory_bytes" in expected)
-    assert ("gpu_memory_utilization" in arguments) == (device == "cuda")
     assert arguments.get("enable_chunked_prefill") == (False if device == "cpu" else None)
     assert not {"enable_lora", "hf_overrides"} & arguments.keys()
 
 
-def test_prompts_of_a_hybrid_are_cached_on_a_gpu_alone(monkeypatch):
+@pytest.mark.parametrize(
+    ("device", "given", "expected"),
+    [
+        ("cpu", {}, {"kv_cache_memory_bytes": GIB // 2}),
+        ("cpu", {"kv_cache_gib": 2.0}, {"kv_cache_memory_bytes": GIB}),
+        # vLLM measures: in most of what is free where keys and values are bounded, else in a part of it.
+        ("cuda", {"kv_cache_gib": 2.0}, {"gpu_memory_utilization": MOST_FREE * 60 / 80}),
+        ("cuda", {"kv_cache_gib": 2.0, "gpu_memory_utilization": 0.3}, {"gpu_memory_utilization": 0.3}),
+        ("cuda", {}, {"gpu_memory_utilization": 0.5}),
+    ],
+)
+def test_keys_and_values_have_room_by_configuration_then_device(monkeypatch, device, given, expected):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60, 80))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+
+    found = memory_arguments(VLLMConfig(**given), torch.device(device), shared=20, share=0.5)
+
+    assert found == pytest.approx(expected)
+
+
+def test_out_of_memory_starts_vllm_once_more_with_less_room(monkeypatch):
+    starts: list[float] = []
+
+    def full(engine: VLLMEngine, share: float) -> None:
+        starts.append(share)
+        raise RuntimeError("CUDA error: out of memory" if "out" in said else said)
+
+    engine = VLLMEngine.__new__(VLLMEngine)
+    monkeypatch.setattr(VLLMEngine, "_start", full)
+    for said, shares in (("out", [1.0, SMALLER]), ("a bug", [1.0])):
+        with pytest.raises(RuntimeError, match=r"kv_cache_gib.*max_sequences" if said == "out" else said):
+            engine._open(1.0)
+        assert starts == shares
+        starts.clear()
+
+
+def test_prompts_of_a_hybrid_are_cached_on_a_gpu_alone():
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "vocab_size": 8}
     config = AutoConfig.for_model("lfm2", **sizes, num_hidden_layers=1, layer_types=["conv"])
     hybrid = AutoModelForCausalLM.from_config(config)
