@@ -24,14 +24,18 @@ test-cuda-build: $(VENV)/.installed-test  # with the torch that a package index 
 	$(CUDA)/bin/python -m pytest -n 2 --dist worksteal $(TESTS)
 
 test-latest: LATEST := $(VENV)-latest
-test-latest:  # with what pip takes today instead of the locked set; peers that are not installed are skipped
-	@echo "The newest, also beyond the ceilings of pyproject.toml: pip's conflicts and its last table name those."
+test-latest:  # with what pip takes today beside the newest vLLM, whose sources are read but not run
 	$(PYTHON) -m venv --clear $(LATEST)
-	$(LATEST)/bin/python -m pip install --quiet --editable ".[test,triton,liger,trl,gguf,tasks,quantization]"
+	$(LATEST)/bin/python -m pip download --quiet --no-deps --only-binary :all: \
+		--platform manylinux_2_28_x86_64 --dest $(LATEST)/vllm vllm
+	$(LATEST)/bin/python -c "import glob, zipfile; wheel = zipfile.ZipFile(*glob.glob('$(LATEST)/vllm/*.whl')); \
+		wheel.extractall('$(LATEST)/vllm', [n for n in wheel.namelist() if n.endswith(('.py', 'METADATA'))])"
+	sed -n 's/^Requires-Dist: \([^;[]*\)$$/\1/p' $(LATEST)/vllm/*/METADATA > $(LATEST)/vllm/constraints.txt
+	$(LATEST)/bin/python -m pip install --quiet --constraint $(LATEST)/vllm/constraints.txt \
+		--editable ".[test,triton,liger,trl,gguf,tasks,quantization]"
 	$(LATEST)/bin/python -m pip install --quiet --no-deps -r .ci/requirements/no-deps.txt
-	$(LATEST)/bin/python -m pip install --quiet --upgrade torch transformers triton liger-kernel
-	$(LATEST)/bin/python -m pip list --outdated
-	$(LATEST)/bin/python -m pytest -n 2 --dist worksteal
+	$(LATEST)/bin/python -m pip list
+	VLLM_SOURCES=$(LATEST)/vllm $(LATEST)/bin/python -m pytest -n 2 --dist worksteal $(TESTS)
 
 test-gpu: $(VENV)/.installed-test
 	$(TEST) -m gpu

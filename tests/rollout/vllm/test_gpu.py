@@ -53,20 +53,35 @@ def test_cycles_give_the_memory_back_and_keep_sampler_and_policy_together(name, 
 
 @pytest.mark.gpu
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", ["shared", "merged", "4 bits"])
+def test_a_model_of_billions_starts_without_a_second_copy(name, toy, tmp_path):
+    if name == "4 bits":
+        pytest.importorskip("bitsandbytes")
+    in_a_process_of_its_own(name, str(save_llama(toy, tmp_path / "model", layers=24)), "large")
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(600)
 def test_a_run_starts_and_resumes_where_engine_and_optimizer_do_not_both_fit(
     toy: dict[str, Any], tmp_path: Path
 ) -> None:
-    shape = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 8}
-    shape |= {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
-    config = AutoConfig.from_pretrained(toy["model"]["path"], **shape)  # 0.5 billion parameters
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path / "model")
-    AutoTokenizer.from_pretrained(toy["model"]["path"]).save_pretrained(tmp_path / "model")
+    model = save_llama(toy, tmp_path / "model", layers=8)  # 0.5 billion parameters
     run = {**toy, "max_steps": 2, "output_dir": str(tmp_path / "run"), "evaluation": {}}
-    run["model"] = {"path": str(tmp_path / "model"), "dtype": "bfloat16", "device": "cuda"}
+    run["model"] = {"path": str(model), "dtype": "bfloat16", "device": "cuda"}
     run["rollout"] = {**toy["rollout"], "engine": "vllm", "vllm": EAGER | {"kv_cache_gib": 8}}
     (tmp_path / "run.json").write_text(json.dumps(run))
     for resume in ("", "latest"):
         in_a_process_of_its_own("pressed", str(tmp_path / "run.json"), resume)
+
+
+def save_llama(toy: dict[str, Any], folder: Path, layers: int) -> Path:
+    """Write a model of 63 million parameters a layer, in bfloat16."""
+    shape = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": layers}
+    shape |= {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
+    config = AutoConfig.from_pretrained(toy["model"]["path"], **shape)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(toy["model"]["path"]).save_pretrained(folder)
+    return folder
 
 
 def in_a_process_of_its_own(*arguments: str) -> None:
@@ -99,7 +114,7 @@ def update(policy: Policy, rate: float) -> None:
             parameter.grad = None
 
 
-def cycles(name: str, folder: Path, difference: Callable[..., float]) -> None:
+def cycles(name: str, folder: Path, difference: Callable[..., float], *, large: bool = False) -> None:
     from grpo_fast.rollout.vllm.engine import VLLMEngine
 
     settings, with_lora, way, levels = CASES[name]
@@ -107,11 +122,15 @@ def cycles(name: str, folder: Path, difference: Callable[..., float]) -> None:
     base = {"path": str(folder), "dtype": "bfloat16", "quantization": "nf4" if "4 bits" in name else None}
     policy = load_policy(ModelConfig(**base, device="cuda", lora=lora))
     config = VLLMConfig(kv_cache_gib=1.0, **settings)
+    weights = sum(weight.nbytes for weight in policy.base_weights().values())
+    torch.cuda.reset_peak_memory_stats()
     with VLLMEngine(policy, config, max_length=256) as engine:
         assert (engine._sync.way, engine._cycle.level) == (way, levels[0]), engine._sync.reason
+        if large and way == "shared":
+            assert torch.cuda.max_memory_allocated() < 1.5 * weights
         if "max_sequences" in settings:
             assert engine._vllm.vllm_config.compilation_config.cudagraph_capture_sizes == [1, 2, 4, 6]
-        enduring = [(levels[0], MANY, 0.002)] if name in ENDURING else []
+        enduring = [(levels[0], MANY, 0.002)] if name in ENDURING and not large else []
         for level, count, rate in [*((level, CYCLES, 0.02) for level in levels), *enduring]:
             engine._cycle.level = level
             asleep = []
@@ -139,4 +158,4 @@ if __name__ == "__main__":
         sys.path.insert(0, str(Path(__file__).parents[1]))
         from conftest import largest_difference
 
-        cycles(case, Path(*rest), largest_difference)
+        cycles(case, Path(rest[0]), largest_difference, large="large" in rest)
