@@ -86,16 +86,21 @@ def devices() -> Iterator[Finding]:
 
 
 def head() -> Iterator[Finding]:
-    """Run the head forward and backward on the default device."""
+    """Run the head forward and backward on the default device, and compare its kernels with torch."""
     import torch
 
-    from grpo_fast.head import linear_logprob
+    from grpo_fast.head import HeadParameters, linear_logprob, warm_up
+    from grpo_fast.head.operator import backend_on
 
-    where = "cuda" if torch.cuda.is_available() else "cpu"
+    where = "cuda:0" if torch.cuda.is_available() else "cpu"
     like: Any = {"dtype": torch.bfloat16, "device": where}
     hidden, weight = (torch.ones(n, 64, **like).requires_grad_() for n in (4, 256))
     linear_logprob(hidden, weight, torch.arange(4, device=where)).logprob.sum().backward()
-    yield Finding("ok", "head", f"forward and backward on {where}", True)
+    kernels = backend_on(weight.device.type, weight.device.index, weight.dtype) == "triton"
+    if kernels:
+        warm_up(HeadParameters(weight), implementation="triton")
+    how = "kernels that agree with torch" if kernels else "plain torch"
+    yield Finding("ok", "head", f"forward and backward on {where} by {how}", True)
 
 
 def kernels_name() -> Iterator[Finding]:

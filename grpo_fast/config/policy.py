@@ -88,6 +88,11 @@ class ModelConfig(Section):
         description="coefficient of a mixture's load-balancing loss, as transformers computes it of the "
         "tokens of a micro-batch, in GRPO's loss; null: none",
     )
+    head: Literal["auto", "triton", "reference"] = Field(
+        "auto",
+        description="what computes the head. auto: kernels where they run, and plain torch with a warning "
+        "where they fail or differ from it at the start; triton: that is an error; reference: plain torch",
+    )
     head_tolerance: float | None = Field(
         None,
         ge=0,
@@ -120,6 +125,8 @@ class ModelConfig(Section):
     def _reads_what_is_set(self) -> ModelConfig:
         if self.path.startswith("package:") or Path(self.path).expanduser().is_dir():
             refuse_unread(self, ["revision"], f"with path = {self.path!r}, which is no hub id")
+        if self.head == "reference":
+            refuse_unread(self, ["head_tolerance"], "by head = 'reference', whose gradient is exact")
         return self
 
     @property

@@ -214,7 +214,8 @@ def head_bytes(setup: Setup, targets: int) -> int:
         trainable=shape.head_trained,
         jacobian=not shape.head_trained and not setup.config.loss.needs_entropy,
     )
-    plan = plan_head(setup.device, work)
+    kernels = setup.device.has_triton and model.head != "reference"
+    plan = plan_head(replace(setup.device, has_triton=kernels), work)
     # Hidden states, their gradient in float32, and a few numbers of a row.
     rows = targets * (shape.hidden * (shape.itemsize + 4) + 60)
     if plan.backend == "reference":

@@ -16,6 +16,7 @@ from grpo_fast.config.distributed import DistributedConfig
 from grpo_fast.config.policy import ModelConfig
 from grpo_fast.data.images import ImageReader
 from grpo_fast.distributed.world import SINGLE_PROCESS, World
+from grpo_fast.head.operator import backend_on
 from grpo_fast.policy.adapters import add_lora
 from grpo_fast.policy.architecture import (
     check_architecture,
@@ -76,6 +77,7 @@ def load_policy(
     config = config.model_copy(update={"dtype": resolve_dtype(config.dtype, device.type)})
     architecture = load_architecture(config)
     attention = resolve_attention(config.attention, device, config.dtype, architecture)
+    require_head(config, device)
     packs = resolve_packing(config, architecture)
     resolve_liger(config, device, architecture.model_type)  # what is wrong is told before weights are read
     if config.gradient_checkpointing == "offload" and device.type != "cuda":
@@ -163,6 +165,17 @@ def _problem(policy: Policy, world: World) -> str | None:
         return None
 
     return next(filter(None, world.gather_from_all("the check of the model", own)), None)
+
+
+def require_head(config: ModelConfig, device: torch.device) -> None:
+    """Raise ValueError where the head's kernels are asked for and none runs."""
+    if config.head == "triton":
+        backend = backend_on(device.type, device.index, getattr(torch, config.dtype))
+        if backend != "triton":
+            raise ValueError(
+                f"model.head = 'triton' needs Triton and a GPU from Ampere or CDNA on, and the device is "
+                f"{device}; set it to auto"
+            )
 
 
 def resolve_packing(config: ModelConfig, architecture: PreTrainedConfig) -> bool:

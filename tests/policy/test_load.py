@@ -259,6 +259,7 @@ def test_what_a_device_is_not_or_does_not_have_is_refused(
     for settings, problem in (
         ({"liger_kernels": True}, r"model\.liger_kernels = true needs a CUDA device"),
         ({"gradient_checkpointing": "offload"}, "'offload'.*model.device is cpu; set it to true"),
+        ({"head": "triton"}, r"model\.head = 'triton' needs Triton and a GPU .* is cpu; set it to auto"),
     ):
         with pytest.raises(ValueError, match=problem):
             load("llama", **settings)
