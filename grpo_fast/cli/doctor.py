@@ -72,6 +72,7 @@ def devices() -> Iterator[Finding]:
     """Describe the CPU and each GPU."""
     import torch
 
+    from grpo_fast.policy.driver import hidden_gpu
     from grpo_fast.policy.load import faster_dtype
 
     threads = f"{os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads"
@@ -81,7 +82,9 @@ def devices() -> Iterator[Finding]:
         memory = f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
         detail = f"{facts.name}, compute capability {facts.major}.{facts.minor}, {memory}"
         yield Finding("ok", f"cuda:{index}", detail)
-    if not torch.cuda.device_count():
+    if (problem := hidden_gpu()) is not None:
+        yield Finding("broken", "cuda", problem, True)
+    elif not torch.cuda.device_count():
         yield Finding("missing", "cuda", f"training runs on the CPU; torch's CUDA is {torch.version.cuda}")
 
 

@@ -26,6 +26,7 @@ from grpo_fast.policy.architecture import (
     verify_policy,
 )
 from grpo_fast.policy.attention import PACKED_ATTENTION, flash_obstacle, register
+from grpo_fast.policy.driver import hidden_gpu
 from grpo_fast.policy.experts import expert_count, is_router, require_router
 from grpo_fast.policy.layers import resolve_liger
 from grpo_fast.policy.patches import Setting, apply_patches
@@ -256,16 +257,19 @@ def resolve_device(name: str) -> torch.device:
     """`auto` is CUDA where there is one.
 
     Raises:
-        ValueError: an unknown device, or CUDA where there is none.
+        ValueError: an unknown device, CUDA where there is none, or `auto` where torch cannot use the GPU.
     """
     if name == "auto":
+        if (problem := hidden_gpu()) is not None:
+            raise ValueError(f"{problem}. To train on the CPU, set model.device = cpu")
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
     except RuntimeError:
         raise ValueError(f"model.device = {name!r} is not a device; give auto, cpu, cuda or cuda:N") from None
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"model.device = {name!r}, but torch finds no CUDA device; give auto or cpu")
+        why = hidden_gpu() or "torch finds no CUDA device"
+        raise ValueError(f"model.device = {name!r}, but {why}; give auto or cpu")
     return device
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from grpo_fast.cli import main
 from grpo_fast.config.policy import ModelConfig
 from grpo_fast.distributed.world import World
 from grpo_fast.policy import PackedBatch, Policy, load_policy, longest_sequence
@@ -252,6 +253,7 @@ def test_what_a_device_is_not_or_does_not_have_is_refused(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert resolve_device("auto") == torch.device("cpu")
     for name, problem in (("cuda:1", "finds no CUDA device"), ("gpu", "is not a device")):
         with pytest.raises(ValueError, match=problem):
@@ -263,6 +265,47 @@ def test_what_a_device_is_not_or_does_not_have_is_refused(
     ):
         with pytest.raises(ValueError, match=problem):
             load("llama", **settings)
+
+
+NVRM = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.129.03  Thu Oct 19 18:56:32 UTC 2023\n"
+SMI = "#!/bin/sh\necho 551.86\n"
+
+
+@pytest.mark.parametrize(
+    ("module", "smi", "driver"),
+    [
+        (NVRM, None, "535.129.03"),
+        (None, SMI, "551.86"),
+        (None, "#!/bin/sh\nexit 9\n", None),
+        (None, None, None),
+    ],
+)
+def test_a_driver_that_torch_cannot_use_is_refused_before_anything_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys, module, smi, driver
+) -> None:
+    for name, text in (("version", module), ("nvidia-smi", smi)):
+        if text is not None:
+            (tmp_path / name).write_text(text)
+            (tmp_path / name).chmod(0o755)
+    monkeypatch.setattr("grpo_fast.policy.driver.KERNEL_MODULE", tmp_path / "version")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+    if driver is None:
+        assert resolve_device("auto") == torch.device("cpu")
+        return
+    named = f"built for CUDA 13.0 .* NVIDIA driver {driver} .*update the driver"
+    with pytest.raises(ValueError, match=f"{named}.*set model.device = cpu"):
+        resolve_device("auto")
+    with pytest.raises(ValueError, match=f"'cuda', but .*{named}"):
+        resolve_device("cuda")
+    assert main(["doctor"]) == 1 and driver in capsys.readouterr().out
+    assert resolve_device("cpu") == torch.device("cpu")
+    for nothing in ("", "-1"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", nothing)
+        assert resolve_device("auto") == torch.device("cpu")
 
 
 def test_ranks_that_loaded_other_weights_are_refused(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
