@@ -2,7 +2,7 @@
 
 A dense mask over a micro-batch of T tokens costs T² however short its documents are. Here a token is not
 compared with what it cannot see: an SDPA call for each completion but the short ones, one FlexAttention call
-whose block mask skips the rest, or one call of the FlashAttention-2 that torch ships, so that a shared prompt
+whose block mask skips the rest, or one call of flash-attention (`policy.flash`), so that a shared prompt
 saves its tokens and costs nothing. All know the sliding window of a layer, which a ready-made 4-D mask
 cannot, being the same for all layers.
 """
@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from grpo_fast.policy.layout import PackedLayout, Sequences, repeated
+from grpo_fast.policy.flash import PACKAGES, varlen_attention
+from grpo_fast.policy.layout import PackedLayout, repeated
 from grpo_fast.policy.vision import model_class
 
 if TYPE_CHECKING:
@@ -74,8 +75,12 @@ def packed_attention(
                 module, query, key, value, mask, scaling=scaling, softcap=softcap, s_aux=sinks
             )
         return output, None
-    if chosen == "flash_attention_2" and softcap is None and sinks is None:
-        return _flash(query, key, value, packed_layout.sequences, scaling, sliding_window), None
+    if chosen in PACKAGES and softcap is None and sinks is None:
+        query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+        sequences = packed_layout.sequences
+        if len(sequences.index) > len(query):
+            key, value = (repeated(tensor, sequences.index) for tensor in (key, value))
+        return varlen_attention(chosen, query, key, value, sequences, scaling, sliding_window)[None], None
     pieces = (packed_layout.own(query), packed_layout.seen(key), packed_layout.seen(value))
     outputs = [
         _attend(*piece, scaling, softcap, sinks)
@@ -84,33 +89,8 @@ def packed_attention(
     return torch.cat([output.transpose(1, 2) for output in outputs], dim=1), None
 
 
-def _flash(
-    query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, scaling: float | None, window: int | None
-) -> Tensor:
-    """(1, A, T, D) and twice (1, K, T, D) -> (1, T, A, D), in 16 bits on a GPU."""
-    query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    if len(sequences.index) > len(query):
-        key, value = (repeated(tensor, sequences.index) for tensor in (key, value))
-    output, *_ = torch.ops.aten._flash_attention_forward(
-        query,
-        key,
-        value,
-        sequences.queries,
-        sequences.keys,
-        max(2, sequences.longest_queries),  # torch takes 1 for the decoding of one token a sequence
-        sequences.longest_keys,
-        0.0,
-        True,  # causal, the last query at the last key
-        False,
-        scale=scaling,
-        window_size_left=-1 if window is None else window - 1,
-        window_size_right=0,
-    )
-    return output[None]
-
-
 def flash_obstacle(config: PreTrainedConfig) -> str | None:
-    """Why torch's flash-attention cannot compute this model's attention; None: it can."""
+    """Why flash-attention cannot compute this model's attention; None: it can."""
     text = config.get_text_config()
     for found in head_dims(text):
         if found > 256 or found % 8:

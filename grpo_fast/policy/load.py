@@ -25,9 +25,10 @@ from grpo_fast.policy.architecture import (
     require_vocabulary,
     verify_policy,
 )
-from grpo_fast.policy.attention import PACKED_ATTENTION, flash_obstacle, register
+from grpo_fast.policy.attention import PACKED_ATTENTION, flash_obstacle, head_dims, register
 from grpo_fast.policy.driver import hidden_gpu
 from grpo_fast.policy.experts import expert_count, is_router, require_router
+from grpo_fast.policy.flash import PACKAGES, TORCH, newest_flash, package_obstacle
 from grpo_fast.policy.layers import resolve_liger
 from grpo_fast.policy.patches import Setting, apply_patches
 from grpo_fast.policy.policy import Policy
@@ -314,15 +315,17 @@ def resolve_attention(name: str, device: torch.device, dtype: str, architecture:
     on_gpu = device.type == "cuda"
     if name == "flex_attention" and not on_gpu:
         raise ValueError("model.attention = 'flex_attention' has no gradients on the CPU; give auto or sdpa")
-    if name not in ("auto", "flash_attention_2"):
+    if name != "auto" and name not in PACKAGES:
         return name
-    obstacle = flash_obstacle(architecture)
+    obstacle, major, widest = flash_obstacle(architecture), 8, max(head_dims(architecture.get_text_config()))
     if not on_gpu or dtype == "float32":
         obstacle = f"it runs on a GPU in 16 bits, not on {device.type} in {dtype}"
-    elif torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (8, 0):
+    elif torch.cuda.is_available() and (major := torch.cuda.get_device_capability(device)[0]) < 8:
         obstacle = "the GPU is older than Ampere"
+    if obstacle is None and name not in ("auto", TORCH):
+        obstacle = package_obstacle(name, major, widest)
     if obstacle is None:
-        return "flash_attention_2"
+        return newest_flash(major, widest) if name == "auto" else name
     if name == "auto":
         return "flex_attention" if on_gpu else "sdpa"
     raise ValueError(f"model.attention = {name!r} does not fit: {obstacle}; give auto")

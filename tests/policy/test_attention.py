@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import inspect
+import itertools
 import random
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +23,7 @@ from grpo_fast.plan.measure import peak_bytes
 from grpo_fast.policy import PackedBatch, Policy, pack
 from grpo_fast.policy.architecture import verify_policy
 from grpo_fast.policy.attention import flash_obstacle, packed_attention
+from grpo_fast.policy.flash import PACKAGES, newest_flash, package_obstacle, way
 from grpo_fast.policy.layout import BLOCK, PackedLayout
 from grpo_fast.policy.vision import _runs
 from tests.policy.conftest import packed
@@ -61,30 +67,78 @@ def test_completions_share_a_call_while_that_costs_less_than_one_more(
     assert PackedLayout(batch, kind).pieces == 2 * pieces
 
 
-@pytest.fixture
-def flash_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's operator, of which a CPU has none: each sequence alone, its last query at its last key."""
+def varlen(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, left: int, right: int
+) -> Tensor:
+    """Flash-attention, of which a CPU has none: each sequence alone, its last query at its last key."""
+    assert right == 0 and max_seqlen_q > 1
+    outputs = []
+    for (q0, q1), (k0, k1) in zip(cu_seqlens_q.unfold(0, 2, 1), cu_seqlens_k.unfold(0, 2, 1), strict=True):
+        assert q1 - q0 <= max_seqlen_q and k1 - k0 <= max_seqlen_k
+        past = torch.arange(k1 - k0 - q1 + q0, k1 - k0)[:, None] - torch.arange(k1 - k0)
+        seen = (past >= 0) & ((past <= left) | (left < 0))
+        own = (part.transpose(0, 1)[None] for part in (q[q0:q1], k[k0:k1], v[k0:k1]))
+        output = scaled_dot_product_attention(*own, attn_mask=seen, scale=scale, enable_gqa=True)
+        outputs.append(output[0].transpose(0, 1))
+    return torch.cat(outputs)
 
-    def forward(query, key, value, queries, keys, *rest: Any, scale, window_size_left, window_size_right):
-        longest_queries, longest_keys, dropout, causal, _ = rest
-        assert (dropout, causal, window_size_right) == (0.0, True, 0) and longest_queries > 1
-        outputs = []
-        for (q0, q1), (k0, k1) in zip(queries.unfold(0, 2, 1), keys.unfold(0, 2, 1), strict=True):
-            assert q1 - q0 <= longest_queries and k1 - k0 <= longest_keys
-            past = torch.arange(k1 - k0 - q1 + q0, k1 - k0)[:, None] - torch.arange(k1 - k0)
-            seen = (past >= 0) & ((past <= window_size_left) | (window_size_left < 0))
-            parts = (query[q0:q1], key[k0:k1], value[k0:k1])
-            own = (part.transpose(0, 1)[None] for part in parts)
-            output = scaled_dot_product_attention(*own, attn_mask=seen, scale=scale, enable_gqa=True)
-            outputs.append(output[0].transpose(0, 1))
-        return torch.cat(outputs), None
 
-    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", forward)
+def torch_operator(*given: Any, scale, window_size_left, window_size_right):
+    *operands, dropout, causal, _ = given
+    assert (dropout, causal) == (0.0, True)
+    return varlen(*operands, scale, window_size_left, window_size_right), None
+
+
+def torch_public(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa):
+    assert enable_gqa
+    return varlen(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale, *window_size)
+
+
+def torch_public_without_windows(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False):
+    raise AssertionError("it cannot say which keys are seen")
+
+
+def package_2_or_3(q, k, v, *bounds, softmax_scale=None, causal=False, window_size=(-1, -1), **named):
+    return varlen(q, k, v, *bounds, **named, scale=softmax_scale, left=window_size[0], right=1 - causal)
+
+
+def package_4(q, k, v, qv=None, *, softmax_scale=None, causal=False, window_size=(None, None), **named):
+    left = -1 if window_size[0] is None else window_size[0]
+    out = varlen(q, k, v, **named, scale=softmax_scale, left=left, right=1 - causal)
+    return out, None
+
+
+WAYS = {
+    "flash-attn-4": ("flash_attention_4", "flash_attn.cute", package_4),
+    "flash_attn_3": ("flash_attention_3", "flash_attn_interface", package_2_or_3),
+    "flash-attn": ("flash_attention_2", "flash_attn", package_2_or_3),
+    "public": ("flash_attention_2", "torch.nn.attention.varlen", torch_public),
+    "operator": ("flash_attention_2", "torch.nn.attention.varlen", torch_public_without_windows),
+}
+
+
+@pytest.fixture(params=WAYS)
+def flash(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The name of a flash-attention, of which one way is there and the others are not."""
+    name, module, function = WAYS[request.param]
+
+    def version(distribution: str) -> str:
+        if distribution != request.param:
+            raise importlib.metadata.PackageNotFoundError(distribution)
+        return "9.9"
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    found = SimpleNamespace(flash_attn_varlen_func=function, varlen_attn=function)
+    monkeypatch.setitem(sys.modules, module, found)
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", torch_operator)
+    way.cache_clear()
+    yield name
+    way.cache_clear()
 
 
 @pytest.mark.parametrize(("window", "longest"), [(None, 9), (1, 9), (5, 9), (None, 1)])
 def test_flash_attention_shares_prompts_exactly(
-    flash_on_a_cpu: None, rng: torch.Generator, seed: int, window: int | None, longest: int
+    flash: str, rng: torch.Generator, seed: int, window: int | None, longest: int
 ) -> None:
     """Documents with prompts and completions from a token on, against each document's mask in float64."""
     draw = random.Random(seed)
@@ -95,17 +149,41 @@ def test_flash_attention_shares_prompts_exactly(
     shapes = [(1, heads, len(batch.input_ids), 8) for heads in (4, 2, 2, 4)]
     operands = [torch.randn(shape, generator=rng, dtype=torch.float64) for shape in shapes]
 
-    flash, sdpa = (outcome(batch, name, operands, window, 0.3) for name in ("flash_attention_2", "sdpa"))
+    found, sdpa = (outcome(batch, name, operands, window, 0.3) for name in (flash, "sdpa"))
 
-    torch.testing.assert_close(flash, sdpa, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(found, sdpa, rtol=1e-10, atol=1e-10)
 
 
-def test_a_model_packed_for_flash_attention_computes_what_it_does_alone(
-    load: Load, flash_on_a_cpu: None
-) -> None:
+def test_a_model_packed_for_flash_attention_computes_what_it_does_alone(load: Load, flash: str) -> None:
     policy = load("qwen2")
-    policy.attention = "flash_attention_2"
+    policy.attention = flash
     verify_policy(policy)
+
+
+def test_the_newest_flash_attention_that_fits_gpu_and_heads_is_chosen(flash: str) -> None:
+    distribution = PACKAGES[flash].distribution
+    for major, head in itertools.product((8, 9, 10), (64, 128, 192)):
+        obstacle = package_obstacle(flash, major, head)
+        assert newest_flash(major, head) == (flash if obstacle is None else "flash_attention_2")
+    if flash != "flash_attention_2":
+        assert f"{distribution} is of compute capabilities 9 to" in str(package_obstacle(flash, 8, 64))
+    other = "flash_attention_4" if flash == "flash_attention_3" else "flash_attention_3"
+    assert "not installed" in str(package_obstacle(other, 9, 64))
+    if flash == "flash_attention_4":
+        assert "heads of up to 128 numbers, not 192" in str(package_obstacle(flash, 9, 192))
+
+
+def test_the_installed_torch_takes_what_it_is_given() -> None:
+    operator = [
+        argument.name for argument in torch.ops.aten._flash_attention_forward.default._schema.arguments
+    ]
+    given = "query key value cum_seq_q cum_seq_k max_q max_k dropout_p is_causal return_debug_mask"
+    assert operator[:10] == given.split()
+    assert {"scale", "window_size_left", "window_size_right"} <= {*operator[10:]}
+    public = pytest.importorskip("torch.nn.attention.varlen").varlen_attn
+    assert (
+        list(inspect.signature(public).parameters)[:7] == list(inspect.signature(torch_public).parameters)[:7]
+    )
 
 
 @pytest.mark.parametrize(
