@@ -17,6 +17,7 @@ from grpo_fast.kernels import TILE
 from grpo_fast.plan.devices import CUDA_CONTEXT, GIB, DeviceBudget
 from grpo_fast.plan.model_shape import ADAM_BYTES, ModelShape
 from grpo_fast.plan.sizes import StepSizes
+from grpo_fast.policy.host_memory import ARENA
 from grpo_fast.policy.layers import TILE_TOKENS
 from grpo_fast.rollout.engines import EngineKind, Trained, Weights, engine_kind
 from grpo_fast.rollout.handover import MARGIN, PARTS
@@ -104,14 +105,16 @@ def host_bytes(setup: Setup, sizes: StepSizes) -> int:
     size = parts_bytes(setup, setup.offloaded)
     if setup.config.model.recomputed == "offload":
         shape = setup.shape
-        size += shape.itemsize * shape.hidden * len(shape.layers) * sizes.micro_batch.inputs
+        inputs = shape.itemsize * shape.hidden * sizes.micro_batch.inputs
+        size += len(shape.layers) * (1 << (inputs - 1).bit_length())  # torch pins powers of two
     return size
 
 
 def parts_bytes(setup: Setup, parts: Sequence[Part]) -> int:
     """Return the bytes that these parts take of the host; gradients are freed, not moved."""
     resident = resident_bytes(setup)
-    return sum(resident[part] for part in parts if part != "gradients")
+    moved = [resident[part] for part in parts if part != "gradients"]
+    return sum(moved) + ARENA * bool(moved)
 
 
 def resident_bytes(setup: Setup) -> dict[str, int]:

@@ -231,7 +231,14 @@ FLASH, FLEX, SDPA = "flash_attention_2", "flex_attention", "sdpa"
         (FLASH, "cuda", "float32", "llama", (9, 0), "not on cuda in float32"),
         (FLASH, "cuda", "bfloat16", "gemma2", (9, 0), "caps its scores"),
         (FLASH, "cuda", "bfloat16", "llama", (7, 5), "older than Ampere"),
-        ("flash_attention_4", "cuda", "bfloat16", "llama", (9, 0), "it needs flash-attn-4, which is not installed"),
+        (
+            "flash_attention_4",
+            "cuda",
+            "bfloat16",
+            "llama",
+            (9, 0),
+            "it needs flash-attn-4, which is not installed",
+        ),
         (FLEX, "cpu", "float32", "llama", (9, 0), "no gradients on the CPU"),
     ],
 )
