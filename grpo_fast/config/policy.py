@@ -58,12 +58,10 @@ class ModelConfig(Section):
         "a CPU bfloat16 or float32, whichever it multiplies faster; a resumed run keeps its own",
     )
     device: str = Field("auto", description="cpu, cuda or cuda:N; auto: the GPU where there is one")
-    attention: Literal[
-        "auto", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention"
-    ] = Field(
+    attention: Literal["auto", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4"] = Field(
         "auto",
         description="auto: on a GPU in 16 bits the newest flash-attn that is installed and fits GPU and "
-        "model, else torch's own FlashAttention-2; FlexAttention where neither fits, SDPA on a CPU",
+        "model, else torch's own FlashAttention-2; SDPA where neither fits and on a CPU",
     )
     packing: Literal["auto", "none"] = Field(
         "auto",

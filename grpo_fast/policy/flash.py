@@ -34,12 +34,18 @@ PACKAGES = {
 TORCH = "flash_attention_2"
 
 
+def installed(name: str) -> bool:
+    """Return whether flash-attn itself is there, which caps scores."""
+    try:
+        return bool(importlib.metadata.version(PACKAGES[name].distribution))
+    except importlib.metadata.PackageNotFoundError:
+        return False
+
+
 def package_obstacle(name: str, major: int, widest_head: int) -> str | None:
     """Return why a package does not compute heads of that size on a GPU of that capability; None: it does."""
     package = PACKAGES[name]
-    try:
-        importlib.metadata.version(package.distribution)
-    except importlib.metadata.PackageNotFoundError:
+    if not installed(name):
         return f"it needs {package.distribution}, which is not installed"
     if major not in package.capabilities:
         known = f"{package.capabilities[0]} to {package.capabilities[-1]}"
@@ -63,25 +69,23 @@ def varlen_attention(
     sequences: Sequences,
     scaling: float | None,
     window: int | None,
+    softcap: float | None = None,
 ) -> Tensor:
     """(T, A, D) and twice (K, heads of keys, D) in 16 bits on a GPU -> (T, A, D).
 
-    Causal, with the last query of a sequence at its last key.
+    Causal, with the last query of a sequence at its last key. A softcap needs flash-attn.
     """
     longest = max(2, sequences.longest_queries)  # 1 is taken for the decoding of one token a sequence
     bounds = (sequences.queries, sequences.keys, longest, sequences.longest_keys)
-    return way(name)(query, key, value, *bounds, scaling, -1 if window is None else window - 1)
+    options = {} if softcap is None else {"softcap": softcap}
+    return way(name)(query, key, value, *bounds, scaling, -1 if window is None else window - 1, **options)
 
 
 @cache
 def way(name: str) -> Callable[..., Tensor]:
     """Return one of three calls of queries, keys, values, their bounds, the scale and the window's left."""
-    try:
-        importlib.metadata.version(PACKAGES[name].distribution)
+    if name != TORCH or installed(name):
         return partial(_package, import_module(PACKAGES[name].module).flash_attn_varlen_func)
-    except importlib.metadata.PackageNotFoundError:
-        if name != TORCH:
-            raise
     try:
         public: Any = import_module("torch.nn.attention.varlen").varlen_attn
     except ImportError:
@@ -90,11 +94,11 @@ def way(name: str) -> Callable[..., Tensor]:
     return partial(_torch_public, public) if windows else _torch_operator
 
 
-def _package(function: Callable[..., Any], *given: Any) -> Tensor:
+def _package(function: Callable[..., Any], *given: Any, **softcap: float) -> Tensor:
     q, k, v, cu_q, cu_k, max_q, max_k, scale, left = given
     bounds = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "max_seqlen_q": max_q, "max_seqlen_k": max_k}
     window = {} if left < 0 else {"window_size": (left, 0)}
-    found = function(q, k, v, **bounds, softmax_scale=scale, causal=True, **window)
+    found = function(q, k, v, **bounds, softmax_scale=scale, causal=True, **window, **softcap)
     return found[0] if isinstance(found, tuple) else found  # some releases add the log-sum-exps
 
 

@@ -28,7 +28,7 @@ from grpo_fast.policy.architecture import (
 from grpo_fast.policy.attention import PACKED_ATTENTION, flash_obstacle, head_dims, register
 from grpo_fast.policy.driver import hidden_gpu
 from grpo_fast.policy.experts import expert_count, is_router, require_router
-from grpo_fast.policy.flash import PACKAGES, TORCH, newest_flash, package_obstacle
+from grpo_fast.policy.flash import PACKAGES, TORCH, installed, newest_flash, package_obstacle
 from grpo_fast.policy.layers import resolve_liger
 from grpo_fast.policy.patches import Setting, apply_patches
 from grpo_fast.policy.policy import Policy
@@ -307,27 +307,33 @@ def _product_seconds(dtype: torch.dtype) -> float:
 
 
 def resolve_attention(name: str, device: torch.device, dtype: str, architecture: PreTrainedConfig) -> str:
-    """`auto` is flash-attention where it fits, FlexAttention elsewhere on a GPU, SDPA on a CPU.
+    """`auto` is flash-attention where it fits, SDPA elsewhere.
 
     Raises:
         ValueError: an attention that this device, dtype or model does not have.
     """
-    on_gpu = device.type == "cuda"
-    if name == "flex_attention" and not on_gpu:
-        raise ValueError("model.attention = 'flex_attention' has no gradients on the CPU; give auto or sdpa")
+    on_gpu, major = device.type == "cuda", 8
     if name != "auto" and name not in PACKAGES:
         return name
-    obstacle, major, widest = flash_obstacle(architecture), 8, max(head_dims(architecture.get_text_config()))
+    if on_gpu and torch.cuda.is_available():
+        major = torch.cuda.get_device_capability(device)[0]
+    widest = max(head_dims(architecture.get_text_config()))
+    flash = newest_flash(major, widest) if name == "auto" else name
+    obstacle = flash_obstacle(architecture, softcaps=installed(flash))
     if not on_gpu or dtype == "float32":
         obstacle = f"it runs on a GPU in 16 bits, not on {device.type} in {dtype}"
-    elif torch.cuda.is_available() and (major := torch.cuda.get_device_capability(device)[0]) < 8:
+    elif major < 8:
         obstacle = "the GPU is older than Ampere"
-    if obstacle is None and name not in ("auto", TORCH):
-        obstacle = package_obstacle(name, major, widest)
+    elif obstacle is None and flash != TORCH:
+        obstacle = package_obstacle(flash, major, widest)
     if obstacle is None:
-        return newest_flash(major, widest) if name == "auto" else name
+        return flash
     if name == "auto":
-        return "flex_attention" if on_gpu else "sdpa"
+        if on_gpu:
+            logger.warning(
+                "model.attention = sdpa is chosen, which is slower than flash-attention: %s", obstacle
+            )
+        return "sdpa"
     raise ValueError(f"model.attention = {name!r} does not fit: {obstacle}; give auto")
 
 

@@ -48,7 +48,7 @@ class Policy:
     Args:
         model: a transformers model, or a peft model around one; its attention must already be set up
             as `load_policy` does.
-        attention: "sdpa", "flex_attention" or one of `flash.PACKAGES`, of packed batches.
+        attention: "sdpa" or one of `flash.PACKAGES`, of packed batches.
         packs: false: one completion a row, by the model's own attention; the tables it computes are laid out
             without shared prompts.
         reference: a frozen copy; needless with LoRA, where the adapters are switched off instead.
@@ -198,7 +198,7 @@ class Policy:
             reads = language_model(self.base_model)
             given, both_ways = self.vision.packed(batch)
             if both_ways is not None and attention in PACKAGES:
-                attention = "flex_attention"  # for these batches, which the other cannot compute
+                attention = "sdpa"  # for these batches, which the other cannot compute
         layout = layout or PackedLayout(batch, attention, both_ways)
         layout.experts = batch.inputs.get(EXPERTS)
         output = reads(

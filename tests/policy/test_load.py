@@ -213,7 +213,7 @@ def test_auto_is_the_faster_dtype_on_a_cpu_and_bfloat16_on_a_gpu(
     faster_dtype.cache_clear()
 
 
-FLASH, FLEX, SDPA = "flash_attention_2", "flex_attention", "sdpa"
+FLASH, SDPA = "flash_attention_2", "sdpa"
 
 
 @pytest.mark.parametrize(
@@ -221,15 +221,14 @@ FLASH, FLEX, SDPA = "flash_attention_2", "flex_attention", "sdpa"
     [
         ("auto", "cpu", "bfloat16", "llama", (9, 0), SDPA),
         ("auto", "cuda", "bfloat16", "llama", (8, 0), FLASH),
-        ("auto", "cuda", "bfloat16", "llama", (7, 5), FLEX),
-        ("auto", "cuda", "float32", "llama", (9, 0), FLEX),
-        ("auto", "cuda", "bfloat16", "gemma2", (9, 0), FLEX),
+        ("auto", "cuda", "bfloat16", "llama", (7, 5), SDPA),
+        ("auto", "cuda", "float32", "llama", (9, 0), SDPA),
+        ("auto", "cuda", "bfloat16", "gemma2", (9, 0), SDPA),
         (FLASH, "cuda", "float16", "llama", (9, 0), FLASH),
         (SDPA, "cuda", "bfloat16", "llama", (9, 0), SDPA),
-        (FLEX, "cuda", "bfloat16", "llama", (9, 0), FLEX),
         (FLASH, "cpu", "bfloat16", "llama", (9, 0), "not on cpu in bfloat16"),
         (FLASH, "cuda", "float32", "llama", (9, 0), "not on cuda in float32"),
-        (FLASH, "cuda", "bfloat16", "gemma2", (9, 0), "caps its scores"),
+        (FLASH, "cuda", "bfloat16", "gemma2", (9, 0), "caps its scores, which needs flash-attn .*"),
         (FLASH, "cuda", "bfloat16", "llama", (7, 5), "older than Ampere"),
         (
             "flash_attention_4",
@@ -239,7 +238,6 @@ FLASH, FLEX, SDPA = "flash_attention_2", "flex_attention", "sdpa"
             (9, 0),
             "it needs flash-attn-4, which is not installed",
         ),
-        (FLEX, "cpu", "float32", "llama", (9, 0), "no gradients on the CPU"),
     ],
 )
 def test_attention_is_chosen_for_device_dtype_and_model_or_refused(
@@ -249,7 +247,7 @@ def test_attention_is_chosen_for_device_dtype_and_model_or_refused(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     arguments = (name, torch.device(device), dtype, AutoConfig.for_model(family))
 
-    if chosen in (FLASH, FLEX, SDPA):
+    if chosen in (FLASH, SDPA):
         assert resolve_attention(*arguments) == chosen
     else:
         with pytest.raises(ValueError, match=f"model.attention = '{name}'.*{chosen}; give auto"):
