@@ -43,10 +43,10 @@ class RewardConfig(Section):
     on_error: Literal["fail", "skip"] = Field(
         "fail", description="what a raised error or a timeout does: end the run, or leave the reward out"
     )
-    per_group: bool | None = Field(
-        None,
+    per_group: bool = Field(
+        False,
         description="true: it scores each prompt's completions by themselves, so it is called for a group as "
-        "soon as that is complete, while others still decode; null: built-in rewards do",
+        "soon as that is complete, while others still decode; built-in rewards always are",
     )
 
     @model_validator(mode="after")
@@ -57,11 +57,6 @@ class RewardConfig(Section):
                 "its options: {time_limit: SECONDS} instead"
             )
         return self
-
-    @property
-    def is_per_group(self) -> bool:
-        """Whether groups are scored as they complete."""
-        return self.reward in BUILTINS if self.per_group is None else self.per_group
 
     @property
     def call_timeout(self) -> float | None:

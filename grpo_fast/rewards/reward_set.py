@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 
 from grpo_fast.config.lookup import choices
-from grpo_fast.config.rewards import RewardConfig
+from grpo_fast.config.rewards import BUILTINS, RewardConfig
 from grpo_fast.config.secrets import in_use
 from grpo_fast.data.types import Prompt
 from grpo_fast.rewards.builtins.options import column_options
@@ -62,7 +62,7 @@ def load_rewards(configs: Sequence[RewardConfig], environments: Sequence[type] =
         given = in_use(config.options, f"rewards.{place}.options")
         name, function, options = load_function(config.reward, given)
         how = config.model_dump(include={"weight", "on_error"})
-        how |= {"per_group": config.is_per_group, "timeout": config.call_timeout}
+        how |= {"per_group": config.per_group or config.reward in BUILTINS, "timeout": config.call_timeout}
         rewards.append(Reward(name, function, options=options, written=config.reward, **how))
     own = (kind for kind in environments if hasattr(kind, "get_reward"))
     rewards += [Reward(kind.__name__, kind.get_reward, environment=kind) for kind in own]
