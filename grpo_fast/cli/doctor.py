@@ -72,6 +72,7 @@ def devices() -> Iterator[Finding]:
     """Describe the CPU and each GPU."""
     import torch
 
+    from grpo_fast.policy.driver import hidden_gpu
     from grpo_fast.policy.load import faster_dtype
 
     threads = f"{os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads"
@@ -81,21 +82,28 @@ def devices() -> Iterator[Finding]:
         memory = f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
         detail = f"{facts.name}, compute capability {facts.major}.{facts.minor}, {memory}"
         yield Finding("ok", f"cuda:{index}", detail)
-    if not torch.cuda.device_count():
+    if (problem := hidden_gpu()) is not None:
+        yield Finding("broken", "cuda", problem, True)
+    elif not torch.cuda.device_count():
         yield Finding("missing", "cuda", f"training runs on the CPU; torch's CUDA is {torch.version.cuda}")
 
 
 def head() -> Iterator[Finding]:
-    """Run the head forward and backward on the default device."""
+    """Run the head forward and backward on the default device, and compare its kernels with torch."""
     import torch
 
-    from grpo_fast.head import linear_logprob
+    from grpo_fast.head import HeadParameters, linear_logprob, warm_up
+    from grpo_fast.head.operator import backend_on
 
-    where = "cuda" if torch.cuda.is_available() else "cpu"
+    where = "cuda:0" if torch.cuda.is_available() else "cpu"
     like: Any = {"dtype": torch.bfloat16, "device": where}
     hidden, weight = (torch.ones(n, 64, **like).requires_grad_() for n in (4, 256))
     linear_logprob(hidden, weight, torch.arange(4, device=where)).logprob.sum().backward()
-    yield Finding("ok", "head", f"forward and backward on {where}", True)
+    kernels = backend_on(weight.device.type, weight.device.index, weight.dtype) == "triton"
+    if kernels:
+        warm_up(HeadParameters(weight), implementation="triton")
+    how = "kernels that agree with torch" if kernels else "plain torch"
+    yield Finding("ok", "head", f"forward and backward on {where} by {how}", True)
 
 
 def kernels_name() -> Iterator[Finding]:

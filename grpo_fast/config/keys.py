@@ -23,6 +23,7 @@ REMOVED: dict[str, str] = {
     "adaptive_weights.method=inverse_std": "was removed: advantage.multi_objective_aggregation = "
     "normalize_then_sum gives all rewards one spread",
     "distributed.head": "was removed: mode shard always gathers the head; leave it out",
+    "model.attention=flex_attention": "was removed: auto takes flash-attention where it fits, else sdpa",
     "preference.reference_cache": "was removed: each start computes the reference's log-probabilities anew",
     "rollout.num_generations=auto": "was removed: the default is 8, and `grpo-fast plan` prints the largest "
     "number that fits",

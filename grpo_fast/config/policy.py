@@ -58,10 +58,10 @@ class ModelConfig(Section):
         "a CPU bfloat16 or float32, whichever it multiplies faster; a resumed run keeps its own",
     )
     device: str = Field("auto", description="cpu, cuda or cuda:N; auto: the GPU where there is one")
-    attention: Literal["auto", "sdpa", "flash_attention_2", "flex_attention"] = Field(
+    attention: Literal["auto", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4"] = Field(
         "auto",
-        description="auto: the FlashAttention-2 of torch on a GPU in 16 bits where it fits the model, "
-        "FlexAttention on other GPUs, SDPA on a CPU",
+        description="auto: on a GPU in 16 bits the newest flash-attn that is installed and fits GPU and "
+        "model, else torch's own FlashAttention-2; SDPA where neither fits and on a CPU",
     )
     packing: Literal["auto", "none"] = Field(
         "auto",
@@ -87,6 +87,11 @@ class ModelConfig(Section):
         None,
         description="coefficient of a mixture's load-balancing loss, as transformers computes it of the "
         "tokens of a micro-batch, in GRPO's loss; null: none",
+    )
+    head: Literal["auto", "triton", "reference"] = Field(
+        "auto",
+        description="what computes the head. auto: kernels where they run, and plain torch with a warning "
+        "where they fail or differ from it at the start; triton: that is an error; reference: plain torch",
     )
     head_tolerance: float | None = Field(
         None,
@@ -120,6 +125,8 @@ class ModelConfig(Section):
     def _reads_what_is_set(self) -> ModelConfig:
         if self.path.startswith("package:") or Path(self.path).expanduser().is_dir():
             refuse_unread(self, ["revision"], f"with path = {self.path!r}, which is no hub id")
+        if self.head == "reference":
+            refuse_unread(self, ["head_tolerance"], "by head = 'reference', whose gradient is exact")
         return self
 
     @property

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -63,13 +64,13 @@ def head_statistics(call: HeadCall) -> tuple[RowStatistics, Certificate]:
 
 def backend_of(call: HeadCall) -> Backend:
     """Which backend runs this call."""
-    return _backend_on(call.hidden.device.type, call.hidden.device.index, call.hidden.dtype)
+    return backend_on(call.hidden.device.type, call.hidden.device.index, call.hidden.dtype)
 
 
 @torch.compiler.assume_constant_result
-def _backend_on(kind: str, index: int | None, dtype: torch.dtype) -> Backend:
+def backend_on(kind: str, index: int | None, dtype: torch.dtype) -> Backend:
     """Of a device's facts alone, which a compiler need not trace."""
-    return head_backend(device_facts(kind, index), dtype)
+    return head_backend(_facts_for_heads(kind, index), dtype)
 
 
 @torch.library.custom_op("grpo_fast::head_forward", mutates_args=(), schema=f"({_CALL}) -> ({_RETURNED})")
@@ -203,7 +204,7 @@ def _plan(call: HeadCall, *, aligned: bool | None = None, **facts: Any) -> HeadP
         aligned=_fits_descriptors(call.weight) if aligned is None else aligned,
         **facts,
     )
-    return plan_head(device_facts(device.type, device.index), work)
+    return plan_head(_facts_for_heads(device.type, device.index), work)
 
 
 def _fits_descriptors(weight: Tensor) -> bool:
@@ -212,6 +213,19 @@ def _fits_descriptors(weight: Tensor) -> bool:
     row = weight.stride(0) if weight.stride(1) == 1 else weight.shape[1]
     aligned = all(length * itemsize % 16 == 0 for length in (row, weight.shape[1]))
     return aligned and weight.data_ptr() % 16 == 0
+
+
+_WITHOUT_KERNELS: set[tuple[str, int | None]] = set()
+
+
+def use_kernels(device: torch.device, use: bool) -> None:
+    """Let heads on this device run kernels, where it has them, or plain torch."""
+    (_WITHOUT_KERNELS.discard if use else _WITHOUT_KERNELS.add)((device.type, device.index))
+
+
+def _facts_for_heads(kind: str, index: int | None) -> Device:
+    facts = device_facts(kind, index)
+    return replace(facts, has_triton=False) if (kind, index) in _WITHOUT_KERNELS else facts
 
 
 @functools.cache

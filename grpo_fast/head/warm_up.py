@@ -1,4 +1,4 @@
-"""The head's kernels, compiled and loaded before they are needed.
+"""The head's kernels, checked, compiled and loaded before they are needed.
 
 A first step would compile them without a word, and while a CUDA graph is captured none can be loaded.
 """
@@ -9,15 +9,15 @@ import logging
 import time
 from dataclasses import replace
 from itertools import product
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from grpo_fast.head.api import linear_grpo_loss, linear_logprob
-from grpo_fast.head.call import HeadCall
-from grpo_fast.head.operator import backend_of
+from grpo_fast.head.operator import backend_on, use_kernels
 from grpo_fast.head.outputs import HeadParameters
+from grpo_fast.head.self_check import check_kernels
 from grpo_fast.objective import GRPOLossConfig
 
 logger = logging.getLogger(__name__)
@@ -27,27 +27,58 @@ _ROWS = 16
 def warm_up(
     head: HeadParameters,
     *,
+    implementation: Literal["auto", "triton", "reference"] = "auto",
     loss: GRPOLossConfig | None = None,
     temperature: float = 1.0,
     weight_grad: torch.dtype | None = None,
     recompute: bool = True,
 ) -> None:
-    """Runs a few rows forward and backward in each way that later calls or a captured graph can go.
+    """Check the kernels against plain torch, and compile each that later calls or a captured graph launch.
 
     The kernels do not depend on the number of tokens. Nothing happens where no kernel runs. The gradient of a
     trainable weight, (V, H), is made and forgotten: no parameter's own is touched.
 
     Args:
         head: as later calls have it; its weight is frozen or not.
+        implementation: of all heads on its device from now on. auto: kernels, and plain torch with a warning
+            where they do not compile, launch or agree; triton: that is an error; reference: plain torch.
         loss: of `linear_grpo_loss` with the entropy as a metric, too; None: `linear_logprob` alone.
         weight_grad: dtype of the gradient that backwards will add to; None: they return their own.
         recompute: as later calls have it.
+
+    Raises:
+        RuntimeError: kernels fail, or none runs here, and `implementation` is "triton".
     """
+    device = head.weight.device
+    use_kernels(device, implementation != "reference")
+    if backend_on(device.type, device.index, head.weight.dtype) != "triton":
+        if implementation == "triton":
+            raise RuntimeError(f"model.head = 'triton' has no kernels for {device}: set it to auto")
+        return
+    try:
+        check_kernels(head, temperature)
+        _launch(head, loss, temperature, weight_grad, recompute)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # a compiler raises all sorts of things
+        problem = f"the head's kernels do not work on {device}: {type(error).__name__}: {error}"
+        if implementation == "triton":
+            raise RuntimeError(f"{problem}; with model.head = auto plain torch replaces them") from error
+        use_kernels(device, False)
+        logger.warning("model.head = reference is chosen, which is slower; %s", problem)
+
+
+def _launch(
+    head: HeadParameters,
+    loss: GRPOLossConfig | None,
+    temperature: float,
+    weight_grad: torch.dtype | None,
+    recompute: bool,
+) -> None:
+    """Run a few rows forward and backward in each way."""
     rows = min(_ROWS, head.weight.shape[0])
     hidden = head.weight[:rows].detach().clone().requires_grad_()
     targets = torch.arange(rows, device=hidden.device)
-    if backend_of(HeadCall(hidden, head.weight, targets)) != "triton":
-        return
     logger.warning("the head's kernels are compiled, which takes up to a minute the first time")
     began = time.perf_counter()
     weight = head.weight.detach()

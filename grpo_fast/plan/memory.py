@@ -17,6 +17,7 @@ from grpo_fast.kernels import TILE
 from grpo_fast.plan.devices import CUDA_CONTEXT, GIB, DeviceBudget
 from grpo_fast.plan.model_shape import ADAM_BYTES, ModelShape
 from grpo_fast.plan.sizes import StepSizes
+from grpo_fast.policy.host_memory import ARENA
 from grpo_fast.policy.layers import TILE_TOKENS
 from grpo_fast.rollout.engines import EngineKind, Trained, Weights, engine_kind
 from grpo_fast.rollout.handover import MARGIN, PARTS
@@ -111,7 +112,8 @@ def host_bytes(setup: Setup, sizes: StepSizes) -> int:
     size = parts_bytes(setup, setup.offloaded)
     if setup.config.model.recomputed == "offload":
         shape = setup.shape
-        size += shape.itemsize * shape.hidden * len(shape.layers) * sizes.micro_batch.inputs
+        inputs = shape.itemsize * shape.hidden * sizes.micro_batch.inputs
+        size += len(shape.layers) * (1 << (inputs - 1).bit_length())  # torch pins powers of two
     waiting = resident_bytes(setup)["weights"] * (setup.on_gpu and not setup.engine.draws_with_policy)
     return max(size, waiting * setup.weights.shared)
 
@@ -119,7 +121,8 @@ def host_bytes(setup: Setup, sizes: StepSizes) -> int:
 def parts_bytes(setup: Setup, parts: Sequence[Part]) -> int:
     """Return the bytes that these parts take of the host; gradients are freed, not moved."""
     resident = resident_bytes(setup)
-    return sum(resident[part] for part in parts if part != "gradients")
+    moved = [resident[part] for part in parts if part != "gradients"]
+    return sum(moved) + ARENA * bool(moved)
 
 
 def resident_bytes(setup: Setup) -> dict[str, int]:
@@ -236,7 +239,8 @@ def head_bytes(setup: Setup, targets: int) -> int:
         trainable=shape.head_trained,
         jacobian=not shape.head_trained and not setup.config.loss.needs_entropy,
     )
-    plan = plan_head(setup.device, work)
+    kernels = setup.device.has_triton and model.head != "reference"
+    plan = plan_head(replace(setup.device, has_triton=kernels), work)
     # Hidden states, their gradient in float32, and a few numbers of a row.
     rows = targets * (shape.hidden * (shape.itemsize + 4) + 60)
     if plan.backend == "reference":

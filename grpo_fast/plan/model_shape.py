@@ -201,6 +201,7 @@ def model_shape(config: PretrainedConfig, model: ModelConfig) -> ModelShape:
     sizes = [weight.numel() for weight in named.values() if weight.requires_grad]
     layers = decoder_layers(base)
     heads, own_attention = getattr(text, "num_attention_heads", 0), packing_obstacle(config) is not None
+    softcaps = getattr(text, "attn_logit_softcapping", None) is not None
     return ModelShape(
         layers=tuple(_layer(layer, text, model) for layer in layers),
         itemsize=itemsize,
@@ -215,7 +216,7 @@ def model_shape(config: PretrainedConfig, model: ModelConfig) -> ModelShape:
         vocabulary=head.shape[0],
         hidden=head.shape[1],
         queries=heads * max(head_dims(text)),
-        scoring_heads=heads if own_attention and has_sinks(config) else 0,
+        scoring_heads=heads if softcaps or (own_attention and has_sinks(config)) else 0,
         head_trained=head.requires_grad,
         packs=not own_attention and model.packing == "auto",
         tiled=bool(token_wise_mlps(base)),

@@ -1,10 +1,9 @@
 """Attention over packed documents, as one more attention implementation of transformers.
 
 A dense mask over a micro-batch of T tokens costs T² however short its documents are. Here a token is not
-compared with what it cannot see: an SDPA call for each completion but the short ones, one FlexAttention call
-whose block mask skips the rest, or one call of the FlashAttention-2 that torch ships, so that a shared prompt
-saves its tokens and costs nothing. All know the sliding window of a layer, which a ready-made 4-D mask
-cannot, being the same for all layers.
+compared with what it cannot see: an SDPA call for each completion but the short ones, or one call of
+flash-attention (`policy.flash`), so that a shared prompt saves its tokens and costs nothing. Both know the
+sliding window of a layer, which a ready-made 4-D mask cannot, being the same for all layers.
 """
 
 from __future__ import annotations
@@ -15,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from grpo_fast.policy.layout import PackedLayout, Sequences, repeated
+from grpo_fast.policy.flash import PACKAGES, varlen_attention
+from grpo_fast.policy.layout import PackedLayout, repeated
 from grpo_fast.policy.vision import model_class
 
 if TYPE_CHECKING:
@@ -23,9 +23,6 @@ if TYPE_CHECKING:
 
 PACKED_ATTENTION = "grpo_fast_packed"  # the name under which transformers finds `packed_attention`
 ALIGNMENT = 8  # numbers of a head, of which SDPA's kernels for GPUs want a multiple
-_GRAPHS = 64
-"""Forms of FlexAttention that torch may compile: one block or many, one document or many, a window,
-a gradient. Its own limit is eight; past it, FlexAttention runs uncompiled with T² scores in memory."""
 
 
 def packed_attention(
@@ -65,17 +62,14 @@ def packed_attention(
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     if packed_layout is None:
         return _attend(query, key, value, attention_mask, scaling, softcap, sinks).transpose(1, 2), None
-    if chosen == "flex_attention":
-        from transformers.integrations.flex_attention import flex_attention_forward
-
-        mask = packed_layout.block_mask(sliding_window)
-        with torch._dynamo.config.patch(recompile_limit=_GRAPHS):
-            output, _ = flex_attention_forward(
-                module, query, key, value, mask, scaling=scaling, softcap=softcap, s_aux=sinks
-            )
-        return output, None
-    if chosen == "flash_attention_2" and softcap is None and sinks is None:
-        return _flash(query, key, value, packed_layout.sequences, scaling, sliding_window), None
+    if chosen in PACKAGES and sinks is None:
+        query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+        sequences = packed_layout.sequences
+        if len(sequences.index) > len(query):
+            key, value = (repeated(tensor, sequences.index) for tensor in (key, value))
+        return varlen_attention(chosen, query, key, value, sequences, scaling, sliding_window, softcap)[
+            None
+        ], None
     pieces = (packed_layout.own(query), packed_layout.seen(key), packed_layout.seen(value))
     outputs = [
         _attend(*piece, scaling, softcap, sinks)
@@ -84,41 +78,16 @@ def packed_attention(
     return torch.cat([output.transpose(1, 2) for output in outputs], dim=1), None
 
 
-def _flash(
-    query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, scaling: float | None, window: int | None
-) -> Tensor:
-    """(1, A, T, D) and twice (1, K, T, D) -> (1, T, A, D), in 16 bits on a GPU."""
-    query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    if len(sequences.index) > len(query):
-        key, value = (repeated(tensor, sequences.index) for tensor in (key, value))
-    output, *_ = torch.ops.aten._flash_attention_forward(
-        query,
-        key,
-        value,
-        sequences.queries,
-        sequences.keys,
-        max(2, sequences.longest_queries),  # torch takes 1 for the decoding of one token a sequence
-        sequences.longest_keys,
-        0.0,
-        True,  # causal, the last query at the last key
-        False,
-        scale=scaling,
-        window_size_left=-1 if window is None else window - 1,
-        window_size_right=0,
-    )
-    return output[None]
-
-
-def flash_obstacle(config: PreTrainedConfig) -> str | None:
-    """Why torch's flash-attention cannot compute this model's attention; None: it can."""
+def flash_obstacle(config: PreTrainedConfig, *, softcaps: bool = False) -> str | None:
+    """Why flash-attention, capping scores or not, cannot compute this model's; None: it can."""
     text = config.get_text_config()
     for found in head_dims(text):
         if found > 256 or found % 8:
             return f"the model's heads have {found} numbers, not a multiple of 8 up to 256"
     if getattr(text, "v_head_dim", None) is not None:
         return "the model's values are not as wide as its keys"
-    if getattr(text, "attn_logit_softcapping", None) is not None:
-        return "the model caps its scores"
+    if getattr(text, "attn_logit_softcapping", None) is not None and not softcaps:
+        return "the model caps its scores, which needs flash-attn (pip install 'grpo-fast[flash-attn]')"
     return "the model has attention sinks" if has_sinks(config) else None
 
 
@@ -158,6 +127,9 @@ def _attend(
         return _attend_with_sinks(query, key, value, mask, scale, sinks, causal)
     if softcap is None:
         grouped = query.shape[1] != key.shape[1]
+        if grouped and query.is_cuda:  # where heads share keys, SDPA keeps every score beside a mask
+            repeats, grouped = query.shape[1] // key.shape[1], False
+            key, value = (tensor.repeat_interleave(repeats, dim=1) for tensor in (key, value))
         return scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped
         )
@@ -208,6 +180,6 @@ def register() -> None:
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-    # FlexAttention is compiled by itself, whatever is compiled around it.
+    # Its pieces differ from batch to batch: whatever is compiled around it, it is not.
     AttentionInterface.register(PACKED_ATTENTION, torch.compiler.disable(packed_attention))
     AttentionMaskInterface.register(PACKED_ATTENTION, sdpa_mask)

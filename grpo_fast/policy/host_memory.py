@@ -3,15 +3,77 @@
 from __future__ import annotations
 
 import logging
+import mmap
 import resource
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 
 import torch
 from torch import Tensor
 
 logger = logging.getLogger(__name__)
+ARENA = 16 << 20
+"""Bytes that small tensors share. torch rounds pinned memory of each tensor up to a power of two."""
+_ALIGNMENT = 512  # bytes, as torch aligns tensors on a GPU
+
+
+class PinnedPages(mmap.mmap):
+    """Whole pages of the host's memory, page-locked for copies by a GPU."""
+
+    address: int
+
+    def __new__(cls, size: int) -> PinnedPages:
+        """Raises RuntimeError where so much cannot be page-locked."""
+        pages = super().__new__(cls, -1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        address = torch.frombuffer(pages, dtype=torch.uint8).data_ptr()
+        page_lock(address, size)
+        pages.address = address
+        return pages
+
+    def __del__(self) -> None:
+        if hasattr(self, "address") and not sys.is_finalizing():
+            page_unlock(self.address)
+
+
+def page_lock(address: int, size: int) -> None:
+    error = torch.cuda.cudart().cudaHostRegister(address, size, 1)  # for all devices
+    if int(error):
+        with suppress(RuntimeError):  # or the next kernel would report the error as its own
+            torch.ones(1, device="cuda")
+        raise RuntimeError(f"cudaHostRegister of {size} bytes: error {int(error)}")
+
+
+def page_unlock(address: int) -> None:
+    torch.cuda.synchronize()  # a copy may still be under way
+    torch.cuda.cudart().cudaHostUnregister(address)
+
+
+class Arenas:
+    """Pinned memory without rounding: a tensor has pages of its own, or a part of an arena."""
+
+    def __init__(self) -> None:
+        self._rest = torch.empty(0, dtype=torch.uint8)  # of the last arena
+
+    def empty_like(self, tensor: Tensor) -> Tensor:
+        """Memory of the tensor's shape, strides and dtype.
+
+        Raises:
+            RuntimeError: the host has no more pinned memory.
+        """
+        like = torch.empty_like(tensor, device="meta", requires_grad=False)
+        size = -(-max(1, like.nbytes) // _ALIGNMENT) * _ALIGNMENT
+        if size > ARENA // 2:
+            part = torch.frombuffer(PinnedPages(size), dtype=torch.uint8)
+        else:
+            if size > len(self._rest):
+                self._rest = torch.frombuffer(PinnedPages(ARENA), dtype=torch.uint8)
+            part, self._rest = self._rest.split([size, len(self._rest) - size])
+        return part.view(like.dtype).as_strided(like.shape, like.stride())
+
+
+ARENAS = Arenas()
 
 
 def to_host(tensor: Tensor, *, pinned: bool | None = None) -> None:
@@ -45,7 +107,7 @@ def host_like(tensor: Tensor, *, pinned: bool | None = None) -> Tensor:
     """Empty memory like `tensor` on the CPU; pinned for a GPU, unless the host has no more of that."""
     if tensor.is_cuda if pinned is None else pinned:
         try:
-            return torch.empty_like(tensor, device="cpu", pin_memory=True, requires_grad=False)
+            return ARENAS.empty_like(tensor)
         except RuntimeError as error:
             _warn_of_ordinary_memory(str(error).partition("\n")[0])
     return torch.empty_like(tensor, device="cpu", requires_grad=False)

@@ -14,18 +14,12 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from torch.nn.attention.flex_attention import BlockMask
-
     from grpo_fast.policy.packing import PackedBatch
 
-BLOCK = 128  # tokens of a block of FlexAttention's mask, its default
 PAIRS_A_CALL = 2**14
 """Pairs of tokens that SDPA computes in the time of one more call, about: short completions share one."""
 LEAST_FILLED = 0.75  # of the longest row beside it; a shorter one goes with rows of its own
 FEW_TOKENS = 16  # by which rows may differ all the same
-
-Range = tuple[Tensor, Tensor]
-"""(T,) int64 each: every token sees the tokens from the first index up to the second, which it does not."""
 
 
 class Piece(NamedTuple):
@@ -70,7 +64,6 @@ class PackedLayout:
         documents = torch.arange(len(counts), device=counts.device)
         self._document_ids = documents.repeat_interleave(counts, output_size=len(batch.input_ids))
         self._masks: dict[int | None, list[Tensor | None]] = {}
-        self._block_masks: dict[int | None, BlockMask] = {}
 
     @property
     def _tokens(self) -> Tensor:
@@ -78,7 +71,7 @@ class PackedLayout:
 
     @cached_property
     def pieces(self) -> list[Piece]:
-        """The runs of tokens of one call each; FlexAttention needs none of it, nor a wait for the device."""
+        """The runs of tokens of one call each."""
         positions = self._batch.position_ids
         starts = (positions.diff(prepend=positions.new_tensor([-2])) != 1).nonzero()[:, 0]
         bounds, prompts = [*starts.tolist(), len(positions)], positions[starts].tolist()
@@ -175,79 +168,6 @@ class PackedLayout:
                 masks.append(None if causal else self.visible(own[:, None], seen, window))
             self._masks[window] = masks
         return self._masks[window]
-
-    def block_mask(self, window: int | None) -> BlockMask:
-        """FlexAttention's mask over the whole batch: what `create_block_mask` makes of `visible`.
-
-        That asks every pair of tokens, which takes about ten bytes for each of T². Here the pairs that see
-        each other in a block are counted from two numbers a token: memory and work grow as T + (T/128)².
-        """
-        from torch.nn.attention.flex_attention import BlockMask
-
-        if window not in self._block_masks:
-            pairs = visible_pairs(self.ranges(window))[None, None]
-            full = pairs == BLOCK * BLOCK
-            total = len(self._document_ids)
-            self._block_masks[window] = BlockMask.from_kv_blocks(
-                *_listed((pairs > 0) & ~full),
-                *_listed(full),
-                BLOCK_SIZE=BLOCK,
-                mask_mod=lambda _batch, _head, query, key: self.visible(query, key, window),
-                seq_lengths=(total, total),
-            )
-        return self._block_masks[window]
-
-    def ranges(self, window: int | None) -> list[Range]:
-        """What `visible` says: a token sees its own segment up to itself or the end of its run, and the
-        prompt before that."""
-        tokens, positions = self._tokens, self._batch.position_ids
-        of_documents = self._batch.cu_seqlens[:-1].long()
-        document = of_documents[self._document_ids]
-        in_prompt = self._batch.segment_ids == 0
-        lengths = torch.zeros_like(of_documents).index_add_(0, self._document_ids, in_prompt.long())
-        prompt = lengths[self._document_ids]
-        # A completion's positions go on from its prompt's; a prompt has no prompt before it.
-        segment = torch.where(in_prompt, document, tokens - positions + prompt)
-        prompt_end = torch.where(in_prompt, document, document + prompt)
-        first_of_prompt = _within(window, document, document + positions).minimum(prompt_end)
-        return [(_within(window, segment, tokens), self._end(tokens)), (first_of_prompt, prompt_end)]
-
-    def _end(self, tokens: Tensor) -> Tensor:
-        """The first key after those of its own segment that each token sees."""
-        if self._both_ways is None:
-            return tokens + 1
-        last = tokens.new_zeros(len(tokens) + 1).scatter_reduce(0, self._both_ways + 1, tokens, "amax")
-        return torch.where(self._both_ways < 0, tokens, last[self._both_ways + 1]) + 1
-
-
-def _within(window: int | None, first: Tensor, place: Tensor) -> Tensor:
-    """The first key seen: `first`, or later, where the window that ends at `place` begins."""
-    return first if window is None else first.maximum(place - window + 1)
-
-
-def visible_pairs(ranges: Sequence[Range]) -> Tensor:
-    """(n, n) int32, n = ceil(T / BLOCK): how many pairs of each block of queries and of keys are seen.
-
-    Of the keys below b, block k holds clamp(b - BLOCK·k, 0, BLOCK), which as a function of k changes in two
-    places. Those changes are summed over the queries of a block first, then along k: nothing is of size T·n.
-    A token's own ranges must not overlap.
-    """
-    starts = ranges[0][0]
-    blocks = -(-len(starts) // BLOCK)
-    steps = torch.zeros(blocks, blocks + 2, dtype=torch.int32, device=starts.device)
-    row = torch.arange(len(starts), device=starts.device) // BLOCK * steps.shape[1]
-    for start, end in ranges:
-        for bound, sign in ((end, 1), (start, -1)):
-            place, rest = row + bound // BLOCK, (bound % BLOCK).to(torch.int32)
-            steps.view(-1).index_add_(0, place, rest - BLOCK, alpha=sign)
-            steps.view(-1).index_add_(0, place + 1, rest, alpha=-sign)
-    return steps.cumsum(1, dtype=torch.int32)[:, :blocks]
-
-
-def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """For each block of queries the number of chosen blocks of keys, and all indices, chosen ones first."""
-    order = chosen.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
-    return chosen.sum(-1, dtype=torch.int32), order.to(torch.int32)
 
 
 @dataclass(frozen=True)

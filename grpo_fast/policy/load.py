@@ -16,6 +16,7 @@ from grpo_fast.config.distributed import DistributedConfig
 from grpo_fast.config.policy import ModelConfig
 from grpo_fast.data.images import ImageReader
 from grpo_fast.distributed.world import SINGLE_PROCESS, World
+from grpo_fast.head.operator import backend_on
 from grpo_fast.policy.adapters import add_lora
 from grpo_fast.policy.architecture import (
     check_architecture,
@@ -24,8 +25,10 @@ from grpo_fast.policy.architecture import (
     require_vocabulary,
     verify_policy,
 )
-from grpo_fast.policy.attention import PACKED_ATTENTION, flash_obstacle, register
+from grpo_fast.policy.attention import PACKED_ATTENTION, flash_obstacle, head_dims, register
+from grpo_fast.policy.driver import hidden_gpu
 from grpo_fast.policy.experts import expert_count, is_router, require_router
+from grpo_fast.policy.flash import PACKAGES, TORCH, installed, newest_flash, package_obstacle
 from grpo_fast.policy.layers import resolve_liger
 from grpo_fast.policy.patches import Setting, apply_patches
 from grpo_fast.policy.policy import Policy
@@ -76,6 +79,7 @@ def load_policy(
     config = config.model_copy(update={"dtype": resolve_dtype(config.dtype, device.type)})
     architecture = load_architecture(config)
     attention = resolve_attention(config.attention, device, config.dtype, architecture)
+    require_head(config, device)
     packs = resolve_packing(config, architecture)
     resolve_liger(config, device, architecture.model_type)  # what is wrong is told before weights are read
     if config.gradient_checkpointing == "offload" and device.type != "cuda":
@@ -165,6 +169,17 @@ def _problem(policy: Policy, world: World) -> str | None:
     return next(filter(None, world.gather_from_all("the check of the model", own)), None)
 
 
+def require_head(config: ModelConfig, device: torch.device) -> None:
+    """Raise ValueError where the head's kernels are asked for and none runs."""
+    if config.head == "triton":
+        backend = backend_on(device.type, device.index, getattr(torch, config.dtype))
+        if backend != "triton":
+            raise ValueError(
+                f"model.head = 'triton' needs Triton and a GPU from Ampere or CDNA on, and the device is "
+                f"{device}; set it to auto"
+            )
+
+
 def resolve_packing(config: ModelConfig, architecture: PreTrainedConfig) -> bool:
     """Whether completions share a document with their prompt.
 
@@ -243,16 +258,19 @@ def resolve_device(name: str) -> torch.device:
     """`auto` is CUDA where there is one.
 
     Raises:
-        ValueError: an unknown device, or CUDA where there is none.
+        ValueError: an unknown device, CUDA where there is none, or `auto` where torch cannot use the GPU.
     """
     if name == "auto":
+        if (problem := hidden_gpu()) is not None:
+            raise ValueError(f"{problem}. To train on the CPU, set model.device = cpu")
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
     except RuntimeError:
         raise ValueError(f"model.device = {name!r} is not a device; give auto, cpu, cuda or cuda:N") from None
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"model.device = {name!r}, but torch finds no CUDA device; give auto or cpu")
+        why = hidden_gpu() or "torch finds no CUDA device"
+        raise ValueError(f"model.device = {name!r}, but {why}; give auto or cpu")
     return device
 
 
@@ -289,25 +307,33 @@ def _product_seconds(dtype: torch.dtype) -> float:
 
 
 def resolve_attention(name: str, device: torch.device, dtype: str, architecture: PreTrainedConfig) -> str:
-    """`auto` is flash-attention where it fits, FlexAttention elsewhere on a GPU, SDPA on a CPU.
+    """`auto` is flash-attention where it fits, SDPA elsewhere.
 
     Raises:
         ValueError: an attention that this device, dtype or model does not have.
     """
-    on_gpu = device.type == "cuda"
-    if name == "flex_attention" and not on_gpu:
-        raise ValueError("model.attention = 'flex_attention' has no gradients on the CPU; give auto or sdpa")
-    if name not in ("auto", "flash_attention_2"):
+    on_gpu, major = device.type == "cuda", 8
+    if name != "auto" and name not in PACKAGES:
         return name
-    obstacle = flash_obstacle(architecture)
+    if on_gpu and torch.cuda.is_available():
+        major = torch.cuda.get_device_capability(device)[0]
+    widest = max(head_dims(architecture.get_text_config()))
+    flash = newest_flash(major, widest) if name == "auto" else name
+    obstacle = flash_obstacle(architecture, softcaps=installed(flash))
     if not on_gpu or dtype == "float32":
         obstacle = f"it runs on a GPU in 16 bits, not on {device.type} in {dtype}"
-    elif torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (8, 0):
+    elif major < 8:
         obstacle = "the GPU is older than Ampere"
+    elif obstacle is None and flash != TORCH:
+        obstacle = package_obstacle(flash, major, widest)
     if obstacle is None:
-        return "flash_attention_2"
+        return flash
     if name == "auto":
-        return "flex_attention" if on_gpu else "sdpa"
+        if on_gpu:
+            logger.warning(
+                "model.attention = sdpa is chosen, which is slower than flash-attention: %s", obstacle
+            )
+        return "sdpa"
     raise ValueError(f"model.attention = {name!r} does not fit: {obstacle}; give auto")
 
 

@@ -21,6 +21,7 @@ from grpo_fast.head import HeadParameters
 from grpo_fast.policy.adapters import adapted_weights, base_name, merged
 from grpo_fast.policy.architecture import backbone, fix_rope, head_parameters
 from grpo_fast.policy.experts import chosen_share, is_expert
+from grpo_fast.policy.flash import PACKAGES
 from grpo_fast.policy.layout import PackedLayout, RowLayout
 from grpo_fast.policy.optimizer import MASTER
 from grpo_fast.policy.packing import PackedBatch, TokenCosts
@@ -47,7 +48,7 @@ class Policy:
     Args:
         model: a transformers model, or a peft model around one; its attention must already be set up
             as `load_policy` does.
-        attention: "sdpa", "flex_attention" or "flash_attention_2", of packed batches.
+        attention: "sdpa" or one of `flash.PACKAGES`, of packed batches.
         packs: false: one completion a row, by the model's own attention; the tables it computes are laid out
             without shared prompts.
         reference: a frozen copy; needless with LoRA, where the adapters are switched off instead.
@@ -196,8 +197,8 @@ class Policy:
         if any(batch.images):
             reads = language_model(self.base_model)
             given, both_ways = self.vision.packed(batch)
-            if both_ways is not None and attention == "flash_attention_2":
-                attention = "flex_attention"  # for these batches, which the other cannot compute
+            if both_ways is not None and attention in PACKAGES:
+                attention = "sdpa"  # for these batches, which the other cannot compute
         layout = layout or PackedLayout(batch, attention, both_ways)
         layout.experts = batch.inputs.get(EXPERTS)
         output = reads(

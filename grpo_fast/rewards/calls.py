@@ -41,7 +41,7 @@ class Call:
 
     name: str
     future: Future[Any]
-    timeout: float
+    timeout: float | None
     deadline: float  # on time.monotonic
     log: Log | None = None
 
@@ -58,9 +58,9 @@ class Runner:
         self._busy: dict[str, Future[Any]] = {}  # abandoned calls, which may hold a thread
 
     def start(
-        self, name: str, function: RewardFunction, arguments: Mapping[str, Any], timeout: float
+        self, name: str, function: RewardFunction, arguments: Mapping[str, Any], timeout: float | None
     ) -> Call:
-        """Calls the function in the background; `timeout` seconds count from now."""
+        """Calls the function in the background; `timeout` seconds count from now, None: without limit."""
         if name in self._busy and not self._busy[name].done():  # one thread a function is enough to lose
             future: Future[Any] = Future()
             future.set_exception(CallFailed("has not returned from an earlier call yet"))
@@ -68,7 +68,7 @@ class Runner:
             future = asyncio.run_coroutine_threadsafe(function(**arguments), event_loop("rewards"))
         else:
             future = in_thread(lambda: function(**arguments))
-        return Call(name, future, timeout, time.monotonic() + timeout)
+        return Call(name, future, timeout, time.monotonic() + (timeout or 0))
 
     def finish(self, call: Call) -> Any:
         """What the function returned.
@@ -76,7 +76,8 @@ class Runner:
         Raises:
             CallFailed: it raised, or has not returned in time.
         """
-        if not wait([call.future], max(0.0, call.deadline - time.monotonic())).done:
+        left = None if call.timeout is None else max(0.0, call.deadline - time.monotonic())
+        if not wait([call.future], left).done:
             self._busy[call.name] = call.future
             call.future.cancel()  # a coroutine ends when it awaits
             limit = f"its timeout of {call.timeout:g} seconds; raise it in rewards where the work is longer"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from grpo_fast.data.types import Prompt
 from grpo_fast.rewards.calls import CallFailed
@@ -16,15 +16,18 @@ from grpo_fast.rollout.types import Completion
 class EarlyScores:
     """Calls the functions marked `per_group` on each group as it completes, while others still decode.
 
-    One call after the other. A function that fails drops out: it is called once more for the whole batch,
-    like those that are not marked, so its error is the one that it would have raised anyway.
+    One call after the other, but for functions without a timeout, whose calls overlap. A function that fails
+    drops out: it is called once more for the whole batch, like those that are not marked, so its error is
+    the one that it would have raised anyway.
     """
 
     def __init__(self, rewards: RewardSet, prompts: Sequence[Prompt]) -> None:
         self._rewards = rewards
         self._prompts = prompts
         self._columns = column_names(prompts)
-        self._scored: dict[str, dict[int, Scored]] = {r.name: {} for r in rewards.rewards if r.per_group}
+        self._functions = {reward.name: reward for reward in rewards.rewards if reward.per_group}
+        self._scored: dict[str, dict[int, Scored]] = {name: {} for name in self._functions}
+        self._running: list[tuple[str, int, Callable[[], Scored]]] = []
         self._due: queue.SimpleQueue[tuple[int, list[Completion]] | None] = queue.SimpleQueue()
         self._stopped = False
         # A daemon: an interrupted run does not wait for a reward that hangs.
@@ -58,8 +61,27 @@ class EarlyScores:
         while (done := self._due.get()) is not None and not self._stopped:
             index, completions = done
             for name in list(self._scored):
-                try:
-                    scored = self._rewards.score_group(name, self._prompts[index], completions, self._columns)
-                    self._scored[name][index] = scored
-                except (CallFailed, RewardError):
-                    del self._scored[name]
+                self._start(name, index, completions)
+        for name, index, finish in self._running:
+            if not self._stopped:
+                self._finish(name, index, finish)
+
+    def _start(self, name: str, index: int, completions: list[Completion]) -> None:
+        reward = self._functions[name]
+        try:
+            finish = self._rewards.start_group(reward, self._prompts[index], completions, self._columns)
+        except RewardError:
+            del self._scored[name]
+        else:
+            if reward.timeout is None:
+                self._running.append((name, index, finish))
+            else:
+                self._finish(name, index, finish)
+
+    def _finish(self, name: str, index: int, finish: Callable[[], Scored]) -> None:
+        try:
+            scored = finish()
+            if name in self._scored:
+                self._scored[name][index] = scored
+        except (CallFailed, RewardError):
+            self._scored.pop(name, None)

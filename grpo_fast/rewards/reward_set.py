@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 
 from grpo_fast.config.lookup import choices
-from grpo_fast.config.rewards import RewardConfig
+from grpo_fast.config.rewards import BUILTINS, RewardConfig
 from grpo_fast.config.secrets import in_use
 from grpo_fast.data.types import Prompt
 from grpo_fast.rewards.builtins.options import column_options
@@ -41,7 +41,7 @@ class Reward:
     function: RewardFunction
     weight: float = 1.0
     options: Mapping[str, Any] = field(default_factory=dict)  # passed at each call
-    timeout: float = 60.0  # seconds one call may take
+    timeout: float | None = 60.0  # seconds one call may take; None: it ends by itself, and calls may overlap
     on_error: Literal["fail", "skip"] = "fail"
     per_group: bool = False  # scores a prompt's completions by themselves, whatever the others are
     written: str = ""  # as the configuration names it
@@ -61,7 +61,8 @@ def load_rewards(configs: Sequence[RewardConfig], environments: Sequence[type] =
     for place, config in enumerate(configs):
         given = in_use(config.options, f"rewards.{place}.options")
         name, function, options = load_function(config.reward, given)
-        how = config.model_dump(include={"weight", "timeout", "on_error", "per_group"})
+        how = config.model_dump(include={"weight", "on_error"})
+        how |= {"per_group": config.per_group or config.reward in BUILTINS, "timeout": config.call_timeout}
         rewards.append(Reward(name, function, options=options, written=config.reward, **how))
     own = (kind for kind in environments if hasattr(kind, "get_reward"))
     rewards += [Reward(kind.__name__, kind.get_reward, environment=kind) for kind in own]
@@ -165,17 +166,17 @@ class RewardSet:
             self._report_unscored(table, batch)
         return RewardResult(table.float(), weighted_sum(table, self.weights), _together(logs, batch), skipped)
 
-    def score_group(
-        self, name: str, prompt: Prompt, completions: Sequence[Completion], columns: Sequence[str]
-    ) -> Scored:
-        """Return one function's values for one prompt's completions, and what it logged.
+    def start_group(
+        self, reward: Reward, prompt: Prompt, completions: Sequence[Completion], columns: Sequence[str]
+    ) -> Callable[[], Scored]:
+        """Call one function on one prompt's completions; what returns waits for its values and its log.
 
         Raises:
-            CallFailed: it fails; scoring the whole batch then says how.
+            CallFailed, RewardError: it fails, here or later; scoring the whole batch then says how.
         """
         batch = RewardBatch.of([prompt], [completions], columns)
-        call = self._start(self.rewards[self.names.index(name)], batch)
-        return check_scores(self._runner.finish(call), len(batch)), call.log or Log(len(batch))
+        call = self._start(reward, batch)
+        return lambda: (check_scores(self._runner.finish(call), len(batch)), call.log or Log(len(batch)))
 
     def _start(self, reward: Reward, batch: RewardBatch) -> Call:
         log = Log(len(batch))

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 # learning rate, for a run that has diverged.
 CHANGEABLE = (
     *("output_dir", "max_steps", "threads", "checkpoint", "logging", "alerts", "callbacks", "hub"),
-    *("memory", "distributed"),
+    *("memory", "distributed", "model.head"),
     *("micro_batch_tokens", "model.gradient_checkpointing", "rollout.vllm", "optimizer.learning_rate"),
 )
 _CHANGEABLE = tuple(f"{name}." for name in CHANGEABLE)

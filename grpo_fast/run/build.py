@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from itertools import chain
+from typing import Any
 
 import torch
 
@@ -118,9 +119,8 @@ def build_grpo_trainer(config: TrainConfig, world: World = SINGLE_PROCESS) -> Tr
         distributed=config.distributed,
         router_replay=config.rollout.router_replay,
     )
-    if policy.head_weight.is_cuda:  # before gradients and the optimizer take their memory
-        for stage in stages:
-            policy.run(partial(warm_up_head, policy, stage.config))
+    for stage in stages:  # before gradients and the optimizer take their memory
+        warm_up_head(policy, stage.config)
     rollout_of = partial(make_rollout, tokenizer=loader.tokenizer, end_ids=policy.eos_token_ids)
     parts = tuple(
         replace(part, rollout=rollout_of(part.stage.config.rollout, part.toolsets)) for part in parts
@@ -171,9 +171,13 @@ def require_packed_and_whole(config: TrainConfig, world: World) -> None:
 
 
 def warm_up_head(policy: Policy, config: TrainConfig) -> None:
-    """What the first step would compile without a word."""
-    temperature = config.rollout.temperature
-    warm_up(policy.head, loss=config.loss, temperature=temperature, weight_grad=torch.float32)
+    """Check and compile what the first step launches."""
+    options = {"loss": config.loss, "temperature": config.rollout.temperature}
+    if config.algorithm != "grpo":
+        options = {}
+    if policy.head_weight.is_cuda:
+        how: Any = {"implementation": config.model.head, "weight_grad": torch.float32} | options
+        policy.run(lambda: warm_up(policy.head, **how))
 
 
 def build_preference_trainer(config: TrainConfig) -> PreferenceTrainer:
@@ -187,6 +191,7 @@ def build_preference_trainer(config: TrainConfig) -> PreferenceTrainer:
             "images: rename the column by dataset.rename = {image: another_name}, or set algorithm = grpo"
         )
     policy = load_policy(config.model)
+    warm_up_head(policy, config)
     load = partial(
         load_comparisons,
         tokenizer=loader.tokenizer,

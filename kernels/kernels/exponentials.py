@@ -246,7 +246,7 @@ def kept_backward(
     # Where there is no gradient the share may be NaN.
     scale, at_target = torch.where(rows.mass == 0, 0, rows.mass * kept.share), rows.target
     if not call.is_plain:
-        slope = call.slope(scale[:, None]).expand(-1, 1)[:, 0]
+        slope = call.slope(scale[:, None]).reshape(-1)  # one value for all rows, or one each
         scale, at_target = scale * slope, at_target * slope
     of_hidden = of_weight = of_bias = None
     if wanted.hidden:

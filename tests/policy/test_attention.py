@@ -1,24 +1,28 @@
-"""Packed attention against each sequence alone, and the block mask against FlexAttention's own."""
+"""Packed attention against each sequence alone."""
 
 from __future__ import annotations
 
+import importlib.metadata
+import inspect
+import itertools
+import math
 import random
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoConfig
 
 from grpo_fast.data.table import CompletionTable
-from grpo_fast.plan.measure import peak_bytes
-from grpo_fast.policy import PackedBatch, Policy, pack
+from grpo_fast.policy import PackedBatch, Policy
 from grpo_fast.policy.architecture import verify_policy
 from grpo_fast.policy.attention import flash_obstacle, packed_attention
-from grpo_fast.policy.layout import BLOCK, PackedLayout
+from grpo_fast.policy.flash import PACKAGES, newest_flash, package_obstacle, way
+from grpo_fast.policy.layout import PackedLayout
 from grpo_fast.policy.vision import _runs
 from tests.policy.conftest import packed
 
@@ -32,13 +36,22 @@ def of_sizes(*sizes: tuple[int, int, int]) -> CompletionTable:
 
 
 def outcome(
-    batch: PackedBatch, attention: str, operands: list[Tensor], window: int | None, scaling: float
+    batch: PackedBatch,
+    attention: str,
+    operands: list[Tensor],
+    window: int | None,
+    scaling: float,
+    softcap: float | None = None,
 ) -> list[Tensor]:
     """Output of query, key and value, and the gradients that the last operand makes of theirs."""
     *leaves, gradient = (operand.clone().requires_grad_() for operand in operands)
     layout = PackedLayout(batch, attention)
     output, _ = packed_attention(
-        torch.nn.Module(), *leaves, None, scaling=scaling, sliding_window=window, packed_layout=layout
+        *(torch.nn.Module(), *leaves, None),
+        scaling=scaling,
+        softcap=softcap,
+        sliding_window=window,
+        packed_layout=layout,
     )
     output.backward(gradient.transpose(1, 2))
     return [output.detach(), *(leaf.grad for leaf in leaves)]
@@ -61,30 +74,80 @@ def test_completions_share_a_call_while_that_costs_less_than_one_more(
     assert PackedLayout(batch, kind).pieces == 2 * pieces
 
 
-@pytest.fixture
-def flash_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's operator, of which a CPU has none: each sequence alone, its last query at its last key."""
+def varlen(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, left, right, softcap=math.inf
+) -> Tensor:
+    """Flash-attention, of which a CPU has none: each sequence alone, its last query at its last key."""
+    assert right == 0 and max_seqlen_q > 1
+    outputs = []
+    for (q0, q1), (k0, k1) in zip(cu_seqlens_q.unfold(0, 2, 1), cu_seqlens_k.unfold(0, 2, 1), strict=True):
+        assert q1 - q0 <= max_seqlen_q and k1 - k0 <= max_seqlen_k
+        past = torch.arange(k1 - k0 - q1 + q0, k1 - k0)[:, None] - torch.arange(k1 - k0)
+        seen = (past >= 0) & ((past <= left) | (left < 0))
+        keys, values = (part[k0:k1].repeat_interleave(q.shape[1] // k.shape[1], 1) for part in (k, v))
+        scores = torch.einsum("qad,kad->aqk", q[q0:q1], keys) * scale
+        scores = scores if softcap == math.inf else softcap * torch.tanh(scores / softcap)
+        weights = scores.masked_fill(~seen, -math.inf).softmax(-1)
+        outputs.append(torch.einsum("aqk,kad->qad", weights, values))
+    return torch.cat(outputs)
 
-    def forward(query, key, value, queries, keys, *rest: Any, scale, window_size_left, window_size_right):
-        longest_queries, longest_keys, dropout, causal, _ = rest
-        assert (dropout, causal, window_size_right) == (0.0, True, 0) and longest_queries > 1
-        outputs = []
-        for (q0, q1), (k0, k1) in zip(queries.unfold(0, 2, 1), keys.unfold(0, 2, 1), strict=True):
-            assert q1 - q0 <= longest_queries and k1 - k0 <= longest_keys
-            past = torch.arange(k1 - k0 - q1 + q0, k1 - k0)[:, None] - torch.arange(k1 - k0)
-            seen = (past >= 0) & ((past <= window_size_left) | (window_size_left < 0))
-            parts = (query[q0:q1], key[k0:k1], value[k0:k1])
-            own = (part.transpose(0, 1)[None] for part in parts)
-            output = scaled_dot_product_attention(*own, attn_mask=seen, scale=scale, enable_gqa=True)
-            outputs.append(output[0].transpose(0, 1))
-        return torch.cat(outputs), None
 
-    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", forward)
+def torch_operator(*given: Any, scale, window_size_left, window_size_right):
+    *operands, dropout, causal, _ = given
+    assert (dropout, causal) == (0.0, True)
+    return varlen(*operands, scale, window_size_left, window_size_right), None
+
+
+def torch_public(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa):
+    assert enable_gqa
+    return varlen(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale, *window_size)
+
+
+def torch_public_without_windows(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False):
+    raise AssertionError("it cannot say which keys are seen")
+
+
+def package_2_or_3(q, k, v, *bounds, softmax_scale=None, causal=False, window_size=(-1, -1), **named):
+    return varlen(q, k, v, *bounds, **named, scale=softmax_scale, left=window_size[0], right=1 - causal)
+
+
+def package_4(q, k, v, qv=None, *, softmax_scale=None, causal=False, window_size=(None, None), **named):
+    left = -1 if window_size[0] is None else window_size[0]
+    out = varlen(q, k, v, **named, scale=softmax_scale, left=left, right=1 - causal)
+    return out, None
+
+
+WAYS = {
+    "flash-attn-4": ("flash_attention_4", "flash_attn.cute", package_4),
+    "flash_attn_3": ("flash_attention_3", "flash_attn_interface", package_2_or_3),
+    "flash-attn": ("flash_attention_2", "flash_attn", package_2_or_3),
+    "public": ("flash_attention_2", "torch.nn.attention.varlen", torch_public),
+    "operator": ("flash_attention_2", "torch.nn.attention.varlen", torch_public_without_windows),
+}
+
+
+@pytest.fixture(params=WAYS)
+def flash(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The name of a flash-attention, of which one way is there and the others are not."""
+    name, module, function = WAYS[request.param]
+
+    def version(distribution: str) -> str:
+        if distribution != request.param:
+            raise importlib.metadata.PackageNotFoundError(distribution)
+        return "9.9"
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    found = SimpleNamespace(flash_attn_varlen_func=function, varlen_attn=function)
+    monkeypatch.setitem(sys.modules, module, found)
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", torch_operator)
+    way.cache_clear()
+    yield name
+    way.cache_clear()
 
 
 @pytest.mark.parametrize(("window", "longest"), [(None, 9), (1, 9), (5, 9), (None, 1)])
 def test_flash_attention_shares_prompts_exactly(
-    flash_on_a_cpu: None, rng: torch.Generator, seed: int, window: int | None, longest: int
+    flash: str, rng: torch.Generator, seed: int, window: int | None, longest: int
 ) -> None:
     """Documents with prompts and completions from a token on, against each document's mask in float64."""
     draw = random.Random(seed)
@@ -95,17 +158,50 @@ def test_flash_attention_shares_prompts_exactly(
     shapes = [(1, heads, len(batch.input_ids), 8) for heads in (4, 2, 2, 4)]
     operands = [torch.randn(shape, generator=rng, dtype=torch.float64) for shape in shapes]
 
-    flash, sdpa = (outcome(batch, name, operands, window, 0.3) for name in ("flash_attention_2", "sdpa"))
+    found, sdpa = (outcome(batch, name, operands, window, 0.3) for name in (flash, "sdpa"))
 
-    torch.testing.assert_close(flash, sdpa, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(found, sdpa, rtol=1e-10, atol=1e-10)
 
 
-def test_a_model_packed_for_flash_attention_computes_what_it_does_alone(
-    load: Load, flash_on_a_cpu: None
-) -> None:
+@pytest.mark.parametrize("flash", ["flash-attn-4", "flash_attn_3", "flash-attn"], indirect=True)
+def test_flash_attn_caps_scores(flash: str, rng: torch.Generator) -> None:
+    (batch,) = packed(of_sizes((0, 5, 3), (0, 5, 6), (1, 2, 4)))
+    shapes = [(1, heads, len(batch.input_ids), 8) for heads in (4, 2, 2, 4)]
+    operands = [torch.randn(shape, generator=rng, dtype=torch.float64) for shape in shapes]
+    found, sdpa = (outcome(batch, name, operands, 4, 2.0, softcap=1.5) for name in (flash, "sdpa"))
+    torch.testing.assert_close(found, sdpa, rtol=1e-4, atol=1e-5)  # whose scores are float32
+
+
+def test_a_model_packed_for_flash_attention_computes_what_it_does_alone(load: Load, flash: str) -> None:
     policy = load("qwen2")
-    policy.attention = "flash_attention_2"
+    policy.attention = flash
     verify_policy(policy)
+
+
+def test_the_newest_flash_attention_that_fits_gpu_and_heads_is_chosen(flash: str) -> None:
+    distribution = PACKAGES[flash].distribution
+    for major, head in itertools.product((8, 9, 10), (64, 128, 192)):
+        obstacle = package_obstacle(flash, major, head)
+        assert newest_flash(major, head) == (flash if obstacle is None else "flash_attention_2")
+    if flash != "flash_attention_2":
+        assert f"{distribution} is of compute capabilities 9 to" in str(package_obstacle(flash, 8, 64))
+    other = "flash_attention_4" if flash == "flash_attention_3" else "flash_attention_3"
+    assert "not installed" in str(package_obstacle(other, 9, 64))
+    if flash == "flash_attention_4":
+        assert "heads of up to 128 numbers, not 192" in str(package_obstacle(flash, 9, 192))
+
+
+def test_the_installed_torch_takes_what_it_is_given() -> None:
+    operator = [
+        argument.name for argument in torch.ops.aten._flash_attention_forward.default._schema.arguments
+    ]
+    given = "query key value cum_seq_q cum_seq_k max_q max_k dropout_p is_causal return_debug_mask"
+    assert operator[:10] == given.split()
+    assert {"scale", "window_size_left", "window_size_right"} <= {*operator[10:]}
+    public = pytest.importorskip("torch.nn.attention.varlen").varlen_attn
+    assert (
+        list(inspect.signature(public).parameters)[:7] == list(inspect.signature(torch_public).parameters)[:7]
+    )
 
 
 @pytest.mark.parametrize(
@@ -156,7 +252,7 @@ def test_a_sink_is_one_more_score_of_no_value(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("window", [None, 1, 300])
-def test_flash_attention_on_a_gpu_is_as_near_to_float32_as_flex_attention(
+def test_flash_attention_on_a_gpu_is_as_near_to_float32_as_sdpa(
     rng: torch.Generator, window: int | None
 ) -> None:
     """Longer than two blocks of either kernel; prompts and completions of one token among them."""
@@ -167,64 +263,9 @@ def test_flash_attention_on_a_gpu_is_as_near_to_float32_as_flex_attention(
     operands = [torch.randn(shape, generator=rng).cuda().bfloat16() for shape in shapes]
 
     exact = outcome(batch, "sdpa", [operand.float() for operand in operands], window, 0.1)
-    flash, flex = (
-        outcome(batch, name, operands, window, 0.1) for name in ("flash_attention_2", "flex_attention")
-    )
-    for right, one, other in zip(exact, flash, flex, strict=True):
+    flash, sdpa = (outcome(batch, name, operands, window, 0.1) for name in ("flash_attention_2", "sdpa"))
+    for right, one, other in zip(exact, flash, sdpa, strict=True):
         assert (one.float() - right).norm() < 1.2 * (other.float() - right).norm() + 1e-3 * right.norm()
-
-
-@pytest.mark.gpu
-def test_flex_attention_on_a_gpu_agrees_with_sdpa(load: Load, samples: CompletionTable) -> None:
-    results = []
-    for attention in ("sdpa", "flex_attention"):
-        policy = load("gemma2", device="cuda", attention=attention)
-        (batch,) = pack(samples, max_tokens=10_000, device="cuda")
-        hidden = policy.hidden_states(batch)
-        hidden.square().sum().backward()
-        results.append((hidden, policy.trainable()["model.layers.0.self_attn.q_proj.weight"].grad))
-
-    for sdpa, flex in zip(*results, strict=True):
-        torch.testing.assert_close(flex, sdpa, rtol=1e-2, atol=1e-2)
-
-
-def test_flex_attention_stays_compiled_whatever_the_lengths(
-    load: Load, samples: CompletionTable, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Past the limit torch would compute all T² scores; here it raises instead."""
-    from torch.nn.attention.flex_attention import flex_attention
-    from transformers.integrations import flex_attention as integration
-
-    compiled = torch.compile(flex_attention, backend="eager")
-    monkeypatch.setattr(integration, "WrappedFlexAttention", lambda training: lambda: compiled)
-    policy = load("gemma2")
-    policy.attention = "flex_attention"
-    torch._dynamo.reset()
-
-    with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True):
-        for some in (samples[:1], CompletionTable.join([samples] * 9)):
-            (batch,) = packed(some)
-            assert policy.hidden_states(batch).isfinite().all()
-
-
-def test_the_flex_mask_needs_no_sync_and_no_memory_for_every_pair(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    (batch,) = packed(of_sizes((0, 4000, 4001), (1, 4000, 4001)))
-    tokens = len(batch.input_ids)
-
-    def refuse(*_: object) -> None:
-        raise AssertionError("a tensor was read")
-
-    for name in ("tolist", "item", "__bool__", "__int__", "nonzero"):
-        monkeypatch.setattr(torch.Tensor, name, refuse)
-    peak = peak_bytes(
-        lambda: PackedLayout(batch, "flex_attention"),
-        lambda layout: [layout.block_mask(window) for window in (None, 3)],
-        torch.device("cpu"),
-    )
-
-    assert peak < 200 * tokens < tokens**2 / 50
 
 
 @pytest.mark.parametrize("images", [False, True])
@@ -237,7 +278,7 @@ def test_every_mask_says_what_visible_says_of_each_pair_of_tokens(
     draw = random.Random(seed)
 
     def length() -> int:
-        return draw.choice((1, draw.randint(1, 20), draw.randint(1, 2 * BLOCK)))
+        return draw.choice((1, draw.randint(1, 20), draw.randint(1, 256)))
 
     for _ in range(6):
         prompts = {group: length() for group in range(draw.randint(1, 4))}
@@ -245,10 +286,10 @@ def test_every_mask_says_what_visible_says_of_each_pair_of_tokens(
         (batch,) = packed(of_sizes(*[(group, prompts[group], length()) for group in groups]))
         lengths, total = batch.cu_seqlens.diff().tolist(), len(batch.input_ids)
         at_a_document = max(1, draw.choice(lengths) + draw.choice((-1, 0, 1)))
-        window = draw.choice((1, at_a_document, draw.randint(1, 3 * BLOCK))) if windowed else None
+        window = draw.choice((1, at_a_document, draw.randint(1, 384))) if windowed else None
         of_images = (batch.segment_ids == 0) & (torch.rand(total) < 0.8)
         of_images[batch.cu_seqlens[:-1]] = False
-        layout = PackedLayout(batch, "flex_attention", _runs(of_images) if images else None)
+        layout = PackedLayout(batch, "sdpa", _runs(of_images) if images else None)
         index = torch.arange(total)
         visible = layout.visible(index[:, None], index, window)
         neighbours = bool((of_images[1:] & of_images[:-1]).any())
@@ -260,13 +301,3 @@ def test_every_mask_says_what_visible_says_of_each_pair_of_tokens(
             causal = torch.ones(len(rows), len(columns)).tril().bool()
             dense[rows[:, None], columns] = causal if mask is None else mask
         assert torch.equal(visible, dense)
-
-        found = layout.block_mask(window)
-        own = create_block_mask(
-            lambda _b, _h, query, key, layout=layout, window=window: layout.visible(query, key, window),
-            *(None, None, total, total),
-            device="cpu",
-        )
-        assert found.shape == own.shape and found.seq_lengths == own.seq_lengths
-        for name in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"):
-            assert torch.equal(getattr(found, name), getattr(own, name)), name

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from grpo_fast.cli import main
 from grpo_fast.config.policy import ModelConfig
 from grpo_fast.distributed.world import World
 from grpo_fast.policy import PackedBatch, Policy, load_policy, longest_sequence
@@ -212,7 +213,7 @@ def test_auto_is_the_faster_dtype_on_a_cpu_and_bfloat16_on_a_gpu(
     faster_dtype.cache_clear()
 
 
-FLASH, FLEX, SDPA = "flash_attention_2", "flex_attention", "sdpa"
+FLASH, SDPA = "flash_attention_2", "sdpa"
 
 
 @pytest.mark.parametrize(
@@ -220,17 +221,23 @@ FLASH, FLEX, SDPA = "flash_attention_2", "flex_attention", "sdpa"
     [
         ("auto", "cpu", "bfloat16", "llama", (9, 0), SDPA),
         ("auto", "cuda", "bfloat16", "llama", (8, 0), FLASH),
-        ("auto", "cuda", "bfloat16", "llama", (7, 5), FLEX),
-        ("auto", "cuda", "float32", "llama", (9, 0), FLEX),
-        ("auto", "cuda", "bfloat16", "gemma2", (9, 0), FLEX),
+        ("auto", "cuda", "bfloat16", "llama", (7, 5), SDPA),
+        ("auto", "cuda", "float32", "llama", (9, 0), SDPA),
+        ("auto", "cuda", "bfloat16", "gemma2", (9, 0), SDPA),
         (FLASH, "cuda", "float16", "llama", (9, 0), FLASH),
         (SDPA, "cuda", "bfloat16", "llama", (9, 0), SDPA),
-        (FLEX, "cuda", "bfloat16", "llama", (9, 0), FLEX),
         (FLASH, "cpu", "bfloat16", "llama", (9, 0), "not on cpu in bfloat16"),
         (FLASH, "cuda", "float32", "llama", (9, 0), "not on cuda in float32"),
-        (FLASH, "cuda", "bfloat16", "gemma2", (9, 0), "caps its scores"),
+        (FLASH, "cuda", "bfloat16", "gemma2", (9, 0), "caps its scores, which needs flash-attn .*"),
         (FLASH, "cuda", "bfloat16", "llama", (7, 5), "older than Ampere"),
-        (FLEX, "cpu", "float32", "llama", (9, 0), "no gradients on the CPU"),
+        (
+            "flash_attention_4",
+            "cuda",
+            "bfloat16",
+            "llama",
+            (9, 0),
+            "it needs flash-attn-4, which is not installed",
+        ),
     ],
 )
 def test_attention_is_chosen_for_device_dtype_and_model_or_refused(
@@ -240,7 +247,7 @@ def test_attention_is_chosen_for_device_dtype_and_model_or_refused(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     arguments = (name, torch.device(device), dtype, AutoConfig.for_model(family))
 
-    if chosen in (FLASH, FLEX, SDPA):
+    if chosen in (FLASH, SDPA):
         assert resolve_attention(*arguments) == chosen
     else:
         with pytest.raises(ValueError, match=f"model.attention = '{name}'.*{chosen}; give auto"):
@@ -252,6 +259,7 @@ def test_what_a_device_is_not_or_does_not_have_is_refused(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert resolve_device("auto") == torch.device("cpu")
     for name, problem in (("cuda:1", "finds no CUDA device"), ("gpu", "is not a device")):
         with pytest.raises(ValueError, match=problem):
@@ -259,9 +267,51 @@ def test_what_a_device_is_not_or_does_not_have_is_refused(
     for settings, problem in (
         ({"liger_kernels": True}, r"model\.liger_kernels = true needs a CUDA device"),
         ({"gradient_checkpointing": "offload"}, "'offload'.*model.device is cpu; set it to true"),
+        ({"head": "triton"}, r"model\.head = 'triton' needs Triton and a GPU .* is cpu; set it to auto"),
     ):
         with pytest.raises(ValueError, match=problem):
             load("llama", **settings)
+
+
+NVRM = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.129.03  Thu Oct 19 18:56:32 UTC 2023\n"
+SMI = "#!/bin/sh\necho 551.86\n"
+
+
+@pytest.mark.parametrize(
+    ("module", "smi", "driver"),
+    [
+        (NVRM, None, "535.129.03"),
+        (None, SMI, "551.86"),
+        (None, "#!/bin/sh\nexit 9\n", None),
+        (None, None, None),
+    ],
+)
+def test_a_driver_that_torch_cannot_use_is_refused_before_anything_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys, module, smi, driver
+) -> None:
+    for name, text in (("version", module), ("nvidia-smi", smi)):
+        if text is not None:
+            (tmp_path / name).write_text(text)
+            (tmp_path / name).chmod(0o755)
+    monkeypatch.setattr("grpo_fast.policy.driver.KERNEL_MODULE", tmp_path / "version")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+    if driver is None:
+        assert resolve_device("auto") == torch.device("cpu")
+        return
+    named = f"built for CUDA 13.0 .* NVIDIA driver {driver} .*update the driver"
+    with pytest.raises(ValueError, match=f"{named}.*set model.device = cpu"):
+        resolve_device("auto")
+    with pytest.raises(ValueError, match=f"'cuda', but .*{named}"):
+        resolve_device("cuda")
+    assert main(["doctor"]) == 1 and driver in capsys.readouterr().out
+    assert resolve_device("cpu") == torch.device("cpu")
+    for nothing in ("", "-1"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", nothing)
+        assert resolve_device("auto") == torch.device("cpu")
 
 
 def test_ranks_that_loaded_other_weights_are_refused(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:

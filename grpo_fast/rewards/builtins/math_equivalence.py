@@ -1,4 +1,4 @@
-"""Mathematical equivalence by math-verify, in a process of its own.
+"""Mathematical equivalence by math-verify, in worker processes.
 
 sympy can spend hours on `9^{9^{9^9}}`, inside arithmetic that neither a thread's time limit nor math-verify's
 signal interrupts. A process can be killed.
@@ -6,96 +6,141 @@ signal interrupts. A process can be killed.
 
 from __future__ import annotations
 
+import asyncio
 import atexit
+import contextlib
 import json
-import subprocess
+import os
 import sys
-import threading
-from concurrent.futures import wait
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 
-from grpo_fast.rewards.builtins.options import AnswerReward, reward
+from grpo_fast.rewards.builtins.options import CompletionTexts, Scores, answer_pairs, reward
 from grpo_fast.rewards.builtins.text import GSM8K_MARKER
-from grpo_fast.rewards.calls import in_thread
+from grpo_fast.rewards.calls import event_loop
 
 SCRIPT = Path(__file__).with_name("math_worker.py")
 START_LIMIT = 120.0  # seconds that importing sympy may take on a busy machine
+MOST_WORKERS = 8
 
 
 @reward
-class MathVerify(AnswerReward):
+class MathVerify:
     """1 where the completion's final answer equals the gold one, 0 elsewhere, None where there is no gold.
 
-    Gold answers are LaTeX with or without `$`, plain expressions, or GSM8K's text with `####`.
+    Gold answers are LaTeX with or without `$`, plain expressions, or GSM8K's text with `####`. The metric
+    `math_verify/timeouts` is the share of comparisons that exceeded `time_limit` or the memory of a worker.
     """
 
+    answer_column: str = "answer"
     time_limit: Annotated[float, Field(gt=0)] = 5.0  # seconds for one completion; beyond: not equal
 
-    def score(self, text: str, answer: str) -> float | None:
-        gold = answer.rpartition(GSM8K_MARKER)[2].strip()
-        equal = WORKER.ask([gold, text], self.time_limit) if gold else None
-        return None if equal is None else float(equal)
+    async def __call__(
+        self,
+        completions: CompletionTexts,
+        log_metric: Callable[[str, float], None] | None = None,
+        **columns: Any,
+    ) -> Scores:
+        pairs = answer_pairs(completions, columns, self.answer_column)
+        golds = [(answer or "").rpartition(GSM8K_MARKER)[2].strip() for _, answer in pairs]
+        due = [[gold, text] for gold, (text, _) in zip(golds, pairs, strict=True) if gold]
+        # A loop of its own: a user's async reward that blocks must not make comparisons late.
+        work = asyncio.run_coroutine_threadsafe(POOL.ask(due, self.time_limit), event_loop("math_verify"))
+        replies = await asyncio.wrap_future(work)
+        if log_metric is not None and replies:
+            log_metric("math_verify/timeouts", replies.count("timeout") / len(replies))
+        scores = iter(replies)
+        return [_score(next(scores)) if gold else None for gold in golds]
+
+
+def _score(reply: bool | str | None) -> float | None:
+    return None if reply is None else float(reply is True)
+
+
+class Pool:
+    """Workers that answer questions at the same time. All calls are on one event loop."""
+
+    def __init__(self, size: int) -> None:
+        self.workers = [Worker() for _ in range(size)]
+        self._idle: asyncio.LifoQueue[Worker] = asyncio.LifoQueue()
+        for worker in self.workers:
+            self._idle.put_nowait(worker)
+
+    async def ask(self, questions: Sequence[list[str]], time_limit: float) -> list[bool | str | None]:
+        """Return each question's reply, or "timeout"; the limit counts from the start of its comparison.
+
+        Raises:
+            RuntimeError: a process does not start.
+        """
+        return [*await asyncio.gather(*(self._ask(question, time_limit) for question in questions))]
+
+    async def _ask(self, question: list[str], time_limit: float) -> bool | str | None:
+        worker = await self._idle.get()
+        try:
+            return await worker.ask(question, time_limit)
+        finally:
+            self._idle.put_nowait(worker)
+
+    def stop(self) -> None:
+        for worker in self.workers:
+            worker.stop()
 
 
 class Worker:
-    """The process, started when first needed and again after it was killed."""
+    """A process, started when first needed and again after it was killed."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._process: subprocess.Popen[str] | None = None
+        self._process: Process | None = None
 
-    def ask(self, question: list[str], time_limit: float) -> bool | None:
-        """The reply, or False when there is none in `time_limit` seconds or the process dies of the question.
+    async def ask(self, question: list[str], time_limit: float) -> bool | str | None:
+        """Return the reply, or "timeout" when there is none in `time_limit` seconds or the process dies.
 
         Raises:
             RuntimeError: the process does not start.
         """
-        with self._lock:
-            process = self._running()
-            try:
-                print(json.dumps(question), file=process.stdin, flush=True)
-                reply = _read_line(process, time_limit)
-            except BrokenPipeError:
-                reply = ""
-            if reply:
-                return json.loads(reply)
-            self.stop()
-            return False
+        if self._process is None or self._process.returncode is not None:
+            arguments = [sys.executable, "-I", str(SCRIPT), json.dumps(sys.path)]
+            # In a session of its own: Ctrl-C, after which the step still ends, must not reach it.
+            self._process = await asyncio.create_subprocess_exec(
+                *arguments, stdin=PIPE, stdout=PIPE, start_new_session=True
+            )
+            if not await self._reply("", START_LIMIT):
+                raise RuntimeError(
+                    "the process for math_verify does not start; what it printed is above. Try: "
+                    "python -c 'import math_verify'"
+                )
+        reply = await self._reply(json.dumps(question) + "\n", time_limit)
+        return json.loads(reply) if reply else "timeout"
+
+    async def _reply(self, line: str, time_limit: float) -> bytes:
+        """Send a line and return the next one; empty, with the process killed, where none comes."""
+        assert self._process is not None and self._process.stdin and self._process.stdout
+        reader, writer, reply = self._process.stdout, self._process.stdin, b""
+
+        async def exchange() -> bytes:
+            writer.write(line.encode())
+            await writer.drain()
+            return await reader.readline()
+
+        try:
+            with contextlib.suppress(OSError, asyncio.TimeoutError):
+                reply = await asyncio.wait_for(exchange(), time_limit)
+        finally:  # also when it is canceled: a late reply would answer the next question
+            if not reply:
+                self.stop()
+        return reply
 
     def stop(self) -> None:
-        """Kills the process."""
+        """Kill the process."""
         if self._process is not None:
-            self._process.kill()
-            self._process.wait()
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
             self._process = None
 
-    def _running(self) -> subprocess.Popen[str]:
-        if self._process is not None and self._process.poll() is None:
-            return self._process
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", str(SCRIPT), json.dumps(sys.path)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            encoding="utf-8",
-        )
-        if not _read_line(self._process, START_LIMIT):
-            self.stop()
-            raise RuntimeError(
-                "the process for math_verify does not start; what it printed is above. Try: "
-                "python -c 'import math_verify'"
-            )
-        return self._process
 
-
-def _read_line(process: subprocess.Popen[str], time_limit: float) -> str:
-    """What the process writes next; nothing when it has ended, or writes nothing in `time_limit` seconds."""
-    assert process.stdout is not None
-    line = in_thread(process.stdout.readline)
-    return line.result() if wait([line], time_limit).done else ""
-
-
-WORKER = Worker()
-atexit.register(WORKER.stop)
+POOL = Pool(max(1, min(MOST_WORKERS, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))))
+atexit.register(POOL.stop)

@@ -6,12 +6,14 @@ nothing of this package. The first argument is the module search path to use.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import re
 import sys
 from functools import lru_cache
 
+MEMORY_LIMIT = 1 << 30  # bytes of address space; sympy takes 0.1 GiB
 DELIMITED = re.compile(r"(?<!\\)\$|\\boxed|\\\(|\\\[")  # the marks of LaTeX in a text
 
 
@@ -19,6 +21,10 @@ def main() -> None:
     sys.path[:] = json.loads(sys.argv[1])
     from math_verify import parse, verify
 
+    with contextlib.suppress(ImportError):  # Windows
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT, MEMORY_LIMIT))
     logging.disable(logging.CRITICAL)  # what cannot be parsed is an answer, not a message
 
     @lru_cache(maxsize=4096)
@@ -39,6 +45,8 @@ def main() -> None:
     for line in sys.stdin:
         try:
             reply = equivalent(*json.loads(line))
+        except MemoryError:
+            break
         except Exception:  # sympy raises all sorts of things at what models write
             reply = False
         print(json.dumps(reply), file=replies, flush=True)

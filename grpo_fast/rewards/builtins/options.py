@@ -37,12 +37,20 @@ class AnswerReward:
     answer_column: str = "answer"
 
     def __call__(self, completions: CompletionTexts, **columns: Any) -> Scores:
-        answers = column(columns, self.answer_column, "answer_column")
-        pairs = zip(texts(completions), answers, strict=True)
-        return [None if answer is None else self.score(text, str(answer)) for text, answer in pairs]
+        pairs = answer_pairs(completions, columns, self.answer_column)
+        return [None if answer is None else self.score(text, answer) for text, answer in pairs]
 
     def score(self, text: str, answer: str) -> float | None:
         raise NotImplementedError
+
+
+def answer_pairs(
+    completions: CompletionTexts, columns: Mapping[str, Sequence[Any]], answer_column: str
+) -> list[tuple[str, str | None]]:
+    """Return each completion's text with the answer of its row, None where there is none."""
+    answers = column(columns, answer_column, "answer_column")
+    pairs = zip(texts(completions), answers, strict=True)
+    return [(text, None if answer is None else str(answer)) for text, answer in pairs]
 
 
 def column(columns: Mapping[str, Sequence[Any]], name: str, option: str) -> Sequence[Any]:

@@ -1,0 +1,87 @@
+"""A warm-up compares the kernels with plain torch, and falls back where they are wrong."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from grpo_fast.head import HeadParameters, accelerated, warm_up
+from grpo_fast.head.operator import backend_on, use_kernels
+from grpo_fast.head.self_check import KernelMismatch, check_kernels
+
+
+def forward_of_a_last_tile_that_is_missed(call, plan):
+    statistics, saved = FORWARD(call, plan)
+    wrong = {name: getattr(statistics, name) + by for name, by in (("logprob", 5e-3), ("logsumexp", -5e-3))}
+    return statistics._replace(**wrong), saved
+
+
+def backward_without_the_last_rows(call, *others):
+    result = BACKWARD(call, *others)
+    if call.weight_grad is not None:
+        call.weight_grad[-20:] = 0
+        return result
+    return result._replace(hidden=result.hidden * 1.2)
+
+
+def forward_that_does_not_compile(call, plan):
+    raise RuntimeError("PassManager::run failed")
+
+
+FORWARD, BACKWARD = accelerated.forward, accelerated.backward
+WRONG = {
+    "forward": forward_of_a_last_tile_that_is_missed,
+    "backward": backward_without_the_last_rows,
+    "compiler": forward_that_does_not_compile,
+}
+
+
+@pytest.fixture
+def make_head(hopper, make_call, request):
+    def make(dtype=torch.bfloat16, *, trainable: bool = True, tolerance: float | None = None):
+        call = hopper(make_call((2,), 140, 24, dtype=dtype, bias=trainable))
+        call.weight.requires_grad_(trainable)
+        request.addfinalizer(lambda: use_kernels(call.weight.device, True))
+        return HeadParameters(call.weight, call.bias, logit_scale=0.5, tolerance=tolerance)
+
+    return make
+
+
+def backend(head: HeadParameters) -> str:
+    return backend_on(head.weight.device.type, head.weight.device.index, head.weight.dtype)
+
+
+@pytest.mark.parametrize("trainable", [True, False], ids=["trainable", "frozen"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.drawn(3)
+def test_right_kernels_agree_with_torch(make_head, dtype, trainable):
+    head = make_head(dtype, trainable=trainable)
+    check_kernels(head)
+    assert backend(head) == "triton" and head.weight.grad is None
+
+
+@pytest.mark.parametrize("trainable", [True, False], ids=["trainable", "frozen"])
+@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.drawn(3)
+def test_a_wrong_kernel_is_replaced_by_torch_with_one_warning(
+    make_head, monkeypatch, caplog, name, trainable
+):
+    head = make_head(trainable=trainable)
+    monkeypatch.setattr(accelerated, "forward" if name == "compiler" else name, WRONG[name])
+    with pytest.raises(RuntimeError, match=r"kernels do not work .* with model\.head = auto plain torch"):
+        warm_up(head, implementation="triton")
+    assert backend(head) == "triton"
+    with caplog.at_level(logging.WARNING, "grpo_fast.head.warm_up"):
+        warm_up(head)
+    (warning,) = caplog.messages
+    said = "PassManager::run failed" if name == "compiler" else KernelMismatch.__name__
+    assert backend(head) == "reference" and "model.head = reference" in warning and said in warning
+
+
+def test_the_reference_is_chosen_without_a_launch(make_head, monkeypatch):
+    head = make_head()
+    monkeypatch.setattr(accelerated, "forward", forward_that_does_not_compile)
+    warm_up(head, implementation="reference")
+    assert backend(head) == "reference"
