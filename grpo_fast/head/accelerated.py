@@ -194,9 +194,10 @@ def _read_later(number: Tensor) -> Callable[[], int]:
 
 
 def _with_unit_stride(call: HeadCall) -> HeadCall:
-    """The kernels read along H; operands with another layout are copied."""
+    """Copy what the kernels cannot read: hidden states and weight are read along H, and a bias is dense."""
     hidden, weight = (t if t.stride(1) == 1 else t.contiguous() for t in call[:2])
-    return call._replace(hidden=hidden, weight=weight)
+    bias = None if call.bias is None else call.bias.contiguous()
+    return call._replace(hidden=hidden, weight=weight, bias=bias)
 
 
 def _capturing(tensor: Tensor) -> bool:

@@ -247,8 +247,11 @@ def _check_operands(
     if weight_grad is None:
         return
     _check("weight_grad", weight_grad, weight.shape, device)
-    if weight_grad.stride(1) != 1 or weight_grad.requires_grad:
-        raise ValueError("weight_grad must have unit stride along H and require no gradient: make a new one")
+    if weight_grad.stride(1) != 1 or weight_grad.stride(0) < weight.shape[1] or weight_grad.requires_grad:
+        raise ValueError(
+            "weight_grad must have unit stride along H, separate rows and no requires_grad, got strides "
+            f"{weight_grad.stride()} and requires_grad={weight_grad.requires_grad}: make a new one"
+        )
     if weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None):
         raise ValueError(
             "weight has gradient hooks, which a gradient added to weight_grad in place would not reach: "

@@ -211,7 +211,7 @@ def _fits_descriptors(weight: Tensor) -> bool:
     itemsize = weight.element_size()
     row = weight.stride(0) if weight.stride(1) == 1 else weight.shape[1]
     aligned = all(length * itemsize % 16 == 0 for length in (row, weight.shape[1]))
-    return aligned and weight.data_ptr() % 16 == 0
+    return aligned and row >= weight.shape[1] and weight.data_ptr() % 16 == 0  # rows must not overlap
 
 
 @functools.cache

@@ -60,6 +60,7 @@ def refuses(function, given: dict[str, object], name: str, value: object, error:
         ("weight_grad", torch.zeros(20, 8, dtype=torch.int32), TypeError),
         ("weight_grad", torch.zeros(2, 8), ValueError),
         ("weight_grad", torch.zeros(8, 20).t(), ValueError),
+        ("weight_grad", torch.zeros(8).expand(20, 8), ValueError),
     ],
 )
 def test_a_wrong_argument_is_named(arguments, name, value, error):

@@ -130,11 +130,12 @@ def test_an_exact_step_reads_once_at_most_after_the_forward_and_copies_nothing(o
     assert not reads or steps.index(READ) > steps.index("finalise_kernel")
 
 
-@pytest.mark.parametrize("name", sorted({*CATALOG} - {"clip_cov", "kl_cov"}))  # they choose tokens on the host
+@pytest.mark.parametrize("name", sorted({*CATALOG} - {"clip_cov", "kl_cov"}))  # which read a count
 def test_a_loss_in_torch_copies_no_number_from_the_host(name):
     row, ids = (torch.empty(12, dtype=dtype, device="meta") for dtype in (torch.float32, torch.int64))
-    given = {column: row for column in ("old_logprobs", "ref_logprobs", "sampler_logprobs", "entropy")}
-    inputs = LossInputs(row.clone().requires_grad_(), row, ids, ids >= 0, 3, group_ids=ids, totals=StepTotals(12, 3), **given)
+    given = dict.fromkeys(("old_logprobs", "ref_logprobs", "sampler_logprobs", "entropy"), row)
+    given |= {"group_ids": ids, "totals": StepTotals(12, 3)}
+    inputs = LossInputs(row.clone().requires_grad_(), row, ids, ids >= 0, 3, **given)
 
     with Cost() as cost, Copies(cost.steps):
         policy_loss(inputs, GRPOLossConfig(name, max_completion_length=4)).loss.backward()
