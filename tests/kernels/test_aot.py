@@ -60,6 +60,7 @@ def found() -> dict[str, Any]:
     asked = {"sm_90": [*USUAL, *dice.sample(sorted(aot.cases_of("sm_90")), 3)]}
     for architecture in dice.sample(sorted(aot.SHARED_MEMORY.keys() - {"sm_90"}), 2):
         asked[architecture] = ["sparse, bfloat16", dice.choice([*aot.cases_of(architecture)])]
+    asked[dice.choice(["sm_80", "sm_89"])] = [dice.choice(["sparse, H=20480", "sparse, float32, H=20480"])]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     path = os.pathsep.join([environment["PYTHONPATH"], str(HERE)])
     command = [sys.executable, "-c", _PROGRAM, json.dumps(asked)]
