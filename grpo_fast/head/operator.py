@@ -31,6 +31,9 @@ from grpo_fast.head.outputs import Certificate
 from grpo_fast.head.plan import Backend, Device, HeadPlan, Workload, head_backend, plan_head
 from grpo_fast.head.tuning import SHARED_MEMORY
 
+_TAGS = [torch.Tag.cudagraph_unsafe]
+"""`reduce-overhead` leaves the operators out of its graphs, in which the backward could not ask the host."""
+
 _NUM_CALL, _NUM_STATISTICS, _NUM_SAVED, _NUM_DIFFERENTIABLE = (
     len(kind._fields) for kind in (HeadCall, RowStatistics, SavedForBackward, RowGradients)
 )
@@ -72,7 +75,9 @@ def _backend_on(kind: str, index: int | None, dtype: torch.dtype) -> Backend:
     return head_backend(device_facts(kind, index), dtype)
 
 
-@torch.library.custom_op("grpo_fast::head_forward", mutates_args=(), schema=f"({_CALL}) -> ({_RETURNED})")
+@torch.library.custom_op(
+    "grpo_fast::head_forward", mutates_args=(), schema=f"({_CALL}) -> ({_RETURNED})", tags=_TAGS
+)
 def _head_forward(*arguments: Any) -> tuple[Tensor, ...]:
     call = HeadCall(*arguments)
     check_values(call)
@@ -106,7 +111,10 @@ def _head_forward_fake(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 @torch.library.custom_op(
-    "grpo_fast::head_backward", mutates_args=("certificate", "weight_grad"), schema=_BACKWARD
+    "grpo_fast::head_backward",
+    mutates_args=("certificate", "weight_grad"),
+    schema=_BACKWARD,
+    tags=_TAGS,
 )
 def _head_backward(*arguments: Any) -> tuple[Tensor, ...]:
     call, gradients, wanted = _backward_call(arguments)

@@ -267,6 +267,21 @@ def test_a_compiled_caller_sees_one_operator_and_the_same_numbers(on_path, make_
         assert torch.equal(a, b)
 
 
+def test_reduce_overhead_keeps_the_operators_out_of_graphs_and_every_bit(make_call):
+    call, operators = make_call(), torch.ops.grpo_fast
+    tags = operators.head_forward.default.tags, operators.head_backward.default.tags
+
+    def loss(hidden, weight):
+        return linear_logprob(2 * hidden, weight, call.targets, tolerance=0.0).logprob.sum()
+
+    expected = torch.autograd.grad(loss(*call.parameters), call.parameters)
+    compiled = torch.compile(loss, fullgraph=True, mode="reduce-overhead")(*call.parameters)
+    found = torch.autograd.grad(compiled, call.parameters)
+
+    assert all(torch.Tag.cudagraph_unsafe in found for found in tags)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
 def test_the_policy_loss_is_the_reference_paths_and_compiles_to_one_graph(
     hopper, make_call, rng, monkeypatch
 ):

@@ -215,7 +215,8 @@ def faults(architecture: str, case: str, name: str, binary: Any) -> list[str]:
     instruction = MATRIX_CORES.get(architecture, "mma.sync")
     if any(int(rows) >= 64 for rows in dots) and instruction not in text:
         found.append(f"no {instruction} for a tl.dot")
-    if case.endswith(", bfloat16") and name in WIDE and re.search(r"\b(?:ld|st)\.global[.a-z0-9:]*\.[bu]16\b", text):
+    of_logits = case.endswith(", bfloat16") and name in WIDE
+    if of_logits and re.search(r"\b(?:ld|st)\.global[.a-z0-9:]*\.[bu]16\b", text):
         found.append("moves two bytes per thread")
     return found
 
