@@ -39,7 +39,7 @@ def _load() -> Any:
 
 
 def count_pairs(masses: Masses, squares: Tensor) -> Tensor:
-    """(P, BINS) int32, as `select.count_pairs`; the masses on the current device.
+    """(P, BINS) int32, which add up to `select.count_pairs`; the masses on the current device.
 
     Raises:
         RuntimeError: nothing was launched; the message says why.
