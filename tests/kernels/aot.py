@@ -227,14 +227,22 @@ def spilled(binary: Any) -> int:
         spills = re.search(r"\.vgpr_spill_count:\s+(\d+)", binary.asm["amdgcn"])
         stack = re.search(r"\.private_segment_fixed_size:\s+(\d+)", binary.asm["amdgcn"])
         return int(spills[1]) if int(stack[1]) else 0
-    from triton import knobs
     from triton.tools.disasm import get_sass
 
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:  # disassembling takes many times as long
+    if usage(binary)["STACK"] == 0:  # disassembling takes many times as long
+        return 0
+    return len(re.findall(r"\b(?:STL|LDL)\b", get_sass(binary.asm["cubin"])))
+
+
+def usage(binary: Any) -> dict[str, int]:
+    """Return what a thread of an NVIDIA GPU takes, by cuobjdump's names: REG, STACK, SHARED, …"""
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary.asm["cubin"])
         file.flush()
-        usage = subprocess.check_output([knobs.nvidia.cuobjdump.path, "-res-usage", file.name], text=True)
-    return 0 if "STACK:0" in usage else len(re.findall(r"\b(?:STL|LDL)\b", get_sass(binary.asm["cubin"])))
+        text = subprocess.check_output([knobs.nvidia.cuobjdump.path, "-res-usage", file.name], text=True)
+    return {name: int(number) for name, number in re.findall(r"([A-Z]+):(\d+)", text)}
 
 
 def compile_cases(architecture: str, cases: Sequence[str]) -> dict[str, list[str]]:
