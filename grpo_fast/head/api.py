@@ -63,8 +63,6 @@ def linear_logprob(
             gradient to bfloat16 costs; 0 for the exact gradient. Above it, small parts of the gradient are
             kept by chance and scaled up: the gradient is unbiased, and `certificate` has its error. None for
             2.5. Where no kernel runs the gradient is exact. Use 0 for batch-invariant gradients.
-        deterministic: demand bit-equal results from run to run. No path adds in a changing order, and what
-            is drawn follows from the batch, so it costs nothing and changes nothing.
         weight_grad: (V, H), any float dtype, an existing gradient like `weight.grad`: the backward adds the
             weight's gradient to it in place, summed in float32 and rounded once per backward to its dtype,
             and autograd gets none for the weight. What hangs on the weight's gradient by hooks (DDP, FSDP,

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
         softcap: float | None
         ignore_index: int
         tolerance: float | None
-        deterministic: bool
         weight_grad: Tensor | None
         recompute: bool
         process_group: ProcessGroup | None

@@ -21,6 +21,7 @@ OUTPUTS = ("logprob", "entropy", "logsumexp", "mean_logit", "argmax_is_target", 
 
 _NEEDED = ("targets", "advantages", "sequence_ids")
 _REMOVED = {
+    "deterministic": "was removed: every result is bit-equal from run to run; leave it out",
     "held_back": "was removed: clip_cov and kl_cov choose tokens within the batch; leave it out",
     "topk": "was removed: take (hidden @ weight.T).log_softmax(-1).topk(k) of the rows you inspect",
 }
@@ -59,7 +60,6 @@ def head_call(
     softcap: float | None = None,
     ignore_index: int = IGNORE_INDEX,
     tolerance: float | None = None,
-    deterministic: bool = False,
     weight_grad: Tensor | None = None,
     recompute: bool = True,
     process_group: ProcessGroup | None = None,

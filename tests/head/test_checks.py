@@ -55,6 +55,7 @@ def refuses(function, given: dict[str, object], name: str, value: object, error:
         ("ignore_index", None, TypeError),
         ("process_group", "world", TypeError),
         ("weight_gard", None, TypeError),
+        ("deterministic", True, TypeError),
         ("held_back", None, TypeError),
         ("topk", 3, TypeError),
         ("weight_grad", torch.zeros(20, 8, dtype=torch.int32), TypeError),
