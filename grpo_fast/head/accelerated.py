@@ -84,16 +84,7 @@ def _forward(call: HeadCall, plan: HeadPlan) -> tuple[RowStatistics, SavedForBac
     if plan.keep or plan.jacobian:
         exponentials = row_aligned(call.hidden.shape[0], call.vocabulary, call.hidden)
         keep = exponentials, gathered.target_logit
-    tiles = tile_statistics(
-        call,
-        gathered,
-        tile=plan.forward_tile,
-        entropy=call.entropy,
-        mean=call.mean_logit,
-        maximum=call.max_logit,
-        squares=call.log_sum_sq,
-        keep=keep,
-    )
+    tiles = tile_statistics(call, gathered, tile=plan.forward_tile, keep=keep)
     statistics = RowStatistics(*row_results(tiles, call, gathered.target_logit))
     saved = SavedForBackward.empty(call)._replace(tile_lse=tiles.lse)
     if keep is not None:
