@@ -1,9 +1,9 @@
 """The head as two opaque operators with autograd between them.
 
-`torch.compile` and CUDA graphs see `grpo_fast::head_forward` and `grpo_fast::head_backward`; which path runs
-inside is the plan's affair. Besides its statistics the forward returns saved for the backward, since an
-operator's results are all that autograd may keep. Kernels start on the current device, so the operators make
-it that of their tensors.
+`torch.compile` sees `grpo_fast::head_forward` and `grpo_fast::head_backward`; the plan chooses the path that
+runs inside. Inductor keeps both out of its CUDA graphs, in which the backward could not ask the host. Besides
+its statistics the forward returns what it saves for the backward: autograd keeps only an operator's results.
+Kernels start on the current device, so the operators make it that of their tensors.
 """
 
 from __future__ import annotations
@@ -30,9 +30,6 @@ from grpo_fast.head.checks import check_values
 from grpo_fast.head.outputs import Certificate
 from grpo_fast.head.plan import Backend, Device, HeadPlan, Workload, head_backend, plan_head
 from grpo_fast.head.tuning import SHARED_MEMORY
-
-_TAGS = [torch.Tag.cudagraph_unsafe]
-"""`reduce-overhead` leaves the operators out of its graphs, in which the backward could not ask the host."""
 
 _NUM_CALL, _NUM_STATISTICS, _NUM_SAVED, _NUM_DIFFERENTIABLE = (
     len(kind._fields) for kind in (HeadCall, RowStatistics, SavedForBackward, RowGradients)
@@ -76,7 +73,10 @@ def _backend_on(kind: str, index: int | None, dtype: torch.dtype) -> Backend:
 
 
 @torch.library.custom_op(
-    "grpo_fast::head_forward", mutates_args=(), schema=f"({_CALL}) -> ({_RETURNED})", tags=_TAGS
+    "grpo_fast::head_forward",
+    mutates_args=(),
+    schema=f"({_CALL}) -> ({_RETURNED})",
+    tags=torch.Tag.cudagraph_unsafe,
 )
 def _head_forward(*arguments: Any) -> tuple[Tensor, ...]:
     call = HeadCall(*arguments)
@@ -114,7 +114,7 @@ def _head_forward_fake(*arguments: Any) -> tuple[Tensor, ...]:
     "grpo_fast::head_backward",
     mutates_args=("certificate", "weight_grad"),
     schema=_BACKWARD,
-    tags=_TAGS,
+    tags=torch.Tag.cudagraph_unsafe,
 )
 def _head_backward(*arguments: Any) -> tuple[Tensor, ...]:
     call, gradients, wanted = _backward_call(arguments)

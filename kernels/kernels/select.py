@@ -118,8 +118,8 @@ def choose_threshold(masses: Masses, rows: RowCoefficients, tolerance: float) ->
     threshold = Threshold(masses.tile_lse.new_empty(4), rows.salts.new_empty(1, dtype=torch.uint32))
     _choose[(1,)](
         counts, rows.squares, rows.salts, threshold,
-        (tolerance * BF16_ROUNDING) ** 2, LEAST_DENSITY, ENTRY_SHARE, BF16_ROUNDING, counts.shape[0],
-        rows.squares.shape[1], BLOCK=16, num_warps=8,
+        (tolerance * BF16_ROUNDING) ** 2, LEAST_DENSITY, ENTRY_SHARE, BF16_ROUNDING, rows.squares.shape[1],
+        BLOCK=16, num_warps=8,
     )  # fmt: skip
     return threshold
 
@@ -234,9 +234,9 @@ def _count_pairs(
     tl.atomic_add(counts_out + tl.arange(0, _BINS), counts.to(tl.int64), mask=counts != 0, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["budget", "least_density", "entry_share", "rounding", "programs", "parts"])
+@triton.jit(do_not_specialize=["budget", "least_density", "entry_share", "rounding", "parts"])
 def _choose(
-    counts_in,  # (programs, BINS) int32 or int64, to be added up
+    counts_in,  # (BINS,) int64
     squares,  # (2, parts) float64
     salts,  # (parts,) int64
     threshold_out,  # `Threshold`, written
@@ -244,17 +244,12 @@ def _choose(
     least_density,
     entry_share,
     rounding,
-    programs,
     parts,
     BLOCK: tl.constexpr,
 ):
     """With S_k what at most lies below bin k's upper edge e_k, min(e_k, budget / S_k) keeps to the budget."""
     place = tl.arange(0, _BINS)
-    counts = tl.zeros((_BINS,), dtype=tl.int64)
-    for first in range(0, programs, BLOCK):
-        program = first + tl.arange(0, BLOCK)
-        at = counts_in + program[:, None] * _BINS + place[None, :]
-        counts += tl.sum(tl.load(at, mask=(program < programs)[:, None], other=0).to(tl.int64), axis=0)
+    counts = tl.load(counts_in + place)
     edge = tl.exp2(0.25 * (1 - place))
     below = tl.cumsum(counts.to(tl.float32) * edge, axis=0, reverse=True)
     within = tl.where(budget < edge * below, budget / below, edge)
