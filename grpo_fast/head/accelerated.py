@@ -84,16 +84,7 @@ def _forward(call: HeadCall, plan: HeadPlan) -> tuple[RowStatistics, SavedForBac
     if plan.keep or plan.jacobian:
         exponentials = row_aligned(call.hidden.shape[0], call.vocabulary, call.hidden)
         keep = exponentials, gathered.target_logit
-    tiles = tile_statistics(
-        call,
-        gathered,
-        tile=plan.forward_tile,
-        entropy=call.entropy,
-        mean=call.mean_logit,
-        maximum=call.max_logit,
-        squares=call.log_sum_sq,
-        keep=keep,
-    )
+    tiles = tile_statistics(call, gathered, tile=plan.forward_tile, keep=keep)
     statistics = RowStatistics(*row_results(tiles, call, gathered.target_logit))
     saved = SavedForBackward.empty(call)._replace(tile_lse=tiles.lse)
     if keep is not None:
@@ -194,9 +185,10 @@ def _read_later(number: Tensor) -> Callable[[], int]:
 
 
 def _with_unit_stride(call: HeadCall) -> HeadCall:
-    """The kernels read along H; operands with another layout are copied."""
+    """Copy what the kernels cannot read: hidden states and weight are read along H, and a bias is dense."""
     hidden, weight = (t if t.stride(1) == 1 else t.contiguous() for t in call[:2])
-    return call._replace(hidden=hidden, weight=weight)
+    bias = None if call.bias is None else call.bias.contiguous()
+    return call._replace(hidden=hidden, weight=weight, bias=bias)
 
 
 def _capturing(tensor: Tensor) -> bool:

@@ -66,8 +66,6 @@ def linear_logprob(
         seed: integer in [0, 2^63) of what the backward keeps by chance. Calls that share operands, targets
             and upstream gradients draw the same unless their seeds differ: give another one to each step,
             micro-batch and rank. None: no seed, as if all were equal.
-        deterministic: demand bit-equal results from run to run. No path adds in a changing order, and what
-            is drawn follows from the batch and the seed, so it costs nothing and changes nothing.
         weight_grad: (V, H), any float dtype, an existing gradient like `weight.grad`: the backward adds the
             weight's gradient to it in place, summed in float32 and rounded once per backward to its dtype,
             and autograd gets none for the weight. What hangs on the weight's gradient by hooks (DDP, FSDP,

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
         ignore_index: int
         tolerance: float | None
         seed: int | None
-        deterministic: bool
         weight_grad: Tensor | None
         recompute: bool
         process_group: ProcessGroup | None

@@ -21,6 +21,7 @@ OUTPUTS = ("logprob", "entropy", "logsumexp", "mean_logit", "argmax_is_target", 
 
 _NEEDED = ("targets", "advantages", "sequence_ids")
 _REMOVED = {
+    "deterministic": "was removed: every result is bit-equal from run to run; leave it out",
     "held_back": "was removed: clip_cov and kl_cov choose tokens within the batch; leave it out",
     "topk": "was removed: take (hidden @ weight.T).log_softmax(-1).topk(k) of the rows you inspect",
 }
@@ -60,7 +61,6 @@ def head_call(
     ignore_index: int = IGNORE_INDEX,
     tolerance: float | None = None,
     seed: int | None = None,
-    deterministic: bool = False,
     weight_grad: Tensor | None = None,
     recompute: bool = True,
     process_group: ProcessGroup | None = None,
@@ -251,8 +251,11 @@ def _check_operands(
     if weight_grad is None:
         return
     _check("weight_grad", weight_grad, weight.shape, device)
-    if weight_grad.stride(1) != 1 or weight_grad.requires_grad:
-        raise ValueError("weight_grad must have unit stride along H and require no gradient: make a new one")
+    if weight_grad.stride(1) != 1 or weight_grad.stride(0) < weight.shape[1] or weight_grad.requires_grad:
+        raise ValueError(
+            "weight_grad must have unit stride along H, separate rows and no requires_grad, got strides "
+            f"{weight_grad.stride()} and requires_grad={weight_grad.requires_grad}: make a new one"
+        )
     if weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None):
         raise ValueError(
             "weight has gradient hooks, which a gradient added to weight_grad in place would not reach: "

@@ -1,9 +1,9 @@
 """The head as two opaque operators with autograd between them.
 
-`torch.compile` and CUDA graphs see `grpo_fast::head_forward` and `grpo_fast::head_backward`; which path runs
-inside is the plan's affair. Besides its statistics the forward returns saved for the backward, since an
-operator's results are all that autograd may keep. Kernels start on the current device, so the operators make
-it that of their tensors.
+`torch.compile` sees `grpo_fast::head_forward` and `grpo_fast::head_backward`; the plan chooses the path that
+runs inside. Inductor keeps both out of its CUDA graphs, in which the backward could not ask the host. Besides
+its statistics the forward returns what it saves for the backward: autograd keeps only an operator's results.
+Kernels start on the current device, so the operators make it that of their tensors.
 """
 
 from __future__ import annotations
@@ -73,7 +73,12 @@ def backend_on(kind: str, index: int | None, dtype: torch.dtype) -> Backend:
     return head_backend(_facts_for_heads(kind, index), dtype)
 
 
-@torch.library.custom_op("grpo_fast::head_forward", mutates_args=(), schema=f"({_CALL}) -> ({_RETURNED})")
+@torch.library.custom_op(
+    "grpo_fast::head_forward",
+    mutates_args=(),
+    schema=f"({_CALL}) -> ({_RETURNED})",
+    tags=torch.Tag.cudagraph_unsafe,
+)
 def _head_forward(*arguments: Any) -> tuple[Tensor, ...]:
     call = HeadCall(*arguments)
     check_values(call)
@@ -107,7 +112,10 @@ def _head_forward_fake(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 @torch.library.custom_op(
-    "grpo_fast::head_backward", mutates_args=("certificate", "weight_grad"), schema=_BACKWARD
+    "grpo_fast::head_backward",
+    mutates_args=("certificate", "weight_grad"),
+    schema=_BACKWARD,
+    tags=torch.Tag.cudagraph_unsafe,
 )
 def _head_backward(*arguments: Any) -> tuple[Tensor, ...]:
     call, gradients, wanted = _backward_call(arguments)
@@ -212,7 +220,7 @@ def _fits_descriptors(weight: Tensor) -> bool:
     itemsize = weight.element_size()
     row = weight.stride(0) if weight.stride(1) == 1 else weight.shape[1]
     aligned = all(length * itemsize % 16 == 0 for length in (row, weight.shape[1]))
-    return aligned and weight.data_ptr() % 16 == 0
+    return aligned and row >= weight.shape[1] and weight.data_ptr() % 16 == 0  # rows must not overlap
 
 
 _WITHOUT_KERNELS: set[tuple[str, int | None]] = set()

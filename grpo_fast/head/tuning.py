@@ -44,14 +44,13 @@ def _descriptors(rows: int, columns: int, depth: int, warps: int, stages: int) -
 _ONE_PROGRAM = SparseConfig(pair_rows=64, pair_programs=1, pair_registers=None)
 _OF_FLOATS = replace(_ONE_PROGRAM, pair_depth=32, weight_columns=64, weight_depth=32, weight_stages=2)
 _OF_FLOATS = replace(_OF_FLOATS, row_width=512)
-_FEWER_STAGES = replace(_OF_FLOATS, row_stages=3)
 _FLOAT_TILES = 2 * (_pointers(64, 32, warps=8, stages=3),)  # forward and backward
 _HALF_TILES = _pointers(128, 32, warps=8, stages=4), _pointers(64, 64, warps=8, stages=3)
 _HOPPER_NARROW = _descriptors(128, 128, 64, warps=8, stages=4)
 
 _AMPERE: dict[Precision, Sizes] = {
     "half": Sizes(*_HALF_TILES, _ONE_PROGRAM),
-    "float32": Sizes(*_FLOAT_TILES, _FEWER_STAGES),
+    "float32": Sizes(*_FLOAT_TILES, _OF_FLOATS),
 }
 _AMD: dict[Precision, Sizes] = {
     "half": Sizes(
@@ -91,7 +90,7 @@ TABLE: dict[str, dict[Precision, Sizes]] = {
     },
     "sm_120": {
         "half": Sizes(_HALF_TILES[0], _pointers(64, 32, warps=8, stages=4), _ONE_PROGRAM),
-        "float32": Sizes(*_FLOAT_TILES, replace(_FEWER_STAGES, pair_depth=16)),
+        "float32": Sizes(*_FLOAT_TILES, replace(_OF_FLOATS, pair_depth=16)),
     },
     "gfx942": _AMD,
     "gfx950": _AMD,

@@ -229,7 +229,7 @@ def _clipped(log_ratio: Tensor, advantages: Tensor, low: float, high: float) -> 
 
 def _choose(condition: Tensor, yes: float, no: float, like: Tensor) -> Tensor:
     # torch.where on two Python numbers would answer in float32, whatever the dtype of the loss.
-    return torch.where(condition, torch.tensor(yes, dtype=like.dtype), torch.tensor(no, dtype=like.dtype))
+    return torch.where(condition, like.new_full((), yes), like.new_full((), no))
 
 
 def _log_bounds(config: GRPOLossConfig) -> tuple[float, float]:

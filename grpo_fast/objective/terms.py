@@ -97,7 +97,7 @@ def entropy_threshold(entropy: Tensor, mask: Tensor, quantile: float) -> Tensor:
         quantile: the share to keep, in [0, 1]; 0 keeps the highest token.
     """
     counted = entropy.detach()[mask]
-    return counted.quantile(1 - quantile) if counted.numel() else entropy.new_tensor(torch.inf)
+    return counted.quantile(1 - quantile) if counted.numel() else entropy.new_full((), torch.inf)
 
 
 @dataclass

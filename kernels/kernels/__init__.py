@@ -71,7 +71,7 @@ class SparseConfig:
     weight_warps: int = 8
     weight_stages: int = 3
     row_entries: int = 1  # entries per step of dX
-    row_stages: int = 4  # steps whose rows of the weight are in flight
+    row_bytes: int = 96 << 10  # of the weight's rows in flight: of shared memory
     row_width: int = 1024  # columns of H per warp of dX
     usual_density: float = 0.04  # kept pairs, of all N·T, for which there is room before they are counted
     most_density: float = 0.1  # for which room is made then; beyond it the batch is dense

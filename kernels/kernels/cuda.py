@@ -39,7 +39,7 @@ def _load() -> Any:
 
 
 def count_pairs(masses: Masses, squares: Tensor) -> Tensor:
-    """(P, BINS) int32, as `select.count_pairs`; the masses on the current device.
+    """(1, BINS) int64, as `select.count_pairs`; the masses on the current device.
 
     Raises:
         RuntimeError: nothing was launched; the message says why.
@@ -53,7 +53,7 @@ def count_pairs(masses: Masses, squares: Tensor) -> Tensor:
     error = _load()(_Call(*addresses, *sizes), stream)
     if error:
         raise RuntimeError(error.decode())
-    return counts
+    return counts.sum(0, keepdim=True)
 
 
 _WARPS, _MOST_BLOCKS = 8, 512  # rows of a block at a time, and blocks

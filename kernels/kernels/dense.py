@@ -40,7 +40,7 @@ def row_aligned(rows: int, columns: int, like: Tensor, dtype: torch.dtype | None
     return like.new_empty((rows, -(-columns // 16) * 16), dtype=dtype or like.dtype)[:, :columns]
 
 
-# `width` is specialised: where it may be no multiple of 16, stores move two bytes a thread.
+# `width` is specialised: of a number that need not be a multiple of 16, stores move two bytes a thread.
 @triton.jit(do_not_specialize=["rows", "vocabulary", "programs"])
 def logit_gradient_kernel(
     hidden,  # (N, H): see tile_products
@@ -52,7 +52,7 @@ def logit_gradient_kernel(
     gradient_out,  # (N, width): dL/d(x·w + bias)·inv_scale of columns [start, start + width)
     rows,
     start,  # a multiple of COLUMNS
-    width,
+    width,  # a multiple of 16: columns past the vocabulary hold anything
     vocabulary,
     hidden_size,
     hidden_stride,
@@ -143,7 +143,7 @@ def dense_backward(
         part = slice(start, min(start + columns, vocabulary))
         gradient = workspace[:, : part.stop - start]
         logit_gradient_kernel[(programs,)](
-            **arguments, gradient_out=gradient, start=start, width=part.stop - start,
+            **arguments, gradient_out=gradient, start=start, width=-(-gradient.shape[1] // 16) * 16,
             gradient_stride=gradient.stride(0),
         )  # fmt: skip
         if of_hidden is not None:

@@ -219,6 +219,7 @@ def normalise(
         call.targets, logsumexp, reference, targets, share, rows, REACH[exponentials.dtype],
         BLOCK=_WIDTH, num_warps=4,
     )  # fmt: skip
+    call = call._replace(entropy=False, mean_logit=False, max_logit=False, log_sum_sq=False)
     far = gather_rows(call._replace(targets=targets))
     tile_statistics(call, far, tile=tile, keep=(exponentials, reference))
     settle_kernel[(rows,)](

@@ -237,13 +237,9 @@ def tile_statistics(
     gathered: Gathered,
     *,
     tile: ProductTile,
-    entropy: bool = False,
-    mean: bool = False,
-    maximum: bool = False,
-    squares: bool = False,
     keep: tuple[Tensor, Tensor] | None = None,
 ) -> TileStatistics:
-    """Launches the product. No host synchronisation.
+    """Launch the product for the statistics that the call asks for. No host synchronisation.
 
     Args:
         call: its operands have unit stride along H.
@@ -258,10 +254,10 @@ def tile_statistics(
 
     result = TileStatistics(
         lse=row_aligned(rows, tiles, call.hidden, torch.float32),
-        entropy=per_tile(entropy),
-        total=per_tile(mean),
-        maximum=per_tile(maximum),
-        squares=per_tile(squares),
+        entropy=per_tile(call.entropy),
+        total=per_tile(call.mean_logit),
+        maximum=per_tile(call.max_logit),
+        squares=per_tile(call.log_sum_sq),
     )
     kept, reference = keep or (None, None)
     programs = program_count(call.hidden.device)

@@ -30,7 +30,7 @@ def policy_loss(batch: PolicyBatch, loss: LossConstants) -> tuple[Tensor, Tensor
     optional = batch.old_logprobs, batch.ref_logprobs, batch.sampler_logprobs, batch.entropy
     count = logprobs.numel()
     blocks = max(1, triton.cdiv(count, _BLOCK))
-    bounds = ids.new_zeros((2, num_sequences))
+    bounds = ids.new_zeros((3, num_sequences), dtype=torch.int64)
     tokens = torch.empty(blocks, dtype=torch.int32, device=logprobs.device)
     partial = logprobs.new_empty((len(RESULTS), num_sequences))
     # A token that no sequence covers keeps its NaN.
@@ -64,7 +64,7 @@ _SLICED = PolicyBatch._fields[:-1]
 def _find_sequences(
     sequence_ids,  # (N,) int64
     loss_mask,  # (N,) bool
-    bounds,  # (2, S) int64, zero: written, first token and end of every sequence
+    bounds,  # (3, S) int64, zero: written, first token, end and runs of every sequence
     tokens,  # (blocks,) int32, written: tokens that count
     sequences,
     count,
@@ -76,7 +76,9 @@ def _find_sequences(
     before = tl.load(sequence_ids + place - 1, mask=inside & (place > 0), other=-1)
     after = tl.load(sequence_ids + place + 1, mask=place + 1 < count, other=-1)
     known = inside & (own >= 0) & (own < sequences)
-    tl.store(bounds + own, place, mask=known & (own != before))
+    starts = known & (own != before)
+    tl.store(bounds + own, place, mask=starts)
+    tl.atomic_add(bounds + 2 * sequences + own, 1, mask=starts, sem="relaxed")
     tl.store(bounds + sequences + own, place + 1, mask=known & (own != after))
     counted = tl.load(loss_mask + place, mask=inside, other=0) != 0
     tl.store(tokens + tl.program_id(0), tl.sum(counted.to(tl.int32)))
@@ -119,7 +121,7 @@ def _sequence_loss(
     ref_logprobs,
     sampler_logprobs,
     entropy,
-    bounds,  # (2, S) int64
+    bounds,  # (3, S) int64
     tokens,  # (blocks,) int32
     partial,  # (RESULTS, S) float32, written
     gradient,  # (N,) float32, written
@@ -168,6 +170,8 @@ def _sequence_loss(
             weight /= length
         elif config.aggregation == "constant_length":
             weight /= config.max_completion_length
+    # Of several runs any may have been the last to store its bounds.
+    weight = tl.where(tl.load(bounds + 2 * sequences + sequence) > 1, float("nan"), weight)
     token_mean = 1.0 / in_measure
     mean = 1.0 / tl.maximum(sequences_in_measure, 1.0) / length if SHARED else token_mean
 
@@ -284,7 +288,7 @@ def _sequence_loss(
 @triton.jit(do_not_specialize=["sequences", "count"])
 def _add_up(
     partial,  # (RESULTS, S) float32
-    bounds,  # (2, S) int64
+    bounds,  # (3, S) int64
     result,  # (RESULTS,) float32, written
     loss,  # () float32, written
     sequences,
@@ -293,7 +297,7 @@ def _add_up(
     MINIMA: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per result. Tokens that no sequence covers, or two do, make the sums NaN."""
+    """One program per result. Tokens that no sequence covers make the sums NaN."""
     which = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
     total, least, most = 0.0, float("inf"), float("-inf")

@@ -124,22 +124,22 @@ def choose_threshold(masses: Masses, rows: RowCoefficients, tolerance: float, se
     threshold = Threshold(masses.tile_lse.new_empty(4), rows.salts.new_empty(1, dtype=torch.uint32))
     _choose[(1,)](
         counts, rows.squares, rows.salts, threshold, word,
-        (tolerance * BF16_ROUNDING) ** 2, LEAST_DENSITY, ENTRY_SHARE, BF16_ROUNDING, counts.shape[0],
-        rows.squares.numel(), BLOCK=16, num_warps=8,
+        (tolerance * BF16_ROUNDING) ** 2, LEAST_DENSITY, ENTRY_SHARE, BF16_ROUNDING, rows.squares.numel(),
+        BLOCK=16, num_warps=8,
     )  # fmt: skip
     return threshold
 
 
 def count_pairs(masses: Masses, squares: Tensor) -> Tensor:
-    """(P, BINS) int32, to be added up: pairs by w, relative to the batch's norm R.
+    """(1, BINS) int64: pairs by w, relative to the batch's norm R.
 
     Bin k holds w/R from 2^(-k/4) up to 2^((1 - k)/4), the first all above, the last all below; the targets'
     tiles are not looked at.
     """
     count = masses.tile_lse.shape[0]
-    counts = masses.tile_lse.new_empty((min(count, _PROGRAMS), BINS), dtype=torch.int32)
+    counts = masses.tile_lse.new_zeros((1, BINS), dtype=torch.int64)
     if count:
-        _count_pairs[(counts.shape[0],)](
+        _count_pairs[(min(count, _PROGRAMS),)](
             masses, squares, counts, count, squares.numel(), TILE=TILE, BLOCK=_BLOCK, num_warps=1
         )
     return counts
@@ -147,7 +147,7 @@ def count_pairs(masses: Masses, squares: Tensor) -> Tensor:
 
 _BLOCK = 256  # tiles of a row at a time
 _SCAN = 2048
-_PROGRAMS = 512  # of the histogram
+_PROGRAMS = 4096  # of the histogram: as many warps as a large GPU holds
 
 
 @triton.jit
@@ -221,7 +221,7 @@ def log2_norm(squares, parts, BLOCK: tl.constexpr):
 def _count_pairs(
     masses,  # `Masses`
     squares,  # (parts,) float64
-    counts_out,  # (programs, BINS) int32, written
+    counts_out,  # (BINS,) int64, added to
     rows,
     parts,
     TILE: tl.constexpr,
@@ -237,14 +237,12 @@ def _count_pairs(
             octave = tl.floor(-4.0 * (log2_w - norm)) + 1.0
             place = tl.minimum(tl.maximum(octave, 0.0), _BINS - 1).to(tl.int32)
             counts += tl.histogram(place, _BINS, mask=inside & ~has_target & (log2_w > float("-inf")))
-    tl.store(counts_out + tl.program_id(0) * _BINS + tl.arange(0, _BINS), counts)
+    tl.atomic_add(counts_out + tl.arange(0, _BINS), counts.to(tl.int64), mask=counts != 0, sem="relaxed")
 
 
-@triton.jit(
-    do_not_specialize=["word", "budget", "least_density", "entry_share", "rounding", "programs", "parts"]
-)
+@triton.jit(do_not_specialize=["word", "budget", "least_density", "entry_share", "rounding", "parts"])
 def _choose(
-    counts_in,  # (programs, BINS) int32
+    counts_in,  # (BINS,) int64
     squares,  # (parts,) float64
     salts,  # (parts,) int64
     threshold_out,  # `Threshold`, written
@@ -253,7 +251,6 @@ def _choose(
     least_density,
     entry_share,
     rounding,
-    programs,
     parts,
     BLOCK: tl.constexpr,
 ):
@@ -261,11 +258,7 @@ def _choose(
     that share.
     """
     place = tl.arange(0, _BINS)
-    counts = tl.zeros((_BINS,), dtype=tl.int32)
-    for first in range(0, programs, BLOCK):
-        program = first + tl.arange(0, BLOCK)
-        at = counts_in + program[:, None] * _BINS + place[None, :]
-        counts += tl.sum(tl.load(at, mask=(program < programs)[:, None], other=0), axis=0)
+    counts = tl.load(counts_in + place)
     edge = tl.exp2(0.25 * (1 - place))
     below = tl.cumsum(counts.to(tl.float32) * edge, axis=0, reverse=True)
     of_pairs = _PAIR_BUDGET * budget

@@ -64,6 +64,8 @@ def hidden_gradient(operands: SparseOperands, slots: Tensor, kept: Tensor, least
     gradient = torch.empty_like(hidden, memory_format=torch.contiguous_format)
     count, depth = hidden.shape
     block = triton.next_power_of_2(depth)
+    # Above 8,192 columns a thread's part of three rows in float32 is more than its registers: some spill.
+    in_flight = min(config.row_bytes // (config.row_entries * block * weight.element_size()), 3)
     if count:
         _hidden_gradient[(2 * count,)](
             transform=Transform.of(call),
@@ -71,8 +73,8 @@ def hidden_gradient(operands: SparseOperands, slots: Tensor, kept: Tensor, least
             slots=_slots(slots), kept=kept, segments=kept.shape[1], gradient=gradient, rows=count,
             vocabulary=weight.shape[0], depth=depth, hidden_stride=hidden.stride(0),
             weight_stride=weight.stride(0), TILE=TILE, SEGMENT=SEGMENT, BLOCK=block,
-            ENTRIES=config.row_entries, STAGES=config.row_stages, LONG=_LONG,
-            num_warps=min(max(block // config.row_width, 1), 16),
+            ENTRIES=config.row_entries, STAGES=in_flight + 1, LONG=_LONG,
+            num_warps=min(max(block // config.row_width, 1), 16 if torch.version.hip else 32),
         )  # fmt: skip
     return gradient
 

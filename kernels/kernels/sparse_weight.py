@@ -9,6 +9,7 @@ so no program has its share beforehand: the GPU hands tiles out as programs end
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -21,12 +22,15 @@ from .sparse_pairs import SparseOperands
 def weight_gradient(operands: SparseOperands, gradients: Tensor, into: Tensor, accumulate: bool) -> None:
     """Writes (V, H) `into`, or adds to it; leaves it alone where the pairs did not fit."""
     hidden, pairs, config = operands.call.hidden, operands.pairs, operands.config
-    grid = pairs.offsets.numel() - 1, triton.cdiv(hidden.shape[1], config.weight_columns)
+    # What is added to takes as many registers again: of float32, twice a half's.
+    wide = accumulate and into.dtype == torch.float32
+    columns = min(config.weight_columns, 64) if wide else config.weight_columns
+    grid = pairs.offsets.numel() - 1, triton.cdiv(hidden.shape[1], columns)
     _weight_gradient[(grid[0] * grid[1],)](
         hidden, gradients, operands.unit, pairs, into, into.shape[0], hidden.shape[1], hidden.stride(0),
         into.stride(0),
         TILE=TILE, ACCUMULATE=accumulate, PRECISION=precision(hidden.dtype),
-        COLUMNS=config.weight_columns, DEPTH=config.weight_depth,
+        COLUMNS=columns, DEPTH=config.weight_depth,
         num_warps=config.weight_warps, num_stages=config.weight_stages,
     )  # fmt: skip
 
@@ -65,9 +69,11 @@ def _weight_gradient(
     column = (tl.program_id(0) % parts) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < depth
     token = tl.arange(0, TILE)
-    end = tl.load(pairs.offsets + tile + 1)
+    begin, end = tl.load(pairs.offsets + tile), tl.load(pairs.offsets + tile + 1)
+    if ACCUMULATE and begin == end:
+        return
     total = tl.zeros((TILE, COLUMNS), dtype=tl.float32)
-    for start in range(tl.load(pairs.offsets + tile), end, DEPTH):
+    for start in range(begin, end, DEPTH):
         pair = start + tl.arange(0, DEPTH)
         valid = pair < end
         row = tl.load(pairs.rows + pair, mask=valid, other=0).to(tl.int64)

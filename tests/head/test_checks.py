@@ -55,11 +55,13 @@ def refuses(function, given: dict[str, object], name: str, value: object, error:
         ("ignore_index", None, TypeError),
         ("process_group", "world", TypeError),
         ("weight_gard", None, TypeError),
+        ("deterministic", True, TypeError),
         ("held_back", None, TypeError),
         ("topk", 3, TypeError),
         ("weight_grad", torch.zeros(20, 8, dtype=torch.int32), TypeError),
         ("weight_grad", torch.zeros(2, 8), ValueError),
         ("weight_grad", torch.zeros(8, 20).t(), ValueError),
+        ("weight_grad", torch.zeros(8).expand(20, 8), ValueError),
     ],
 )
 def test_a_wrong_argument_is_named(arguments, name, value, error):

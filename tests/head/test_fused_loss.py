@@ -124,20 +124,26 @@ def test_every_loss_and_option_is_the_objectives(batch, name, options, changes):
 
 def test_sequences_may_come_in_any_order_strided_or_all_masked(batch):
     shuffled = torch.tensor([3, 5, 0, 1, 4, 2], device=batch.sequence_ids.device)
-    strided = torch.stack([batch.advantages] * 2, 1)[:, 0]
+    strided = {
+        name: value.detach().repeat_interleave(2)[::2].requires_grad_(value.requires_grad)
+        for name, value in (vars(batch) | {"sequence_ids": shuffled[batch.sequence_ids]}).items()
+        if isinstance(value, torch.Tensor)
+    }
 
-    assert_same(
-        replace(batch, sequence_ids=shuffled[batch.sequence_ids], advantages=strided), config_of("grpo")
-    )
-    batch.logprobs.grad = None
+    assert_same(replace(batch, **strided), config_of("grpo"))
     assert_same(replace(batch, loss_mask=torch.zeros_like(batch.loss_mask)), config_of("grpo", beta=0.1))
 
 
-def test_a_sequence_in_two_pieces_is_not_taken_for_one(batch):
+def test_a_sequence_in_two_pieces_makes_loss_and_gradient_nan(batch):
     ids = batch.sequence_ids.clone()
-    ids[-3:] = 0
+    ids[:8] = torch.tensor([0, 1, 0, 1, 0, 0, 1, 1])
+    inputs = replace(batch, sequence_ids=ids)
 
-    assert fused_policy_loss(replace(batch, sequence_ids=ids), config_of("grpo")).loss.isnan()
+    loss = fused_policy_loss(inputs, config_of("grpo")).loss
+    (gradient,) = torch.autograd.grad(loss, inputs.logprobs)
+
+    assert loss.isnan() and gradient[(ids < 2) & batch.loss_mask].isnan().all()
+    assert gradient[ids >= 2].isfinite().all()
 
 
 def test_a_second_derivative_is_refused(batch):

@@ -13,8 +13,7 @@ from grpo_fast.head.fused_loss import fused_policy_loss
 pytest.importorskip("triton")
 
 
-@pytest.mark.usefixtures("hopper")
-def test_kernels_start_on_the_device_of_their_tensors(make_call, rng, monkeypatch):
+def test_kernels_start_on_the_device_of_their_tensors(hopper, make_call, rng, monkeypatch):
     from grpo_fast.kernels import policy_loss
 
     from grpo_fast.head import accelerated
@@ -42,10 +41,10 @@ def test_kernels_start_on_the_device_of_their_tensors(make_call, rng, monkeypatc
     record(accelerated, "forward")
     record(accelerated, "backward")
     record(policy_loss, "policy_loss")
-    call = make_call((5,), 140, 16)
+    call = hopper(make_call((5,), 140, 16))
 
     linear_logprob(call.hidden, call.weight, call.targets).logprob.sum().backward()
-    row, ids = torch.rand(12, generator=rng), torch.arange(3).repeat_interleave(4)
+    row, ids = hopper(torch.rand(12, generator=rng)), hopper(torch.arange(3).repeat_interleave(4))
     fused_policy_loss(LossInputs(row, row, ids, ids >= 0, 3), GRPOLossConfig())
 
     assert calls == [("forward", True), ("backward", True), ("policy_loss", True)]

@@ -177,15 +177,55 @@ def test_no_token_and_one_token(on_path, make_call, rows, options):
     assert call.weight.grad.any() == (rows > 0)
 
 
-def test_strided_operands_give_the_same_numbers(on_path, make_call):
-    call = on_path(make_call())
-    wide = torch.zeros(13, 48, device=call.hidden.device)
-    wide[:, ::2] = call.hidden.detach()
-    turned = call.weight.detach().t().contiguous().t()
+def laid_out(tensor: torch.Tensor, layout: str) -> torch.Tensor:
+    """Return values of a tensor with other strides, amid garbage; `overlapping` has other values, too."""
+    if layout == "overlapping":
+        return tensor.as_strided(tensor.shape, (0,) if tensor.dim() == 1 else (8, 1))
+    if layout == "transposed":
+        return tensor.transpose(0, -1).contiguous().transpose(0, -1)
+    garbage = torch.nan if tensor.is_floating_point() else 7
+    wide = tensor.new_full([2 * size for size in tensor.shape], garbage)
+    inside = slice(None, None, 2) if layout == "every second" else slice(1, None)
+    view = wide[(inside,) * tensor.dim()][tuple(slice(size) for size in tensor.shape)]
+    return view.copy_(tensor)
 
-    strided = replace(call, hidden=wide[:, ::2], weight=turned).outputs()["logprob"]
 
-    torch.testing.assert_close(strided, call.outputs()["logprob"], rtol=1e-5, atol=1e-5)
+@pytest.mark.parametrize("layout", ["every second", "sliced", "transposed", "overlapping"])
+@pytest.mark.parametrize(
+    ("options", "trained"),
+    [
+        ({"tolerance": 0.0}, ("hidden", "weight", "bias")),
+        ({"tolerance": 1e-3}, ("hidden", "weight", "bias")),
+        ({"recompute": False}, ("hidden", "weight", "bias")),
+        ({"tolerance": 0.0}, ("hidden",)),
+    ],
+    ids=["exact", "sparse", "kept", "frozen"],
+)
+@pytest.mark.drawn(8)
+def test_operands_of_any_strides_give_the_values_and_gradients_of_float64(
+    on_path, make_call, make_upstream, oracle, layout, options, trained
+):
+    call = on_path(make_call((13,), 300, 24, transformed=True))
+    call = replace(call, softcap=None)  # with one nothing is kept
+    call = replace(
+        call,
+        **{
+            name: laid_out(operand.detach(), layout).requires_grad_(name in trained)
+            for name, operand in vars(call).items()
+            if isinstance(operand, torch.Tensor)
+        },
+    )
+    upstream = {"logprob": laid_out(on_path(make_upstream((13,))["logprob"]), layout)}
+    exact = oracle.exact_gradients(call, upstream)
+
+    found = call.outputs(**options)["logprob"]
+
+    expected = oracle.statistics(call.to(torch.float64))["logprob"]
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+    parameters = [getattr(call, name) for name in trained]
+    gradients = torch.autograd.grad(found, parameters, upstream["logprob"])
+    for got, wanted in zip(gradients, exact, strict=False):
+        assert oracle.relative(got, wanted) < 1e-4
 
 
 @pytest.mark.parametrize(
@@ -225,6 +265,21 @@ def test_a_compiled_caller_sees_one_operator_and_the_same_numbers(on_path, make_
 
     for a, b in zip(torch.autograd.grad(compiled(*arguments), call.parameters), expected, strict=True):
         assert torch.equal(a, b)
+
+
+def test_reduce_overhead_keeps_the_operators_out_of_graphs_and_every_bit(make_call):
+    call, operators = make_call(), torch.ops.grpo_fast
+    tags = operators.head_forward.default.tags, operators.head_backward.default.tags
+
+    def loss(hidden, weight):
+        return linear_logprob(2 * hidden, weight, call.targets, tolerance=0.0).logprob.sum()
+
+    expected = torch.autograd.grad(loss(*call.parameters), call.parameters)
+    compiled = torch.compile(loss, fullgraph=True, mode="reduce-overhead")(*call.parameters)
+    found = torch.autograd.grad(compiled, call.parameters)
+
+    assert all(torch.Tag.cudagraph_unsafe in found for found in tags)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def test_the_policy_loss_is_the_reference_paths_and_compiles_to_one_graph(

@@ -1,71 +1,82 @@
-"""After a warm-up no later call has anything to compile."""
+"""After a warm-up no later call has anything to compile, by the keys that Triton caches kernels under."""
 
 from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
+from grpo_fast.head import HeadParameters, warm_up
+
+KERNELS = Path(__file__).resolve().parents[1] / "kernels"
+_PROGRAM = """
+import json, logging
+from functools import partial
+from itertools import product
+from unittest import mock
+import torch
+import aot
 from grpo_fast import GRPOLossConfig, linear_grpo_loss
-from grpo_fast.head import HeadParameters, linear_logprob, warm_up
+from grpo_fast.head import HeadParameters, accelerated, linear_logprob, operator, plan, warm_up
 
-PLAIN, EVERYTHING = {}, {"loss_type": "grpo", "beta": 0.1, "entropy_coef": 0.01, "kl_estimator": "k2"}
+logging.disable()
+LOSSES = {}, {"loss_type": "grpo", "beta": 0.1, "entropy_coef": 0.01, "kl_estimator": "k2"}
+hopper = plan.Device("cuda", (9, 0), aot.SHARED_MEMORY["sm_90"], has_triton=True)
 
-
-@pytest.fixture
-def launched(monkeypatch) -> set[tuple]:
-    """What was launched: kernels by what they are specialised in, as far as the interpreter knows it."""
-    interpreter = pytest.importorskip("triton.runtime.interpreter")
-    found: set[tuple] = set()
-    launch = interpreter.GridExecutor.__call__
-
-    def told(value: object) -> object:
-        if value is None or isinstance(value, bool | str):
-            return value
-        return str(getattr(value, "dtype", None) or getattr(value, "block_shape", type(value)))
-
-    def noted(self, *arguments, **options):
-        constants = {name: value for name, value in options.items() if name.isupper()}
-        told_of = [told(a) for a in arguments] + [(name, told(a)) for name, a in sorted(options.items())]
-        found.add((self.fn.__name__, str(told_of), str(constants)))
-        return launch(self, *arguments, **options)
-
-    monkeypatch.setattr(interpreter.GridExecutor, "__call__", noted)
-    return found
-
-
-@pytest.mark.parametrize("trainable", [True, False], ids=["trainable", "frozen"])
-@pytest.mark.parametrize("options", [PLAIN, EVERYTHING], ids=["plain", "everything"])
-@pytest.mark.parametrize("tolerance", [None, 0.0])
-@pytest.mark.drawn(2)
-def test_after_a_warm_up_a_step_launches_nothing_new(
-    hopper, make_call, rng, launched, monkeypatch, trainable, options, tolerance
-):
-    from grpo_fast.head import accelerated
-
-    call, loss = hopper(make_call((8,), 140, dtype=torch.bfloat16)), GRPOLossConfig(**options)
-    call.weight.requires_grad_(trainable)
-    head = HeadParameters(call.weight, tolerance=tolerance)
-
-    warm_up(head, loss=loss, weight_grad=torch.float32)
-
-    assert call.weight.grad is None
-    known, row = set(launched), hopper(torch.randn(8, generator=rng))
-    into = torch.zeros_like(call.weight, dtype=torch.float32) if trainable else None
-    ids = torch.arange(8, device=row.device) // 2
+def step(head, loss, rows, captured):
+    row, ids, targets = torch.zeros(rows), torch.arange(rows) // 4, torch.zeros(rows, dtype=torch.int64)
+    hidden = torch.zeros(rows, head.weight.shape[1], dtype=head.weight.dtype, requires_grad=True)
+    into = torch.zeros_like(head.weight, dtype=torch.float32) if head.weight.requires_grad else None
     with torch.no_grad():
-        linear_logprob(call.hidden, call.weight, call.targets, **head.options)
-    for captured in (False, True):
-        monkeypatch.setattr(accelerated, "_capturing", lambda _, captured=captured: captured)
+        linear_logprob(hidden, head.weight, targets, **head.options)
+    with mock.patch.object(accelerated, "_capturing", lambda _: captured):
         for old in (None, row):
             found = linear_grpo_loss(
-                call.hidden, call.weight.detach(), call.targets, row, sequence_ids=ids, num_sequences=4,
+                hidden, head.weight.detach(), targets, row, sequence_ids=ids, num_sequences=-(-rows // 4),
                 old_logprobs=old, ref_logprobs=row if loss.needs_reference else None, config=loss,
                 entropy=True, weight_grad=into, **head.options,
-            )  # fmt: skip
-            torch.autograd.grad(found.loss, call.hidden)
+            )
+            torch.autograd.grad(found.loss, hidden)
 
-    assert len(known) > 5
-    assert launched == known
+def later(head, loss):
+    with mock.patch.object(plan, "_DENSE_WORKSPACE_BYTES", 1 << 20):  # several chunks of few rows
+        for rows, captured in product((1, 16, 160), (False, True)):
+            step(head, loss, rows, captured)
+
+found = []
+with (
+    mock.patch.object(operator, "device_facts", lambda *_: hopper),
+    mock.patch.object(accelerated, "_read_later", lambda _: lambda: 1),  # nothing runs: values are garbage
+    mock.patch.object(torch.Tensor, "nonzero", lambda rows: torch.arange(len(rows))[:, None]),
+):
+    for vocabulary, trainable, options, tolerance in product((5120, 32_001), (1, 0), LOSSES, (None, 0.0)):
+        weight = torch.zeros(vocabulary, 64, dtype=torch.bfloat16, requires_grad=bool(trainable))
+        head, loss = HeadParameters(weight, tolerance=tolerance), GRPOLossConfig(**options)
+        warm = partial(warm_up, head, loss=loss, weight_grad=torch.float32)
+        known = aot.variants("sm_90", [warm])
+        assert weight.grad is None
+        found.append([known, aot.variants("sm_90", [warm, partial(later, head, loss)])])
+print(json.dumps(found))
+"""
+
+
+def test_after_a_warm_up_no_step_compiles_a_kernel():
+    pytest.importorskip("triton")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join([environment["PYTHONPATH"], str(KERNELS)])
+
+    done = subprocess.run([sys.executable, "-c", _PROGRAM], env=environment, capture_output=True, text=True)
+
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert len(found) == 16
+    for known, after in found:
+        assert known["logit_gradient_kernel"] and sum(known.values()) > 10 and after == known
 
 
 def test_where_no_kernel_runs_nothing_is_warmed_up(make_call, monkeypatch):

@@ -10,15 +10,16 @@ from grpo_fast.kernels.forward import TileStatistics, gather_rows, tile_statisti
 
 from grpo_fast.head.call import HeadCall, RowStatistics
 
-EVERY = ("entropy", "mean", "maximum", "squares")
+EVERY = ("entropy", "mean_logit", "max_logit", "log_sum_sq")
 POINTERS = ProductTile(16, 128, 16, warps=4, stages=2, group=2, descriptors=False)
 DESCRIPTORS = ProductTile(32, 256, 16, warps=4, stages=2, group=2, descriptors=True)
 TILES = {"pointers": POINTERS, "descriptors": DESCRIPTORS}
 
 
 def run(call: HeadCall, *, wanted=EVERY, tile=DESCRIPTORS) -> tuple[TileStatistics, RowStatistics]:
+    call = call._replace(**dict.fromkeys(wanted, True))
     gathered = gather_rows(call)
-    tiles = tile_statistics(call, gathered, tile=tile, **dict.fromkeys(wanted, True))
+    tiles = tile_statistics(call, gathered, tile=tile)
     return tiles, RowStatistics(*row_results(tiles, call, gathered.target_logit))
 
 
@@ -71,7 +72,7 @@ def test_a_capped_logit_keeps_its_digits_from_near_zero_to_saturation(device, rn
     sides = torch.tensor([[1.0], [-1.0]], device=device)
     targets = torch.randint(0, 2, (300,), generator=rng).to(device)
 
-    _, rows = run(HeadCall(hidden, sides, targets, softcap=30.0), wanted=("maximum",), tile=POINTERS)
+    _, rows = run(HeadCall(hidden, sides, targets, softcap=30.0), wanted=("max_logit",), tile=POINTERS)
 
     expected = 30 * (hidden.double() * sides[targets] / 30).tanh()
     torch.testing.assert_close(rows.target_logit.double(), expected[:, 0], rtol=5e-7, atol=0)

@@ -9,7 +9,8 @@ from typing import NamedTuple
 import pytest
 import torch
 from grpo_fast.kernels import ENTRY_SHARE, TILE, SparseConfig
-from grpo_fast.kernels.coefficients import RowCoefficients, row_coefficients
+from grpo_fast.kernels import select as selecting
+from grpo_fast.kernels.coefficients import Masses, RowCoefficients, row_coefficients
 from grpo_fast.kernels.pairs import Pairs, list_pairs
 from grpo_fast.kernels.select import ActivePairs, select_live
 
@@ -155,6 +156,20 @@ def test_however_large_the_tolerance_half_a_percent_of_the_pairs_is_kept(make_he
 
     assert expected.small > 0.004 * expected.scale.numel()
     torch.testing.assert_close(numbers[2], expected.unit.cpu(), rtol=1e-4, atol=0)
+
+
+def test_more_than_two_to_the_31_pairs_are_counted(make_head, monkeypatch):
+    head = make_head(40, 2000, 16, peak=30.0)
+    rows = row_coefficients(head.call, *head.upstream)
+    masses = Masses.of(head.tile_lse, head.targets, rows, 2000)
+    counts = selecting.count_pairs(masses, rows.squares)
+    expected = selecting.choose_threshold(masses, rows, 16.0).numbers
+    monkeypatch.setattr(selecting, "count_pairs", lambda *_: counts << 26)
+
+    found = selecting.choose_threshold(masses, rows, 16.0 * 2**13).numbers  # 2^26 times the pairs and budget
+
+    assert counts.sum() << 26 > 1 << 34
+    torch.testing.assert_close(found[:2], expected[:2])
 
 
 @pytest.mark.parametrize("vocabulary", [1, 127, 128, 129, 4096, 4097])
