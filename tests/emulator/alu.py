@@ -1,0 +1,216 @@
+"""Instructions that compute: each thread on its registers, or the threads of a warp on each other's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import numpy as np
+
+from .ptx import DTYPES, Fault, Instruction, names
+from .threads import LANES, Threads
+
+Function = Callable[..., np.ndarray]
+SIMPLE: dict[str, Function] = {
+    **{
+        "add": np.add,
+        "sub": np.subtract,
+        "mul": np.multiply,
+        "div": np.divide,
+        "abs": np.abs,
+        "neg": np.negative,
+    },
+    **{"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.invert},
+    **{"min": np.fmin, "max": np.fmax, "mov": lambda x: x, "cvta": lambda x: x, "popc": np.bitwise_count},
+    **{
+        "ex2": np.exp2,
+        "lg2": np.log2,
+        "sqrt": np.sqrt,
+        "rsqrt": lambda x: 1 / np.sqrt(x),
+        "rcp": np.reciprocal,
+    },
+}
+COMPARE = {"eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater}
+COMPARE |= {
+    "ge": np.greater_equal,
+    "lo": np.less,
+    "ls": np.less_equal,
+    "hi": np.greater,
+    "hs": np.greater_equal,
+}
+ROUND = {"rzi": np.trunc, "rni": np.rint, "rpi": np.ceil, "rmi": np.floor}
+REDUCE = {"add": np.add, "min": np.minimum, "max": np.maximum, "or": np.bitwise_or}
+TINY = np.finfo(np.float32).tiny
+
+
+def bf16_to_float32(bits: np.ndarray) -> np.ndarray:
+    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def float32_to_bf16(values: np.ndarray) -> np.ndarray:
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    rounded = (bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) >> np.uint32(16)
+    return np.where(np.isnan(values), 0x7FFF, rounded).astype(np.uint16)
+
+
+@cache
+def operation(parts: tuple[str, ...]) -> tuple[Function, list[str]]:
+    """Return an instruction's function and the kinds of its operands."""
+    function, kinds = _operation(parts[0], parts[-1], parts)
+    if "ftz" in parts:
+        return lambda *values: _flush(function(*map(_flush, values))), kinds
+    return function, kinds
+
+
+def _flush(values: np.ndarray) -> np.ndarray:
+    """Return zeros in the place of subnormal float32 numbers."""
+    return np.where(np.abs(values) < TINY, values * 0, values) if values.dtype == np.float32 else values
+
+
+def _operation(name: str, kind: str, parts: tuple[str, ...]) -> tuple[Function, list[str]]:
+    if name == "cvt":
+        return _conversion(*parts[-2:], parts)
+    if kind == "bf16":
+        raise Fault("the emulator has no arithmetic in bfloat16")
+    same, shift, dtype = 3 * [kind], [kind, "u32", "u32"], DTYPES[kind]
+    bits, integer = 8 * dtype.itemsize, dtype.kind in "iu"
+    match name:
+        case "setp":
+            return _comparison(parts[1], dtype), same
+        case "selp":
+            return lambda x, y, chosen: np.where(chosen, x, y), [kind, kind, "pred"]
+        case "shl" | "shr":  # NumPy shifts by more than all bits as PTX does
+            by = np.left_shift if name == "shl" else np.right_shift
+            return lambda x, n: by(x, np.minimum(n, bits).astype(dtype)), shift
+        case "prmt":
+            return _permute, same
+        case "bfe":  # shifted up and down again, with the sign if it has one
+            return lambda x, at, n: x << (bits - at - n).astype(dtype) >> (bits - n).astype(dtype), shift
+        case "fma":
+            return lambda x, y, z: (x.astype(np.float64) * y + z).astype(dtype), same
+        case "mul" | "mad" if integer and parts[1] == "wide":
+            wide = f"{kind[0]}{2 * bits}"
+            return lambda x, y, z=0: x.astype(DTYPES[wide]) * y + z, [kind, kind, wide]
+        case "mul" if parts[1] == "hi" and bits == 32:
+            return lambda x, y: (x.astype(f"{dtype.kind}8") * y >> 32).astype(dtype), same
+        case "mad" if parts[1] == "lo":
+            return lambda x, y, z: x * y + z, same
+        case "div" | "rem" if integer and bits == 32:
+            return _quotient(name, dtype), same
+    if (integer and name in ("div", "rem")) or {"NaN", "hi", "sat"} & {*parts} or name not in SIMPLE:
+        raise Fault(f"the emulator has no {'.'.join(parts)}")
+    return SIMPLE[name], same
+
+
+def _comparison(name: str, dtype: np.dtype) -> Function:
+    if name in ("num", "nan"):
+        return lambda x, y: (np.isnan(x) | np.isnan(y)) == (name == "nan")
+    compare = COMPARE[name[:2]]
+    if name[2:] == "u":  # or unordered
+        return lambda x, y: compare(x, y) | np.isnan(x) | np.isnan(y)
+    if name == "ne" and dtype.kind == "f":
+        return lambda x, y: (x < y) | (x > y)
+    return compare
+
+
+def _permute(x: np.ndarray, y: np.ndarray, selector: np.ndarray) -> np.ndarray:
+    x, y, selector = np.broadcast_arrays(x, y, selector)
+    pool = np.stack([x, y], 1).view(np.uint8)
+    choice = selector[:, None] >> np.arange(0, 16, 4, dtype=np.uint32) & np.uint32(15)
+    if (choice & 8).any():
+        raise Fault("the emulator does not replicate signs")
+    return np.take_along_axis(pool, choice.astype(np.int64), 1).view(np.uint32)[:, 0]
+
+
+def _quotient(name: str, dtype: np.dtype) -> Function:
+    def divide(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+        quotient = np.trunc(np.where(y == 0, -1.0, x / y)).astype(np.int64)
+        return (quotient if name == "div" else x - quotient * y).astype(dtype)
+
+    return divide
+
+
+def _conversion(to: str, source: str, parts: tuple[str, ...]) -> tuple[Function, list[str]]:
+    if to.endswith("x2"):
+        narrow, _ = _conversion(to[:-2], source, ())
+        high = lambda x: narrow(x).view(np.uint16).astype(np.uint32) << np.uint32(16)  # noqa: E731
+        return lambda x, y: high(x) | narrow(y).view(np.uint16), ["f32", "f32"]
+    if to == "tf32":
+        return lambda x: x + np.uint32(0x1000) & np.uint32(0xFFFFE000), ["u32"]
+    if "bf16" in (to, source):
+        return float32_to_bf16 if to == "bf16" else bf16_to_float32, [source]
+    dtype, rounded = DTYPES[to], next((ROUND[part] for part in parts if part in ROUND), lambda x: x)
+    if DTYPES[source].kind == "f" and dtype.kind != "f":
+        low, high = (float(limit) for limit in (np.iinfo(dtype).min, np.iinfo(dtype).max))
+        return lambda x: np.nan_to_num(rounded(x.astype(np.float64)).clip(low, high)).astype(dtype), [source]
+    return lambda x: rounded(x).astype(dtype), [source]
+
+
+def compute(threads: Threads, code: Instruction) -> None:
+    function, kinds = operation(code.parts)
+    values = [threads.read(operand, kind) for operand, kind in zip(code.operands[1:], kinds, strict=False)]
+    threads.write(code.operands[0], function(*values))
+
+
+def move(threads: Threads, code: Instruction) -> None:
+    """Copy a register, split it into `{%r1, %r2}`, or join them."""
+    into, source = code.operands
+    if "{" not in into + source:
+        return threads.write(into, threads.read(source, code.kind))
+    part = f"b{8 * DTYPES[code.kind].itemsize // max(len(names(into)), len(names(source)))}"
+    if "{" in into:
+        values = np.ascontiguousarray(threads.read(source, code.kind))[:, None].view(DTYPES[part])
+        for name, value in zip(names(into), values.T, strict=True):
+            threads.write(name, value)
+        return None
+    values = np.stack([threads.each(name, part) for name in names(source)], 1)
+    return threads.write(into, values.view(DTYPES[code.kind])[:, 0])
+
+
+def _by_warp(values: np.ndarray) -> np.ndarray:
+    return values.reshape(-1, LANES)
+
+
+def shuffle(threads: Threads, code: Instruction) -> None:
+    by, bounds = (_by_warp(threads.each(operand, "s32")) for operand in code.operands[2:4])
+    lane, segment, clamp = np.arange(LANES), bounds >> 8 & 31, bounds & 31
+    limit = lane & segment | clamp & ~segment
+    match code.parts[2]:
+        case "up":
+            source, inside = lane - by, lane - by >= limit
+        case "idx":
+            source = lane & segment | by & ~segment
+            inside = source <= limit
+        case "bfly":
+            source, inside = lane ^ by, lane ^ by <= limit
+        case _:
+            raise Fault(f"the emulator has no {code.text}")
+    source = np.where(inside, source, lane)
+    if not np.take_along_axis(_by_warp(threads.acting), source, 1).ravel()[threads.acting].all():
+        raise Fault("a shuffle reads a thread that is not there")
+    value = _by_warp(threads.each(code.operands[1], "b32"))
+    threads.write(names(code.operands[0])[0], np.take_along_axis(value, source, 1).ravel())
+
+
+def vote(threads: Threads, code: Instruction) -> None:
+    """Let a warp answer: who says yes (vote.ballot), who is first (elect), or what the sum is (redux)."""
+    group = _by_warp(threads.acting)
+    if code.parts[0] == "elect":
+        first = group.argmax(1)[:, None]
+        answers = [first.astype(np.uint32), np.arange(LANES) == first]
+    elif code.parts[2] == "ballot":
+        yes = _by_warp(threads.each(code.operands[1], "pred")) & group
+        answers = [np.packbits(yes, 1, "little").view(np.uint32)]
+    else:
+        values = _by_warp(threads.each(code.operands[1], code.kind))
+        answers = [REDUCE[code.parts[2]].reduce(values, 1, values.dtype)[:, None]]
+        if (group.any(1) != group.all(1)).any():
+            raise Fault("a warp is reduced whose threads are not all there")
+    for name, answer in zip(names(code.operands[0]), answers, strict=True):
+        threads.write(name, np.broadcast_to(answer, group.shape).ravel())
+
+
+STEPS = dict.fromkeys(
+    [*SIMPLE, "setp", "selp", "shl", "shr", "cvt", "prmt", "bfe", "fma", "mad", "rem"], compute
+)
+STEPS |= {"mov": move, "shfl": shuffle, "vote": vote, "elect": vote, "redux": vote}
