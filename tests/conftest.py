@@ -54,8 +54,9 @@ settings.register_profile("any machine", deadline=None, suppress_health_check=[H
 settings.load_profile("any machine")
 
 
+@pytest.hookimpl(trylast=True)  # after `-m` and `-k`
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of the cases of a test marked `drawn(n)` each run has n: several runs have all. `SAMPLE=8` takes 8 tests."""
+    """Of the cases of a test marked `drawn(n)` each run has n: several runs have all. `SAMPLE=8` takes 8."""
     dice = random.Random(os.environ.get("PYTEST_XDIST_TESTRUNUID"))  # all workers draw the same
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:

@@ -30,13 +30,12 @@ SIMPLE: dict[str, Function] = {
         "rcp": np.reciprocal,
     },
 }
-COMPARE = {"eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater}
-COMPARE |= {
-    "ge": np.greater_equal,
-    "lo": np.less,
-    "ls": np.less_equal,
-    "hi": np.greater,
-    "hs": np.greater_equal,
+COMPARE: dict[str, Function] = {
+    **{"eq": np.equal, "ne": lambda x, y: (x < y) | (x > y), "neu": np.not_equal},
+    **{"lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal},
+    **{"lo": np.less, "ls": np.less_equal, "hi": np.greater, "hs": np.greater_equal},
+    **{"geu": lambda x, y: ~(x < y), "gtu": lambda x, y: ~(x <= y), "equ": lambda x, y: ~((x < y) | (x > y))},
+    **{"leu": lambda x, y: ~(x > y), "ltu": lambda x, y: ~(x >= y), "num": lambda x, y: (x == x) & (y == y)},
 }
 ROUND = {"rzi": np.trunc, "rni": np.rint, "rpi": np.ceil, "rmi": np.floor}
 REDUCE = {"add": np.add, "min": np.minimum, "max": np.maximum, "or": np.bitwise_or}
@@ -53,21 +52,15 @@ def float32_to_bf16(values: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(values), 0x7FFF, rounded).astype(np.uint16)
 
 
-@cache
-def operation(parts: tuple[str, ...]) -> tuple[Function, list[str]]:
-    """Return an instruction's function and the kinds of its operands."""
-    function, kinds = _operation(parts[0], parts[-1], parts)
-    if "ftz" in parts:
-        return lambda *values: _flush(function(*map(_flush, values))), kinds
-    return function, kinds
-
-
-def _flush(values: np.ndarray) -> np.ndarray:
+def flush(values: np.ndarray) -> np.ndarray:
     """Return zeros in the place of subnormal float32 numbers."""
     return np.where(np.abs(values) < TINY, values * 0, values) if values.dtype == np.float32 else values
 
 
-def _operation(name: str, kind: str, parts: tuple[str, ...]) -> tuple[Function, list[str]]:
+@cache
+def operation(parts: tuple[str, ...]) -> tuple[Function, list[str]]:
+    """Return an instruction's function and the kinds of its operands."""
+    name, kind = parts[0], parts[-1]
     if name == "cvt":
         return _conversion(*parts[-2:], parts)
     if kind == "bf16":
@@ -75,8 +68,8 @@ def _operation(name: str, kind: str, parts: tuple[str, ...]) -> tuple[Function, 
     same, shift, dtype = 3 * [kind], [kind, "u32", "u32"], DTYPES[kind]
     bits, integer = 8 * dtype.itemsize, dtype.kind in "iu"
     match name:
-        case "setp":
-            return _comparison(parts[1], dtype), same
+        case "setp" if parts[1] in COMPARE and parts[2:3] in ([], (kind,), ("ftz",)):
+            return COMPARE[parts[1]], same
         case "selp":
             return lambda x, y, chosen: np.where(chosen, x, y), [kind, kind, "pred"]
         case "shl" | "shr":  # NumPy shifts by more than all bits as PTX does
@@ -95,22 +88,11 @@ def _operation(name: str, kind: str, parts: tuple[str, ...]) -> tuple[Function, 
             return lambda x, y: (x.astype(f"{dtype.kind}8") * y >> 32).astype(dtype), same
         case "mad" if parts[1] == "lo":
             return lambda x, y, z: x * y + z, same
-        case "div" | "rem" if integer and bits == 32:
-            return _quotient(name, dtype), same
-    if (integer and name in ("div", "rem")) or {"NaN", "hi", "sat"} & {*parts} or name not in SIMPLE:
+        case "div" if integer:
+            return lambda x, y: (x - np.fmod(x, y)) // y, same
+    if name not in SIMPLE or {"NaN", "hi", "sat"} & {*parts}:
         raise Fault(f"the emulator has no {'.'.join(parts)}")
     return SIMPLE[name], same
-
-
-def _comparison(name: str, dtype: np.dtype) -> Function:
-    if name in ("num", "nan"):
-        return lambda x, y: (np.isnan(x) | np.isnan(y)) == (name == "nan")
-    compare = COMPARE[name[:2]]
-    if name[2:] == "u":  # or unordered
-        return lambda x, y: compare(x, y) | np.isnan(x) | np.isnan(y)
-    if name == "ne" and dtype.kind == "f":
-        return lambda x, y: (x < y) | (x > y)
-    return compare
 
 
 def _permute(x: np.ndarray, y: np.ndarray, selector: np.ndarray) -> np.ndarray:
@@ -120,14 +102,6 @@ def _permute(x: np.ndarray, y: np.ndarray, selector: np.ndarray) -> np.ndarray:
     if (choice & 8).any():
         raise Fault("the emulator does not replicate signs")
     return np.take_along_axis(pool, choice.astype(np.int64), 1).view(np.uint32)[:, 0]
-
-
-def _quotient(name: str, dtype: np.dtype) -> Function:
-    def divide(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-        quotient = np.trunc(np.where(y == 0, -1.0, x / y)).astype(np.int64)
-        return (quotient if name == "div" else x - quotient * y).astype(dtype)
-
-    return divide
 
 
 def _conversion(to: str, source: str, parts: tuple[str, ...]) -> tuple[Function, list[str]]:
@@ -149,7 +123,10 @@ def _conversion(to: str, source: str, parts: tuple[str, ...]) -> tuple[Function,
 def compute(threads: Threads, code: Instruction) -> None:
     function, kinds = operation(code.parts)
     values = [threads.read(operand, kind) for operand, kind in zip(code.operands[1:], kinds, strict=False)]
-    threads.write(code.operands[0], function(*values))
+    if "ftz" in code.parts:
+        threads.write(code.operands[0], flush(function(*map(flush, values))))
+    else:
+        threads.write(code.operands[0], function(*values))
 
 
 def move(threads: Threads, code: Instruction) -> None:
@@ -172,40 +149,30 @@ def _by_warp(values: np.ndarray) -> np.ndarray:
 
 
 def shuffle(threads: Threads, code: Instruction) -> None:
-    by, bounds = (_by_warp(threads.each(operand, "s32")) for operand in code.operands[2:4])
-    lane, segment, clamp = np.arange(LANES), bounds >> 8 & 31, bounds & 31
-    limit = lane & segment | clamp & ~segment
-    match code.parts[2]:
-        case "up":
-            source, inside = lane - by, lane - by >= limit
-        case "idx":
-            source = lane & segment | by & ~segment
-            inside = source <= limit
-        case "bfly":
-            source, inside = lane ^ by, lane ^ by <= limit
-        case _:
-            raise Fault(f"the emulator has no {code.text}")
-    source = np.where(inside, source, lane)
+    value, by, bounds = (_by_warp(threads.each(operand, "s32")) for operand in code.operands[1:4])
+    lane, segment = np.arange(LANES), bounds >> 8 & 31
+    limit = lane & segment | bounds & 31 & ~segment
+    source = {"up": lane - by, "bfly": lane ^ by, "idx": lane & segment | by & ~segment}[code.parts[2]]
+    source = np.where(source >= limit if code.parts[2] == "up" else source <= limit, source, lane)
     if not np.take_along_axis(_by_warp(threads.acting), source, 1).ravel()[threads.acting].all():
         raise Fault("a shuffle reads a thread that is not there")
-    value = _by_warp(threads.each(code.operands[1], "b32"))
     threads.write(names(code.operands[0])[0], np.take_along_axis(value, source, 1).ravel())
 
 
 def vote(threads: Threads, code: Instruction) -> None:
     """Let a warp answer: who says yes (vote.ballot), who is first (elect), or what the sum is (redux)."""
-    group = _by_warp(threads.acting)
-    if code.parts[0] == "elect":
+    group, question, kind = _by_warp(threads.acting), code.parts[-2], code.kind
+    if kind == "sync":
         first = group.argmax(1)[:, None]
         answers = [first.astype(np.uint32), np.arange(LANES) == first]
-    elif code.parts[2] == "ballot":
+    elif question == "ballot":
         yes = _by_warp(threads.each(code.operands[1], "pred")) & group
         answers = [np.packbits(yes, 1, "little").view(np.uint32)]
+    elif (group.any(1) != group.all(1)).any():
+        raise Fault("a warp is reduced whose threads are not all there")
     else:
-        values = _by_warp(threads.each(code.operands[1], code.kind))
-        answers = [REDUCE[code.parts[2]].reduce(values, 1, values.dtype)[:, None]]
-        if (group.any(1) != group.all(1)).any():
-            raise Fault("a warp is reduced whose threads are not all there")
+        values = _by_warp(threads.each(code.operands[1], kind))
+        answers = [REDUCE[question].reduce(values, 1, values.dtype)[:, None]]
     for name, answer in zip(names(code.operands[0]), answers, strict=True):
         threads.write(name, np.broadcast_to(answer, group.shape).ravel())
 

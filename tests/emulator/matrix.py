@@ -17,30 +17,22 @@ def swizzled(places: np.ndarray, span: int) -> np.ndarray:
     return places ^ (places >> 3 & span - 16)
 
 
-def _rows(threads: Threads, code: Instruction, operand: str, registers: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the threads that hold the address of a row of 16 bytes, and these addresses."""
-    lanes = threads.lanes
-    rows = lanes[lanes % LANES < 8 * len(names(registers))]
-    return rows, (threads.base + threads.address(operand))[rows]
-
-
-def load_matrix(threads: Threads, code: Instruction) -> None:
-    count = len(names(code.operands[0]))
-    rows, addresses = _rows(threads, code, code.operands[1], code.operands[0])
-    matrices = threads.shared.read(threads, rows, addresses, 16).view(np.uint16).reshape(-1, count, 8, 8)
-    words = np.ascontiguousarray(matrices.swapaxes(2, 3) if "trans" in code.parts else matrices).view(
-        np.uint32
-    )
-    threads.write_columns(code.operands[0], words.transpose(0, 2, 3, 1).reshape(-1, count))
-
-
-def store_matrix(threads: Threads, code: Instruction) -> None:
-    rows, addresses = _rows(threads, code, *code.operands)
-    words = threads.columns(code.operands[1], "b32")
-    words = np.ascontiguousarray(words.reshape(-1, 8, 4, words.shape[1]).transpose(0, 3, 1, 2))
-    matrices = words.view(np.uint16)
-    data = np.ascontiguousarray(matrices.swapaxes(2, 3) if "trans" in code.parts else matrices)
-    threads.shared.write(threads, rows, addresses, data.reshape(-1, 8).view(np.uint8))
+def move_matrix(threads: Threads, code: Instruction) -> None:
+    """Load or store 8 x 8 halves per register; a thread holds the address of a row of 16 bytes."""
+    loads, turned = code.parts[0] == "ldmatrix", "trans" in code.parts
+    registers, address = code.operands if loads else code.operands[::-1]
+    count, lanes = len(names(registers)), threads.lanes
+    rows = lanes[lanes % LANES < 8 * count]
+    addresses = (threads.base + threads.address(address))[rows]
+    if loads:
+        data = threads.shared.read(threads, rows, addresses, 16).view(np.uint16).reshape(-1, count, 8, 8)
+        words = np.ascontiguousarray(data.swapaxes(2, 3) if turned else data).view(np.uint32)
+        threads.write_columns(registers, words.transpose(0, 2, 3, 1).reshape(-1, count))
+    else:
+        words = threads.columns(registers, "b32").reshape(-1, 8, 4, count).transpose(0, 3, 1, 2)
+        data = np.ascontiguousarray(words).view(np.uint16)
+        data = np.ascontiguousarray(data.swapaxes(2, 3) if turned else data).reshape(-1, 8)
+        threads.shared.write(threads, rows, addresses, data.view(np.uint8))
 
 
 def numbers(words: np.ndarray, kind: str) -> np.ndarray:
@@ -129,4 +121,4 @@ def multiply_group(threads: Threads, code: Instruction) -> None:
     threads.write_columns(into, values.astype(np.float32))
 
 
-STEPS = {"ldmatrix": load_matrix, "stmatrix": store_matrix, "mma": multiply, "wgmma": multiply_group}
+STEPS = {"ldmatrix": move_matrix, "stmatrix": move_matrix, "mma": multiply, "wgmma": multiply_group}

@@ -1,8 +1,9 @@
-"""Global and shared memory: what may be accessed, and which warps meet at a byte without a barrier between."""
+"""Global and shared memory: what may be accessed, and which warps meet at a byte with no barrier."""
 
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 import numpy as np
 
@@ -16,8 +17,8 @@ ATOMIC = {"add": np.add, "max": np.maximum, "min": np.minimum, "or": np.bitwise_
 class Memory:
     """Spans of addresses, and by granule which warp wrote or read them last, and in which epoch.
 
-    Warps run in some order between two barriers, and programs in some order. Where that order matters it is
-    a fault. To write what is there already is none: layouts may be replicated. Atomic operations are not recorded.
+    Warps run in any order between two barriers, and programs in any order: it is a fault if that matters.
+    Writing what is there already is none: layouts are replicated. Atomic operations are not recorded.
     """
 
     def __init__(
@@ -74,13 +75,11 @@ class Memory:
         self.claim(threads, lanes, at, changes[:, None])
         cells[cell] = np.ascontiguousarray(data).view(f"V{width}")[:, 0]
         lost = (cells[cell].view(np.uint8).reshape(data.shape) != data).any(1)
-        # Lanes of a warp may share a sum whose last bit differs, as a product is fused into it: one of them wins.
+        # Lanes may share a sum whose last bit differs, as a product is fused into it: one of them wins.
         if (lost & ((self.name == "global") | (self.writer[at] != threads.warp[lanes, None]).any(1))).any():
             raise Fault(f"two threads write different values to one place in {self.name} memory")
 
-    def claim(
-        self, threads: Threads, lanes: np.ndarray, at: np.ndarray, changes: np.ndarray | bool = True
-    ) -> None:
+    def claim(self, threads: Threads, lanes: np.ndarray, at: np.ndarray, changes: Any = True) -> None:
         """Record a write; a fault if it changes what another warp or program depends on."""
         warp, epoch = threads.warp[lanes, None], threads.epoch[lanes, None]
         program, writer, reader = warp // self.warps, self.writer[at], self.program[at]

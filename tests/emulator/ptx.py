@@ -66,7 +66,7 @@ def constant(text: str, dtype: np.dtype) -> np.ndarray | None:
     """Return (1,) of a number, or None if the text is not one."""
     if re.fullmatch(r"-?(?:0x[0-9a-fA-F]+|\d+)U?", text):
         number = int(text.rstrip("U"), 0)
-        bits = number != 0 if dtype == bool else number & (1 << 8 * dtype.itemsize) - 1
+        bits = number != 0 if dtype.kind == "b" else number & (1 << 8 * dtype.itemsize) - 1
         return np.array([bits], f"u{dtype.itemsize}").view(dtype)
     if digits := re.fullmatch(r"0([fFdD])([0-9a-fA-F]+)", text):
         return np.array([int(digits[2], 16)], "u4" if digits[1] in "fF" else "u8").view(dtype)
@@ -90,7 +90,7 @@ def parse(ptx: str, steps: Callable[[Instruction], Any]) -> Kernel:
         statement = statement.lstrip("{} \n\t")
         if register := re.match(r"\.reg\s+\.(\w+)\s+(%[a-z]+)", statement):
             dtype = DTYPES[register[1]]
-            kernel.registers[register[2]] = dtype if dtype == bool else np.dtype(f"u{dtype.itemsize}")
+            kernel.registers[register[2]] = dtype if dtype.kind == "b" else np.dtype(f"u{dtype.itemsize}")
         elif shared := re.match(r"\.shared .*?(\w+)\[(\d+)\]", statement):
             kernel.symbols[shared[1]], room = room, room + int(shared[2])
         elif found := re.match(r"(?:@(!?%\w+)\s+)?([a-z]\S*)\s*(.*)", statement, re.S):

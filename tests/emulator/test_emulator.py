@@ -29,51 +29,31 @@ $END:
 }
 """
 WRITE, BARRIER, READ = "st.shared.b32 [%r4], %r2;", "bar.sync 0;", "ld.shared.b32 %r6, [%r5];"
-OF_OTHER_WARP = f"{WRITE} {BARRIER} {READ} @%p1 st.global.b32 [%rd3], %r6;"
 WAIT = """{ .reg .pred complete; waitLoop:
     mbarrier.try_wait.parity.shared::cta.b64 complete, [%r7], 0;
     @!complete bra.uni waitLoop; }"""
+INITIALIZE = "mov.u32 %r7, 128; @%p2 mbarrier.init.shared::cta.b64 [%r7], 1;"
 COPY = "@%p1 cp.async.ca.shared.global [%r4], [%rd3], 4; cp.async.commit_group;"
+FIRST_WRITES = "setp.eq.u32 %p3, %r3, 0; @%p3 st.global.b32 [%rd1], 7; @%p3 bra $END;"
 FAULTS = {
-    "a missing mask": ("st.global.b32 [%rd3], %r2;", "4 bytes of global memory, 0 bytes after its end"),
-    "a mask off by one": (
-        "setp.le.u32 %p1, %r2, %r1; @%p1 st.global.b32 [%rd3], %r2;",
-        "0 bytes after its end",
-    ),
-    "a load before the tensor": ("ld.global.b32 %r6, [%rd1+-4];", "global memory, -"),
-    "shared memory beyond its end": (
-        "st.shared.b32 [%r4+132], %r2;",
-        "4 bytes of shared memory, 0 bytes after",
-    ),
+    "a missing mask": ("st.global.b32 [%rd3], %r2;", "global memory, 0 bytes after its end"),
+    "a mask off by one": ("setp.le.u32 %p1, %r2, %r1; @%p1 ld.global.b32 %r6, [%rd3];", "0 bytes after its"),
+    "shared memory beyond its end": ("st.shared.b32 [%r4+132], %r2;", "shared memory, 0 bytes after its end"),
     "a misaligned load": ("ld.global.b32 %r6, [%rd1+2];", "misaligned access to 4 bytes of global"),
-    "a misaligned vector": (
-        "@%p1 st.shared.v2.b32 [%r4], {%r2, %r2};",
-        "misaligned access to 8 bytes of shared",
-    ),
-    "no barrier before a read": (f"{WRITE} {READ}", "read that another warp has written since the barrier"),
-    "no barrier after a read": (
-        f"{WRITE} {BARRIER} {READ} {WRITE.replace('%r2', '%r6')}",
-        "another warp has read",
-    ),
-    "two warps write": (
-        f"{WRITE} mov.u32 %r6, 9; st.shared.b32 [%r5], %r6;",
-        "two warps write one byte of shared",
-    ),
-    "warps write at once": ("st.shared.b32 [0], %r2; ", "two threads write different values"),
+    "no barrier before a read": (f"{WRITE} {READ}", "read that another warp has written"),
+    "no barrier after a read": (f"{WRITE} {BARRIER} {READ} st.shared.b32 [%r4], 7;", "another warp has read"),
+    "two warps write": (f"{WRITE} st.shared.b32 [%r5], 9;", "two warps write one byte of shared"),
     "two programs write": ("@%p1 st.global.b32 [%rd3], %r3;", "two programs write one byte"),
     "a program reads another's": (
-        "setp.eq.u32 %p3, %r3, 0; @%p3 bra $TO; ld.global.b32 %r6, [%rd1]; bra $END; $TO: st.global.b32 [%rd1], 7;",
-        "a program (reads|overwrites) what another has",
+        f"{FIRST_WRITES} ld.global.b32 %r6, [%rd1];",
+        "program (reads|overwrites)",
     ),
     "shared memory before it is written": (READ, "read before it is written"),
-    "a copy nobody waited for": (
-        f"@%p1 bra $COPY; bra $END; $COPY: {COPY} ld.shared.b32 %r6, [%r4];",
-        "has arrived",
-    ),
+    "a copy nobody waited for": (f"@!%p1 bra $END; {COPY} ld.shared.b32 %r6, [%r4];", "copy has arrived"),
     "a barrier that a warp skips": ("@%p2 bra $END; bar.sync 0;", "hangs: not all threads"),
     "an mbarrier that nobody completes": (
-        f"mov.u32 %r7, 128; @%p2 mbarrier.init.shared::cta.b64 [%r7], 1; bar.sync 0; {WAIT}",
-        "hangs: it waits for an mbarrier",
+        f"{INITIALIZE} {BARRIER} {WAIT}",
+        "hangs: it waits for",
     ),
     "a loop without an end": ("$AGAIN: bra $AGAIN;", "hangs: it has executed"),
     "an unknown instruction": ("tcgen05.fence::before_thread_sync;", "the emulator has no tcgen05"),
@@ -100,7 +80,7 @@ def test_a_fault_is_named(monkeypatch, name):
 
 
 def test_warps_exchange_numbers_through_shared_memory_and_a_barrier():
-    found = launch(OF_OTHER_WARP)
+    found = launch(f"{WRITE} {BARRIER} {READ} @%p1 st.global.b32 [%rd3], %r6;")
 
     assert found.tolist() == [(i + 32) % 64 for i in range(50)]
 

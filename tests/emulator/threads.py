@@ -1,4 +1,4 @@
-"""Threads of several programs in lockstep: their registers, where they are, and what diverts or stops them."""
+"""Threads of several programs in lockstep: their registers, where they are, what diverts or stops them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ if TYPE_CHECKING:
 
 LANES = 32
 END = 1 << 60
-PATIENCE = 20_000_000
-"""Instructions after which a program is taken to hang."""
-UNDEFINED = 0x7FF9_DEAD_7FC0_BEEF
-"""What a register holds before it is written: a NaN of any width."""
+PATIENCE = 20_000_000  # instructions after which a program is taken to hang
+UNDEFINED = 0x7FF9_DEAD_7FC0_BEEF  # what a register holds before it is written: a NaN of any width
+
+SPECIAL = {"%tid.x": lambda threads: threads.index}
+SPECIAL |= {f"%ctaid.{axis}": lambda threads, i=i: threads.program[:, i] for i, axis in enumerate("xyz")}
+SPECIAL |= {f"%nctaid.{axis}": lambda threads, i=i: threads.grid[i : i + 1] for i, axis in enumerate("xyz")}
 
 
 class Threads:
@@ -30,11 +32,12 @@ class Threads:
 
     def __init__(self, launch: Launch, programs: list[tuple[int, ...]]) -> None:
         self.launch, self.size = launch, LANES * launch.warps
-        self.count, (x, y, _) = len(programs) * self.size, launch.grid
+        self.count, self.grid = len(programs) * self.size, np.array(launch.grid)
         self.program = np.repeat(np.array(programs), self.size, 0)  # (threads, 3)
         self.slot = np.repeat(np.arange(len(programs)), self.size)
         self.index = np.tile(np.arange(self.size), len(programs))  # within the program
-        self.warp = self.program @ [1, x, x * y] * launch.warps + self.index // LANES
+        number = np.ravel_multi_index(self.program.T, launch.grid)
+        self.warp = number * launch.warps + self.index // LANES
         self.registers: dict[str, np.ndarray] = {}
         self.counters = np.zeros(self.count, np.int64)
         self.alive, self.waiting, self.parked = np.array([[True], [False], [False]]).repeat(self.count, 1)
@@ -148,7 +151,8 @@ class Threads:
         wide = self.launch.kernel.register(base) == np.uint64
         return self.each(base, "s64" if wide else "u32").astype(np.int64) + int(offset, 0)
 
-    def divert(self, target: int) -> None:
+    def divert(self, code: Instruction) -> None:
+        target = self.launch.kernel.labels[code.operands[0]]
         if self.mask is None or np.array_equal(self.mask, self.alive if self.group is None else self.group):
             self.pc = target
         else:
@@ -160,8 +164,16 @@ class Threads:
         self.counters[self.alive if self.group is None else self.group] = self.pc
         self.limit = -1
 
-    def wait(self) -> None:
+    def leave(self, code: Instruction) -> None:
+        self.scatter()
+        self.alive = self.alive & ~self.acting
+
+    def wait(self, code: Instruction) -> None:
         """Wait until all threads of the program do."""
+        if code.parts[1] == "warp":
+            return
+        if code.operands != ("0",):
+            raise Fault("the emulator has barrier 0 of all threads only")
         if self.mask is None and self.alive.all():
             self._enter_epoch(self.alive)
         else:
@@ -180,40 +192,12 @@ def _reader(kernel: Kernel, operand: str, kind: str) -> Any:
     if parameter := re.fullmatch(r"\[?\w+_param_(\d+)(?:\+(\d+))?\]?", operand):
         index, offset = map(int, parameter.groups("0"))
         return lambda threads: np.frombuffer(threads.launch.arguments[index], dtype, 1, offset)
-    if (register := kernel.register(operand)) is None:
-        return lambda threads: _special(threads, *operand.partition(".")[::2]).astype(dtype)
+    if operand in SPECIAL:
+        return lambda threads: SPECIAL[operand](threads).astype(dtype)
+    register = kernel.register(operand)
     undefined = np.array([UNDEFINED]).astype(register)
     width = register if register.itemsize == dtype.itemsize else np.dtype(f"u{dtype.itemsize}")
     return lambda threads: threads.registers.get(operand, undefined).astype(width, copy=False).view(dtype)
 
 
-def _special(threads: Threads, name: str, axis: str) -> np.ndarray:
-    match name:
-        case "%tid":
-            return threads.index
-        case "%ntid":
-            return np.array([threads.size])
-        case "%ctaid":
-            return threads.program[:, "xyz".index(axis)]
-        case "%nctaid":
-            return np.array([threads.launch.grid["xyz".index(axis)]])
-    raise Fault(f"the emulator has no {name}")
-
-
-def branch(threads: Threads, code: Instruction) -> None:
-    threads.divert(threads.launch.kernel.labels[code.operands[0]])
-
-
-def leave(threads: Threads, code: Instruction) -> None:
-    threads.scatter()
-    threads.alive = threads.alive & ~threads.acting
-
-
-def barrier(threads: Threads, code: Instruction) -> None:
-    if code.parts[1] == "sync":
-        if code.operands != ("0",):
-            raise Fault("the emulator has barrier 0 of all threads only")
-        threads.wait()
-
-
-STEPS = {"bra": branch, "ret": leave, "bar": barrier, "fence": lambda threads, code: None}
+STEPS = {"bra": Threads.divert, "ret": Threads.leave, "bar": Threads.wait, "fence": lambda *_: None}

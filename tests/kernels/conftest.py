@@ -14,7 +14,8 @@ from grpo_fast.head.call import HeadCall, LogitGradient, RowGradients, RowStatis
 from tests.conftest import EMULATED
 
 collect_ignore_glob = ["test_*.py"] if find_spec("triton") is None else []
-collect_ignore = ["test_aot.py", "test_interpreter.py"] if EMULATED else ["test_compiled.py"]
+NOT_EMULATED = ["test_aot.py", "test_interpreter.py", "test_sample.py"]
+collect_ignore = NOT_EMULATED if EMULATED else ["test_compiled.py"]
 
 
 @dataclass(frozen=True)

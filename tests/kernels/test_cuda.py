@@ -39,7 +39,7 @@ def ptx(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def count_pairs_in(ptx: str, call: Any, stream: object) -> None:
     """Count as the library does, in the emulator: each array of `CountPairs` is as long as its sizes say."""
-    stride, vocabulary, rows, tiles, parts, blocks = call[10:]
+    stride, _, rows, tiles, parts, blocks = call[10:]
     floats = [(rows - 1) * stride + tiles, rows, 2 * rows, *5 * [rows], 2 * parts, blocks * BINS]
     spans = [(address, 4 * count) for address, count in zip(call, floats, strict=False) if address]
     Launch(ptx, [bytes(call)], (blocks, 1, 1), spans, warps=8, shared=8 * BINS * 4).run()
