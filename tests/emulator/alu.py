@@ -11,32 +11,16 @@ from .ptx import DTYPES, Fault, Instruction, names
 from .threads import LANES, Threads
 
 Function = Callable[..., np.ndarray]
-SIMPLE: dict[str, Function] = {
-    **{
-        "add": np.add,
-        "sub": np.subtract,
-        "mul": np.multiply,
-        "div": np.divide,
-        "abs": np.abs,
-        "neg": np.negative,
-    },
-    **{"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.invert},
-    **{"min": np.fmin, "max": np.fmax, "mov": lambda x: x, "cvta": lambda x: x, "popc": np.bitwise_count},
-    **{
-        "ex2": np.exp2,
-        "lg2": np.log2,
-        "sqrt": np.sqrt,
-        "rsqrt": lambda x: 1 / np.sqrt(x),
-        "rcp": np.reciprocal,
-    },
-}
-COMPARE: dict[str, Function] = {
-    **{"eq": np.equal, "ne": lambda x, y: (x < y) | (x > y), "neu": np.not_equal},
-    **{"lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal},
-    **{"lo": np.less, "ls": np.less_equal, "hi": np.greater, "hs": np.greater_equal},
-    **{"geu": lambda x, y: ~(x < y), "gtu": lambda x, y: ~(x <= y), "equ": lambda x, y: ~((x < y) | (x > y))},
-    **{"leu": lambda x, y: ~(x > y), "ltu": lambda x, y: ~(x >= y), "num": lambda x, y: (x == x) & (y == y)},
-}
+SIMPLE = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "rem": np.fmod}
+SIMPLE |= {"abs": np.abs, "neg": np.negative, "min": np.fmin, "max": np.fmax, "popc": np.bitwise_count}
+SIMPLE |= {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.invert}
+SIMPLE |= {"ex2": np.exp2, "lg2": np.log2, "sqrt": np.sqrt, "rsqrt": lambda x: 1 / np.sqrt(x)}
+SIMPLE |= {"cvta": lambda x: x, "rcp": np.reciprocal}
+COMPARE = {"lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal, "eq": np.equal}
+COMPARE |= {"lo": np.less, "ls": np.less_equal, "hi": np.greater, "hs": np.greater_equal, "neu": np.not_equal}
+COMPARE |= {"ne": lambda x, y: (x < y) | (x > y), "num": lambda x, y: (x == x) & (y == y)}
+COMPARE |= {"ltu": lambda x, y: ~(x >= y), "leu": lambda x, y: ~(x > y)}  # or unordered
+COMPARE |= {"gtu": lambda x, y: ~(x <= y), "geu": lambda x, y: ~(x < y)}
 ROUND = {"rzi": np.trunc, "rni": np.rint, "rpi": np.ceil, "rmi": np.floor}
 REDUCE = {"add": np.add, "min": np.minimum, "max": np.maximum, "or": np.bitwise_or}
 TINY = np.finfo(np.float32).tiny
@@ -177,7 +161,6 @@ def vote(threads: Threads, code: Instruction) -> None:
         threads.write(name, np.broadcast_to(answer, group.shape).ravel())
 
 
-STEPS = dict.fromkeys(
-    [*SIMPLE, "setp", "selp", "shl", "shr", "cvt", "prmt", "bfe", "fma", "mad", "rem"], compute
-)
+OTHERS = ["setp", "selp", "shl", "shr", "cvt", "prmt", "bfe", "fma", "mad"]
+STEPS = dict.fromkeys([*SIMPLE, *OTHERS], compute)
 STEPS |= {"mov": move, "shfl": shuffle, "vote": vote, "elect": vote, "redux": vote}
