@@ -7,13 +7,16 @@ ifneq ($(shell test -w "$$HOME" && echo yes),yes)
 export HOME := $(CURDIR)/$(VENV)/home
 endif
 
-.PHONY: train test test-cuda-build test-latest test-gpu lint clean
+.PHONY: train test test-compiled test-cuda-build test-latest test-gpu lint clean
 
 train: $(VENV)/.installed-train
 	$(VENV)/bin/grpo-fast train quickstart output_dir=runs/quickstart-$$(date +%Y%m%d-%H%M%S)
 
 test: $(VENV)/.installed-test
 	$(TEST) -n 2 --dist worksteal
+
+test-compiled: $(VENV)/.installed-test  # every kernel test on the PTX of these architectures, without a GPU
+	set -e; for each in sm_80 sm_89 sm_90; do EMULATE=$$each $(TEST) -n 2 --dist worksteal tests/kernels; done
 
 test-cuda-build: CUDA := $(VENV)-cuda
 test-cuda-build: $(VENV)/.installed-test  # with the torch that a package index gives on Linux, and no GPU

@@ -2,7 +2,8 @@
 
 Triton reads the variable that chooses its interpreter while it is imported, so it is set here, before any
 test module. What needs the real compiler without a GPU (`tests/kernels/aot.py`) runs in a process of its own.
-`TRITON_INTERPRET=0` or `=1` in the environment overrides the choice.
+`TRITON_INTERPRET=0` or `=1` in the environment overrides the choice. With `EMULATE=sm_90` Triton compiles for
+that architecture, and `tests/emulator` executes the PTX.
 
 The interpreter holds bfloat16 as its bit pattern in uint16 and computes on those integers: products, sums and
 comparisons are silently wrong, and float32 is truncated instead of rounded. Its maximum keeps a NaN, where a
@@ -34,7 +35,8 @@ import torch
 from hypothesis import HealthCheck, settings
 
 assert "triton" not in sys.modules, "Triton was imported before TRITON_INTERPRET was set"
-os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
+EMULATED = os.environ.get("EMULATE", "")
+os.environ.setdefault("TRITON_INTERPRET", "0" if EMULATED or torch.cuda.is_available() else "1")
 # Else torch takes what it compiled for other vector instructions (`ATEN_CPU_CAPABILITY`), which is wrong.
 compiled = f"torchinductor_{getpass.getuser()}_{torch.backends.cpu.get_cpu_capability()}"
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / compiled))
@@ -52,8 +54,9 @@ settings.register_profile("any machine", deadline=None, suppress_health_check=[H
 settings.load_profile("any machine")
 
 
+@pytest.hookimpl(trylast=True)  # after `-m` and `-k`
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of the cases of a test marked `drawn(n)` each run has n: several runs have all."""
+    """Of the cases of a test marked `drawn(n)` each run has n: several runs have all. `SAMPLE=8` takes 8."""
     dice = random.Random(os.environ.get("PYTEST_XDIST_TESTRUNUID"))  # all workers draw the same
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
@@ -63,6 +66,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for family in cases.values():
         (count,) = family[0].get_closest_marker("drawn").args
         left.update(dice.sample(family, max(0, len(family) - count)))
+    if sample := int(os.environ.get("SAMPLE", 0)):
+        left.update(dice.sample(items, max(0, len(items) - sample)))
     if left:
         config.hook.pytest_deselected(items=[item for item in items if item in left])
         items[:] = [item for item in items if item not in left]
@@ -74,10 +79,10 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
-    """Where kernels run: the GPU, or the CPU under the interpreter."""
-    if not INTERPRETED and not torch.cuda.is_available():
+    """Where kernels run: the GPU, or the CPU under the interpreter or the emulator."""
+    if not (INTERPRETED or EMULATED or torch.cuda.is_available()):
         pytest.skip("compiled kernels need a CUDA device: unset TRITON_INTERPRET to use the interpreter")
-    return torch.device("cpu" if INTERPRETED else "cuda")
+    return torch.device("cpu" if INTERPRETED or EMULATED else "cuda")
 
 
 @pytest.fixture
@@ -142,6 +147,18 @@ def libraries_are_not_searched_for_garbage() -> None:
         searched_modules = len(sys.modules)
         gc.collect()
         gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def compiled_kernels_run_in_the_emulator() -> Iterator[None]:
+    """With `EMULATE=sm_90`, run every launch of a test on the PTX of that architecture."""
+    if not EMULATED:
+        yield
+        return
+    from tests.emulator.launch import emulated
+
+    with emulated(EMULATED):
+        yield
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -35,25 +35,6 @@ def test_the_count_keeps_its_histogram_in_shared_memory_and_a_tile_short(tmp_pat
     assert 0 < sass.count(";") < 1500  # twice what 256 tiles need: with an entropy and without
 
 
-@pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
-def test_the_emulated_kernel_has_no_race_and_no_bad_access(tmp_path, sanitizer):
-    compiler = shutil.which("g++")
-    if compiler is None:
-        pytest.skip("the emulation of csrc/ needs g++")
-    program, source = tmp_path / "run", ROOT / "tests" / "csrc_emulated.cpp"
-    options = ["-std=c++20", "-pthread", f"-fsanitize={sanitizer}"]
-    done = subprocess.run([compiler, *options, source, "-o", program], capture_output=True, text=True)
-    if "cannot find -l" in done.stderr or "cannot find lib" in done.stderr:
-        pytest.skip(f"g++ came without its {sanitizer} sanitizer")
-    assert done.returncode == 0, done.stderr
-
-    ran = subprocess.run([program], capture_output=True, text=True)
-
-    if "FATAL: " in ran.stderr:
-        pytest.skip(f"the sanitizer cannot run here: {ran.stderr[:200]}")
-    assert (ran.returncode, ran.stdout) == (0, "ran\n"), ran.stderr
-
-
 @pytest.fixture
 def build(tmp_path: Path):
     """Runs setup.py in a copy of the checkout, with this nvcc and no other."""

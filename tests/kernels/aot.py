@@ -171,10 +171,26 @@ def cases_of(architecture: str) -> dict[str, Callable[[], object]]:
 
 
 @contextmanager
-def compile_only(architecture: str) -> Iterator[list[tuple[str, Any]]]:
-    """Compile each launch instead of running it; yield the name and binary of each kernel so far."""
+def offline(architecture: str) -> Iterator[None]:
+    """Let Triton compile for an architecture that is not here."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
+
+    hip = architecture.startswith("gfx")
+    target = GPUTarget("hip", architecture, 64) if hip else GPUTarget("cuda", int(architecture[3:]), 32)
+    stub = SimpleNamespace(
+        get_current_target=lambda: target,
+        get_current_device=lambda: architecture,  # Triton caches by device
+        get_current_stream=lambda device=0: 0,
+    )
+    version = "of no version" if hip else None
+    with mock.patch.object(driver, "_active", stub), mock.patch.object(torch.version, "hip", version):
+        yield
+
+
+@contextmanager
+def compile_only(architecture: str) -> Iterator[list[tuple[str, Any]]]:
+    """Compile each launch instead of running it; yield the name and binary of each kernel so far."""
     from triton.runtime.jit import JITFunction
 
     compiled: list[tuple[str, Any]] = []
@@ -184,18 +200,7 @@ def compile_only(architecture: str) -> Iterator[list[tuple[str, Any]]]:
         compiled.append((self.fn.__name__, run(self, *args, grid=grid, warmup=True, **options)))
         return compiled[-1][1]
 
-    hip = architecture.startswith("gfx")
-    target = GPUTarget("hip", architecture, 64) if hip else GPUTarget("cuda", int(architecture[3:]), 32)
-    offline = SimpleNamespace(
-        get_current_target=lambda: target,
-        get_current_device=lambda: architecture,  # Triton caches by device
-        get_current_stream=lambda device=0: 0,
-    )
-    with (
-        mock.patch.object(JITFunction, "run", record),
-        mock.patch.object(driver, "_active", offline),
-        mock.patch.object(torch.version, "hip", "of no version" if hip else None),
-    ):
+    with offline(architecture), mock.patch.object(JITFunction, "run", record):
         yield compiled
 
 

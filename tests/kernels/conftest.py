@@ -11,8 +11,11 @@ from grpo_fast.kernels import TILE
 from torch import Tensor
 
 from grpo_fast.head.call import HeadCall, LogitGradient, RowGradients, RowStatistics
+from tests.conftest import EMULATED
 
 collect_ignore_glob = ["test_*.py"] if find_spec("triton") is None else []
+NOT_EMULATED = ["test_aot.py", "test_interpreter.py", "test_sample.py"]
+collect_ignore = NOT_EMULATED if EMULATED else ["test_compiled.py"]
 
 
 @dataclass(frozen=True)

@@ -1,33 +1,48 @@
-"""The CUDA C++ kernel's arithmetic, emulated thread by thread on the CPU, or run where it is built."""
+"""The CUDA C++ kernel as nvcc compiles it, emulated on the CPU, or run where it is built."""
 
 from __future__ import annotations
 
 import functools
+import random
+import re
 import shutil
 import subprocess
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from grpo_fast.kernels import TILE, cuda, select
+from grpo_fast.kernels import BINS, TILE, cuda, select
 from grpo_fast.kernels.coefficients import RowCoefficients, row_coefficients
 from torch import Tensor
 
-TESTS = Path(__file__).resolve().parents[1]
+from tests.emulator.launch import Launch
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCE = ROOT / "csrc" / "count_pairs.cu"
 
 
 @pytest.fixture(scope="session")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`csrc/` compiled for the CPU."""
-    compiler = shutil.which("g++")
+def ptx(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """`csrc/` as nvcc compiles it for an architecture."""
+    compiler = shutil.which("nvcc")
     if compiler is None:
-        pytest.skip("the emulation of csrc/ needs g++")
-    library = tmp_path_factory.mktemp("csrc") / "libgrpo_fast.so"
-    command = [compiler, "-std=c++20", "-O1", "-shared", "-fPIC", "-pthread", TESTS / "csrc_emulated.cpp"]
-    done = subprocess.run([*command, "-o", library], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return library
+        pytest.skip("needs nvcc")
+    output = tmp_path_factory.mktemp("csrc") / "kernel.ptx"
+    options = re.findall(r'"(-(?:std|O|ftz)[^"]*)"', (ROOT / "setup.py").read_text())
+    architecture = random.choice(["sm_80", "sm_89", "sm_90"])
+    subprocess.run([compiler, *options, f"-arch={architecture}", "-ptx", SOURCE, "-o", output], check=True)
+    return output.read_text()
+
+
+def count_pairs_in(ptx: str, call: Any, stream: object) -> None:
+    """Count as the library does, in the emulator: each array of `CountPairs` is as long as its sizes say."""
+    stride, _, rows, tiles, parts, blocks = call[10:]
+    floats = [(rows - 1) * stride + tiles, rows, 2 * rows, *5 * [rows], 2 * parts, blocks * BINS]
+    spans = [(address, 4 * count) for address, count in zip(call, floats, strict=False) if address]
+    Launch(ptx, [bytes(call)], (blocks, 1, 1), spans, warps=8, shared=8 * BINS * 4).run()
 
 
 @pytest.fixture(autouse=True)
@@ -37,11 +52,12 @@ def nothing_loaded_nor_asked_before(monkeypatch):
 
 
 @pytest.fixture
-def emulated(monkeypatch, compiled, device) -> torch.device:
+def emulated(monkeypatch, ptx) -> torch.device:
     """The library's check runs here too, whichever device it asks for."""
-    if device.type != "cpu":
-        pytest.skip("the emulation of csrc/ is compared with interpreted kernels: set TRITON_INTERPRET=1")
-    monkeypatch.setattr(cuda, "LIBRARY", compiled)
+    (name,) = {*re.findall(r"grpo_fast_count_pairs\w+", SOURCE.read_text())}
+    library, load = SimpleNamespace(**{name: functools.partial(count_pairs_in, ptx)}), cuda.ctypes.CDLL
+    monkeypatch.setattr(cuda, "LIBRARY", SOURCE)
+    monkeypatch.setattr(cuda.ctypes, "CDLL", lambda path: library if path == str(SOURCE) else load(path))
     check = cuda.disagreement
     monkeypatch.setattr(cuda, "disagreement", lambda _, by_triton: check(torch.device("cpu"), by_triton))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)

@@ -163,10 +163,10 @@ def test_more_than_two_to_the_31_pairs_are_counted(make_head, monkeypatch):
     rows = row_coefficients(head.call, *head.upstream)
     masses = Masses.of(head.tile_lse, head.targets, rows, 2000)
     counts = selecting.count_pairs(masses, rows.squares)
-    expected = selecting.choose_threshold(masses, rows, 16.0).numbers
+    expected = selecting.choose_threshold(masses, rows, 16.0, None).numbers
     monkeypatch.setattr(selecting, "count_pairs", lambda *_: counts << 26)
 
-    found = selecting.choose_threshold(masses, rows, 16.0 * 2**13).numbers  # 2^26 times the pairs and budget
+    found = selecting.choose_threshold(masses, rows, 16.0 * 2**13, None).numbers  # 2^26 pairs and budget
 
     assert counts.sum() << 26 > 1 << 34
     torch.testing.assert_close(found[:2], expected[:2])

@@ -1,0 +1,177 @@
+"""The head as its compiled kernels compute it, against float64: edges of sizes, dtypes, layouts and options.
+
+Collected with `EMULATE=sm_90` only: `make test-compiled` runs all of them, `make test` a sample.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from grpo_fast import linear_logprob
+from grpo_fast.head import operator, plan, tuning
+from grpo_fast.head.plan import Device
+from tests.conftest import EMULATED
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a case changes. `limit` bounds the relative error of its gradients."""
+
+    rows: int = 12
+    depth: int = 64
+    vocabulary: int = 300
+    dtype: torch.dtype = BF16
+    tolerance: float = 0.0
+    masked: slice | None = None
+    peak: float = 10.0
+    bias: torch.dtype | None = None
+    entropy: float = 0.0
+    layout: str = ""
+    into: torch.dtype | None = None
+    frozen: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+    temperature: bool = False
+    sizes: dict[str, Any] = field(default_factory=lambda: {"row_entries": 64})  # fewer instructions
+    limit: float | None = None
+
+
+EVERY = slice(None)
+WHOLE = {"bias": BF16, "temperature": True, "options": {"softcap": 8.0, "logit_scale": 1.3}}
+NO_ROOM = {"row_entries": 64, "usual_density": 0.01, "least_pairs": 1}
+CASES = {
+    "shipped sizes": Case(rows=6, tolerance=2.5, sizes={}),
+    "all rows masked": Case(masked=EVERY, tolerance=2.5),
+    "all rows masked, exact": Case(masked=EVERY),
+    **{f"N=1, tolerance {t}": Case(rows=1, tolerance=t) for t in (0.0, 2.5)},
+    "V=2, N=1": Case(rows=1, vocabulary=2, tolerance=2.5),
+    **{f"V={v}": Case(vocabulary=v, tolerance=2.5) for v in (1, 100, 129, 257)},
+    "V=127, exact": Case(vocabulary=127),
+    **{f"H={h}": Case(depth=h, tolerance=2.5) for h in (1, 8, 20, 72, 200)},
+    "H=20, exact": Case(depth=20),
+    **{str(dtype): Case(dtype=dtype, tolerance=2.5) for dtype in (F16, F32)},
+    "float32, exact": Case(dtype=F32, limit=1e-5),
+    "float32 bias": Case(bias=F32, tolerance=2.5),
+    "bias, temperature, softcap": Case(**WHOLE, tolerance=2.5),
+    "bias, temperature, softcap, exact": Case(**WHOLE),
+    "entropy bonus": Case(entropy=0.05, tolerance=2.5),
+    "large entropy bonus": Case(entropy=1.0, tolerance=2.5),
+    "entropy, exact": Case(entropy=0.5),
+    **{
+        layout: Case(layout=layout, tolerance=2.5)
+        for layout in ("weight transposed", "rows padded with NaN", "weight off by one element")
+    },
+    **{layout: Case(layout=layout, tolerance=2.5) for layout in ("hidden expanded", "hidden column major")},
+    "into a float32 gradient": Case(into=F32, tolerance=2.5),
+    "into a bf16 gradient, exact": Case(into=BF16, limit=2e-2),
+    "kept exponentials": Case(options={"recompute": False}),
+    "kept exponentials, bias, temperature": Case(bias=BF16, temperature=True, options={"recompute": False}),
+    "frozen, exact": Case(frozen=True),
+    "frozen": Case(frozen=True, tolerance=2.5),
+    "more pairs than usual": Case(tolerance=2.5, sizes=NO_ROOM | {"most_density": 1.0}),
+    "more pairs than most": Case(tolerance=2.5, sizes=NO_ROOM | {"most_density": 0.02}),
+    "several blocks of rows": Case(rows=150, vocabulary=140, masked=slice(3, None, 4), tolerance=2.5),
+    "flat, V=2000": Case(rows=8, vocabulary=2000, peak=0.0, tolerance=4.0, limit=1e-1),
+}  # fmt: skip
+RINGS = {f"{p} programs": (p, Case(*sizes, peak=0.0, masked=slice(0, None, 9))) for p, sizes in {
+    3: (270, 320, 1100), 5: (130, 448, 600), 40: (130, 64, 600),
+}.items()}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def shipped_plan(monkeypatch, garbage_in_new_memory):
+    """Let the head plan for the emulated architecture."""
+    capability = divmod(int(EMULATED[3:]), 10)
+    device = Device("cuda", capability, tuning.SHARED_MEMORY[EMULATED], has_triton=True)
+    monkeypatch.setattr(operator, "device_facts", lambda kind, index: device)
+
+
+def arranged(case: Case, rng: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states, weight and targets in the case's memory layout."""
+    weight = (torch.randn(case.vocabulary, case.depth, generator=rng) / case.depth**0.5).to(case.dtype)
+    targets = torch.randint(0, case.vocabulary, (case.rows,), generator=rng)
+    height = case.peak * torch.rand(case.rows, 1, generator=rng)
+    hidden = torch.randn(case.rows, case.depth, generator=rng) + height * weight[targets].float()
+    hidden = hidden.to(case.dtype)
+    if case.masked:
+        targets[case.masked] = -100
+    match case.layout:
+        case "weight transposed":
+            weight = weight.t().contiguous().t()
+        case "hidden column major":
+            hidden = hidden.t().contiguous().t()
+        case "hidden expanded":
+            hidden = hidden[:1].expand_as(hidden)
+        case "weight off by one element":
+            weight = torch.cat([weight.new_zeros(1), weight.flatten()])[1:].view_as(weight)
+        case "rows padded with NaN":
+            hidden, weight = (
+                torch.nn.functional.pad(t, (0, 12), value=torch.nan)[:, : case.depth]
+                for t in (hidden, weight)
+            )
+    return hidden.requires_grad_(), weight.requires_grad_(not case.frozen), targets
+
+
+def check(case: Case, rng: torch.Generator) -> None:
+    hidden, weight, targets = arranged(case, rng)
+    bias = torch.randn(case.vocabulary, generator=rng).to(case.bias).requires_grad_() if case.bias else None
+    temperature = torch.rand(case.rows, generator=rng) + 0.5 if case.temperature else torch.ones(case.rows)
+    upstream = torch.randn(2, case.rows, generator=rng)
+    upstream[1] *= case.entropy
+    into = torch.randn(weight.shape, generator=rng).to(case.into) if case.into else None
+    before = into.double() if case.into else None
+    outputs = ("logprob", "entropy") if case.entropy else ("logprob",)
+
+    found = linear_logprob(
+        hidden, weight, targets, outputs=outputs, tolerance=case.tolerance, bias=bias, weight_grad=into,
+        temperature=temperature if case.temperature else 1.0, **case.options,
+    )  # fmt: skip
+    loss = sum((getattr(found, name) * g).sum() for name, g in zip(outputs, upstream, strict=False))
+    inputs = [hidden, bias, None if case.frozen or case.into else weight]
+    gradients = list(torch.autograd.grad(loss, [x for x in inputs if x is not None]))
+    if case.into:
+        gradients.append(into.double() - before)
+
+    exact = [x.detach().double().requires_grad_() for x in (hidden, bias, weight) if x is not None]
+    logits = exact[0] @ exact[-1].T + (exact[1] if case.bias else 0)
+    logits = logits * case.options.get("logit_scale", 1.0)
+    if cap := case.options.get("softcap"):
+        logits = cap * torch.tanh(logits / cap)
+    logprobs = (logits / temperature.double()[:, None]).log_softmax(1)
+    chosen = logprobs.gather(1, targets.clamp(min=0)[:, None])[:, 0]
+    works = targets >= 0
+    loss = (works * (chosen * upstream[0] - (logprobs.exp() * logprobs).sum(1) * upstream[1])).sum()
+    expected = torch.autograd.grad(loss, exact)
+
+    torch.testing.assert_close(found.logprob.double(), chosen * works, rtol=0, atol=2e-4)
+    limit = case.limit or (2e-2 if case.tolerance else 6e-3)
+    for gradient, each in zip(gradients, expected, strict=False):
+        assert (gradient.double() - each).norm() <= limit * each.norm().clamp(min=1e-30)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_compiled_kernels_give_the_logprobs_and_gradients_of_float64(monkeypatch, rng, name):
+    case, sizes_for = CASES[name], tuning.sizes_for
+
+    def sizes(*given: Any) -> tuning.Sizes:
+        found = sizes_for(*given)
+        return replace(found, sparse=replace(found.sparse, **case.sizes))
+
+    monkeypatch.setattr(plan, "sizes_for", sizes)
+
+    check(case, rng)
+
+
+@pytest.mark.parametrize("name", RINGS)
+def test_persistent_programs_reuse_their_ring_of_stages(monkeypatch, rng, name):
+    programs, case = RINGS[name]
+    for module in ("forward", "dense"):
+        monkeypatch.setattr(f"grpo_fast.kernels.{module}.program_count", lambda *_: programs)
+
+    check(case, rng)
