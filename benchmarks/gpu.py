@@ -3,7 +3,7 @@
 Each part is a process of its own with a time limit. A part that fails, breaks the device or runs late does
 not stop the next. `DIR/NAME.json` has the record of a part, `DIR/NAME.log` what it printed, and
 `DIR/summary.json` how each ended, with the tests that failed. The same command again goes on with the parts
-that are not done; `--again` repeats those that are.
+that have not run, then with those that failed; `--again` repeats those that are done, too.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def run(parts: Sequence[Part], minutes: float, out: Path, again: bool = False) -
     summary = out / "summary.json"
     found = json.loads(summary.read_text()) if summary.exists() else {}
     deadline = time.monotonic() + 60 * minutes
-    for part in parts:
+    for part in sorted(parts, key=lambda part: found.get(part.name, {}).get("state") in (FAILED, LATE)):
         if not again and found.get(part.name, {}).get("state") == DONE:
             print(f"{part.name:<14} done before", flush=True)
             continue

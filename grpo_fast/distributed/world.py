@@ -191,6 +191,8 @@ def joined(device: torch.device, timeout: timedelta, heartbeat_timeout: float = 
     """
     size, rank, local_rank = _numbers()
     if size == 1:
+        if device.index:
+            torch.cuda.set_device(device)
         yield World(device=device, launcher=_connect(timeout) if dist.is_torchelastic_launched() else None)
         return
     device = _own(device, size, local_rank)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import inspect
+import logging
 from collections.abc import Callable
 from functools import cache, partial
 from importlib import import_module
@@ -12,7 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from grpo_fast.config.section import short
 from grpo_fast.policy.layout import Sequences
+
+logger = logging.getLogger(__name__)
 
 
 class Package(NamedTuple):
@@ -36,17 +40,31 @@ TORCH = "flash_attention_2"
 
 def installed(name: str) -> bool:
     """Return whether flash-attn itself is there, which caps scores."""
+    return import_problem(name) is None
+
+
+@cache
+def import_problem(name: str) -> str | None:
+    """Return why a package cannot be used on any GPU; None: it can. Log one that is there and broken."""
+    package = PACKAGES[name]
     try:
-        return bool(importlib.metadata.version(PACKAGES[name].distribution))
+        importlib.metadata.version(package.distribution)
     except importlib.metadata.PackageNotFoundError:
-        return False
+        return f"it needs {package.distribution}, which is not installed"
+    try:
+        import_module(package.module).flash_attn_varlen_func  # noqa: B018
+    except Exception as error:  # it was built for another torch
+        problem = f"{package.distribution} does not import: {short(str(error), 120)}"
+        logger.warning("%s; install a build for torch %s, or uninstall it", problem, torch.__version__)
+        return problem
+    return None
 
 
 def package_obstacle(name: str, major: int, widest_head: int) -> str | None:
     """Return why a package does not compute heads of that size on a GPU of that capability; None: it does."""
     package = PACKAGES[name]
-    if not installed(name):
-        return f"it needs {package.distribution}, which is not installed"
+    if (problem := import_problem(name)) is not None:
+        return problem
     if major not in package.capabilities:
         known = f"{package.capabilities[0]} to {package.capabilities[-1]}"
         return f"{package.distribution} is of compute capabilities {known}, and the GPU has {major}"

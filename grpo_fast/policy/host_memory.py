@@ -60,7 +60,7 @@ class Arenas:
         """Memory of the tensor's shape, strides and dtype.
 
         Raises:
-            RuntimeError: the host has no more pinned memory.
+            OSError, RuntimeError: the host has no more memory, or none that is pinned.
         """
         like = torch.empty_like(tensor, device="meta", requires_grad=False)
         size = -(-max(1, like.nbytes) // _ALIGNMENT) * _ALIGNMENT
@@ -108,7 +108,7 @@ def host_like(tensor: Tensor, *, pinned: bool | None = None) -> Tensor:
     if tensor.is_cuda if pinned is None else pinned:
         try:
             return ARENAS.empty_like(tensor)
-        except RuntimeError as error:
+        except (OSError, RuntimeError) as error:
             _warn_of_ordinary_memory(str(error).partition("\n")[0])
     return torch.empty_like(tensor, device="cpu", requires_grad=False)
 

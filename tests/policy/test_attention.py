@@ -21,7 +21,14 @@ from grpo_fast.data.table import CompletionTable
 from grpo_fast.policy import PackedBatch, Policy
 from grpo_fast.policy.architecture import verify_policy
 from grpo_fast.policy.attention import flash_obstacle, packed_attention
-from grpo_fast.policy.flash import PACKAGES, newest_flash, package_obstacle, way
+from grpo_fast.policy.flash import (
+    PACKAGES,
+    import_problem,
+    installed,
+    newest_flash,
+    package_obstacle,
+    way,
+)
 from grpo_fast.policy.layout import PackedLayout
 from grpo_fast.policy.vision import _runs
 from tests.policy.conftest import packed
@@ -140,9 +147,11 @@ def flash(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     found = SimpleNamespace(flash_attn_varlen_func=function, varlen_attn=function)
     monkeypatch.setitem(sys.modules, module, found)
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", torch_operator)
-    way.cache_clear()
+    for known in (way, import_problem):
+        known.cache_clear()
     yield name
-    way.cache_clear()
+    for known in (way, import_problem):
+        known.cache_clear()
 
 
 @pytest.mark.parametrize(("window", "longest"), [(None, 9), (1, 9), (5, 9), (None, 1)])
@@ -189,6 +198,17 @@ def test_the_newest_flash_attention_that_fits_gpu_and_heads_is_chosen(flash: str
     assert "not installed" in str(package_obstacle(other, 9, 64))
     if flash == "flash_attention_4":
         assert "heads of up to 128 numbers, not 192" in str(package_obstacle(flash, 9, 192))
+
+
+@pytest.mark.parametrize("flash", ["flash-attn"], indirect=True)
+def test_flash_attn_built_for_another_torch_gives_way_to_torchs_own(
+    flash: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "flash_attn", None)  # whose import fails
+
+    assert newest_flash(8, 64) == flash and not installed(flash)
+    assert "flash-attn does not import" in caplog.text
+    assert package_2_or_3 not in getattr(way(flash), "args", ())
 
 
 def test_the_installed_torch_takes_what_it_is_given() -> None:

@@ -7,17 +7,22 @@ nothing of this package. The first argument is the module search path to use.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import logging
 import re
+import signal
 import sys
 from functools import lru_cache
 
+PR_SET_PDEATHSIG = 1  # of Linux: the signal that a process gets at its parent's end
 MEMORY_LIMIT = 1 << 30  # bytes of address space; sympy takes 0.1 GiB
 DELIMITED = re.compile(r"(?<!\\)\$|\\boxed|\\\(|\\\[")  # the marks of LaTeX in a text
 
 
 def main() -> None:
+    if sys.platform == "linux":  # or it would go on alone where its run is killed
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     sys.path[:] = json.loads(sys.argv[1])
     from math_verify import parse, verify
 

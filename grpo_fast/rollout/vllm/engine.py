@@ -43,7 +43,7 @@ from grpo_fast.rollout.types import (
 from grpo_fast.rollout.vllm import convert
 from grpo_fast.rollout.vllm.convert import completion_of, content_of, params_of
 from grpo_fast.rollout.vllm.settings import choose, require_vision
-from grpo_fast.rollout.vllm.sleep import SleepCycle
+from grpo_fast.rollout.vllm.sleep import SleepCycle, release_pool
 from grpo_fast.rollout.vllm.start import keeping_ranks, movable, start, stopped
 from grpo_fast.rollout.vllm.weights import WeightSync, weight_versions
 
@@ -116,6 +116,8 @@ class VLLMEngine:
                     "rollout.vllm.kv_cache_gib, gpu_memory_utilization or max_sequences, or set "
                     f"rollout.vllm.enforce_eager to true. It said: {problem}"
                 ) from error
+        if self._policy.device.type == "cuda":
+            release_pool()
         self._free_cached()
         self._open_smaller(problem)
 

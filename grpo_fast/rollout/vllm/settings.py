@@ -160,6 +160,8 @@ def engine_arguments(
         "generation_config": "vllm",  # its own neutral defaults, not the model's
         "disable_log_stats": True,
         "tensor_parallel_size": config.tensor_parallel_size,
+        # It shares memory between processes that `expandable_segments` does not let it share.
+        "disable_custom_all_reduce": config.tensor_parallel_size > 1,
     }
     if config.max_sequences is not None:
         sizes = graph_sizes(config.max_sequences)
@@ -201,7 +203,8 @@ def memory_arguments(config: VLLMConfig, device: torch.device, shared: int, shar
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     most = MOST_FREE * free if size else shared + FREE_SHARE * (free - shared)
-    return {"gpu_memory_utilization": config.gpu_memory_utilization or most / total}
+    asked = config.gpu_memory_utilization or most / total
+    return {"gpu_memory_utilization": min(asked, MOST_FREE * free / total) if share < 1 else asked}
 
 
 def graph_sizes(largest: int) -> list[int]:

@@ -13,6 +13,7 @@ out of the pool as they load, never enter it.
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 from collections.abc import Collection
@@ -134,6 +135,21 @@ def require_empty_pool() -> None:
             f"an earlier vLLM engine of this process still holds {held / GIB:.2f} GiB of vLLM's memory pool, "
             "which must be empty at the start; start a new process, or set rollout.vllm.sleep_level to 0"
         )
+
+
+def release_pool() -> None:
+    """Give back what a failed start has left in vLLM's pool. None of it has slept: torch may free it."""
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    if (pool := CuMemAllocator.instance) is None:
+        return
+    tagged = pool.allocator_and_pools.values()  # a pair for each tag before vLLM 0.28, then a list of pairs
+    pairs = [pair for kept in tagged for pair in (kept if isinstance(kept, list) else [kept])]
+    allocators = [pair[1] for pair in pairs]  # which memory pools call as they end
+    pool.allocator_and_pools.clear()
+    pairs.clear()
+    gc.collect()
+    allocators.clear()
 
 
 def weights_outside_the_pool() -> AbstractContextManager[Any]:

@@ -143,7 +143,12 @@ def start(
         ):
             shared = sum(weight.nbytes for weight in waiting)
             arguments |= memory_arguments(config, device, shared, share_of_cache)
-            llm = LLM(model=str(folder), enable_sleep_mode=sleeps, **arguments)
+            try:
+                llm = LLM(model=str(folder), enable_sleep_mode=sleeps, **arguments)
+            except ValueError as error:
+                if "does not support LoRA" not in str(error):
+                    raise
+                raise ValueError(f"vLLM: {error} Set rollout.vllm.lora_sync to merged") from error
     return llm, placements
 
 

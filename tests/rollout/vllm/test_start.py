@@ -28,7 +28,7 @@ from grpo_fast.rollout.vllm.settings import (
     memory_arguments,
     require_positions,
 )
-from grpo_fast.rollout.vllm.sleep import GIB
+from grpo_fast.rollout.vllm.sleep import GIB, release_pool
 from grpo_fast.rollout.vllm.start import (
     cached_model_folder,
     require_device,
@@ -216,12 +216,35 @@ def test_out_of_memory_starts_vllm_once_more_with_less_room(monkeypatch):
         raise RuntimeError("CUDA error: out of memory" if "out" in said else said)
 
     engine = VLLMEngine.__new__(VLLMEngine)
+    engine._policy = policy("cpu")
     monkeypatch.setattr(VLLMEngine, "_start", full)
     for said, shares in (("out", [1.0, SMALLER]), ("a bug", [1.0])):
         with pytest.raises(RuntimeError, match=r"kv_cache_gib.*max_sequences" if said == "out" else said):
             engine._open(1.0)
         assert starts == shares
         starts.clear()
+
+
+@pytest.mark.parametrize("listed", [False, True])  # as before vLLM 0.28, and since
+def test_a_failed_start_gives_vllms_pool_back_before_its_allocators(monkeypatch, listed):
+    cumem = pytest.importorskip("vllm.device_allocator.cumem")
+    ended: list[str] = []
+
+    class Part:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __del__(self) -> None:
+            ended.append(self.name)
+
+    pairs = {tag: (Part("pool"), Part("allocator")) for tag in ("weights", "kv_cache")}
+    kept = {tag: [pair] if listed else pair for tag, pair in pairs.items()}
+    monkeypatch.setattr(cumem.CuMemAllocator, "instance", SimpleNamespace(allocator_and_pools=kept))
+    del pairs
+
+    release_pool()
+
+    assert kept == {} and ended == ["pool", "pool", "allocator", "allocator"]
 
 
 def test_prompts_of_a_hybrid_are_cached_on_a_gpu_alone():
