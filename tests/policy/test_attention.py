@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import inspect
 import itertools
@@ -137,6 +138,8 @@ WAYS = {
 def flash(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The name of a flash-attention, of which one way is there and the others are not."""
     name, module, function = WAYS[request.param]
+    for reader in ("torch.utils.flop_counter", "transformers.models.qwen2.modeling_qwen2"):
+        importlib.import_module(reader)  # which looks at the operator that is replaced below
 
     def version(distribution: str) -> str:
         if distribution != request.param:
