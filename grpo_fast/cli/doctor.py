@@ -97,7 +97,7 @@ def head() -> Iterator[Finding]:
 
     where = "cuda:0" if torch.cuda.is_available() else "cpu"
     like: Any = {"dtype": torch.bfloat16, "device": where}
-    hidden, weight = (torch.ones(n, 64, **like).requires_grad_() for n in (4, 256))
+    hidden, weight = (torch.randn(n, 64, **like).requires_grad_() for n in (4, 256))
     linear_logprob(hidden, weight, torch.arange(4, device=where)).logprob.sum().backward()
     kernels = backend_on(weight.device.type, weight.device.index, weight.dtype) == "triton"
     if kernels:

@@ -88,7 +88,7 @@ def head_call(
     check_numbers(positive=True, logit_scale=logit_scale)
     check_numbers(positive=True, optional=True, softcap=softcap)
     check_numbers(optional=True, tolerance=tolerance)
-    if seed is not None and not (isinstance(seed, int) and 0 <= seed < 2**63):
+    if seed is not None and (isinstance(seed, bool) or not (isinstance(seed, int) and 0 <= seed < 2**63)):
         raise ValueError(f"seed must be an integer in [0, 2^63), or None for none, got {seed!r}")
     kind = _compute_dtype(hidden, weight)
     flat = targets.reshape(-1).to(torch.int64)

@@ -77,7 +77,7 @@ def backend_on(kind: str, index: int | None, dtype: torch.dtype) -> Backend:
     "grpo_fast::head_forward",
     mutates_args=(),
     schema=f"({_CALL}) -> ({_RETURNED})",
-    tags=torch.Tag.cudagraph_unsafe,
+    tags=(torch.Tag.cudagraph_unsafe,),
 )
 def _head_forward(*arguments: Any) -> tuple[Tensor, ...]:
     call = HeadCall(*arguments)
@@ -115,7 +115,7 @@ def _head_forward_fake(*arguments: Any) -> tuple[Tensor, ...]:
     "grpo_fast::head_backward",
     mutates_args=("certificate", "weight_grad"),
     schema=_BACKWARD,
-    tags=torch.Tag.cudagraph_unsafe,
+    tags=(torch.Tag.cudagraph_unsafe,),
 )
 def _head_backward(*arguments: Any) -> tuple[Tensor, ...]:
     call, gradients, wanted = _backward_call(arguments)
@@ -207,6 +207,7 @@ def _plan(call: HeadCall, *, aligned: bool | None = None, **facts: Any) -> HeadP
         rows=call.hidden.shape[0],
         vocabulary=call.vocabulary,
         dtype=call.hidden.dtype,
+        hidden_size=call.hidden.shape[1],
         softcap=call.softcap is not None,
         tolerance=call.tolerance,
         aligned=_fits_descriptors(call.weight) if aligned is None else aligned,
@@ -223,12 +224,21 @@ def _fits_descriptors(weight: Tensor) -> bool:
     return aligned and row >= weight.shape[1] and weight.data_ptr() % 16 == 0  # rows must not overlap
 
 
-_WITHOUT_KERNELS: set[tuple[str, int | None]] = set()
+_WITHOUT_KERNELS: dict[tuple[str, int | None], bool] = {}
+"""Devices whose heads run plain torch, and whether that is because kernels failed."""
 
 
-def use_kernels(device: torch.device, use: bool) -> None:
+def use_kernels(device: torch.device, use: bool, *, failed: bool = False) -> None:
     """Let heads on this device run kernels, where it has them, or plain torch."""
-    (_WITHOUT_KERNELS.discard if use else _WITHOUT_KERNELS.add)((device.type, device.index))
+    key = device.type, device.index
+    _WITHOUT_KERNELS.pop(key, None)
+    if not use:
+        _WITHOUT_KERNELS[key] = failed
+
+
+def kernels_failed(device: torch.device) -> bool:
+    """Whether plain torch has replaced kernels that failed on this device."""
+    return _WITHOUT_KERNELS.get((device.type, device.index), False)
 
 
 def _facts_for_heads(kind: str, index: int | None) -> Device:

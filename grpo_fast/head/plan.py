@@ -61,8 +61,8 @@ class Workload:
     aligned: bool = True  # operands fit tensor descriptors: unit stride along H, rows on 16 bytes
     keep: bool = False  # the caller lets the forward keep N·V elements for the backward
     jacobian: bool = False  # the log-probability alone is differentiated, in the hidden states alone
-    # Read by who plans a run's memory:
     hidden_size: int = 2048
+    # Read by who plans a run's memory:
     trainable: bool = True  # the weight takes a gradient
 
 
@@ -143,11 +143,14 @@ def head_backend(device: Device, dtype: torch.dtype) -> Backend:
 
 
 def _chunks(device: Device, work: Workload) -> Chunks:
-    """Few rows take more columns: a chunk's bytes stay the same, and the matrix products large."""
+    """Few rows take more columns: a chunk's bytes stay the same, and the matrix products large. On a GPU the
+    weight's columns in the accumulator's dtype keep to the same bytes.
+    """
     budget = _CPU_CHUNK_BYTES if device.kind == "cpu" else _DEVICE_CHUNK_BYTES
     height = max(1, min(work.rows, _CHUNK_ROWS))
     itemsize = 8 if work.dtype == torch.float64 else 4
-    width = max(TILE, budget // (height * itemsize) // TILE * TILE)
+    longest = height if device.kind == "cpu" else max(height, work.hidden_size)
+    width = max(TILE, budget // (longest * itemsize) // TILE * TILE)
     return Chunks(height, max(1, min(width, work.vocabulary)))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -14,18 +15,21 @@ from grpo_fast.head.outputs import HeadParameters
 from grpo_fast.head.plan import DEFAULT_TOLERANCE
 
 _ROWS = 64
+_PEAK = 2.0  # logits of the targets, in units of log V, go from zero up to it
 # Rounding moves log-probabilities by 1e-5 of a logit, and gradients in 16 bits by a few thousandths.
-_ABSOLUTE, _RELATIVE, _GRADIENT = 1e-3, 1e-4, 0.05
+_ABSOLUTE, _RELATIVE, _GRADIENT = 1e-3, 1e-4, 0.02
 
 
 class KernelMismatch(RuntimeError):
-    """Kernels that find something else than plain torch does."""
+    """Raised when kernels and plain torch disagree."""
 
 
 def check_kernels(head: HeadParameters, temperature: float = 1.0) -> None:
     """Compare statistics and gradients of random rows, of the exact backward and of the head's own.
 
-    Kernels must run on the head's device, and do so afterwards. A trainable weight takes a (V, H) float32.
+    It finds gross errors. Some rows are flat and some are peaked, so that the sampled backward leaves out
+    pairs. Kernels must run on the head's device, and do so afterwards. A trainable weight takes a (V, H)
+    float32.
 
     Raises:
         KernelMismatch: they differ by more than rounding explains.
@@ -33,8 +37,12 @@ def check_kernels(head: HeadParameters, temperature: float = 1.0) -> None:
     weight, options = head.weight.detach(), head.options | {"temperature": temperature}
     random = torch.Generator(weight.device).manual_seed(0)
     like: Any = {"generator": random, "device": weight.device}
-    hidden = torch.randn(_ROWS, weight.shape[1], **like).to(weight.dtype).requires_grad_()
     targets = torch.randint(weight.shape[0], (_ROWS,), **like)
+    toward = weight[targets].float()
+    toward /= toward.square().sum(1, keepdim=True).clamp(min=1e-12)
+    peak = torch.linspace(0, _PEAK * math.log(weight.shape[0]), _ROWS, device=weight.device)[:, None]
+    hidden = 0.5 * torch.randn(_ROWS, weight.shape[1], **like) + peak * toward
+    hidden = hidden.to(weight.dtype).requires_grad_()
     targets[0] = IGNORE_INDEX
     trained = {"hidden": hidden}
     if head.bias is not None:
@@ -66,6 +74,8 @@ def check_kernels(head: HeadParameters, temperature: float = 1.0) -> None:
             error = (kernels[name] - expected).abs()
             if name.startswith("gradient"):
                 error, size = (x.reshape(len(x), -1).norm(dim=1) for x in (error, expected))
+                if tolerance and name.endswith("bias"):  # its elements have few of the sampled tiles
+                    error, size = error.norm(), size.norm()
                 _require(name, error, allowed * (size + size.median()))
             else:
                 _require(name, error, _ABSOLUTE + _RELATIVE * expected.abs())

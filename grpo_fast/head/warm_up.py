@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from grpo_fast.head.api import linear_grpo_loss, linear_logprob
-from grpo_fast.head.operator import backend_on, use_kernels
+from grpo_fast.head.operator import backend_on, kernels_failed, use_kernels
 from grpo_fast.head.outputs import HeadParameters
 from grpo_fast.head.self_check import check_kernels
 from grpo_fast.objective import GRPOLossConfig
@@ -41,7 +41,8 @@ def warm_up(
     Args:
         head: as later calls have it; its weight is frozen or not.
         implementation: of all heads on its device from now on. auto: kernels, and plain torch with a warning
-            where they do not compile, launch or agree; triton: that is an error; reference: plain torch.
+            where they do not compile, launch or agree, also in later calls; triton: that is an error;
+            reference: plain torch.
         loss: of `linear_grpo_loss` with the entropy as a metric, too; None: `linear_logprob` alone.
         weight_grad: dtype of the gradient that backwards will add to; None: they return their own.
         recompute: as later calls have it.
@@ -50,11 +51,14 @@ def warm_up(
         RuntimeError: kernels fail, or none runs here, and `implementation` is "triton".
     """
     device = head.weight.device
-    use_kernels(device, implementation != "reference")
+    if implementation != "auto" or not kernels_failed(device):
+        use_kernels(device, implementation != "reference")
     if backend_on(device.type, device.index, head.weight.dtype) != "triton":
         if implementation == "triton":
             raise RuntimeError(f"model.head = 'triton' has no kernels for {device}: set it to auto")
         return
+    logger.warning("the head's kernels are compiled, which takes up to a minute the first time")
+    began = time.perf_counter()
     try:
         check_kernels(head, temperature)
         _launch(head, loss, temperature, weight_grad, recompute)
@@ -62,10 +66,16 @@ def warm_up(
         raise
     except Exception as error:  # a compiler raises all sorts of things
         problem = f"the head's kernels do not work on {device}: {type(error).__name__}: {error}"
+        try:
+            torch.zeros(1, device=device).item()
+        except RuntimeError:  # of an illegal access no process recovers
+            raise RuntimeError(f"{problem}; set model.head = reference and start again") from error
         if implementation == "triton":
             raise RuntimeError(f"{problem}; with model.head = auto plain torch replaces them") from error
-        use_kernels(device, False)
+        use_kernels(device, False, failed=True)
         logger.warning("model.head = reference is chosen, which is slower; %s", problem)
+    else:
+        logger.info("the head's kernels were ready after %.1f s", time.perf_counter() - began)
 
 
 def _launch(
@@ -79,8 +89,6 @@ def _launch(
     rows = min(_ROWS, head.weight.shape[0])
     hidden = head.weight[:rows].detach().clone().requires_grad_()
     targets = torch.arange(rows, device=hidden.device)
-    logger.warning("the head's kernels are compiled, which takes up to a minute the first time")
-    began = time.perf_counter()
     weight = head.weight.detach()
     bias = None if head.bias is None else head.bias.detach()
     trained = [hidden]
@@ -119,4 +127,3 @@ def _launch(
     exact = given | {"tolerance": 0.0, "recompute": True}
     out = linear_logprob(hidden, weight, targets, outputs=outputs, **exact)
     backward(torch.stack([getattr(out, name) for name in outputs]).sum())
-    logger.info("the head's kernels were ready after %.1f s", time.perf_counter() - began)

@@ -7,6 +7,7 @@ import logging
 import pytest
 import torch
 
+from grpo_fast.cli import doctor
 from grpo_fast.head import HeadParameters, accelerated, warm_up
 from grpo_fast.head.operator import backend_on, use_kernels
 from grpo_fast.head.self_check import KernelMismatch, check_kernels
@@ -73,11 +74,26 @@ def test_a_wrong_kernel_is_replaced_by_torch_with_one_warning(
     with pytest.raises(RuntimeError, match=r"kernels do not work .* with model\.head = auto plain torch"):
         warm_up(head, implementation="triton")
     assert backend(head) == "triton"
+    caplog.clear()
     with caplog.at_level(logging.WARNING, "grpo_fast.head.warm_up"):
         warm_up(head)
-    (warning,) = caplog.messages
+    _, warning = caplog.messages  # after the one that kernels are compiled
     said = "PassManager::run failed" if name == "compiler" else KernelMismatch.__name__
     assert backend(head) == "reference" and "model.head = reference" in warning and said in warning
+    warm_up(head)  # as of a later stage
+    assert backend(head) == "reference" and len(caplog.messages) == 2
+
+
+@pytest.mark.parametrize("spread", [1.0, 3.0])
+@pytest.mark.drawn(1)
+def test_sampled_kernels_agree_with_torch_with_a_trained_bias(hopper, make_call, spread):
+    call = hopper(make_call((2,), 3000, 24, dtype=torch.bfloat16, bias=True))
+    weight = (call.weight.detach() * spread).requires_grad_()
+    check_kernels(HeadParameters(weight, call.bias))
+
+
+def test_doctor_finds_right_kernels_right(hopper, make_call):
+    assert "kernels that agree with torch" in next(doctor.head()).detail
 
 
 def test_the_reference_is_chosen_without_a_launch(make_head, monkeypatch):
