@@ -36,7 +36,9 @@ FUNCTIONS |= {
     "shl": lambda x, n: x << np.minimum(n, 8 * x.itemsize).astype(x.dtype),
     "shr": lambda x, n: x >> np.minimum(n, 8 * x.itemsize).astype(x.dtype),
     # Shift up and down again, with the sign if it has one.
-    "bfe": lambda x, at, n: x << (32 - at - n).astype(x.dtype) >> (32 - n).astype(x.dtype),
+    "bfe": lambda x, at, n: (
+        x << (8 * x.itemsize - at - n).astype(x.dtype) >> 8 * x.itemsize - n.astype(x.dtype)
+    ),
 }
 COMPARE = {"lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal, "eq": np.equal}
 COMPARE |= {"ne": lambda x, y: (x < y) | (x > y), "num": lambda x, y: (x == x) & (y == y)}
