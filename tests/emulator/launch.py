@@ -64,7 +64,8 @@ def emulated(architecture: str) -> Iterator[None]:
     from triton.compiler.compiler import CompiledKernel
 
     launcher = property(lambda kernel: lambda *given: _launch_triton(kernel, given[:3], given[9:]))
-    with offline(architecture), mock.patch.object(CompiledKernel, "run", launcher):
+    no_metadata = {"launch_metadata": lambda *_: None}
+    with offline(architecture), mock.patch.multiple(CompiledKernel, run=launcher, **no_metadata):
         yield
 
 

@@ -54,7 +54,7 @@ class Memory:
         self.check_written(at)
         who = warp, epoch, program = threads.who[:, lanes, None]
         self._forbid(self.writes, at, who, True, "reads what another has written")
-        last_warp, last_epoch, last_program = self.reads[:, at]
+        last_warp, last_epoch, last_program = self.reads.take(at, 1)
         self.reads[0][at] = np.where((last_epoch == epoch) & (last_warp != warp), MANY, warp)
         self.reads[1][at] = epoch
         self.reads[2][at] = np.where((last_program == -1) | (last_program == program), program, MANY)
@@ -82,7 +82,7 @@ class Memory:
 
     def _forbid(self, last: np.ndarray, at: np.ndarray, who: Any, changes: Any, what: str) -> None:
         """Raise a fault where the last access was another program's, or another warp's since the barrier."""
-        (warp, epoch, program), (last_warp, last_epoch, last_program) = who, last[:, at]
+        (warp, epoch, program), (last_warp, last_epoch, last_program) = who, last.take(at, 1)
         forbid(changes & (last_program != -1) & (last_program != program), f"a program {what}")
         raced = changes & (last_epoch == epoch) & (last_warp != warp)
         forbid(raced, f"a warp {what} since the barrier, in {self.name} memory")

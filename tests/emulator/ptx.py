@@ -26,7 +26,7 @@ class Fault(AssertionError):
 
 def forbid(wrong: Any, message: str) -> None:
     """Raise a fault if any element is true."""
-    if np.any(wrong):
+    if np.count_nonzero(wrong):  # faster than np.any
         raise Fault(message)
 
 
