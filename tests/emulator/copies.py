@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .matrix import swizzled
-from .ptx import Fault, Instruction
+from .ptx import Instruction, forbid
 from .threads import Threads
 
 
@@ -42,8 +42,7 @@ def copy_words(threads: Threads, code: Instruction) -> None:
     """Copy 4, 8 or 16 bytes per thread: its source, or zeros if the source has no bytes."""
     lanes, width = threads.lanes, int(code.operands[2], 0)
     given = threads.each((*code.operands, str(width))[3], "u32")[lanes]
-    if not np.isin(given, (0, width)).all():
-        raise Fault("the emulator copies all bytes or none")
+    forbid((given != 0) & (given != width), "the emulator copies all bytes or none")
     data, full = np.zeros((len(lanes), width), np.uint8), given == width
     source = threads.address(code.operands[1])[lanes]
     data[full] = threads.launch.memory.read(threads, lanes[full], source[full], width)
@@ -73,8 +72,7 @@ def copy_boxes(threads: Threads, code: Instruction) -> None:
     to = threads.address(code.operands[0])
     for lane, barrier in barriers(threads, code.operands[2]):
         box = threads.launch.boxes[handles[lane]]
-        if min(rows[lane], columns[lane]) < 0:
-            raise Fault("a box that begins before its matrix")
+        forbid(min(rows[lane], columns[lane]) < 0, "a box that begins before its matrix")
         data = np.zeros((box.rows, box.columns * box.size), np.uint8)
         found = box.matrix[rows[lane] :, columns[lane] * box.size :][: box.rows, : data.shape[1]]
         data[: found.shape[0], : found.shape[1]] = found
@@ -104,11 +102,10 @@ def synchronize(threads: Threads, code: Instruction) -> None:
             barrier.pending -= 1
         elif action == "wait":
             for cell, at, data in barrier.copies:
-                shared.content[cell], shared.written[at], shared.writer[at] = data, 0, -1
+                shared.content[cell], shared.written[at] = data, 0
                 barrier.bytes -= data.size
             barrier.copies = []
-        if barrier.pending < 0:
-            raise Fault("more threads arrive at an mbarrier than it expects")
+        forbid(barrier.pending < 0, "more threads arrive at an mbarrier than it expects")
         if barrier.count and barrier.pending == barrier.bytes == 0:
             barrier.phase, barrier.pending = barrier.phase ^ 1, barrier.count
             threads.parked[threads.slot == threads.slot[lane]] = False

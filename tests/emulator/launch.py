@@ -16,7 +16,7 @@ import torch
 from tests.kernels.aot import offline
 
 from . import alu, copies, matrix, memory, threads
-from .ptx import Fault, Instruction, parse
+from .ptx import parse
 
 STEPS = threads.STEPS | memory.STEPS | alu.STEPS | matrix.STEPS | copies.STEPS
 TOGETHER = 1024  # threads in lockstep: NumPy takes as long for fewer
@@ -34,13 +34,12 @@ class Launch:
     warps: int
     shared: int  # bytes of a program
     boxes: dict[int, copies.Box] = field(default_factory=dict)
-    epoch: int = 1
 
     def __post_init__(self) -> None:
-        self.kernel = parse(self.ptx, _step)
+        self.kernel = parse(self.ptx)
         numbers = re.findall(r"\b(?:ld|st)\.(?:global|shared)\S*?[busf](\d+)\b", self.ptx)
         self.granule = min([4, *(int(bits) // 8 for bits in numbers)])  # bytes of the smallest access
-        self.memory = memory.Memory("global", self.spans, self.granule, self.warps, written=True)
+        self.memory = memory.Memory("global", self.spans, self.granule)
 
     def shared_memory(self, slot: np.ndarray) -> tuple[memory.Memory, np.ndarray]:
         """Return the shared memory of programs, and (threads,) where each thread's begins."""
@@ -48,7 +47,7 @@ class Launch:
         self.storage = torch.full(((int(slot[-1]) + 1) * room,), 255, dtype=torch.uint8)
         begins = self.storage.data_ptr() + room * np.arange(slot[-1] + 1)
         spans = [(int(begin), max(self.shared, 1)) for begin in begins]
-        return memory.Memory("shared", spans, self.granule, self.warps, written=False), begins[slot]
+        return memory.Memory("shared", spans, self.granule), begins[slot]
 
     def run(self) -> None:
         programs = list(np.ndindex(*self.grid))
@@ -56,13 +55,7 @@ class Launch:
         count = max(1, TOGETHER // (threads.LANES * self.warps))
         with np.errstate(all="ignore"):
             for first in range(0, len(programs), count):
-                threads.Threads(self, programs[first : first + count]).run()
-
-
-def _step(code: Instruction) -> Any:
-    if code.parts[0] not in STEPS:
-        raise Fault(f"the emulator has no {code.text}")
-    return STEPS[code.parts[0]]
+                threads.Threads(self, programs[first : first + count]).run(STEPS)
 
 
 @contextmanager
@@ -71,8 +64,8 @@ def emulated(architecture: str) -> Iterator[None]:
     from triton.compiler.compiler import CompiledKernel
 
     launcher = property(lambda kernel: lambda *given: _launch_triton(kernel, given[:3], given[9:]))
-    nothing = {"launch_metadata": lambda *_: None}
-    with offline(architecture), mock.patch.multiple(CompiledKernel, run=launcher, **nothing):
+    no_metadata = {"launch_metadata": lambda *_: None}
+    with offline(architecture), mock.patch.multiple(CompiledKernel, run=launcher, **no_metadata):
         yield
 
 
@@ -90,10 +83,8 @@ def _launch_triton(kernel: Any, grid: tuple[int, int, int], given: tuple[Any, ..
             numbers = [base.data_ptr(), *shape, value.padding == "nan", value.round_f32_to_tf32]
             if layout:  # a tensor map, where the architecture has them
                 rows = base.detach().as_strided(value.shape, value.strides).view(torch.uint8).numpy()
-                numbers = [len(arguments)]
-                boxes[numbers[0]] = copies.Box(
-                    rows, *layout["block_size"], base.itemsize, 16 << layout["swizzle"]
-                )
+                numbers, span = [len(arguments)], 16 << layout["swizzle"]
+                boxes[numbers[0]] = copies.Box(rows, *layout["block_size"], base.itemsize, span)
             tensors.append(base)
             arguments.extend(np.int64(number).tobytes() for number in (*numbers, *shape))
         elif kind.startswith("*"):
@@ -105,7 +96,6 @@ def _launch_triton(kernel: Any, grid: tuple[int, int, int], given: tuple[Any, ..
     for kind, value in zip(kernel.src.signature.values(), given, strict=True):
         add(kind, value)
     arguments += [bytes(8)] * 2  # Triton's scratch memory, which no kernel of ours has
-    storages = [tensor.untyped_storage() for tensor in tensors]
-    spans = [(storage.data_ptr(), storage.nbytes()) for storage in storages]
-    sizes = {"warps": kernel.metadata.num_warps, "shared": kernel.metadata.shared}
-    Launch(kernel.asm["ptx"], arguments, grid, spans, **sizes, boxes=boxes).run()
+    spans = [(each.data_ptr(), each.nbytes()) for each in map(torch.Tensor.untyped_storage, tensors)]
+    warps, shared = kernel.metadata.num_warps, kernel.metadata.shared
+    Launch(kernel.asm["ptx"], arguments, grid, spans, warps, shared, boxes).run()

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from .ptx import DTYPES, Fault, Instruction, names
+from .alu import FUNCTIONS
+from .ptx import DTYPES, Fault, Instruction, forbid, names
 from .threads import Threads
 
 MANY = -2  # warps or programs; -1 is none
-ATOMIC = {"add": np.add, "max": np.maximum, "min": np.minimum, "or": np.bitwise_or, "and": np.bitwise_and}
 
 
 class Memory:
@@ -21,10 +21,8 @@ class Memory:
     Writing what is there already is none: layouts are replicated. Atomic operations are not recorded.
     """
 
-    def __init__(
-        self, name: str, spans: list[tuple[int, int]], granule: int, warps: int, written: bool
-    ) -> None:
-        self.name, self.granule, self.warps = name, granule, warps
+    def __init__(self, name: str, spans: list[tuple[int, int]], granule: int) -> None:
+        self.name, self.granule = name, granule
         spans = sorted((begin, begin + size) for begin, size in set(spans) if size)
         self.begins, self.ends = np.array(spans).T
         sizes = (self.ends - self.begins + 15) // 16 * 16
@@ -33,8 +31,9 @@ class Memory:
         everything = ctypes.c_uint8 * ((int(self.ends.max()) - self.low + 15) // 16 * 16)
         self.content = np.frombuffer(everything.from_address(self.low), np.uint8)
         count = int(sizes.sum()) // granule
-        self.written = np.full(count, 0 if written else -1)  # the epoch; -1: nobody has
-        self.writer, self.reader, self.read_in, self.program = np.full((4, count), -1)
+        self.writes, self.reads = np.full((2, 3, count), -1)  # warp, epoch and program of the last
+        self.written = self.writes[1]  # -1: not yet; 0: before the launch, or by a copy
+        self.written[:] = 0 if name == "global" else -1
 
     def locate(self, addresses: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
         """Return (accesses,) the cell of each access, and (accesses, granules) its record."""
@@ -42,8 +41,7 @@ class Memory:
         if (outside := (addresses < self.begins[span]) | (addresses + width > self.ends[span])).any():
             beyond = int((addresses - self.ends[span])[outside][0])
             raise Fault(f"an access to {width} bytes of {self.name} memory, {beyond} bytes after its end")
-        if (addresses % width).any():
-            raise Fault(f"a misaligned access to {width} bytes of {self.name} memory")
+        forbid(addresses % width, f"a misaligned access to {width} bytes of {self.name} memory")
         record = (addresses - self.begins[span] + self.offsets[span]) // self.granule
         return (addresses - self.low) // width, record[:, None] + np.arange(-(-width // self.granule))
 
@@ -53,17 +51,13 @@ class Memory:
     def read(self, threads: Threads, lanes: np.ndarray, addresses: np.ndarray, width: int) -> np.ndarray:
         """Return (lanes, width) uint8."""
         cell, at = self.locate(addresses, width)
-        warp, epoch = threads.warp[lanes, None], threads.epoch[lanes, None]
         self.check_written(at)
-        writer, written = self.writer[at], self.written[at]
-        if ((written == epoch) & (writer != warp)).any():
-            raise Fault(f"{self.name} memory is read that another warp has written since the barrier")
-        if ((writer >= 0) & (writer // self.warps != warp // self.warps)).any():
-            raise Fault("a program reads what another has written")
-        self.reader[at] = np.where((self.read_in[at] == epoch) & (self.reader[at] != warp), MANY, warp)
-        self.read_in[at] = epoch
-        program, before = warp // self.warps, self.program[at]
-        self.program[at] = np.where((before == -1) | (before == program), program, MANY)
+        who = warp, epoch, program = threads.who[:, lanes, None]
+        self._forbid(self.writes, at, who, True, "reads what another has written")
+        last_warp, last_epoch, last_program = self.reads.take(at, 1)
+        self.reads[0][at] = np.where((last_epoch == epoch) & (last_warp != warp), MANY, warp)
+        self.reads[1][at] = epoch
+        self.reads[2][at] = np.where((last_program == -1) | (last_program == program), program, MANY)
         return self.cells(width)[cell].view(np.uint8).reshape(len(lanes), width)
 
     def write(self, threads: Threads, lanes: np.ndarray, addresses: np.ndarray, data: np.ndarray) -> None:
@@ -76,26 +70,26 @@ class Memory:
         cells[cell] = np.ascontiguousarray(data).view(f"V{width}")[:, 0]
         lost = (cells[cell].view(np.uint8).reshape(data.shape) != data).any(1)
         # Lanes may share a sum whose last bit differs, as a product is fused into it: one of them wins.
-        if (lost & ((self.name == "global") | (self.writer[at] != threads.warp[lanes, None]).any(1))).any():
-            raise Fault(f"two threads write different values to one place in {self.name} memory")
+        apart = (self.name == "global") | (self.writes[0][at] != threads.who[0, lanes, None]).any(1)
+        forbid(lost & apart, f"two threads write different values to one place in {self.name} memory")
 
     def claim(self, threads: Threads, lanes: np.ndarray, at: np.ndarray, changes: Any = True) -> None:
         """Record a write; a fault if it changes what another warp or program depends on."""
-        warp, epoch = threads.warp[lanes, None], threads.epoch[lanes, None]
-        program, writer, reader = warp // self.warps, self.writer[at], self.program[at]
-        if (changes & (self.written[at] == epoch) & (writer != warp)).any():
-            raise Fault(f"two warps write one byte of {self.name} memory between barriers")
-        if (changes & (self.read_in[at] == epoch) & (self.reader[at] != warp)).any():
-            raise Fault(f"{self.name} memory is overwritten that another warp has read since the barrier")
-        if (changes & (writer >= 0) & (writer // self.warps != program)).any():
-            raise Fault("two programs write one byte")
-        if (changes & (reader != -1) & (reader != program)).any():
-            raise Fault("a program overwrites what another has read")
-        self.writer[at], self.written[at] = warp, epoch
+        who = threads.who[:, lanes, None]
+        self._forbid(self.writes, at, who, changes, "writes what another has written")
+        self._forbid(self.reads, at, who, changes, "overwrites what another has read")
+        self.writes[:, at] = who
+
+    def _forbid(self, last: np.ndarray, at: np.ndarray, who: Any, changes: Any, what: str) -> None:
+        """Raise a fault where the last access was another program's, or another warp's since the barrier."""
+        (warp, epoch, program), (last_warp, last_epoch, last_program) = who, last.take(at, 1)
+        forbid(changes & (last_program != -1) & (last_program != program), f"a program {what}")
+        raced = changes & (last_epoch == epoch) & (last_warp != warp)
+        forbid(raced, f"a warp {what} since the barrier, in {self.name} memory")
 
     def check_written(self, at: np.ndarray) -> None:
-        if (self.written[at] < 0).any():
-            raise Fault(f"{self.name} memory is read before it is written, or before a copy has arrived")
+        unwritten = self.written[at] < 0
+        forbid(unwritten, f"{self.name} memory is read before it is written, or before a copy has arrived")
 
 
 def memory_of(threads: Threads, code: Instruction, operand: str) -> tuple[Memory, np.ndarray]:
@@ -125,7 +119,7 @@ def atomic(threads: Threads, code: Instruction) -> None:
     *result, place, operand = code.operands
     memory, addresses = memory_of(threads, code, place)
     values = threads.columns(operand, code.kind)[:, 0]
-    function = next(ATOMIC[part] for part in code.parts if part in ATOMIC)
+    function = next(FUNCTIONS[part] for part in code.parts if part in FUNCTIONS)
     cell, _ = memory.locate(addresses, values.itemsize)
     cells, before = memory.cells(values.itemsize).view(values.dtype), np.empty_like(values)
     for i, at in enumerate(cell.tolist()):

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
 import numpy as np
 
-DTYPES = {"pred": np.dtype(bool), "bf16": np.dtype(np.uint16), "tf32": np.dtype(np.uint32)}
-DTYPES |= {
-    f"{p}{8 * n}": np.dtype(f"{k}{n}") for n in (1, 2, 4, 8) for p, k in zip("bus", "uui", strict=True)
-}
-DTYPES |= {f"f{8 * n}": np.dtype(f"f{n}") for n in (2, 4, 8)}
+SPECIAL = ["%tid.x", *(f"%{name}.{axis}" for name in ("ctaid", "nctaid") for axis in "xyz")]
+DTYPES = {f"{p}{8 * n}": np.dtype(f"{k}{n}") for n in (1, 2, 4, 8) for p, k in ("bu", "uu", "si")}
+DTYPES |= {f"f{8 * n}": np.dtype(f"f{n}") for n in (2, 4, 8)} | {"pred": np.dtype(bool)}
 
 _WAIT = re.compile(  # a loop with names of its own
     r"\{\s*\.reg \.pred complete;\s*(?:@!(%p\d+) bra\.uni skipWait;\s*)?waitLoop:\s*"
@@ -25,6 +22,12 @@ _WAIT = re.compile(  # a loop with names of its own
 
 class Fault(AssertionError):
     """What a kernel must not do, or what the emulator cannot do."""
+
+
+def forbid(wrong: Any, message: str) -> None:
+    """Raise a fault if any element is true."""
+    if np.count_nonzero(wrong):  # faster than np.any
+        raise Fault(message)
 
 
 @dataclass(frozen=True)
@@ -43,14 +46,15 @@ class Instruction:
 
 @dataclass(eq=False)
 class Kernel:
-    """One entry of a PTX file. `steps` is what the emulator makes of `code`."""
+    """One entry of a PTX file."""
 
     name: str
     code: list[Instruction] = field(default_factory=list)
     labels: dict[str, int] = field(default_factory=dict)
-    registers: dict[str, np.dtype] = field(default_factory=dict)  # by prefix
     symbols: dict[str, int] = field(default_factory=lambda: {"global_smem": 0})  # in shared memory
-    steps: list[tuple[Callable[..., None], Instruction]] = field(default_factory=list)
+    registers: dict[str, np.dtype] = field(  # by prefix
+        default_factory=lambda: dict.fromkeys(SPECIAL, np.dtype(np.uint32))
+    )
 
     def register(self, name: str) -> np.dtype | None:
         """Return the type of a register: unsigned or bool; None if it is not declared."""
@@ -74,8 +78,8 @@ def constant(text: str, dtype: np.dtype) -> np.ndarray | None:
 
 
 @cache
-def parse(ptx: str, steps: Callable[[Instruction], Any]) -> Kernel:
-    """Return the first kernel of a PTX file; `steps` gives the function that executes an instruction.
+def parse(ptx: str) -> Kernel:
+    """Return the first kernel of a PTX file.
 
     The loop that waits for an mbarrier becomes one instruction, `mbarrier.wait`.
     """
@@ -95,8 +99,6 @@ def parse(ptx: str, steps: Callable[[Instruction], Any]) -> Kernel:
             kernel.symbols[shared[1]], room = room, room + int(shared[2])
         elif found := re.match(r"(?:@(!?%\w+)\s+)?([a-z]\S*)\s*(.*)", statement, re.S):
             operands = re.findall(r"\[[^\]]*\]|\{[^}]*\}|[^,\s][^,]*", found[3])
-            line = " ".join(statement.split())
-            parts, operands = tuple(found[2].split(".")), tuple(each.strip() for each in operands)
-            kernel.code.append(Instruction(line, found[1] or "", parts, operands))
-    kernel.steps = [(steps(code), code) for code in kernel.code]
+            operands, parts = tuple(each.strip() for each in operands), tuple(found[2].split("."))
+            kernel.code.append(Instruction(" ".join(statement.split()), found[1] or "", parts, operands))
     return kernel

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .ptx import DTYPES, Fault, Instruction, Kernel, constant, names
+from .ptx import DTYPES, SPECIAL, Fault, Instruction, Kernel, constant, forbid, names
 
 if TYPE_CHECKING:
     from .launch import Launch
@@ -17,10 +18,6 @@ LANES = 32
 END = 1 << 60
 PATIENCE = 20_000_000  # instructions after which a program is taken to hang
 UNDEFINED = 0x7FF9_DEAD_7FC0_BEEF  # what a register holds before it is written: a NaN of any width
-
-SPECIAL = {"%tid.x": lambda threads: threads.index}
-SPECIAL |= {f"%ctaid.{axis}": lambda threads, i=i: threads.program[:, i] for i, axis in enumerate("xyz")}
-SPECIAL |= {f"%nctaid.{axis}": lambda threads, i=i: threads.grid[i : i + 1] for i, axis in enumerate("xyz")}
 
 
 class Threads:
@@ -32,45 +29,42 @@ class Threads:
 
     def __init__(self, launch: Launch, programs: list[tuple[int, ...]]) -> None:
         self.launch, self.size = launch, LANES * launch.warps
-        self.count, self.grid = len(programs) * self.size, np.array(launch.grid)
-        self.program = np.repeat(np.array(programs), self.size, 0)  # (threads, 3)
-        self.slot = np.repeat(np.arange(len(programs)), self.size)
-        self.index = np.tile(np.arange(self.size), len(programs))  # within the program
-        number = np.ravel_multi_index(self.program.T, launch.grid)
-        self.warp = number * launch.warps + self.index // LANES
-        self.registers: dict[str, np.ndarray] = {}
+        self.count = len(programs) * self.size
+        self.slot, index = np.divmod(np.arange(self.count), self.size)  # the program, and the thread in it
+        program = np.array(programs)[self.slot].T
+        number = np.ravel_multi_index(program, launch.grid)
+        warp = number * launch.warps + index // LANES
+        self.who = np.stack([warp, np.ones_like(warp), number])  # warp, epoch (a count of barriers), program
+        special = index, *program, *np.array(launch.grid)[:, None]
+        self.registers = {name: each.astype(np.uint32) for name, each in zip(SPECIAL, special, strict=True)}
         self.counters = np.zeros(self.count, np.int64)
         self.alive, self.waiting, self.parked = np.array([[True], [False], [False]]).repeat(self.count, 1)
-        self.group: np.ndarray | None = None  # of threads at this instruction; None: all that have not ended
-        self.mask: np.ndarray | None = None  # those whose guard is true, too
+        self.group = self.acting = self.alive  # who is at this instruction; those whose guard is true, too
         self.pc = self.limit = self.executed = 0
-        self.epoch = np.zeros(self.count, np.int64)  # a new number after every barrier
-        self._enter_epoch(self.alive)
         self.shared, self.base = launch.shared_memory(self.slot)
         self.barriers: dict[tuple[int, int], Any] = {}  # mbarriers, by program and address
         self.copies: list[Any] = []  # under way
         self.committed = np.zeros(self.count, np.int64)  # groups of copies
 
-    def run(self) -> None:
+    def run(self, steps: dict[str, Callable[[Threads, Instruction], None]]) -> None:
+        """Execute the kernel; `steps` has a function for each instruction's first part."""
         kernel, code = self.launch.kernel, None
         try:
             while self._choose():
-                group = self.acting
                 while self.pc < self.limit:
-                    step, code = kernel.steps[self.pc]
+                    code = kernel.code[self.pc]
                     self.pc += 1
-                    self.mask = self.read(code.guard, "pred") & group if code.guard else self.group
-                    if not code.guard or self.mask.any():
-                        step(self, code)
+                    self.acting = self.read(code.guard, "pred") & self.group if code.guard else self.group
+                    if not code.guard or self.acting.any():
+                        steps[code.parts[0]](self, code)
                     self.executed += 1
                     if self.executed > PATIENCE:
                         raise Fault(f"hangs: it has executed {PATIENCE} instructions")
                 if self.limit >= 0:
-                    self.counters[group] = self.pc
-        except Fault as fault:
-            raise Fault(f"{kernel.name}: {fault} (`{code.text}`)") from None
+                    self.counters[self.group] = self.pc
         except Exception as error:
-            raise RuntimeError(f"the emulator cannot execute `{code.text}` of {kernel.name}") from error
+            problem = error if isinstance(error, Fault) else f"the emulator cannot execute it: {error!r}"
+            raise Fault(f"{kernel.name}: {problem} (`{code.text}`)") from error
 
     def _choose(self) -> bool:
         """Let the threads at the earliest instruction run; return False if all have ended."""
@@ -82,7 +76,7 @@ class Threads:
         self.pc = int(counters.min())
         group = counters == self.pc
         self.limit = int(counters[~group].min(initial=END))
-        self.group = self.mask = None if np.array_equal(group, self.alive) else group
+        self.group = self.alive if np.array_equal(group, self.alive) else group
         return True
 
     def _release(self) -> None:
@@ -90,26 +84,16 @@ class Threads:
         state = self.alive, self.waiting, self.counters
         alive, waiting, counters = (each.reshape(-1, self.size) for each in state)
         whole = alive.any(1) & (waiting | ~alive).all(1)
-        if not whole.any():
-            raise Fault("hangs: it waits for an mbarrier that nothing completes")
-        if not alive[whole].all() or (counters[whole] != counters[whole, :1]).any():
-            raise Fault("hangs: not all threads of a program reach this barrier")
+        forbid(not whole.any(), "hangs: it waits for an mbarrier that nothing completes")
+        missing = ~alive | (counters != counters[:, :1])
+        forbid(missing[whole], "hangs: not all threads of a program reach this barrier")
         released = whole.repeat(self.size)
-        self._enter_epoch(released)
         self.waiting &= ~released
-
-    def _enter_epoch(self, mask: np.ndarray) -> None:
-        self.epoch[mask] = self.launch.epoch + self.slot[mask]
-        self.launch.epoch += self.count // self.size
-
-    @property
-    def acting(self) -> np.ndarray:
-        """(threads,) of bool: those that execute this instruction."""
-        return self.alive if self.mask is None else self.mask
+        self.who[1] += released
 
     @property
     def lanes(self) -> np.ndarray:
-        """The indices of those threads."""
+        """The indices of the threads that execute this instruction."""
         return np.flatnonzero(self.acting)
 
     def read(self, operand: str, kind: str) -> np.ndarray:
@@ -132,8 +116,8 @@ class Threads:
         if value.itemsize != register.itemsize:
             value = value.astype(f"{value.dtype.kind}{register.itemsize}")
         value = value.view(register)
-        if self.mask is not None:
-            value = np.where(self.mask, value, self.registers.get(name, np.zeros(1, register)))
+        if self.acting is not self.alive:
+            value = np.where(self.acting, value, self.registers.get(name, np.zeros(1, register)))
         self.registers[name] = value
 
     def write_columns(self, operand: str, values: np.ndarray) -> None:
@@ -153,15 +137,15 @@ class Threads:
 
     def divert(self, code: Instruction) -> None:
         target = self.launch.kernel.labels[code.operands[0]]
-        if self.mask is None or np.array_equal(self.mask, self.alive if self.group is None else self.group):
+        if np.array_equal(self.acting, self.group):
             self.pc = target
         else:
             self.scatter()
-            self.counters[self.mask] = target
+            self.counters[self.acting] = target
 
     def scatter(self) -> None:
         """Choose anew who runs, after this instruction."""
-        self.counters[self.alive if self.group is None else self.group] = self.pc
+        self.counters[self.group] = self.pc
         self.limit = -1
 
     def leave(self, code: Instruction) -> None:
@@ -170,13 +154,8 @@ class Threads:
 
     def wait(self, code: Instruction) -> None:
         """Wait until all threads of the program do."""
-        if code.parts[1] == "warp":
-            return
-        if code.operands != ("0",):
-            raise Fault("the emulator has barrier 0 of all threads only")
-        if self.mask is None and self.alive.all():
-            self._enter_epoch(self.alive)
-        else:
+        if code.parts[1] != "warp":
+            forbid(code.operands != ("0",), "the emulator has barrier 0 of all threads only")
             self.scatter()
             self.waiting |= self.acting
 
@@ -192,8 +171,6 @@ def _reader(kernel: Kernel, operand: str, kind: str) -> Any:
     if parameter := re.fullmatch(r"\[?\w+_param_(\d+)(?:\+(\d+))?\]?", operand):
         index, offset = map(int, parameter.groups("0"))
         return lambda threads: np.frombuffer(threads.launch.arguments[index], dtype, 1, offset)
-    if operand in SPECIAL:
-        return lambda threads: SPECIAL[operand](threads).astype(dtype)
     register = kernel.register(operand)
     undefined = np.array([UNDEFINED]).astype(register)
     width = register if register.itemsize == dtype.itemsize else np.dtype(f"u{dtype.itemsize}")
