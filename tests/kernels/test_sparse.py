@@ -91,7 +91,7 @@ def test_tolerance_zero_is_the_dense_gradient_at_every_edge(
 
 SHAPES = [
     {"peak": 60.0, "spread": 1.0},
-    {"peak": 30.0, "transformed": True},
+    {"peak": 8.0, "spread": 1.0, "transformed": True},
     {"peak": 20.0, "g_entropy": 0.05},
 ]
 
