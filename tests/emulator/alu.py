@@ -44,6 +44,7 @@ COMPARE = {"lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greate
 COMPARE |= {"ne": lambda x, y: (x < y) | (x > y), "num": lambda x, y: (x == x) & (y == y)}
 COMPARE |= {"ltu": lambda x, y: ~(x >= y), "leu": lambda x, y: ~(x > y)}  # or unordered
 COMPARE |= {"gtu": lambda x, y: ~(x <= y), "geu": lambda x, y: ~(x < y), "neu": np.not_equal}
+COMPARE["equ"] = lambda x, y: ~COMPARE["ne"](x, y)
 OPERANDS = {"shl": {1: "u32"}, "shr": {1: "u32"}, "bfe": {1: "u32", 2: "u32"}, "selp": {2: "pred"}}
 """Operands that are of another kind than the instruction."""
 ROUND = {"rzi": np.trunc, "rni": np.rint, "rpi": np.ceil, "rmi": np.floor}
@@ -81,6 +82,9 @@ def operation(parts: tuple[str, ...]) -> tuple[Function, list[str]]:
         function = COMPARE[modifiers[0]]
     elif "wide" in modifiers:
         function, kinds[2] = FUNCTIONS["wide"], f"{kind[0]}{16 * DTYPES[kind].itemsize}"
+    if kind == "bf16" and name != "cvt":
+        result = float32_to_bf16 if name != "setp" else np.asarray
+        return lambda *values: result(function(*map(bf16_to_float32, values))), 3 * ["b16"]
     if "ftz" in modifiers:
         return lambda *values: flush(function(*map(flush, values))), kinds
     return function, kinds
