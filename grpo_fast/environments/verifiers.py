@@ -27,7 +27,7 @@ from grpo_fast.environments.template import TurnTemplate
 from grpo_fast.environments.tools import Verifiers
 from grpo_fast.rewards.calls import event_loop
 from grpo_fast.rollout.requests import Requests
-from grpo_fast.rollout.sampling import request_seed
+from grpo_fast.rollout.sampling import derive_seed
 from grpo_fast.rollout.types import Completion, Episode, Sampling
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ class EngineClient(Client):
             raise ValueError(
                 f"the environment asks for {other}, and the run samples as rollout.sampling says"
             )
-        seed = None if seed is None else request_seed(seed, len(ids))  # turns must not be sampled alike
+        seed = None if seed is None else derive_seed(seed, len(ids))  # turns must not be sampled alike
         own = replace(sampling, max_completion_length=min(limit, room), seed=seed, logprobs=True)
         return await asyncio.wrap_future(self.requests.ask(ids, own))
 

@@ -26,7 +26,7 @@ from grpo_fast.policy.out_of_memory import optimizer_step
 from grpo_fast.policy.packing import assign_to_ranks
 from grpo_fast.record.logs import Clock
 from grpo_fast.rollout.agreement import evaluation_mode
-from grpo_fast.rollout.sampling import request_seed
+from grpo_fast.rollout.sampling import derive_seed
 
 AUX_LOSS = "router_aux_loss"
 """The metric of a mixture's load-balancing loss, before its coefficient."""
@@ -180,7 +180,7 @@ class PolicyUpdate:
                 shares = []
                 for number, batch in enumerate(batches):
                     place = self.world.step, turn, number, self.world.rank
-                    seed = request_seed(self.config.seed, *place)
+                    seed = derive_seed(self.config.seed, *place)
                     out = self.policy.run(partial(loss, batch, seed=seed))
                     out.loss.backward()
                     shares.append(out.metrics | {"loss": out.loss.detach()})

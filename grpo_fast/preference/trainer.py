@@ -36,7 +36,7 @@ from grpo_fast.preference.comparison import (
 )
 from grpo_fast.preference.evaluation import RankingEvaluation
 from grpo_fast.record.logs import Clock
-from grpo_fast.rollout.sampling import request_seed
+from grpo_fast.rollout.sampling import derive_seed
 
 if TYPE_CHECKING:
     from grpo_fast.config.schema import TrainConfig
@@ -131,7 +131,7 @@ class PreferenceTrainer(Algorithm):
         parts = [table.select(batch.rows.sort().values) for batch in batches]
         shares, learns = [], False
         for number, (part, batch) in enumerate(zip(parts, batches, strict=True)):
-            seed = request_seed(self.config.seed, self.step, number)
+            seed = derive_seed(self.config.seed, self.step, number)
             out = loss(part, self.logprobs(batch, seed))
             if out.loss.requires_grad:
                 out.loss.backward()

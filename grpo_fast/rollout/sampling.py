@@ -117,11 +117,11 @@ def any_seed(sampling: Sampling) -> int:
 
 def seeded(sampling: Sampling, *place: int) -> Sampling:
     """With the seed for what is drawn at this place, where there is one."""
-    return replace(sampling, seed=None if sampling.seed is None else request_seed(sampling.seed, *place))
+    return replace(sampling, seed=None if sampling.seed is None else derive_seed(sampling.seed, *place))
 
 
-def request_seed(seed: int, *place: int) -> int:
-    """A seed of its own, in [0, 2^63), for what is drawn at this place: a prompt and a number, a turn.
+def derive_seed(seed: int, *place: int) -> int:
+    """Derive a seed in [0, 2^63) for what is drawn at one place: a prompt and a number, a micro-batch.
 
     vLLM draws the same noise for requests of one seed, so that equal seeds would make a group of copies.
     """

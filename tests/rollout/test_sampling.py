@@ -5,7 +5,7 @@ import torch
 
 from grpo_fast.rollout import Sampling
 from grpo_fast.rollout import sampling as sampling_module
-from grpo_fast.rollout.sampling import draw, invert_cdf, make_warper, request_seed
+from grpo_fast.rollout.sampling import derive_seed, draw, invert_cdf, make_warper
 
 
 def uniforms(count: int) -> torch.Tensor:
@@ -92,7 +92,7 @@ def test_logits_that_are_no_distribution_are_reported(temperature, bad):
 def test_every_completion_has_a_seed_of_its_own(rng):
     seed = int(torch.randint(2**62, (), generator=rng))
     bases, prompts = (seed, seed + 1), range(64)
-    seeds = {request_seed(base, prompt, number) for base in bases for prompt in prompts for number in prompts}
+    seeds = {derive_seed(base, prompt, number) for base in bases for prompt in prompts for number in prompts}
 
     assert len(seeds) == 2 * 64 * 64
     assert all(0 <= seed < 2**63 for seed in seeds)
