@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
+OPENED = re.compile(r"(<\w+>)\s*\Z")
 _SEES_NO_IMAGES = (
     "the row has an image, and the model reads text alone: give one that sees images, such as "
     "Qwen2.5-VL, or rename the column by dataset.rename = {image: another_name}"
@@ -149,10 +150,11 @@ def prompts_of(
                     "dataset.overlong_prompts = 'truncate' would cut into a prompt with images; set it to "
                     "filter, or raise dataset.max_prompt_length"
                 )
-    made = (
-        Prompt(index, prompts[index], ids, others[index], seen[index][1] if index in seen else None)
-        for index, ids in kept.items()
-    )
+    made = []
+    for index, ids in kept.items():
+        opened = OPENED.search(texts[index])
+        images_of = seen[index][1] if index in seen else None
+        made.append(Prompt(index, prompts[index], ids, others[index], images_of, opened[1] if opened else ""))
     return PromptDataset(tuple(made), config, report)
 
 

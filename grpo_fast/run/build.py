@@ -279,4 +279,4 @@ def check_columns(rewards: RewardSet, dataset: PromptDataset, toolsets: Toolsets
     if instances is not None:
         instances.check_reset({*first, "prompt"} - {ENVIRONMENT_COLUMN})
     environments = (ENVIRONMENTS,) if toolsets and toolsets.classes else ()
-    rewards.check_columns([*first, *environments])
+    rewards.check_columns([*first, *environments], dataset)
