@@ -16,6 +16,7 @@ from grpo_fast.config.data import DatasetConfig
 from grpo_fast.config.rollout import RolloutConfig
 from grpo_fast.config.section import short
 from grpo_fast.data.render import Renderer
+from grpo_fast.data.text import completion_texts
 from grpo_fast.data.types import Message, Prompt
 from grpo_fast.environments.conversation import Conversation, joined_text
 from grpo_fast.environments.instances import Instances
@@ -108,7 +109,7 @@ class EpisodeRollout(CoroutineRollout):
     ) -> None:
         self._config = config
         self._toolsets = toolsets
-        self._tokenizer = tokenizer
+        self._tokenizer, self._end_ids = tokenizer, end_ids
         self._templates = {
             name: TurnTemplate(tokenizer, end_ids, toolset.schemas)
             for name, toolset in toolsets.by_name.items()
@@ -160,7 +161,7 @@ class EpisodeRollout(CoroutineRollout):
             talk.answer(ids, results)
         if talk.given_up and toolset.instances is not None:
             toolset.instances.drop(talk.environment)
-        text = str(self._tokenizer.decode(talk.token_ids, skip_special_tokens=True))
+        (text,) = completion_texts(self._tokenizer, [talk.token_ids], self._end_ids)
         return await talk.ended(text, truncated=truncated)
 
     async def _begun(self, prompt: Prompt, instances: Instances | None, room: int) -> Conversation:

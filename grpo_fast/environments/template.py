@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from grpo_fast.data.text import completion_texts
 from grpo_fast.data.types import Message
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ class TurnTemplate:
                 return self._read(str(self._tokenizer.decode(list(ids))), self._format, self._header)
         except ValueError:  # no calls, or malformed ones
             pass
-        text = str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+        (text,) = completion_texts(self._tokenizer, [ids], tuple(self._ends.values()))
         return {"role": "assistant", "content": text}
 
     def _try_out(self) -> None:

@@ -21,6 +21,7 @@ from verifiers.v1.types import AssistantMessage, Response, ToolCall, TurnTokens
 
 from grpo_fast.config.data import DatasetConfig
 from grpo_fast.data.tasksets import COLUMN, environment_config
+from grpo_fast.data.text import completion_texts
 from grpo_fast.data.types import Prompt
 from grpo_fast.environments.episodes import CoroutineRollout
 from grpo_fast.environments.template import TurnTemplate
@@ -221,7 +222,7 @@ class VerifiersRollout(CoroutineRollout):
         return Completion(
             token_ids=tuple(ids[first:end]),
             logprobs=tuple(branch.logprobs[first:end]),
-            text=str(self._tokenizer.decode(ids[first:end], skip_special_tokens=True)),
+            text=completion_texts(self._tokenizer, [ids[first:end]], self._limits[0])[0],
             truncated=trace.is_truncated or trace.is_timeout or overflown,
             episode=episode,
         )

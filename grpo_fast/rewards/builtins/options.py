@@ -102,6 +102,15 @@ def column_options(function: Any) -> dict[str, str]:
     return {name: getattr(function, name) for name in names}
 
 
+def sought_texts(function: Any) -> list[str]:
+    """Return the tags, marks and patterns that a built-in reward looks for; nothing for other functions."""
+    options = vars(function).items() if dataclasses.is_dataclass(function) else ()
+    found = [value for name, value in options if value and not name.endswith("_column")]
+    tags = [f"<{tag}></{tag}>" for value in found if isinstance(value, list) for tag in value]
+    patterns = [re.sub(r"\\(.)", r"\1", value.pattern) for value in found if isinstance(value, re.Pattern)]
+    return [*tags, *patterns, *(value for value in found if isinstance(value, str))]
+
+
 def extract(text: str, pattern: Pattern | None) -> str | None:
     """What the pattern's group matches, the last time that it does; the whole text without a pattern."""
     if pattern is None:
