@@ -38,6 +38,9 @@ class DatasetConfig(Section):
     examples: list[Annotated[tuple[str, str], Field(strict=False)]] = Field(
         [], description="turns (user, assistant) shown before each prompt"
     )
+    chat_template_kwargs: dict[str, Any] = Field(
+        {}, description="variables of the chat template, such as `enable_thinking: false`"
+    )
     max_prompt_length: PositiveInt | None = Field(
         None, description="tokens, the chat template's included; null: no limit"
     )

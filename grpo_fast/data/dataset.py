@@ -116,7 +116,7 @@ def prompts_of(
     for index, row in enumerate(rows):
         with row_named(config, index):
             prompt, shown = render.prompt_and_images(row)
-            text = render.text(prompt, row)
+            text = render.text(prompt, row, first=index == 0)
             if shown:
                 if images is None:
                     raise ValueError(_SEES_NO_IMAGES)
@@ -135,6 +135,13 @@ def prompts_of(
     # A chat template writes the special tokens itself.
     encoded = tokenizer(texts, add_special_tokens=not render.chat, return_attention_mask=False, verbose=False)
     token_ids = [seen[row][0] if row in seen else tuple(ids) for row, ids in enumerate(encoded["input_ids"])]
+    twice = (tokenizer.bos_token_id,) * 2
+    if doubled := [row for row, ids in enumerate(token_ids) if ids[:2] == twice and row not in seen]:
+        logger.warning(
+            "%d of %d prompts (%s, row %d the first) begin with %r already; the tokenizer's own is left out",
+            *(len(doubled), len(rows), config.source, doubled[0], tokenizer.bos_token),
+        )
+        token_ids = [ids[ids[:2] == twice :] for ids in token_ids]
     if () in token_ids:
         first = token_ids.index(())
         with row_named(config, first):

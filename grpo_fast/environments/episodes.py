@@ -7,10 +7,10 @@ calls of one completion are answered while others decode.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from grpo_fast.config.data import DatasetConfig
 from grpo_fast.config.rollout import RolloutConfig
@@ -95,6 +95,7 @@ class EpisodeRollout(CoroutineRollout):
         toolsets: what may be called.
         tokenizer: the model's.
         end_ids: tokens at which the engine ends a turn.
+        chat_options: variables of the chat template.
 
     Raises:
         ValueError: a chat template that cannot go on after calls.
@@ -106,15 +107,17 @@ class EpisodeRollout(CoroutineRollout):
         toolsets: Toolsets,
         tokenizer: PreTrainedTokenizerBase,
         end_ids: Sequence[int],
+        chat_options: Mapping[str, Any] | None = None,
     ) -> None:
         self._config = config
         self._toolsets = toolsets
         self._tokenizer, self._end_ids = tokenizer, end_ids
         self._templates = {
-            name: TurnTemplate(tokenizer, end_ids, toolset.schemas)
+            name: TurnTemplate(tokenizer, end_ids, toolset.schemas, chat_options)
             for name, toolset in toolsets.by_name.items()
         }
-        self._renderer = Renderer(DatasetConfig(source=""), tokenizer, toolsets.schemas)
+        like = DatasetConfig(source="", chat_template_kwargs=dict(chat_options or {}))
+        self._renderer = Renderer(like, tokenizer, toolsets.schemas)
 
     def close(self) -> None:
         """Close what the environments hold; nothing is played afterwards."""

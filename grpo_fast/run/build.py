@@ -129,7 +129,15 @@ def build_grpo_trainer(config: TrainConfig, world: World = SINGLE_PROCESS) -> Tr
         warm_up_head(policy, stage.config)
     rollout_of = partial(make_rollout, tokenizer=loader.tokenizer, end_ids=policy.eos_token_ids)
     parts = tuple(
-        replace(part, rollout=rollout_of(part.stage.config.rollout, part.toolsets)) for part in parts
+        replace(
+            part,
+            rollout=rollout_of(
+                part.stage.config.rollout,
+                part.toolsets,
+                chat_options=part.stage.config.dataset.chat_template_kwargs,
+            ),
+        )
+        for part in parts
     )
     ids = (prompt.token_ids for prompt in prompts)
     datasets = [config.evaluation.dataset, *(part.dataset.config for part in parts)]
@@ -157,7 +165,11 @@ def build_grpo_trainer(config: TrainConfig, world: World = SINGLE_PROCESS) -> Tr
             optimizer=optimizer,
             stages=parts,
             eval_rewards=eval_rewards,
-            eval_rollout_fn=rollout_of(config.rollout, toolsets),
+            eval_rollout_fn=rollout_of(
+                config.rollout,
+                toolsets,
+                chat_options=(config.evaluation.dataset or config.dataset).chat_template_kwargs,
+            ),
             held_out=held_out or (),
             world=world,
         )
