@@ -13,14 +13,15 @@ from grpo_fast.objective.config import refuse_unread
 
 PREFIX = "reasoning_gym:"
 VERIFIERS = "verifiers:"
-SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
+SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".tsv")
 
 
 class DatasetConfig(Section):
     """Where prompts come from, and how a row becomes one."""
 
     source: str = Field(
-        description="JSONL, Parquet or CSV file, a folder, hub id, `reasoning_gym:TASK`, `verifiers:TASKSET`"
+        description="JSONL, Parquet, CSV or TSV file, folder, hub id, `reasoning_gym:TASK`, "
+        "`verifiers:TASKSET`"
     )
     name: str | None = Field(None, description="the hub dataset's configuration; in a folder, a folder")
     split: str = Field(

@@ -281,6 +281,8 @@ class Renderer:
         for message in value:
             # Arrow gives every message every key that any of them has.
             turn = {k: v for k, v in message.items() if v is not None} if isinstance(message, Mapping) else {}
+            if turn.get("tool_calls"):
+                turn |= {"content": turn.get("content", ""), "tool_calls": _without_nulls(turn["tool_calls"])}
             role = turn.get("role")
             if not isinstance(role, str) or not isinstance(turn.get("content"), str | list):
                 raise ValueError(f"a message is {{role: text, content: text}}, got {short(message, 200)}")
@@ -319,6 +321,13 @@ def _texts_of(turn: Message) -> list[str]:
     content = turn.get("content") or ""
     parts = [{"text": content}] if isinstance(content, str) else content
     return [part["text"] for part in parts if part.get("text", "").strip()]
+
+
+def _without_nulls(value: Any) -> Any:
+    """A message's calls without the arguments that Arrow has added from other calls."""
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _squeezed(text: str) -> str:
