@@ -136,6 +136,8 @@ class Renderer:
                 remedy = "set model.chat_template to a Jinja file that shows it"
                 if key:
                     raise ValueError(f"{key}: {problem}; {remedy}, or take the text out of {key}")
+                if role == "user" and said == parts[-1][2]:
+                    raise ValueError(f"{problem}; {remedy}")
                 logger.warning("%s; %s (of the first prompt)", problem, remedy)
             expected = sum(_squeezed(other).count(squeezed) for _, _, other in parts)
             if len(squeezed) >= 20 and written.count(squeezed) > expected:

@@ -148,7 +148,7 @@ def _turn_end(tokenizer: PreTrainedTokenizerBase, template: str) -> int | None:
         text = render(tokenizer, turns, asks=False, tries=True)
     except Exception:  # it is said where the template is used
         return None
-    after = text.rpartition(MARK)[2].lstrip()
-    added = tokenizer.added_tokens_decoder.items()
-    ends = {token.content: index for index, token in added if after.startswith(token.content)}
+    _, shown, after = text.rpartition(MARK)
+    added = tokenizer.added_tokens_decoder.items() if shown else ()
+    ends = {token.content: index for index, token in added if after.lstrip().startswith(token.content)}
     return ends[max(ends, key=len)] if ends else None

@@ -1,6 +1,7 @@
 import re
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from grpo_fast.config.data import DatasetConfig
 from grpo_fast.data import load_prompts, template
@@ -11,6 +12,7 @@ PLAIN = TURNS + ASKS
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}BODY{% endfor %}{% endfor %}"
 SYSTEM = {"role": "system", "content": "be brief"}
 QUESTION = {"role": "user", "content": "what is one"}
+REPLY = {"role": "assistant", "content": "it is surely one"}
 
 
 @pytest.mark.parametrize(
@@ -47,6 +49,7 @@ def test_a_chat_template_without_end_is_refused(make_tokenizer, write, monkeypat
             "one",
             r"dataset\.examples: .*role assistant: 'five so 2'",
         ),
+        (PLAIN.replace("m.content +", "m.content[:4] +"), {}, "what is one", "role user: 'what is one'"),
         (PLAIN + "<|turn|>", {}, "<|turn|> one", r"'<\|turn\|>'.*rendered already"),
         (
             PLAIN,
@@ -78,7 +81,11 @@ def test_what_a_template_would_lose_of_the_configuration_is_refused(
         (TURNS, "one", "writes '<assistant> ' before the assistant's reply, and not at the end of a prompt"),
         (PLAIN, "one", "ends the assistant's turn with ' <end> ', which is no token"),
         (PLAIN, [SYSTEM, QUESTION], None),
-        (PLAIN.replace("m.content +", "m.content[:4] +"), [QUESTION], "role user: 'what is one'"),
+        (
+            PLAIN.replace("m.content +", "m.content[:11] +"),
+            [REPLY, QUESTION],
+            "assistant: 'it is surely one'",
+        ),
         (TURNS + PLAIN, "what is one plus one ?", "text of the role user more than once: 'what is one plus"),
     ],
 )
@@ -95,3 +102,14 @@ def test_the_chat_template_gets_the_datasets_own_variables(make_tokenizer, write
     config = {"source": write({"prompt": "one"}), "chat_template_kwargs": {"enable_thinking": False}}
     (prompt,) = load_prompts(DatasetConfig(**config), tokenizer)
     assert tokenizer.decode(prompt.token_ids) == "<user> one <end> <assistant> two"
+
+
+def test_a_beginning_that_the_prompt_has_already_is_not_doubled(make_tokenizer, write, caplog):
+    tokenizer = make_tokenizer(None)
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    begin = TemplateProcessing("<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)])
+    tokenizer._tokenizer.post_processor = begin
+    rows = [{"prompt": "one"}, {"prompt": "<s> two"}]
+    found = load_prompts(DatasetConfig(source=write(*rows)), tokenizer)
+    assert [tokenizer.decode(prompt.token_ids) for prompt in found] == ["<s> one", "<s> two"]
+    assert "1 of 2 prompts" in caplog.text and "begin with '<s>' already" in caplog.text
