@@ -138,7 +138,13 @@ class Parts:
         schemas = toolsets.schemas if toolsets else None
         load = load_prompts if dataset is None else load_held_out
         questions = load(dataset or config.dataset, policy.tokenizer, schemas)
-        rollout = make_rollout(config.rollout, toolsets, policy.tokenizer, policy.eos_token_ids)
+        rollout = make_rollout(
+            config.rollout,
+            toolsets,
+            policy.tokenizer,
+            policy.eos_token_ids,
+            questions.config.chat_template_kwargs,
+        )
         return cls(config, rewards, policy, step, questions, rollout)
 
     def engine(self, prompts: Sequence[Prompt], sampling: Sampling) -> AbstractContextManager[Engine]:

@@ -13,14 +13,15 @@ from grpo_fast.objective.config import refuse_unread
 
 PREFIX = "reasoning_gym:"
 VERIFIERS = "verifiers:"
-SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
+SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".tsv")
 
 
 class DatasetConfig(Section):
     """Where prompts come from, and how a row becomes one."""
 
     source: str = Field(
-        description="JSONL, Parquet or CSV file, a folder, hub id, `reasoning_gym:TASK`, `verifiers:TASKSET`"
+        description="JSONL, Parquet, CSV or TSV file, folder, hub id, `reasoning_gym:TASK`, "
+        "`verifiers:TASKSET`"
     )
     name: str | None = Field(None, description="the hub dataset's configuration; in a folder, a folder")
     split: str = Field(
@@ -37,6 +38,9 @@ class DatasetConfig(Section):
     system_prompt: str | None = Field(None, description="goes before every prompt")
     examples: list[Annotated[tuple[str, str], Field(strict=False)]] = Field(
         [], description="turns (user, assistant) shown before each prompt"
+    )
+    chat_template_kwargs: dict[str, Any] = Field(
+        {}, description="variables of the chat template, such as `enable_thinking: false`"
     )
     max_prompt_length: PositiveInt | None = Field(
         None, description="tokens, the chat template's included; null: no limit"

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
+OPENED = re.compile(r"(<\w+>)\s*\Z")
 _SEES_NO_IMAGES = (
     "the row has an image, and the model reads text alone: give one that sees images, such as "
     "Qwen2.5-VL, or rename the column by dataset.rename = {image: another_name}"
@@ -115,7 +116,7 @@ def prompts_of(
     for index, row in enumerate(rows):
         with row_named(config, index):
             prompt, shown = render.prompt_and_images(row)
-            text = render.text(prompt, row)
+            text = render.text(prompt, row, first=index == 0)
             if shown:
                 if images is None:
                     raise ValueError(_SEES_NO_IMAGES)
@@ -134,6 +135,13 @@ def prompts_of(
     # A chat template writes the special tokens itself.
     encoded = tokenizer(texts, add_special_tokens=not render.chat, return_attention_mask=False, verbose=False)
     token_ids = [seen[row][0] if row in seen else tuple(ids) for row, ids in enumerate(encoded["input_ids"])]
+    twice = (tokenizer.bos_token_id,) * 2
+    if doubled := [row for row, ids in enumerate(token_ids) if ids[:2] == twice and row not in seen]:
+        logger.warning(
+            "%d of %d prompts (%s, row %d the first) begin with %r already; the tokenizer's own is left out",
+            *(len(doubled), len(rows), config.source, doubled[0], tokenizer.bos_token),
+        )
+        token_ids = [ids[ids[:2] == twice :] for ids in token_ids]
     if () in token_ids:
         first = token_ids.index(())
         with row_named(config, first):
@@ -149,10 +157,11 @@ def prompts_of(
                     "dataset.overlong_prompts = 'truncate' would cut into a prompt with images; set it to "
                     "filter, or raise dataset.max_prompt_length"
                 )
-    made = (
-        Prompt(index, prompts[index], ids, others[index], seen[index][1] if index in seen else None)
-        for index, ids in kept.items()
-    )
+    made = []
+    for index, ids in kept.items():
+        opened = OPENED.search(texts[index])
+        images_of = seen[index][1] if index in seen else None
+        made.append(Prompt(index, prompts[index], ids, others[index], images_of, opened[1] if opened else ""))
     return PromptDataset(tuple(made), config, report)
 
 

@@ -11,7 +11,7 @@ import io
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,8 @@ def files_of(config: DatasetConfig) -> list[Path]:
             raise FileNotFoundError(f"{source}: there is no such file")
         return []
     folders = [path / config.name] if config.name else [path, path / "data"]
-    held = sorted(file for folder in folders for file in folder.glob("*") if file.suffix in SUFFIXES)
+    files = sorted(file for folder in folders for file in folder.glob("*") if file.is_file())
+    held = [file for file in files if file.suffix in SUFFIXES]
     found = [file for file in held if re.split(r"[-.]", file.name)[0] == config.split]
     if len({file.suffix for file in found}) != 1:
         raise ValueError(
@@ -50,11 +51,17 @@ def files_of(config: DatasetConfig) -> list[Path]:
     return found
 
 
-def file_rows(files: Iterable[Path]) -> Iterator[Row]:
-    """Return the rows of files; raise ValueError for one that cannot be read, with its place."""
-    readers = {".csv": _csv_rows, ".parquet": _parquet_rows}
+def file_rows(files: Sequence[Path]) -> Iterable[Row]:
+    """Return the rows of files of one kind; raise ValueError for one that cannot be read, with its place."""
+    if (delimiter := {".csv": ",", ".tsv": "\t"}.get(files[0].suffix)) is not None:
+        return csv_rows(files, delimiter)
+    return _objects(files)
+
+
+def _objects(files: Iterable[Path]) -> Iterator[Row]:
     for path in files:
-        for index, row in enumerate(readers.get(path.suffix, _json_rows)(path)):
+        read = _parquet_rows if path.suffix == ".parquet" else _json_rows
+        for index, row in enumerate(read(path)):
             if not isinstance(row, dict):
                 raise ValueError(
                     f"{path}, row {index}: a row is an object, {{column: value}}, got {short(row)}"
@@ -96,11 +103,18 @@ def _unique(pairs: list[tuple[str, Any]]) -> Row:
     return row
 
 
-def _csv_rows(path: Path) -> Iterable[Row]:
-    """Return rows of text, numbers and None; see `_typed`."""
+def csv_rows(files: Iterable[Path], delimiter: str = ",") -> Iterable[Row]:
+    """Return rows of text, numbers and None; a column has one type in all files, see `_typed`."""
+    rows = [row for path in files for row in _cells(path, delimiter)]
+    names = dict.fromkeys(name for row in rows for name in row)
+    columns = {name: _typed([row.get(name, "") for row in rows]) for name in names}
+    return ({name: columns[name][index] for name in row} for index, row in enumerate(rows))
+
+
+def _cells(path: Path, delimiter: str) -> list[dict[str, str]]:
     csv.field_size_limit(sys.maxsize)
-    table = csv.reader(io.StringIO(_text(path), newline=""), strict=True)
-    rows = []
+    table = csv.reader(io.StringIO(_text(path), newline=""), strict=True, delimiter=delimiter)
+    rows: list[list[str]] = []
     try:
         for fields in filter(None, table):
             rows.append(fields)
@@ -109,14 +123,13 @@ def _csv_rows(path: Path) -> Iterable[Row]:
                 raise csv.Error(f"{counts}: {short(fields)}; quote what holds commas")
     except csv.Error as error:
         raise ValueError(f"{path}, line {table.line_num}: {error}") from None
-    header, *rows = rows or [[]]
+    header, *cells = rows or [[]]
     if len(set(header)) < len(header):
         raise ValueError(f"{path}: the header names {max(header, key=header.count)!r} twice; rename one")
-    columns = [_typed(column) for column in zip(*rows, strict=True)]
-    return (dict(zip(header, row, strict=True)) for row in zip(*columns, strict=True))
+    return [dict(zip(header, fields, strict=True)) for fields in cells]
 
 
-def _typed(cells: tuple[str, ...]) -> list[Any]:
+def _typed(cells: Sequence[str]) -> list[Any]:
     """Return a column as integers, floats or booleans if Python writes each value as its cell, else as text.
 
     An empty cell is None.

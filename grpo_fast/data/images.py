@@ -92,16 +92,19 @@ def opened(image: Any) -> Image:
     found = image
     if isinstance(found, Mapping):
         found = found.get("bytes") or found.get("path")
-    if isinstance(image, Mapping) and isinstance(image.get("bytes"), str):  # JSON has no bytes
-        found = base64.b64decode(image["bytes"])
     try:
+        if isinstance(image, Mapping) and isinstance(image.get("bytes"), str):  # JSON has no bytes
+            found = base64.b64decode("".join(image["bytes"].split()), validate=True)
         if isinstance(found, bytes):
             found = pillow.open(io.BytesIO(found))
         elif isinstance(found, str | Path):
-            found = pillow.open(Path(found).expanduser())
+            path = Path(found).expanduser()
+            if path.exists() and not path.is_file():  # reading a pipe would wait for its writer
+                raise OSError("it is no regular file")
+            found = pillow.open(path)
         if isinstance(found, pillow.Image):
             return found.convert("RGB")
-    except (OSError, ValueError) as error:
+    except Exception as error:  # Pillow's decoders raise all sorts of things
         raise ValueError(f"the image {short(image)} cannot be read: {error}") from error
     raise ValueError(
         f"an image is a path, encoded bytes, {{bytes, path}} or an image of Pillow's, got {short(image)}"

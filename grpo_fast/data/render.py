@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import logging
+import re
 from collections.abc import Callable, Mapping
+from string import Formatter
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -10,11 +14,14 @@ from grpo_fast.config.data import DatasetConfig
 from grpo_fast.config.lookup import choices
 from grpo_fast.config.section import short
 from grpo_fast.data.images import placed, row_images
+from grpo_fast.data.template import MARK, render, template_of, turn_end, variables_of
+from grpo_fast.data.text import hidden_tokens
 from grpo_fast.data.types import Message, text_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+logger = logging.getLogger(__name__)
 ROLES = ("assistant", "developer", "system", "tool", "user")
 TEMPLATE_REMEDY = "set model.chat_template to a Jinja file, or use an instruction-tuned model's tokenizer"
 
@@ -58,6 +65,16 @@ class Renderer:
                 f"dataset.{key} makes turns of a conversation, but {self._no_chat}: {TEMPLATE_REMEDY} with "
                 "dataset.chat = auto, or write the text into dataset.prompt_template"
             )
+        options = config.chat_template_kwargs
+        if options and not self.chat:
+            raise ValueError(f"dataset.chat_template_kwargs goes to the chat template, but {self._no_chat}")
+        known = variables_of(template_of(tokenizer)) if options else {*options}
+        for name in options:
+            if name not in known:
+                raise ValueError(
+                    f"dataset.chat_template_kwargs.{name} is no variable of the chat template: "
+                    f"{choices(name, known)}"
+                )
 
     def prompt_and_images(self, row: Mapping[str, Any]) -> tuple[str | list[Message], list[Any]]:
         """A row as the rewards see it, and its images: text as it is, a conversation after the configured
@@ -81,16 +98,91 @@ class Renderer:
             raise ValueError(f"the prompt is a conversation, but {self._no_chat}: {remedy}")
         return self._with_config_turns(turns), images
 
-    def text(self, prompt: str | list[Message], row: Mapping[str, Any] = NO_ROW) -> str:
+    def text(
+        self, prompt: str | list[Message], row: Mapping[str, Any] = NO_ROW, *, first: bool = False
+    ) -> str:
         """What the tokenizer is given of a prompt, of which the row says what tools it has.
 
+        Args:
+            first: of its dataset: the template is tried within limits, and what it loses or repeats is said.
+
         Raises:
-            ValueError: the template refuses the conversation.
+            ValueError: the template refuses the conversation, or loses what the configuration says.
         """
         if isinstance(prompt, str) and not self.chat:
             return prompt
-        tools = None if self.tools is None else self.tools(row)
-        return self._apply_template(self.turns(prompt), tools=tools)
+        tools, turns = None if self.tools is None else self.tools(row), self.turns(prompt)
+        text = self._apply_template(turns, tools=tools, tries=first)
+        if first:
+            self._check_text(turns, text)
+        return text
+
+    def _check_text(self, turns: list[Message], text: str) -> None:
+        """Raise ValueError, or log, what the template does to a conversation that nobody asked for."""
+        keys = ["dataset.system_prompt"] * (self.config.system_prompt is not None)
+        if turns[0]["role"] == "system" and not keys:
+            keys = [""]
+        keys += ["dataset.examples"] * (2 * len(self.config.examples))
+        parts = [
+            (keys[place] if place < len(keys) else "", turn["role"], said)
+            for place, turn in enumerate(turns)
+            for said in _texts_of(turn)
+        ]
+        written = _squeezed(text)
+        for key, role, said in parts:
+            squeezed = _squeezed(said)
+            if squeezed not in written and json.dumps(said, ensure_ascii=False)[1:-1] not in text:
+                problem = f"the chat template leaves out text of the role {role}: {short(said, 200)}"
+                remedy = "set model.chat_template to a Jinja file that shows it"
+                if key:
+                    raise ValueError(f"{key}: {problem}; {remedy}, or take the text out of {key}")
+                if role == "user" and said == parts[-1][2]:
+                    raise ValueError(f"{problem}; {remedy}")
+                logger.warning("%s; %s (of the first prompt)", problem, remedy)
+            expected = sum(_squeezed(other).count(squeezed) for _, _, other in parts)
+            if len(squeezed) >= 20 and written.count(squeezed) > expected:
+                problem = (
+                    "the chat template writes text of the role %s more than once: %s (of the first prompt)"
+                )
+                logger.warning(problem, role, short(said, 200))
+        own, marks = parts[-1][2] if parts else "", self._marks()
+        found = [mark for mark in marks if mark in own]
+        if turns[-1]["role"] == "user" and found:
+            raise ValueError(
+                f"the prompt has {found[0]!r}, which the chat template writes itself: it is rendered "
+                f"already; set dataset.chat = false, or give the text alone"
+            )
+        self._check_turns()
+
+    def _marks(self) -> list[str]:
+        """The special tokens, and the end of a question, that the template writes around a message."""
+        template = template_of(self.tokenizer)
+        tokens = [text for text in hidden_tokens(self.tokenizer, ()).values() if text in template]
+        return [*tokens, *(["[/INST]"] if "[/INST]" in template else [])]
+
+    def _check_turns(self) -> None:
+        """Log that the template does not begin the assistant's turn, or ends it with no token."""
+        question, reply = {"role": "user", "content": "?"}, {"role": "assistant", "content": MARK}
+        try:
+            plain, asked = (self._apply_template([question], finished=not asks) for asks in (False, True))
+            answered = self._apply_template([question, reply], finished=True)
+        except ValueError:
+            return
+        header, _, rest = answered.removeprefix(plain).partition(MARK)
+        if plain == asked and answered.startswith(plain) and header.strip():
+            logger.warning(
+                "the chat template writes %r before the assistant's reply, and not at the end of a prompt, "
+                "so that nothing begins the assistant's turn; set model.chat_template to a Jinja file that "
+                "reads add_generation_prompt",
+                header,
+            )
+        ends = {str(self.tokenizer.eos_token), *hidden_tokens(self.tokenizer, ()).values()}
+        if rest.strip() and turn_end(self.tokenizer) is None and not any(end in rest for end in ends):
+            logger.warning(
+                "the chat template ends the assistant's turn with %r, which is no token: completions may run "
+                "to rollout.max_completion_length; set rollout.stop",
+                rest,
+            )
 
     def answer(self, prompt: str | list[Message], answer: str) -> str:
         """What follows the prompt's text when `answer` completes it, to the end of the turn.
@@ -128,7 +220,7 @@ class Renderer:
             return row[column]
         braces = "a literal brace is written twice: {{ }}"
         try:
-            return template.format_map(row)
+            return _FORMATTER.vformat(template, (), row)
         except KeyError as error:
             name = str(error.args[0])
             raise ValueError(
@@ -165,21 +257,18 @@ class Renderer:
         return system + examples + turns
 
     def _apply_template(
-        self, turns: list[Message], *, finished: bool = False, tools: list[Any] | None = None
+        self,
+        turns: list[Message],
+        *,
+        finished: bool = False,
+        tools: list[Any] | None = None,
+        tries: bool = False,
     ) -> str:
         # A conversation that ends with the assistant is a completion already begun, unless it is `finished`.
         begun = turns[-1]["role"] == "assistant" and not finished
-        asks = not begun and not finished
+        how: Any = {"asks": not begun and not finished, "begun": begun, "tries": tries}
         try:
-            return str(
-                self.tokenizer.apply_chat_template(
-                    turns,
-                    tools=tools or None,
-                    tokenize=False,
-                    add_generation_prompt=asks,
-                    continue_final_message=begun,
-                )
-            )
+            return render(self.tokenizer, turns, tools=tools, options=self.config.chat_template_kwargs, **how)
         except Exception as error:
             roles = ", ".join(turn["role"] for turn in turns)
             raise ValueError(f"the chat template refuses the roles {roles}: {error}") from error
@@ -194,6 +283,8 @@ class Renderer:
         for message in value:
             # Arrow gives every message every key that any of them has.
             turn = {k: v for k, v in message.items() if v is not None} if isinstance(message, Mapping) else {}
+            if turn.get("tool_calls"):
+                turn |= {"content": turn.get("content", ""), "tool_calls": _without_nulls(turn["tool_calls"])}
             role = turn.get("role")
             if not isinstance(role, str) or not isinstance(turn.get("content"), str | list):
                 raise ValueError(f"a message is {{role: text, content: text}}, got {short(message, 200)}")
@@ -208,6 +299,42 @@ class Renderer:
         if turns[-1]["role"] == "system":
             raise ValueError("the conversation ends with a system message; nobody asks anything")
         return turns
+
+
+class _Columns(Formatter):
+    """Format a row's columns. Fields reach no attributes, and no width makes a text without end."""
+
+    def get_field(self, name: str, args: Any, row: Any) -> Any:
+        if "." in re.sub(r"\[[^\]]*\]", "", name):
+            raise ValueError(f"{{{name}}} reaches an attribute")
+        return super().get_field(name, args, row)
+
+    def format_field(self, value: Any, spec: str) -> str:
+        if re.search(r"\d{5}", spec):
+            raise ValueError(f"the format {short(spec)} is wider than 9999")
+        return str(super().format_field(value, spec))
+
+
+_FORMATTER = _Columns()
+
+
+def _texts_of(turn: Message) -> list[str]:
+    """The texts of a message, without what stands for images."""
+    content = turn.get("content") or ""
+    parts = [{"text": content}] if isinstance(content, str) else content
+    return [part["text"] for part in parts if part.get("text", "").strip()]
+
+
+def _without_nulls(value: Any) -> Any:
+    """A message's calls without the arguments that Arrow has added from other calls."""
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _squeezed(text: str) -> str:
+    """A text whose spaces do not count: templates strip messages."""
+    return " ".join(text.split())
 
 
 def _part(part: Any) -> dict[str, Any]:

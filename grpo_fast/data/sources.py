@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping
 from itertools import islice
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from grpo_fast.config.data import PREFIX, SUFFIXES, VERIFIERS, DatasetConfig
 from grpo_fast.config.lookup import FROM_PYTHON, choices, load_object
 from grpo_fast.config.secrets import in_use, masked
-from grpo_fast.data.files import Row, file_rows, files_of
+from grpo_fast.data.files import Row, csv_rows, file_rows, files_of
 from grpo_fast.data.tasksets import task_rows
 
 # Names that a reward function receives besides the columns.
@@ -62,11 +63,16 @@ def _source_rows(config: DatasetConfig) -> Iterable[Row]:
 
 
 def _hub_rows(config: DatasetConfig) -> Iterable[Row]:
-    from datasets import disable_progress_bars, load_dataset
+    from datasets import DownloadManager, disable_progress_bars, load_dataset_builder
 
     disable_progress_bars()
     try:
-        return map(dict, load_dataset(config.source, config.name, split=config.split))
+        builder = load_dataset_builder(config.source, config.name)
+        if builder.name == "csv":  # pandas would turn 007 into 7, and NA into nothing
+            paths = DownloadManager().download([*builder.config.data_files[config.split]])
+            return csv_rows([*map(Path, paths)], builder.config.sep)
+        builder.download_and_prepare()
+        return map(dict, builder.as_dataset(split=config.split))
     except Exception as error:
         raise ValueError(
             f"cannot load dataset.source = {config.source!r} (name {config.name!r}, split {config.split!r}) "

@@ -23,6 +23,7 @@ class Prompt:
     token_ids: tuple[int, ...]  # what the model is given
     columns: Mapping[str, Any]  # every other column of the row
     images: PromptImages | None = None
+    begun: str = ""  # the opening tag at the end of what the model is given, such as "<think>"
 
 
 def text_of(content: str | list[dict[str, Any]]) -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from grpo_fast.environments.function import function_rollout
 from grpo_fast.environments.tools import Toolsets, load_toolsets
@@ -22,8 +22,9 @@ def make_rollout(
     toolsets: Toolsets | None,
     tokenizer: PreTrainedTokenizerBase,
     end_ids: Sequence[int],
+    chat_options: Mapping[str, Any] | None = None,
 ) -> Rollout:
-    """How the run's prompts become completions.
+    """How the run's prompts become completions; `chat_options` are `dataset.chat_template_kwargs`.
 
     Raises:
         ValueError: tools with a chat template that cannot go on after calls.
@@ -38,4 +39,4 @@ def make_rollout(
         return VerifiersRollout(toolsets.tasks, tokenizer, end_ids)
     from grpo_fast.environments.episodes import EpisodeRollout
 
-    return EpisodeRollout(config, toolsets, tokenizer, end_ids)
+    return EpisodeRollout(config, toolsets, tokenizer, end_ids, chat_options)

@@ -7,15 +7,16 @@ calls of one completion are answered while others decode.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from grpo_fast.config.data import DatasetConfig
 from grpo_fast.config.rollout import RolloutConfig
 from grpo_fast.config.section import short
 from grpo_fast.data.render import Renderer
+from grpo_fast.data.text import completion_texts
 from grpo_fast.data.types import Message, Prompt
 from grpo_fast.environments.conversation import Conversation, joined_text
 from grpo_fast.environments.instances import Instances
@@ -94,6 +95,7 @@ class EpisodeRollout(CoroutineRollout):
         toolsets: what may be called.
         tokenizer: the model's.
         end_ids: tokens at which the engine ends a turn.
+        chat_options: variables of the chat template.
 
     Raises:
         ValueError: a chat template that cannot go on after calls.
@@ -105,15 +107,17 @@ class EpisodeRollout(CoroutineRollout):
         toolsets: Toolsets,
         tokenizer: PreTrainedTokenizerBase,
         end_ids: Sequence[int],
+        chat_options: Mapping[str, Any] | None = None,
     ) -> None:
         self._config = config
         self._toolsets = toolsets
-        self._tokenizer = tokenizer
+        self._tokenizer, self._end_ids = tokenizer, end_ids
         self._templates = {
-            name: TurnTemplate(tokenizer, end_ids, toolset.schemas)
+            name: TurnTemplate(tokenizer, end_ids, toolset.schemas, chat_options)
             for name, toolset in toolsets.by_name.items()
         }
-        self._renderer = Renderer(DatasetConfig(source=""), tokenizer, toolsets.schemas)
+        like = DatasetConfig(source="", chat_template_kwargs=dict(chat_options or {}))
+        self._renderer = Renderer(like, tokenizer, toolsets.schemas)
 
     def close(self) -> None:
         """Close what the environments hold; nothing is played afterwards."""
@@ -160,7 +164,7 @@ class EpisodeRollout(CoroutineRollout):
             talk.answer(ids, results)
         if talk.given_up and toolset.instances is not None:
             toolset.instances.drop(talk.environment)
-        text = str(self._tokenizer.decode(talk.token_ids, skip_special_tokens=True))
+        (text,) = completion_texts(self._tokenizer, [talk.token_ids], self._end_ids)
         return await talk.ended(text, truncated=truncated)
 
     async def _begun(self, prompt: Prompt, instances: Instances | None, room: int) -> Conversation:

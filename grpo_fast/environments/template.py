@@ -6,15 +6,16 @@ chat template writes between the end of the assistant's turn and the beginning o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from grpo_fast.data.template import MARK, render
+from grpo_fast.data.text import completion_texts
 from grpo_fast.data.types import Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-MARK = "c41f8e"  # a text that nobody writes by chance
 QUESTION: Message = {"role": "user", "content": "?"}
 CALL: dict[str, Any] = {"type": "function", "function": {"name": "look_up", "arguments": {"key": MARK}}}
 REMEDY = "set model.chat_template to a Jinja file of a template for tools, or use a model trained with them"
@@ -55,6 +56,7 @@ class TurnTemplate:
     Args:
         end_ids: tokens at any of which the engine ends a turn.
         schemas: of the tools that prompts tell of.
+        options: variables of the template.
 
     Raises:
         ValueError: tools, and a template that does not show calls or answers, that does not end a turn with
@@ -66,8 +68,9 @@ class TurnTemplate:
         tokenizer: PreTrainedTokenizerBase,
         end_ids: Sequence[int],
         schemas: Sequence[dict[str, Any]],
+        options: Mapping[str, Any] | None = None,
     ) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer, self._options = tokenizer, options
         self._schemas: list[Any] = list(schemas)
         ends = {id: str(tokenizer.decode([id])) for id in end_ids}
         self._ends = {text: id for id, text in ends.items() if text}
@@ -101,7 +104,7 @@ class TurnTemplate:
                 return self._read(str(self._tokenizer.decode(list(ids))), self._format, self._header)
         except ValueError:  # no calls, or malformed ones
             pass
-        text = str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+        (text,) = completion_texts(self._tokenizer, [ids], tuple(self._ends.values()))
         return {"role": "assistant", "content": text}
 
     def _try_out(self) -> None:
@@ -148,11 +151,7 @@ class TurnTemplate:
 
     def _render(self, turns: list[Message], more: bool) -> str:
         try:
-            return str(
-                self._tokenizer.apply_chat_template(
-                    turns, tools=self._schemas or None, tokenize=False, add_generation_prompt=more
-                )
-            )
+            return render(self._tokenizer, turns, tools=self._schemas, options=self._options, asks=more)
         except Exception as error:  # whatever a template raises
             roles = ", ".join(turn["role"] for turn in turns)
             raise ValueError(f"it refuses the roles {roles} ({error})") from error

@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import weakref
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,8 @@ from verifiers.v1.types import AssistantMessage, Response, ToolCall, TurnTokens
 
 from grpo_fast.config.data import DatasetConfig
 from grpo_fast.data.tasksets import COLUMN, environment_config
+from grpo_fast.data.template import render
+from grpo_fast.data.text import completion_texts
 from grpo_fast.data.types import Prompt
 from grpo_fast.environments.episodes import CoroutineRollout
 from grpo_fast.environments.template import TurnTemplate
@@ -50,6 +52,7 @@ class EngineClient(Client):
     tokenizer: PreTrainedTokenizerBase
     end_ids: Sequence[int]
     max_prompt: int  # tokens of the first prompt
+    options: Mapping[str, Any]  # variables of the chat template
     requests: Requests
     sampling: Sampling
     first: dict[str, int] = field(default_factory=dict)  # tokens of the first prompt, by trace
@@ -69,7 +72,7 @@ class EngineClient(Client):
             raise ProviderError("training needs a harness that uses chat completions", status_code=400)
         tools = [tool_to_wire(tool) for tool in turn.tools]
         if (key := json.dumps(tools)) not in self.templates:
-            self.templates[key] = TurnTemplate(self.tokenizer, self.end_ids, tools)
+            self.templates[key] = TurnTemplate(self.tokenizer, self.end_ids, tools, self.options)
         template, tail = self.templates[key], [message_to_wire(message) for message in turn.tail]
         previous = turn.previous_renderer_token_ids()
         continues = previous is not None and {message["role"] for message in tail} <= {"tool", "user"}
@@ -78,8 +81,8 @@ class EngineClient(Client):
             ids += template.after(tail, cut_off=ids[-1] not in self.end_ids)
         else:
             messages = [message_to_wire(message) for message in turn.prompt]
-            render: Any = self.tokenizer.apply_chat_template
-            ids = render(messages, tools=tools or None, add_generation_prompt=True, return_dict=False)
+            text = render(self.tokenizer, messages, tools=tools, options=self.options)
+            ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         try:
             answer = await self._draw(session_id, ids, sampling.model_dump(exclude_none=True))
         except ValueError as error:
@@ -142,7 +145,7 @@ class VerifiersRollout(CoroutineRollout):
         self, dataset: DatasetConfig, tokenizer: PreTrainedTokenizerBase, end_ids: Sequence[int]
     ) -> None:
         self._tokenizer = tokenizer
-        self._limits = end_ids, dataset.max_prompt_length or 0
+        self._limits = end_ids, dataset.max_prompt_length or 0, dataset.chat_template_kwargs
         self._endpoint = vf.TrainClientConfig(base_url="http://grpo-fast", api_key_var="GRPO_FAST_NO_KEY")
         self._environment = vf.load_environment(environment_config(dataset))
         self.described = f"verifiers: {self._environment.config.env_id}"
@@ -221,7 +224,7 @@ class VerifiersRollout(CoroutineRollout):
         return Completion(
             token_ids=tuple(ids[first:end]),
             logprobs=tuple(branch.logprobs[first:end]),
-            text=str(self._tokenizer.decode(ids[first:end], skip_special_tokens=True)),
+            text=completion_texts(self._tokenizer, [ids[first:end]], self._limits[0])[0],
             truncated=trace.is_truncated or trace.is_timeout or overflown,
             episode=episode,
         )

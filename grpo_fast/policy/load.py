@@ -15,6 +15,7 @@ from torch import nn
 from grpo_fast.config.distributed import DistributedConfig
 from grpo_fast.config.policy import ModelConfig
 from grpo_fast.data.images import ImageReader
+from grpo_fast.data.template import turn_end
 from grpo_fast.distributed.world import SINGLE_PROCESS, World
 from grpo_fast.head.operator import backend_on
 from grpo_fast.policy.adapters import add_lora
@@ -112,6 +113,7 @@ def load_policy(
         model.whole_config = architecture
     model = cast_rest(model, getattr(torch, config.dtype)) if quantized else model.to(home)
     require_vocabulary(tokenizer, model, config.path)
+    end_at_turns(model, tokenizer)
     reference = None
     if needs_reference and config.lora is None:
         reference = copy.deepcopy(model).eval().requires_grad_(False)
@@ -154,6 +156,19 @@ def load_policy(
             )
         replay.verify(policy)
     return policy
+
+
+def end_at_turns(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Make the token that ends a turn of the chat template one of the model's end tokens."""
+    end, known = turn_end(tokenizer), model.generation_config.eos_token_id
+    ids = [i for i in (*(known if isinstance(known, list | tuple) else [known]),) if i is not None]
+    if end is not None and end not in (*ids, tokenizer.eos_token_id):
+        logger.warning(
+            "the chat template ends a turn with %r, which is no end token of %s (%s): completions end there, "
+            "too, and generation_config says so",
+            *(tokenizer.decode([end]), model.config.name_or_path, tokenizer.decode(ids) or "it has none"),
+        )
+        model.generation_config.eos_token_id = [*ids, end]
 
 
 def _problem(policy: Policy, world: World) -> str | None:

@@ -21,6 +21,7 @@ from grpo_fast.config.lookup import choices
 from grpo_fast.config.preference import AnswersConfig
 from grpo_fast.config.section import short
 from grpo_fast.data.types import Prompt
+from grpo_fast.rewards.builtins.options import answers_of
 
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Weight = Annotated[Number, Field(ge=0)]
@@ -124,13 +125,13 @@ def answers(prompt: Prompt, config: AnswersConfig, seed: int) -> list[dict[str, 
     if config.column not in prompt.columns:
         problem = f"is no column: {choices(config.column, prompt.columns)}"
         raise ValueError(f"preference.answers.column = {config.column!r} {problem}")
-    text = str(prompt.columns[config.column]).strip()
+    value = prompt.columns[config.column]
     try:
-        right = int(text)
+        (right,) = {int(text) for text in answers_of(value) if "." not in text}
     except ValueError:
         raise ValueError(
-            f"{config.column} = {text!r} is no whole number, from which preference.answers makes wrong ones; "
-            "give pairs or groups in the data instead"
+            f"{config.column} = {short(value)} is no whole number, from which preference.answers makes wrong "
+            "ones; give pairs or groups in the data instead"
         ) from None
     wrong = plausible_errors(right, config.wrong, random.Random(f"{seed}/{prompt.index}/{right}"))
     return [

@@ -15,7 +15,7 @@ from grpo_fast.config.lookup import choices
 from grpo_fast.config.rewards import BUILTINS, RewardConfig
 from grpo_fast.config.secrets import in_use
 from grpo_fast.data.types import Prompt
-from grpo_fast.rewards.builtins.options import column_options
+from grpo_fast.rewards.builtins.options import answers_of, column_options
 from grpo_fast.rewards.calls import Call, CallFailed, Runner, check_scores, is_async
 from grpo_fast.rewards.loading import load_function
 from grpo_fast.rewards.types import (
@@ -104,8 +104,8 @@ class RewardSet:
             raise ValueError(f"evaluation.reward = {name!r} {problem}")
         return 0 if name is None else known.index(name) % len(self.names)
 
-    def check_columns(self, columns: Sequence[str]) -> None:
-        """Raises RewardError when a function's signature asks for something that the data does not have.
+    def check_columns(self, columns: Sequence[str], prompts: Sequence[Prompt] = ()) -> None:
+        """Raise RewardError for a column that a function asks for and the data lacks, or for a wrong answer.
 
         For the start of a run, before anything is generated.
         """
@@ -118,6 +118,12 @@ class RewardSet:
                 if column not in columns:
                     problem = f"reads the column {column!r} ({option}): {choices(column, columns)}"
                     raise RewardError(reward.name, problem)
+                for prompt in prompts if option == "answer_column" else ():
+                    try:
+                        answers_of(prompt.columns.get(column))
+                    except ValueError as error:
+                        problem = f"reads the column {column!r} ({option}), row {prompt.index}: {error}"
+                        raise RewardError(reward.name, problem) from error
 
     def score_completions(
         self,

@@ -80,6 +80,7 @@ class RewardBatch:
     completions: list[str | list[Message]]  # an episode's messages; a conversation's answer is one, as in TRL
     completion_ids: list[list[int]]
     columns: dict[str, list[Any]]
+    begun: list[str]  # the tag that the prompt opens, which the completion therefore lacks
 
     @classmethod
     def of(
@@ -99,6 +100,7 @@ class RewardBatch:
             [_answer(prompt, completion) for prompt, completion in pairs],
             [list(completion.token_ids) for _, completion in pairs],
             values,
+            ["" if completion.episode else prompt.begun for prompt, completion in pairs],
         )
 
     def __len__(self) -> int:
@@ -116,8 +118,8 @@ class RewardBatch:
         """The keyword arguments of one call: what the signature asks for, everything for `**columns`.
 
         A parameter `labels` that no column provides is the answer column, and `context` the dict of all
-        columns, as in Axolotl. Options win over columns of their name. `beside` is what there is to ask for
-        besides the batch.
+        columns, as in Axolotl. `begun` is the tag that each prompt ends with, such as `<think>`. Options win
+        over columns of their name. `beside` is what there is to ask for besides the batch.
 
         Raises:
             RewardError: a parameter without default that nothing provides.
@@ -129,8 +131,8 @@ class RewardBatch:
             "completion_ids": self.completion_ids,
             **beside,
         }
-        axolotls = {"context": self.columns, "labels": self.columns.get(ANSWER_COLUMN)}
-        offered = {key: value for key, value in axolotls.items() if value is not None} | everything
+        further = {"context": self.columns, "labels": self.columns.get(ANSWER_COLUMN), "begun": self.begun}
+        offered = {key: value for key, value in further.items() if value is not None} | everything
         chosen: dict[str, Any] = {}
         for parameter in inspect.signature(function).parameters.values():
             asked = parameter.name

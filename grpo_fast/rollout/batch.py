@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from grpo_fast.data.table import UNKNOWN
+from grpo_fast.data.text import completion_texts, raw_texts
 from grpo_fast.rollout.sampling import draw, make_warper
 from grpo_fast.rollout.types import Completion, Sampling
 
@@ -85,6 +86,7 @@ class Batch:
         self._length = 0  # tokens sampled of each row
         self._warper, self._stop = make_warper(sampling), sampling.stop
         self._tokenizer, self._eos = tokenizer, torch.tensor(eos_ids, device=device)
+        self._end_ids = tuple(eos_ids)
         self._report, self._take = report, take_experts
         self._experts: _Experts | None = None
 
@@ -116,7 +118,8 @@ class Batch:
         if not len(rows):
             return
         ids, logprobs = (part[rows, : self._length].tolist() for part in (self._tokens, self._logprobs))
-        columns = (rows.tolist(), ids, logprobs, self._texts(ids))
+        texts = completion_texts(self._tokenizer, ids, self._end_ids)
+        columns = (rows.tolist(), ids, logprobs, texts)
         for row, row_ids, row_logprobs, text in zip(*columns, strict=True):
             experts = None if self._experts is None else self._experts.of(row, self._length)
             completion = Completion(tuple(row_ids), tuple(row_logprobs), text, truncated, experts=experts)
@@ -125,12 +128,9 @@ class Batch:
     def _completes_stop(self, tokens: Tensor) -> Tensor:
         """(r,) bool: the end of the text of `tokens` (r, t) holds a stop string."""
         last = max(len(text.encode()) for text in self._stop) + STOP_MARGIN
-        tails = self._texts(tokens[:, -last:].tolist())
+        tails = raw_texts(self._tokenizer, tokens[:, -last:].tolist())
         found = [any(text in tail for text in self._stop) for tail in tails]
         return torch.tensor(found, device=tokens.device)
-
-    def _texts(self, ids: list[list[int]]) -> list[str]:
-        return self._tokenizer.batch_decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def _note_experts(self, rows: Tensor) -> None:
         if self._take is None:

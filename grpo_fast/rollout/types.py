@@ -68,7 +68,7 @@ class Completion:
 
     token_ids: tuple[int, ...]  # the end token included when one was drawn
     logprobs: tuple[float, ...] | None  # of each token, under what it was drawn from; None: unasked
-    text: str  # decoded, special tokens removed
+    text: str  # as `completion_texts` decodes it: without end tokens and those of the chat template
     truncated: bool  # stopped by a limit of tokens, turns or calls
     episode: Episode | None = None  # of several turns: an environment's tokens have logprob 0
     # Of a rollout's own, by name a number for each token: a loss of one's own finds them in its inputs.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -15,6 +16,7 @@ from grpo_fast.config.schema import TrainConfig, at
 from grpo_fast.config.stages import Stage, resolve_stages, schedule_steps
 from grpo_fast.data import PromptDataset, PromptSampler
 from grpo_fast.data.tasksets import library_prompts
+from grpo_fast.data.text import hidden_tokens
 from grpo_fast.distributed.world import SINGLE_PROCESS, World
 from grpo_fast.environments import Toolsets, make_rollout
 from grpo_fast.environments.tools import ENVIRONMENT_COLUMN
@@ -40,11 +42,13 @@ from grpo_fast.preference.trainer import PreferenceTrainer
 from grpo_fast.record.callbacks import Callbacks, load_callbacks
 from grpo_fast.record.hub import PushToHub
 from grpo_fast.rewards import RewardError, RewardSet, load_rewards
+from grpo_fast.rewards.builtins.options import sought_texts
 from grpo_fast.rewards.types import ENVIRONMENTS
 from grpo_fast.rollout import chosen_engine, engine_kind, make_engine, require_engine
 from grpo_fast.run.alike import require_alike
 from grpo_fast.run.loader import Loader
 
+logger = logging.getLogger(__name__)
 TOOLS = ("rollout.tools", "rollout.environment")  # what prompts tell of, and rewards are given
 # Spaced so that no two stages, nor runs with neighbouring seeds, draw in one order.
 SEEDS_PER_STAGE = 10**9
@@ -119,11 +123,21 @@ def build_grpo_trainer(config: TrainConfig, world: World = SINGLE_PROCESS) -> Tr
         distributed=config.distributed,
         router_replay=config.rollout.router_replay,
     )
+    for stage, part in zip(stages, parts, strict=True):
+        warn_of_special_tokens(policy, stage.config, part.rewards)
     for stage in stages:  # before gradients and the optimizer take their memory
         warm_up_head(policy, stage.config)
     rollout_of = partial(make_rollout, tokenizer=loader.tokenizer, end_ids=policy.eos_token_ids)
     parts = tuple(
-        replace(part, rollout=rollout_of(part.stage.config.rollout, part.toolsets)) for part in parts
+        replace(
+            part,
+            rollout=rollout_of(
+                part.stage.config.rollout,
+                part.toolsets,
+                chat_options=part.stage.config.dataset.chat_template_kwargs,
+            ),
+        )
+        for part in parts
     )
     ids = (prompt.token_ids for prompt in prompts)
     datasets = [config.evaluation.dataset, *(part.dataset.config for part in parts)]
@@ -151,7 +165,11 @@ def build_grpo_trainer(config: TrainConfig, world: World = SINGLE_PROCESS) -> Tr
             optimizer=optimizer,
             stages=parts,
             eval_rewards=eval_rewards,
-            eval_rollout_fn=rollout_of(config.rollout, toolsets),
+            eval_rollout_fn=rollout_of(
+                config.rollout,
+                toolsets,
+                chat_options=(config.evaluation.dataset or config.dataset).chat_template_kwargs,
+            ),
             held_out=held_out or (),
             world=world,
         )
@@ -168,6 +186,22 @@ def require_packed_and_whole(config: TrainConfig, world: World) -> None:
         )
     if config.model.packing == "none":
         raise ValueError("model.packing = 'none' computes no prompts with images: leave it at auto")
+
+
+def warn_of_special_tokens(policy: Policy, config: TrainConfig, rewards: RewardSet) -> None:
+    """Log which special tokens `rollout.stop` and the rewards wait for, and whether they ever see them."""
+    hidden = set(hidden_tokens(policy.tokenizer, policy.eos_token_ids).values())
+    sought = {f"reward {one.name!r}": "\n".join(sought_texts(one.function)) for one in rewards.rewards}
+    sought["rollout.stop"] = "\n".join(config.rollout.stop)
+    for token in policy.tokenizer.added_tokens_decoder.values():
+        for place in [place for place, text in sought.items() if token.special and token.content in text]:
+            unseen = token.content in hidden and place != "rollout.stop"
+            meaning = (
+                "is cut from the text of completions, so the reward never sees it: write its tags otherwise"
+                if unseen
+                else "is found as one token"
+            )
+            logger.warning("%s: %r is a special token of the tokenizer and %s", place, token.content, meaning)
 
 
 def warm_up_head(policy: Policy, config: TrainConfig) -> None:
@@ -279,4 +313,4 @@ def check_columns(rewards: RewardSet, dataset: PromptDataset, toolsets: Toolsets
     if instances is not None:
         instances.check_reset({*first, "prompt"} - {ENVIRONMENT_COLUMN})
     environments = (ENVIRONMENTS,) if toolsets and toolsets.classes else ()
-    rewards.check_columns([*first, *environments])
+    rewards.check_columns([*first, *environments], dataset)

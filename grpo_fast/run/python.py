@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 # The keys of a dataset that decide how a row becomes a prompt.
 RENDERING = (
     *("prompt_column", "rename", "prompt_template", "chat", "system_prompt", "examples"),
+    "chat_template_kwargs",
     *("max_prompt_length", "overlong_prompts"),
 )
 

@@ -47,6 +47,15 @@ class TestForm:
         assert dataset[0].prompt == prompt
         assert dataset[0].columns == {"answer": 1}
 
+    def test_calls_have_no_nulls_and_may_stand_without_content(self, make_tokenizer, write):
+        call = {"type": "function", "function": {"name": "f", "arguments": {"a": 1, "b": None}}}
+        said = {"role": "assistant", "content": None, "tool_calls": [call]}
+        source = write({"prompt": [*CONVERSATION, said, {"role": "tool", "content": "3"}]})
+        template = "{% for m in messages %}{{ m.content }}{{ m.tool_calls }}{% endfor %}"
+        (prompt,) = load_prompts(DatasetConfig(source=source), make_tokenizer(template))
+        told = prompt.prompt[1]
+        assert told["content"] == "" and told["tool_calls"][0]["function"]["arguments"] == {"a": 1}
+
     def test_configured_turns_come_before_a_conversations_own(self, tokenizer, write):
         source = write({"prompt": [SYSTEM, *CONVERSATION]}, {"prompt": CONVERSATION})
         first, second = load_prompts(DatasetConfig(source=source, **EXAMPLES), tokenizer)
@@ -102,6 +111,9 @@ class TestRefusals:
             ({"prompt": "one"}, {"prompt_template": "{}"}, "dataset.prompt_template"),
             ({"prompt": "one"}, {"prompt_template": " "}, "the prompt is empty"),
             ({"prompt": "one"}, {"prompt_template": "{prompt"}, "dataset.prompt_template"),
+            ({"prompt": "one"}, {"prompt_template": "{prompt.__class__}"}, "{prompt.__class__} reaches"),
+            ({"prompt": ["one"]}, {"prompt_template": "{prompt[0].upper}"}, "{prompt[0].upper} reaches"),
+            ({"prompt": "one"}, {"prompt_template": "{prompt:>9999999999}"}, "is wider than 9999"),
         ],
     )
     def test_what_makes_no_prompt_is_refused(self, tokenizer, write, row, options, message):
@@ -149,7 +161,7 @@ class TestRefusals:
     def test_a_tokenizer_that_makes_nothing_of_a_prompt_is_refused(self, make_tokenizer, write):
         silent = make_tokenizer(chat_template="{{ '' }}")
         with pytest.raises(ValueError, match=r"row 0: .*makes no tokens of the prompt ''"):
-            load_prompts(DatasetConfig(source=write({"prompt": "one"})), silent)
+            load_prompts(DatasetConfig(source=write({"prompt": [{**SYSTEM, "role": "developer"}]})), silent)
 
 
 class TestLength:

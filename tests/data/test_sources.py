@@ -1,8 +1,10 @@
 import csv
+import functools
 import json
 import re
 import socket
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -155,6 +157,12 @@ def test_a_folder_holds_splits_and_a_missing_one_is_refused(tmp_path, write):
         read_rows(DatasetConfig(source=str(tmp_path), split="validation"))
 
 
+def test_a_csv_column_has_one_type_in_all_files(tmp_path):
+    for name, cell in {"train-0.csv": "7", "train-1.csv": "007"}.items():
+        (tmp_path / name).write_text(f"prompt,answer\nq,{cell}\n")
+    assert [row["answer"] for row in read_rows(DatasetConfig(source=str(tmp_path)))] == ["7", "007"]
+
+
 @pytest.mark.parametrize("source", ["nowhere/rows.jsonl", "./rows", "../rows.txt", "/nowhere/rows"])
 def test_a_missing_file_is_named_and_not_asked_for_on_the_hub(network, source):
     with pytest.raises(FileNotFoundError, match=f"'{re.escape(source)}': there is no such file"):
@@ -165,14 +173,15 @@ def test_a_missing_file_is_named_and_not_asked_for_on_the_hub(network, source):
 def test_a_hub_id_goes_to_datasets_and_a_failure_names_other_sources(monkeypatch):
     asked = []
 
-    def load_dataset(*args, **options):
-        asked.append((args, options))
-        return iter(ROWS) if args[1] else next(iter(()))
+    def load_dataset_builder(*args):
+        asked.append(args)
+        rows = SimpleNamespace(name="parquet", download_and_prepare=bool, as_dataset=lambda split: iter(ROWS))
+        return rows if args[1] else next(iter(()))
 
-    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    monkeypatch.setattr("datasets.load_dataset_builder", load_dataset_builder)
     config = DatasetConfig(source="openai/gsm8k", name="main", split="test", size=2)
     assert read_rows(config) == ROWS[:2]
-    assert asked == [(("openai/gsm8k", "main"), {"split": "test"})]
+    assert asked == [("openai/gsm8k", "main")]
     with pytest.raises(ValueError, match=r"'openai/gsm8k' \(name None, split 'train'\).*\.jsonl"):
         read_rows(DatasetConfig(source="openai/gsm8k"))
 
@@ -239,8 +248,16 @@ def test_a_verifiers_of_before_v1_is_told_which_is_needed(tmp_path, monkeypatch)
     ],
     ids=lambda cells: str(cells[:2]),
 )
-def test_a_csv_cell_keeps_its_text_where_a_number_would_change_it(tmp_path, cells, values):
-    with (tmp_path / "rows.csv").open("w", newline="") as file:
-        csv.writer(file).writerows([("prompt", "answer"), *((f"q{i}", c) for i, c in enumerate(cells))])
-    rows = read_rows(DatasetConfig(source=str(tmp_path / "rows.csv")))
-    assert [row["answer"] for row in rows] == values and rows[0]["prompt"] == "q0"
+def test_a_csv_cell_keeps_its_text_where_a_number_would_change_it(tmp_path, monkeypatch, cells, values):
+    import datasets
+
+    table = [("prompt", "answer"), *((f"q{i}", c) for i, c in enumerate(cells))]
+    paths = [tmp_path / "rows.csv", tmp_path / "rows.tsv"]
+    for path, delimiter in zip(paths, ",\t", strict=True):
+        with path.open("w", newline="") as file:
+            csv.writer(file, delimiter=delimiter).writerows(table)
+    build = functools.partial(datasets.load_dataset_builder, "csv", data_files=str(paths[0]))
+    monkeypatch.setattr("datasets.load_dataset_builder", lambda source, name: build())
+    for source in (*map(str, paths), "owner/csv-on-the-hub"):
+        rows = read_rows(DatasetConfig(source=source))
+        assert [row["answer"] for row in rows] == values and rows[0]["prompt"] == "q0"

@@ -7,14 +7,17 @@ from typing import Any
 
 import pytest
 
+from grpo_fast.config.rewards import RewardConfig
 from grpo_fast.config.schema import TrainConfig
 from grpo_fast.config.stages import resolve_stages
 from grpo_fast.data import load_prompts
 from grpo_fast.groups.curriculum import DifficultySampler
 from grpo_fast.groups.sampler import GroupSampler
 from grpo_fast.loop.trainer import StageParts
-from grpo_fast.policy import load_tokenizer
-from grpo_fast.run.build import build_stages
+from grpo_fast.policy import load_policy, load_tokenizer
+from grpo_fast.policy.load import end_at_turns
+from grpo_fast.rewards import load_rewards
+from grpo_fast.run.build import build_stages, warn_of_special_tokens
 from grpo_fast.run.loader import Loader
 
 
@@ -82,3 +85,21 @@ def test_held_out_questions_stay_out_of_every_stage(build, toy):
 def test_a_mistake_in_a_later_stage_is_named_with_the_stage(build, overrides, message):
     with pytest.raises(ValueError, match=f"stage 's1': .*{message}"):
         build({}, overrides)
+
+
+def test_the_end_of_a_turn_ends_completions_and_special_tags_are_said(toy: dict[str, Any], caplog):
+    config = TrainConfig(**{**toy, "rollout": {"stop": ["</answer>"], "max_completion_length": 9}})
+    policy = load_policy(config.model)
+    tokenizer = policy.tokenizer
+    tokenizer.add_special_tokens({"extra_special_tokens": ["<|turn|>", "</answer>"]})
+    turn, answer = tokenizer.convert_tokens_to_ids(["<|turn|>", "</answer>"])
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}<|turn|>{% endfor %}"
+    end_at_turns(policy.base_model, tokenizer)
+    assert {turn, tokenizer.eos_token_id} <= {*policy.eos_token_ids} and answer not in policy.eos_token_ids
+    assert "ends a turn with '<|turn|>'" in caplog.text
+    patterns = {"tag_format": {}, "regex_format": {"pattern": r".*<\|turn\|>"}}
+    rewards = load_rewards([RewardConfig(reward=name, options=given) for name, given in patterns.items()])
+    warn_of_special_tokens(policy, config, rewards)
+    assert "'regex_format': '<|turn|>' is a special token of the tokenizer and is cut from" in caplog.text
+    for place in ("reward 'tag_format'", "rollout.stop"):
+        assert f"{place}: '</answer>' is a special token of the tokenizer and is found" in caplog.text

@@ -30,7 +30,7 @@ MOST_WORKERS = 8
 
 @reward
 class MathVerify:
-    """1 where the completion's final answer equals the gold one, 0 elsewhere, None where there is no gold.
+    """1 where the completion's final answer equals a gold one, 0 elsewhere, None where there is no gold.
 
     Gold answers are LaTeX with or without `$`, plain expressions, or GSM8K's text with `####`. The metric
     `math_verify/timeouts` is the share of comparisons that exceeded `time_limit` or the memory of a worker.
@@ -46,19 +46,21 @@ class MathVerify:
         **columns: Any,
     ) -> Scores:
         pairs = answer_pairs(completions, columns, self.answer_column)
-        golds = [(answer or "").rpartition(GSM8K_MARKER)[2].strip() for _, answer in pairs]
-        due = [[gold, text] for gold, (text, _) in zip(golds, pairs, strict=True) if gold]
+        golds = [[answer.rpartition(GSM8K_MARKER)[2].strip() for answer in answers] for _, answers in pairs]
+        due = [
+            [gold, text] for of_row, (text, _) in zip(golds, pairs, strict=True) for gold in of_row if gold
+        ]
         # A loop of its own: a user's async reward that blocks must not make comparisons late.
         work = asyncio.run_coroutine_threadsafe(POOL.ask(due, self.time_limit), event_loop("math_verify"))
         replies = await asyncio.wrap_future(work)
         if log_metric is not None and replies:
             log_metric("math_verify/timeouts", replies.count("timeout") / len(replies))
-        scores = iter(replies)
-        return [_score(next(scores)) if gold else None for gold in golds]
+        rest = iter(replies)
+        return [_best([next(rest) for gold in of_row if gold]) for of_row in golds]
 
 
-def _score(reply: bool | str | None) -> float | None:
-    return None if reply is None else float(reply is True)
+def _best(replies: Sequence[bool | str | None]) -> float | None:
+    return max((float(reply is True) for reply in replies if reply is not None), default=None)
 
 
 class Pool:

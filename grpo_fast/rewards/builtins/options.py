@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
+from datetime import date, time
+from decimal import Decimal
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, ConfigDict
 from pydantic.dataclasses import dataclass
 
 from grpo_fast.config.lookup import choices
+from grpo_fast.config.section import short
 
 CompletionTexts = Sequence[Any]  # N texts, or N conversations: one message of the assistant, or an episode's
 Scores = list[float | None]
@@ -32,13 +35,14 @@ def _said(message: Mapping[str, Any]) -> str:
 
 @reward
 class AnswerReward:
-    """Scores each completion by the answer of its row; None where there is none."""
+    """Score each completion by the answer of its row, the best of several; None where there is none."""
 
     answer_column: str = "answer"
 
     def __call__(self, completions: CompletionTexts, **columns: Any) -> Scores:
         pairs = answer_pairs(completions, columns, self.answer_column)
-        return [None if answer is None else self.score(text, answer) for text, answer in pairs]
+        scores = ([self.score(text, answer) for answer in answers] for text, answers in pairs)
+        return [max((score for score in row if score is not None), default=None) for row in scores]
 
     def score(self, text: str, answer: str) -> float | None:
         raise NotImplementedError
@@ -46,11 +50,41 @@ class AnswerReward:
 
 def answer_pairs(
     completions: CompletionTexts, columns: Mapping[str, Sequence[Any]], answer_column: str
-) -> list[tuple[str, str | None]]:
-    """Return each completion's text with the answer of its row, None where there is none."""
+) -> list[tuple[str, tuple[str, ...]]]:
+    """Return each completion's text with the `answers_of` its row."""
     answers = column(columns, answer_column, "answer_column")
-    pairs = zip(texts(completions), answers, strict=True)
-    return [(text, None if answer is None else str(answer)) for text, answer in pairs]
+    return [(text, answers_of(answer)) for text, answer in zip(texts(completions), answers, strict=True)]
+
+
+def answers_of(value: Any) -> tuple[str, ...]:
+    """Return the texts of a row's answer, each of which is right; none for None and NaN.
+
+    A list holds alternatives. A whole number that a source keeps as a float is right as `4` and as `4.0`.
+
+    Raises:
+        ValueError: a dict, bytes, a list of lists, or another object that is no answer.
+    """
+    value = value.tolist() if hasattr(value, "tolist") else value  # NumPy, torch
+    several = (list, tuple, set)
+    if isinstance(value, several) and not any(isinstance(one, several) for one in value):
+        return tuple(dict.fromkeys(text for one in value for text in answers_of(one)))
+    if value is None or type(value).__name__ in ("NAType", "NaTType"):  # of pandas
+        return ()
+    if isinstance(value, float | Decimal) and value != value:
+        return ()
+    if isinstance(value, float):
+        return (str(int(value)), str(value)) if value.is_integer() else (str(value),)
+    if isinstance(value, Decimal):
+        text = f"{value:f}"
+        return (text.rstrip("0").rstrip("."), text) if "." in text else (text,)
+    if isinstance(value, bool):
+        return str(value), str(value).lower()
+    if isinstance(value, str | int | date | time):
+        return (str(value),)
+    raise ValueError(
+        f"the answer {short(value)} is a {type(value).__name__}: give text, a number, or a list of these, "
+        "any of which is right"
+    )
 
 
 def column(columns: Mapping[str, Sequence[Any]], name: str, option: str) -> Sequence[Any]:
@@ -66,6 +100,15 @@ def column_options(function: Any) -> dict[str, str]:
         return {}
     names = (field.name for field in dataclasses.fields(function) if field.name.endswith("_column"))
     return {name: getattr(function, name) for name in names}
+
+
+def sought_texts(function: Any) -> list[str]:
+    """Return the tags, marks and patterns that a built-in reward looks for; nothing for other functions."""
+    options = vars(function).items() if dataclasses.is_dataclass(function) else ()
+    found = [value for name, value in options if value and not name.endswith("_column")]
+    tags = [f"<{tag}></{tag}>" for value in found if isinstance(value, list) for tag in value]
+    patterns = [re.sub(r"\\(.)", r"\1", value.pattern) for value in found if isinstance(value, re.Pattern)]
+    return [*tags, *patterns, *(value for value in found if isinstance(value, str))]
 
 
 def extract(text: str, pattern: Pattern | None) -> str | None:

@@ -81,23 +81,33 @@ def _decimal(text: str) -> Decimal:
     return Decimal(text.replace(",", "").replace(MINUS, "-"))
 
 
-Tags = Annotated[list[str], Field(min_length=1)]
+@reward
+class TagReward:
+    """Score the form of each completion, with what the prompt has begun of it."""
+
+    tags: Annotated[list[str], Field(min_length=1)] = Field(default_factory=lambda: ["think", "answer"])
+    prefix: str | None = None  # what the prompt has begun; null: the first tag, where the prompt ends with it
+
+    def __call__(
+        self, completions: CompletionTexts, begun: Sequence[str] | None = None, **columns: Any
+    ) -> Scores:
+        first = f"<{self.tags[0]}>"
+        opened = [first if tag == first else "" for tag in begun or [""] * len(completions)]
+        prefixes = opened if self.prefix is None else [self.prefix] * len(completions)
+        return [self.score(prefix + text) for prefix, text in zip(prefixes, texts(completions), strict=True)]
+
+    def score(self, text: str) -> float:
+        raise NotImplementedError
 
 
 @reward
-class TagFormat:
+class TagFormat(TagReward):
     """1 where the completion is exactly `<a>...</a> <b>...</b>`: each tag once, in order, nothing around."""
 
-    tags: Tags = Field(default_factory=lambda: ["think", "answer"])
-    prefix: str = ""  # what the prompt has begun already, such as "<think>"
-
-    def __call__(self, completions: CompletionTexts, **columns: Any) -> Scores:
-        return [float(self._fits(self.prefix + text)) for text in texts(completions)]
-
-    def _fits(self, text: str) -> bool:
+    def score(self, text: str) -> float:
         once = all(text.count(mark) == 1 for mark in marks(self.tags))
         blocks = [rf"<{tag}>(?!\s*</{tag}>).*</{tag}>" for tag in map(re.escape, self.tags)]
-        return once and re.fullmatch(r"\s*".join(["", *blocks, ""]), text, re.DOTALL) is not None
+        return float(once and re.fullmatch(r"\s*".join(["", *blocks, ""]), text, re.DOTALL) is not None)
 
 
 def marks(tags: Sequence[str]) -> list[str]:
@@ -106,16 +116,11 @@ def marks(tags: Sequence[str]) -> list[str]:
 
 
 @reward
-class TagFormatIncremental:
+class TagFormatIncremental(TagReward):
     """The share of the opening and closing tags that occur exactly once: something to climb."""
 
-    tags: Tags = Field(default_factory=lambda: ["think", "answer"])
-    prefix: str = ""  # what the prompt has begun already
-
-    def __call__(self, completions: CompletionTexts, **columns: Any) -> Scores:
-        wanted = marks(self.tags)
-        found = [[(self.prefix + text).count(mark) for mark in wanted] for text in texts(completions)]
-        return [counts.count(1) / len(wanted) for counts in found]
+    def score(self, text: str) -> float:
+        return [text.count(mark) for mark in marks(self.tags)].count(1) / (2 * len(self.tags))
 
 
 @reward

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from grpo_fast.data.images import opened
+from grpo_fast.data.text import completion_texts
 from grpo_fast.rollout.types import Completion, Sampling
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ def params_of(policy: Policy, sampling: Sampling) -> SamplingParams:
         logprobs=0 if sampling.logprobs else None,  # 0: of the sampled token alone
         flat_logprobs=True,
         detokenize=bool(sampling.stop),
+        skip_special_tokens=False,  # a stop text may be a special token
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
 
@@ -59,9 +61,7 @@ def completion_of(policy: Policy, output: Any, tells_experts: bool) -> Completio
         raise FloatingPointError(
             "vLLM drew from logits that hold NaN or infinity: the weights have likely diverged"
         )
-    (text,) = policy.tokenizer.batch_decode(
-        [list(token_ids)], skip_special_tokens=True, clean_up_tokenization_spaces=False
-    )
+    (text,) = completion_texts(policy.tokenizer, [token_ids], policy.eos_token_ids)
     experts = _experts_of(policy, output) if tells_experts else None
     return Completion(token_ids, logprobs, text, drawn.finish_reason == "length", experts=experts)
 

@@ -1,10 +1,15 @@
 from decimal import Decimal
 
+import numpy as np
+import pandas
 import pytest
 
 from grpo_fast.config.lookup import load_callable
-from grpo_fast.config.rewards import BUILTINS
+from grpo_fast.config.rewards import BUILTINS, RewardConfig
+from grpo_fast.data import Prompt
+from grpo_fast.rewards import RewardError, load_rewards
 from grpo_fast.rewards.builtins.text import number_in
+from grpo_fast.rollout import Completion
 
 GSM8K = "She sold 48 / 2 = <<48/2=24>>24 clips in May.\nIn all 1,072.\n#### 1,072"
 TAGS = "<think>a\nb</think>\n<answer>c</answer>"
@@ -110,6 +115,45 @@ def test_strict_tags_come_once_in_order_and_incremental_ones_give_a_share(comple
 def test_a_tag_that_the_prompt_opens_counts():
     options = {"tags": ["think"], "prefix": "<think>"}
     assert score("tag_format", ["a</think>", "<think>a</think>"], options) == [1.0, 0.0]
+    rewards = load_rewards([RewardConfig(reward=name) for name in ("tag_format", "tag_format_incremental")])
+    rest, text = (
+        Completion((1,), None, TAGS.removeprefix("<think>"), False),
+        Completion((1,), None, TAGS, False),
+    )
+    prompts = [Prompt(index, "q", (1,), {}, begun=begun) for index, begun in enumerate(("<think>", "<a>"))]
+    table = rewards.score_completions(prompts, [[rest, text], [rest, text]]).table
+    assert table.tolist() == [[1.0, 1.0], [0.0, 0.75], [0.0, 0.75], [1.0, 1.0]]
+
+
+@pytest.mark.parametrize("name", ["exact_match", "numeric_match", "math_verify"])
+@pytest.mark.parametrize(
+    ("answer", "completion", "value"),
+    [
+        (["4", "5"], "5", 1.0),
+        (("4", None), "4", 1.0),
+        (np.array([4.0, 5.0]), "4", 1.0),
+        ([4, 5], "6", 0.0),
+        (4.0, "4", 1.0),
+        (4.0, "4.0", 1.0),
+        (Decimal("4.50"), "4.5", 1.0),
+        (np.float32(0.5), "0.5", 1.0),
+        (float("nan"), "nan", None),
+        (pandas.NA, "4", None),
+        ([], "4", None),
+        *((answer, "4", "give text, a number, or a list") for answer in ({"a": "4"}, b"4", [["4"]], [{}])),
+    ],
+    ids=str,
+)
+def test_answers_may_be_numbers_and_lists_of_which_any_is_right(name, answer, completion, value):
+    rewards = load_rewards([RewardConfig(reward=name), RewardConfig(reward="length", options={"target": 1})])
+    prompts = [Prompt(0, "q", (1,), {"answer": answer})]
+    if isinstance(value, str):
+        with pytest.raises(RewardError, match=f"'answer' .answer_column., row 0: .*{value}"):
+            rewards.check_columns(["answer"], prompts)
+        return
+    rewards.check_columns(["answer"], prompts)
+    found = rewards.score_completions(prompts, [[Completion((1,), None, completion, False)]]).table[0, 0]
+    assert found == value if value is not None else found.isnan()
 
 
 def test_a_pattern_must_match_the_whole_completion():

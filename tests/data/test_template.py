@@ -1,0 +1,115 @@
+import re
+
+import pytest
+from tokenizers.processors import TemplateProcessing
+
+from grpo_fast.config.data import DatasetConfig
+from grpo_fast.data import load_prompts, template
+
+ASKS = "{% if add_generation_prompt %}{{ '<assistant> ' }}{% endif %}"
+TURNS = "{% for m in messages %}{{ '<' + m.role + '> ' + m.content + ' <end> ' }}{% endfor %}"
+PLAIN = TURNS + ASKS
+LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}BODY{% endfor %}{% endfor %}"
+SYSTEM = {"role": "system", "content": "be brief"}
+QUESTION = {"role": "user", "content": "what is one"}
+REPLY = {"role": "assistant", "content": "it is surely one"}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        LOOP.replace("BODY", "x"),
+        LOOP.replace("BODY", "{% set x = 1 %}"),
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(90) }}",
+        "{% set n = namespace(s='long') %}{% for _ in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}",
+        "{{ 'x' * 30000000000 }}",
+        "{{ 'x' * 30000000 }}",
+    ],
+)
+def test_a_chat_template_without_end_is_refused(make_tokenizer, write, monkeypatch, text):
+    monkeypatch.setattr(template, "LIMIT_SECONDS", 1)
+    with pytest.raises(
+        ValueError, match=r"row 0: the chat template .*look for a loop or a macro without end"
+    ):
+        load_prompts(DatasetConfig(source=write({"prompt": "one"})), make_tokenizer(text))
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "prompt", "message"),
+    [
+        (
+            TURNS.replace("m in messages", "m in messages if m.role != 'system'"),
+            {"system_prompt": "be"},
+            "one",
+            r"dataset\.system_prompt: .*role system: 'be'",
+        ),
+        (
+            PLAIN.replace("m.content +", "m.content.split('so')[-1] +"),
+            {"examples": [("two", "five so 2")]},
+            "one",
+            r"dataset\.examples: .*role assistant: 'five so 2'",
+        ),
+        (PLAIN.replace("m.content +", "m.content[:4] +"), {}, "what is one", "role user: 'what is one'"),
+        (PLAIN + "<|turn|>", {}, "<|turn|> one", r"'<\|turn\|>'.*rendered already"),
+        (
+            PLAIN,
+            {"chat_template_kwargs": {"enable_thinkng": False}},
+            "one",
+            r"kwargs\.enable_thinkng is no variable",
+        ),
+        (
+            PLAIN + "{{ enable_thinking }}",
+            {"chat_template_kwargs": {"enable_thinkng": False}},
+            "one",
+            r"did you mean 'enable_thinking'",
+        ),
+        (PLAIN, {"chat_template_kwargs": {"x": 1}, "chat": False}, "one", r"dataset\.chat = false"),
+    ],
+)
+def test_what_a_template_would_lose_of_the_configuration_is_refused(
+    make_tokenizer, write, text, options, prompt, message
+):
+    tokenizer = make_tokenizer(text)
+    tokenizer.add_special_tokens({"extra_special_tokens": ["<|turn|>"]})
+    with pytest.raises(ValueError, match=message):
+        load_prompts(DatasetConfig(source=write({"prompt": prompt}), **options), tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("text", "prompt", "message"),
+    [
+        (TURNS, "one", "writes '<assistant> ' before the assistant's reply, and not at the end of a prompt"),
+        (PLAIN, "one", "ends the assistant's turn with ' <end> ', which is no token"),
+        (PLAIN, [SYSTEM, QUESTION], None),
+        (
+            PLAIN.replace("m.content +", "m.content[:11] +"),
+            [REPLY, QUESTION],
+            "assistant: 'it is surely one'",
+        ),
+        (TURNS + PLAIN, "what is one plus one ?", "text of the role user more than once: 'what is one plus"),
+    ],
+)
+def test_what_a_template_does_to_the_first_prompt_is_said(
+    make_tokenizer, write, caplog, text, prompt, message
+):
+    rows = [{"prompt": prompt}] * 3
+    load_prompts(DatasetConfig(source=write(*rows)), make_tokenizer(text))
+    assert len(re.findall(re.escape(message or "leaves out"), caplog.text)) == (message is not None)
+
+
+def test_the_chat_template_gets_the_datasets_own_variables(make_tokenizer, write):
+    tokenizer = make_tokenizer(PLAIN + "{% if enable_thinking is false %}two{% endif %}")
+    config = {"source": write({"prompt": "one"}), "chat_template_kwargs": {"enable_thinking": False}}
+    (prompt,) = load_prompts(DatasetConfig(**config), tokenizer)
+    assert tokenizer.decode(prompt.token_ids) == "<user> one <end> <assistant> two"
+
+
+def test_a_beginning_that_the_prompt_has_already_is_not_doubled(make_tokenizer, write, caplog):
+    tokenizer = make_tokenizer(None)
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    begin = TemplateProcessing("<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)])
+    tokenizer._tokenizer.post_processor = begin
+    rows = [{"prompt": "one"}, {"prompt": "<s> two"}]
+    found = load_prompts(DatasetConfig(source=write(*rows)), tokenizer)
+    assert [tokenizer.decode(prompt.token_ids) for prompt in found] == ["<s> one", "<s> two"]
+    assert "1 of 2 prompts" in caplog.text and "begin with '<s>' already" in caplog.text
