@@ -17,7 +17,8 @@ from itertools import islice
 from typing import Any
 
 import grpo_fast
-from grpo_fast.config.lookup import choices
+from grpo_fast.config.lookup import choices, exits_are_errors
+from grpo_fast.config.paths import user_path
 
 FAILURE, USAGE, INTERRUPTED = 1, 2, 130
 
@@ -73,7 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         module, _, name = args.command.partition(":")
-        return getattr(importlib.import_module(f"grpo_fast.cli.{module}"), name)(args, overrides)
+        with exits_are_errors():
+            return getattr(importlib.import_module(f"grpo_fast.cli.{module}"), name)(args, overrides)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
@@ -148,6 +150,14 @@ def at_least(minimum: int) -> Callable[[str], int]:
     return number
 
 
+def path(text: str) -> str:
+    """The type of an option that takes a file or folder."""
+    try:
+        return str(user_path(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def version() -> str:
     """Name the installed version; a checkout that is not installed has none."""
     try:
@@ -186,7 +196,9 @@ def build_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argum
     evaluate.add_argument(
         "--num-samples", type=at_least(1), metavar="N", help="answers a question; the largest k"
     )
-    evaluate.add_argument("--output", metavar="FILE", help="write figures, scores and answers as JSON")
+    evaluate.add_argument(
+        "--output", type=path, metavar="FILE", help="write figures, scores and answers as JSON"
+    )
 
     look = "look at prompts, completions and rewards before training"
     preview = add("preview", "questions:preview", look, overrides=True, aliases=["generate"])
@@ -210,19 +222,23 @@ def build_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argum
     plan.add_argument("--json", action="store_true", help="as JSON, sizes in bytes")
 
     export = add("export", "commands:export", "write a trained model for transformers and vLLM")
-    export.add_argument("run", metavar="RUN_OR_CHECKPOINT", help="a run's directory, or one checkpoint of it")
-    export.add_argument("out", metavar="OUT", help="the folder to write")
+    export.add_argument(
+        "run", type=path, metavar="RUN_OR_CHECKPOINT", help="a run's directory, or one checkpoint of it"
+    )
+    export.add_argument("out", type=path, metavar="OUT", help="the folder to write")
 
     report = add("report", "commands:report", "write a run's HTML report, or one that compares several")
-    report.add_argument("runs", nargs="+", metavar="RUN", help="a run's directory")
+    report.add_argument("runs", type=path, nargs="+", metavar="RUN", help="a run's directory")
     page = "the page; default: report.html in the run's directory, comparison.html here for several"
-    report.add_argument("-o", "--output", metavar="OUT", help=page)
+    report.add_argument("-o", "--output", type=path, metavar="OUT", help=page)
 
     foreign = "turn an Axolotl, TRL or NeMo-RL configuration into ours, listing each key"
     foreign += "; leaves with 3 where something is to be decided before it is the same experiment"
     convert = add("convert", "commands:convert", foreign)
-    convert.add_argument("file", metavar="FILE", help="YAML or JSON")
-    convert.add_argument("-o", "--output", metavar="OUT", help="the YAML file to write, else standard output")
+    convert.add_argument("file", type=path, metavar="FILE", help="YAML or JSON")
+    convert.add_argument(
+        "-o", "--output", type=path, metavar="OUT", help="the YAML file to write, else standard output"
+    )
     sources = ("axolotl", "trl", "nemo_rl")
     convert.add_argument("--source", choices=sources, help="default: recognised by its keys")
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_fast.config.keys import ConfigError, Problem
 from grpo_fast.config.load import check_filled_in, config_path, load_config
+from grpo_fast.config.paths import user_path, with_absolute_paths
 from grpo_fast.config.record import CONFIG_FILE
 from grpo_fast.config.schema import TrainConfig
 from grpo_fast.config.secrets import masked
@@ -127,12 +128,13 @@ class Parts:
         from grpo_fast.run.export import locate, trained_policy
 
         require_engine(config.rollout)
+        config = with_absolute_paths(config)
         dataset = config.evaluation.dataset if held_out else None
         toolsets = load_toolsets(config.rollout, dataset or config.dataset)
         rewards = load_rewards(config.rewards, toolsets.classes if toolsets else ())
         rewards.position(config.evaluation.reward)  # refused before any work where there is no such reward
-        if Path(source).is_dir() and config_path(source).name == CONFIG_FILE:
-            policy, step = trained_policy(config, *locate(Path(source)))
+        if (folder := user_path(source)).is_dir() and config_path(source).name == CONFIG_FILE:
+            policy, step = trained_policy(config, *locate(folder))
         else:
             policy, step = load_policy(config.model), None
         schemas = toolsets.schemas if toolsets else None

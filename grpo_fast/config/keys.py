@@ -119,6 +119,7 @@ def problems_of(error: ValidationError) -> list[Problem]:
             name = name.rpartition(".")[0]  # a member of a union
         bare = without_positions(name)
         message = item["msg"].removeprefix("Value error, ").replace("Input should", "should", 1)
+        message = message.removeprefix(f"{name} = {value!r}: ")
         message = removed(f"{bare}={value}") or {"missing": "is required"}.get(kind, message)
         if name in found:  # another alternative of the same value
             message = f"{message} or {found[name].message}"

@@ -22,6 +22,7 @@ from grpo_fast.config.foreign.rules import Places, translate
 from grpo_fast.config.keys import TO_FILL_IN, ConfigError, Problem, problems_of, takes_text, unknown_key
 from grpo_fast.config.lookup import choices
 from grpo_fast.config.methods import REPLACED
+from grpo_fast.config.paths import user_path
 from grpo_fast.config.record import CHECKPOINTS_DIR, CONFIG_FILE, LOCK_FILE
 from grpo_fast.config.schema import TrainConfig
 from grpo_fast.config.secrets import masked, masked_command
@@ -54,7 +55,7 @@ def load_config(path: str | Path | None, overrides: Sequence[str] | Mapping[str,
     problems: list[Problem] = []
     found = None if path is None else config_path(path)
     file = {} if found is None else read_mapping(found)
-    if found is not None and Path(str(path)).is_dir() and (found.parent / LOCK_FILE).exists():
+    if found is not None and user_path(path or "").is_dir() and (found.parent / LOCK_FILE).exists():
         file["output_dir"] = str(found.parent)  # a run's folder may have been moved or copied
     given = dict(overrides) if isinstance(overrides, Mapping) else _parse_overrides(overrides)
     if any(given.get(name) is not None for name in LENGTH):
@@ -107,10 +108,10 @@ def config_path(name: str | Path) -> Path:
     Raises:
         ConfigError: there is none; it names the recipes.
     """
-    path = Path(name)
+    path = user_path(name, "CONFIG")
     recipe = RECIPES / f"{name}.yaml"
     run = path.parent.parent if path.is_dir() and path.parent.name == CHECKPOINTS_DIR else path
-    for candidate in (path, run / CONFIG_FILE, *([recipe] if path.name == str(name) else [])):
+    for candidate in (path, run / CONFIG_FILE, *([recipe] if Path(name).name == str(name) else [])):
         if candidate.is_file():
             return candidate
     recipes = choices(path.stem, [file.stem for file in RECIPES.glob("*.yaml")])

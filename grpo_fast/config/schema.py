@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     Field,
     SerializerFunctionWrapHandler,
     model_serializer,
@@ -18,6 +19,7 @@ from grpo_fast.config.distributed import DistributedConfig
 from grpo_fast.config.evaluation import EvaluationConfig
 from grpo_fast.config.groups import AdaptiveWeightsConfig, AdvantageConfig, CurriculumConfig, GroupConfig
 from grpo_fast.config.methods import MethodName, with_method
+from grpo_fast.config.paths import user_path
 from grpo_fast.config.policy import ModelConfig, OptimizerConfig
 from grpo_fast.config.preference import PreferenceConfig
 from grpo_fast.config.record import AlertsConfig, CheckpointConfig, HubConfig, LoggingConfig
@@ -26,6 +28,12 @@ from grpo_fast.config.rollout import MemoryConfig, RolloutConfig
 from grpo_fast.config.section import FromMapping, Positive, PositiveInt, Section, Seed, at
 from grpo_fast.config.stages import StageConfig, resolve_stages
 from grpo_fast.objective.config import GRPOLossConfig, SamplerCorrection, refuse_unread
+
+
+def _path(text: str) -> str:
+    """Raise ValueError for a text that stands for no path."""
+    user_path(text, "output_dir")
+    return text
 
 
 class TrainConfig(Section):
@@ -39,7 +47,7 @@ class TrainConfig(Section):
         description="what its paper sets in `loss` and `advantage`, below what is set there: a name of "
         "docs/methods.md; null: nothing, and loss.loss_type names a surrogate alone",
     )
-    output_dir: str = Field("runs/default", description="the run's folder")
+    output_dir: Annotated[str, AfterValidator(_path)] = Field("runs/default", description="the run's folder")
     seed: Seed = Field(0, description="of prompts, completions and new weights; a CPU run repeats exactly")
     max_steps: PositiveInt = Field(
         100, description="steps: a rollout and its updates, or a batch of comparisons"

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
+from grpo_fast.config.paths import user_path
 from grpo_fast.config.policy import ModelConfig
 from grpo_fast.data.images import INSTALL
 from grpo_fast.policy.quantization import unquantized
@@ -47,7 +48,7 @@ _PROCESSOR = ("preprocessor_config.json", "processor_config.json", "video_prepro
 
 def cache_folder() -> Path:
     """`$GRPO_FAST_CACHE`, or `~/.cache/grpo_fast`."""
-    return Path(os.environ.get("GRPO_FAST_CACHE") or Path.home() / ".cache" / "grpo_fast")
+    return user_path(os.environ.get("GRPO_FAST_CACHE") or "~/.cache/grpo_fast", "GRPO_FAST_CACHE")
 
 
 def resolve_source(path: str) -> str:
@@ -58,9 +59,9 @@ def resolve_source(path: str) -> str:
     """
     if path.startswith(PREFIX):
         return str(converted_package(path))
-    folder, problem = Path(path).expanduser(), None
+    folder, problem = user_path(path, "model.path"), None
     if not folder.exists():
-        if not (path.startswith((".", "/", "~")) or "\\" in path or path.count("/") > 1):
+        if not (path.startswith((".", "/", "~", "$")) or "\\" in path or path.count("/") > 1):
             return path
         problem = "no such folder; a hub id has the form owner/name"
     elif folder.is_file():

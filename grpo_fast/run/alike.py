@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from grpo_fast.config.load import load_config
+from grpo_fast.config.lookup import importing_from
+from grpo_fast.config.paths import user_path, with_absolute_paths
 from grpo_fast.config.record import CONFIG_FILE
 from grpo_fast.config.schema import TrainConfig
 from grpo_fast.config.secrets import masked
@@ -75,7 +77,7 @@ def find_checkpoint(
             f"output_dir = {str(run_dir)!r} holds no run to resume; start it without --resume, or name the "
             "folder that the run has been moved to in the place of its configuration"
         )
-    before = load_config(earlier)
+    before = with_absolute_paths(load_config(earlier))
     checkpoint = store.load_latest() if resume == "latest" else store.load(resume)
     if checkpoint is None:
         if steps > before.checkpoint.every > 0 or (steps and (run_dir / REPORT_FILE).exists()):
@@ -131,10 +133,11 @@ def _texts(tree: Any) -> Iterator[str]:
 def _code_file(place: str) -> Path | None:
     """Return the source file of a module or path, or None where there is none."""
     if place.endswith(".py"):
-        file = Path(place).expanduser()
+        file = user_path(place)
         return file if file.is_file() else None
-    with suppress(Exception):  # a user's package, which is imported on the way, may raise anything
-        spec = importlib.util.find_spec(place)
+    with suppress(Exception, SystemExit):  # a user's package is imported on the way
+        with importing_from(Path.cwd()):
+            spec = importlib.util.find_spec(place)
         if spec is not None and str(spec.origin).endswith(".py"):
             return Path(str(spec.origin))
     return None

@@ -8,6 +8,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from grpo_fast.config.load import load_config
+from grpo_fast.config.paths import user_path
 from grpo_fast.config.record import CHECKPOINTS_DIR, CONFIG_FILE
 from grpo_fast.config.schema import TrainConfig
 from grpo_fast.policy import Policy, load_policy
@@ -23,11 +24,11 @@ def export_run(source: str | Path, out: str | Path) -> Path:
         FileExistsError: `out` holds files already.
         OSError: it cannot be written; nothing is left of it.
     """
-    out = Path(out)
+    out = user_path(out, "OUT")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise FileExistsError(f"{out} exists and is not an empty folder; give another name")
-    run_dir, checkpoint = locate(Path(source))
-    unfinished = out.absolute().with_name(f"{out.absolute().name}.tmp")
+    run_dir, checkpoint = locate(user_path(source, "RUN"))
+    unfinished = out.with_name(f"{out.name}.tmp")
     try:
         unfinished.mkdir(parents=True, exist_ok=True)  # what cannot be written shows before weights are read
         policy, _ = trained_policy(load_config(run_dir / CONFIG_FILE), run_dir, checkpoint)

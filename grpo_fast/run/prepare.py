@@ -15,6 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from grpo_fast.config.load import dump_config
+from grpo_fast.config.paths import with_absolute_paths
 from grpo_fast.config.record import CHECKPOINTS_DIR, CONFIG_FILE, LOCK_FILE, LoggingConfig
 from grpo_fast.config.schema import TrainConfig
 from grpo_fast.distributed.world import World, joined
@@ -81,6 +82,7 @@ class PreparedRun:
 @contextmanager
 def prepared(config: TrainConfig, resume: str | None, *, display: bool) -> Iterator[PreparedRun]:
     """A run as `train` is asked for it, everything checked, built and restored. Raises as `train`."""
+    config = with_absolute_paths(config)
     run_dir = Path(config.output_dir)
     with ExitStack() as stack:
         world = stack.enter_context(joined_ranks(config))

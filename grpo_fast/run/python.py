@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from grpo_fast.config.load import load_config
 from grpo_fast.config.lookup import given
+from grpo_fast.config.paths import user_path
 from grpo_fast.config.record import CONFIG_FILE
 from grpo_fast.config.schema import TrainConfig
 from grpo_fast.config.section import short
@@ -120,7 +121,7 @@ class Run:
     """
 
     def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
+        self.folder = user_path(folder, "folder")
         if not (self.folder / CONFIG_FILE).is_file():
             raise FileNotFoundError(f"{self.folder} holds no run: there is no {CONFIG_FILE}")
         self.config = load_config(self.folder)
@@ -204,4 +205,4 @@ class TrainedPolicy:
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write model and tokenizer, adapters merged, for transformers and vLLM."""
-        self._policy.save_pretrained(Path(folder))
+        self._policy.save_pretrained(user_path(folder, "folder"))
