@@ -226,6 +226,8 @@ def build_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argum
         "run", type=path, metavar="RUN_OR_CHECKPOINT", help="a run's directory, or one checkpoint of it"
     )
     export.add_argument("out", type=path, metavar="OUT", help="the folder to write")
+    trust = "run the Python code that the model's repository ships, where the run did"
+    export.add_argument("--trust-remote-code", action="store_true", help=trust)
 
     report = add("report", "commands:report", "write a run's HTML report, or one that compares several")
     report.add_argument("runs", type=path, nargs="+", metavar="RUN", help="a run's directory")

@@ -68,7 +68,7 @@ def plan(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 def export(args: argparse.Namespace, _: Sequence[str]) -> int:
     from grpo_fast.run.export import export_run
 
-    print(export_run(args.run, args.out))
+    print(export_run(args.run, args.out, trust_remote_code=args.trust_remote_code))
     return 0
 
 

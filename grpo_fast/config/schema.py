@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
@@ -14,7 +14,7 @@ from pydantic import (
     model_validator,
 )
 
-from grpo_fast.config.data import DatasetConfig
+from grpo_fast.config.data import DatasetConfig, with_inherited
 from grpo_fast.config.distributed import DistributedConfig
 from grpo_fast.config.evaluation import EvaluationConfig
 from grpo_fast.config.groups import AdaptiveWeightsConfig, AdvantageConfig, CurriculumConfig, GroupConfig
@@ -34,6 +34,17 @@ def _path(text: str) -> str:
     """Raise ValueError for a text that stands for no path."""
     user_path(text, "output_dir")
     return text
+
+
+def _with_held_out(settings: Any) -> Any:
+    """Return the settings with what `evaluation.dataset` takes from `dataset`."""
+    evaluation = settings.get("evaluation") if isinstance(settings, Mapping) else None
+    if isinstance(evaluation, EvaluationConfig):
+        evaluation = evaluation.model_dump(exclude_unset=True)
+    if not isinstance(evaluation, Mapping) or evaluation.get("dataset") is None:
+        return settings
+    held_out = with_inherited(evaluation["dataset"], settings.get("dataset"))
+    return {**settings, "evaluation": {**evaluation, "dataset": held_out}}
 
 
 class TrainConfig(Section):
@@ -103,7 +114,7 @@ class TrainConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _over_its_method(cls, settings: Any) -> Any:
-        return with_method(settings)
+        return with_method(_with_held_out(settings))
 
     @model_validator(mode="after")
     def _consistent(self) -> TrainConfig:

@@ -6,11 +6,13 @@ import hashlib
 import importlib.util
 import logging
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from grpo_fast.config.keys import without_positions
 from grpo_fast.config.load import load_config
 from grpo_fast.config.lookup import importing_from
 from grpo_fast.config.paths import user_path, with_absolute_paths
@@ -27,14 +29,16 @@ from grpo_fast.record.report import REPORT_FILE
 
 logger = logging.getLogger(__name__)
 
-# What a resumed run may set differently and still be the same run: what the device of today decides, and the
-# learning rate, for a run that has diverged.
+# What a resumed run may set differently and still be the same run: what the device of today decides, what
+# only decides whether a call that fails or hangs ends the run, and the learning rate, for one that has diverged.
 CHANGEABLE = (
     *("output_dir", "max_steps", "threads", "checkpoint", "logging", "alerts", "callbacks", "hub"),
-    *("memory", "distributed", "model.head"),
+    *("memory", "distributed", "model.head", "rollout.max_batch_tokens", "rollout.tool_timeout"),
+    *("rewards.timeout", "rewards.on_error", "rewards.options.time_limit"),
     *("micro_batch_tokens", "model.gradient_checkpointing", "rollout.vllm", "optimizer.learning_rate"),
 )
 _CHANGEABLE = tuple(f"{name}." for name in CHANGEABLE)
+_CODE = re.compile(r"(.+?\.py(?=:)|.*)(.*)", re.DOTALL)  # a file, and what it names there
 _IMPORT_PATH = re.compile(r"([A-Za-z_][\w.]*|.+\.py):[A-Za-z_]\w*")
 
 
@@ -95,12 +99,15 @@ def find_checkpoint(
         )
     # Another secret is no other run: the saved one is hidden.
     trees = (masked(one.model_dump(mode="json"), variables=False) for one in (before, config))
-    changes = {key: f"{key} was {short(old)}, is {short(new)}" for key, old, new in differences(*trees)}
-    if refused := [text for key, text in changes.items() if not is_changeable(key)]:
+    differing = [*differences(*trees)]
+    changes = {key: f"{key} was {short(old)}, is {short(new)}" for key, old, new in differing}
+    same = {key for key, old, new in differing if is_changeable(key) or _has_moved(old, new)}
+    if refused := [text for key, text in changes.items() if key not in same]:
         raise CheckpointError(
             f"the run in {str(run_dir)!r} was started with another configuration ({'; '.join(refused)}): "
             f"resume it with its own ({earlier}), or start a new run in another output_dir"
         )
+    _report_lost_steps(run_dir / METRICS_FILE, checkpoint)
     saved = checkpoint.state.get("code", {})
     for place in (place for place in code if saved.get(place, code[place]) != code[place]):
         logger.warning("%s has changed since %s was saved; the run goes on with it", place, checkpoint.path)
@@ -108,8 +115,33 @@ def find_checkpoint(
 
 
 def is_changeable(key: str) -> bool:
-    """Return whether a resumed run may have another value of a dotted key."""
-    return f"{key}.".startswith(_CHANGEABLE)
+    """Return whether a resumed run may have another value of a dotted key, also in a stage."""
+    return f"{without_positions(key).removeprefix('stages.overrides.')}.".startswith(_CHANGEABLE)
+
+
+def _has_moved(old: Any, new: Any) -> bool:
+    """Return whether a file or folder is at another path now: the old one is gone, and has the same name."""
+    if not (isinstance(old, str) and isinstance(new, str) and old.startswith("/")):
+        return False
+    (before, of), (now, by) = (_CODE.fullmatch(path).groups() for path in (old, new))  # type: ignore[union-attr]
+    return (
+        (Path(before).name, of) == (Path(now).name, by) and Path(now).exists() and not Path(before).exists()
+    )
+
+
+def _report_lost_steps(metrics: Path, checkpoint: Checkpoint) -> None:
+    """Warn where the run's metrics do not have each step up to the checkpoint once."""
+    counts = Counter(record["step"] for record in read_jsonl(metrics))
+    lost = [step for step in range(checkpoint.step + 1) if not counts[step]]
+    twice = [step for step, count in counts.items() if count > 1]
+    for what, steps in {"lacks": lost, "has more than once": twice}.items():
+        if steps:
+            listed = f"{', '.join(map(str, steps[:5]))}{', ...' if len(steps) > 5 else ''}"
+            logger.warning(
+                "%s %s %d of the %d steps that %s was saved after (%s): its curves and report are wrong "
+                "there; bring the file back",
+                *(metrics, what, len(steps), checkpoint.step + 1, checkpoint.path.name, listed),
+            )
 
 
 def code_digests(tree: Any) -> dict[str, str]:

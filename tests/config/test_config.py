@@ -11,12 +11,14 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from grpo_fast.config.data import DatasetConfig
+from grpo_fast.config.evaluation import EvaluationConfig
 from grpo_fast.config.foreign.names import ABSENT, MOVED
 from grpo_fast.config.keys import REMOVED, ConfigError, keys
 from grpo_fast.config.load import dump_config, load_config
 from grpo_fast.config.schema import TrainConfig
 from grpo_fast.config.secrets import masked, masked_command
-from grpo_fast.config.tree import differences, flatten, value_at
+from grpo_fast.config.tree import differences, flatten, value_at, with_leaves
 from grpo_fast.objective.catalog import LOSS_TYPES
 
 ALIAS_BOMB = "a0: &a0 1\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 60))
@@ -172,6 +174,31 @@ def test_another_source_leaves_behind_what_only_the_old_one_reads():
     assert local.dataset.prompt_column == "question"
     with pytest.raises(ConfigError, match=r"dataset: split = 'test' is not read"):
         load_config("gsm8k", ["dataset.source=train.jsonl", "dataset.split=test"])
+
+
+@pytest.mark.parametrize("as_objects", [False, True])
+def test_held_out_rows_are_read_as_the_datasets_where_nothing_else_is_set(write, as_objects):
+    dataset = {"source": "o/g", "name": "main", "prompt_column": "q", "system_prompt": "Think.", "size": 9}
+    dataset |= {"examples": [("1", "2")], "max_prompt_length": 7, "chat": True, "rename": {"a": "answer"}}
+    shape = {"model": {"path": "m"}, "rewards": [{"reward": "length"}], "dataset": dataset}
+
+    def held_out(given: dict[str, Any]) -> dict[str, Any]:
+        if as_objects:
+            whole = {**shape, "dataset": DatasetConfig(**dataset)}
+            config = TrainConfig(**whole, evaluation=EvaluationConfig(dataset=DatasetConfig(**given)))
+        else:
+            tree = with_leaves(shape | {"evaluation": {"dataset": given}}, lambda leaf: leaf)
+            config = load_config(write(yaml.safe_dump(tree)))
+        assert load_config(write(dump_config(config))) == config  # what a run saves means the same
+        assert config.evaluation.dataset is not None
+        return config.evaluation.dataset.model_dump()
+
+    whole = DatasetConfig(**dataset).model_dump()
+    others = {"source": "test.jsonl", "system_prompt": None, "prompt_column": "question"}
+    assert held_out(others) == whole | others | {"name": None, "size": None}
+    assert held_out({"source": "o/g", "split": "test"}) == whole | {"split": "test", "size": None}
+    if not as_objects:
+        assert held_out({"split": "test"}) == whole | {"split": "test", "size": None}
 
 
 TEXT = st.text([*map(chr, range(32, 127)), *"\x85\u00a0é€\u2028漢😀"], max_size=12)
