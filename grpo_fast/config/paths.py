@@ -49,9 +49,9 @@ def user_path(written: str | Path, key: str = "path") -> Path:
 
 
 def local_path(written: str, key: str) -> Path | None:
-    """Return the path of a file or folder; None for what may be a hub id or the name of a generator."""
+    """Return the path of a file or folder that is there; None for a hub id or the name of a generator."""
     path = user_path(written, key)
-    return path if path.exists() or written.startswith((".", "/", "~", "$")) else None
+    return path if path.exists() or written.startswith(("~", "$")) else None
 
 
 def with_absolute_paths(config: TrainConfig) -> TrainConfig:

@@ -134,7 +134,8 @@ class RunLogs:
 
     def sync(self) -> None:
         """Flush all that is there to the disk itself, as a checkpoint needs."""
-        sync(self._run_dir)
+        if not self._run_dir.exists():
+            self.require()
         for name in FILES:
             if (path := self._run_dir / name).exists():
                 sync(path)

@@ -30,7 +30,7 @@ from grpo_fast.record.report import REPORT_FILE
 logger = logging.getLogger(__name__)
 
 # What a resumed run may set differently and still be the same run: what the device of today decides, what
-# only decides whether a call that fails or hangs ends the run, and the learning rate, for one that has diverged.
+# only decides whether a call that fails or hangs ends it, and the learning rate, for one that has diverged.
 CHANGEABLE = (
     *("output_dir", "max_steps", "threads", "checkpoint", "logging", "alerts", "callbacks", "hub"),
     *("memory", "distributed", "model.head", "rollout.max_batch_tokens", "rollout.tool_timeout"),
@@ -38,7 +38,6 @@ CHANGEABLE = (
     *("micro_batch_tokens", "model.gradient_checkpointing", "rollout.vllm", "optimizer.learning_rate"),
 )
 _CHANGEABLE = tuple(f"{name}." for name in CHANGEABLE)
-_CODE = re.compile(r"(.+?\.py(?=:)|.*)(.*)", re.DOTALL)  # a file, and what it names there
 _IMPORT_PATH = re.compile(r"([A-Za-z_][\w.]*|.+\.py):[A-Za-z_]\w*")
 
 
@@ -123,10 +122,9 @@ def _has_moved(old: Any, new: Any) -> bool:
     """Return whether a file or folder is at another path now: the old one is gone, and has the same name."""
     if not (isinstance(old, str) and isinstance(new, str) and old.startswith("/")):
         return False
-    (before, of), (now, by) = (_CODE.fullmatch(path).groups() for path in (old, new))  # type: ignore[union-attr]
-    return (
-        (Path(before).name, of) == (Path(now).name, by) and Path(now).exists() and not Path(before).exists()
-    )
+    before, now = (path.rpartition(":")[0] if ".py:" in path else path for path in (old, new))
+    same = old.removeprefix(str(Path(before).parent)) == new.removeprefix(str(Path(now).parent))
+    return same and Path(now).exists() and not Path(before).exists()
 
 
 def _report_lost_steps(metrics: Path, checkpoint: Checkpoint) -> None:
