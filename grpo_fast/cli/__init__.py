@@ -28,7 +28,10 @@ OVERRIDES_HELP = (
     "`--optimizer.learning_rate 1e-6`; TRL's and Axolotl's flat names (`learning_rate`, `num_generations`, "
     "`beta`, ...) work too."
 )
-FIRST_STEPS = "begin with `grpo-fast doctor`, then `grpo-fast train quickstart`, which needs no GPU"
+FIRST_STEPS = (
+    "begin with `grpo-fast doctor`, then `grpo-fast train quickstart`, which needs no GPU; "
+    "`grpo-fast config WORD` finds keys by a word, as kl, lr or batch_size"
+)
 REMOVED = {  # commands and options that are gone, and what replaces them
     "groups": "`groups describe` was removed: the first steps of a run log groups/sharing and the like",
     "plan --gpus-per-node": "--gpus-per-node was removed: the plan counts bytes alone; leave it out",
@@ -111,7 +114,8 @@ def parse(tokens: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         if gone in REMOVED:
             parser.error(REMOVED[gone])
     if name not in parsers:
-        parser.error(f"no command {name!r}: {choices(name, parsers)}")
+        hint = f"; `grpo-fast config {name}` finds keys of the configuration"
+        parser.error(f"no command {name!r}: {choices(name, parsers)}{hint}")
     command = parsers[name]
     takes_overrides = command.get_default("takes_overrides")
     overrides: list[str] = []
@@ -127,6 +131,7 @@ def parse(tokens: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 def report_error(error: Exception) -> int:
     """One sentence on stderr; the exit code."""
     from grpo_fast.config.keys import ConfigError
+    from grpo_fast.config.secrets import redacted
 
     text = str(error).strip()
     ours = type(error).__module__.startswith("grpo_fast.")
@@ -134,7 +139,7 @@ def report_error(error: Exception) -> int:
     if not (text and (ours or isinstance(error, told))):
         text = f"unexpected {type(error).__name__}: {text or 'no message'}; --debug shows the traceback"
     rank = f"rank {os.environ['RANK']}: " if os.environ.get("WORLD_SIZE", "1") != "1" else ""
-    print(f"grpo-fast: {rank}{text}", file=sys.stderr)
+    print(f"grpo-fast: {rank}{redacted(text)}", file=sys.stderr)
     return USAGE if isinstance(error, ConfigError) else FAILURE
 
 
@@ -246,7 +251,7 @@ def build_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argum
 
     every = "what can be configured: every key, or one, with its meaning and what other tools call it"
     reference = add("config", "reference:config", every)
-    key = "a key, a section, or another tool's name; default: all"
+    key = "a key, a section, another tool's name, or a word of one or of a meaning; default: all"
     reference.add_argument("key", nargs="?", metavar="KEY", help=key)
     reference.add_argument("--markdown", action="store_true", help="all as docs/configuration.md has it")
 

@@ -182,6 +182,10 @@ UNREAD: list[tuple[str, str, str, Callable[[TrainConfig], object]]] = [
 ]
 CONTRADICTIONS: list[tuple[str, Callable[[TrainConfig], object]]] = [
     (
+        "rewards all have weight = 0, so that no completion is better than another: give one a weight",
+        lambda c: c.rewards and not (c.rollout.environment or any(reward.weight for reward in c.rewards)),
+    ),
+    (
         "rewards is empty: give at least one, or a rollout.environment with a method get_reward",
         lambda c: c.algorithm == "grpo" and not (c.rewards or c.rollout.environment or c.dataset.is_taskset),
     ),

@@ -24,6 +24,7 @@ from torch.nn.utils import get_total_norm
 
 from grpo_fast.config.paths import user_path
 from grpo_fast.config.policy import ModelConfig
+from grpo_fast.config.secrets import redacted
 from grpo_fast.data.images import INSTALL
 from grpo_fast.policy.quantization import unquantized
 
@@ -76,7 +77,7 @@ def resolve_source(path: str) -> str:
     elif not any(folder.glob("*.safetensors")):
         problem = "a folder without *.safetensors; save it as safetensors: pickled weights are not read"
     if problem is not None:
-        raise ValueError(f"model.path = {path!r} is {problem}")
+        raise ValueError(f"model.path = {redacted(path)!r} is {problem}")
     return str(folder)
 
 
@@ -220,7 +221,7 @@ def loading(path: str, source: str | Path, what: str = "model") -> Iterator[None
             remedy = "give a folder, or download it where the hub can be reached (HF_TOKEN if it is gated)"
         remedy = next((found for words, found in _REMEDIES.items() if words in message), remedy)
         problem = f"model.path = {path!r} has no {what} that can be loaded: {reason}; {remedy}"
-        raise ValueError(problem) from error
+        raise ValueError(redacted(problem)) from error
 
 
 def load_whole(path: str, source: str | Path, auto: Any, **settings: Any) -> PreTrainedModel:
