@@ -70,6 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         tokens.remove("--debug")
     if tokens[:1] == ["bench"]:  # its arguments are its own
         return bench(tokens[1:])
+    if (here := os.getcwd()) not in sys.path:  # for modules of the user's, as with `python -m grpo_fast`
+        sys.path.append(here)
     args, overrides = parse(tokens)
     # On a CPU it asks for a package of kernels that nothing here calls.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)

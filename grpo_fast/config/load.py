@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -91,9 +92,12 @@ def validated(tree: Any, source: str, problems: Sequence[Problem] = ()) -> Train
     try:
         config = TrainConfig.model_validate(tree)
     except ValidationError as error:
-        known = {problem.name for problem in problems}
-        further = [problem for problem in problems_of(error) if problem.name not in known]
-        raise ConfigError(source, [*problems, *further]) from None
+        known = {problem.name: problem for problem in problems}
+        for problem in problems_of(error):
+            source_of = known.get(problem.name.removeprefix("evaluation."))  # of what is inherited
+            if source_of is None or replace(source_of, name=problem.name) != problem:
+                known.setdefault(problem.name, problem)
+        raise ConfigError(source, [*known.values()]) from None
     if problems:
         raise ConfigError(source, problems)
     return config
@@ -155,8 +159,8 @@ def read_mapping(path: Path, problems: list[Problem] | None = None) -> dict[str,
 def misread(text: str, key: str = "") -> list[Problem]:
     """Return a problem for each value of a YAML text that is another than it looks.
 
-    Where a switch is wanted `yes` is one, and where a number is wanted `1_000`. Where anything may stand, they
-    are warned of.
+    Where a switch is wanted `yes` is one, and where a number is wanted `1_000`. Where anything may stand,
+    both get a warning.
 
     Args:
         key: the key of an override, whose value the text is.
