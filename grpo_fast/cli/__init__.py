@@ -203,9 +203,7 @@ def build_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argum
     evaluate.add_argument(
         "--num-samples", type=at_least(1), metavar="N", help="answers a question; the largest k"
     )
-    evaluate.add_argument(
-        "--output", type=path, metavar="FILE", help="write figures, scores and answers as JSON"
-    )
+    evaluate.add_argument("--output", metavar="FILE", help="write figures, scores and answers as JSON")
 
     look = "look at prompts, completions and rewards before training"
     preview = add("preview", "questions:preview", look, overrides=True, aliases=["generate"])
@@ -237,7 +235,7 @@ def build_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argum
     export.add_argument("--trust-remote-code", action="store_true", help=trust)
 
     report = add("report", "commands:report", "write a run's HTML report, or one that compares several")
-    report.add_argument("runs", type=path, nargs="+", metavar="RUN", help="a run's directory")
+    report.add_argument("runs", nargs="+", metavar="RUN", help="a run's directory")
     page = "the page; default: report.html in the run's directory, comparison.html here for several"
     report.add_argument("-o", "--output", type=path, metavar="OUT", help=page)
 

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo_fast.config.keys import ConfigError, Problem
@@ -39,9 +38,10 @@ def evaluate(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     if num_samples < max(args.k):
         message = f"must be at least the largest k, {max(args.k)}"
         raise ConfigError("eval", [Problem("--num-samples", message, num_samples)])
-    if args.output:
+    output = user_path(args.output, "--output") if args.output else None
+    if output:
         try:
-            Path(args.output).open("ab").close()
+            output.open("ab").close()
         except OSError as error:
             message = f"must be a file that can be written, in a folder that is there ({error.strerror})"
             raise ConfigError("eval", [Problem("--output", message, args.output)]) from None
@@ -65,7 +65,7 @@ def evaluate(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     figures = {f"eval/{name}": value for name, value in result.metrics.items()}
     for alert in AlertMonitor(config.alerts).update(0, figures):
         print(alert.text, file=sys.stderr)
-    if args.output:
+    if output:
         measured = {
             "model": config.model.path,
             "run": None if parts.step is None else args.config,
@@ -76,7 +76,7 @@ def evaluate(args: argparse.Namespace, overrides: Sequence[str]) -> int:
             "sampling": asdict(sampling),
         }
         record = measured | provenance() | evaluation_record(result, args.k)
-        Path(args.output).write_text(json.dumps(record, indent=1, allow_nan=False), encoding="utf-8")
+        output.write_text(json.dumps(record, indent=1, allow_nan=False), encoding="utf-8")
     return 0
 
 

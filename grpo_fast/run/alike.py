@@ -131,7 +131,7 @@ def _report_lost_steps(metrics: Path, checkpoint: Checkpoint) -> None:
     """Warn where the run's metrics do not have each step up to the checkpoint once."""
     counts = Counter(record["step"] for record in read_jsonl(metrics))
     lost = [step for step in range(checkpoint.step + 1) if not counts[step]]
-    twice = [step for step, count in counts.items() if count > 1]
+    twice = [step for step, count in counts.items() if count > 1 and step <= checkpoint.step]
     for what, steps in {"lacks": lost, "has more than once": twice}.items():
         if steps:
             listed = f"{', '.join(map(str, steps[:5]))}{', ...' if len(steps) > 5 else ''}"
