@@ -13,6 +13,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from itertools import islice
 from typing import Any
 
@@ -70,8 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         tokens.remove("--debug")
     if tokens[:1] == ["bench"]:  # its arguments are its own
         return bench(tokens[1:])
-    if (here := os.getcwd()) not in sys.path:  # for modules of the user's, as with `python -m grpo_fast`
-        sys.path.append(here)
+    with suppress(FileNotFoundError):  # a working directory that was removed
+        sys.path += {os.getcwd()} - {*sys.path}  # for the user's modules, as with `python -m grpo_fast`
     args, overrides = parse(tokens)
     # On a CPU it asks for a package of kernels that nothing here calls.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)

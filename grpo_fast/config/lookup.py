@@ -140,7 +140,7 @@ def importing_from(folder: Path) -> Iterator[None]:
 
 def _home(module: ModuleType) -> Path | None:
     """Return the folder on the Python path in which a top-level module lies."""
-    file = Path(str(getattr(module, "__file__", None)))
+    file = Path(str(getattr(module, "__dict__", {}).get("__file__")))  # a lazy module may import by getattr
     return file.parent.parent if file.name == "__init__.py" else file.parent
 
 

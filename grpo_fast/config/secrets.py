@@ -14,7 +14,7 @@ from typing import Any
 MASK = "***"
 VARIABLE = re.compile(r"\$\{(\w+)\}")
 _ENDS = (
-    r"(?:keys?|token|secrets?|passwords?|passwd|passphrase|pwd|credentials?|authorization|bearer|cookies?"
+    r"(?:key|(?<=\w)keys|token|secrets?|passwords?|passwd|passphrase|pwd|credentials?|authorization|bearer|cookies?"
     r"|(?:\b|[_-])auth|(?:\b|access|api|auth|bearer|hf|hub|id|refresh|secret|session|user)[_-]?tokens)"
 )
 _NAME = re.compile(f"{_ENDS}$", re.IGNORECASE)
@@ -24,12 +24,14 @@ _COUNTS = ("keys", "tokens")  # with numbers, they count
 _PROSE = {"system_prompt", "prompt_template", "examples", "template", "chat_template", "stop"}
 _IN_URL = re.compile(
     r"(?P<before>\w+://[^\s/:@?#]*:|https?://(?=[^\s/:]+@))[^\s/]+(?=@)"
-    r"|(?P<query>[?&#](?P<name>[\w.-]+)=)[^&\s#]+"
+    r"|(?P<query>[?&#](?P<name>[\w.-]+)=)[^&\s#'\"]+"
 )
 _HEADER = r"^(?:authorization|cookie|x-[\w-]*(?:key|token|secret)|api-key)\s*:\s*(?=.)"
 _SERVICES = r"\b(?:hf_|sk-|ghp_|gho_|github_pat_|glpat-|xox[bp]-|AKIA)(?=[\w-]{16})"
 _IN_TEXT = re.compile(
-    rf"({_HEADER}).*|(\b(?:bearer|basic)\s+)[^\s'\",;]+|({_SERVICES})[\w-]+", re.IGNORECASE | re.MULTILINE
+    rf"({_HEADER}).*|(^bearer\s+)\S+$|(\bbearer\s+)(?=\S*\d)[^\s'\",;]{{6,}}"
+    rf"|(\bbasic\s+)(?=[\w+/]*[\d=])[\w+/=]{{8,}}|({_SERVICES})[\w-]+",
+    re.IGNORECASE | re.MULTILINE,
 )
 _PAIR = re.compile(
     rf"(?P<name>\b[\w-]*?{_ENDS})(?P<sign>['\"]?\s*[:=]\s*['\"\[]*)[^\s'\",;&)\]}}]+", re.IGNORECASE

@@ -325,11 +325,14 @@ def test_a_runs_length_is_in_steps_or_in_epochs_and_the_command_line_wins(write)
             {"urls": ["https://***@host/", "https://me:***@h"]},
         ),
         ({"any": "sk-0123456789abcdef"}, {"any": "sk-***"}),
+        ({"any": "Say: Bearer ab12cd34, Basic dTpwdw=="}, {"any": "Say: Bearer ***, Basic ***"}),
         (
             {
                 "tokens": 7,
                 "stop_tokens": ["a"],
+                "keys": ["a"],
                 "author": "a",
+                "text": "A basic question.",
                 "u": "ssh://git@h",
                 "system_prompt": "Bearer a1",
             },
