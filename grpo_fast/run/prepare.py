@@ -82,13 +82,14 @@ class PreparedRun:
 @contextmanager
 def prepared(config: TrainConfig, resume: str | None, *, display: bool) -> Iterator[PreparedRun]:
     """A run as `train` is asked for it, everything checked, built and restored. Raises as `train`."""
-    config = with_absolute_paths(config)
+    given, config = config, with_absolute_paths(config)
     run_dir = Path(config.output_dir)
     with ExitStack() as stack:
         world = stack.enter_context(joined_ranks(config))
         world.from_main("the run's folder", lambda: stack.enter_context(locked_run_dir(run_dir)))
         require_one_folder(world, run_dir)
-        code = require_alike_ranks(world, config, resume)
+        require_alike_ranks(world, given, resume)  # whose hosts may have the same files in other folders
+        code = code_digests(config.model_dump(mode="json"))
         if world.from_main("the run's folder", partial(world.was_started, run_dir)):
             resume = "latest"
         config = world.from_main("the length", partial(with_steps, config))
@@ -147,14 +148,13 @@ def require_one_folder(world: World, run_dir: Path) -> None:
         )
 
 
-def require_alike_ranks(world: World, config: TrainConfig, resume: str | None) -> dict[str, str]:
-    """What the rewards and the like were loaded from, by `code_digests`; raises as `require_alike`."""
+def require_alike_ranks(world: World, config: TrainConfig, resume: str | None) -> None:
+    """Raise as `require_alike` where ranks have other settings or code."""
     asked = config.model_dump(mode="json", exclude={"output_dir"}) | {"resume": resume}
     require_alike(world, "the configuration", lambda: asked)
     with world.all_succeed("the code"):
         code = code_digests(asked)
     require_alike(world, "the code", lambda: {place: digest[:16] for place, digest in code.items()})
-    return code
 
 
 def restore(trainer: Algorithm, checkpoint: Checkpoint) -> None:
