@@ -27,6 +27,8 @@ from typing import NamedTuple
 
 from packaging.requirements import Requirement
 
+from grpo_fast.config.paths import user_path
+
 from .record import write_json
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -159,7 +161,7 @@ def run(parts: Sequence[Part], minutes: float, out: Path, again: bool = False) -
 def main(arguments: list[str] | None = None) -> int:
     names = [part.name for part in PARTS]
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="folder of the records and logs")
+    parser.add_argument("--out", type=user_path, required=True, help="folder of the records and logs")
     parser.add_argument("--minutes", type=float, default=10.0, help="time budget of the whole command (10)")
     parser.add_argument("--again", action="store_true", help="repeat parts that are done")
     parser.add_argument("--only", nargs="+", choices=names, metavar="PART", help=f"of {', '.join(names)}")

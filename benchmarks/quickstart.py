@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from grpo_fast.config.load import load_config
+from grpo_fast.config.paths import user_path
 from grpo_fast.record.files import read_jsonl
 from grpo_fast.record.logs import EVALUATIONS_FILE, PROVENANCE_FILE, TIMINGS_FILE
 from grpo_fast.record.summary import score_text
@@ -53,7 +54,7 @@ def run_recipe(recipe: str, seed: int, overrides: Sequence[str]) -> dict[str, An
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--recipe", default="quickstart")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--json", type=Path, help="where to write the record, after every run")
+    parser.add_argument("--json", type=user_path, help="where to write the record, after every run")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
 
 

@@ -6,10 +6,11 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+
+from grpo_fast.config.paths import user_path
 
 from .contest import ROUNDS
 from .measure import NO_TIME, OK, SKIPPED, failure_of
@@ -38,7 +39,7 @@ def add_common_arguments(parser: argparse.ArgumentParser, *, minutes: float, rep
     parser.add_argument("--dtype", choices=DTYPES, default=dtype, help="(%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of all random input (0)")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="CUDA where there is one, unless given")
-    parser.add_argument("--json", type=Path, metavar="OUT", help="write the record here, after every shape")
+    parser.add_argument("--json", type=user_path, metavar="OUT", help="the record, written after every shape")
 
 
 def add_sizes(parser: argparse.ArgumentParser, sizes: Sizes, nargs: str | None = None) -> None:

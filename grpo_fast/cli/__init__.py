@@ -13,11 +13,13 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from itertools import islice
 from typing import Any
 
 import grpo_fast
-from grpo_fast.config.lookup import choices
+from grpo_fast.config.lookup import choices, exits_are_errors
+from grpo_fast.config.paths import user_path
 
 FAILURE, USAGE, INTERRUPTED = 1, 2, 130
 
@@ -27,7 +29,10 @@ OVERRIDES_HELP = (
     "`--optimizer.learning_rate 1e-6`; TRL's and Axolotl's flat names (`learning_rate`, `num_generations`, "
     "`beta`, ...) work too."
 )
-FIRST_STEPS = "begin with `grpo-fast doctor`, then `grpo-fast train quickstart`, which needs no GPU"
+FIRST_STEPS = (
+    "begin with `grpo-fast doctor`, then `grpo-fast train quickstart`, which needs no GPU; "
+    "`grpo-fast config WORD` finds keys by a word, as kl, lr or batch_size"
+)
 REMOVED = {  # commands and options that are gone, and what replaces them
     "groups": "`groups describe` was removed: the first steps of a run log groups/sharing and the like",
     "plan --gpus-per-node": "--gpus-per-node was removed: the plan counts bytes alone; leave it out",
@@ -66,6 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         tokens.remove("--debug")
     if tokens[:1] == ["bench"]:  # its arguments are its own
         return bench(tokens[1:])
+    with suppress(FileNotFoundError):  # a working directory that was removed
+        sys.path += {os.getcwd()} - {*sys.path}  # for the user's modules, as with `python -m grpo_fast`
     args, overrides = parse(tokens)
     # On a CPU it asks for a package of kernels that nothing here calls.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
@@ -73,7 +80,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         module, _, name = args.command.partition(":")
-        return getattr(importlib.import_module(f"grpo_fast.cli.{module}"), name)(args, overrides)
+        with exits_are_errors():
+            return getattr(importlib.import_module(f"grpo_fast.cli.{module}"), name)(args, overrides)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
@@ -109,7 +117,8 @@ def parse(tokens: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         if gone in REMOVED:
             parser.error(REMOVED[gone])
     if name not in parsers:
-        parser.error(f"no command {name!r}: {choices(name, parsers)}")
+        hint = f"; `grpo-fast config {name}` finds keys of the configuration"
+        parser.error(f"no command {name!r}: {choices(name, parsers)}{hint}")
     command = parsers[name]
     takes_overrides = command.get_default("takes_overrides")
     overrides: list[str] = []
@@ -125,6 +134,7 @@ def parse(tokens: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 def report_error(error: Exception) -> int:
     """One sentence on stderr; the exit code."""
     from grpo_fast.config.keys import ConfigError
+    from grpo_fast.config.secrets import redacted
 
     text = str(error).strip()
     ours = type(error).__module__.startswith("grpo_fast.")
@@ -132,7 +142,7 @@ def report_error(error: Exception) -> int:
     if not (text and (ours or isinstance(error, told))):
         text = f"unexpected {type(error).__name__}: {text or 'no message'}; --debug shows the traceback"
     rank = f"rank {os.environ['RANK']}: " if os.environ.get("WORLD_SIZE", "1") != "1" else ""
-    print(f"grpo-fast: {rank}{text}", file=sys.stderr)
+    print(f"grpo-fast: {rank}{redacted(text)}", file=sys.stderr)
     return USAGE if isinstance(error, ConfigError) else FAILURE
 
 
@@ -146,6 +156,14 @@ def at_least(minimum: int) -> Callable[[str], int]:
         return value
 
     return number
+
+
+def path(text: str) -> str:
+    """The type of an option that takes a file or folder."""
+    try:
+        return str(user_path(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def version() -> str:
@@ -210,25 +228,31 @@ def build_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argum
     plan.add_argument("--json", action="store_true", help="as JSON, sizes in bytes")
 
     export = add("export", "commands:export", "write a trained model for transformers and vLLM")
-    export.add_argument("run", metavar="RUN_OR_CHECKPOINT", help="a run's directory, or one checkpoint of it")
-    export.add_argument("out", metavar="OUT", help="the folder to write")
+    export.add_argument(
+        "run", type=path, metavar="RUN_OR_CHECKPOINT", help="a run's directory, or one checkpoint of it"
+    )
+    export.add_argument("out", type=path, metavar="OUT", help="the folder to write")
+    trust = "run the Python code that the model's repository ships, where the run did"
+    export.add_argument("--trust-remote-code", action="store_true", help=trust)
 
     report = add("report", "commands:report", "write a run's HTML report, or one that compares several")
     report.add_argument("runs", nargs="+", metavar="RUN", help="a run's directory")
     page = "the page; default: report.html in the run's directory, comparison.html here for several"
-    report.add_argument("-o", "--output", metavar="OUT", help=page)
+    report.add_argument("-o", "--output", type=path, metavar="OUT", help=page)
 
     foreign = "turn an Axolotl, TRL or NeMo-RL configuration into ours, listing each key"
     foreign += "; leaves with 3 where something is to be decided before it is the same experiment"
     convert = add("convert", "commands:convert", foreign)
-    convert.add_argument("file", metavar="FILE", help="YAML or JSON")
-    convert.add_argument("-o", "--output", metavar="OUT", help="the YAML file to write, else standard output")
+    convert.add_argument("file", type=path, metavar="FILE", help="YAML or JSON")
+    convert.add_argument(
+        "-o", "--output", type=path, metavar="OUT", help="the YAML file to write, else standard output"
+    )
     sources = ("axolotl", "trl", "nemo_rl")
     convert.add_argument("--source", choices=sources, help="default: recognised by its keys")
 
     every = "what can be configured: every key, or one, with its meaning and what other tools call it"
     reference = add("config", "reference:config", every)
-    key = "a key, a section, or another tool's name; default: all"
+    key = "a key, a section, another tool's name, or a word of one or of a meaning; default: all"
     reference.add_argument("key", nargs="?", metavar="KEY", help=key)
     reference.add_argument("--markdown", action="store_true", help="all as docs/configuration.md has it")
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from grpo_fast.config.keys import ConfigError, Problem
 from grpo_fast.config.load import check_filled_in, dump_config, load_config
+from grpo_fast.config.paths import user_path
 from grpo_fast.config.schema import TrainConfig
 
 
@@ -68,14 +69,16 @@ def plan(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 def export(args: argparse.Namespace, _: Sequence[str]) -> int:
     from grpo_fast.run.export import export_run
 
-    print(export_run(args.run, args.out))
+    print(export_run(args.run, args.out, trust_remote_code=args.trust_remote_code))
     return 0
 
 
 def report(args: argparse.Namespace, _: Sequence[str]) -> int:
     from grpo_fast.record.report import write_report
 
-    print(write_report(*map(Path, args.runs), to=Path(args.output) if args.output else None))
+    # As they were written, for titles and legends.
+    runs = (run if run.exists() else user_path(run) for run in map(Path, args.runs))
+    print(write_report(*runs, to=Path(args.output) if args.output else None))
     return 0
 
 

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo_fast.config.keys import ConfigError, Problem
 from grpo_fast.config.load import check_filled_in, config_path, load_config
+from grpo_fast.config.paths import user_path, with_absolute_paths
 from grpo_fast.config.record import CONFIG_FILE
 from grpo_fast.config.schema import TrainConfig
 from grpo_fast.config.secrets import masked
@@ -38,9 +38,10 @@ def evaluate(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     if num_samples < max(args.k):
         message = f"must be at least the largest k, {max(args.k)}"
         raise ConfigError("eval", [Problem("--num-samples", message, num_samples)])
-    if args.output:
+    output = user_path(args.output, "--output") if args.output else None
+    if output:
         try:
-            Path(args.output).open("ab").close()
+            output.open("ab").close()
         except OSError as error:
             message = f"must be a file that can be written, in a folder that is there ({error.strerror})"
             raise ConfigError("eval", [Problem("--output", message, args.output)]) from None
@@ -50,7 +51,7 @@ def evaluate(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     from grpo_fast.record.logs import provenance
 
     held_out = config.evaluation.dataset is not None
-    parts = Parts.load(config, args.config, held_out=held_out)
+    parts = Parts.load(config, args.config, overrides, held_out=held_out)
     asked = config.evaluation.model_copy(update={"num_samples": num_samples})
     questions, sampling = parts.questions, evaluation_sampling(config, num_samples)
     with parts.engine(questions, sampling) as engine:
@@ -64,7 +65,7 @@ def evaluate(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     figures = {f"eval/{name}": value for name, value in result.metrics.items()}
     for alert in AlertMonitor(config.alerts).update(0, figures):
         print(alert.text, file=sys.stderr)
-    if args.output:
+    if output:
         measured = {
             "model": config.model.path,
             "run": None if parts.step is None else args.config,
@@ -75,7 +76,7 @@ def evaluate(args: argparse.Namespace, overrides: Sequence[str]) -> int:
             "sampling": asdict(sampling),
         }
         record = measured | provenance() | evaluation_record(result, args.k)
-        Path(args.output).write_text(json.dumps(record, indent=1, allow_nan=False), encoding="utf-8")
+        output.write_text(json.dumps(record, indent=1, allow_nan=False), encoding="utf-8")
     return 0
 
 
@@ -88,7 +89,7 @@ def preview(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 
     require_engine(config.rollout)
     config = resolve_auto(config)
-    parts = Parts.load(config, args.config, held_out=False)
+    parts = Parts.load(config, args.config, overrides, held_out=False)
     if args.num_prompts > len(parts.questions):
         message = f"the dataset has {len(parts.questions)} prompts"
         raise ConfigError("preview", [Problem("--num-prompts", message, args.num_prompts)])
@@ -118,7 +119,7 @@ class Parts:
     rollout: Rollout
 
     @classmethod
-    def load(cls, config: TrainConfig, source: str, *, held_out: bool) -> Parts:
+    def load(cls, config: TrainConfig, source: str, overrides: Sequence[str], *, held_out: bool) -> Parts:
         """The weights are those of the run or checkpoint `source`, if it is one."""
         from grpo_fast.data import load_held_out, load_prompts
         from grpo_fast.environments import load_toolsets, make_rollout
@@ -127,12 +128,14 @@ class Parts:
         from grpo_fast.run.export import locate, trained_policy
 
         require_engine(config.rollout)
+        config = with_absolute_paths(config)
         dataset = config.evaluation.dataset if held_out else None
         toolsets = load_toolsets(config.rollout, dataset or config.dataset)
         rewards = load_rewards(config.rewards, toolsets.classes if toolsets else ())
         rewards.position(config.evaluation.reward)  # refused before any work where there is no such reward
-        if Path(source).is_dir() and config_path(source).name == CONFIG_FILE:
-            policy, step = trained_policy(config, *locate(Path(source)))
+        trusted = any("trust_remote_code" in text.replace("-", "_") for text in overrides)
+        if (folder := user_path(source)).is_dir() and config_path(source).name == CONFIG_FILE:
+            policy, step = trained_policy(config, *locate(folder), trusted=trusted)
         else:
             policy, step = load_policy(config.model), None
         schemas = toolsets.schemas if toolsets else None

@@ -4,13 +4,28 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from grpo_fast.config.foreign.names import MOVED
-from grpo_fast.config.keys import ConfigError, keys, unknown_key, without_positions
+from grpo_fast.config.foreign.names import ABSENT, MOVED
+from grpo_fast.config.keys import ConfigError, keys, removed, unknown_key, without_positions
+from grpo_fast.config.load import RECIPES
 from grpo_fast.config.section import LARGEST
 
+ALIASES = {  # what people type
+    "lr": ("optimizer.learning_rate", "optimizer.schedule"),
+    "kl": ("loss.beta",),
+    "kl_coef": ("loss.beta",),
+    "enable_thinking": ("model.chat_template",),
+    "thinking": ("model.chat_template",),
+    "calculator": ("rollout.environment", "rollout.tools"),
+    "eval": ("evaluation.dataset", "evaluation.every"),
+    "gpu": ("model.device",),
+    "fsdp": ("distributed.mode",),
+    "deepspeed": ("distributed.mode", "memory.offload"),
+    "context_length": ("dataset.max_prompt_length", "rollout.max_completion_length"),
+}
 KINDS = {"integer": "whole number", "string": "text", "boolean": "true or false", "object": "mapping"}
 BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 HEADING = """# The configuration
@@ -28,11 +43,31 @@ def config(args: argparse.Namespace, _: Sequence[str]) -> int:
     rows = [row(key) for key in keys() if not key.startswith("evaluation.dataset.")]
     found = [cells for cells in rows if not name or f"{cells[0]}.".startswith(f"{name}.")]
     found = found or [cells for cells in rows if name in (cells[0].rpartition(".")[2], *cells[4].split(", "))]
-    if not found:
+    found = [cells for cells in rows if cells[0] in ALIASES.get(name, ()) and cells not in found] + found
+    absent = name in ABSENT or removed(name) is not None
+    also = [] if absent or not name or "." in name else search(name, rows)
+    if not found and not also:
         raise ConfigError("config", [unknown_key(name)])
+    found, also = (found, also) if found else (also, [])
     line = "| `{}` | {} | `{}` | {} | {} |" if args.markdown else "{}: {} = {}\n    {}\n    TRL, Axolotl: {}"
     print(*([HEADING] if args.markdown else []), *(line.format(*cells) for cells in found), sep="\n")
+    others = [cells[0] for cells in also if cells not in found]
+    if others and not args.markdown:
+        print(f"    see also: {', '.join(others)}")
+    for recipe in sorted(RECIPES.glob("*.yaml")):
+        if name == recipe.stem:
+            print(f"the recipe {name}: `grpo-fast train {name}`, or --print-config to see it")
     return 0
+
+
+def search(word: str, rows: Sequence[list[str]]) -> list[list[str]]:
+    """Return the rows that have a word in their key, another tool's name or the meaning, in this order."""
+    spaced = re.escape(word).replace("_", "[_ -]")
+    pattern = re.compile(rf"(?<![a-z0-9]){spaced}s?(?![a-z0-9])", re.IGNORECASE)
+    found: list[list[str]] = []
+    for column in (0, 4, 3):
+        found += [cells for cells in rows if cells not in found and pattern.search(cells[column])]
+    return found
 
 
 def row(name: str) -> list[str]:

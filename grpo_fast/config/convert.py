@@ -12,6 +12,7 @@ from grpo_fast.config.foreign.conversion import FILL_IN, Conversion
 from grpo_fast.config.foreign.trl import read_trl
 from grpo_fast.config.keys import ConfigError, Problem
 from grpo_fast.config.load import merged, read_mapping, validated
+from grpo_fast.config.paths import user_path
 from grpo_fast.config.yaml_text import dump_yaml
 
 READERS = {"axolotl": read_axolotl, "trl": read_trl, "nemo_rl": nemo_rl.read_nemo_rl}
@@ -27,13 +28,12 @@ def convert_file(path: str | Path, *, source: str | None = None) -> tuple[Conver
     Raises:
         ConfigError: the file cannot be read, or holds no foreign configuration.
     """
-    path = Path(path)
+    path = user_path(path, "FILE")
     if path.suffix not in (".yaml", ".yml", ".json"):
         message = "is none of .yaml, .yml and .json; write a command's flags as lines `key: value`"
         raise ConfigError(str(path), [Problem("the file", message)])
-    document = nemo_rl.with_defaults(read_mapping(path), path.parent, read_mapping)
     try:
-        conversion = convert(document, source=source)
+        conversion = convert(nemo_rl.with_defaults(path, read_mapping), source=source)
     except ValueError as error:
         raise ConfigError(str(path), [Problem("the file", str(error))]) from None
     while True:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -14,6 +15,14 @@ from grpo_fast.objective.config import refuse_unread
 PREFIX = "reasoning_gym:"
 VERIFIERS = "verifiers:"
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".tsv")
+
+
+# What decides how a row becomes a prompt; `evaluation.dataset` has that of `dataset` where it says nothing.
+RENDERING = (
+    *("prompt_column", "rename", "prompt_template", "chat", "system_prompt", "examples"),
+    *("chat_template_kwargs", "max_prompt_length", "overlong_prompts"),
+)
+_OF_SOURCE = ("source", "name", "options")  # inherited, too, where the source is the same
 
 
 class DatasetConfig(Section):
@@ -77,3 +86,16 @@ class DatasetConfig(Section):
     def _reads_what_is_set(self) -> DatasetConfig:
         refuse_unread(self, self.idle_keys, f"with source = {self.source!r}")
         return self
+
+
+def with_inherited(held_out: Any, dataset: Any) -> Any:
+    """Return the settings of `evaluation.dataset` with those that it takes from `dataset`."""
+    given, below = (
+        one.model_dump(exclude_unset=True) if isinstance(one, DatasetConfig) else one
+        for one in (held_out, dataset)
+    )
+    if not (isinstance(given, Mapping) and isinstance(below, Mapping)):
+        return held_out
+    same = given.get("source", below.get("source")) == below.get("source")
+    keys = (*RENDERING, *_OF_SOURCE) if same else RENDERING
+    return {**{key: below[key] for key in keys if key in below}, **given}

@@ -13,7 +13,11 @@ from grpo_fast.config.section import Count, PositiveInt, Section
 class EvaluationConfig(Section):
     """When and how held-out questions are scored."""
 
-    dataset: DatasetConfig | None = Field(None, description="held-out questions; null: nothing is evaluated")
+    dataset: DatasetConfig | None = Field(
+        None,
+        description="held-out questions, read as those of dataset where nothing else is set: prompts, and "
+        "with the same source its name and options; null: nothing is evaluated",
+    )
     every: Count = Field(0, description="steps between evaluations; 0: before and after only")
     size: PositiveInt | None = Field(
         None, description="questions used while training; before and after use all"

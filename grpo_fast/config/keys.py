@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from grpo_fast.config.foreign.conversion import FILL_IN
 from grpo_fast.config.foreign.names import ABSENT, MOVED
 from grpo_fast.config.schema import TrainConfig
-from grpo_fast.config.secrets import masked
+from grpo_fast.config.secrets import masked, redacted, without_pairs
 from grpo_fast.config.section import short
 
 TO_FILL_IN = "is to be filled in: the file that it was converted from does not say"
@@ -40,8 +40,8 @@ class Problem:
     value: Any = ...  # `...`: nothing to show
 
     def __str__(self) -> str:
-        shown = "" if self.value is ... else f" = {short(masked(self.value, self.name))}"
-        return f"{self.name}{shown}: {self.message}"
+        shown = "" if self.value is ... else f" = {short(without_pairs(masked(self.value, self.name)))}"
+        return f"{self.name}{shown}: {redacted(self.message)}"
 
 
 class ConfigError(ValueError):
@@ -73,10 +73,16 @@ def keys() -> dict[str, Mapping[str, Any]]:
     return found
 
 
+def types_of(name: str) -> set[str]:
+    """Return the types of a key's value, `string` and the like, also by a foreign name; none: any."""
+    place = MOVED.get(name, name)
+    schema = keys().get(without_positions(place), {}) if isinstance(place, str) else {}
+    return {kind.get("type", "object") for kind in schema.get("anyOf", [schema]) if kind}
+
+
 def takes_text(name: str) -> bool:
     """Whether the value of a key is a text and nothing else."""
-    schema = keys().get(without_positions(name), {})
-    return {kind.get("type") for kind in schema.get("anyOf", [schema])} <= {"string", "null"}
+    return bool(types := types_of(name)) and types <= {"string", "null"}
 
 
 def without_positions(name: str) -> str:
@@ -100,6 +106,8 @@ def unknown_key(name: str, value: Any = ...) -> Problem:
         *get_close_matches(bare, known, 2, 0.75),
         *(key for key in known if key.rpartition(".")[2] == leaf),
     ]
+    leaves = {key.rpartition(".")[2]: key for key in reversed(known)}
+    near += [leaves[one] for one in ([] if near else get_close_matches(leaf, leaves, 2, 0.75))]
     parent, section = name.rpartition(".")[0], f"{bare.rpartition('.')[0]}."
     near = [f"{parent}.{key.removeprefix(section)}" if key.startswith(section) else key for key in near]
     likely = " or ".join([*dict.fromkeys(near)][:3])
@@ -119,6 +127,7 @@ def problems_of(error: ValidationError) -> list[Problem]:
             name = name.rpartition(".")[0]  # a member of a union
         bare = without_positions(name)
         message = item["msg"].removeprefix("Value error, ").replace("Input should", "should", 1)
+        message = message.removeprefix(f"{name} = {value!r}: ")
         message = removed(f"{bare}={value}") or {"missing": "is required"}.get(kind, message)
         if name in found:  # another alternative of the same value
             message = f"{message} or {found[name].message}"

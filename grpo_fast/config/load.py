@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +20,24 @@ from grpo_fast.config.data import DatasetConfig
 from grpo_fast.config.foreign.conversion import FILL_IN
 from grpo_fast.config.foreign.names import NAMES
 from grpo_fast.config.foreign.rules import Places, translate
-from grpo_fast.config.keys import TO_FILL_IN, ConfigError, Problem, problems_of, takes_text, unknown_key
+from grpo_fast.config.keys import (
+    TO_FILL_IN,
+    ConfigError,
+    Problem,
+    problems_of,
+    takes_text,
+    types_of,
+    unknown_key,
+)
 from grpo_fast.config.lookup import choices
 from grpo_fast.config.methods import REPLACED
+from grpo_fast.config.paths import user_path
 from grpo_fast.config.record import CHECKPOINTS_DIR, CONFIG_FILE, LOCK_FILE
 from grpo_fast.config.schema import TrainConfig
 from grpo_fast.config.secrets import masked, masked_command
 from grpo_fast.config.section import short
 from grpo_fast.config.tree import flatten, value_at, with_leaves
-from grpo_fast.config.yaml_text import dump_yaml, parse_yaml
+from grpo_fast.config.yaml_text import dump_yaml, parse_value, parse_yaml, surprises
 from grpo_fast.objective.catalog import METHODS
 
 logger = logging.getLogger(__name__)
@@ -53,8 +63,8 @@ def load_config(path: str | Path | None, overrides: Sequence[str] | Mapping[str,
     """
     problems: list[Problem] = []
     found = None if path is None else config_path(path)
-    file = {} if found is None else read_mapping(found)
-    if found is not None and Path(str(path)).is_dir() and (found.parent / LOCK_FILE).exists():
+    file = {} if found is None else read_mapping(found, problems)
+    if found is not None and user_path(path or "").is_dir() and (found.parent / LOCK_FILE).exists():
         file["output_dir"] = str(found.parent)  # a run's folder may have been moved or copied
     given = dict(overrides) if isinstance(overrides, Mapping) else _parse_overrides(overrides)
     if any(given.get(name) is not None for name in LENGTH):
@@ -82,7 +92,12 @@ def validated(tree: Any, source: str, problems: Sequence[Problem] = ()) -> Train
     try:
         config = TrainConfig.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError(source, [*problems, *problems_of(error)]) from None
+        known = {problem.name: problem for problem in problems}
+        for problem in problems_of(error):
+            source_of = known.get(problem.name.removeprefix("evaluation."))  # of what is inherited
+            if source_of is None or replace(source_of, name=problem.name) != problem:
+                known.setdefault(problem.name, problem)
+        raise ConfigError(source, [*known.values()]) from None
     if problems:
         raise ConfigError(source, problems)
     return config
@@ -107,10 +122,10 @@ def config_path(name: str | Path) -> Path:
     Raises:
         ConfigError: there is none; it names the recipes.
     """
-    path = Path(name)
+    path = user_path(name, "CONFIG")
     recipe = RECIPES / f"{name}.yaml"
     run = path.parent.parent if path.is_dir() and path.parent.name == CHECKPOINTS_DIR else path
-    for candidate in (path, run / CONFIG_FILE, *([recipe] if path.name == str(name) else [])):
+    for candidate in (path, run / CONFIG_FILE, *([recipe] if Path(name).name == str(name) else [])):
         if candidate.is_file():
             return candidate
     recipes = choices(path.stem, [file.stem for file in RECIPES.glob("*.yaml")])
@@ -119,11 +134,17 @@ def config_path(name: str | Path) -> Path:
     raise ConfigError(str(name), [Problem("CONFIG", message, str(name))])
 
 
-def read_mapping(path: Path) -> dict[str, Any]:
-    """A YAML or JSON file that holds a mapping, or nothing."""
+def read_mapping(path: Path, problems: list[Problem] | None = None) -> dict[str, Any]:
+    """A YAML or JSON file that holds a mapping, or nothing.
+
+    Args:
+        problems: gets those of values that YAML reads otherwise than they look.
+    """
     try:
         text = path.read_text(encoding="utf-8")
         document = json.loads(text) if path.suffix == ".json" else parse_yaml(text)
+        if problems is not None and path.suffix != ".json":
+            problems += misread(text)
         document = with_leaves(document, lambda leaf: leaf)  # a copy, in which no two places share a mapping
     except RecursionError:
         raise ConfigError(str(path), [Problem("the file", "is nested too deeply")]) from None
@@ -133,6 +154,34 @@ def read_mapping(path: Path) -> dict[str, Any]:
         message = "holds no mapping; write `key: value` lines"
         raise ConfigError(str(path), [Problem("the file", message, document)])
     return {str(key): value for key, value in (document or {}).items()}
+
+
+def misread(text: str, key: str = "") -> list[Problem]:
+    """Return a problem for each value of a YAML text that is another than it looks.
+
+    Where a switch is wanted `yes` is one, and where a number is wanted `1_000`. Where anything may stand,
+    both get a warning.
+
+    Args:
+        key: the key of an override, whose value the text is.
+    """
+    found = []
+    for place, line, written, kind, value in surprises(text):
+        name = ".".join(filter(None, (key, place)))
+        types, shown = types_of(name), masked(written, name)
+        ruled = name in NAMES and not types  # by what reads a foreign name
+        wanted = {"switch": {"boolean"}, "number": {"integer", "number"}}.get(kind)
+        if wanted and (ruled or types & wanted):
+            continue
+        quoted = f"{key}='\"{shown}\"'" if key and not place else f"'{shown}'"
+        where = "" if key else f"line {line}: "
+        is_read = f"YAML reads {shown} as {'a comment' if kind == 'comment' else json.dumps(value)}"
+        problem = Problem(name, f"{where}{is_read}; write {quoted} for the text, or {json.dumps(value)}")
+        if wanted and not types:
+            logger.warning("%s", problem)
+        else:
+            found.append(problem)
+    return found
 
 
 def merged(layers: Sequence[Places], problems: list[Problem]) -> dict[str, Any]:
@@ -216,11 +265,17 @@ def _parse_overrides(tokens: Sequence[str]) -> dict[str, Any]:
 
 
 def _parse_value(name: str, text: str) -> Any:
-    """A value as YAML; for a key of text alone, what is no single value is the text, as `{question}?`."""
+    """A value as YAML; for a key of text alone the text as it stands, unless that is quoted or null."""
+    problems: list[Problem] = []
     try:
-        value = parse_yaml(text)
+        value = parse_value(text)
+        if not isinstance(value, str):
+            problems = misread(text, name)
     except ValueError as error:
-        if takes_text(name):
-            return text
-        raise ConfigError(masked_command([f"{name}={text}"])[0], [Problem(name, str(error))]) from None
-    return text if isinstance(value, dict | list) and takes_text(name) else value
+        value, problems = text, [Problem(name, str(error))]
+    if takes_text(name):
+        quoted = isinstance(value, str) and text.lstrip()[:1] in ("'", '"', "|", ">")
+        return value if value is None or quoted else text
+    if problems:
+        raise ConfigError(masked_command([f"{name}={text}"])[0], problems)
+    return value

@@ -15,8 +15,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from grpo_fast.config.paths import user_path
+
 OBJECT_MARK = "@"  # in the name of an object that a Python call gave: `module:name@python`
 FROM_PYTHON = f"{OBJECT_MARK}python"
+_USER_FOLDERS: set[Path] = set()  # that code was imported from
 _GIVEN: ContextVar[Mapping[str, Any]] = ContextVar("objects of a Python program, by name")
 
 
@@ -62,8 +65,8 @@ def load_object(path: str, key: str) -> Any:
     try:
         if not colon:
             raise ImportError("there is no ':' in it")
-        module = _load_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
-    except Exception as error:  # a user's module may raise anything
+        module = _load_file(user_path(place, key)) if place.endswith(".py") else _load_module(place)
+    except (Exception, SystemExit) as error:  # a user's module may raise anything
         problem = f"{type(error).__name__}: {error}{raised_at(error)}"
         raise ValueError(
             f"{key} = {path!r} cannot be imported ({problem}); write it as package.module:function, of a "
@@ -91,16 +94,66 @@ def raised_at(error: BaseException) -> str:
 
 
 def _load_file(path: Path) -> ModuleType:
-    path = path.expanduser().resolve()
+    path = path.resolve()
     name = f"grpo_fast_user_{path.stem}_{abs(hash(path)):x}"
     module = sys.modules[name] = ModuleType(name)  # dataclasses and typing look a class's module up there
     module.__file__ = str(path)
     try:
-        SourceFileLoader(name, str(path)).exec_module(module)
-    except Exception:
+        with importing_from(path.parent):
+            SourceFileLoader(name, str(path)).exec_module(module)
+    except BaseException:
         del sys.modules[name]
         raise
     return module
+
+
+def _load_module(name: str) -> ModuleType:
+    if name.partition(".")[0] == __package__.partition(".")[0]:
+        return importlib.import_module(name)
+    with importing_from(Path.cwd()):
+        return importlib.import_module(name)
+
+
+@contextmanager
+def importing_from(folder: Path) -> Iterator[None]:
+    """Import from a folder first, as `python file.py` does there, and afterwards last, for later imports.
+
+    A module that came from another user's folder does not stand for one of the same name in this folder.
+    """
+    _USER_FOLDERS.add(folder)
+    for name, module in [*sys.modules.items()]:
+        top = name.partition(".")[0]
+        home = _home(sys.modules.get(top, module))
+        holds = (folder / f"{top}.py").is_file() or (folder / top / "__init__.py").is_file()
+        if home != folder and home in _USER_FOLDERS and holds:
+            del sys.modules[name]
+    importlib.invalidate_caches()
+    first = str(folder)
+    sys.path.insert(0, first)
+    try:
+        yield
+    finally:
+        sys.path.remove(first)
+        if first not in sys.path:
+            sys.path.append(first)
+
+
+def _home(module: ModuleType) -> Path | None:
+    """Return the folder on the Python path in which a top-level module lies."""
+    file = Path(str(getattr(module, "__dict__", {}).get("__file__")))  # a lazy module may import by getattr
+    return file.parent.parent if file.name == "__init__.py" else file.parent
+
+
+@contextmanager
+def exits_are_errors() -> Iterator[None]:
+    """Raise RuntimeError for a SystemExit of a user's code, which would end the run without a word."""
+    try:
+        yield
+    except SystemExit as error:
+        raise RuntimeError(
+            f"sys.exit({error.code!r}) was called{raised_at(error)}; code that a run calls must return, or "
+            "raise another error"
+        ) from error
 
 
 def lazy_names(package: str, modules: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from grpo_fast.config.paths import user_path
 from grpo_fast.config.section import (
     Count,
     Fraction,
@@ -123,7 +123,7 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _reads_what_is_set(self) -> ModelConfig:
-        if self.path.startswith("package:") or Path(self.path).expanduser().is_dir():
+        if self.path.startswith("package:") or user_path(self.path, "path").is_dir():
             refuse_unread(self, ["revision"], f"with path = {self.path!r}, which is no hub id")
         if self.head == "reference":
             refuse_unread(self, ["head_tolerance"], "by head = 'reference', whose gradient is exact")

@@ -87,7 +87,7 @@ class RolloutConfig(Section):
     )
     top_k: Count = Field(0, description="how many of the likeliest tokens are drawn from; 0: all")
     min_p: Fraction = Field(0.0, description="share of the likeliest token's probability that a token needs")
-    stop: list[str] = Field([], description="texts that end a completion")
+    stop: list[Annotated[str, Field(min_length=1)]] = Field([], description="texts that end a completion")
     tools: list[str] = Field(
         [],
         description="functions that the model may call, as `module:function` or `path/to/file.py:function`",

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     Field,
     SerializerFunctionWrapHandler,
     model_serializer,
     model_validator,
 )
 
-from grpo_fast.config.data import DatasetConfig
+from grpo_fast.config.data import DatasetConfig, with_inherited
 from grpo_fast.config.distributed import DistributedConfig
 from grpo_fast.config.evaluation import EvaluationConfig
 from grpo_fast.config.groups import AdaptiveWeightsConfig, AdvantageConfig, CurriculumConfig, GroupConfig
 from grpo_fast.config.methods import MethodName, with_method
+from grpo_fast.config.paths import user_path
 from grpo_fast.config.policy import ModelConfig, OptimizerConfig
 from grpo_fast.config.preference import PreferenceConfig
 from grpo_fast.config.record import AlertsConfig, CheckpointConfig, HubConfig, LoggingConfig
@@ -26,6 +28,23 @@ from grpo_fast.config.rollout import MemoryConfig, RolloutConfig
 from grpo_fast.config.section import FromMapping, Positive, PositiveInt, Section, Seed, at
 from grpo_fast.config.stages import StageConfig, resolve_stages
 from grpo_fast.objective.config import GRPOLossConfig, SamplerCorrection, refuse_unread
+
+
+def _path(text: str) -> str:
+    """Raise ValueError for a text that stands for no path."""
+    user_path(text, "output_dir")
+    return text
+
+
+def _with_held_out(settings: Any) -> Any:
+    """Return the settings with what `evaluation.dataset` takes from `dataset`."""
+    evaluation = settings.get("evaluation") if isinstance(settings, Mapping) else None
+    if isinstance(evaluation, EvaluationConfig):
+        evaluation = evaluation.model_dump(exclude_unset=True)
+    if not isinstance(evaluation, Mapping) or evaluation.get("dataset") is None:
+        return settings
+    held_out = with_inherited(evaluation["dataset"], settings.get("dataset"))
+    return {**settings, "evaluation": {**evaluation, "dataset": held_out}}
 
 
 class TrainConfig(Section):
@@ -39,7 +58,7 @@ class TrainConfig(Section):
         description="what its paper sets in `loss` and `advantage`, below what is set there: a name of "
         "docs/methods.md; null: nothing, and loss.loss_type names a surrogate alone",
     )
-    output_dir: str = Field("runs/default", description="the run's folder")
+    output_dir: Annotated[str, AfterValidator(_path)] = Field("runs/default", description="the run's folder")
     seed: Seed = Field(0, description="of prompts, completions and new weights; a CPU run repeats exactly")
     max_steps: PositiveInt = Field(
         100, description="steps: a rollout and its updates, or a batch of comparisons"
@@ -95,7 +114,7 @@ class TrainConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _over_its_method(cls, settings: Any) -> Any:
-        return with_method(settings)
+        return with_method(_with_held_out(settings))
 
     @model_validator(mode="after")
     def _consistent(self) -> TrainConfig:
@@ -162,6 +181,10 @@ UNREAD: list[tuple[str, str, str, Callable[[TrainConfig], object]]] = [
     ),
 ]
 CONTRADICTIONS: list[tuple[str, Callable[[TrainConfig], object]]] = [
+    (
+        "rewards all have weight = 0, so that no completion is better than another: give one a weight",
+        lambda c: c.rewards and not (c.rollout.environment or any(reward.weight for reward in c.rewards)),
+    ),
     (
         "rewards is empty: give at least one, or a rollout.environment with a method get_reward",
         lambda c: c.algorithm == "grpo" and not (c.rewards or c.rollout.environment or c.dataset.is_taskset),

@@ -1,6 +1,7 @@
 """Values that nobody else may read: hidden in whatever a run writes down, and given by variables.
 
-Secret is what stands under a name that ends in key, token, secret or password, and the password in a URL.
+Secret is what stands under a name as `api_key`, `token`, `password` or `authorization`, what authorizes in a
+URL or a header, and what looks like a token of a well-known service.
 """
 
 from __future__ import annotations
@@ -12,21 +13,60 @@ from typing import Any
 
 MASK = "***"
 VARIABLE = re.compile(r"\$\{(\w+)\}")
-_NAME = re.compile(r"(key|token|secret|password)$", re.IGNORECASE)
+_ENDS = (
+    r"(?:key|(?<=\w)keys|token|secrets?|passwords?|passwd|passphrase|pwd|credentials?|authorization|bearer|cookies?"
+    r"|(?:\b|[_-])auth|(?:\b|access|api|auth|bearer|hf|hub|id|refresh|secret|session|user)[_-]?tokens)"
+)
+_NAME = re.compile(f"{_ENDS}$", re.IGNORECASE)
 # Words of the model's vocabulary, which are no secrets.
 _SPECIAL = re.compile(r"(^|_)(bos|eos|pad|unk|sep|cls|mask|stop|end|start|begin|image|audio|video)_token$")
+_COUNTS = ("keys", "tokens")  # with numbers, they count
+_PROSE = {"system_prompt", "prompt_template", "examples", "template", "chat_template", "stop"}
 _IN_URL = re.compile(
-    r"(?P<before>\w+://[^\s/:@?#]*:)[^\s/@]+(?=@)|(?P<query>[?&][\w.-]*(key|token|secret|password)=)[^&\s#]+",
-    re.IGNORECASE,
+    r"(?P<before>\w+://[^\s/:@?#]*:|https?://(?=[^\s/:]+@))[^\s/]+(?=@)"
+    r"|(?P<query>[?&#](?P<name>[\w.-]+)=)[^&\s#'\"]+"
 )
-
-_HELD = re.compile(r"(key|token|secret|password)['\"]?\s*:", re.IGNORECASE)
+_HEADER = r"^(?:authorization|cookie|x-[\w-]*(?:key|token|secret)|api-key)\s*:\s*(?=.)"
+_SERVICES = r"\b(?:hf_|sk-|ghp_|gho_|github_pat_|glpat-|xox[bp]-|AKIA)(?=[\w-]{16})"
+_IN_TEXT = re.compile(
+    rf"({_HEADER}).*|(^bearer\s+)\S+$|(\bbearer\s+)(?=\S*\d)[^\s'\",;]{{6,}}"
+    rf"|(\bbasic\s+)(?=[\w+/]*[\d=])[\w+/=]{{8,}}|({_SERVICES})[\w-]+",
+    re.IGNORECASE | re.MULTILINE,
+)
+_PAIR = re.compile(
+    rf"(?P<name>\b[\w-]*?{_ENDS})(?P<sign>['\"]?\s*[:=]\s*['\"\[]*)[^\s'\",;&)\]}}]+", re.IGNORECASE
+)
 _KEY = re.compile(r"(--)?[A-Za-z_][\w.-]*=")  # at the beginning of an override
 
 
 def is_secret(name: str) -> bool:
     """Whether a key's value is hidden."""
     return bool(_NAME.search(name)) and not _SPECIAL.search(name)
+
+
+def redacted(text: str) -> str:
+    """Return a text without passwords of URLs, headers' values and tokens of well-known services."""
+
+    def of_url(found: re.Match[str]) -> str:
+        if found["name"] and not (is_secret(found["name"]) or found["name"].lower().endswith("signature")):
+            return found[0]
+        return f"{found['before'] or found['query']}{MASK}"
+
+    return _IN_TEXT.sub(lambda found: f"{found[found.lastindex or 0]}{MASK}", _IN_URL.sub(of_url, text))
+
+
+def without_pairs(value: Any) -> Any:
+    """Return what may be shown of a value that may be a section written as text: `{api_key: ...}`."""
+
+    def hidden(leaf: Any, *_: str) -> Any:
+        if not isinstance(leaf, str):
+            return leaf
+        return _PAIR.sub(of_pair, leaf)
+
+    def of_pair(found: re.Match[str]) -> str:
+        return f"{found['name']}{found['sign']}{MASK}" if is_secret(found["name"]) else found[0]
+
+    return _changed(value, "", "", hidden)
 
 
 def masked(value: Any, name: str = "", *, variables: bool = True) -> Any:
@@ -40,8 +80,10 @@ def masked(value: Any, name: str = "", *, variables: bool = True) -> Any:
         if not is_secret(name):
             if not isinstance(leaf, str):
                 return leaf
-            return _IN_URL.sub(lambda found: f"{found['before'] or found['query']}{MASK}", leaf)
+            return leaf if name in _PROSE else redacted(leaf)
         if leaf is None or isinstance(leaf, bool):
+            return leaf
+        if isinstance(leaf, int | float) and name.lower().endswith(_COUNTS):
             return leaf
         return leaf if variables and isinstance(leaf, str) and VARIABLE.fullmatch(leaf) else MASK
 
@@ -61,7 +103,8 @@ def in_use(options: Mapping[str, Any], place: str) -> dict[str, Any]:
     def value_of(leaf: Any, name: str, key: str) -> Any:
         if not isinstance(leaf, str):
             return leaf
-        if (leaf == MASK and is_secret(name)) or ("://" in leaf and re.search(r":\*\*\*@|=\*\*\*", leaf)):
+        of_text = MASK in leaf and redacted(leaf.replace(MASK, 20 * "x")) == leaf
+        if of_text or (leaf == MASK and is_secret(name)):
             raise ValueError(
                 f"{key} = {leaf!r} is hidden in a run's folder: give it again as {key}=VALUE, or as a "
                 "variable of the environment, ${NAME}"
@@ -84,7 +127,7 @@ def masked_command(arguments: Sequence[str]) -> list[str]:
     for argument in arguments:
         key, equals, text = argument.partition("=") if _KEY.match(argument) else (before, "", argument)
         name = key.lstrip("-").replace("-", "_").rpartition(".")[2]
-        value = MASK if text[:1] in ("{", "[") and _HELD.search(text) else str(masked(text, name))
+        value = MASK if text[:1] in ("{", "[") and without_pairs(text) != text else str(masked(text, name))
         shown.append(f"{key}={value}" if equals else value)
         before = argument if argument.startswith("--") and not equals else ""
     return shown

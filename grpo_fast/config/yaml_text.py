@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -11,6 +12,25 @@ LONGEST = 1_000_000  # values of a text; what an alias repeats is counted each t
 # PyYAML follows YAML 1.1, whose floats need a point; YAML 1.2, and everybody who writes 1e-6, does not.
 EXPONENT = re.compile(r"^[-+]?[0-9]+[eE][-+]?[0-9]+$")
 AS_TEXT = ("tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:value")
+
+
+# What YAML 1.1 reads otherwise than it looks: octal and sexagesimal numbers, `_` in numbers, switches.
+_SURPRISES = {
+    "changed": re.compile(r"[-+]?(0[0-7_]+|[\d_]+(:[0-5]?\d)+(\.\d*)?)"),
+    "number": re.compile(r".*\d_.*"),
+    "switch": re.compile(r"(?i)yes|no|on|off"),
+}
+_TYPED = {f"tag:yaml.org,2002:{kind}" for kind in ("int", "float", "bool")}
+
+
+class Surprise(NamedTuple):
+    """A plain value that YAML reads otherwise than it looks."""
+
+    place: str  # dotted
+    line: int  # from 1
+    text: str  # as written
+    kind: str  # "comment": a value that a comment left empty, or one of `_SURPRISES`
+    value: Any  # as read
 
 
 class Loader(yaml.SafeLoader):
@@ -53,8 +73,7 @@ def parse_yaml(text: str) -> Any:
         ValueError: it is no YAML, gives a key twice, or stands for something that is not plain or has no end.
     """
     try:
-        loader = Loader(text)
-        document = loader.get_single_node()
+        loader, document = _composed(text)
         if document is not None and _values(document, {}) > LONGEST:
             raise ValueError(f"makes more than {LONGEST:,} values by its aliases")
         return None if document is None else loader.construct_document(document)
@@ -65,6 +84,48 @@ def parse_yaml(text: str) -> Any:
         place = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
         message = getattr(error, "problem", None) or "holds a character that YAML does not allow"
         raise ValueError(f"{place}{message}") from None
+
+
+def _composed(text: str) -> tuple[Loader, yaml.Node | None]:
+    loader = Loader(text)
+    return loader, loader.get_single_node()
+
+
+def parse_value(text: str) -> Any:
+    """Return what one value of a command line stands for: `parse_yaml`, without comments in plain text."""
+    value = parse_yaml(text)
+    plain = value is None or (isinstance(value, str) and text.strip()[0] not in "'\"|>!&")
+    return text.strip() if plain and "#" in text else value
+
+
+def surprises(text: str) -> list[Surprise]:
+    """Return the values, of a text that `parse_yaml` accepts, that are others than they look."""
+    loader, document = _composed(text)
+    lines = text.splitlines()
+    known: set[int] = set()
+
+    def walk(node: yaml.Node, place: str) -> Iterator[Surprise]:
+        if id(node) in known:
+            return
+        known.add(id(node))
+        if isinstance(node, yaml.SequenceNode):
+            for index, item in enumerate(node.value):
+                yield from walk(item, f"{place}.{index}".lstrip("."))
+        elif isinstance(node, yaml.MappingNode):
+            for key, item in node.value:
+                name = f"{place}.{key.value}".lstrip(".") if isinstance(key, yaml.ScalarNode) else place
+                yield from (found._replace(kind="changed") for found in walk(key, name))
+                yield from walk(item, name)
+        elif isinstance(node, yaml.ScalarNode) and node.style is None:
+            written, mark = node.value, node.start_mark
+            kinds = (kind for kind, pattern in _SURPRISES.items() if pattern.fullmatch(written))
+            rest = lines[mark.line][mark.column :].strip() if not written and mark.line < len(lines) else ""
+            if node.tag in _TYPED and (kind := next(kinds, None)):
+                yield Surprise(place, mark.line + 1, written, kind, loader.construct_object(node))
+            elif rest.startswith("#"):
+                yield Surprise(place, mark.line + 1, rest, "comment", None)
+
+    return [] if document is None else [*walk(document, "")]
 
 
 def _values(node: yaml.Node, known: dict[int, int]) -> int:

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from grpo_fast.config.data import SUFFIXES, DatasetConfig
+from grpo_fast.config.paths import user_path
+from grpo_fast.config.secrets import redacted
 from grpo_fast.config.section import short
 
 Row = dict[str, Any]
@@ -28,7 +30,7 @@ def files_of(config: DatasetConfig) -> list[Path]:
 
     A source that may be a hub id has none.
     """
-    source, path = f"dataset.source = {config.source!r}", Path(config.source).expanduser()
+    source, path = f"dataset.source = {redacted(config.source)!r}", user_path(config.source, "dataset.source")
     if path.is_file():
         if path.suffix not in SUFFIXES:
             unpack = " (unpack it with gunzip first)" if path.suffix == ".gz" else ""

@@ -15,6 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from grpo_fast.config.paths import user_path
 from grpo_fast.config.section import short
 from grpo_fast.data.types import Message, text_of
 
@@ -115,7 +116,7 @@ def beside(source: str, image: Any) -> Any:
     """An image whose relative path is one beside the data's file, with its whole path."""
     if isinstance(image, Mapping) and not image.get("bytes") and isinstance(image.get("path"), str):
         image = image["path"]
-    folder = Path(source).expanduser()
+    folder = user_path(source, "dataset.source")
     if not isinstance(image, str) or not folder.exists():
         return image
     return str((folder if folder.is_dir() else folder.parent) / Path(image).expanduser())

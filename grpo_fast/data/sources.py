@@ -11,7 +11,7 @@ from typing import Any
 
 from grpo_fast.config.data import PREFIX, SUFFIXES, VERIFIERS, DatasetConfig
 from grpo_fast.config.lookup import FROM_PYTHON, choices, load_object
-from grpo_fast.config.secrets import in_use, masked
+from grpo_fast.config.secrets import in_use, masked, redacted
 from grpo_fast.data.files import Row, csv_rows, file_rows, files_of
 from grpo_fast.data.tasksets import task_rows
 
@@ -30,13 +30,13 @@ def read_rows(config: DatasetConfig) -> list[Row]:
         ImportError: reasoning-gym is asked for and missing.
         ValueError: the source cannot be read, is empty or shorter than `size`, or has no such columns.
     """
+    source = redacted(config.source)
     rows = list(islice(_source_rows(config), config.size))
     if not rows:
-        raise ValueError(f"dataset.source = {config.source!r} has no rows")
+        raise ValueError(f"dataset.source = {source!r} has no rows")
     if config.size is not None and len(rows) < config.size:
         raise ValueError(
-            f"dataset.size = {config.size}, but {config.source} has {len(rows)} rows: lower it, or leave it "
-            "out"
+            f"dataset.size = {config.size}, but {source} has {len(rows)} rows: lower it, or leave it out"
         )
     rows = _rename(rows, config.rename)
     for name in RESERVED:
@@ -74,11 +74,12 @@ def _hub_rows(config: DatasetConfig) -> Iterable[Row]:
         builder.download_and_prepare()
         return map(dict, builder.as_dataset(split=config.split))
     except Exception as error:
-        raise ValueError(
+        problem = (
             f"cannot load dataset.source = {config.source!r} (name {config.name!r}, split {config.split!r}) "
             f"from the hub: {error}. A local file ends in one of {', '.join(SUFFIXES)}; a generated task is "
             f"{PREFIX}TASK"
-        ) from error
+        )
+        raise ValueError(redacted(problem)) from error
 
 
 def _rename(rows: list[Row], names: dict[str, str]) -> list[Row]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from grpo_fast.config.paths import local_path
 from grpo_fast.config.policy import ModelConfig
 from grpo_fast.plan.devices import TABLES
 from grpo_fast.policy.adapters import expert_adapters
@@ -123,8 +124,9 @@ def model_config(
     """
     from transformers import AutoConfig
 
-    if source.startswith(PREFIX):
-        source = resolve_source(source)
+    source = (
+        resolve_source(source) if source.startswith(PREFIX) else str(local_path(source, "model") or source)
+    )
     for known, (model_type, sizes) in SHAPES.items():
         if source.lower() == known.lower() and not Path(source).exists():
             return AutoConfig.for_model(model_type, **sizes)

@@ -6,13 +6,13 @@ import copy
 import logging
 import time
 from functools import lru_cache, partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from grpo_fast.config.distributed import DistributedConfig
+from grpo_fast.config.paths import user_path
 from grpo_fast.config.policy import ModelConfig
 from grpo_fast.data.images import ImageReader
 from grpo_fast.data.template import turn_end
@@ -381,7 +381,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     source, template = resolve_source(config.path), config.chat_template
     if template is not None and "{%" not in template:
         try:
-            template = Path(template).expanduser().read_text(encoding="utf-8")
+            template = user_path(template, "model.chat_template").read_text(encoding="utf-8")
         except OSError as error:
             problem = f"model.chat_template = {config.chat_template!r} cannot be read: {error.strerror}"
             raise ValueError(problem) from error

@@ -22,7 +22,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
+from grpo_fast.config.paths import user_path
 from grpo_fast.config.policy import ModelConfig
+from grpo_fast.config.secrets import redacted
 from grpo_fast.data.images import INSTALL
 from grpo_fast.policy.quantization import unquantized
 
@@ -47,7 +49,7 @@ _PROCESSOR = ("preprocessor_config.json", "processor_config.json", "video_prepro
 
 def cache_folder() -> Path:
     """`$GRPO_FAST_CACHE`, or `~/.cache/grpo_fast`."""
-    return Path(os.environ.get("GRPO_FAST_CACHE") or Path.home() / ".cache" / "grpo_fast")
+    return user_path(os.environ.get("GRPO_FAST_CACHE") or "~/.cache/grpo_fast", "GRPO_FAST_CACHE")
 
 
 def resolve_source(path: str) -> str:
@@ -58,9 +60,9 @@ def resolve_source(path: str) -> str:
     """
     if path.startswith(PREFIX):
         return str(converted_package(path))
-    folder, problem = Path(path).expanduser(), None
+    folder, problem = user_path(path, "model.path"), None
     if not folder.exists():
-        if not (path.startswith((".", "/", "~")) or "\\" in path or path.count("/") > 1):
+        if not (path.startswith((".", "/", "~", "$")) or "\\" in path or path.count("/") > 1):
             return path
         problem = "no such folder; a hub id has the form owner/name"
     elif folder.is_file():
@@ -75,7 +77,7 @@ def resolve_source(path: str) -> str:
     elif not any(folder.glob("*.safetensors")):
         problem = "a folder without *.safetensors; save it as safetensors: pickled weights are not read"
     if problem is not None:
-        raise ValueError(f"model.path = {path!r} is {problem}")
+        raise ValueError(f"model.path = {redacted(path)!r} is {problem}")
     return str(folder)
 
 
@@ -219,7 +221,7 @@ def loading(path: str, source: str | Path, what: str = "model") -> Iterator[None
             remedy = "give a folder, or download it where the hub can be reached (HF_TOKEN if it is gated)"
         remedy = next((found for words, found in _REMEDIES.items() if words in message), remedy)
         problem = f"model.path = {path!r} has no {what} that can be loaded: {reason}; {remedy}"
-        raise ValueError(problem) from error
+        raise ValueError(redacted(problem)) from error
 
 
 def load_whole(path: str, source: str | Path, auto: Any, **settings: Any) -> PreTrainedModel:

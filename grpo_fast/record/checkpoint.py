@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
 
+from grpo_fast.config.paths import user_path
 from grpo_fast.distributed.shards import local
 from grpo_fast.distributed.world import SINGLE_PROCESS, World
 from grpo_fast.policy.optimizer import Diverged
@@ -149,7 +150,8 @@ class CheckpointStore:
             CheckpointError: there is no such checkpoint.
             DamagedCheckpoint: a file is missing or altered; the message names it.
         """
-        path = Path(path) if Path(path).is_dir() else self.root / path
+        given = user_path(path, "--resume")
+        path = given if given.is_dir() else self.root / path
         if not path.is_dir() or not FINAL.fullmatch(path.name):
             known = ", ".join(p.name for p in self.paths()) or "none"
             raise CheckpointError(f"{path} is no checkpoint; {self.root} holds: {known}")

@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
+from errno import ENOENT
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -96,24 +97,35 @@ class RunLogs:
     ) -> None:
         """Write one step. What depends on the clock or the machine belongs in `timings`."""
         metrics, timings = ({name: float(n) for name, n in (of or {}).items()} for of in (metrics, timings))
-        append_jsonl(self._run_dir / METRICS_FILE, {"step": step, **metrics})
+        self._append(METRICS_FILE, {"step": step, **metrics})
         if timings:
-            append_jsonl(self._run_dir / TIMINGS_FILE, {"step": step, **timings})
+            self._append(TIMINGS_FILE, {"step": step, **timings})
         if step % self._every == 0:
             self._mirror("log", step, {**metrics, **timings})
 
     def samples(self, step: int, samples: Sequence[SampleRecord]) -> None:
-        append_jsonl(self._run_dir / SAMPLES_FILE, *({"step": step, **vars(sample)} for sample in samples))
+        self._append(SAMPLES_FILE, *({"step": step, **vars(sample)} for sample in samples))
         if samples:
             self._mirror("table", step, table_of(samples))
 
     def evaluation(self, step: int, name: str, score: float, interval: Interval, n: int) -> None:
         """Write a score: `interval` is (low, high), `n` counts questions; one `name` is one curve."""
         record = {"step": step, "name": name, "score": score, "interval": interval, "n": n}
-        append_jsonl(self._run_dir / EVALUATIONS_FILE, record)
+        self._append(EVALUATIONS_FILE, record)
+
+    def require(self) -> None:
+        """Raise FileNotFoundError where something has removed a file of the run."""
+        for name in FILES:
+            if not (path := self._run_dir / name).exists():
+                remedy = "bring it back and resume the run, or start it anew"
+                raise FileNotFoundError(ENOENT, f"was removed while the run went on; {remedy}", str(path))
+
+    def _append(self, name: str, *records: Mapping[str, Any]) -> None:
+        self.require()
+        append_jsonl(self._run_dir / name, *records)
 
     def alert(self, alert: Alert) -> None:
-        append_jsonl(self._run_dir / ALERTS_FILE, vars(alert))
+        self._append(ALERTS_FILE, vars(alert))
 
     def rewind(self, step: int) -> None:
         """Go back to a step that a resumed run goes on from, to -1 in a new one."""
@@ -121,9 +133,12 @@ class RunLogs:
             rewind_jsonl(self._run_dir / name, step)
 
     def sync(self) -> None:
-        """Flush all to the disk itself, as a checkpoint needs."""
+        """Flush all that is there to the disk itself, as a checkpoint needs."""
+        if not self._run_dir.exists():
+            self.require()
         for name in FILES:
-            sync(self._run_dir / name)
+            if (path := self._run_dir / name).exists():
+                sync(path)
 
     def _mirror(self, method: str, *arguments: Any) -> None:
         """Call each mirror; one that fails costs a warning, never the run."""

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from grpo_fast.config.record import CONFIG_FILE
 from grpo_fast.config.tree import differences, value_at
+from grpo_fast.config.yaml_text import parse_yaml
 from grpo_fast.data.types import spoken
 from grpo_fast.record import logs
 from grpo_fast.record.alerts import RULES
@@ -88,13 +87,13 @@ def read_run(run_dir: Path) -> RunRecord:
     records = {file: read_jsonl(run_dir / file) for file in logs.FILES}
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     try:
-        config, outcome = dict(yaml.safe_load(text) or {}), logs.held_out_outcome(run_dir)
+        config, outcome = dict(parse_yaml(text) or {}), logs.held_out_outcome(run_dir)
         samples = sorted(records[logs.SAMPLES_FILE], key=lambda one: -(one["reward"] or 0))
         steps = sorted({one["step"] for one in samples}, reverse=True)
         shown = steps[:: -(-len(steps) // SAMPLED_STEPS) or 1]
         samples = [one for one in samples if one["step"] in shown]
         return RunRecord(str(run_dir), config, text, outcome, records, values_of(records), samples)
-    except (yaml.YAMLError, ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError) as error:
         problem = " ".join(f"{type(error).__name__}: {error}".split())
         raise ValueError(f"{run_dir} holds what no run has written ({problem})") from error
 

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, cast
@@ -94,7 +95,13 @@ class Runner:
 def event_loop(of: str) -> asyncio.AbstractEventLoop:
     """One for all async functions of a kind: clients that they keep between calls are bound to it."""
     loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name=f"async {of}", daemon=True).start()
+
+    def run() -> None:
+        while True:
+            with suppress(SystemExit):  # of a coroutine, whose future has it, too
+                loop.run_forever()
+
+    threading.Thread(target=run, name=f"async {of}", daemon=True).start()
     return loop
 
 

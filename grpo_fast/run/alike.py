@@ -6,12 +6,16 @@ import hashlib
 import importlib.util
 import logging
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from grpo_fast.config.keys import without_positions
 from grpo_fast.config.load import load_config
+from grpo_fast.config.lookup import importing_from
+from grpo_fast.config.paths import user_path, with_absolute_paths
 from grpo_fast.config.record import CONFIG_FILE
 from grpo_fast.config.schema import TrainConfig
 from grpo_fast.config.secrets import masked
@@ -25,11 +29,12 @@ from grpo_fast.record.report import REPORT_FILE
 
 logger = logging.getLogger(__name__)
 
-# What a resumed run may set differently and still be the same run: what the device of today decides, and the
-# learning rate, for a run that has diverged.
+# What a resumed run may set differently and still be the same run: what the device of today decides, what
+# only decides whether a call that fails or hangs ends it, and the learning rate, for one that has diverged.
 CHANGEABLE = (
     *("output_dir", "max_steps", "threads", "checkpoint", "logging", "alerts", "callbacks", "hub"),
-    *("memory", "distributed", "model.head"),
+    *("memory", "distributed", "model.head", "rollout.max_batch_tokens", "rollout.tool_timeout"),
+    *("rewards.timeout", "rewards.on_error", "rewards.options.time_limit"),
     *("micro_batch_tokens", "model.gradient_checkpointing", "rollout.vllm", "optimizer.learning_rate"),
 )
 _CHANGEABLE = tuple(f"{name}." for name in CHANGEABLE)
@@ -75,7 +80,7 @@ def find_checkpoint(
             f"output_dir = {str(run_dir)!r} holds no run to resume; start it without --resume, or name the "
             "folder that the run has been moved to in the place of its configuration"
         )
-    before = load_config(earlier)
+    before = with_absolute_paths(load_config(earlier))
     checkpoint = store.load_latest() if resume == "latest" else store.load(resume)
     if checkpoint is None:
         if steps > before.checkpoint.every > 0 or (steps and (run_dir / REPORT_FILE).exists()):
@@ -93,12 +98,15 @@ def find_checkpoint(
         )
     # Another secret is no other run: the saved one is hidden.
     trees = (masked(one.model_dump(mode="json"), variables=False) for one in (before, config))
-    changes = {key: f"{key} was {short(old)}, is {short(new)}" for key, old, new in differences(*trees)}
-    if refused := [text for key, text in changes.items() if not is_changeable(key)]:
+    differing = [*differences(*trees)]
+    changes = {key: f"{key} was {short(old)}, is {short(new)}" for key, old, new in differing}
+    same = {key for key, old, new in differing if is_changeable(key) or _has_moved(old, new)}
+    if refused := [text for key, text in changes.items() if key not in same]:
         raise CheckpointError(
             f"the run in {str(run_dir)!r} was started with another configuration ({'; '.join(refused)}): "
             f"resume it with its own ({earlier}), or start a new run in another output_dir"
         )
+    _report_lost_steps(run_dir / METRICS_FILE, checkpoint)
     saved = checkpoint.state.get("code", {})
     for place in (place for place in code if saved.get(place, code[place]) != code[place]):
         logger.warning("%s has changed since %s was saved; the run goes on with it", place, checkpoint.path)
@@ -106,8 +114,32 @@ def find_checkpoint(
 
 
 def is_changeable(key: str) -> bool:
-    """Return whether a resumed run may have another value of a dotted key."""
-    return f"{key}.".startswith(_CHANGEABLE)
+    """Return whether a resumed run may have another value of a dotted key, also in a stage."""
+    return f"{without_positions(key).removeprefix('stages.overrides.')}.".startswith(_CHANGEABLE)
+
+
+def _has_moved(old: Any, new: Any) -> bool:
+    """Return whether a file or folder is at another path now: the old one is gone, and has the same name."""
+    if not (isinstance(old, str) and isinstance(new, str) and old.startswith("/")):
+        return False
+    before, now = (path.rpartition(":")[0] if ".py:" in path else path for path in (old, new))
+    same = old.removeprefix(str(Path(before).parent)) == new.removeprefix(str(Path(now).parent))
+    return same and Path(now).exists() and not Path(before).exists()
+
+
+def _report_lost_steps(metrics: Path, checkpoint: Checkpoint) -> None:
+    """Warn where the run's metrics do not have each step up to the checkpoint once."""
+    counts = Counter(record["step"] for record in read_jsonl(metrics))
+    lost = [step for step in range(checkpoint.step + 1) if not counts[step]]
+    twice = [step for step, count in counts.items() if count > 1 and step <= checkpoint.step]
+    for what, steps in {"lacks": lost, "has more than once": twice}.items():
+        if steps:
+            listed = f"{', '.join(map(str, steps[:5]))}{', ...' if len(steps) > 5 else ''}"
+            logger.warning(
+                "%s %s %d of the %d steps that %s was saved after (%s): its curves and report are wrong "
+                "there; bring the file back",
+                *(metrics, what, len(steps), checkpoint.step + 1, checkpoint.path.name, listed),
+            )
 
 
 def code_digests(tree: Any) -> dict[str, str]:
@@ -131,10 +163,11 @@ def _texts(tree: Any) -> Iterator[str]:
 def _code_file(place: str) -> Path | None:
     """Return the source file of a module or path, or None where there is none."""
     if place.endswith(".py"):
-        file = Path(place).expanduser()
+        file = user_path(place)
         return file if file.is_file() else None
-    with suppress(Exception):  # a user's package, which is imported on the way, may raise anything
-        spec = importlib.util.find_spec(place)
+    with suppress(Exception, SystemExit):  # a user's package is imported on the way
+        with importing_from(Path.cwd()):
+            spec = importlib.util.find_spec(place)
         if spec is not None and str(spec.origin).endswith(".py"):
             return Path(str(spec.origin))
     return None

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -106,7 +107,12 @@ def build_grpo_trainer(config: TrainConfig, world: World = SINGLE_PROCESS) -> Tr
     parts = build_stages(stages, loader)
     sources = {f"stage {i}": part.dataset for i, part in enumerate(parts, 1)}
     sources |= {} if held_out is None else {"evaluation": held_out}
-    digests = {f"dataset.source = {of.config.source!r}, {name}": of.digest for name, of in sources.items()}
+    here = f"{Path.cwd()}/"  # which may be another folder on each rank
+    named = {
+        f"dataset.source = {of.config.source.removeprefix(here)!r}, {name}": of
+        for name, of in sources.items()
+    }
+    digests = {name: of.digest for name, of in named.items()}
     require_alike(world, "the data", lambda: digests)
     prompts = [*(held_out or ()), *chain.from_iterable(part.dataset for part in parts)]
     device = resolve_device(config.model.device) if world.size == 1 else world.device

@@ -8,6 +8,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from grpo_fast.config.load import load_config
+from grpo_fast.config.paths import user_path
 from grpo_fast.config.record import CHECKPOINTS_DIR, CONFIG_FILE
 from grpo_fast.config.schema import TrainConfig
 from grpo_fast.policy import Policy, load_policy
@@ -15,22 +16,27 @@ from grpo_fast.policy.optimizer import MASTER, require_same_shapes
 from grpo_fast.record.checkpoint import CheckpointStore
 
 
-def export_run(source: str | Path, out: str | Path) -> Path:
+def export_run(source: str | Path, out: str | Path, *, trust_remote_code: bool = False) -> Path:
     """Write a run's newest model, or one checkpoint's, with its tokenizer, LoRA merged; returns the folder.
+
+    Args:
+        trust_remote_code: run the Python code of the model's repository, where the run did. The run's own
+            file does not decide it: another person may have written that.
 
     Raises:
         FileNotFoundError: `source` is neither a run nor a checkpoint of one.
         FileExistsError: `out` holds files already.
         OSError: it cannot be written; nothing is left of it.
     """
-    out = Path(out)
+    out = user_path(out, "OUT")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise FileExistsError(f"{out} exists and is not an empty folder; give another name")
-    run_dir, checkpoint = locate(Path(source))
-    unfinished = out.absolute().with_name(f"{out.absolute().name}.tmp")
+    run_dir, checkpoint = locate(user_path(source, "RUN"))
+    unfinished = out.with_name(f"{out.name}.tmp")
     try:
-        unfinished.mkdir(parents=True, exist_ok=True)  # what cannot be written shows before weights are read
-        policy, _ = trained_policy(load_config(run_dir / CONFIG_FILE), run_dir, checkpoint)
+        shutil.rmtree(unfinished, ignore_errors=True)  # of an export that was killed
+        unfinished.mkdir(parents=True)  # what cannot be written shows before weights are read
+        policy, _ = trained_policy(load_config(run_dir / CONFIG_FILE), run_dir, checkpoint, trust_remote_code)
         policy.save_pretrained(unfinished)
         unfinished.rename(out)
     except SafetensorError as error:
@@ -56,12 +62,24 @@ def locate(source: Path) -> tuple[Path, Path | None]:
     )
 
 
-def trained_policy(config: TrainConfig, run_dir: Path, checkpoint: Path | None = None) -> tuple[Policy, int]:
+def trained_policy(
+    config: TrainConfig, run_dir: Path, checkpoint: Path | None = None, trusted: bool = False
+) -> tuple[Policy, int]:
     """The policy with the weights of one checkpoint of a run, by default the newest, and its step.
+
+    Args:
+        trusted: the user's own word for `model.trust_remote_code`.
 
     Raises:
         FileNotFoundError: the run has no checkpoint yet.
+        ValueError: the run's file alone asks for trust_remote_code.
     """
+    if config.model.trust_remote_code and not trusted:
+        raise ValueError(
+            f"{run_dir / CONFIG_FILE} has model.trust_remote_code = true, which runs Python code of "
+            f"{config.model.path}: read that code, then allow it by `export --trust-remote-code`, by `eval` "
+            "with model.trust_remote_code=true, or from Python by trust_remote_code=True"
+        )
     store = CheckpointStore(run_dir / CHECKPOINTS_DIR)
     found = store.load_latest() if checkpoint is None else store.load(checkpoint)
     if found is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from grpo_fast.config.lookup import exits_are_errors
 from grpo_fast.config.schema import TrainConfig
 from grpo_fast.run.prepare import RunOutcome, prepared
 
@@ -22,7 +23,7 @@ def train(config: TrainConfig, *, resume: str | None = None, display: bool = Tru
         ValueError: the configuration contradicts the model or the data. Raised before any training.
         Exception: as a step raised it, after the last finished step was saved where that is possible.
     """
-    with prepared(config, resume, display=display) as run:
+    with exits_are_errors(), prepared(config, resume, display=display) as run:
         run.begin()
         while run.goes_on():
             with run.world.all_succeed("the step"):

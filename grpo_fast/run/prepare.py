@@ -15,6 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from grpo_fast.config.load import dump_config
+from grpo_fast.config.paths import with_absolute_paths
 from grpo_fast.config.record import CHECKPOINTS_DIR, CONFIG_FILE, LOCK_FILE, LoggingConfig
 from grpo_fast.config.schema import TrainConfig
 from grpo_fast.distributed.world import World, joined
@@ -81,12 +82,14 @@ class PreparedRun:
 @contextmanager
 def prepared(config: TrainConfig, resume: str | None, *, display: bool) -> Iterator[PreparedRun]:
     """A run as `train` is asked for it, everything checked, built and restored. Raises as `train`."""
+    given, config = config, with_absolute_paths(config)
     run_dir = Path(config.output_dir)
     with ExitStack() as stack:
         world = stack.enter_context(joined_ranks(config))
         world.from_main("the run's folder", lambda: stack.enter_context(locked_run_dir(run_dir)))
         require_one_folder(world, run_dir)
-        code = require_alike_ranks(world, config, resume)
+        require_alike_ranks(world, given, resume)  # whose hosts may have the same files in other folders
+        code = code_digests(config.model_dump(mode="json"))
         if world.from_main("the run's folder", partial(world.was_started, run_dir)):
             resume = "latest"
         config = world.from_main("the length", partial(with_steps, config))
@@ -145,14 +148,13 @@ def require_one_folder(world: World, run_dir: Path) -> None:
         )
 
 
-def require_alike_ranks(world: World, config: TrainConfig, resume: str | None) -> dict[str, str]:
-    """What the rewards and the like were loaded from, by `code_digests`; raises as `require_alike`."""
+def require_alike_ranks(world: World, config: TrainConfig, resume: str | None) -> None:
+    """Raise as `require_alike` where ranks have other settings or code."""
     asked = config.model_dump(mode="json", exclude={"output_dir"}) | {"resume": resume}
     require_alike(world, "the configuration", lambda: asked)
     with world.all_succeed("the code"):
         code = code_digests(asked)
     require_alike(world, "the code", lambda: {place: digest[:16] for place, digest in code.items()})
-    return code
 
 
 def restore(trainer: Algorithm, checkpoint: Checkpoint) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from grpo_fast.config.load import load_config
 from grpo_fast.config.lookup import given
+from grpo_fast.config.paths import user_path
 from grpo_fast.config.record import CONFIG_FILE
 from grpo_fast.config.schema import TrainConfig
 from grpo_fast.config.section import short
@@ -34,13 +35,6 @@ if TYPE_CHECKING:
     Rows: TypeAlias = Iterable[Mapping[str, Any]] | datasets.Dataset
     Source: TypeAlias = str | Path | Rows | Mapping[str, Any]
     Reward: TypeAlias = str | Callable[..., Any] | Mapping[str, Any]
-
-# The keys of a dataset that decide how a row becomes a prompt.
-RENDERING = (
-    *("prompt_column", "rename", "prompt_template", "chat", "system_prompt", "examples"),
-    "chat_template_kwargs",
-    *("max_prompt_length", "overlong_prompts"),
-)
 
 
 def train(
@@ -67,8 +61,8 @@ def train(
             `dataset`, whose `source` may be rows.
         rewards: a function, `(prompts, completions, **columns) -> list[float | None]`, a callable object, a
             built-in's name, or an entry `{"reward": any of these, "weight": ..., "options": ...}`; or a list.
-        evaluation: held-out rows, file or hub id, read as the dataset's rows are; or the section
-            `evaluation`, whose `dataset` may be any of these.
+        evaluation: held-out rows, file or hub id; or the section `evaluation`, whose `dataset` may be any of
+            these. It is read as `dataset` is, but for what it sets itself.
         callbacks: objects or classes derived from `grpo_fast.Callback`, or import paths.
         resume: True goes on from the newest checkpoint in `output_dir`, a path from that one.
         display: show progress.
@@ -92,8 +86,6 @@ def train(
     if callbacks is not None:
         settings["callbacks"] = callbacks
     whole = load_config(config, inputs.plain(settings))
-    if not isinstance(evaluation, Mapping | None):
-        whole = with_held_out_like_dataset(whole)
     checkpoint = "latest" if resume is True else str(resume) if resume else None
     with given(inputs.objects):
         ended = train_as_configured(whole, resume=checkpoint, display=display)
@@ -102,26 +94,23 @@ def train(
         raise KeyboardInterrupt(f"the last finished step is saved: resume=True goes on, {opened}")
     if ended.stopped_by is not None:
         raise SystemExit(128 + ended.stopped_by)
-    return Run(ended.run_dir)
-
-
-def with_held_out_like_dataset(config: TrainConfig) -> TrainConfig:
-    """Return the configuration with held-out rows that become prompts as the dataset's do."""
-    same = {key: getattr(config.dataset, key) for key in RENDERING}
-    held_out = config.evaluation.dataset and config.evaluation.dataset.model_copy(update=same)
-    evaluation = config.evaluation.model_copy(update={"dataset": held_out})
-    return config.model_copy(update={"evaluation": evaluation})
+    return Run(ended.run_dir, trust_remote_code=whole.model.trust_remote_code)
 
 
 class Run:
     """A run's folder, while the run goes on and afterwards.
 
+    Args:
+        folder: the run's output_dir.
+        trust_remote_code: run the Python code of the model's repository, where the run did.
+
     Raises:
         FileNotFoundError: the folder holds no run.
     """
 
-    def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
+    def __init__(self, folder: str | Path, *, trust_remote_code: bool = False) -> None:
+        self._trusted = trust_remote_code
+        self.folder = user_path(folder, "folder")
         if not (self.folder / CONFIG_FILE).is_file():
             raise FileNotFoundError(f"{self.folder} holds no run: there is no {CONFIG_FILE}")
         self.config = load_config(self.folder)
@@ -144,7 +133,7 @@ class Run:
         Raises:
             FileNotFoundError: there is none yet.
         """
-        return TrainedPolicy(trained_policy(self.config, self.folder)[0], self.config)
+        return TrainedPolicy(trained_policy(self.config, self.folder, trusted=self._trusted)[0], self.config)
 
     @property
     def report(self) -> Path:
@@ -205,4 +194,4 @@ class TrainedPolicy:
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write model and tokenizer, adapters merged, for transformers and vLLM."""
-        self._policy.save_pretrained(Path(folder))
+        self._policy.save_pretrained(user_path(folder, "folder"))

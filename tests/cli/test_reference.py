@@ -38,6 +38,9 @@ def test_the_terminal_shows_types_defaults_meanings_and_other_names(capsys):
         ("--learning-rate", ["optimizer.learning_rate"]),
         ("num_train_epochs", ["epochs"]),
         ("epsilon_low", ["loss.epsilon_low", "preference.ranking.epsilon_low"]),
+        ("lr", ["optimizer.learning_rate", "optimizer.schedule"]),
+        ("kl", ["loss.beta", "alerts.kl"]),
+        ("qlora", ["model.quantization"]),
         ("model.lora", [name for name in KEYS if f"{name}.".startswith("model.lora.")]),
     ],
 )
@@ -46,9 +49,18 @@ def test_a_key_is_found_by_its_name_its_last_part_and_other_names(wanted, found,
     assert [line.partition(":")[0] for line in lines] == found
 
 
+def test_a_word_shows_the_keys_and_recipes_that_are_about_it(capsys):
+    said = told(capsys, "kl")
+    assert all(key in said for key in ("loss.kl_estimator", "loss.kl_in_reward"))
+    assert "chat_template" in told(capsys, "enable_thinking") and "model.lora.r" in told(capsys, "lora")
+    assert "`grpo-fast train calculator`" in told(capsys, "calculator")
+
+
 @pytest.mark.parametrize(
     ("wanted", "said"),
     [
+        ("kl_estimater", "did you mean loss.kl_estimator"),
+        ("batch_size", "set micro_batch_tokens, and prompts_per_step"),
         ("optimizer.learning_rat", "did you mean optimizer.learning_rate"),
         ("remove_unused_columns", "tokenised once"),
         ("zzzzzzzz", "`grpo-fast config` lists all"),

@@ -11,14 +11,17 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from grpo_fast.config.data import DatasetConfig
+from grpo_fast.config.evaluation import EvaluationConfig
 from grpo_fast.config.foreign.names import ABSENT, MOVED
 from grpo_fast.config.keys import REMOVED, ConfigError, keys
 from grpo_fast.config.load import dump_config, load_config
 from grpo_fast.config.schema import TrainConfig
 from grpo_fast.config.secrets import masked, masked_command
-from grpo_fast.config.tree import differences, flatten, value_at
+from grpo_fast.config.tree import differences, flatten, value_at, with_leaves
 from grpo_fast.objective.catalog import LOSS_TYPES
 
+MINIMAL_KEYS = ["model.path=m", "dataset.source=rows.jsonl"]
 ALIAS_BOMB = "a0: &a0 1\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 60))
 MINIMAL = "model: {path: some/model}\ndataset: {source: rows.jsonl}\nrewards: [{reward: exact_match}]\n"
 
@@ -110,6 +113,31 @@ def test_every_problem_is_listed_at_once_with_its_place_and_value(write):
 @pytest.mark.parametrize(
     ("name", "text", "tokens", "part"),
     [
+        (
+            "a.yaml",
+            MINIMAL + "seed: #1\n",
+            [],
+            "seed: line 4: YAML reads #1 as a comment; write '#1' for the",
+        ),
+        (
+            "a.yaml",
+            "rewards:\n- options:\n    a: [010]",
+            MINIMAL_KEYS,
+            "rewards.0.options.a.0: line 3: YAML reads 010 as 8",
+        ),
+        ("a.yaml", MINIMAL + "max_steps: 1:30", [], "max_steps: line 4: YAML reads 1:30 as 90"),
+        (
+            "a.yaml",
+            MINIMAL + "stages: [{overrides: {no: 1}}]",
+            [],
+            "stages.0.overrides.no: line 4: YAML reads no as",
+        ),
+        (
+            "a.yaml",
+            MINIMAL,
+            ["rewards.0.options.a=010"],
+            "rewards.0.options.a: YAML reads 010 as 8; write rewards.0.options.a=",
+        ),
         ("a.yaml", MINIMAL + "seed: 1\nseed: 1\n", [], "the key `seed` is given twice"),
         ("a.yaml", "- a\n- b\n", [], "holds no mapping"),
         ("a.yaml", "just words", [], "holds no mapping"),
@@ -132,6 +160,32 @@ def test_every_problem_is_listed_at_once_with_its_place_and_value(write):
 def test_what_holds_no_plain_mapping_or_assignment_is_refused(tmp_path, name, text, tokens, part):
     (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     assert part in str(problems_of(tmp_path / name, tokens))
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("dataset.system_prompt=#x", "#x"),
+        ("dataset.system_prompt= a #b: [", " a #b: ["),
+        ("dataset.system_prompt='null'", "null"),
+        ("dataset.system_prompt=null", None),
+        ("model_revision=010", "010"),
+        ("model.revision=1:30", "1:30"),
+        ("rewards.0.options.marker=####", "####"),
+        ("rewards.0.options.marker=a # b", "a # b"),
+        ('rewards.0.options.marker="010"', "010"),
+        ("logging.wandb=yes", True),
+        ("max_steps=1_000", 1000),
+    ],
+)
+def test_text_on_the_command_line_is_the_text_and_no_yaml(write, override, value):
+    place = override.partition("=")[0].replace("model_revision", "model.revision")
+    assert value_at(load_config(write(MINIMAL), [override]).model_dump(), place) == value
+
+
+def test_a_word_and_a_number_that_may_be_text_are_warned_of(write, caplog):
+    load_config(write("rewards: [{reward: length, options: {a: yes, b: 1_0}}]"), MINIMAL_KEYS)
+    assert all(f"rewards.0.options.{key}: line 1: YAML reads" in caplog.text for key in "ab")
 
 
 def test_recipes_and_losses_survive_a_round_trip_and_any_length(write):
@@ -172,6 +226,33 @@ def test_another_source_leaves_behind_what_only_the_old_one_reads():
     assert local.dataset.prompt_column == "question"
     with pytest.raises(ConfigError, match=r"dataset: split = 'test' is not read"):
         load_config("gsm8k", ["dataset.source=train.jsonl", "dataset.split=test"])
+
+
+@pytest.mark.parametrize("as_objects", [False, True])
+def test_held_out_rows_are_read_as_the_datasets_where_nothing_else_is_set(write, as_objects):
+    dataset = {"source": "o/g", "name": "main", "prompt_column": "q", "system_prompt": "Think.", "size": 9}
+    dataset |= {"examples": [("1", "2")], "max_prompt_length": 7, "chat": True, "rename": {"a": "answer"}}
+    shape = {"model": {"path": "m"}, "rewards": [{"reward": "length"}], "dataset": dataset}
+
+    def held_out(given: dict[str, Any]) -> dict[str, Any]:
+        if as_objects:
+            whole = {**shape, "dataset": DatasetConfig(**dataset)}
+            config = TrainConfig(**whole, evaluation=EvaluationConfig(dataset=DatasetConfig(**given)))
+        else:
+            tree = with_leaves(shape | {"evaluation": {"dataset": given}}, lambda leaf: leaf)
+            config = load_config(write(yaml.safe_dump(tree)))
+        assert load_config(write(dump_config(config))) == config  # what a run saves means the same
+        assert config.evaluation.dataset is not None
+        return config.evaluation.dataset.model_dump()
+
+    wrong = shape | {"evaluation": {"dataset": {"source": "o/g"}}}
+    assert [*problems_of(write("{}"), wrong | {"dataset": dataset | {"chat": "no"}})] == ["dataset.chat"]
+    whole = DatasetConfig(**dataset).model_dump()
+    others = {"source": "test.jsonl", "system_prompt": None, "prompt_column": "question"}
+    assert held_out(others) == whole | others | {"name": None, "size": None}
+    assert held_out({"source": "o/g", "split": "test"}) == whole | {"split": "test", "size": None}
+    if not as_objects:
+        assert held_out({"split": "test"}) == whole | {"split": "test", "size": None}
 
 
 TEXT = st.text([*map(chr, range(32, 127)), *"\x85\u00a0é€\u2028漢😀"], max_size=12)
@@ -226,10 +307,56 @@ def test_a_runs_length_is_in_steps_or_in_epochs_and_the_command_line_wins(write)
         ({"url": "postgres://me:pw@host:5432/db"}, {"url": "postgres://me:***@host:5432/db"}),
         ({"url": "https://host:80/a@b"}, ...),
         ({"url": "https://host/?a=1&api_key=x&b=2"}, {"url": "https://host/?a=1&api_key=***&b=2"}),
+        (
+            {"api_keys": ["a"], "tokens": "b", "passwd": "c"},
+            {"api_keys": ["***"], "tokens": "***", "passwd": "***"},
+        ),
+        (
+            {"credentials": {"id": "a"}, "authorization": "b"},
+            {"credentials": {"id": "***"}, "authorization": "***"},
+        ),
+        (
+            {"headers": ["Authorization: Bearer a", "X-Api-Key: b"]},
+            {"headers": ["Authorization: ***", "X-Api-Key: ***"]},
+        ),
+        ({"headers": {"with": "Bearer a1.b2"}}, {"headers": {"with": "Bearer ***"}}),
+        (
+            {"urls": ["https://tok@host/", "https://me:p@w@h"]},
+            {"urls": ["https://***@host/", "https://me:***@h"]},
+        ),
+        ({"any": "sk-0123456789abcdef"}, {"any": "sk-***"}),
+        ({"any": "Say: Bearer ab12cd34, Basic dTpwdw=="}, {"any": "Say: Bearer ***, Basic ***"}),
+        (
+            {
+                "tokens": 7,
+                "stop_tokens": ["a"],
+                "keys": ["a"],
+                "author": "a",
+                "text": "A basic question.",
+                "u": "ssh://git@h",
+                "system_prompt": "Bearer a1",
+            },
+            ...,
+        ),
     ],
 )
 def test_what_is_secret_is_hidden_and_what_only_sounds_so_is_not(written: Any, shown: Any):
     assert masked(written) == (written if shown is ... else shown)
+
+
+def test_an_error_shows_no_secret_of_a_section_written_as_text_or_of_a_url(write):
+    sections = (
+        "'{reward: judge, options: {api_key: w7, n: 1}}'",
+        "'judge.py:f?token=w7'",
+        "[{api_keys: [w7]}]",
+    )
+    for section in sections:
+        (problem,) = problems_of(write("rewards: [" + section + "]"), MINIMAL_KEYS).values()
+        assert "w7" not in problem and "***" in problem
+    (problem,) = problems_of(
+        write(MINIMAL), ["dataset.source=https://w7@host/a.jsonl", "dataset.split=b"]
+    ).values()
+    assert "w7" not in problem and "https://***@host" in problem
 
 
 def test_a_command_line_is_shown_without_its_secrets():

@@ -136,7 +136,8 @@ def test_prompts_without_a_limit_are_measured_with_their_tools(toy: dict[str, An
     found = resolve_auto(unlimited)
 
     assert longest_prompt(unlimited.dataset, unlimited.model, unlimited.rollout) == 3
-    assert found == resolve_auto(limited).model_copy(update={"dataset": unlimited.dataset})
+    same = {key: getattr(unlimited, key) for key in ("dataset", "evaluation")}
+    assert found == resolve_auto(limited).model_copy(update=same)
     (with_tools,) = resolve_stages(auto_run(toy, dataset=toy["dataset"], **shown))
     assert longest_prompt(*(getattr(with_tools.config, key) for key in ("dataset", "model", "rollout"))) == 5
 

@@ -46,6 +46,8 @@ def test_an_export_that_fails_leaves_nothing_in_the_way_of_the_next(run, tmp_pat
 
     monkeypatch.setattr("grpo_fast.run.export.trained_policy", lambda *_: (Written(), 7))
     out, failing = tmp_path / "out", True
+    (tmp_path / "out.tmp").mkdir()
+    (tmp_path / "out.tmp" / "of_a_killed_export").touch()
     if made_before:
         out.mkdir()
     with pytest.raises(OSError, match=f"cannot write {out}: .*No space left"):
@@ -54,3 +56,13 @@ def test_an_export_that_fails_leaves_nothing_in_the_way_of_the_next(run, tmp_pat
     assert export_run(run, out) == out
     assert [path.name for path in out.iterdir()] == ["config.json"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]
+
+
+def test_code_of_a_models_repository_needs_the_users_own_word(run, tmp_path, monkeypatch):
+    text = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(text.replace("path: m}", "path: m, trust_remote_code: true}"))
+    monkeypatch.setattr("grpo_fast.run.export.CheckpointStore", lambda *_: pytest.fail("goes on"))
+    with pytest.raises(ValueError, match=r"trust_remote_code = true.*--trust-remote-code"):
+        export_run(run, tmp_path / "out")
+    with pytest.raises(pytest.fail.Exception, match="goes on"):
+        export_run(run, tmp_path / "out", trust_remote_code=True)

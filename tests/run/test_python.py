@@ -22,7 +22,6 @@ from grpo_fast.config.lookup import load_callable
 from grpo_fast.config.schema import TrainConfig
 from grpo_fast.record.checkpoint import CheckpointError
 from grpo_fast.run.inputs import Inputs
-from grpo_fast.run.python import with_held_out_like_dataset
 
 
 def near_w7(completions: list[str], **columns: Any) -> list[float]:
@@ -197,7 +196,7 @@ def test_held_out_rows_are_read_as_the_datasets_are():
     settings["dataset"] = inputs.dataset({"source": rows, "prompt_column": "q", "size": 1})
     settings["evaluation"] = inputs.evaluation([{"q": "w3"}])
 
-    config = with_held_out_like_dataset(load_config(None, settings))
+    config = load_config(None, settings)
 
     assert config.evaluation.dataset is not None
     assert config.evaluation.dataset.prompt_column == "q" and config.evaluation.dataset.size is None

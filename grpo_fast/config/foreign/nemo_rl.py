@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
-from math import prod
+from math import inf, prod
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,7 +16,10 @@ from omegaconf.errors import OmegaConfBaseException
 from grpo_fast.config.foreign.conversion import Conversion, Entry, convert_entries
 from grpo_fast.config.foreign.names import NAMES, PREFERENCE, as_list, betas
 from grpo_fast.config.foreign.rules import Absent, Places, Rule, Siblings, find_rule, load_yaml, rules_of
-from grpo_fast.config.tree import flatten
+from grpo_fast.config.tree import flatten, value_at
+
+_REFERENCE = re.compile(r"\$\{([\w.\[\]-]+)\}")
+MOST_REFERENCES = 10_000  # of a file, each counted as often as it is followed
 
 # What a missing key means there, where ours would mean something else.
 DEFAULTS = {"loss_fn.use_importance_sampling_correction": False}
@@ -49,28 +53,85 @@ def read_nemo_rl(document: Mapping[str, Any]) -> Conversion:
     return convert_entries("NeMo-RL", entries, siblings, RULES, DEFAULTS, preference=preference)
 
 
-def with_defaults(
-    document: Mapping[str, Any], folder: Path, read: Callable[[Path], Mapping[str, Any]]
-) -> dict[str, Any]:
-    """The document over the files that its `defaults:` names, where they lie beside it."""
-    names = [str(name) for name in as_list(document.get("defaults"))]
-    if not names or not all(name.endswith((".yaml", ".yml")) for name in names):
-        return dict(document)  # hydra's are names of the tool's own
-    below = [with_defaults(read(folder / name), (folder / name).parent, read) for name in names]
-    own = {key: value for key, value in document.items() if key != "defaults"}
-    return cast(dict[str, Any], OmegaConf.to_container(OmegaConf.merge(*below, own)))
+def with_defaults(path: Path, read: Callable[[Path], Mapping[str, Any]]) -> dict[str, Any]:
+    """Return a file's document over the files that its `defaults:` names, where they lie beside it.
+
+    Raises:
+        ValueError: a file is among its own defaults.
+    """
+    known: dict[Path, dict[str, Any] | None] = {}  # None: its defaults are being read
+
+    def whole(path: Path) -> dict[str, Any]:
+        path = path.resolve()
+        if path in known and known[path] is None:
+            raise ValueError(f"defaults: {path.name} is among its own defaults; leave one of them out")
+        if (found := known.get(path)) is None:
+            known[path], document = None, read(path)
+            names = [str(name) for name in as_list(document.get("defaults"))]
+            found = dict(document)  # hydra's are names of the tool's own
+            if names and all(name.endswith((".yaml", ".yml")) for name in names):
+                own = {key: value for key, value in document.items() if key != "defaults"}
+                below = [whole(path.parent / name) for name in dict.fromkeys(names)]
+                found = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.merge(*below, own)))
+            known[path] = found
+        return found
+
+    return whole(path)
 
 
 def _resolved(document: Mapping[str, Any]) -> dict[str, Any]:
-    """The leaves with OmegaConf's references filled in; one that leads out of the file stays as written."""
+    """Return the leaves with OmegaConf's references filled in; those that lead out of the file stay.
+
+    Raises:
+        ValueError: references lead back to themselves, or are too many once they are followed.
+    """
     leaves = flatten(document)
+    _check_references(document, leaves)
     OmegaConf.register_resolver("mul", lambda *factors: prod(factors), replace=True)
+    tree = OmegaConf.create(dict(document))
     for key, value in leaves.items():
         if isinstance(value, str) and "${" in value and "${oc." not in value:
             with suppress(OmegaConfBaseException):
-                found = OmegaConf.select(OmegaConf.create(dict(document)), key)
+                found = OmegaConf.select(tree, key)
+                found = OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found
                 leaves[key] = value if found is None else found
     return leaves
+
+
+def _check_references(document: Mapping[str, Any], leaves: Mapping[str, Any]) -> None:
+    costs: dict[str, float] = {}  # references that a place stands for; infinite while it is followed
+
+    def cost(value: Any, place: str) -> float:
+        if isinstance(value, str):
+            found = (_target(name, place) for name in _REFERENCE.findall(value))
+            # One that is its own value leads out of the file: a file over this one has the value.
+            return sum(1 + of_place(there) for there in found if there != place)
+        items = dict(enumerate(value)) if isinstance(value, list) else value
+        pairs = items.items() if isinstance(items, Mapping) else ()
+        return sum(cost(item, f"{place}.{name}" if place else str(name)) for name, item in pairs)
+
+    def of_place(place: str) -> float:
+        if place not in costs:
+            costs[place] = inf
+            costs[place] = cost(value_at(document, place), place)
+        return costs[place]
+
+    total = 0.0
+    for place in leaves:
+        try:
+            total += of_place(place)
+        except RecursionError:
+            total = inf
+        if total > MOST_REFERENCES:
+            many = "lead back to themselves" if total == inf else f"are more than {MOST_REFERENCES:,}"
+            raise ValueError(f"{place}: references, once followed, {many}; write the value in their place")
+
+
+def _target(name: str, place: str) -> str:
+    """Return the place that a reference leads to; with n dots, one in the n-th section around it."""
+    leaf = name.lstrip(".")
+    around = place.split(".")[: -(len(name) - len(leaf))] if leaf != name else []
+    return ".".join([*around, leaf]).replace("[", ".").replace("]", "")
 
 
 def loss_type(value: Any, leaves: Siblings) -> Places:

@@ -19,6 +19,7 @@ BATCH = (
     "steps_per_generation",
 )
 STEPS = ("max_steps", "warmup_steps", "logging_steps", "save_steps", "eval_steps")
+TEXT_PROMPTS = "here they go through the chat template: set dataset.chat to false where prompts are text"
 DPO_ONLY = ("precompute_ref_log_probs", "f_divergence_type", "truncation_mode", "ld_alpha")
 
 
@@ -27,6 +28,8 @@ def read_trl(document: Mapping[str, Any]) -> Conversion:
     preference = "num_generations" not in document and any(key in document for key in DPO_ONLY)
     rules, notes = trl_rules(document, preference)
     entries = [Entry(key, value, rules.get(key), notes.get(key, "")) for key, value in document.items()]
+    if document.get("dataset_name") and "chat" not in document:
+        entries.append(Entry("text prompts", "sent as they are", _as_text, TEXT_PROMPTS, missing=True))
     siblings, defaults = {"use_peft": False, **document}, with_usual(DEFAULTS, document)
     return convert_entries("TRL", entries, siblings, rules, defaults, preference=preference)
 
@@ -97,6 +100,10 @@ def _batch(document: Mapping[str, Any], preference: bool) -> tuple[Rule, str, in
 def _in_rollouts(rule: Rule, per_rollout: int, value: Any, siblings: Siblings) -> Places:
     whole = isinstance(value, int) and value > 0
     return translate(rule, -(-value // per_rollout) if whole else value, siblings)
+
+
+def _as_text(_: Any, __: Siblings) -> Places:
+    return {"dataset.chat": "auto"}
 
 
 def _preference_loss(value: Any, siblings: Siblings) -> Places:

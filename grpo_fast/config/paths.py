@@ -1,0 +1,85 @@
+"""Paths that a user writes: `~` and variables expanded, and those of a run made absolute when it starts."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from grpo_fast.config.schema import TrainConfig
+
+_VARIABLE = re.compile(r"\$(?:\{(\w+)\}|([A-Za-z_]\w*))")
+# Keys by their places without list positions, at the top level and in the overrides of a stage.
+_DATA = ("model.path", "dataset.source", "evaluation.dataset.source")
+_CODE = (
+    *("rewards.reward", "callbacks", "loss.loss_type", "advantage.function"),
+    *("rollout", "rollout.engine", "rollout.tools", "rollout.environment", "rollout.function"),
+    *("groups.strategy", "groups.embedding", "groups.criteria.by"),
+)
+_CODE_FILE = re.compile(r"(.+\.py)(:.*)?", re.DOTALL)
+
+
+def user_path(written: str | Path, key: str = "path") -> Path:
+    """Return the absolute path that a user's text stands for.
+
+    `~`, `~user`, `$NAME` and `${NAME}` are expanded. A relative path is one in the working directory.
+
+    Args:
+        key: the key, argument or option, for errors.
+
+    Raises:
+        ValueError: the text is empty, or names a user or a variable that does not exist.
+    """
+    text = str(written)
+    if not text or "\0" in text:
+        raise ValueError(f"{key} = {text!r}: is no path; give a file or folder")
+    if text[0] != "~" and os.path.lexists(text):  # a `$` in the name of a file that is there
+        return Path(text).absolute()
+    for name in (braced or bare for braced, bare in _VARIABLE.findall(text)):
+        if name not in os.environ:
+            raise ValueError(f"{key} = {text!r}: the environment has no {name}; export {name}")
+    text = os.path.expanduser(_VARIABLE.sub(lambda found: os.environ[found[1] or found[2]], text))
+    if text.startswith("~") and not os.path.lexists(text):
+        user = text.partition("/")[0]
+        raise ValueError(f"{key} = {str(written)!r}: {user} is nobody's home here; write ./{text} for a file")
+    return Path(text).absolute()
+
+
+def local_path(written: str, key: str) -> Path | None:
+    """Return the path of a file or folder that is there; None for a hub id or the name of a generator."""
+    path = user_path(written, key)
+    return path if path.exists() or written.startswith(("~", "$")) else None
+
+
+def with_absolute_paths(config: TrainConfig) -> TrainConfig:
+    """Return the configuration with every path of a file or folder absolute.
+
+    The run then means the same from another working directory. Hub ids, packages and modules stay.
+
+    Raises:
+        ValueError: as `user_path`.
+    """
+    given = config.model_dump()
+    found = _absolute(given, "")
+    return config if found == given else type(config).model_validate(found)
+
+
+def _absolute(value: Any, place: str) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _absolute(item, f"{place}.{key}" if place else str(key)) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_absolute(item, place) for item in value)
+    if not isinstance(value, str):
+        return value
+    key = place.removeprefix("stages.overrides.")
+    if key == "output_dir":
+        return str(user_path(value, key))
+    if key in _DATA or (key == "model.chat_template" and "{%" not in value):
+        return str(local_path(value, key) or value)
+    file = _CODE_FILE.fullmatch(value)
+    if file and (key in _CODE or key.startswith("rollout.environment.")):
+        return f"{user_path(file[1], key)}{file[2] or ''}"
+    return value
