@@ -10,6 +10,8 @@ from pathlib import Path
 from signal import SIGINT
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from grpo_fast.config.foreign.rules import Places
+from grpo_fast.config.keys import ConfigError, Problem
 from grpo_fast.config.load import load_config
 from grpo_fast.config.lookup import given
 from grpo_fast.config.record import CONFIG_FILE
@@ -23,8 +25,10 @@ from grpo_fast.record.files import read_jsonl
 from grpo_fast.record.logs import EVALUATIONS_FILE, METRICS_FILE, TIMINGS_FILE, held_out_outcome
 from grpo_fast.record.report import write_report
 from grpo_fast.rollout import Completion, generate_rollout, make_engine, sampling_of
+from grpo_fast.run.arguments import ARGUMENTS, set_in, trl_places, with_text_as_it_is
 from grpo_fast.run.export import trained_policy
 from grpo_fast.run.inputs import Inputs
+from grpo_fast.run.loaded import lora_section
 from grpo_fast.run.loop import train as train_as_configured
 
 if TYPE_CHECKING:
@@ -51,7 +55,14 @@ def train(
     evaluation: Source | None = None,
     callbacks: Sequence[Callback | type[Callback] | str] | None = None,
     resume: bool | str | Path = False,
+    overwrite: bool = False,
     display: bool = True,
+    args: Any = None,
+    train_dataset: Source | None = None,
+    eval_dataset: Source | None = None,
+    reward_funcs: Reward | Sequence[Reward] | None = None,
+    processing_class: Any = None,
+    peft_config: Any = None,
     **settings: Any,
 ) -> Run:
     """Train a model; `grpo-fast train` with objects where it has names.
@@ -61,7 +72,9 @@ def train(
 
     Args:
         config: a YAML file, a run's folder or a shipped recipe, which the rest goes over.
-        model: a folder, a hub id, or the section `model`.
+        model: a folder, a hub id, the section `model`, or a loaded model of transformers or peft. A loaded
+            one is written to `output_dir/inputs/model`, which a resumed run reads, and gets the trained
+            weights at the end.
         dataset: rows (dicts of columns, or a `datasets.Dataset`), a file or hub id, or the section
             `dataset`, whose `source` may be rows.
         rewards: a function, `(prompts, completions, **columns) -> list[float | None]`, a callable object, a
@@ -70,7 +83,14 @@ def train(
             `evaluation`, whose `dataset` may be any of these.
         callbacks: objects or classes derived from `grpo_fast.Callback`, or import paths.
         resume: True goes on from the newest checkpoint in `output_dir`, a path from that one.
+        overwrite: delete the run in `output_dir`. By default another run's folder stays, and this run's is
+            `output_dir-2` and so on.
         display: show progress.
+        args: a GRPOConfig of TRL: every field is translated, logged as not used, or refused. With it or
+            `train_dataset`, TRL's defaults are used, and prompts of text reach the model as they are.
+        train_dataset, eval_dataset, reward_funcs: TRL's names of `dataset`, `evaluation` and `rewards`.
+        processing_class: a loaded tokenizer or processor, used in place of the model's.
+        peft_config: a LoraConfig of peft.
         settings: further keys of the configuration, sections as dicts, `**{"optimizer.betas": ...}`, TRL's
             names: as in a file. A key that takes an import path takes a function.
 
@@ -80,8 +100,22 @@ def train(
         Exception: as `grpo-fast train` reports it.
     """
     inputs = Inputs()
+    from_trl = args is not None or train_dataset is not None
+    dataset, evaluation = (
+        one_of("dataset", dataset, train_dataset),
+        one_of("evaluation", evaluation, eval_dataset),
+    )
+    if from_trl and config is not None:
+        raise ConfigError(
+            "train", [Problem("config", "goes without TRL's args and train_dataset; leave them out")]
+        )
+    inputs.loaded.tokenizer, inputs.loaded.resumes = processing_class, bool(resume)
     if model is not None:
         settings["model"] = inputs.model(model)
+    if peft_config is not None:
+        settings["model"] = {**settings.get("model", {}), "lora": lora_section(peft_config)}
+    if reward_funcs is not None and not from_trl:
+        rewards = one_of("rewards", rewards, reward_funcs)
     if dataset is not None:
         settings["dataset"] = inputs.dataset(dataset)
     if rewards is not None:
@@ -90,18 +124,49 @@ def train(
         settings["evaluation"] = inputs.evaluation(evaluation)
     if callbacks is not None:
         settings["callbacks"] = callbacks
-    whole = load_config(config, inputs.plain(settings))
+    base = places_of_trl(inputs, args, reward_funcs, settings) if from_trl else config
+    whole = load_config(base, inputs.plain(settings))
+    inputs.read(whole)
     if not isinstance(evaluation, Mapping | None):
         whole = with_held_out_like_dataset(whole)
+    if from_trl:
+        whole = with_text_as_it_is(whole, inputs.objects)
+    if resume and overwrite:
+        raise ConfigError("train", [Problem("overwrite", "goes without resume; keep one")])
     checkpoint = "latest" if resume is True else str(resume) if resume else None
+    if resume is True and config is not None and Path(config).is_dir():
+        checkpoint = whole.output_dir  # this folder, not the newest next to it
     with given(inputs.objects):
-        ended = train_as_configured(whole, resume=checkpoint, display=display)
+        ended = train_as_configured(
+            whole, resume=checkpoint, overwrite=overwrite, display=display, loaded=inputs.loaded
+        )
     if ended.stopped_by == SIGINT:
         opened = f"grpo_fast.Run({str(ended.run_dir)!r}) opens the run"
         raise KeyboardInterrupt(f"the last finished step is saved: resume=True goes on, {opened}")
     if ended.stopped_by is not None:
         raise SystemExit(128 + ended.stopped_by)
     return Run(ended.run_dir)
+
+
+def places_of_trl(inputs: Inputs, args: Any, reward_funcs: Any, settings: dict[str, Any]) -> Places:
+    """Return our keys for TRL's arguments; those that only TRL's trainer has are taken out of `settings`."""
+    others = {name: inputs.plain(settings.pop(name)) for name in ARGUMENTS if name in settings}
+    if (quantization := settings.pop("quantization_config", None)) is not None:
+        others |= set_in(quantization)
+    if reward_funcs is not None:
+        others["reward_funcs"] = inputs.plain([one["reward"] for one in inputs.rewards(reward_funcs)])
+    places = trl_places({} if args is None else args, others)
+    if inputs.loaded.model is not None:
+        places.pop("model.dtype", None)  # the loaded model's is used
+    return places
+
+
+def one_of(name: str, *given: Any) -> Any:
+    """Return the value that is given under one of its names."""
+    found = [value for value in given if value is not None]
+    if len(found) > 1:
+        raise ConfigError("train", [Problem(name, "is given twice, here and under TRL's name; keep one")])
+    return found[0] if found else None
 
 
 def with_held_out_like_dataset(config: TrainConfig) -> TrainConfig:
@@ -202,6 +267,14 @@ class TrainedPolicy:
         with make_engine(ours, self._policy) as engine:
             return [group[0] for group in generate_rollout(engine, questions, 1, drawn)]
 
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Write model and tokenizer, adapters merged, for transformers and vLLM."""
-        self._policy.save_pretrained(Path(folder))
+    def save_pretrained(self, folder: str | Path, *, adapter: bool = False) -> None:
+        """Write model and tokenizer, adapters merged, for transformers and vLLM.
+
+        Args:
+            adapter: write the adapter alone, for peft.
+
+        Raises:
+            ValueError: the run has no adapter.
+        """
+        save = self._policy.save_adapter if adapter else self._policy.save_pretrained
+        save(Path(folder))
