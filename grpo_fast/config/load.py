@@ -191,7 +191,7 @@ def _places(layer: Mapping[str, Any], siblings: Mapping[str, Any], problems: lis
 def _move(file: dict[str, Any], run_dir: Path) -> None:
     """Let a run's configuration name the folder where it lies, and what the run keeps there."""
     before, file["output_dir"] = str(file.get("output_dir")), str(run_dir)
-    model = file.get("model")
+    model: Any = file.get("model")
     for key in ("path", "tokenizer") if isinstance(model, dict) else ():
         place = Path(str(model.get(key)))
         if place.parent == Path(before).absolute() / INPUTS_DIR:

