@@ -121,7 +121,7 @@ def train(
     if callbacks is not None:
         settings["callbacks"] = callbacks
     settings = inputs.plain(settings)
-    base = config
+    base: Any = config
     if from_trl:
         base = trl_places({} if args is None else args, settings)
         if inputs.loaded.model is not None:
