@@ -38,21 +38,7 @@ def trl_places(args: Any, settings: dict[str, Any]) -> Places:
     if (quantization := settings.pop("quantization_config", None)) is not None:
         document |= set_in(quantization)
     document = with_leaves(document, lambda leaf: str(leaf) if type(leaf).__name__ == "dtype" else leaf)
-    processes, group = int(os.environ.get("WORLD_SIZE", 1)), document.get("num_generations") or 8
-    if document.get("steps_per_generation"):
-        document.pop("generation_batch_size", None)  # which TRL computes of it
-    batch = (document.get("per_device_train_batch_size") or 8) * processes
-    of_rollout = batch * (
-        document.get("steps_per_generation") or document.get("gradient_accumulation_steps") or 1
-    )
-    if not document.get("generation_batch_size") and of_rollout < group:
-        logger.warning(
-            "per_device_train_batch_size: %d completions are less than one group; it is num_generations = %d",
-            *(of_rollout, group),
-        )
-        batch, document["gradient_accumulation_steps"] = group, 1
-        document.pop("steps_per_generation", None)
-    document["per_device_train_batch_size"] = batch
+    document |= _sizes(document)
     conversion = fitted(read_trl(document))[0]
     open_rows = [row for row in conversion.rows if row.outcome == "needs a decision"]
     if open_rows:
@@ -71,8 +57,27 @@ def set_in(settings: Any) -> dict[str, Any]:
     given = _plain(settings)
     if not isinstance(settings, Mapping):
         usual = _plain(_of_defaults(type(settings)))
-        given = {key: value for key, value in given.items() if key in ALWAYS or value != usual.get(key)}
-    return {key: value for key, value in given.items() if value is not None}
+        always = {key: given[key] for key in ALWAYS if given.get(key) is not None}
+        given = {key: value for key, value in given.items() if value != usual.get(key)} | always
+    return given
+
+
+def _sizes(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the batch sizes of all processes together; `read_trl` has the arithmetic of one."""
+    sizes = {key: document.get(key) for key in (*BATCH, "num_generations")}
+    if any(size is not None and not isinstance(size, int) for size in sizes.values()):
+        return {}  # refused by name
+    rounds = sizes["steps_per_generation"] or sizes["gradient_accumulation_steps"] or 1
+    batch = (sizes["per_device_train_batch_size"] or 8) * int(os.environ.get("WORLD_SIZE", 1))
+    group = sizes["num_generations"] or 8
+    if sizes["steps_per_generation"]:
+        sizes["generation_batch_size"] = None  # which TRL computes of it
+    if not sizes["generation_batch_size"] and batch * rounds < group:
+        told = "per_device_train_batch_size: a step has %d completions, less than one group: it gets %d"
+        logger.warning(told, batch * rounds, group)
+        batch, sizes["steps_per_generation"], sizes["gradient_accumulation_steps"] = group, None, 1
+    sizes["per_device_train_batch_size"] = batch
+    return {key: sizes[key] for key in document.keys() & sizes.keys() | {"per_device_train_batch_size"}}
 
 
 def _plain(settings: Any) -> dict[str, Any]:

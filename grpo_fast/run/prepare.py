@@ -89,12 +89,14 @@ def prepared(
 ) -> Iterator[PreparedRun]:
     """A run as `train` is asked for it, everything checked, built and restored. Raises as `train`."""
     asked = Path(config.output_dir)
+    asked = asked if asked.name not in ("", "..") else asked.resolve()  # `.` has no name to number
     with ExitStack() as stack:
         world = stack.enter_context(joined_ranks(config))
         if world.from_main("the run's folder", partial(world.was_started, asked)):
             resume = "latest"
         hold = partial(hold_folder, stack, asked, resume, overwrite=overwrite)
-        run_dir = world.from_main("the run's folder", hold)
+        number = world.from_main("the run's folder", lambda: hold().name.removeprefix(asked.name))
+        run_dir = asked.with_name(f"{asked.name}{number}")
         require_one_folder(world, run_dir)
         code = require_alike_ranks(world, config, resume)
         config = config.model_copy(update={"output_dir": str(run_dir)})

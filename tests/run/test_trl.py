@@ -183,6 +183,8 @@ class Watches(TrainerCallback):
         ({"peft_config": LoraConfig(bias="all")}, "peft_config.bias = 'all': has no equivalent"),
         ({"args": {"sync_ref_model": True, "foo": 3}}, r"sync_ref_model(.|\n)*args\.foo = 3: is not a key"),
         ({"args": {"entropy_target": 0.3}}, "args.entropy_target = 0.3"),
+        ({"args": {"per_device_train_batch_size": "4"}}, "args.per_device_train_batch_size = '4'"),
+        ({"args": {"per_device_train_batch_size": 12}}, "args.per_device_train_batch_size = 12.*not divide"),
         ({"args": 3}, "args: is a int; give a GRPOConfig"),
         ({"config": "quickstart"}, "config = 'quickstart': goes without TRL's args"),
         ({"dataset": [{"prompt": "w2"}]}, "dataset: is given twice"),
