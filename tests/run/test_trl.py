@@ -58,7 +58,7 @@ def test_a_script_of_trl_trains_a_loaded_model_and_resumes(script):
 
     run = grpo_fast.train(**call)
 
-    assert run.folder == Path("out") and run.config.model.path == str(Path("out/inputs/model").absolute())
+    assert run.folder.samefile("out") and run.config.model.path == str(Path("out/inputs/model").absolute())
     assert run.config.dataset.chat is run.config.evaluation.dataset.chat is False
     kept, trained = AutoModelForCausalLM.from_pretrained("out/inputs/model").state_dict(), run.policy.model
     for name, weight in call["model"].state_dict().items():
