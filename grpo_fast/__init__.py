@@ -18,6 +18,9 @@ if TYPE_CHECKING:  # what editors and type checkers see; `__getattr__` gives it 
     from grpo_fast.record.callbacks import Callback as Callback
     from grpo_fast.run.python import Run as Run
     from grpo_fast.run.python import train as train
+    from grpo_fast.run.trl import FastLanguageModel as FastLanguageModel
+    from grpo_fast.run.trl import GRPOConfig as GRPOConfig
+    from grpo_fast.run.trl import GRPOTrainer as GRPOTrainer
 
     __version__: str
 
@@ -34,6 +37,7 @@ _PUBLIC = {
     "head.outputs": ["GRPOLossOutput", "HeadOutput"],
     "objective": ["GRPOLossConfig", "LossInputs", "LossOutputs", "StepTotals"],
     "run.python": ["Run", "train"],
+    "run.trl": ["FastLanguageModel", "GRPOConfig", "GRPOTrainer"],
     "record.callbacks": ["Callback"],
 }
 

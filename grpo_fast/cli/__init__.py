@@ -193,8 +193,10 @@ def build_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argum
     train.add_argument("config", metavar="CONFIG", help=CONFIG_HELP)
     whole = "print the whole configuration, with what the plan chooses, and leave"
     train.add_argument("--print-config", action="store_true", help=whole)
-    resume = "continue from the newest intact checkpoint in output_dir, or from this one"
+    resume = "continue from the newest intact checkpoint of the newest run in output_dir, or from this one"
     train.add_argument("--resume", nargs="?", const="latest", metavar="CHECKPOINT", help=resume)
+    overwrite = "delete the run in output_dir; else a new run gets a folder next to it"
+    train.add_argument("--overwrite", action="store_true", help=overwrite)
     train.add_argument("--changed-code", action="store_true", help=argparse.SUPPRESS)
     train.add_argument("--verbose", action="store_true", help="print every metric of a step")
 
@@ -231,7 +233,11 @@ def build_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argum
     export.add_argument(
         "run", type=path, metavar="RUN_OR_CHECKPOINT", help="a run's directory, or one checkpoint of it"
     )
-    export.add_argument("out", type=path, metavar="OUT", help="the folder to write")
+    export.add_argument(
+        "out", type=path, metavar="OUT", help="the folder to write; llama.cpp makes GGUF of it"
+    )
+    adapter = "write LoRA's adapter alone, for peft; else it is merged"
+    export.add_argument("--adapter", action="store_true", help=adapter)
     trust = "run the Python code that the model's repository ships, where the run did"
     export.add_argument("--trust-remote-code", action="store_true", help=trust)
 

@@ -31,7 +31,13 @@ def train(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         raise ConfigError("train", [Problem("--changed-code", gone)])
     from grpo_fast import run
 
-    ended = run.train(config, resume=args.resume)
+    if args.resume and args.overwrite:
+        raise ConfigError("train", [Problem("--overwrite", "goes without --resume; keep one")])
+    named = (
+        args.resume == "latest" and user_path(args.config).is_dir()
+    )  # this folder, not the newest next to it
+    resume = config.output_dir if named else args.resume
+    ended = run.train(config, resume=resume, overwrite=args.overwrite)
     return 0 if ended.stopped_by is None else 128 + ended.stopped_by
 
 
@@ -69,7 +75,8 @@ def plan(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 def export(args: argparse.Namespace, _: Sequence[str]) -> int:
     from grpo_fast.run.export import export_run
 
-    print(export_run(args.run, args.out, trust_remote_code=args.trust_remote_code))
+    options = {"adapter": args.adapter, "trust_remote_code": args.trust_remote_code}
+    print(export_run(args.run, args.out, **options))
     return 0
 
 

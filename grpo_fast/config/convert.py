@@ -36,6 +36,16 @@ def convert_file(path: str | Path, *, source: str | None = None) -> tuple[Conver
         conversion = convert(nemo_rl.with_defaults(path, read_mapping), source=source)
     except ValueError as error:
         raise ConfigError(str(path), [Problem("the file", str(error))]) from None
+    conversion, tree = fitted(conversion)
+    return conversion, conversion.heading() + dump_yaml(tree)
+
+
+def fitted(conversion: Conversion) -> tuple[Conversion, dict[str, Any]]:
+    """Return a conversion without what is refused here, and its configuration.
+
+    Raises:
+        ConfigError: the configuration is refused for something else than a converted key.
+    """
     while True:
         tree = merged([conversion.places], [])
         unmarked = {key: value for key, value in tree.items() if (key, value) != ("max_steps", FILL_IN)}
@@ -48,7 +58,7 @@ def convert_file(path: str | Path, *, source: str | None = None) -> tuple[Conver
                 raise
             conversion = conversion.without(refused)
         else:
-            return conversion, conversion.heading() + dump_yaml(tree)
+            return conversion, tree
 
 
 def convert(document: Mapping[str, Any], *, source: str | None = None) -> Conversion:

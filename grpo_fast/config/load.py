@@ -32,7 +32,7 @@ from grpo_fast.config.keys import (
 from grpo_fast.config.lookup import choices
 from grpo_fast.config.methods import REPLACED
 from grpo_fast.config.paths import user_path
-from grpo_fast.config.record import CHECKPOINTS_DIR, CONFIG_FILE, LOCK_FILE
+from grpo_fast.config.record import CHECKPOINTS_DIR, CONFIG_FILE, INPUTS_DIR, LOCK_FILE
 from grpo_fast.config.schema import TrainConfig
 from grpo_fast.config.secrets import masked, masked_command
 from grpo_fast.config.section import short
@@ -47,12 +47,15 @@ FREE_FORM = ("options", "rename", "targets", "environment")  # mappings whose ke
 DATASETS = ("dataset", "evaluation.dataset")
 
 
-def load_config(path: str | Path | None, overrides: Sequence[str] | Mapping[str, Any] = ()) -> TrainConfig:
+def load_config(
+    path: str | Path | Places | None, overrides: Sequence[str] | Mapping[str, Any] = ()
+) -> TrainConfig:
     """A validated configuration from a YAML file and overrides, which win over the file.
 
     Args:
         path: a YAML file, a run's directory, or the name of a shipped recipe; None for overrides alone. A
-            run's directory is its output_dir, wherever it was when the run was started.
+            run's directory is its output_dir, wherever it was when the run was started. Or places with
+            values.
         overrides: `optimizer.learning_rate=1e-6`, `--optimizer.learning_rate=1e-6`, or the latter as two
             items. Values are YAML. `rewards.0.weight=2` reaches into a list. The flat names of
             TRL and Axolotl (`learning_rate=1e-6`) serve as well, here and at the top level of the file. Or
@@ -62,10 +65,10 @@ def load_config(path: str | Path | None, overrides: Sequence[str] | Mapping[str,
         ConfigError: anything unknown, contradictory or out of range; it lists every problem at once.
     """
     problems: list[Problem] = []
-    found = None if path is None else config_path(path)
-    file = {} if found is None else read_mapping(found, problems)
-    if found is not None and user_path(path or "").is_dir() and (found.parent / LOCK_FILE).exists():
-        file["output_dir"] = str(found.parent)  # a run's folder may have been moved or copied
+    found = None if path is None or isinstance(path, dict) else config_path(path)
+    file = path if isinstance(path, dict) else {} if found is None else read_mapping(found, problems)
+    if found is not None and user_path(str(path)).is_dir() and (found.parent / LOCK_FILE).exists():
+        _move(file, found.parent)  # a run's folder may have been moved or copied
     given = dict(overrides) if isinstance(overrides, Mapping) else _parse_overrides(overrides)
     if any(given.get(name) is not None for name in LENGTH):
         file = {name: value for name, value in file.items() if name not in LENGTH}
@@ -80,7 +83,7 @@ def load_config(path: str | Path | None, overrides: Sequence[str] | Mapping[str,
         for key in DatasetConfig.model_construct(source=str(section["source"])).idle_keys:
             if f"{place}.{key}" not in given:
                 section.pop(key, None)
-    return validated(tree, str(path or "the settings"), problems)
+    return validated(tree, "the settings" if found is None else str(path), problems)
 
 
 def validated(tree: Any, source: str, problems: Sequence[Problem] = ()) -> TrainConfig:
@@ -232,6 +235,16 @@ def _places(layer: Mapping[str, Any], siblings: Mapping[str, Any], problems: lis
                 problems.append(Problem(leaf, f"is given twice, as {both}; keep one"))
         found |= places
     return found
+
+
+def _move(file: dict[str, Any], run_dir: Path) -> None:
+    """Let a run's configuration name the folder where it lies, and what the run keeps there."""
+    before, file["output_dir"] = str(file.get("output_dir")), str(run_dir)
+    model: Any = file.get("model")
+    for key in ("path", "tokenizer") if isinstance(model, dict) else ():
+        place = Path(str(model.get(key)))
+        if place.parent == Path(before).absolute() / INPUTS_DIR:
+            model[key] = str(run_dir.absolute() / INPUTS_DIR / place.name)
 
 
 def _leave_to_method(method: Any, places: Places) -> None:

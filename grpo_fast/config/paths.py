@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 _VARIABLE = re.compile(r"\$(?:\{(\w+)\}|([A-Za-z_]\w*))")
 # Keys by their places without list positions, at the top level and in the overrides of a stage.
-_DATA = ("model.path", "dataset.source", "evaluation.dataset.source")
+_DATA = ("model.path", "model.tokenizer", "dataset.source", "evaluation.dataset.source")
 _CODE = (
     *("rewards.reward", "callbacks", "loss.loss_type", "advantage.function"),
     *("rollout", "rollout.engine", "rollout.tools", "rollout.environment", "rollout.function"),

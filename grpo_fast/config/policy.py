@@ -31,10 +31,10 @@ class LoraConfig(Section):
     dropout: Annotated[float, Field(ge=0, lt=1)] = Field(
         0.0, description="share of the adapter's inputs left out"
     )
-    target_modules: str | list[str] = Field(
+    target_modules: str | list[str] | None = Field(
         "all-linear",
         description="names of modules, a regular expression, or all linear layers without the head, as peft "
-        "takes them",
+        "takes them; null: peft's choice for the type of model, mostly queries and values",
     )
     target_parameters: list[str] | None = Field(
         None,
@@ -48,6 +48,9 @@ class ModelConfig(Section):
 
     path: str = Field(
         description="a folder, a hub id, or `package:NAME` for a GGUF file shipped by a Python package"
+    )
+    tokenizer: str | None = Field(
+        None, description="the tokenizer's folder or hub id, where it is not the model's own"
     )
     revision: str | None = Field(
         None, description="of a hub id: branch, tag or commit; null: the default branch"

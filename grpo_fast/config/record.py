@@ -10,7 +10,7 @@ from grpo_fast.config.section import Count, Fraction, Positive, PositiveInt, Sec
 
 # In a run's folder.
 CONFIG_FILE, LOCK_FILE = "config.yaml", "run.lock"
-CHECKPOINTS_DIR = "checkpoints"
+CHECKPOINTS_DIR, INPUTS_DIR = "checkpoints", "inputs"
 
 
 class CheckpointConfig(Section):

@@ -47,8 +47,7 @@ def files_of(config: DatasetConfig) -> list[Path]:
     if len({file.suffix for file in found}) != 1:
         raise ValueError(
             f"{source} needs files of one kind, {', '.join(SUFFIXES)}, whose names begin with dataset.split "
-            f"= {config.split!r}; it has {short([file.name for file in held], limit=200)}. Write what "
-            "save_to_disk saved anew with to_parquet"
+            f"= {config.split!r}; it has {short([file.name for file in held], limit=200)}"
         )
     return found
 

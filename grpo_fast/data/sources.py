@@ -58,8 +58,30 @@ def _source_rows(config: DatasetConfig) -> Iterable[Row]:
     if config.source.endswith(FROM_PYTHON):
         rows: Iterable[Row] = load_object(config.source, "dataset.source")
         return rows
+    folder = Path(config.source).expanduser()
+    if any((folder / name).is_file() for name in ("dataset_info.json", "dataset_dict.json")):
+        return _saved_rows(config, folder)
     files = files_of(config)
     return file_rows(files) if files else _hub_rows(config)
+
+
+def _saved_rows(config: DatasetConfig, folder: Path) -> Iterable[Row]:
+    """Return the rows of a folder that `save_to_disk` of datasets wrote."""
+    from datasets import DatasetDict, load_from_disk
+
+    try:
+        found = load_from_disk(str(folder))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"dataset.source = {config.source!r} cannot be read: {error}") from error
+    if isinstance(found, DatasetDict):
+        if config.split not in found:
+            raise ValueError(f"dataset.split = {config.split!r}: {choices(config.split, found)}")
+        found = found[config.split]
+    elif "split" in config.model_fields_set and config.split != str(found.split):
+        raise ValueError(
+            f"dataset.split = {config.split!r}: {config.source} is one dataset without splits; leave it out"
+        )
+    return map(dict, found)
 
 
 def _hub_rows(config: DatasetConfig) -> Iterable[Row]:

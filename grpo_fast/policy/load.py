@@ -378,7 +378,8 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     """
     from transformers import AutoTokenizer
 
-    source, template = resolve_source(config.path), config.chat_template
+    own, template = config.tokenizer is None, config.chat_template
+    source = resolve_source(config.path) if own else str(config.tokenizer)
     if template is not None and "{%" not in template:
         try:
             template = user_path(template, "model.chat_template").read_text(encoding="utf-8")
@@ -386,8 +387,9 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
             problem = f"model.chat_template = {config.chat_template!r} cannot be read: {error.strerror}"
             raise ValueError(problem) from error
     load_architecture(config)  # a model that cannot be trained is refused
-    with loading(config.path, source, "tokenizer"):
-        tokenizer = AutoTokenizer.from_pretrained(source, **origin_of(config))
+    named = (config.path, "model.path") if own else (source, "model.tokenizer")
+    with loading(named[0], source, "tokenizer", named[1]):
+        tokenizer = AutoTokenizer.from_pretrained(source, **origin_of(config) if own else {})
     if template is not None:
         tokenizer.chat_template = template
     if tokenizer.pad_token is None:

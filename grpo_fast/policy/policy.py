@@ -319,6 +319,19 @@ class Policy:
             save_model(self.base_model, weights, self.tokenizer, folder)
             self.save_processor(folder)
 
+    def save_adapter(self, folder: str | Path) -> None:
+        """Write the adapter alone, as peft reads it, and the tokenizer.
+
+        Raises:
+            ValueError: the policy has none.
+        """
+        if not self.has_adapters:
+            raise ValueError(
+                "there is no adapter: the run trains whole weights (model.lora = null); export those"
+            )
+        self.model.save_pretrained(str(folder))
+        self.tokenizer.save_pretrained(folder)
+
     def save_processor(self, folder: str | Path) -> None:
         """What is beside the tokenizer of a model that sees images, as it was."""
         for file in self.image_reader.files if self.image_reader else ():

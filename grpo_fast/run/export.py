@@ -16,19 +16,28 @@ from grpo_fast.policy.optimizer import MASTER, require_same_shapes
 from grpo_fast.record.checkpoint import CheckpointStore
 
 
-def export_run(source: str | Path, out: str | Path, *, trust_remote_code: bool = False) -> Path:
-    """Write a run's newest model, or one checkpoint's, with its tokenizer, LoRA merged; returns the folder.
+def export_run(
+    source: str | Path, out: str | Path, *, adapter: bool = False, trust_remote_code: bool = False
+) -> Path:
+    """Write a run's newest model, or one checkpoint's, with its tokenizer; return the folder.
 
     Args:
+        adapter: write LoRA's adapter alone. Else it is merged.
         trust_remote_code: run the Python code of the model's repository, where the run did. The run's own
             file does not decide it: another person may have written that.
 
     Raises:
+        ValueError: `out` is a GGUF file, or there is no adapter.
         FileNotFoundError: `source` is neither a run nor a checkpoint of one.
         FileExistsError: `out` holds files already.
         OSError: it cannot be written; nothing is left of it.
     """
     out = user_path(out, "OUT")
+    if out.suffix == ".gguf":
+        raise ValueError(
+            f"{out}: export writes a folder, and llama.cpp makes GGUF of it: `python convert_hf_to_gguf.py "
+            f"FOLDER --outfile {out}`, of https://github.com/ggml-org/llama.cpp"
+        )
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise FileExistsError(f"{out} exists and is not an empty folder; give another name")
     run_dir, checkpoint = locate(user_path(source, "RUN"))
@@ -37,7 +46,7 @@ def export_run(source: str | Path, out: str | Path, *, trust_remote_code: bool =
         shutil.rmtree(unfinished, ignore_errors=True)  # of an export that was killed
         unfinished.mkdir(parents=True)  # what cannot be written shows before weights are read
         policy, _ = trained_policy(load_config(run_dir / CONFIG_FILE), run_dir, checkpoint, trust_remote_code)
-        policy.save_pretrained(unfinished)
+        (policy.save_adapter if adapter else policy.save_pretrained)(unfinished)
         unfinished.rename(out)
     except SafetensorError as error:
         raise OSError(f"cannot write {out}: {error}") from error

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from grpo_fast.config.data import DatasetConfig
 from grpo_fast.config.keys import ConfigError, Problem
 from grpo_fast.config.lookup import FROM_PYTHON
+from grpo_fast.config.schema import TrainConfig
 from grpo_fast.config.section import short
 from grpo_fast.record.callbacks import Callback
+from grpo_fast.run.loaded import Loaded
 
 
 class Inputs:
@@ -22,6 +26,7 @@ class Inputs:
 
     def __init__(self) -> None:
         self.objects: dict[str, Any] = {}
+        self.loaded = Loaded()
 
     def plain(self, value: Any) -> Any:
         """Return a setting as a file would have it: paths as text, functions and objects by name."""
@@ -31,6 +36,9 @@ class Inputs:
             return [self.plain(item) for item in value]
         if isinstance(value, Path):
             return str(value)
+        if "TrainerCallback" in (kind.__name__ for kind in type(value).__mro__):
+            remedy = "derive from grpo_fast.Callback, whose on_step_end gets a step's metrics"
+            raise _refused("callbacks", f"has transformers' TrainerCallback {type(value).__name__}: {remedy}")
         return self.name(value) if callable(value) or isinstance(value, Callback) else value
 
     def name(self, value: Any) -> str:
@@ -49,35 +57,76 @@ class Inputs:
     def model(self, value: Any) -> Any:
         if isinstance(value, str | Path | Mapping):
             return value if isinstance(value, Mapping) else {"path": value}
-        remedy = "give a folder or hub id; save_pretrained makes a folder of a model and its tokenizer"
-        raise _refused("model", f"is a {type(value).__name__}: {remedy}")
+        return self.loaded.section(value)
 
     def rewards(self, value: Any) -> list[Any]:
         entries = value if isinstance(value, list | tuple) else [value]
+        if models := [type(one).__name__ for one in entries if hasattr(one, "state_dict")]:
+            remedy = (
+                "rewards here are functions: call the model inside one, (prompts, completions, **columns)"
+            )
+            raise _refused("rewards", f"has a model, {models[0]}; {remedy}")
         return [one if isinstance(one, Mapping) else {"reward": one} for one in entries]
+
+    def reward_funcs(self, value: Any) -> list[Any]:
+        """Return functions or names, whose weights are `reward_weights`."""
+        entries = self.rewards(value)
+        if any(entry.keys() != {"reward"} for entry in entries):
+            raise _refused(
+                "reward_funcs", "has sections; give them as rewards, or functions and reward_weights"
+            )
+        return [entry["reward"] for entry in entries]
 
     def dataset(self, value: Any, key: str = "dataset") -> dict[str, Any]:
         """Return the section; rows have a name in it."""
-        if type(value).__name__.endswith("DatasetDict"):
+        if _is_splits(value):
             raise _refused(key, f"is several splits: give one of {', '.join(map(repr, value))}")
         section = dict(value) if isinstance(value, Mapping) else {"source": value}
         source = section.get("source", "")
         if not isinstance(source, str | Path):
+            if not isinstance(source, Iterable):
+                raise _refused(key, f"is a {type(source).__name__}: give rows, a file or a hub id")
             section["source"] = f"{key}{FROM_PYTHON}"
-            self.objects[section["source"]] = _rows(source, key)
+            self.objects[section["source"]] = source
         return section
 
+    def read(self, config: TrainConfig) -> None:
+        """Read the rows that the configuration needs: of a stream without end, those of all steps."""
+        for key, section in {
+            "dataset": config.dataset,
+            "evaluation.dataset": config.evaluation.dataset,
+        }.items():
+            rows = self.objects.get(section.source if section else "")
+            if section is None or rows is None:
+                continue
+            size = section.size
+            if size is None and type(rows).__name__ == "IterableDataset":
+                if config.epochs or key != "dataset":
+                    needed = f"{key}.size" if key != "dataset" else "max_steps, or dataset.size"
+                    raise _refused(key, f"is an IterableDataset, whose length is not known; set {needed}")
+                size = config.max_steps * config.prompts_per_step
+            self.objects[section.source] = _rows(islice(rows, size), key)
+
     def evaluation(self, value: Any) -> dict[str, Any]:
-        section = {**value} if isinstance(value, Mapping) else {"dataset": value}
+        section = {"dataset": value}
+        if isinstance(value, Mapping) and not _is_splits(value):
+            section = {**value}
         if section.get("dataset") is not None:
             section["dataset"] = self.dataset(section["dataset"], "evaluation.dataset")
         return section
 
 
-def _rows(rows: Any, key: str) -> list[dict[str, Any]]:
+def _is_splits(value: Any) -> bool:
+    """Return whether a mapping is no section, but rows by name."""
+    if not isinstance(value, Mapping) or value.keys() & {*DatasetConfig.model_fields, "dataset"}:
+        return False
+    return bool(value) and all(
+        hasattr(rows, "__iter__") and not isinstance(rows, str) for rows in value.values()
+    )
+
+
+def _rows(rows: Iterable[Any], key: str) -> list[dict[str, Any]]:
     """Return rows with NumPy's arrays and numbers as Python's."""
-    if not isinstance(rows, Iterable):
-        raise _refused(key, f"is a {type(rows).__name__}: give rows, a file or a hub id")
     plain = []
     for index, row in enumerate(rows):
         if not isinstance(row, Mapping):

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from grpo_fast.config.lookup import exits_are_errors
 from grpo_fast.config.schema import TrainConfig
+from grpo_fast.run.loaded import Loaded
 from grpo_fast.run.prepare import RunOutcome, prepared
 
 
-def train(config: TrainConfig, *, resume: str | None = None, display: bool = True) -> RunOutcome:
+def train(
+    config: TrainConfig,
+    *,
+    resume: str | None = None,
+    overwrite: bool = False,
+    display: bool = True,
+    loaded: Loaded | None = None,
+) -> RunOutcome:
     """Train to the last step, or to the end of the step in which a SIGINT, SIGTERM or SIGHUP comes.
 
     Args:
         config: the whole run.
-        resume: "latest" continues from the newest intact checkpoint in `config.output_dir`, a path from it.
+        resume: "latest" continues from the newest intact checkpoint in `config.output_dir`, or in the folder
+            next to it that was started last; a path from it.
+        overwrite: delete a run in `config.output_dir`; else a new one gets a folder next to it.
         display: show progress; the files of the run are written either way.
+        loaded: the model and the tokenizer of a Python call.
 
     Raises:
         RunInUse: another process trains in the directory.
@@ -23,7 +36,8 @@ def train(config: TrainConfig, *, resume: str | None = None, display: bool = Tru
         ValueError: the configuration contradicts the model or the data. Raised before any training.
         Exception: as a step raised it, after the last finished step was saved where that is possible.
     """
-    with exits_are_errors(), prepared(config, resume, display=display) as run:
+    options: Any = {"overwrite": overwrite, "display": display, "loaded": loaded or Loaded()}
+    with exits_are_errors(), prepared(config, resume, **options) as run:
         run.begin()
         while run.goes_on():
             with run.world.all_succeed("the step"):

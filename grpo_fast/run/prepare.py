@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -25,11 +26,13 @@ from grpo_fast.policy.load import resolve_device
 from grpo_fast.policy.out_of_memory import expand_segments
 from grpo_fast.policy.random_state import restore_rng
 from grpo_fast.record.checkpoint import Checkpoint, CheckpointError, CheckpointStore
-from grpo_fast.record.files import locked_run_dir, write_whole
+from grpo_fast.record.files import write_whole
 from grpo_fast.record.mirrors import require_mirrors
 from grpo_fast.record.recorder import Recorder
 from grpo_fast.run.alike import code_digests, find_checkpoint, require_alike
 from grpo_fast.run.build import build_callbacks, build_trainer
+from grpo_fast.run.folder import hold_folder
+from grpo_fast.run.loaded import Loaded
 from grpo_fast.run.loader import with_steps
 from grpo_fast.run.opening import opening_lines
 
@@ -51,6 +54,7 @@ class PreparedRun:
     recorder: Recorder
     world: World
     signals: list[Signals]  # that came
+    loaded: Loaded
     stopped_by: Signals | None = None
 
     def begin(self) -> None:
@@ -72,6 +76,7 @@ class PreparedRun:
         """Save, free the device, and let rank 0 do alone what takes as long as it takes."""
         with self.world.all_succeed("the last checkpoint"):
             self.recorder.save_last()
+        self.loaded.give_back(self.trainer.policy)
         self.trainer.__exit__()
         self.world.leave()
         if self.world.is_main:
@@ -80,18 +85,25 @@ class PreparedRun:
 
 
 @contextmanager
-def prepared(config: TrainConfig, resume: str | None, *, display: bool) -> Iterator[PreparedRun]:
+def prepared(
+    config: TrainConfig, resume: str | None, *, overwrite: bool, display: bool, loaded: Loaded
+) -> Iterator[PreparedRun]:
     """A run as `train` is asked for it, everything checked, built and restored. Raises as `train`."""
     given, config = config, with_absolute_paths(config)
-    run_dir = Path(config.output_dir)
+    asked = Path(config.output_dir)
+    asked = asked if asked.name not in ("", "..") else asked.resolve()  # `..` has no name to number
     with ExitStack() as stack:
         world = stack.enter_context(joined_ranks(config))
-        world.from_main("the run's folder", lambda: stack.enter_context(locked_run_dir(run_dir)))
+        if world.from_main("the run's folder", partial(world.was_started, asked)):
+            resume = "latest"
+        hold = partial(hold_folder, stack, asked, resume, overwrite=overwrite)
+        number = world.from_main("the run's folder", lambda: hold().name.removeprefix(asked.name))
+        run_dir = asked.with_name(f"{asked.name}{number}")
         require_one_folder(world, run_dir)
         require_alike_ranks(world, given, resume)  # whose hosts may have the same files in other folders
         code = code_digests(config.model_dump(mode="json"))
-        if world.from_main("the run's folder", partial(world.was_started, run_dir)):
-            resume = "latest"
+        config = config.model_copy(update={"output_dir": str(run_dir)})
+        config = world.from_main("the loaded model", partial(loaded.keep, config))
         config = world.from_main("the length", partial(with_steps, config))
         config = world.from_main("the plan", partial(resolve_auto, config, run_dir, ranks=world.size))
         store = CheckpointStore(run_dir / CHECKPOINTS_DIR, config.checkpoint.keep, world)
@@ -113,19 +125,21 @@ def prepared(config: TrainConfig, resume: str | None, *, display: bool) -> Itera
         if checkpoint is not None:
             restore(trainer, checkpoint)
         write_whole(own_dir / CONFIG_FILE, dump_config(config).encode())
-        world.mark_started(run_dir)
+        world.mark_started(asked)
         signals = stack.enter_context(noting_signals())
         options: Any = {"checkpoint": checkpoint, "show": display, "callbacks": callbacks, "code": code}
         recorder = stack.enter_context(Recorder(trainer, config, store, **options))
         trainer.on_progress = recorder.display.rollout
         for line in opening_lines(config, trainer) if world.is_main else ():
             recorder.say(line)
+        if run_dir != asked and resume is None:
+            recorder.say(f"{asked} holds another run, so this one is in {run_dir}")
         if resume is not None:
             origin = "the beginning, without a checkpoint" if checkpoint is None else checkpoint.path
             if trainer.step == config.max_steps:
                 changes += ["all steps are done, raise max_steps to go on"]
             recorder.say("; ".join([f"resumed after step {trainer.step} from {origin}", *changes]))
-        yield PreparedRun(run_dir, trainer, recorder, world, signals)
+        yield PreparedRun(run_dir, trainer, recorder, world, signals, loaded)
 
 
 @contextmanager
@@ -173,8 +187,8 @@ def restore(trainer: Algorithm, checkpoint: Checkpoint) -> None:
 def noting_signals() -> Iterator[list[Signals]]:
     """SIGINTs, SIGTERMs and SIGHUPs that came: at the first a run finishes its step, saves and leaves.
 
-    A second SIGINT interrupts at once. Only a process's main thread hears of signals, and one that `nohup`
-    started of no SIGHUP.
+    The first is answered on stderr. A second SIGINT interrupts at once. Only a process's main thread hears of
+    signals, and one that `nohup` started of no SIGHUP.
     """
     received: list[Signals] = []
 
@@ -182,6 +196,9 @@ def noting_signals() -> Iterator[list[Signals]]:
         if received and number == SIGINT:
             raise KeyboardInterrupt
         received.append(Signals(number))
+        again = "; interrupt again to leave at once with the last finished step" if number == SIGINT else ""
+        with suppress(RuntimeError, OSError):  # stderr is being written to, or its terminal is gone
+            print(f"\n{Signals(number).name}: the step is finished and saved first{again}", file=sys.stderr)
 
     heard = [] if threading.current_thread() is not threading.main_thread() else [SIGINT, SIGTERM]
     if heard and signal.getsignal(SIGHUP) is not signal.SIG_IGN:

@@ -10,6 +10,7 @@ from pathlib import Path
 from signal import SIGINT
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from grpo_fast.config.keys import ConfigError, Problem
 from grpo_fast.config.load import load_config
 from grpo_fast.config.lookup import given
 from grpo_fast.config.paths import user_path
@@ -24,8 +25,10 @@ from grpo_fast.record.files import read_jsonl
 from grpo_fast.record.logs import EVALUATIONS_FILE, METRICS_FILE, TIMINGS_FILE, held_out_outcome
 from grpo_fast.record.report import write_report
 from grpo_fast.rollout import Completion, generate_rollout, make_engine, sampling_of
+from grpo_fast.run.arguments import trl_places, with_text_as_it_is
 from grpo_fast.run.export import trained_policy
 from grpo_fast.run.inputs import Inputs
+from grpo_fast.run.loaded import lora_section
 from grpo_fast.run.loop import train as train_as_configured
 
 if TYPE_CHECKING:
@@ -46,7 +49,14 @@ def train(
     evaluation: Source | None = None,
     callbacks: Sequence[Callback | type[Callback] | str] | None = None,
     resume: bool | str | Path = False,
+    overwrite: bool = False,
     display: bool = True,
+    args: Any = None,
+    train_dataset: Source | None = None,
+    eval_dataset: Source | None = None,
+    reward_funcs: Reward | Sequence[Reward] | None = None,
+    processing_class: Any = None,
+    peft_config: Any = None,
     **settings: Any,
 ) -> Run:
     """Train a model; `grpo-fast train` with objects where it has names.
@@ -56,7 +66,9 @@ def train(
 
     Args:
         config: a YAML file, a run's folder or a shipped recipe, which the rest goes over.
-        model: a folder, a hub id, or the section `model`.
+        model: a folder, a hub id, the section `model`, or a loaded model of transformers or peft. A loaded
+            one is written to `output_dir/inputs/model`, which a resumed run reads, and gets the trained
+            weights at the end.
         dataset: rows (dicts of columns, or a `datasets.Dataset`), a file or hub id, or the section
             `dataset`, whose `source` may be rows.
         rewards: a function, `(prompts, completions, **columns) -> list[float | None]`, a callable object, a
@@ -65,7 +77,14 @@ def train(
             these. It is read as `dataset` is, but for what it sets itself.
         callbacks: objects or classes derived from `grpo_fast.Callback`, or import paths.
         resume: True goes on from the newest checkpoint in `output_dir`, a path from that one.
+        overwrite: delete the run in `output_dir`. By default another run's folder stays, and this run's is
+            `output_dir-2` and so on.
         display: show progress.
+        args: a GRPOConfig of TRL: every field is translated, logged as not used, or refused. With it or
+            `train_dataset`, TRL's defaults are used, and prompts of text reach the model as they are.
+        train_dataset, eval_dataset, reward_funcs: TRL's names of `dataset`, `evaluation` and `rewards`.
+        processing_class: a loaded tokenizer or processor, used in place of the model's.
+        peft_config: a LoraConfig of peft.
         settings: further keys of the configuration, sections as dicts, `**{"optimizer.betas": ...}`, TRL's
             names: as in a file. A key that takes an import path takes a function.
 
@@ -75,8 +94,19 @@ def train(
         Exception: as `grpo-fast train` reports it.
     """
     inputs = Inputs()
+    from_trl = args is not None or train_dataset is not None
+    dataset = one_of("dataset", dataset, train_dataset)
+    evaluation = one_of("evaluation", evaluation, eval_dataset)
+    if from_trl and config is not None:
+        problem = "goes without TRL's args and train_dataset; leave them out"
+        raise ConfigError("train", [Problem("config", problem, config)])
+    inputs.loaded.tokenizer, inputs.loaded.resumes = processing_class, bool(resume)
     if model is not None:
         settings["model"] = inputs.model(model)
+    if peft_config is not None:
+        settings["model"] = {**settings.get("model", {}), "lora": lora_section(peft_config)}
+    if one_of("rewards", rewards, reward_funcs) is reward_funcs is not None:
+        settings["reward_funcs"] = inputs.reward_funcs(reward_funcs)
     if dataset is not None:
         settings["dataset"] = inputs.dataset(dataset)
     if rewards is not None:
@@ -85,16 +115,39 @@ def train(
         settings["evaluation"] = inputs.evaluation(evaluation)
     if callbacks is not None:
         settings["callbacks"] = callbacks
-    whole = load_config(config, inputs.plain(settings))
+    settings = inputs.plain(settings)
+    base: Any = config
+    if from_trl:
+        base = trl_places({} if args is None else args, settings)
+        if inputs.loaded.model is not None:
+            base.pop("model.dtype", None)  # the loaded model's is used
+    whole = load_config(base, settings)
+    inputs.read(whole)
+    if from_trl:
+        whole = with_text_as_it_is(whole, inputs.objects)
+    if resume and overwrite:
+        raise ConfigError("train", [Problem("overwrite", "goes without resume; keep one")])
     checkpoint = "latest" if resume is True else str(resume) if resume else None
+    if resume is True and config is not None and user_path(config, "config").is_dir():
+        checkpoint = whole.output_dir  # this folder, not the newest next to it
     with given(inputs.objects):
-        ended = train_as_configured(whole, resume=checkpoint, display=display)
+        ended = train_as_configured(
+            whole, resume=checkpoint, overwrite=overwrite, display=display, loaded=inputs.loaded
+        )
     if ended.stopped_by == SIGINT:
         opened = f"grpo_fast.Run({str(ended.run_dir)!r}) opens the run"
         raise KeyboardInterrupt(f"the last finished step is saved: resume=True goes on, {opened}")
     if ended.stopped_by is not None:
         raise SystemExit(128 + ended.stopped_by)
     return Run(ended.run_dir, trust_remote_code=whole.model.trust_remote_code)
+
+
+def one_of(name: str, *given: Any) -> Any:
+    """Return the value that is given under one of its names."""
+    found = [value for value in given if value is not None]
+    if len(found) > 1:
+        raise ConfigError("train", [Problem(name, "is given twice, here and under TRL's name; keep one")])
+    return found[0] if found else None
 
 
 class Run:
@@ -192,6 +245,14 @@ class TrainedPolicy:
         with make_engine(ours, self._policy) as engine:
             return [group[0] for group in generate_rollout(engine, questions, 1, drawn)]
 
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Write model and tokenizer, adapters merged, for transformers and vLLM."""
-        self._policy.save_pretrained(user_path(folder, "folder"))
+    def save_pretrained(self, folder: str | Path, *, adapter: bool = False) -> None:
+        """Write model and tokenizer, adapters merged, for transformers and vLLM.
+
+        Args:
+            adapter: write the adapter alone, for peft.
+
+        Raises:
+            ValueError: the run has no adapter.
+        """
+        save = self._policy.save_adapter if adapter else self._policy.save_pretrained
+        save(user_path(folder, "folder"))

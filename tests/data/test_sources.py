@@ -142,7 +142,7 @@ def test_a_byte_order_mark_blank_lines_and_absent_columns_do_no_harm(tmp_path, c
 
 
 def test_a_folder_holds_splits_and_a_missing_one_is_refused(tmp_path, write):
-    from datasets import Dataset
+    from datasets import Dataset, DatasetDict
 
     write(*ROWS, name="train.jsonl")
     (tmp_path / "main").mkdir()
@@ -152,9 +152,10 @@ def test_a_folder_holds_splits_and_a_missing_one_is_refused(tmp_path, write):
     assert read_rows(DatasetConfig(source=str(tmp_path), name="main", split="test")) == ROWS
     with pytest.raises(ValueError, match=r"dataset\.split = 'validation'.*'train\.jsonl'"):
         read_rows(DatasetConfig(source=str(tmp_path), split="validation"))
-    (tmp_path / "state.json").write_text("{}")
-    with pytest.raises(ValueError, match="to_parquet"):
-        read_rows(DatasetConfig(source=str(tmp_path), split="validation"))
+    DatasetDict(test=Dataset.from_list(ROWS)).save_to_disk(str(tmp_path / "saved"))
+    assert read_rows(DatasetConfig(source=str(tmp_path / "saved"), split="test")) == ROWS
+    with pytest.raises(ValueError, match=r"dataset\.split = 'train': there are test"):
+        read_rows(DatasetConfig(source=str(tmp_path / "saved")))
 
 
 def test_a_csv_column_has_one_type_in_all_files(tmp_path):

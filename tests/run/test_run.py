@@ -169,7 +169,10 @@ def test_a_signal_ends_a_saved_run_with_its_exit_code(
     path = config_file(toy, tmp_path / "run", max_steps=6 if code else 3, evaluation={})
     assert main(["train", path]) == code
     assert saved(tmp_path / "run").step == steps_of(tmp_path / "run")[-1] == last_step
-    assert ("--resume" in capsys.readouterr().out) == bool(code)
+    said = capsys.readouterr()
+    assert ("--resume" in said.out) == bool(code)
+    assert f"{signals[0]}: the step is finished and saved first" in said.err
+    assert ("interrupt again to leave at once" in said.err) == (signals[0] == "SIGINT")
 
 
 def test_a_run_whose_terminal_is_closed_saves_and_leaves(toy, tmp_path: Path):
@@ -225,9 +228,28 @@ def test_torchrun_restarts_a_run_from_its_newest_checkpoint(toy, tmp_path: Path,
 
     assert steps_of(tmp_path / "run") == [0, 1, 2, 3]
     assert (tmp_path / "run" / "checkpoints" / "step-00000002").stat().st_mtime_ns == before
-    for _ in range(2):  # another run is not restarted
-        with pytest.raises(CheckpointError, match="already holds a run"):
-            train(in_process(toy, finished), display=False)
+    other = shutil.copytree(finished, tmp_path / "other")
+    assert train(in_process(toy, other, max_steps=1), display=False).run_dir == tmp_path / "other-2"
+    assert train(in_process(toy, other, max_steps=2), display=False).run_dir == tmp_path / "other-2"
+    assert steps_of(tmp_path / "other-2") == [0, 1, 2]
+
+
+def test_a_new_run_leaves_another_ones_folder_alone(toy, run_dir: Path, capsys):
+    before, once = steps_of(run_dir), config_file(toy, run_dir, max_steps=1, evaluation={})
+    second, third = (run_dir.with_name(f"{run_dir.name}-{number}") for number in (2, 3))
+
+    assert main(["train", once]) == 0
+    assert f"{run_dir} holds another run, so this one is in {second}" in capsys.readouterr().out
+    assert main(["train", once]) == main(["train", once, "--resume", "max_steps=2"]) == 0
+    assert [steps_of(folder) for folder in (run_dir, second, third)] == [before, [0, 1], [0, 1, 2]]
+
+    assert main(["train", str(run_dir), "--resume", "max_steps=3"]) == 0  # the folder that is named
+    assert steps_of(run_dir) == [*before, 3] and len(steps_of(third)) == 3
+    assert main(["train", once, "--overwrite"]) == 0
+    assert steps_of(run_dir) == [0, 1] and saved(run_dir).step == 1
+    assert main(["train", once, "--resume", "max_steps=2"]) == 0
+    assert steps_of(run_dir) == [0, 1, 2]
+    assert main(["train", once, "--overwrite", "--resume"]) == 2
 
 
 def test_few_frames_lie_between_the_command_and_the_heads_forward(toy, tmp_path, monkeypatch):
@@ -252,7 +274,6 @@ def test_few_frames_lie_between_the_command_and_the_heads_forward(toy, tmp_path,
         ({"rewards": [{"reward": "length"}]}, "latest", r"rewards\.0\.reward was '.*near_w7', is 'length'"),
         ({"model": {"lora": {"r": 2}}}, "latest", r"model\.lora was None, is {'r': 2"),
         ({"max_steps": 1}, "latest", r"max_steps = 1, and .*step-00000002 has more"),
-        ({}, None, "already holds a run; continue it with --resume"),
         ({}, "other/checkpoints/step-00000001", "another run"),
         ({}, "step-00000007", "is no checkpoint"),
     ],

@@ -1,0 +1,115 @@
+"""The arguments of TRL's GRPOTrainer as those of `grpo_fast.train`."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from grpo_fast.config.convert import fitted
+from grpo_fast.config.foreign.rules import Places
+from grpo_fast.config.foreign.trl import BATCH, read_trl
+from grpo_fast.config.keys import ConfigError, Problem
+from grpo_fast.config.schema import TrainConfig
+from grpo_fast.config.tree import with_leaves
+
+logger = logging.getLogger(__name__)
+# Carried though TRL's default: ours may be another.
+ALWAYS = (*BATCH, "num_generations", "output_dir", "seed", "use_cpu", "save_steps", "bnb_4bit_quant_type")
+ARGUMENTS = ("reward_funcs", "reward_processing_classes", "optimizers", "rollout_func")  # beside `args`
+
+
+def trl_places(args: Any, settings: dict[str, Any]) -> Places:
+    """Return our keys for a GRPOConfig and other arguments of TRL's trainer, by the table of `convert`.
+
+    What only changes how TRL works is logged.
+
+    Args:
+        args: a GRPOConfig, which is read by its fields, so that TRL need not be installed; or a mapping.
+        settings: the call's, functions by name; further arguments of TRL's trainer are taken out of it.
+
+    Raises:
+        ConfigError: arguments without an equivalent that would change the result.
+    """
+    fields = set_in(args)
+    document = fields | {name: settings.pop(name) for name in ARGUMENTS if name in settings}
+    if (quantization := settings.pop("quantization_config", None)) is not None:
+        document |= set_in(quantization)
+    document = with_leaves(document, lambda leaf: str(leaf) if type(leaf).__name__ == "dtype" else leaf)
+    document |= _sizes(document)
+    conversion = fitted(read_trl(document))[0]
+    open_rows = [row for row in conversion.rows if row.outcome == "needs a decision"]
+    if open_rows:
+        places = [(f"args.{row.key}" if row.key in fields else row.key, row) for row in open_rows]
+        raise ConfigError("train", [Problem(place, row.reason, row.value) for place, row in places])
+    idle = [row for row in conversion.rows if row.outcome == "not applicable" and row.key != "hub_token"]
+    for reason in dict.fromkeys(row.reason for row in idle):
+        logger.warning(
+            "not used: %s (%s)", ", ".join(str(row) for row in idle if row.reason == reason), reason
+        )
+    return conversion.given
+
+
+def set_in(settings: Any) -> dict[str, Any]:
+    """Return the fields of a foreign configuration that differ from its defaults, and those of `ALWAYS`."""
+    given = _plain(settings)
+    if not isinstance(settings, Mapping):
+        usual = _plain(_of_defaults(type(settings)))
+        always = {key: given[key] for key in ALWAYS if given.get(key) is not None}
+        given = {key: value for key, value in given.items() if value != usual.get(key)} | always
+    return given
+
+
+def _sizes(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the batch sizes of all processes together; `read_trl` has the arithmetic of one."""
+    sizes = {key: document.get(key) for key in (*BATCH, "num_generations")}
+    if any(size is not None and not isinstance(size, int) for size in sizes.values()):
+        return {}  # refused by name
+    rounds = sizes["steps_per_generation"] or sizes["gradient_accumulation_steps"] or 1
+    batch = (sizes["per_device_train_batch_size"] or 8) * int(os.environ.get("WORLD_SIZE", 1))
+    group = sizes["num_generations"] or 8
+    if sizes["steps_per_generation"]:
+        sizes["generation_batch_size"] = None  # which TRL computes of it
+    if not sizes["generation_batch_size"] and batch * rounds < group:
+        told = "per_device_train_batch_size: a step has %d completions, less than one group: it gets %d"
+        logger.warning(told, batch * rounds, group)
+        batch, sizes["steps_per_generation"], sizes["gradient_accumulation_steps"] = group, None, 1
+    sizes["per_device_train_batch_size"] = batch
+    return {key: sizes[key] for key in document.keys() & sizes.keys() | {"per_device_train_batch_size"}}
+
+
+def _plain(settings: Any) -> dict[str, Any]:
+    if hasattr(settings, "to_dict"):
+        return dict(settings.to_dict())
+    if isinstance(settings, Mapping):
+        return dict(settings)
+    if dataclasses.is_dataclass(settings):
+        return {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
+    raise ConfigError("train", [Problem("args", f"is a {type(settings).__name__}; give a GRPOConfig")])
+
+
+def _of_defaults(kind: Any) -> Any:
+    """Return an object of defaults: TRL's own computes some, and refuses bfloat16 on some CPUs."""
+    for arguments in ({}, {"use_cpu": True}, {"bf16": False}):
+        try:
+            return kind(**arguments)
+        except (TypeError, ValueError):
+            continue
+    return {field.name: field.default for field in dataclasses.fields(kind)}
+
+
+def with_text_as_it_is(config: TrainConfig, rows: Mapping[str, Iterable[Mapping[str, Any]]]) -> TrainConfig:
+    """Return the configuration with prompts of text that the model gets as they are, as in TRL."""
+
+    def plain(section: Any) -> Any:
+        first = next(iter(rows.get(section.source, ())), {}) if section else {}
+        text = isinstance(first.get(section.prompt_column), str) if section else False
+        turns = section and (section.system_prompt is not None or section.examples)
+        return section.model_copy(update={"chat": False}) if text and not turns else section
+
+    if config.rollout.has_turns or config.dataset.chat != "auto":
+        return config
+    evaluation = config.evaluation.model_copy(update={"dataset": plain(config.evaluation.dataset)})
+    return config.model_copy(update={"dataset": plain(config.dataset), "evaluation": evaluation})

@@ -1,0 +1,149 @@
+"""The names of TRL's and Unsloth's scripts: `GRPOTrainer`, `GRPOConfig` and `FastLanguageModel`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from grpo_fast.run.loaded import lora_section
+from grpo_fast.run.python import Run, train
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+NO_EFFECT = ("max_seq_length", "fast_inference", "max_lora_rank", "gpu_memory_utilization", "random_state")
+
+
+class GRPOConfig:
+    """The arguments of TRL's GRPOConfig by name, for scripts without TRL; TRL's own class serves as well."""
+
+    def __init__(self, output_dir: str = "trainer_output", **arguments: Any) -> None:
+        self.__dict__.update(arguments, output_dir=output_dir)
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+
+class GRPOTrainer:
+    """The trainer of a TRL script, by `grpo_fast.train`; arguments and errors as there."""
+
+    def __init__(
+        self,
+        model: Any,
+        reward_funcs: Any = None,
+        args: Any = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        **others: Any,
+    ) -> None:
+        self.args = GRPOConfig() if args is None else args
+        self._arguments = {
+            **{
+                "model": model,
+                "reward_funcs": reward_funcs,
+                "args": self.args,
+                "train_dataset": train_dataset,
+            },
+            **{"eval_dataset": eval_dataset, "processing_class": processing_class, **others},
+        }
+        self._run: Run | None = None
+
+    def train(self, resume_from_checkpoint: bool | str | Path | None = None) -> Run:
+        self._run = train(**self._arguments, resume=resume_from_checkpoint or False)
+        return self._run
+
+    @property
+    def run(self) -> Run:
+        """The finished run.
+
+        Raises:
+            RuntimeError: `train` has not returned yet.
+        """
+        if self._run is None:
+            raise RuntimeError("call train() first")
+        return self._run
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The trained model."""
+        return self.run.policy.model
+
+    @property
+    def processing_class(self) -> PreTrainedTokenizerBase:
+        return self.run.policy.tokenizer
+
+    def save_model(self, output_dir: str | Path | None = None) -> None:
+        """Write the trained model, of LoRA the adapter alone; by default into the run's folder."""
+        adapter = self.run.config.model.lora is not None
+        self.run.policy.save_pretrained(output_dir or self.run.folder, adapter=adapter)
+
+    def push_to_hub(self, *_: Any, **__: Any) -> None:
+        """Do nothing where `args` has pushed the run already.
+
+        Raises:
+            ValueError: it has not.
+        """
+        if self.run.config.hub is None:
+            raise ValueError("args.push_to_hub is not set: set it, and args.hub_model_id to owner/name")
+
+
+class FastLanguageModel:
+    """Unsloth's loader for a script without Unsloth: a model is the section `model`, loaded by the run."""
+
+    @staticmethod
+    def from_pretrained(
+        model_name: str, *, load_in_4bit: bool = False, dtype: Any = None, **others: Any
+    ) -> tuple[dict[str, Any], PreTrainedTokenizerBase]:
+        """Return a model that `train` loads, and its tokenizer.
+
+        Raises:
+            TypeError: an option without an equivalent.
+        """
+        from grpo_fast.config.policy import ModelConfig
+        from grpo_fast.policy import load_tokenizer
+
+        _leave(others)
+        section: dict[str, Any] = {"path": model_name, "quantization": "nf4" if load_in_4bit else None}
+        if dtype is not None:
+            section["dtype"] = str(dtype).removeprefix("torch.")
+        return section, load_tokenizer(ModelConfig(**section))
+
+    @staticmethod
+    def get_peft_model(
+        model: dict[str, Any],
+        r: int = 16,
+        target_modules: Sequence[str] | str = "all-linear",
+        lora_alpha: float = 16,
+        lora_dropout: float = 0,
+        use_gradient_checkpointing: Any = "auto",
+        **others: Any,
+    ) -> dict[str, Any]:
+        """Return the model with LoRA.
+
+        Raises:
+            TypeError: an option without an equivalent.
+            ConfigError: an option of peft without one.
+        """
+        from peft import LoraConfig
+
+        kept = {name: others.pop(name) for name in ("bias", "use_rslora") if name in others}
+        _leave(others)
+        modules = target_modules if isinstance(target_modules, str) else list(target_modules)
+        alpha: Any = lora_alpha
+        adapters = LoraConfig(
+            r=r, lora_alpha=alpha, lora_dropout=lora_dropout, target_modules=modules, **kept
+        )
+        recomputes = "offload" if use_gradient_checkpointing == "unsloth" else use_gradient_checkpointing
+        return {**model, "lora": lora_section(adapters), "gradient_checkpointing": recomputes}
+
+
+def _leave(options: dict[str, Any]) -> None:
+    """Log options that have no effect here; raise TypeError for others that ask for something."""
+    if unknown := [name for name, value in options.items() if name not in NO_EFFECT and value]:
+        raise TypeError(f"{', '.join(unknown)}: FastLanguageModel has no such option here; leave it out")
+    if idle := [name for name in options if name in NO_EFFECT]:
+        logger.warning("not used: %s (lengths, seed and vLLM are keys of the run)", ", ".join(idle))
