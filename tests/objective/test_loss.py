@@ -66,10 +66,11 @@ def test_tokens_that_do_not_count_are_never_read(loss_type, make_batch):
     spoiled = replace(
         clean,
         **{
-            name: getattr(clean, name).detach().masked_fill(~clean.loss_mask, math.nan).requires_grad_()
+            name: getattr(clean, name).detach().masked_fill(~clean.loss_mask, math.nan)
             for name in PER_TOKEN
         },
     )
+    spoiled.logprobs.requires_grad_()
 
     torch.manual_seed(0)
     expected = policy_loss(clean, config)
