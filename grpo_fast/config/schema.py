@@ -75,8 +75,9 @@ class TrainConfig(Section):
     old_logprobs: Literal["recompute", "sampler"] = Field(
         "recompute",
         description="what the ratio of several optimiser steps on one rollout is against: the trainer's own "
-        "log-probabilities (a forward only for minibatches after the first), or the sampler's (no forward, "
-        "but its rounding is in the ratio, and in policy/ratio_* instead of sampling/*)",
+        "log-probabilities without LoRA's dropout (a forward only for minibatches after the first, and for "
+        "it with such dropout and num_iterations > 1), or the sampler's (no forward, but its rounding is in "
+        "the ratio, and in policy/ratio_* instead of sampling/*)",
     )
     micro_batch_tokens: PositiveInt | Literal["auto"] = Field(
         "auto",

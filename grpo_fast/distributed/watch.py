@@ -69,6 +69,7 @@ class Watch:
         self.keys = [KEY.format(other) for other in range(size) if other != rank]
         self.others: dict[int, tuple[float, Beat]] = {}  # the newest beat, and when it was first read
         self.working = False  # the main thread may be interrupted
+        self.interruption: RankError | None = None  # of the block that works
         self.agreed: BaseException | None = None  # the error that all ranks know of
         self.lost: str | None = None  # why no exchange can succeed any more
         self.left = threading.Event()
@@ -125,16 +126,22 @@ class Watch:
     @contextmanager
     def work(self) -> Iterator[None]:
         """Let the watch interrupt this block with RankError once its result cannot be used."""
-        outer, self.working = self.working, True
+        outer, self.working, self.interruption = self.working, True, None
         try:
             self.interrupt()
             yield
+        except Exception as error:
+            # Libraries catch the interruption and raise errors of their own, as torch's checkpoints do.
+            if self.interruption is None or isinstance(error, RankError):
+                raise
+            raise self.interruption from error
         finally:
             self.working = outer
 
     def interrupt(self, *_: object) -> None:
         if self.working and (trouble := self.trouble()):
-            raise RankError(trouble)
+            self.interruption = RankError(trouble)
+            raise self.interruption
 
     def finished(self) -> None:
         """Count an exchange of all ranks, after which they know what failed before it."""

@@ -177,7 +177,8 @@ def linear_grpo_loss(
             the loss at no cost. None: all tokens count.
         group_ids: (N,) int64; completions of one prompt share a group.
         columns: (N,) each by name: for a loss of one's own, and any of `TOKEN_COLUMNS` that is not given.
-        num_sequences: None reads it off `sequence_ids`, which waits for the device: give it on a GPU.
+        num_sequences: None counts the sequences in `sequence_ids`, which waits for the device: give it on a
+            GPU, or to count sequences that have no token here.
         totals: `grpo_fast.StepTotals`, counts over the optimiser step, when this batch is only part of it.
         config: the loss and its constants; None for `GRPOLossConfig()`.
         entropy: return the entropy too (also as a metric), whether or not the loss needs it.
@@ -208,8 +209,10 @@ def linear_grpo_loss(
     token_entropy = rows.entropy if "entropy" in wanted else None
     if token_entropy is not None and not needs_entropy:
         token_entropy = token_entropy.detach()
-    if num_sequences is None:
-        num_sequences = int(sequence_ids.max()) + 1 if sequence_ids.numel() else 0
+    if num_sequences is None:  # ids may have gaps
+        ids = known["sequence_ids"]
+        known["sequence_ids"] = ids = (ids.diff(prepend=ids[:1]) != 0).cumsum(0)
+        num_sequences = int(ids[-1]) + 1 if ids.numel() else 0
     inputs = LossInputs(
         logprobs=rows.logprob,
         loss_mask=loss_mask,

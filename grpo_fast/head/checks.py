@@ -10,11 +10,12 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 from torch.amp import is_autocast_available
+from torch.autograd import forward_ad
 from torch.distributed import ProcessGroup
 
 from grpo_fast.head.call import ROW_IGNORED, ROW_INVALID, HeadCall, Shard
 from grpo_fast.objective import GRPOLossConfig, StepTotals
-from grpo_fast.objective.types import FLOATS, INTEGERS, TOKEN_COLUMNS
+from grpo_fast.objective.types import FLOATS, INTEGERS, TOKEN_COLUMNS, refuse_gradients
 
 IGNORE_INDEX = -100  # as torch's cross-entropy has it
 OUTPUTS = ("logprob", "entropy", "logsumexp", "mean_logit", "argmax_is_target", "log_sum_sq_probs")
@@ -83,6 +84,7 @@ def head_call(
         raise TypeError(f"{name} {_REMOVED.get(name, 'is no argument of this function; see its `help`')}")
     _check_kind("process_group", process_group, ProcessGroup | None)
     _check_kind("ignore_index", ignore_index, int)
+    _refuse_transforms(hidden=hidden, weight=weight, bias=bias, temperature=temperature)
     shard = None if process_group is None else Shard.of(weight, process_group)
     _check_operands(hidden, weight, targets, bias, weight_grad)
     check_numbers(positive=True, logit_scale=logit_scale)
@@ -167,6 +169,7 @@ def check_policy_loss(
     for name, tensor in {"targets": targets, **columns}.items():
         if tensor is not None or name in _NEEDED:
             _check(name, tensor, hidden.shape[:1], hidden.device)
+    refuse_gradients(columns)
     if num_sequences is not None and (not isinstance(num_sequences, Integral) or num_sequences < 0):
         raise ValueError(f"num_sequences must be a count, or None to be read off, got {num_sequences!r}")
     if hidden.device.type != "cpu" or torch.compiler.is_compiling():
@@ -256,10 +259,48 @@ def _check_operands(
             "weight_grad must have unit stride along H, separate rows and no requires_grad, got strides "
             f"{weight_grad.stride()} and requires_grad={weight_grad.requires_grad}: make a new one"
         )
+    for name, operand in {"weight": weight, "hidden": hidden, "bias": bias}.items():
+        if operand is not None and _share_memory(weight_grad, operand):
+            raise ValueError(
+                f"weight_grad shares memory with {name}, which the backward would overwrite: give a separate "
+                "buffer, such as torch.zeros_like(weight)"
+            )
     if weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None):
         raise ValueError(
             "weight has gradient hooks, which a gradient added to weight_grad in place would not reach: "
             "remove them, or leave weight_grad out"
+        )
+
+
+def _share_memory(one: Tensor, other: Tensor) -> bool:
+    """Whether their bytes, from the first to the last, overlap in one storage. Not known to a compiler."""
+    if torch.compiler.is_compiling() or not (one.numel() and other.numel()):
+        return False
+    first, second = (t.untyped_storage() for t in (one, other))
+    if first._cdata != second._cdata:  # an address is zero on the meta device
+        return False
+    (start, end), (other_start, other_end) = map(_bytes_of, (one, other))
+    return start < other_end and other_start < end
+
+
+def _bytes_of(tensor: Tensor) -> tuple[int, int]:
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start, itemsize = tensor.storage_offset(), tensor.element_size()
+    return int(start * itemsize), int((start + last + 1) * itemsize)
+
+
+def _refuse_transforms(**operands: object) -> None:
+    """Raise NotImplementedError under forward-mode differentiation or a transform of `torch.func`."""
+    dual = [
+        name
+        for name, operand in operands.items()
+        if isinstance(operand, Tensor) and forward_ad.unpack_dual(operand).tangent is not None
+    ]
+    if dual or torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(
+            f"{dual[0] if dual else 'hidden'} is under a transform of torch.func or forward-mode "
+            "differentiation, but the head has first derivatives in reverse mode only: use "
+            "torch.autograd.grad, or (hidden @ weight.T).log_softmax(-1)"
         )
 
 

@@ -32,11 +32,9 @@ def fuses(inputs: LossInputs, config: GRPOLossConfig) -> bool:
         and (inputs.entropy is not None or not config.needs_entropy)
         and (inputs.sampler_logprobs is not None or not config.needs_sampler)
     )
-    constants = [getattr(inputs, name) for name in PolicyBatch._fields if name not in ("logprobs", "entropy")]
-    differentiable = any(getattr(constant, "requires_grad", False) for constant in constants)
     filled = inputs.logprobs.numel() > 0 and inputs.num_sequences > 0
     float32 = inputs.logprobs.dtype == torch.float32
-    return plain and length_known and given and not differentiable and filled and float32
+    return plain and length_known and given and filled and float32
 
 
 def fused_policy_loss(

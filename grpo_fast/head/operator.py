@@ -32,6 +32,7 @@ from grpo_fast.head.outputs import Certificate
 from grpo_fast.head.plan import Backend, Device, HeadPlan, Workload, head_backend, plan_head
 from grpo_fast.head.tuning import SHARED_MEMORY
 
+NO_SECOND_DERIVATIVE = "the head has first derivatives only: call backward without create_graph"
 _NUM_CALL, _NUM_STATISTICS, _NUM_SAVED, _NUM_DIFFERENTIABLE = (
     len(kind._fields) for kind in (HeadCall, RowStatistics, SavedForBackward, RowGradients)
 )
@@ -40,8 +41,8 @@ _CALL = schema_of(HeadCall)
 _RETURNED = ", ".join(["Tensor"] * (_NUM_STATISTICS + _NUM_SAVED + 1))
 _BACKWARD = (
     f"({_CALL.replace('Tensor? weight_grad', 'Tensor(a!)? weight_grad')}, {schema_of(RowGradients, 'g_')}, "
-    "bool want_hidden, bool want_weight, bool want_bias, Tensor[] statistics, Tensor[] saved, "
-    "Tensor(b!) certificate) -> (Tensor, Tensor, Tensor)"
+    "bool want_hidden, bool want_weight, bool want_bias, Tensor[] statistics, Tensor[] saved) -> "
+    "(Tensor, Tensor, Tensor, Tensor)"
 )
 
 
@@ -113,14 +114,14 @@ def _head_forward_fake(*arguments: Any) -> tuple[Tensor, ...]:
 
 @torch.library.custom_op(
     "grpo_fast::head_backward",
-    mutates_args=("certificate", "weight_grad"),
+    mutates_args=("weight_grad",),
     schema=_BACKWARD,
     tags=(torch.Tag.cudagraph_unsafe,),
 )
 def _head_backward(*arguments: Any) -> tuple[Tensor, ...]:
     call, gradients, wanted = _backward_call(arguments)
-    statistics, saved = RowStatistics(*arguments[-3]), SavedForBackward(*arguments[-2])
-    certificate = Certificate(arguments[-1])
+    statistics, saved = RowStatistics(*arguments[-2]), SavedForBackward(*arguments[-1])
+    certificate = Certificate.pending(call.hidden.device)
     of_entropy, of_mean = gradients.entropy is not None, gradients.mean_logit is not None
     plan = _plan(call, entropy_gradient=of_entropy, mean_gradient=of_mean)
     with torch.cuda.device_of(call.hidden), torch.autocast(call.hidden.device.type, enabled=False):
@@ -136,7 +137,8 @@ def _head_backward(*arguments: Any) -> tuple[Tensor, ...]:
     if wanted.into_weight is not None:
         result = result._replace(weight=None)
     # An operator returns tensors: what was not asked for is empty.
-    return tuple(call.hidden.new_empty(0) if gradient is None else gradient for gradient in result)
+    made = (call.hidden.new_empty(0) if gradient is None else gradient for gradient in result)
+    return (*made, certificate.values)
 
 
 def scaled_jacobian(call: HeadCall, gradients: RowGradients, jacobian: Tensor) -> HeadGradients:
@@ -156,11 +158,12 @@ def _head_backward_fake(*arguments: Any) -> tuple[Tensor, ...]:
         return tensor.new_empty(tensor.shape) if want and tensor is not None else call.hidden.new_empty(0)
 
     asked = (call.hidden, wanted.hidden), (call.weight, of_weight), (call.bias, wanted.bias)
-    return tuple(like(tensor, want) for tensor, want in asked)
+    certificate = call.hidden.new_empty(Certificate.SIZE, dtype=torch.float32)
+    return (*(like(tensor, want) for tensor, want in asked), certificate)
 
 
 def _backward_call(arguments: tuple[Any, ...]) -> tuple[HeadCall, RowGradients, Wanted]:
-    call, others = HeadCall(*arguments[:_NUM_CALL]), arguments[_NUM_CALL:-3]
+    call, others = HeadCall(*arguments[:_NUM_CALL]), arguments[_NUM_CALL:-2]
     gradients, wants = others[:_NUM_DIFFERENTIABLE], others[_NUM_DIFFERENTIABLE:]
     return call, RowGradients(*gradients), Wanted(*wants)._replace(into_weight=call.weight_grad)
 
@@ -171,18 +174,27 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     # which saved tensors forbid.
     ctx.others = inputs[_NUM_OPERANDS:]
     ctx.save_for_backward(*inputs[:_NUM_OPERANDS], *kept)
-    ctx.mark_non_differentiable(*output[_NUM_DIFFERENTIABLE:])
+    # AOTAutograd makes a gradient of zeros, of no elements here, for each differentiable result.
+    call = HeadCall(*inputs)
+    unasked = {"entropy": not call.entropy, "mean_logit": not call.mean_logit}
+    constant = [getattr(RowStatistics(*output[:_NUM_STATISTICS]), name) for name in unasked if unasked[name]]
+    ctx.mark_non_differentiable(*constant, *output[_NUM_DIFFERENTIABLE:])
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-    operands, kept = ctx.saved_tensors[:_NUM_OPERANDS], list(ctx.saved_tensors[_NUM_OPERANDS:])
+    if torch.is_grad_enabled():
+        raise NotImplementedError(NO_SECOND_DERIVATIVE)
+    saved = ctx.saved_tensors  # once: a second read is an error under `torch.utils.checkpoint`
+    operands, kept = saved[:_NUM_OPERANDS], list(saved[_NUM_OPERANDS:])
     call, wants = HeadCall(*operands, *ctx.others), HeadCall(*ctx.needs_input_grad)
     in_place = call.weight_grad is not None
-    of_hidden, of_weight, of_bias = _head_backward(
+    of_hidden, of_weight, of_bias, certificate = _head_backward(
         *(*call, *gradients[:_NUM_DIFFERENTIABLE], wants.hidden, wants.weight or in_place, wants.bias),
-        *(kept[:_NUM_STATISTICS], kept[_NUM_STATISTICS:], ctx.certificate),
+        *(kept[:_NUM_STATISTICS], kept[_NUM_STATISTICS:]),
     )
+    if not torch.compiler.is_compiling():  # AOTAutograd's backward cannot write to a result of its forward
+        ctx.certificate.copy_(certificate)
     return (
         of_hidden if wants.hidden else None,
         of_weight if wants.weight and not in_place else None,

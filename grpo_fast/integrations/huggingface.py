@@ -7,6 +7,7 @@ import inspect
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -17,18 +18,22 @@ from grpo_fast.policy.architecture import head_parameters
 _UNDO = "_grpo_fast_undo"  # attribute of a patched model
 
 
-def patch_causal_lm(model: nn.Module, *, tolerance: float | None = None) -> nn.Module:
+def patch_causal_lm(
+    model: nn.Module, *, tolerance: float | None = None, eval_logits: bool = True
+) -> nn.Module:
     """Make `model(input_ids, labels=...)` compute its loss by `linear_cross_entropy`.
 
     The loss is transformers' own: labels are shifted unless `shift_labels` is given, `ignore_index` (−100) is
     left out, and the sum is divided by `num_items_in_batch` where that is given, else by the number of
     targets. Softcap and logit scale are the configuration's; auxiliary losses are added as before, and
-    `output.logits` is None. A call without labels is untouched. Patch before wrapping (DDP, FSDP, Trainer, or
+    `output.logits` is None. A call without labels is untouched, and so is one in evaluation mode without
+    gradients: `Trainer` gives its logits to `compute_metrics`. Patch before wrapping (DDP, FSDP, Trainer, or
     Accelerate's `prepare`), and unpatch before copying the model.
 
     Args:
         model: a transformers causal language model, or PEFT's wrapper of one with the head left plain.
         tolerance: of `linear_logprob`.
+        eval_logits: False to compute no logits in evaluation either, where only the loss is read.
 
     Returns:
         The same model.
@@ -51,7 +56,9 @@ def patch_causal_lm(model: nn.Module, *, tolerance: float | None = None) -> nn.M
     def forward(*args: Any, **kwargs: Any) -> Any:
         given = {**signature.bind(*args, **kwargs).arguments, **kwargs}
         patched = vars(base).get(_UNDO) is undo
-        if not patched or (given.get("labels") is None and given.get("shift_labels") is None):
+        no_loss = given.get("labels") is None and given.get("shift_labels") is None
+        evaluates = eval_logits and not (base.training or torch.is_grad_enabled())
+        if not patched or no_loss or evaluates:
             return original(*args, **kwargs)
         taken: list[Tensor] = []
 

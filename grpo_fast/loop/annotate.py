@@ -14,6 +14,7 @@ from grpo_fast.head import HeadOutput, linear_logprob
 from grpo_fast.policy import PackedBatch, Policy
 from grpo_fast.policy.out_of_memory import MicroBatchBudget
 from grpo_fast.policy.packing import empty_batch, laid_out
+from grpo_fast.rollout.agreement import evaluation_mode
 
 
 class Annotator:
@@ -103,7 +104,7 @@ class Annotator:
         of: Callable[[], AbstractContextManager[Policy]] | None = None,
     ) -> list[Tensor]:
         """(N,) float32 of each head output, by default the log-probabilities; 0 for what the model did not
-        write.
+        write. LoRA's dropout is off, as in the engine.
 
         Args:
             outputs: of `linear_logprob`.
@@ -111,7 +112,11 @@ class Annotator:
         """
         names, device = outputs or ("logprob",), self.policy.device
         for attempt, batches in self.attempts(table):
-            with attempt, nullcontext(self.policy) if of is None else of() as policy:
+            with (
+                attempt,
+                evaluation_mode(self.policy.model),
+                of() if of else nullcontext(self.policy) as policy,
+            ):
                 found = [torch.zeros(len(table.token_ids), device=device) for _ in names]
                 for batch in batches:
                     out = self.head_outputs(policy, batch, *names)

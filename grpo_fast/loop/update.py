@@ -25,7 +25,6 @@ from grpo_fast.policy.experts import balance_loss
 from grpo_fast.policy.out_of_memory import optimizer_step
 from grpo_fast.policy.packing import assign_to_ranks
 from grpo_fast.record.logs import Clock
-from grpo_fast.rollout.agreement import evaluation_mode
 from grpo_fast.rollout.sampling import derive_seed
 
 AUX_LOSS = "router_aux_loss"
@@ -74,6 +73,11 @@ class PolicyUpdate:
         self.annotator.temperature = config.rollout.temperature
 
     @property
+    def _drops_out(self) -> bool:
+        lora = self.config.model.lora
+        return lora is not None and lora.dropout > 0
+
+    @property
     def entropy_coef(self) -> float:
         """The coefficient of the entropy bonus in the coming optimizer step."""
         return (
@@ -92,15 +96,19 @@ class PolicyUpdate:
         with clock("logprobs"):
             for i, (own, counts) in enumerate(minibatches):
                 with self.world.all_succeed("the log-probabilities"):
-                    minibatches[i] = (self.with_fixed_logprobs(own, stale=i > 0), counts)
+                    stale = i > 0 or (self.config.num_iterations > 1 and self._drops_out)
+                    minibatches[i] = (self.with_fixed_logprobs(own, stale=stale), counts)
         steps = []
         with clock("update"):
             for turn, i in enumerate([*range(len(minibatches))] * self.config.num_iterations):
                 own, counts = minibatches[i]
+                # Before the first update the policy is the old one, with the dropout of its forward: ratio 1.
+                current = turn == 0 and self.config.old_logprobs != "sampler"
                 with self.world.all_succeed("the gradient"):
-                    old_logprobs, shares = self.gradient(own, counts, turn)
-                # Before the first update the policy is the old one.
-                minibatches[i] = (own.with_columns(old_logprobs=old_logprobs), counts)
+                    given = own.with_columns(old_logprobs=None) if current else own
+                    old_logprobs, shares = self.gradient(given, counts, turn)
+                known = own.columns.get("old_logprobs", old_logprobs)
+                minibatches[i] = (own.with_columns(old_logprobs=known), counts)
                 steps.append(self.step(shares))
         return {name: fmean(step[name] for step in steps) for name in steps[0]} | {"update/skipped": 0.0}
 
@@ -136,9 +144,10 @@ class PolicyUpdate:
     def with_fixed_logprobs(self, table: CompletionTable, stale: bool = False) -> CompletionTable:
         """With old and reference log-probabilities, each only where the loss needs it.
 
-        The policy moves before a `stale` minibatch's turn, so its old log-probabilities are computed now;
-        the first one's are those of its own first forward. The sampler's log-probabilities leave the table
-        where they are the old ones themselves, or those of a truncated distribution.
+        The policy moves before a `stale` minibatch's turn, so its old log-probabilities are computed now,
+        without LoRA's dropout; the first one's are those of its own first forward, where nothing drops out.
+        The sampler's log-probabilities leave the table where they are the old ones themselves, or those of a
+        truncated distribution.
         """
         known: dict[str, Tensor | None] = {}
         if self.config.old_logprobs == "sampler":
@@ -211,8 +220,7 @@ class PolicyUpdate:
         own = self.local(table)
 
         def differences() -> tuple[float, int]:
-            with evaluation_mode(self.policy.model):  # without LoRA's dropout, as the engine
-                (logprobs,) = self.annotator.columns(own)
+            (logprobs,) = self.annotator.columns(own)
             apart = (logprobs - own.columns["sampler_logprobs"])[own.mask.to(logprobs.device)].abs()
             return apart.double().sum().item(), len(apart)
 

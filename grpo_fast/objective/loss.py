@@ -24,6 +24,7 @@ from grpo_fast.objective.types import (
     Segments,
     StepTotals,
     present,
+    refuse_gradients,
     step_totals,
     token_weights,
 )
@@ -46,8 +47,9 @@ def policy_loss(inputs: LossInputs, config: GRPOLossConfig, entropy_coef: float 
         `loss` () and `metrics`, see `LossOutputs`. A custom loss (`module:function`) returns its own.
 
     Raises:
-        ValueError: an input that the configuration needs is missing.
+        ValueError: an input that the configuration needs is missing, or a token column requires grad.
     """
+    refuse_gradients({name: getattr(inputs, name) for name in TOKEN_COLUMNS})
     if config.is_custom:
         return _load_custom(config.loss_type)(inputs)
     entropy_coef = config.entropy_coef if entropy_coef is None else entropy_coef

@@ -6,6 +6,7 @@ Each maps `PolicyTokens` to a `Surrogate`. Papers and equations stand in `catalo
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -208,13 +209,14 @@ def _trust_region(
     return Surrogate(-weight * tokens.advantages * tokens.logprobs, ratio, {"low": low, "high": high})
 
 
+_THIS_MODULE = sys.modules[__name__]  # `globals()` would break the graph of torch.compile
 SurrogateFunction = Callable[[PolicyTokens, GRPOLossConfig], Surrogate]
 
 
 def surrogate_of(config: GRPOLossConfig) -> SurrogateFunction:
     """The function that the catalogue's row names: of this module, or by import path."""
     name = config.facts.surrogate
-    return load_callable(name, "surrogate") if ":" in name else globals()[name]
+    return load_callable(name, "surrogate") if ":" in name else getattr(_THIS_MODULE, name)
 
 
 def _clamp_by_sign(values: Tensor, negative: Tensor, floor: float, cap: float, ceiling: float) -> Tensor:

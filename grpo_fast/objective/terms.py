@@ -96,8 +96,10 @@ def entropy_threshold(entropy: Tensor, mask: Tensor, quantile: float) -> Tensor:
         mask: (N,) bool; where it is nowhere true, the threshold is infinite.
         quantile: the share to keep, in [0, 1]; 0 keeps the highest token.
     """
-    counted = entropy.detach()[mask]
-    return counted.quantile(1 - quantile) if counted.numel() else entropy.new_full((), torch.inf)
+    if not entropy.numel():
+        return entropy.new_full((), torch.inf)
+    counted = entropy.detach().masked_fill(~mask, torch.nan)
+    return counted.nanquantile(1 - quantile).nan_to_num(nan=torch.inf)
 
 
 @dataclass

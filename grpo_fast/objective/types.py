@@ -24,9 +24,9 @@ MASKS = (torch.bool, torch.uint8, *INTEGERS, *FLOATS)  # trainers keep masks in 
 class StepTotals:
     """Counts over a whole optimiser step, so that its micro-batches' losses add up to the step's loss."""
 
-    num_tokens: float  # tokens with loss_mask set
+    num_tokens: float | Tensor  # tokens with loss_mask set
     num_sequences: float  # sequences, whether or not a token of theirs is masked out
-    measured_tokens: float | None = None  # tokens in the step's batches, for metrics; None: num_tokens
+    measured_tokens: float | Tensor | None = None  # in the step's batches, for metrics; None: num_tokens
     measured_sequences: float | None = None  # sequences in the step's batches; None: num_sequences
 
 
@@ -122,7 +122,8 @@ def token_weights(
     """
     mask = segments.mask.to(segments.counts.dtype)
     if aggregation == "token_mean":
-        return mask / max(totals.num_tokens, 1)
+        tokens = totals.num_tokens
+        return mask / (tokens.clamp(min=1) if isinstance(tokens, Tensor) else max(tokens, 1))
     per_sequence = mask / max(totals.num_sequences, 1)
     if aggregation == "sequence_mean":
         return per_sequence / segments.spread(segments.counts)
@@ -136,9 +137,19 @@ def token_weights(
     return per_sequence / max_completion_length
 
 
+def refuse_gradients(columns: Mapping[str, Tensor | None]) -> None:
+    """Raise ValueError for a column that requires grad: a loss reads it as a constant."""
+    for name, column in columns.items():
+        if column is not None and column.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                f"{name} requires grad, but the loss is differentiated in the log-probabilities and the "
+                f"entropy alone: give {name}.detach()"
+            )
+
+
 def step_totals(mask: Tensor, num_sequences: int) -> StepTotals:
-    """The totals of a step that is this one batch. Reads a count back from the device."""
-    return StepTotals(num_tokens=float(torch.count_nonzero(mask)), num_sequences=float(num_sequences))
+    """Return the totals of a step that is this one batch. Nothing waits for the device."""
+    return StepTotals(num_tokens=torch.count_nonzero(mask), num_sequences=float(num_sequences))
 
 
 def present(value: T | None) -> T:

@@ -86,7 +86,11 @@ def _require_shardable(model: nn.Module, layers: Sequence[nn.Module]) -> None:
     raise ValueError(f"distributed.mode = 'shard' cannot divide the model: {found}; give replicate")
 
 
+_CONTAINERS = nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict
+
+
 def _chosen(layers: Iterable[nn.Module]) -> list[str]:
-    """Trained experts that are modules of their own: a rank's tokens may not reach all."""
-    lists = [m for layer in layers for m in layer.modules() if isinstance(m, nn.ModuleList) and len(m) > 1]
-    return [type(one[0]).__name__ for one in lists if any(p.requires_grad for p in one.parameters())]
+    """Trained experts with weights of their own each: a rank's tokens may not reach all."""
+    held = [m for layer in layers for m in layer.modules() if isinstance(m, _CONTAINERS) and len(m) > 1]
+    trained = [one for one in held if any(p.requires_grad for p in one.parameters())]
+    return [type(next(iter(one.children()), one)).__name__ for one in trained]

@@ -7,6 +7,7 @@ converted once to safetensors (`package:NAME/FILE.gguf` picks one of several).
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import logging
 import math
 import os
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
@@ -253,6 +255,14 @@ def load_whole(path: str, source: str | Path, auto: Any, **settings: Any) -> Pre
         ValueError: as `loading`; or tensors are missing, of another shape, of no use or not finite, by name.
     """
     with loading(path, source):
+        integers = [] if "quantization_config" in settings else _integer_weights(Path(source))
+    if integers:
+        raise ValueError(
+            f"model.path = {path!r} holds integers ({_listed(integers)}), and its config.json has no "
+            "quantization_config that says how to read them: give a checkpoint in bfloat16, and "
+            "model.quantization = 'nf4' for less memory"
+        )
+    with loading(path, source):
         loaded: Any = auto.from_pretrained(
             source, ignore_mismatched_sizes=True, output_loading_info=True, **settings
         )
@@ -273,6 +283,23 @@ def load_whole(path: str, source: str | Path, auto: Any, **settings: Any) -> Pre
             "the file is damaged: give an earlier checkpoint, or copy it again"
         )
     return model
+
+
+def _integer_weights(folder: Path) -> list[str]:
+    """Return the weights in a local checkpoint that transformers would take for floating-point values."""
+    config = folder / "config.json"
+    if not config.is_file() or "quantization_config" in json.loads(config.read_text()):
+        return []
+    found = []
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as tensors:
+            kinds = {name: tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118
+        found += [f"{name} {kind}" for name, kind in kinds.items() if kind[0] in "IU" and _is_weight(name)]
+    return sorted(found)
+
+
+def _is_weight(name: str) -> bool:
+    return name.endswith(("weight", "bias", "_proj")) and not f".{name}".endswith(OLD_TABLES)
 
 
 def origin_of(config: ModelConfig) -> dict[str, Any]:

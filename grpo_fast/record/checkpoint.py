@@ -27,6 +27,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
 
 from grpo_fast.config.paths import user_path
 from grpo_fast.distributed.shards import local
@@ -68,8 +69,20 @@ class Checkpoint:
 
     def load(self, wanted: Mapping[str, Tensor]) -> None:
         """Fill tensors that have names and shapes of saved ones; of a DTensor, read only this rank's rows."""
+        reader = _Reader(self.path)
         with _as_raised():
-            dcp.load(dict(wanted), storage_reader=HuggingFaceStorageReader(str(self.path)), no_dist=True)
+            dcp.load(dict(wanted), storage_reader=reader, no_dist=True)
+
+
+class _Reader(HuggingFaceStorageReader):
+    """Reads the metadata before DCP asks for them, as DCP hides errors of that in an AssertionError."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(str(path))
+        self._read = super().read_metadata()
+
+    def read_metadata(self) -> Metadata:
+        return self._read
 
 
 class CheckpointStore:
@@ -119,7 +132,8 @@ class CheckpointStore:
         except OSError as error:
             newest = next(reversed(self.paths()), None)
             kept = f"the newest checkpoint is {newest}" if newest else "there is no checkpoint"
-            raise CheckpointSaveError(f"cannot save {path}: {error}; {kept}") from error
+            where = f"rank {vars(error)['rank']}: " if self.world.size > 1 else ""
+            raise CheckpointSaveError(f"{where}cannot save {path}: {error}; {kept}") from error
         return path
 
     def load_latest(self) -> Checkpoint | None:
@@ -205,6 +219,7 @@ class CheckpointStore:
             try:
                 return work()
             except OSError as error:
+                vars(error).setdefault("rank", self.world.rank)
                 return error
 
         found: list[Any] = self.world.gather_from_all("the checkpoint", tried)
@@ -268,7 +283,9 @@ def _as_raised() -> Iterator[None]:
             warnings.simplefilter("ignore")
             yield
     except CheckpointException as error:
-        raise next(iter(error.failures.values()))[0] from None
+        rank, (raised, _) = next(iter(error.failures.items()))
+        vars(raised)["rank"] = rank
+        raise raised from None
 
 
 def step_of(path: Path) -> int:

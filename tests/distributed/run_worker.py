@@ -95,7 +95,7 @@ def config_of(folder: Path, case: str, rank: int = 0) -> TrainConfig:
 
 
 def run(rank: int, ports: list[int], folder: Path) -> None:
-    transformers.TransformersEngine = FailingEngine  # type: ignore[misc]
+    pytest.MonkeyPatch().setattr(transformers, "TransformersEngine", FailingEngine)
     on_its_own_disk(folder, rank)
     for port, (case, (error, _)) in zip(ports[:-1], CASES.items(), strict=True):
         be_rank(rank, 2, port)

@@ -83,6 +83,7 @@ CASES: dict[str, tuple[str, list[int | None]]] = {
     "frozen": (rf"{ENDS}{AT_UPDATE.format(1)} has given no sign of life for 2 s", [1, None]),
     "never_there": (r"^RankError: rank 1 did not join within 6 s \(distributed.timeout\)", [1, 7]),
     "failed_while_others_work": (f"^RankError: {RAISED.format('rewards')}$", [1, 1, 1]),
+    "failed_while_a_library_works": (f"^RankError: {RAISED.format('rewards')}$", [1, 1]),
     "failed_in_an_exchange_within": (f"^RankError: {RAISED.format('gradient')}$", [1, 1]),
     "failed_beside_a_collective": (f"^RankError: {RAISED.format('update')}; continue", [1, 1]),
     "failed_outside": (r"^RankError: rank 1 .* failed at the end of step 3: ValueError: no such", [1, 1]),

@@ -25,6 +25,7 @@ from torch.distributed import TCPStore
 from grpo_fast.distributed import watch
 from grpo_fast.distributed.world import RankError, World
 
+assert {"BEAT", "GRACE"} <= vars(watch).keys()
 watch.BEAT, watch.GRACE = 0.2, 5.0
 FOREVER = 1000  # seconds
 SIZES = {"killed_in_a_collective": 3, "failed_while_others_work": 3}
@@ -58,6 +59,18 @@ def failed_while_others_work(world: World) -> None:
     except (ValueError, RankError):
         assert world.gather_from_all("the checkpoint", lambda: world.rank) == [0, 1, 2]
         raise
+
+
+def failed_while_a_library_works(world: World) -> None:
+    """It catches the error that interrupts it, as torch's checkpoints do."""
+
+    def library() -> None:
+        try:
+            time.sleep(FOREVER)
+        except Exception as error:
+            raise AssertionError("metadata is None") from error
+
+    world.gather_from_all("the rewards", lambda: (refuse(world), library()))
 
 
 def failed_in_an_exchange_within(world: World) -> None:

@@ -62,10 +62,23 @@ def refuses(function, given: dict[str, object], name: str, value: object, error:
         ("weight_grad", torch.zeros(2, 8), ValueError),
         ("weight_grad", torch.zeros(8, 20).t(), ValueError),
         ("weight_grad", torch.zeros(8).expand(20, 8), ValueError),
+        ("weight", torch.ones(20, 8, dtype=torch.int8), TypeError),
     ],
 )
 def test_a_wrong_argument_is_named(arguments, name, value, error):
     refuses(linear_logprob, arguments, name, value, error)
+
+
+@pytest.mark.parametrize("name", ["weight", "hidden", "bias"])
+@pytest.mark.parametrize("meta", [False, True])
+def test_a_weight_grad_in_the_memory_of_an_operand_is_refused(arguments, name, meta):
+    buffer = torch.randn(47, 8, device="meta" if meta else "cpu")
+    given = {key: value.to(buffer.device) for key, value in arguments.items()}
+    given |= {"bias": buffer[40:].view(-1)[:20], "weight": buffer[20:40], "hidden": buffer[14:20]}
+    starts = {"weight": 21, "hidden": 0, "bias": 27}
+
+    refuses(linear_logprob, given, "weight_grad", buffer[starts[name] :][:20], ValueError)
+    assert linear_logprob(**given, weight_grad=torch.empty_like(given["weight"])).logprob.shape == (6,)
 
 
 @pytest.mark.parametrize(
@@ -140,6 +153,42 @@ def test_a_wrong_argument_of_the_policy_loss_is_named(arguments, name, value, er
     batch = {"advantages": FLOATS, "sequence_ids": torch.tensor([0, 0, 0, 1, 1, 1])}
 
     refuses(linear_grpo_loss, arguments | batch, name, value, error)
+
+
+@pytest.mark.parametrize("name", ["advantages", "old_logprobs", "ref_logprobs", "sampler_logprobs"])
+def test_a_column_with_a_graph_is_refused(arguments, name):
+    given = arguments | {"advantages": FLOATS, "sequence_ids": torch.zeros(6, dtype=torch.int64)}
+    column = FLOATS.clone().requires_grad_() * 2
+
+    refuses(linear_grpo_loss, given, name, column, ValueError)
+    with torch.no_grad():
+        assert linear_grpo_loss(**given | {name: column}).loss.isfinite()
+
+
+def logprob(hidden: torch.Tensor) -> torch.Tensor:
+    return linear_logprob(hidden, torch.ones(20, 8), torch.arange(len(hidden))).logprob.sum()
+
+
+def forward_mode(hidden: torch.Tensor) -> torch.Tensor:
+    with torch.autograd.forward_ad.dual_level():
+        return logprob(torch.autograd.forward_ad.make_dual(hidden, hidden))
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda hidden: torch.func.jvp(logprob, (hidden,), (hidden,)),
+        lambda hidden: torch.compile(torch.func.jacfwd(logprob), backend="aot_eager")(hidden),
+        torch.func.grad(logprob),
+        torch.func.hessian(logprob),
+        lambda hidden: torch.vmap(logprob)(hidden[None]),
+        forward_mode,
+        lambda hidden: torch.autograd.functional.hessian(logprob, hidden),
+    ],
+)
+def test_all_but_first_derivatives_in_reverse_mode_is_refused(arguments, transform):
+    with pytest.raises(NotImplementedError, match="first derivatives"):
+        transform(arguments["hidden"])
 
 
 def test_a_distributed_tensor_is_refused_with_what_to_give(arguments, tmp_path):

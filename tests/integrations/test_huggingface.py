@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from accelerate import Accelerator
 from torch import nn
-from transformers import PreTrainedModel
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from grpo_fast.integrations.huggingface import patch_causal_lm, unpatch_causal_lm
 
@@ -89,6 +94,56 @@ def test_all_but_the_logits_is_returned(tiny, batch, as_tuple):
     assert len(found) == len(expected) - 1
     torch.testing.assert_close(found[0], expected[0], **HOST_IN_FLOAT32)
     torch.testing.assert_close(found[-1], expected[-1])
+
+
+WRAPPERS: dict[str, Callable[[nn.Module], Any]] = {
+    "compiled": lambda model: torch.compile(model, backend="aot_eager"),
+    "checkpointed": lambda model: model,
+    "checkpointed, reentrant": lambda model: model,
+    "checkpointed as a whole": lambda model: partial(checkpoint, model, use_reentrant=False),
+    "DDP": DistributedDataParallel,
+    "DDP, compiled": lambda model: torch.compile(DistributedDataParallel(model), backend="aot_eager"),
+    "accelerate": lambda model: Accelerator(cpu=True).prepare(model),
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_gradients_inside_a_wrapper_are_those_without(tiny, batch, wrapper, tmp_path):
+    model = patch_causal_lm(tiny()).train()
+    model.config.use_cache = False
+    expected = loss_and_gradients(model, batch)
+    if wrapper in ("checkpointed", "checkpointed, reentrant"):
+        model.gradient_checkpointing_enable({"use_reentrant": "reentrant" in wrapper})
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        model.zero_grad()
+        WRAPPERS[wrapper](model)(**batch).loss.backward()
+    finally:
+        dist.destroy_process_group()
+
+    found = {name: parameter.grad for name, parameter in model.named_parameters()}
+    torch.testing.assert_close(found, {name: expected[name] for name in found})
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_compute_metrics_of_a_trainer_gets_the_logits(tiny, batch, tmp_path, compiled):
+    model, seen = tiny(), []
+    arguments = TrainingArguments(
+        str(tmp_path), report_to=[], use_cpu=True, torch_compile=compiled, torch_compile_backend="aot_eager"
+    )
+    rows = [{"input_ids": ids, "labels": ids} for ids in batch["input_ids"]]
+
+    def metrics(given: Any) -> dict[str, float]:
+        seen.append(torch.from_numpy(given.predictions))
+        return {}
+
+    for one in (model, patch_causal_lm(model)):
+        Trainer(one, arguments, eval_dataset=rows, compute_metrics=metrics).evaluate()
+
+    torch.testing.assert_close(*seen)
+    with torch.no_grad():
+        unpatch_causal_lm(model)
+        assert patch_causal_lm(model, eval_logits=False)(**batch).logits is None
 
 
 def test_labels_already_shifted_are_not_shifted_again(tiny, batch):

@@ -56,6 +56,22 @@ def test_a_second_iteration_needs_no_scoring_before_the_first(model_folder, monk
     assert scored == {trl.GRPOTrainer: 2, FastGRPOTrainer: 0}  # two generations
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"torch_compile": True, "torch_compile_backend": "aot_eager"},
+        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
+    ],
+    ids=["compiled", "checkpointed"],
+)
+def test_a_compiled_or_checkpointed_model_trains_as_a_plain_one(model_folder, options):
+    plain, wrapped = (
+        train_words(FastGRPOTrainer, model_folder, "dapo", steps=2, **given) for given in ({}, options)
+    )
+
+    assert max(differences(plain, wrapped).values()) < NOISE
+
+
 def trainer_of(kind: type, folder: Path, output: Path, **options: Any) -> Any:
     options |= {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 6}
     options |= {"gradient_accumulation_steps": 2, "steps_per_generation": 4}

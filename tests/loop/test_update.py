@@ -25,6 +25,7 @@ from grpo_fast.plan.sizes import StepSizes
 from grpo_fast.policy import PolicyOptimizer
 from grpo_fast.policy.out_of_memory import optimizer_step
 from grpo_fast.record.logs import Clock
+from grpo_fast.rollout.agreement import evaluation_mode
 
 Gradients = dict[str, torch.Tensor]
 
@@ -195,6 +196,32 @@ def test_old_logprobs_of_later_epochs_are_those_of_the_policy_that_sampled(make_
     again, _ = update.gradient(table.with_columns(old_logprobs=old), totals)
     torch.testing.assert_close(old, expected, rtol=0, atol=1e-6)
     assert again is old
+
+
+def test_old_logprobs_are_without_lora_dropout_and_the_first_ratio_is_one(make_trainer, monkeypatch, seed):
+    lora = {"r": 4, "dropout": 0.5}
+    trainer = make_trainer(num_iterations=2, minibatches=2, seed=seed, model={"lora": lora})
+    update, given = trainer.update, []
+    with torch.no_grad():  # an adapter that starts at zero drops nothing out
+        for name, parameter in trainer.policy.trainable().items():
+            parameter.add_(0.1 if "lora_B" in name else 0.0)
+    table, totals = collected(trainer)
+    with evaluation_mode(trainer.policy.model):
+        scored = [update.annotator.columns(own)[0] for own, _ in update.split(table, totals)]
+    gradient = update.gradient
+
+    def noted(table: CompletionTable, *arguments: Any) -> Any:
+        found = gradient(table, *arguments)
+        given.append((table.columns.get("old_logprobs"), sum_metrics(found[1])))
+        return found
+
+    monkeypatch.setattr(update, "gradient", noted)
+    update.run(table, totals, Clock())
+
+    (first, metrics), *later = given
+    assert first is None and metrics["policy/ratio_min"] == metrics["policy/ratio_max"] == 1
+    for (old, _), expected in zip(later, [scored[1], *scored], strict=True):
+        torch.testing.assert_close(old, expected, rtol=0, atol=1e-6)
 
 
 def test_the_samplers_logprobs_as_old_ones_put_its_error_into_the_ratio(make_trainer, seed):

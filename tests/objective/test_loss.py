@@ -65,11 +65,9 @@ def test_tokens_that_do_not_count_are_never_read(loss_type, make_batch):
     clean = batch.inputs()
     spoiled = replace(
         clean,
-        **{
-            name: getattr(clean, name).detach().masked_fill(~clean.loss_mask, math.nan).requires_grad_()
-            for name in PER_TOKEN
-        },
+        **{name: getattr(clean, name).detach().masked_fill(~clean.loss_mask, math.nan) for name in PER_TOKEN},
     )
+    spoiled.logprobs.requires_grad_()
 
     torch.manual_seed(0)
     expected = policy_loss(clean, config)

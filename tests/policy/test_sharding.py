@@ -30,15 +30,20 @@ def test_sharded_weights_compute_generate_and_are_written_as_whole_ones(tmp_path
 
 def test_what_fsdp_cannot_divide_is_refused_by_name(load: Callable[..., Policy]) -> None:
     ranks = World(0, 2)
-    mixed, single, layerless, listed = (load("qwen2") for _ in range(4))
+    mixed, single, layerless, listed, named, weights = (load("qwen2") for _ in range(6))
     mixed.base_model.lm_head.to(torch.bfloat16)
     single.base_model.scale = torch.nn.Parameter(torch.ones(()))
     for layer in layerless.base_model.model.layers:
         layer.__class__ = torch.nn.Linear
 
-    listed.base_model.model.layers[1].experts = torch.nn.ModuleList(torch.nn.Bilinear(2, 2, 2) for _ in "ab")
+    experts = {name: torch.nn.Bilinear(2, 2, 2) for name in "ab"}
+    listed.base_model.model.layers[1].experts = torch.nn.ModuleList(experts.values())
+    named.base_model.model.layers[1].experts = torch.nn.ModuleDict(experts)
+    weights.base_model.model.layers[0].experts = torch.nn.ParameterList(map(torch.zeros, (2, 2)))
     refused = [(mixed, "bfloat16, torch.float32"), (single, "scale"), (layerless, "no layers")]
-    for policy, problem in [*refused, (listed, "Bilinear and others of its layer are experts in a list")]:
+    in_list = "and others of its layer are experts in a list"
+    refused += [(listed, f"Bilinear {in_list}"), (named, f"Bilinear {in_list}")]
+    for policy, problem in [*refused, (weights, f"ParameterList {in_list}")]:
         with pytest.raises(ValueError, match=rf"distributed\.mode = 'shard'.*{problem}.*replicate"):
             policy.shard(ranks)
 

@@ -230,6 +230,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a NaN": ({"tensors": lambda held: held[UP][5].fill_(torch.nan), "lora": {"r": 2}}, f"{UP} holds NaN"),
     "an infinity": ({"tensors": lambda held: held[EMBEDDING][5].fill_(-torch.inf)}, "NaN or infinity"),
+    "8 bits without a scale": (
+        {"tensors": lambda held: held.update({UP: (50 * held[UP]).to(torch.int8)})},
+        rf"holds integers \({UP} I8\).*quantization_config",
+    ),
     "damaged": ({"files": {"model.safetensors": "{}"}}, "a file is damaged"),
     "a pointer": ({"files": {"model.safetensors": POINTER}}, "Git LFS"),
     "a part missing": ({"files": ELSEWHERE}, r"model-2\.safetensors.*with all its files"),

@@ -220,6 +220,16 @@ def test_a_broken_disk_or_an_interruption_fails_one_save(store, monkeypatch, mom
     assert_is(store.load_latest(), 3)
 
 
+def test_a_load_that_fails_raises_the_error_of_its_file(store, monkeypatch):
+    save(store, 1)
+    found = store.load_latest()
+    broken = Mock(side_effect=OSError(errno.EIO, "broken", SHARDS[0]))
+    monkeypatch.setattr(checkpoint_module.HuggingFaceStorageReader, "read_metadata", broken)
+
+    with pytest.raises(OSError, match=f"broken: '{SHARDS[0]}'"):
+        assert_is(found, 1)
+
+
 def test_a_write_that_the_system_cuts_short_fails_one_save(store):
     def save_within_4_kilobytes() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
