@@ -15,7 +15,12 @@ from grpo_fast.config.groups import AdvantageConfig
 from grpo_fast.config.lookup import load_callable
 from grpo_fast.data.table import EXPERTS, CompletionTable
 from grpo_fast.data.types import Prompt
-from grpo_fast.groups.advantages import decoupled_advantages, group_advantages, length_reward_correlation
+from grpo_fast.groups.advantages import (
+    decoupled_advantages,
+    group_advantages,
+    length_reward_correlation,
+    spread_within,
+)
 from grpo_fast.objective import GRPOLossConfig, StepTotals
 from grpo_fast.objective.types import KNOWN_COLUMNS
 from grpo_fast.rewards import EarlyScores, RewardSet, weighted_sum
@@ -271,7 +276,7 @@ def describe(table: CompletionTable, reward_names: Sequence[str]) -> dict[str, f
     unique = [(len({*ids[i : i + n]}) - 1) / (n - 1) for i in range(0, len(ids), n)]
     metrics = {
         "reward/mean": rewards.nanmean().item(),
-        "reward/std": rewards.std(1).nanmean().item(),
+        "reward/std": spread_within(rewards),
         "groups/flat": table.facts["flat"].double().mean().item(),
         "groups/unique_completions": sum(unique) / len(unique),
         "completion/length_mean": lengths.mean().item(),

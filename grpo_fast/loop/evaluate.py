@@ -72,11 +72,15 @@ class Evaluation:
         logged = {f"logged/{name}": value for name, value in self.logged.items()}
         return {"reward": self.mean_reward, "truncated": self.truncated, **logged}
 
+    def counted_at(self, k: int) -> int:
+        """Questions with at least `k` answers that the deciding reward applies to: those of `pass_at(k)`."""
+        return sum(len(row) >= k for row in self._applicable)
+
     def pass_at(self, k: int) -> float:
         """Expected share of questions with at least one right answer among `k`.
 
         Raises:
-            ValueError: `k` exceeds the answers that a question has.
+            ValueError: no question has `k` answers that the deciding reward applies to.
         """
         return fmean(self._pass_rates(k))
 
@@ -95,7 +99,9 @@ class Evaluation:
         return score >= self.threshold or isclose(score, self.threshold, rel_tol=1e-6)
 
     def _pass_rates(self, k: int) -> list[float]:
-        return [pass_at_k(len(row), sum(map(self._is_right, row)), k) for row in self._applicable]
+        rows = self._applicable
+        counted = [row for row in rows if len(row) >= k] or rows[:1]  # the first says what is missing
+        return [pass_at_k(len(row), sum(map(self._is_right, row)), k) for row in counted]
 
 
 def pass_at_k(total: int, right: int, k: int) -> float:
