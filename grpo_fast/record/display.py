@@ -68,10 +68,11 @@ class Display:
             self.message(textwrap.fill(words, LINE, break_long_words=False, **options))
         self._bar.update(self._task, completed=step, description=left and f"{left} left")
 
-    def evaluation(self, step: int, score: float, interval: Interval, n: int) -> None:
-        """Show a held-out score: `interval` is (low, high), `n` counts questions."""
+    def evaluation(self, step: int, score: float, interval: Interval, n: int, criterion: str = "") -> None:
+        """Show a held-out score, as `RunLogs.evaluation` writes it."""
         bounds = "low={:.4g} high={:.4g}".format(*interval)
-        self.message(f"evaluation step={step}/{self._total} score={score:.4g} {bounds} n={n}")
+        right = f" right={criterion}" if criterion else ""
+        self.message(f"evaluation step={step}/{self._total} score={score:.4g} {bounds} n={n}{right}")
 
     def rollout(self, tokens: int, finished: int, total: int) -> None:
         """Show on a terminal how many of `total` completions have ended, and the tokens decoded so far."""

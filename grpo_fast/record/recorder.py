@@ -149,8 +149,9 @@ class Recorder:
         evaluation = self.trainer.evaluate(size)
         step, n = self.trainer.step, evaluation.n
         name = "held-out" if n == len(self.trainer.held_out) else f"held-out, first {n}"
-        self.logs.evaluation(step, name, evaluation.score, evaluation.interval, n)
-        self.display.evaluation(step, evaluation.score, evaluation.interval, n)
+        figures = evaluation.score, evaluation.interval, n, evaluation.criterion
+        self.logs.evaluation(step, name, *figures)
+        self.display.evaluation(step, *figures)
         return {"eval/score": evaluation.score} | {f"eval/{k}": v for k, v in evaluation.metrics.items()}
 
     def capture(self) -> None:

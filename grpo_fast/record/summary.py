@@ -101,7 +101,22 @@ def before_after(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
     questions = f"{after['n']}" if before["n"] == after["n"] else f"{before['n']} and {after['n']}"
     scores = " → ".join(score_text(one["score"], one["interval"]) for one in (before, after))
     gain = f"{100 * (after['score'] - before['score']):+.1f} points"
+    if (margin := difference_margin(before, after)) and margin >= abs(after["score"] - before["score"]):
+        gain += f", no clear difference (its interval is ±{100 * margin:.1f})"
     return f"{scores}, {gain} ({questions} questions, {100 * CONFIDENCE:.0f} % intervals)"
+
+
+def difference_margin(before: Mapping[str, Any], after: Mapping[str, Any]) -> float | None:
+    """Half the interval of the difference of two independent scores; None where an interval is unknown."""
+    bounds = [bound for one in (before, after) for bound in one["interval"]]
+    if any(bound is None or not math.isfinite(bound) for bound in bounds):
+        return None
+    return math.hypot(*((high - low) / 2 for low, high in (before["interval"], after["interval"])))
+
+
+def plural(count: int, noun: str) -> str:
+    """`1 prompt`, `1,200 prompts`."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
 def duration_text(seconds: float) -> str:
