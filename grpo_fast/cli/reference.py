@@ -1,4 +1,4 @@
-"""`grpo-fast config`: every key of the configuration, and what TRL and Axolotl call it."""
+"""`grpo-fast config` and `grpo-fast metrics`: every key of the configuration, and every metric."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from grpo_fast.config.foreign.names import MOVED
-from grpo_fast.config.keys import ConfigError, keys, unknown_key, without_positions
+from grpo_fast.config.keys import ConfigError, Problem, keys, unknown_key, without_positions
 from grpo_fast.config.section import LARGEST
 
 KINDS = {"integer": "whole number", "string": "text", "boolean": "true or false", "object": "mapping"}
@@ -32,6 +32,36 @@ def config(args: argparse.Namespace, _: Sequence[str]) -> int:
         raise ConfigError("config", [unknown_key(name)])
     line = "| `{}` | {} | `{}` | {} | {} |" if args.markdown else "{}: {} = {}\n    {}\n    TRL, Axolotl: {}"
     print(*([HEADING] if args.markdown else []), *(line.format(*cells) for cells in found), sep="\n")
+    return 0
+
+
+METRICS_HEADING = """# Metrics
+
+A run writes these to `metrics.jsonl` and `timings.jsonl`, TensorBoard, W&B and trackio. On a terminal, a
+step's line has the short names. A piped log has one line per step, `name=value`; `--verbose` adds the
+metrics without a short name. NAME stands for the name of a reward and the like. `grpo-fast metrics NAME`
+explains one metric, and `grpo-fast metrics --markdown` writes this page.
+
+| metric | on a terminal | meaning |
+|---|---|---|"""
+
+
+def metrics(args: argparse.Namespace, _: Sequence[str]) -> int:
+    """Print what each metric means, or one by its name or its word."""
+    from grpo_fast.record.summary import METRICS, metric_of
+
+    found = [*METRICS.values()]
+    if args.name:
+        one = metric_of(args.name)
+        found = [one] if one else [m for m in found if args.name in (m.word, m.name.rpartition("/")[2])]
+        found = found or [m for m in METRICS.values() if m.name.startswith(f"{args.name}/")]
+    if not found:
+        raise ConfigError("metrics", [Problem(args.name, "is no metric; `grpo-fast metrics` lists all")])
+    if args.markdown:
+        rows = [f"| `{m.name}` | {f'`{m.word}`' if m.word else '-'} | {m.meaning} |" for m in found]
+        print(METRICS_HEADING, *rows, sep="\n")
+    else:
+        print(*(f"{m.name}: {m.meaning}" for m in found), sep="\n")
     return 0
 
 

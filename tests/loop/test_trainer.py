@@ -13,6 +13,7 @@ import torch
 
 from grpo_fast.loop.collect import to_train
 from grpo_fast.record.logs import Clock
+from grpo_fast.record.summary import metric_of
 from grpo_fast.rollout import batch
 from grpo_fast.rollout.transformers import TransformersEngine
 
@@ -49,6 +50,32 @@ def test_training_raises_the_reward(make_trainer, seed):
     trainer = make_trainer(max_steps=12, seed=seed, optimizer={"learning_rate": 2e-2})
     rewards = [trainer.train_step().metrics["reward/mean"] for _ in range(12)]
     assert sum(rewards[-3:]) > 2 * sum(rewards[:3])
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {
+            "advantage": {"dynamic_sampling": True},
+            "loss": {"beta": 0.1, "epsilon_low": 0.1},
+            "num_iterations": 2,
+        },
+        {"loss": {"loss_type": "clip_cov", "use_adaptive_entropy": True}},
+        {
+            "curriculum": {},
+            "loss": {"loss_type": "kl_cov"},
+            "adaptive_weights": {"targets": {"near_w7": 1.0}},
+        },
+        {
+            "groups": {"strategy": "similarity"},
+            "loss": {"loss_type": "gmpo", "sampler_correction": "token_truncate"},
+        },
+    ],
+    ids=str,
+)
+def test_every_metric_that_a_step_writes_has_a_meaning(make_trainer, sections):
+    step = make_trainer(**sections).train_step()
+    assert [name for name in {**step.metrics, **step.timings} if metric_of(name) is None] == []
 
 
 @pytest.mark.parametrize("aggregation", ["sum_then_normalize", "normalize_then_sum"])
