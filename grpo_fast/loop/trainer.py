@@ -100,6 +100,8 @@ class Trainer(Algorithm):
         self.parts: dict[str, float] = {}  # weight of each part of the step's rewards, penalties included
         self.sampler_seen = False  # whether this process has compared completions with the policy
         self.evaluation = config.evaluation
+        deciding = eval_rewards.names[eval_rewards.position(config.evaluation.reward)]
+        self.criterion = criterion(deciding, config.evaluation.threshold)
         self.evaluation_sampling = replace(
             sampling_of(config.rollout),
             max_completion_length=config.rollout.max_completion_length,
@@ -289,12 +291,6 @@ class Trainer(Algorithm):
         with clock("reward"):
             baseline_groups = self.prompts.baseline_groups(prompts)
             return with_advantages(table, self.config.advantage, self.reward_weights, baseline_groups)
-
-    @property
-    def criterion(self) -> str:
-        """When an answer to a held-out question is right."""
-        name = self.eval_rewards.names[self.eval_rewards.position(self.evaluation.reward)]
-        return criterion(name, self.evaluation.threshold)
 
     @property
     def reward_weights(self) -> tuple[float, ...]:

@@ -63,8 +63,8 @@ class Display:
             left = duration_text((self._total - step) * fmean(self._durations))
         whole = not self._console.is_terminal
         if whole and self._verbose:
-            words = [f"{name}={value:.4g}" for name, value in sorted(numbers.items())]
-            self.message(" ".join([f"step={step}/{self._total}", *words]))
+            every = (f"{name}={value:.4g}" for name, value in sorted(numbers.items()))
+            self.message(" ".join([f"step={step}/{self._total}", *every]))
         else:
             self.message(step_line(step, self._total, left, numbers, whole=whole))
         if self._verbose and not whole:

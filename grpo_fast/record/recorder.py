@@ -114,13 +114,14 @@ class Recorder:
         """Write and show a finished step; score the held-out questions and save where that is due."""
         step, config, timings = self.trainer.step, self.config, result.timings
         last = step == config.max_steps
+        every, size = config.evaluation_schedule(len(self.trainer.held_out))
         evaluated: dict[str, float] = {}
         sampled = config.logging.samples_every and (step - 1) % config.logging.samples_every == 0
         try:
             if sampled:
                 self.logs.samples(step, result.samples)
-            if last or (config.evaluation.every and step % config.evaluation.every == 0):
-                evaluated = self.evaluate(None if last else config.evaluation.size)
+            if last or (every and step % every == 0):
+                evaluated = self.evaluate(None if last else size)
         finally:
             metrics = result.metrics | evaluated
             self.logs.metrics(step, metrics, timings)

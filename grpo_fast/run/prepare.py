@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -105,7 +106,8 @@ def prepared(config: TrainConfig, resume: str | None, *, display: bool) -> Itera
             callbacks = build_callbacks(config)
         require_mirrors(config.logging)
         with world.all_succeed("the model and the data"):
-            trainer = build_trainer(config, world)
+            say = partial(print, file=sys.stderr, flush=True) if display else lambda _: None
+            trainer = build_trainer(config, world, say)
         stack.enter_context(trainer)
         if checkpoint is not None:
             restore(trainer, checkpoint)
