@@ -18,8 +18,9 @@ from grpo_fast.config.load import check_filled_in, config_path, load_config
 from grpo_fast.config.record import CONFIG_FILE
 from grpo_fast.config.schema import TrainConfig
 from grpo_fast.config.secrets import masked
+from grpo_fast.config.section import plural
 from grpo_fast.data.types import spoken
-from grpo_fast.record.summary import plural, score_text
+from grpo_fast.record.summary import score_text
 from grpo_fast.rollout import Engine, Sampling, make_engine, require_engine, sampling_of
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def evaluate(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     model = config.model.path if parts.step is None else f"{args.config}, step {parts.step}"
     print(model, questions.described, sep="; ")
     if not held_out:
-        print("not held out: there is no evaluation.dataset, and dataset, which is trained on, was asked")
+        print("not held out: there is no evaluation.dataset, so the questions are those of the training data")
     print(evaluation_table(result, args.k, sampling.temperature))
     figures = {f"eval/{name}": value for name, value in result.metrics.items()}
     for alert in AlertMonitor(config.alerts).update(0, figures):
@@ -99,7 +100,7 @@ def preview(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     config = resolve_auto(config)
     parts = Parts.load(config, args.config, held_out=False)
     if args.num_prompts > len(parts.questions):
-        message = f"the dataset has {len(parts.questions)} prompts"
+        message = f"the dataset has {plural(len(parts.questions), 'prompt')}"
         raise ConfigError("preview", [Problem("--num-prompts", message, args.num_prompts)])
     prompts = parts.questions[: args.num_prompts]
     print(parts.questions.described)
@@ -178,7 +179,7 @@ def evaluation_sampling(config: TrainConfig, num_samples: int) -> Sampling:
 
 def group_text(group: Group, weights: Mapping[str, float], rendered_prompt: str) -> str:
     """The prompt as the model sees it, its completions, and the parts of their rewards with their weights."""
-    head = f"prompt of row {group.prompt.index}, {len(group.prompt.token_ids)} tokens"
+    head = f"prompt of row {group.prompt.index}, {plural(len(group.prompt.token_ids), 'token')}"
     lines = [head, _block(rendered_prompt)]
     answers = zip(group.completions, group.rewards.tolist(), group.reward_table.tolist(), strict=True)
     for number, (completion, reward, row) in enumerate(answers, 1):
@@ -187,7 +188,7 @@ def group_text(group: Group, weights: Mapping[str, float], rendered_prompt: str)
             f"{name} {reward_text(value)}{f' * {weight:g}' * (weight != 1 and not math.isnan(value))}"
             for (name, weight), value in named
         )
-        size = f"{completion.num_sampled} tokens{', truncated' if completion.truncated else ''}"
+        size = f"{plural(completion.num_sampled, 'token')}{', truncated' * completion.truncated}"
         lines.append(f"completion {number}: reward {reward_text(reward)} ({parts}), {size}")
         if completion.episode is None:
             lines.append(_block(completion.text))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from grpo_fast.config.schema import TrainConfig
+from grpo_fast.config.section import plural
 from grpo_fast.config.stages import Stage, schedule_steps, stage_at
 from grpo_fast.data import Prompt, PromptDataset, PromptSampler
 from grpo_fast.data.table import CompletionTable
@@ -141,8 +142,8 @@ class Trainer(Algorithm):
         corrected = "" if correction in (None, "none") else f", corrected by {correction}"
         lines = {
             "groups": (
-                f"{self.config.prompts_per_step} prompts a step, {rollout.num_generations} completions of "
-                f"each, at most {rollout.max_completion_length} tokens, by "
+                f"{plural(self.config.prompts_per_step, 'prompt')} a step, {rollout.num_generations} "
+                f"completions of each, at most {plural(rollout.max_completion_length, 'token')}, by "
                 f"{type(self.engine).__name__}{corrected}; rewards: {', '.join(self.rewards.names)}"
             )
         }

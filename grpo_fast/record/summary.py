@@ -12,6 +12,8 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ByteSize
 
+from grpo_fast.config.section import plural
+
 CONFIDENCE = 0.95
 
 Interval = tuple[float, float]  # (low, high)
@@ -88,12 +90,12 @@ def score_text(score: float, interval: Sequence[float | None] | None = None) -> 
 def before_after(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
     """Of two lines of `evaluations.jsonl`: `21.7 % [17.4, 26.7] → 49.0 % [43.4, 54.6], +27.3 points (300
     questions, 95 % intervals)`."""
-    questions = f"{after['n']}" if before["n"] == after["n"] else f"{before['n']} and {after['n']}"
+    questions = f"{before['n']} and " * (before["n"] != after["n"]) + plural(after["n"], "question")
     scores = " → ".join(score_text(one["score"], one["interval"]) for one in (before, after))
     gain = f"{100 * (after['score'] - before['score']):+.1f} points"
     if (margin := difference_margin(before, after)) and margin >= abs(after["score"] - before["score"]):
         gain += f", no clear difference (its interval is ±{100 * margin:.1f})"
-    return f"{scores}, {gain} ({questions} questions, {100 * CONFIDENCE:.0f} % intervals)"
+    return f"{scores}, {gain} ({questions}, {100 * CONFIDENCE:.0f} % intervals)"
 
 
 def difference_margin(before: Mapping[str, Any], after: Mapping[str, Any]) -> float | None:
@@ -102,11 +104,6 @@ def difference_margin(before: Mapping[str, Any], after: Mapping[str, Any]) -> fl
     if any(bound is None or not math.isfinite(bound) for bound in bounds):
         return None
     return math.hypot(*((high - low) / 2 for low, high in (before["interval"], after["interval"])))
-
-
-def plural(count: int, noun: str) -> str:
-    """`1 prompt`, `1,200 prompts`."""
-    return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
 def duration_text(seconds: float) -> str:

@@ -189,7 +189,7 @@ def warm_up_head(policy: Policy, config: TrainConfig) -> None:
         policy.run(lambda: warm_up(policy.head, **how))
 
 
-def build_preference_trainer(config: TrainConfig, say: Say) -> PreferenceTrainer:
+def build_preference_trainer(config: TrainConfig, say: Say = lambda _: None) -> PreferenceTrainer:
     """Compute the reference's log-probabilities first, so that its model need not be in memory."""
     section, ranks = config.preference, config.algorithm == "rank"
     say(f"loading: the data, {config.dataset.source}")

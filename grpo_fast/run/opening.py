@@ -6,9 +6,9 @@ import torch
 
 from grpo_fast.config.methods import describe_method
 from grpo_fast.config.schema import TrainConfig
+from grpo_fast.config.section import plural
 from grpo_fast.config.stages import resolve_stages
 from grpo_fast.loop.algorithm import Algorithm
-from grpo_fast.record.summary import plural
 
 
 def opening_lines(config: TrainConfig, trainer: Algorithm) -> list[str]:
