@@ -262,6 +262,12 @@ def build_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argum
     reference.add_argument("key", nargs="?", metavar="KEY", help=key)
     reference.add_argument("--markdown", action="store_true", help="all as docs/configuration.md has it")
 
+    meanings = add("metrics", "reference:metrics", "what each metric of a run means")
+    meanings.add_argument(
+        "name", nargs="?", metavar="NAME", help="a metric, or its word on a terminal; default: all"
+    )
+    meanings.add_argument("--markdown", action="store_true", help="all as docs/metrics.md has it")
+
     add("doctor", "doctor:doctor", "what is installed, which device, which kernels and engines")
     add("bench", "", "speed, memory and accuracy, ours and the peers'", add_help=False)
     return parser, parsers.choices

@@ -29,6 +29,7 @@ def train(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     if args.changed_code:
         gone = "is gone: --resume goes on with edited code, and warns of it; leave it out"
         raise ConfigError("train", [Problem("--changed-code", gone)])
+    print("loading: PyTorch and transformers", file=sys.stderr, flush=True)
     from grpo_fast import run
 
     if args.resume and args.overwrite:

@@ -6,7 +6,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
@@ -18,6 +18,7 @@ from grpo_fast.config.paths import user_path, with_absolute_paths
 from grpo_fast.config.record import CONFIG_FILE
 from grpo_fast.config.schema import TrainConfig
 from grpo_fast.config.secrets import masked
+from grpo_fast.config.section import plural
 from grpo_fast.data.types import spoken
 from grpo_fast.record.summary import score_text
 from grpo_fast.rollout import Engine, Sampling, make_engine, require_engine, sampling_of
@@ -60,7 +61,7 @@ def evaluate(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     model = config.model.path if parts.step is None else f"{args.config}, step {parts.step}"
     print(model, questions.described, sep="; ")
     if not held_out:
-        print("not held out: there is no evaluation.dataset, and dataset, which is trained on, was asked")
+        print("not held out: there is no evaluation.dataset, so the questions are those of the training data")
     print(evaluation_table(result, args.k, sampling.temperature))
     figures = {f"eval/{name}": value for name, value in result.metrics.items()}
     for alert in AlertMonitor(config.alerts).update(0, figures):
@@ -84,26 +85,42 @@ def preview(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """`grpo-fast preview`: print prompts, completions and rewards before training."""
     config = load_config(args.config, overrides)
     check_filled_in(config)
-    from grpo_fast.loop.collect import groups_of, score, with_advantages
+    from grpo_fast.loop.collect import (
+        KL,
+        OVERLONG,
+        groups_of,
+        overlong_penalties,
+        part_weights,
+        score,
+        with_advantages,
+        with_penalties,
+    )
     from grpo_fast.plan import resolve_auto
 
     require_engine(config.rollout)
     config = resolve_auto(config)
     parts = Parts.load(config, args.config, overrides, held_out=False)
     if args.num_prompts > len(parts.questions):
-        message = f"the dataset has {len(parts.questions)} prompts"
+        message = f"the dataset has {plural(len(parts.questions), 'prompt')}"
         raise ConfigError("preview", [Problem("--num-prompts", message, args.num_prompts)])
     prompts = parts.questions[: args.num_prompts]
     print(parts.questions.described)
     sampling = sampling_of(config.rollout, config.seed)
     with parts.engine(prompts, sampling) as engine:
         completions = parts.rollout(engine, prompts, config.rollout.num_generations, sampling)
-    table = with_advantages(
-        score(prompts, completions, parts.rewards), config.advantage, parts.rewards.weights
-    )
+    table, penalties = score(prompts, completions, parts.rewards), {}
+    if config.advantage.soft_overlong is not None:
+        limit = config.rollout.max_completion_length
+        penalties[OVERLONG] = overlong_penalties(table, limit, config.advantage.soft_overlong)
+    if config.loss.kl_in_reward:
+        penalties[KL] = table.facts["reward"].new_zeros(len(table))  # the model is its own reference
+        if parts.step is not None:
+            print(f"{KL} is 0 here: preview loads no reference model; training takes beta times the KL")
+    weights = part_weights(parts.rewards.names, parts.rewards.weights, penalties)
+    table = with_advantages(with_penalties(table, penalties), config.advantage, parts.rewards.weights)
     for group in groups_of(table):
         rendered = str(parts.policy.tokenizer.decode(list(group.prompt.token_ids)))
-        print(group_text(group, parts.rewards.names, rendered))
+        print(group_text(group, weights, rendered))
     return 0
 
 
@@ -169,22 +186,27 @@ def evaluation_sampling(config: TrainConfig, num_samples: int) -> Sampling:
     return replace(sampling_of(config.rollout, config.seed), temperature=temperature)
 
 
-def group_text(group: Group, reward_names: Sequence[str], rendered_prompt: str) -> str:
-    """The prompt as the model sees it, its completions and their rewards."""
-    head = f"prompt of row {group.prompt.index}, {len(group.prompt.token_ids)} tokens"
+def group_text(group: Group, weights: Mapping[str, float], rendered_prompt: str) -> str:
+    """The prompt as the model sees it, its completions, and the parts of their rewards with their weights."""
+    head = f"prompt of row {group.prompt.index}, {plural(len(group.prompt.token_ids), 'token')}"
     lines = [head, _block(rendered_prompt)]
     answers = zip(group.completions, group.rewards.tolist(), group.reward_table.tolist(), strict=True)
     for number, (completion, reward, row) in enumerate(answers, 1):
-        named = zip(reward_names, row, strict=True)
-        parts = ", ".join(f"{name} {reward_text(value)}" for name, value in named)
-        size = f"{completion.num_sampled} tokens{', truncated' if completion.truncated else ''}"
+        named = zip(weights.items(), row, strict=True)
+        parts = ", ".join(
+            f"{name} {reward_text(value)}{f' * {weight:g}' * (weight != 1 and not math.isnan(value))}"
+            for (name, weight), value in named
+        )
+        size = f"{plural(completion.num_sampled, 'token')}{', truncated' * completion.truncated}"
         lines.append(f"completion {number}: reward {reward_text(reward)} ({parts}), {size}")
         if completion.episode is None:
             lines.append(_block(completion.text))
         for who, what in spoken(completion.episode.messages) if completion.episode else ():
             lines += [f"  {who}", _block(what)]
-    spread = f"standard deviation {group.rewards.std(correction=0).item():.3f}"
-    verdict = "no spread: this group teaches nothing" if group.flat else spread
+    from grpo_fast.groups.advantages import spread_within
+
+    spread = f"standard deviation {spread_within(group.rewards[None]):.3f}"
+    verdict = "all rewards are equal, so this group trains nothing" if group.flat else spread
     lines.append(f"group: mean reward {reward_text(group.rewards.nanmean().item())}, {verdict}")
     return "\n".join(lines) + "\n"
 
@@ -200,15 +222,20 @@ def _block(text: str) -> str:
 
 def evaluation_table(result: Evaluation, ks: Sequence[int], temperature: float) -> str:
     """The figures for a person."""
-    rows = {f"pass@{k}": score_text(result.pass_at(k), result.interval_at(k)) for k in sorted(set(ks))}
+    rows = {}
+    for k in sorted(set(ks)):
+        fewer = "" if (counted := result.counted_at(k)) == result.n else f" of {plural(counted, 'question')}"
+        rows[f"pass@{k}"] = score_text(result.pass_at(k), result.interval_at(k)) + fewer
     if result.num_samples > 1:
         rows[f"mean@{result.num_samples}"] = score_text(result.score, result.interval)
-    rows |= {"mean reward": f"{result.mean_reward:.4f}", "truncated": f"{100 * result.truncated:.1f} %"}
+    rows["mean reward"] = f"{result.mean_reward:.4f}"
+    if len(result.rewards) > 1:
+        rows |= {f"mean {name}": reward_text(value) for name, value in result.rewards.items()}
+    rows["truncated"] = f"{100 * result.truncated:.1f} %"
     skipped = f", {result.skipped} more without a score" if result.skipped else ""
-    answers = "1 answer" if result.num_samples == 1 else f"{result.num_samples} answers"
     head = (
-        f"{result.n} questions{skipped}, {answers} each at temperature {temperature:g}; "
-        f"right: {result.reward_name} >= {result.threshold:g}; 95 % intervals over questions"
+        f"{plural(result.n, 'question')}{skipped}, {plural(result.num_samples, 'answer')} each at "
+        f"temperature {temperature:g}; right: {result.criterion}; 95 % intervals over questions"
     )
     width = max(map(len, rows))
     return "\n".join([head, *(f"{name:<{width}}  {value}" for name, value in rows.items())])
@@ -220,6 +247,7 @@ def evaluation_record(result: Evaluation, ks: Sequence[int]) -> dict[str, Any]:
     names = ("n", "skipped", "num_samples", "threshold", "mean_reward", "truncated")
     return {name: getattr(result, name) for name in names} | {
         "reward": result.reward_name,
+        "mean_rewards": {name: None if mean != mean else mean for name, mean in result.rewards.items()},
         "pass_at": {str(k): result.pass_at(k) for k in ks},
         "intervals": {str(k): result.interval_at(k) for k in ks},
         "mean_at_n": result.score,

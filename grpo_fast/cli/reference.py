@@ -1,4 +1,4 @@
-"""`grpo-fast config`: every key of the configuration, and what TRL and Axolotl call it."""
+"""`grpo-fast config` and `grpo-fast metrics`: every key of the configuration, and every metric."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from grpo_fast.config.foreign.names import ABSENT, MOVED
-from grpo_fast.config.keys import ConfigError, keys, removed, unknown_key, without_positions
+from grpo_fast.config.keys import ConfigError, Problem, keys, removed, unknown_key, without_positions
 from grpo_fast.config.load import RECIPES
 from grpo_fast.config.section import LARGEST
 
@@ -17,8 +17,8 @@ ALIASES = {  # what people type
     "lr": ("optimizer.learning_rate", "optimizer.schedule"),
     "kl": ("loss.beta",),
     "kl_coef": ("loss.beta",),
-    "enable_thinking": ("model.chat_template",),
-    "thinking": ("model.chat_template",),
+    "enable_thinking": ("dataset.chat_template_kwargs",),
+    "thinking": ("dataset.chat_template_kwargs",),
     "calculator": ("rollout.environment", "rollout.tools"),
     "eval": ("evaluation.dataset", "evaluation.every"),
     "gpu": ("model.device",),
@@ -68,6 +68,36 @@ def search(word: str, rows: Sequence[list[str]]) -> list[list[str]]:
     for column in (0, 4, 3):
         found += [cells for cells in rows if cells not in found and pattern.search(cells[column])]
     return found
+
+
+METRICS_HEADING = """# Metrics
+
+A run writes these to `metrics.jsonl` and `timings.jsonl`, TensorBoard, W&B and trackio. On a terminal, a
+step's line has the short names. A piped log has one line per step, `name=value`; `--verbose` adds the
+metrics without a short name. NAME stands for the name of a reward and the like. `grpo-fast metrics NAME`
+explains one metric, and `grpo-fast metrics --markdown` writes this page.
+
+| metric | on a terminal | meaning |
+|---|---|---|"""
+
+
+def metrics(args: argparse.Namespace, _: Sequence[str]) -> int:
+    """Print what each metric means, or one by its name or its word."""
+    from grpo_fast.record.summary import METRICS, metric_of
+
+    found = [*METRICS.values()]
+    if args.name:
+        one = metric_of(args.name)
+        found = [one] if one else [m for m in found if args.name in (m.word, m.name.rpartition("/")[2])]
+        found = found or [m for m in METRICS.values() if m.name.startswith(f"{args.name}/")]
+    if not found:
+        raise ConfigError("metrics", [Problem(args.name, "is no metric; `grpo-fast metrics` lists all")])
+    if args.markdown:
+        rows = [f"| `{m.name}` | {f'`{m.word}`' if m.word else '-'} | {m.meaning} |" for m in found]
+        print(METRICS_HEADING, *rows, sep="\n")
+    else:
+        print(*(f"{m.name}: {m.meaning}" for m in found), sep="\n")
+    return 0
 
 
 def row(name: str) -> list[str]:

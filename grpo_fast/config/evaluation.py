@@ -18,7 +18,11 @@ class EvaluationConfig(Section):
         description="held-out questions, read as those of dataset where nothing else is set: prompts, and "
         "with the same source its name and options; null: nothing is evaluated",
     )
-    every: Count = Field(0, description="steps between evaluations; 0: before and after only")
+    every: Count | None = Field(
+        None,
+        description="steps between evaluations; 0: before and after only; null: a tenth of the run, on as "
+        "many questions as add at most 10 % to the completions; 0 where that is fewer than 30",
+    )
     size: PositiveInt | None = Field(
         None, description="questions used while training; before and after use all"
     )

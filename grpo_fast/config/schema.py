@@ -29,6 +29,8 @@ from grpo_fast.config.section import FromMapping, Positive, PositiveInt, Section
 from grpo_fast.config.stages import StageConfig, resolve_stages
 from grpo_fast.objective.config import GRPOLossConfig, SamplerCorrection, refuse_unread
 
+FEWEST_QUESTIONS = 30  # of an evaluation while training; the interval of fewer is wider than 35 points
+
 
 def _path(text: str) -> str:
     """Raise ValueError for a text that stands for no path."""
@@ -134,6 +136,24 @@ class TrainConfig(Section):
     def _without_unknown_steps(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Where epochs are given, max_steps is not known before the data is."""
         return {k: v for k, v in handler(self).items() if k != "max_steps" or self.epochs is None}
+
+    def evaluation_schedule(self, questions: int) -> tuple[int, int | None]:
+        """Return the steps between evaluations, 0 for none while training, and how many questions they use.
+
+        Args:
+            questions: how many are held out.
+        """
+        every, size = self.evaluation.every, self.evaluation.size
+        if every is not None:
+            return every, size
+        every = -(-self.max_steps // 10)
+        grpo = self.algorithm == "grpo"
+        completions = every * self.prompts_per_step * (self.rollout.num_generations if grpo else 1)
+        cheap = completions // (10 * self.evaluation.num_samples if grpo else 10)
+        wanted = min(size or questions, questions)
+        if wanted <= cheap:
+            return every, size
+        return (every, cheap) if size is None and cheap >= FEWEST_QUESTIONS else (0, None)
 
     def with_sampler(self, *, draws_with_policy: bool) -> TrainConfig:
         """Replace a null `loss.sampler_correction` by what this sampler needs.

@@ -71,6 +71,11 @@ def at(config: Any, name: str) -> Any:
     return reduce(lambda section, key: getattr(section, key, None), name.split("."), config)
 
 
+def plural(count: int, noun: str) -> str:
+    """`1 prompt`, `1,200 prompts`."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
 def short(value: Any, limit: int = 70) -> str:
     """A value in one line of a message."""
     text = repr(value)

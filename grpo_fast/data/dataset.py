@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_fast.config.data import PREFIX, DatasetConfig
 from grpo_fast.config.secrets import masked
+from grpo_fast.config.section import plural
 from grpo_fast.data.files import Row, row_named
 from grpo_fast.data.images import ImageReader, PromptImages, beside
 from grpo_fast.data.render import Renderer, Tools
@@ -74,7 +75,8 @@ class PromptDataset(Sequence[Prompt]):
         }
         told = ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
         source = masked(self.config.source)
-        return f"{source}: {len(self):,} prompts{told and f' of {report.rows:,} rows ({told})'}"
+        rows = f" of {plural(report.rows, 'row')} ({told})" if told else ""
+        return f"{source}: {plural(len(self), 'prompt')}{rows}"
 
 
 def load_prompts(
@@ -194,7 +196,7 @@ def _fit(
         first = min(too_long)
         with row_named(config, first):
             raise ValueError(
-                f"{len(too_long)} of {rows} prompts are longer than max_prompt_length = {limit} tokens, the "
+                f"{len(too_long)} of {plural(rows, 'prompt')} exceed max_prompt_length = {limit} tokens, the "
                 f"first has {too_long[first]}: raise it, or set dataset.overlong_prompts to filter"
             )
     if config.overlong_prompts == "truncate":
@@ -204,7 +206,7 @@ def _fit(
         )
     if len(too_long) == rows:
         raise ValueError(
-            f"all {rows} prompts of {config.source} are longer than max_prompt_length = {limit} tokens "
+            f"no prompt of {config.source} ({plural(rows, 'row')}) fits max_prompt_length = {limit} tokens "
             f"(the shortest has {min(too_long.values())}): raise it"
         )
     kept = {index: ids for index, ids in whole.items() if index not in too_long}

@@ -77,7 +77,7 @@ def _saved_rows(config: DatasetConfig, folder: Path) -> Iterable[Row]:
         if config.split not in found:
             raise ValueError(f"dataset.split = {config.split!r}: {choices(config.split, found)}")
         found = found[config.split]
-    elif "split" in config.model_fields_set and config.split != str(found.split):
+    elif config.split not in (DatasetConfig.model_fields["split"].default, str(found.split)):
         raise ValueError(
             f"dataset.split = {config.split!r}: {config.source} is one dataset without splits; leave it out"
         )

@@ -133,6 +133,23 @@ def decoupled_advantages(
     return Advantages(summed / (deviation(summed[scored]) + eps), flat)
 
 
+def spread_within(rewards: Tensor) -> float:
+    """Return the mean over groups of the deviation of the rewards that each group has.
+
+    Args:
+        rewards: (G, n), NaN where a completion has none.
+
+    Returns:
+        A group with fewer than two rewards has no deviation and does not count. 0 where no group has two, NaN
+        where there is no reward at all.
+    """
+    groups = [row[row.isfinite()] for row in rewards.double()]
+    spreads = [deviation(row) for row in groups if len(row) > 1]
+    if spreads:
+        return torch.stack(spreads).mean().item()
+    return 0.0 if any(map(len, groups)) else math.nan
+
+
 def length_reward_correlation(lengths: Tensor, rewards: Tensor) -> float | None:
     """Pearson's correlation of length and reward within groups, pooled over them: whether longer pays.
 

@@ -27,6 +27,7 @@ class Algorithm(ABC):
     config: TrainConfig  # of the run, or of its stage
     engine: Engine | None = None  # what generates, where anything does
     held_out: Sequence[Any] = ()  # what an evaluation is of
+    criterion: str = ""  # when an answer to one of them is right
 
     def __init__(
         self,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from types import MappingProxyType
@@ -15,7 +16,12 @@ from grpo_fast.config.groups import AdvantageConfig
 from grpo_fast.config.lookup import load_callable
 from grpo_fast.data.table import EXPERTS, CompletionTable
 from grpo_fast.data.types import Prompt
-from grpo_fast.groups.advantages import decoupled_advantages, group_advantages, length_reward_correlation
+from grpo_fast.groups.advantages import (
+    decoupled_advantages,
+    group_advantages,
+    length_reward_correlation,
+    spread_within,
+)
 from grpo_fast.objective import GRPOLossConfig, StepTotals
 from grpo_fast.objective.types import KNOWN_COLUMNS
 from grpo_fast.rewards import EarlyScores, RewardSet, weighted_sum
@@ -24,6 +30,7 @@ from grpo_fast.rollout.types import Completion, Engine, Rollout, Sampling, as_as
 
 T = TypeVar("T")
 Progress = Callable[[int, int, int], None]  # tokens decoded, completions ended, completions in all
+OVERLONG, KL = "soft_overlong", "kl"  # parts of the reward that training adds
 EXTRA = "extra/"  # before the names of columns that rewards have logged
 EPISODE = ("turns", "tool_calls", "tool_failures", "tools_given_up", "environment_seconds")
 """What the fact `episode` (S, 5) holds; NaN for a completion of one turn without an environment."""
@@ -36,7 +43,7 @@ class Group:
     prompt: Prompt
     completions: tuple[Completion, ...]
     rewards: Tensor  # (n,) float32, the weighted total
-    reward_table: Tensor  # (n, F) float32, NaN where a function does not apply
+    reward_table: Tensor  # (n, F) float32, NaN where a function does not apply; then a column each penalty
     extra: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # columns that rewards logged, n values
     flat: bool = False  # all rewards equal: nothing to learn
 
@@ -156,14 +163,17 @@ def with_advantages(
     mean.
 
     Args:
-        weights: of the F reward functions; read where each reward is scaled by itself.
+        weights: of the F reward functions; read where each reward is scaled by itself. A penalty has 1.
         baseline_groups: for each group a number, the same where they share a baseline; None: nobody does.
 
     Raises:
         ValueError: the configured advantage function returns something of the wrong shape.
     """
     if config.multi_objective_aggregation == "normalize_then_sum":
-        found = decoupled_advantages(table.by_group("reward_table"), weights, baseline_groups=baseline_groups)
+        parts = parts_of(table)
+        weights = [*weights, *[1.0] * (parts.shape[1] - len(weights))]
+        by_group = parts.view(table.num_groups, -1, parts.shape[1])
+        found = decoupled_advantages(by_group, weights, baseline_groups=baseline_groups)
     else:
         found = group_advantages(
             rewards := table.by_group("reward"),
@@ -209,8 +219,9 @@ def _own_advantages(table: CompletionTable, path: str) -> CompletionTable:
 
 def groups_of(table: CompletionTable) -> list[Group]:
     """The table as a function of a user sees it. All rows are this rank's."""
-    rewards, parts = table.by_group("reward"), table.by_group("reward_table")
+    rewards = table.by_group("reward")
     n = rewards.shape[1]
+    parts = parts_of(table).view(*rewards.shape, -1)
 
     def objects(name: str, group: int) -> tuple[Any, ...]:
         return table.objects[name][n * group : n * (group + 1)]
@@ -241,6 +252,36 @@ def overlong_penalties(table: CompletionTable, limit: int, share: float) -> Tens
     return ((table.lengths - (limit - cache)) / cache).clamp(0, 1)
 
 
+def with_penalties(table: CompletionTable, penalties: Mapping[str, Tensor]) -> CompletionTable:
+    """Subtract penalties (S,) from the reward; the fact `penalty_table` (S, P) has them, negated.
+
+    A completion that no reward applies to has no penalty either.
+    """
+    if not penalties:
+        return table
+    reward = table.facts["reward"]
+    parts = 0.0 - torch.stack([*penalties.values()], dim=1).where(reward.isfinite()[:, None], torch.nan)
+    return table.with_facts(reward=reward + parts.sum(1), penalty_table=parts)
+
+
+def parts_of(table: CompletionTable) -> Tensor:
+    """(S, F + P): what the functions gave and the penalties, which add up to the reward by their weights."""
+    return torch.cat(
+        [table.facts[name] for name in ("reward_table", "penalty_table") if name in table.facts], 1
+    )
+
+
+def part_weights(
+    names: Sequence[str], weights: Sequence[float], penalties: Iterable[str]
+) -> dict[str, float]:
+    """Return the weight of each column of `parts_of`; a penalty with the name of a reward is numbered."""
+    parts = dict(zip(names, weights, strict=True))
+    for penalty in penalties:
+        taken = sum(re.fullmatch(rf"{penalty}(_\d+)?", name) is not None for name in parts)
+        parts[f"{penalty}_{taken + 1}" if taken else penalty] = 1.0
+    return parts
+
+
 def to_train(
     table: CompletionTable, config: AdvantageConfig, loss: GRPOLossConfig
 ) -> tuple[CompletionTable, StepTotals]:
@@ -263,7 +304,7 @@ def to_train(
     return chosen, totals
 
 
-def describe(table: CompletionTable, reward_names: Sequence[str]) -> dict[str, float]:
+def describe(table: CompletionTable, part_names: Sequence[str]) -> dict[str, float]:
     """Metrics of a step's groups."""
     rewards, lengths = table.by_group("reward"), table.num_targets.float().view(table.num_groups, -1)
     n = rewards.shape[1]
@@ -271,14 +312,14 @@ def describe(table: CompletionTable, reward_names: Sequence[str]) -> dict[str, f
     unique = [(len({*ids[i : i + n]}) - 1) / (n - 1) for i in range(0, len(ids), n)]
     metrics = {
         "reward/mean": rewards.nanmean().item(),
-        "reward/std": rewards.std(1).nanmean().item(),
+        "reward/std": spread_within(rewards),
         "groups/flat": table.facts["flat"].double().mean().item(),
         "groups/unique_completions": sum(unique) / len(unique),
         "completion/length_mean": lengths.mean().item(),
         "completion/length_max": lengths.max().item(),
         "completion/truncated": table.facts["truncated"].double().mean().item(),
     }
-    for name, column in zip(reward_names, table.facts["reward_table"].unbind(1), strict=True):
+    for name, column in zip(part_names, parts_of(table).unbind(1), strict=True):
         metrics[f"reward/{name}/mean"] = column.nanmean().item()
     correlation = length_reward_correlation(lengths, rewards)
     if correlation is not None:

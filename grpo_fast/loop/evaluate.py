@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from math import comb, isclose, isnan
+from math import comb, isclose, isnan, nan
 from statistics import fmean
 from typing import TYPE_CHECKING
+
+import torch
 
 from grpo_fast.record.summary import Interval, mean_interval
 from grpo_fast.rollout.types import generate_rollout
@@ -30,6 +32,10 @@ class Evaluation:
     prompts: tuple[Prompt, ...]  # (Q,)
     completions: tuple[tuple[Completion, ...], ...]  # (Q, n)
     logged: Mapping[str, float] = field(default_factory=dict)  # means of what rewards logged
+    mean_reward: float = nan  # of the weighted sum, over all answers that have one
+    rewards: Mapping[str, float] = field(
+        default_factory=dict
+    )  # means of each reward; NaN: it applies to none
 
     @property
     def n(self) -> int:
@@ -47,6 +53,11 @@ class Evaluation:
         return len(self.scores[0])
 
     @property
+    def criterion(self) -> str:
+        """When an answer is right."""
+        return criterion(self.reward_name, self.threshold)
+
+    @property
     def score(self) -> float:
         """Share of right answers: mean@n, the expected pass@1; with one greedy answer, accuracy."""
         return self.pass_at(1)
@@ -57,11 +68,6 @@ class Evaluation:
         return self.interval_at(1)
 
     @property
-    def mean_reward(self) -> float:
-        """Mean of the deciding reward over all answers it applies to."""
-        return fmean(chain.from_iterable(self._applicable))
-
-    @property
     def truncated(self) -> float:
         """Share of answers cut off by a limit."""
         return fmean(completion.truncated for group in self.completions for completion in group)
@@ -70,13 +76,18 @@ class Evaluation:
     def metrics(self) -> dict[str, float]:
         """What a run records beside `score`."""
         logged = {f"logged/{name}": value for name, value in self.logged.items()}
-        return {"reward": self.mean_reward, "truncated": self.truncated, **logged}
+        means = {f"reward/{name}/mean": value for name, value in self.rewards.items()}
+        return {"reward": self.mean_reward, **means, "truncated": self.truncated, **logged}
+
+    def counted_at(self, k: int) -> int:
+        """Questions with at least `k` answers that the deciding reward applies to: those of `pass_at(k)`."""
+        return sum(len(row) >= k for row in self._applicable)
 
     def pass_at(self, k: int) -> float:
         """Expected share of questions with at least one right answer among `k`.
 
         Raises:
-            ValueError: `k` exceeds the answers that a question has.
+            ValueError: no question has `k` answers that the deciding reward applies to.
         """
         return fmean(self._pass_rates(k))
 
@@ -95,7 +106,14 @@ class Evaluation:
         return score >= self.threshold or isclose(score, self.threshold, rel_tol=1e-6)
 
     def _pass_rates(self, k: int) -> list[float]:
-        return [pass_at_k(len(row), sum(map(self._is_right, row)), k) for row in self._applicable]
+        rows = self._applicable
+        counted = [row for row in rows if len(row) >= k] or rows[:1]  # the first says what is missing
+        return [pass_at_k(len(row), sum(map(self._is_right, row)), k) for row in counted]
+
+
+def criterion(reward: str, threshold: float) -> str:
+    """Say when an answer is right: `exact_match>=1`."""
+    return f"{reward}>={threshold:g}"
 
 
 def pass_at_k(total: int, right: int, k: int) -> float:
@@ -153,9 +171,12 @@ def evaluate(
             result = rewards.score_completions(own, completions)
             table = result.table
             kept = [[completion.without_environment() for completion in group] for group in completions]
-            parts.append((kept, table[:, deciding].view(-1, n).tolist(), result.log.metrics))
+            values = torch.cat([result.total[:, None], table], dim=1)
+            parts.append((kept, values.tolist(), result.log.metrics))
     completions = [group for found, _, _ in parts for group in found]
-    scores = [row for _, found, _ in parts for row in found]
+    values = torch.tensor([row for _, found, _ in parts for row in found], dtype=torch.float64)
+    scores = values[:, 1 + deciding].view(-1, n).tolist()
+    total, *means = values.nanmean(0).tolist()
     names = dict.fromkeys(name for _, _, logged in parts for name in logged)
     logged = {name: fmean(v for _, _, found in parts for v in found.get(name, ())) for name in names}
     if all(map(isnan, chain.from_iterable(scores))):
@@ -170,4 +191,6 @@ def evaluate(
         prompts=tuple(questions),
         completions=tuple(map(tuple, completions)),
         logged=logged,
+        mean_reward=total,
+        rewards=dict(zip(rewards.names, means, strict=True)),
     )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from grpo_fast.config.schema import TrainConfig
+from grpo_fast.config.section import plural
 from grpo_fast.config.stages import Stage, schedule_steps, stage_at
 from grpo_fast.data import Prompt, PromptDataset, PromptSampler
 from grpo_fast.data.table import CompletionTable
@@ -19,15 +20,20 @@ from grpo_fast.groups.weights import AdaptiveWeights
 from grpo_fast.loop.algorithm import Algorithm
 from grpo_fast.loop.collect import (
     EXTRA,
+    KL,
+    OVERLONG,
     RolloutWatch,
     describe,
     generate,
     overlong_penalties,
+    part_weights,
+    parts_of,
     score,
     to_train,
     with_advantages,
+    with_penalties,
 )
-from grpo_fast.loop.evaluate import Evaluation, evaluate
+from grpo_fast.loop.evaluate import Evaluation, criterion, evaluate
 from grpo_fast.loop.update import PolicyUpdate
 from grpo_fast.policy import Policy, PolicyOptimizer
 from grpo_fast.policy.architecture import rounding_nats
@@ -92,8 +98,11 @@ class Trainer(Algorithm):
         self.eval_rollout_fn = eval_rollout_fn
         self.held_out = held_out
         self.run_steps = config.max_steps
+        self.parts: dict[str, float] = {}  # weight of each part of the step's rewards, penalties included
         self.sampler_seen = False  # whether this process has compared completions with the policy
         self.evaluation = config.evaluation
+        deciding = eval_rewards.names[eval_rewards.position(config.evaluation.reward)]
+        self.criterion = criterion(deciding, config.evaluation.threshold)
         self.evaluation_sampling = replace(
             sampling_of(config.rollout),
             max_completion_length=config.rollout.max_completion_length,
@@ -133,8 +142,8 @@ class Trainer(Algorithm):
         corrected = "" if correction in (None, "none") else f", corrected by {correction}"
         lines = {
             "groups": (
-                f"{self.config.prompts_per_step} prompts a step, {rollout.num_generations} completions of "
-                f"each, at most {rollout.max_completion_length} tokens, by "
+                f"{plural(self.config.prompts_per_step, 'prompt')} a step, {rollout.num_generations} "
+                f"completions of each, at most {plural(rollout.max_completion_length, 'token')}, by "
                 f"{type(self.engine).__name__}{corrected}; rewards: {', '.join(self.rewards.names)}"
             )
         }
@@ -201,10 +210,10 @@ class Trainer(Algorithm):
             if (~drawn.by_group("flat")[:, 0]).sum() >= wanted:
                 break
         before_penalties, penalties = drawn, self.penalties(drawn, clock)
-        if penalties is not None:
-            rewards = drawn.facts["reward"] - penalties
-            drawn = self.with_advantages(prompts, drawn.with_facts(reward=rewards), clock)
-        metrics = describe(drawn, self.rewards.names) | self.update_curriculum_and_weights(
+        self.parts = part_weights(self.rewards.names, self.reward_weights, penalties)
+        if penalties:
+            drawn = self.with_advantages(prompts, with_penalties(drawn, penalties), clock)
+        metrics = describe(drawn, [*self.parts]) | self.update_curriculum_and_weights(
             prompts, before_penalties
         )
         if not config.dynamic_sampling:
@@ -218,16 +227,15 @@ class Trainer(Algorithm):
         # Again, for a deviation of the batch is that of the groups that train.
         return self.with_advantages([prompts[group] for group in live[:wanted]], chosen, clock), metrics
 
-    def penalties(self, table: CompletionTable, clock: Clock) -> Tensor | None:
-        """(S,) taken from the rewards for length and for KL; None where nothing is."""
-        penalties, limit = None, self.config.rollout.max_completion_length
+    def penalties(self, table: CompletionTable, clock: Clock) -> dict[str, Tensor]:
+        """(S,) each: what is subtracted from the rewards for length and for KL."""
+        penalties, limit = {}, self.config.rollout.max_completion_length
         if self.config.advantage.soft_overlong is not None:
-            penalties = overlong_penalties(table, limit, self.config.advantage.soft_overlong)
+            penalties[OVERLONG] = overlong_penalties(table, limit, self.config.advantage.soft_overlong)
         if self.config.loss.kl_in_reward:
             self.handover.to_trainer()
             with clock("logprobs"):
-                kl = self.update.kl_penalties(table)
-            penalties = kl if penalties is None else penalties + kl
+                penalties[KL] = self.update.kl_penalties(table)
         return penalties
 
     def rollout(self, prompts: Sequence[Prompt], draw: int, clock: Clock) -> CompletionTable:
@@ -281,10 +289,14 @@ class Trainer(Algorithm):
         self, prompts: Sequence[Prompt], table: CompletionTable, clock: Clock
     ) -> CompletionTable:
         """The table of these prompts' groups with its completions' advantages."""
-        weights = (self.adaptive_weights or self.rewards).weights
         with clock("reward"):
             baseline_groups = self.prompts.baseline_groups(prompts)
-            return with_advantages(table, self.config.advantage, weights, baseline_groups)
+            return with_advantages(table, self.config.advantage, self.reward_weights, baseline_groups)
+
+    @property
+    def reward_weights(self) -> tuple[float, ...]:
+        """Of the reward functions, in force now."""
+        return (self.adaptive_weights or self.rewards).weights
 
     def update_curriculum_and_weights(
         self, prompts: Sequence[Prompt], table: CompletionTable
@@ -332,7 +344,7 @@ class Trainer(Algorithm):
 
     def sample(self, table: CompletionTable, row: int) -> SampleRecord:
         """A completion of this rank."""
-        facts = {name: values[row] for name, values in table.facts.items()}
+        facts = {name: values[row] for name, values in table.facts.items()} | {"parts": parts_of(table)[row]}
         objects = {name: values[row] for name, values in table.objects.items()}
         completion, asked = objects["completion"], objects["prompt"]
         return SampleRecord(
@@ -340,7 +352,8 @@ class Trainer(Algorithm):
             question=asked.prompt,
             prompt=str(self.policy.tokenizer.decode(list(asked.token_ids))),
             completion=completion.text,
-            rewards=dict(zip(self.rewards.names, facts["reward_table"].tolist(), strict=True)),
+            rewards=dict(zip(self.parts, facts["parts"].tolist(), strict=True)),
+            weights=self.parts,
             reward=facts["reward"].item(),
             advantage=facts["advantage"].item(),
             truncated=completion.truncated,

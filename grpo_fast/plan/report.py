@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from grpo_fast.config.schema import TrainConfig, at
+from grpo_fast.config.section import plural
 from grpo_fast.plan.auto import with_constants
 from grpo_fast.plan.devices import DeviceBudget
 from grpo_fast.plan.memory import PHASES
@@ -61,8 +62,8 @@ def render(plan: Plan) -> RenderableType:
     heading = (
         f"{config.model.path}: {shape.parameters:,} parameters, {shape.trained:,} trained\n"
         f"{device.name}, {bytes_text(device.total)}{ranks}; rollout engine: {choice.setup.engine.name}\n"
-        f"{sizes.prompts} prompts, {sizes.generations} completions of each, up to {sizes.prompt_length} + "
-        f"{sizes.completion_length} tokens; activations: {counted}\n"
+        f"{plural(sizes.prompts, 'prompt')}, {sizes.generations} completions of each, up to "
+        f"{sizes.prompt_length} + {sizes.completion_length} tokens; activations: {counted}\n"
     )
     parts = _table("", *PHASES)
     for part in dict.fromkeys(part for phase in PHASES for part in choice.parts[phase]):

@@ -200,8 +200,8 @@ def head_parameters(model: PreTrainedModel) -> HeadParameters:
         raise ValueError(f"{type(model).__name__} has no output head; give a causal language model")
     if not isinstance(head, nn.Linear):
         raise ValueError(
-            f"the output head is a {type(head).__name__}, not a plain linear layer; leave it out of "
-            "model.lora.target_modules"
+            f"the output head is a {type(head).__name__}, and the loss reads the weight of an "
+            "nn.Linear; with LoRA, leave the head out of model.lora.target_modules"
         )
     if is_quantized(head.weight):
         raise ValueError(

@@ -56,6 +56,10 @@ class RankingEvaluation:
         return fmean(self._measure(pairwise_accuracy, self.averaged))
 
     @property
+    def criterion(self) -> str:
+        return "pairwise_accuracy"
+
+    @property
     def interval(self) -> Interval:
         """95 % confidence interval of `score`: groups are the independent units, not pairs."""
         low, high = mean_interval(self._measure(pairwise_accuracy, self.averaged))

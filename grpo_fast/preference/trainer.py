@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from grpo_fast.config.preference import BetaConfig
+from grpo_fast.config.section import plural
 from grpo_fast.data import PromptSampler
 from grpo_fast.data.table import CompletionTable
 from grpo_fast.head import linear_logprob
@@ -82,8 +83,8 @@ class PreferenceTrainer(Algorithm):
         self.beta = BetaController(beta, self.preference.beta, total_steps=config.max_steps)
 
     def described(self) -> dict[str, str]:
-        kind = "ranked groups" if self.ranks else "comparisons"
-        return {"groups": f"{self.config.prompts_per_step} {kind} a step"}
+        kind = "ranked group" if self.ranks else "comparison"
+        return {"groups": f"{plural(self.config.prompts_per_step, kind)} a step"}
 
     def collect(self, clock: Clock) -> tuple[CompletionTable, dict[str, float]]:
         """The groups that the step compares."""

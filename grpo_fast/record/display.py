@@ -1,4 +1,4 @@
-"""Show a run's progress: a line for each step, with a progress bar below the lines on a terminal."""
+"""Show a run's progress: a line for each step; on a terminal a short one, with a progress bar below."""
 
 from __future__ import annotations
 
@@ -61,17 +61,23 @@ class Display:
         numbers, left = {**metrics, **timings}, ""
         if self._durations and step < self._total:
             left = duration_text((self._total - step) * fmean(self._durations))
-        self.message(step_line(step, self._total, left, numbers))
-        if self._verbose:
+        whole = not self._console.is_terminal
+        if whole and self._verbose:
+            every = (f"{name}={value:.4g}" for name, value in sorted(numbers.items()))
+            self.message(" ".join([f"step={step}/{self._total}", *every]))
+        else:
+            self.message(step_line(step, self._total, left, numbers, whole=whole))
+        if self._verbose and not whole:
             words = " ".join(f"{name}={value:.4g}" for name, value in sorted(numbers.items()))
             options: Any = {"initial_indent": "  ", "subsequent_indent": "  ", "break_on_hyphens": False}
             self.message(textwrap.fill(words, LINE, break_long_words=False, **options))
         self._bar.update(self._task, completed=step, description=left and f"{left} left")
 
-    def evaluation(self, step: int, score: float, interval: Interval, n: int) -> None:
-        """Show a held-out score: `interval` is (low, high), `n` counts questions."""
+    def evaluation(self, step: int, score: float, interval: Interval, n: int, criterion: str = "") -> None:
+        """Show a held-out score, as `RunLogs.evaluation` writes it."""
         bounds = "low={:.4g} high={:.4g}".format(*interval)
-        self.message(f"evaluation step={step}/{self._total} score={score:.4g} {bounds} n={n}")
+        right = f" right={criterion}" if criterion else ""
+        self.message(f"evaluation step={step}/{self._total} score={score:.4g} {bounds} n={n}{right}")
 
     def rollout(self, tokens: int, finished: int, total: int) -> None:
         """Show on a terminal how many of `total` completions have ended, and the tokens decoded so far."""
@@ -82,11 +88,21 @@ class Display:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def step_line(step: int, total: int, left: str, numbers: Numbers) -> str:
-    """Return `key=value` words in ASCII: rewards, then other figures that are not zero, while they fit."""
+def step_line(step: int, total: int, left: str, numbers: Numbers, *, whole: bool) -> str:
+    """Return `key=value` words in ASCII.
+
+    Args:
+        whole: all rewards and figures by the names of metrics.jsonl, for a file. Otherwise by their words:
+            rewards, then other figures that are not zero, while they fit a terminal's line.
+    """
     words = [f"step={step}/{total}", *([f"eta={left}"] if left else [])]
-    heads = (("reward", "reward/mean"), ("reward_std", "reward/std"))
-    words += [f"{word}={numbers[name]:.4g}" for word, name in heads if name in numbers]
+    heads = {"reward/mean": "reward", "reward/std": "reward_std"}
+    parts = [name for name in numbers if re.fullmatch("reward/.+/mean", name)]
+    if whole:
+        shown = [name for name in (*heads, *parts, *(figure.name for figure in FIGURES)) if name in numbers]
+        return " ".join([*words, *(f"{name}={numbers[name]:.4g}" for name in shown)])
+    heads |= {name: name.removesuffix("/mean") for name in parts} if len(parts) > 1 else {}
+    words += [f"{word}={numbers[name]:.4g}" for name, word in heads.items() if name in numbers]
     for figure in FIGURES:
         text = figure.text(numbers[figure.name]).replace(" ", "") if figure.name in numbers else ""
         if re.search("[1-9a]|inf", text):

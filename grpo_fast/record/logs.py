@@ -56,11 +56,12 @@ class SampleRecord:
     question: str | Sequence[Message]  # the prompt as the rewards see it: text, or a conversation
     prompt: str  # as the model is given it
     completion: str
-    rewards: Mapping[str, float | None]  # by function; None where not applicable
-    reward: float  # the weighted total
+    rewards: Mapping[str, float | None]  # by function, then penalties; None where not applicable
+    reward: float  # the sum of the parts that apply, each times its weight
     advantage: float  # mean over the tokens
     truncated: bool  # stopped by max_completion_length
     num_tokens: int  # that the model wrote
+    weights: Mapping[str, float] = field(default_factory=dict)  # of each part of `rewards`
     extra: Mapping[str, Any] = field(default_factory=dict)  # what rewards logged beside, by column
     messages: Sequence[Message] | None = None  # the completion, where tools or an environment take part
 
@@ -108,9 +109,16 @@ class RunLogs:
         if samples:
             self._mirror("table", step, table_of(samples))
 
-    def evaluation(self, step: int, name: str, score: float, interval: Interval, n: int) -> None:
-        """Write a score: `interval` is (low, high), `n` counts questions; one `name` is one curve."""
+    def evaluation(
+        self, step: int, name: str, score: float, interval: Interval, n: int, criterion: str = ""
+    ) -> None:
+        """Write a score: `interval` is (low, high), `n` counts questions; one `name` is one curve.
+
+        Args:
+            criterion: what the score is the share of, such as `exact_match>=1`.
+        """
         record = {"step": step, "name": name, "score": score, "interval": interval, "n": n}
+        record |= {"criterion": criterion} if criterion else {}
         self._append(EVALUATIONS_FILE, record)
 
     def require(self) -> None:
@@ -158,7 +166,10 @@ def held_out_outcome(run_dir: Path) -> str | None:
     """Return the held-out score before → after, or None while there are not both."""
     scores = [one for one in read_jsonl(run_dir / EVALUATIONS_FILE) if one["name"] == "held-out"]
     scores = [one for one in scores if one["score"] is not None]
-    return f"held-out score: {before_after(scores[0], scores[-1])}" if len(scores) > 1 else None
+    if len(scores) < 2:
+        return None
+    share = f", share of {scores[-1]['criterion']}" if scores[-1].get("criterion") else ""
+    return f"held-out score{share}: {before_after(scores[0], scores[-1])}"
 
 
 class Clock:

@@ -114,13 +114,14 @@ class Recorder:
         """Write and show a finished step; score the held-out questions and save where that is due."""
         step, config, timings = self.trainer.step, self.config, result.timings
         last = step == config.max_steps
+        every, size = config.evaluation_schedule(len(self.trainer.held_out))
         evaluated: dict[str, float] = {}
         sampled = config.logging.samples_every and (step - 1) % config.logging.samples_every == 0
         try:
             if sampled:
                 self.logs.samples(step, result.samples)
-            if last or (config.evaluation.every and step % config.evaluation.every == 0):
-                evaluated = self.evaluate(None if last else config.evaluation.size)
+            if last or (every and step % every == 0):
+                evaluated = self.evaluate(None if last else size)
         finally:
             metrics = result.metrics | evaluated
             self.logs.metrics(step, metrics, timings)
@@ -149,8 +150,9 @@ class Recorder:
         evaluation = self.trainer.evaluate(size)
         step, n = self.trainer.step, evaluation.n
         name = "held-out" if n == len(self.trainer.held_out) else f"held-out, first {n}"
-        self.logs.evaluation(step, name, evaluation.score, evaluation.interval, n)
-        self.display.evaluation(step, evaluation.score, evaluation.interval, n)
+        figures = evaluation.score, evaluation.interval, n, evaluation.criterion
+        self.logs.evaluation(step, name, *figures)
+        self.display.evaluation(step, *figures)
         return {"eval/score": evaluation.score} | {f"eval/{k}": v for k, v in evaluation.metrics.items()}
 
     def capture(self) -> None:

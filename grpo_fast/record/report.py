@@ -116,23 +116,25 @@ def values_of(records: Mapping[str, Sequence[dict[str, Any]]]) -> DataFrame:
 
 
 def charts(runs: Sequence[RunRecord]) -> list[tuple[str, str]]:
-    """Return (title, SVG) of all figures that moved.
+    """Return (title, SVG) of all figures that were measured.
 
     Metrics of one title share a chart; of several runs, each metric has a chart with a line for each run.
     """
     names = sorted({name for run in runs for name in run.values})
-    titles = {name: ("Held-out score, %", 100.0) for name in names if name.startswith("score/")}
+    records = [record for run in runs for record in run.files[logs.EVALUATIONS_FILE]]
+    criteria = dict.fromkeys(str(record["criterion"]) for record in records if record.get("criterion"))
+    title = f"Held-out score, % ({' or '.join(criteria)})" if criteria else "Held-out score, %"
+    titles = {name: (title, 100.0) for name in names if name.startswith("score/")}
     titles["reward/mean"] = ("Reward, mean ± standard deviation", 1.0)
     if len(parts := [name for name in names if re.fullmatch("reward/[^/]+/mean", name)]) > 1:
-        titles |= dict.fromkeys(parts, ("Reward by function", 1.0))
+        titles |= dict.fromkeys(parts, ("Reward by part", 1.0))
     for figure in FIGURES:
         unit, factor = UNITS.get(figure.unit, ("", 1.0))
         title = "Seconds" if figure.name.startswith("time/") else f"{figure.title}{unit}"
         titles[figure.name] = title, factor
     drawn: dict[str, tuple[list[str], float]] = {}
     for name, (title, factor) in titles.items():
-        values = [value for run in runs if name in run.values for value in run.values[name].dropna()]
-        if len({f"{value:.9g}" for value in values}) > 1:
+        if any(name in run.values and run.values[name].notna().any() for run in runs):
             title = title if len(runs) == 1 else f"{title} ({name})"
             drawn.setdefault(title, ([], factor))[0].append(name)
     return [(title, draw(runs, *some)) for title, some in drawn.items()]
@@ -146,6 +148,7 @@ def draw(runs: Sequence[RunRecord], names: Sequence[str], factor: float) -> str:
     with rc_context(STYLE):
         figure = Figure(figsize=(4.4, 2.2))
         axes = figure.add_axes((0.15, 0.1, 0.83, 0.8))
+        lowest, highest = 0.0, 0.0
         for place, (run, name) in enumerate((run, name) for run in runs for name in names):
             if name not in run.values:
                 continue
@@ -156,15 +159,18 @@ def draw(runs: Sequence[RunRecord], names: Sequence[str], factor: float) -> str:
             line, *_ = axes.plot(
                 steps.min(), mean.mean(), gid="curve", marker="." if len(values) < 20 else ""
             )
-            line.set(color=f"C{place}", label=run.name if len(runs) > 1 else name)
+            line.set(color=f"C{place}", label=run.name if len(runs) > 1 else name.removeprefix("score/"))
+            lowest, highest = min(lowest, low.min().min()), max(highest, high.max().max())
             axes.fill_between(steps.min(), low.min(), high.max(), color=f"C{place}", alpha=0.15, linewidth=0)
             for alert in run.files[logs.ALERTS_FILE]:
                 rule = RULES.get(alert["alert"])
                 if alert["state"] == "raised" and rule and rule.metric == name:
                     axes.axvline(alert["step"], color="red", alpha=0.4)
         axes.locator_params(axis="x", integer=True)
-        if len(axes.get_legend_handles_labels()[0]) > 1:
-            axes.legend(fontsize=7)
+        axes.set_xlim(left=0)
+        if lowest >= 0:  # so that noise does not look like a trend
+            axes.set_ylim(0, None if highest > 0 else 1)
+        axes.legend(fontsize=7)
         figure.savefig(file := io.StringIO(), format="svg", metadata={"Date": None})
     return file.getvalue()[file.getvalue().index("<svg") :]
 

@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from importlib.resources import files
 from statistics import NormalDist, fmean, stdev
 from typing import Any
 
-from pydantic import ByteSize
+import yaml
+from pydantic import BaseModel, ByteSize
+
+from grpo_fast.config.section import plural
 
 CONFIDENCE = 0.95
-PHASES = ("generate", "reward", "logprobs", "update", "exchange", "eval")  # of a step: `time/<phase>`
 
 Interval = tuple[float, float]  # (low, high)
 
 
-@dataclass(frozen=True)
-class Figure:
-    """A metric or timing that the display and the report show."""
+class Metric(BaseModel):
+    """A metric or timing that a run writes; metrics.yaml explains the fields."""
 
-    word: str  # in a plain line
     name: str
-    title: str
-    unit: str = ".3g"  # `%`, `s`, `bytes`, or a format of a bare number
+    meaning: str
+    title: str = ""
+    word: str = ""
+    unit: str = ".3g"
 
     def text(self, value: float) -> str:
         if not math.isfinite(value):
@@ -34,31 +37,20 @@ class Figure:
         return special(value) if special else format(value, self.unit)
 
 
-FIGURES = (  # the most useful first: a plain line has as many as fit
-    Figure("flat", "groups/flat", "Groups without spread", "%"),
-    Figure("truncated", "completion/truncated", "Truncated completions", "%"),
-    Figure("length", "completion/length_mean", "Tokens of a completion", ".1f"),
-    Figure("turns", "turns/mean", "Turns of a completion", ".1f"),
-    Figure("calls", "tools/calls", "Tool calls of a completion", ".1f"),
-    Figure("failed", "tools/failures", "Failed tool calls", "%"),
-    Figure("preferred", "rewards/accuracies", "Preferred completions", "%"),
-    Figure("gap", "rewards/margins", "Reward gap"),
-    Figure("ranked", "ranking/pairwise_accuracy", "Pairs ranked right", "%"),
-    Figure("entropy", "entropy", "Entropy, nats"),
-    Figure("kl", "kl", "KL to the reference"),
-    Figure("t_step", "time/step", "Time of a step", "s"),
-    Figure("tok/s", "tokens_per_second", "Tokens per second", ",.0f"),
-    Figure("mem", "memory/peak_bytes", "Peak memory", "bytes"),
-    Figure("grad_norm", "grad_norm", "Gradient norm"),
-    Figure("clip", "clip_ratio/region_mean", "Clipped tokens", "%"),
-    Figure("loss", "loss", "Loss", ".4g"),
-    Figure("lr", "learning_rate", "Learning rate"),
-    Figure("beta", "beta", "Beta"),
-    Figure("sampler_diff", "sampling/logp_difference_mean", "Sampler against trainer, |Δ log p|", ".2g"),
-    *(Figure(f"t_{phase}", f"time/{phase}", f"Time: {phase}", "s") for phase in PHASES),
-    Figure("unique", "groups/unique_completions", "Different completions in a group", "%"),
-    Figure("t_env", "environment/seconds", "Environment of a completion", "s"),
-)
+_TABLE = files("grpo_fast.record").joinpath("metrics.yaml").read_text(encoding="utf-8")
+METRICS = {name: Metric(name=name, **fields) for name, fields in yaml.safe_load(_TABLE).items()}
+"""Every name that metrics.jsonl and timings.jsonl may have; NAME stands for any text."""
+
+FIGURES = tuple(metric for metric in METRICS.values() if metric.title)
+"""What the report draws and a step's line shows, the most useful first."""
+
+
+def metric_of(name: str) -> Metric | None:
+    """Return what is known of a written name."""
+    if name in METRICS:
+        return METRICS[name]
+    patterns = ((re.escape(known).replace("NAME", ".+"), known) for known in METRICS if "NAME" in known)
+    return next((METRICS[known] for pattern, known in patterns if re.fullmatch(pattern, name)), None)
 
 
 def mean_interval(values: Sequence[float]) -> Interval:
@@ -98,10 +90,20 @@ def score_text(score: float, interval: Sequence[float | None] | None = None) -> 
 def before_after(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
     """Of two lines of `evaluations.jsonl`: `21.7 % [17.4, 26.7] → 49.0 % [43.4, 54.6], +27.3 points (300
     questions, 95 % intervals)`."""
-    questions = f"{after['n']}" if before["n"] == after["n"] else f"{before['n']} and {after['n']}"
+    questions = f"{before['n']} and " * (before["n"] != after["n"]) + plural(after["n"], "question")
     scores = " → ".join(score_text(one["score"], one["interval"]) for one in (before, after))
     gain = f"{100 * (after['score'] - before['score']):+.1f} points"
-    return f"{scores}, {gain} ({questions} questions, {100 * CONFIDENCE:.0f} % intervals)"
+    if (margin := difference_margin(before, after)) and margin >= abs(after["score"] - before["score"]):
+        gain += f", no clear difference (its interval is ±{100 * margin:.1f})"
+    return f"{scores}, {gain} ({questions}, {100 * CONFIDENCE:.0f} % intervals)"
+
+
+def difference_margin(before: Mapping[str, Any], after: Mapping[str, Any]) -> float | None:
+    """Half the interval of the difference of two independent scores; None where an interval is unknown."""
+    bounds = [bound for one in (before, after) for bound in one["interval"]]
+    if any(bound is None or not math.isfinite(bound) for bound in bounds):
+        return None
+    return math.hypot(*((high - low) / 2 for low, high in (before["interval"], after["interval"])))
 
 
 def duration_text(seconds: float) -> str:

@@ -51,8 +51,8 @@ class Runner:
     """Starts calls, and waits for each no longer than it may take.
 
     A thread cannot be killed: a function that hangs keeps its (daemon) thread until it returns or the process
-    ends. Nor does a time limit reach C code that holds the interpreter lock, such as a regular expression
-    that backtracks for ever; such work belongs in a process of its own.
+    ends. Nor does a time limit reach C code that holds the interpreter lock, such as a pattern of `re` that
+    backtracks for ever: built-in rewards match by `config.patterns`.
     """
 
     def __init__(self) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -119,7 +121,8 @@ class RewardBatch:
 
         A parameter `labels` that no column provides is the answer column, and `context` the dict of all
         columns, as in Axolotl. `begun` is the tag that each prompt ends with, such as `<think>`. Options win
-        over columns of their name. `beside` is what there is to ask for besides the batch.
+        over columns of their name. `beside` is what there is to ask for besides the batch. Lists, dicts and
+        arrays are copies: a function that changes its arguments changes nothing for the next.
 
         Raises:
             RewardError: a parameter without default that nothing provides.
@@ -153,7 +156,7 @@ class RewardBatch:
                     f"asks for {asked!r}, which is no column of the dataset: {choices(asked, self.columns)}. "
                     f"{remedy}",
                 )
-        return {**chosen, **options}
+        return {key: _copied(value) for key, value in {**chosen, **options}.items()}
 
 
 @dataclass(frozen=True)
@@ -164,6 +167,19 @@ class RewardResult:
     total: Tensor  # (N,) float32 sum of weight × value over those that apply, NaN where none does
     log: Log  # what the functions logged
     skipped: Mapping[str, str]  # function that failed and was left out by `on_error: skip` -> why
+
+
+def _copied(value: Any) -> Any:
+    """Copy containers and arrays at any depth; what they hold besides, as an environment, is the same."""
+    if isinstance(value, (list, dict)):
+        own = copy.copy(value)  # of the same class
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, item in items:
+            own[key] = _copied(item)
+        return own
+    if type(value) is tuple:
+        return tuple(map(_copied, value))
+    return copy.deepcopy(value) if isinstance(value, (set, bytearray, np.ndarray, Tensor)) else value
 
 
 def _answer(prompt: Prompt, completion: Completion) -> str | list[Message]:

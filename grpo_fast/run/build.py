@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -55,8 +55,14 @@ TOOLS = ("rollout.tools", "rollout.environment")  # what prompts tell of, and re
 SEEDS_PER_STAGE = 10**9
 
 
-def build_trainer(config: TrainConfig, world: World = SINGLE_PROCESS) -> Algorithm:
+Say = Callable[[str], None]
+
+
+def build_trainer(config: TrainConfig, world: World = SINGLE_PROCESS, say: Say = lambda _: None) -> Algorithm:
     """Every part that the configuration names, at step 0.
+
+    Args:
+        say: shows what is being loaded.
 
     Raises:
         ValueError: settings that contradict the model, the data, the rewards or the tokenizer.
@@ -67,13 +73,13 @@ def build_trainer(config: TrainConfig, world: World = SINGLE_PROCESS) -> Algorit
     torch.manual_seed(config.seed)
     needs_torchao(config.optimizer)  # refused before any work where it is missing
     if config.algorithm == "grpo":
-        return build_grpo_trainer(config, world)
+        return build_grpo_trainer(config, world, say)
     if world.size > 1:
         raise ValueError(
             f"algorithm = {config.algorithm!r} trains on one rank, and torchrun has started {world.size}; "
             "start it without torchrun"
         )
-    return build_preference_trainer(config)
+    return build_preference_trainer(config, say)
 
 
 def build_callbacks(config: TrainConfig) -> Callbacks:
@@ -82,13 +88,14 @@ def build_callbacks(config: TrainConfig) -> Callbacks:
     return Callbacks([*load_callbacks(config.callbacks), *hub])
 
 
-def build_grpo_trainer(config: TrainConfig, world: World = SINGLE_PROCESS) -> Trainer:
+def build_grpo_trainer(config: TrainConfig, world: World, say: Say) -> Trainer:
     require_engine(config.rollout, world.size)
     if config.hub is not None and config.distributed.mode == "shard" and world.size > 1:
         raise ValueError(
             f"hub.push = {config.hub.push!r} writes the model on one rank, and with distributed.mode = "
             "'shard' none has it: leave hub out, and push what `grpo-fast export` writes of the run"
         )
+    say(f"loading: the data, {config.dataset.source}")
     loader = Loader(config)  # first, so that a mistake in the data shows before weights load
     toolsets, held_out = loader.eval_toolsets, loader.held_out
     eval_rewards = load_rewards(config.rewards, toolsets.classes if toolsets else ())
@@ -122,6 +129,7 @@ def build_grpo_trainer(config: TrainConfig, world: World = SINGLE_PROCESS) -> Tr
     engine_kind(chosen_engine(config.rollout, device)).suits(
         load_architecture(config.model), on_gpu=device.type == "cuda", images=shown
     )
+    say(f"loading: the model, {config.model.path}")
     policy = load_policy(
         config.model,
         needs_reference=needs_reference,
@@ -150,6 +158,7 @@ def build_grpo_trainer(config: TrainConfig, world: World = SINGLE_PROCESS) -> Tr
     completion = max(c.rollout.max_completion_length for c in (config, *(stage.config for stage in stages)))
     longest = longest_sequence(policy, chain(ids, library_prompts(datasets)), completion)
     with ExitStack() as unless_built:
+        say("loading: the rollout engine")
         # The engine starts without the reference on the device, as it later generates.
         with waiting_on_host(policy.reference_weights().values(), device):
             engine = unless_built.enter_context(
@@ -220,9 +229,10 @@ def warm_up_head(policy: Policy, config: TrainConfig) -> None:
         policy.run(lambda: warm_up(policy.head, **how))
 
 
-def build_preference_trainer(config: TrainConfig) -> PreferenceTrainer:
+def build_preference_trainer(config: TrainConfig, say: Say = lambda _: None) -> PreferenceTrainer:
     """Compute the reference's log-probabilities first, so that its model need not be in memory."""
     section, ranks = config.preference, config.algorithm == "rank"
+    say(f"loading: the data, {config.dataset.source}")
     loader = Loader(config)
     _, prompts = loader.training(config)
     if any(prompt.images for prompt in prompts):
@@ -230,6 +240,7 @@ def build_preference_trainer(config: TrainConfig) -> PreferenceTrainer:
             f"algorithm = {config.algorithm!r} trains on text, and rows of {config.dataset.source} have "
             "images: rename the column by dataset.rename = {image: another_name}, or set algorithm = grpo"
         )
+    say(f"loading: the model, {config.model.path}")
     policy = load_policy(config.model)
     warm_up_head(policy, config)
     load = partial(

@@ -8,6 +8,7 @@ from math import ceil
 from grpo_fast.config.data import PREFIX, VERIFIERS, DatasetConfig
 from grpo_fast.config.rollout import RolloutConfig
 from grpo_fast.config.schema import TrainConfig
+from grpo_fast.config.section import plural
 from grpo_fast.data import PromptDataset, exclude_overlap, load_held_out, load_prompts
 from grpo_fast.environments import Toolsets, load_toolsets
 from grpo_fast.policy import load_image_reader, load_tokenizer
@@ -65,6 +66,6 @@ def with_steps(config: TrainConfig) -> TrainConfig:
     _, prompts = Loader(config).training(config)
     # 1.1 x 10 is a little more than 11 in floating point.
     steps = ceil(round(config.epochs * len(prompts) / config.prompts_per_step, 9))
-    counted = f"{len(prompts):,} prompts, {config.prompts_per_step} a step"
+    counted = f"{plural(len(prompts), 'prompt')}, {config.prompts_per_step} a step"
     logger.warning("epochs = %g: max_steps = %d, for %s", config.epochs, steps, counted)
     return TrainConfig.model_validate(config.model_dump() | {"epochs": None, "max_steps": steps})

@@ -120,7 +120,8 @@ def prepared(
             callbacks = build_callbacks(config)
         require_mirrors(config.logging)
         with world.all_succeed("the model and the data"):
-            trainer = build_trainer(config, world)
+            say = partial(print, file=sys.stderr, flush=True) if display else lambda _: None
+            trainer = build_trainer(config, world, say)
         stack.enter_context(trainer)
         if checkpoint is not None:
             restore(trainer, checkpoint)

@@ -29,6 +29,19 @@ def test_the_terminal_shows_types_defaults_meanings_and_other_names(capsys):
     assert all(word in told(capsys, "optimizer.eps") for word in ("second moment", "adam_epsilon"))
 
 
+def test_the_page_of_metrics_is_what_the_command_prints(capsys):
+    assert cli.main(["metrics", "--markdown"]) == 0
+    page = PAGE.with_name("metrics.md").read_text("utf-8")
+    assert page == capsys.readouterr().out, "grpo-fast metrics --markdown > docs/metrics.md"
+    for name, said in {
+        "lr": "learning_rate: ",
+        "reward/x/mean": "reward/NAME/mean: ",
+        "tools": "tools/calls: ",
+    }.items():
+        assert cli.main(["metrics", name]) == 0 and capsys.readouterr().out.startswith(said)
+    assert cli.main(["metrics", "rewrad"]) == 2 and "is no metric" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("wanted", "found"),
     [

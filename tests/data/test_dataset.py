@@ -187,7 +187,7 @@ class TestLength:
         with pytest.raises(ValueError, match=r"row 1: 1 of 3 prompts .* max_prompt_length = 2 .* has 3"):
             load(max_prompt_length=2, overlong_prompts="error")
         config = DatasetConfig(source=write({"prompt": "one two three"}), chat=False, max_prompt_length=2)
-        with pytest.raises(ValueError, match=r"all 1 prompts .* \(the shortest has 3\): raise it"):
+        with pytest.raises(ValueError, match=r"no prompt of .* \(1 row\) fits .* shortest has 3\): raise it"):
             load_prompts(config, tokenizer)
 
 

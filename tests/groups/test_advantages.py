@@ -8,7 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_fast.groups.advantages import decoupled_advantages, group_advantages, length_reward_correlation
+from grpo_fast.groups.advantages import (
+    decoupled_advantages,
+    group_advantages,
+    length_reward_correlation,
+    spread_within,
+)
 
 NAN = math.nan
 
@@ -120,3 +125,16 @@ def test_without_differences_within_groups_there_is_no_correlation():
     assert length_reward_correlation(lengths, torch.ones(2, 2)) is None
     assert length_reward_correlation(torch.ones(2, 2), lengths) is None
     assert length_reward_correlation(lengths, torch.full((2, 2), NAN)) is None
+
+
+@pytest.mark.parametrize(
+    ("rewards", "spread"),
+    [
+        ([[NAN, 1, 2, 3], [NAN, 1, 2, 3]], 1.0),
+        ([[NAN, 1, 2, 3], [5, NAN, NAN, NAN], [NAN] * 4, [2, 2, 2, 2]], 0.5),
+        ([[NAN, 1], [NAN, NAN]], 0.0),
+        ([[NAN, NAN]], NAN),
+    ],
+)
+def test_the_spread_is_of_the_rewards_that_each_group_has(rewards, spread):
+    assert spread_within(torch.tensor(rewards)) == pytest.approx(spread, nan_ok=True)

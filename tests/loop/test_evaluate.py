@@ -51,6 +51,7 @@ def length(completions, **_):
     return [len(text) / 10 for text in completions]
 
 
+NAN = math.nan
 SAMPLING = Sampling(max_completion_length=4)
 
 
@@ -70,7 +71,9 @@ def test_scores_come_in_the_order_of_questions_and_answers():
     assert result.completions[0][1].text == "B"
     assert (result.n, result.num_samples, result.skipped) == (2, 2, 0)
     assert (result.score, result.pass_at(2)) == (0.25, 0.5)
-    assert result.metrics == {"reward": 0.25, "truncated": 0.25}
+    assert result.criterion == "exact>=1"
+    means = {"reward": 0.35, "reward/exact/mean": 0.25, "reward/length/mean": 0.1}
+    assert result.metrics == pytest.approx(means | {"truncated": 0.25})
 
 
 @pytest.mark.parametrize("named", ["length", "rewards.py:length"])
@@ -79,7 +82,6 @@ def test_the_named_reward_decides_and_a_threshold_beyond_fp32_is_met(named):
 
     assert result.reward_name == "length"
     assert result.score == 0.5
-    assert result.mean_reward == pytest.approx(0.55)
 
 
 def test_a_question_without_a_score_is_left_out_and_counted():
@@ -87,6 +89,17 @@ def test_a_question_without_a_score_is_left_out_and_counted():
 
     assert (result.n, result.skipped, result.score) == (2, 1, 0.5)
     assert math.isnan(result.scores[1][0])
+    assert result.rewards == {"exact": 0.5, "length": pytest.approx(0.1)}
+
+
+def test_pass_at_k_is_of_questions_with_k_scores():
+    result = of_scores([[1.0, NAN, NAN], [0.0, 1.0, NAN], [0.0, 0.0, 1.0], [NAN, NAN, NAN]])
+    assert [result.counted_at(k) for k in (1, 2, 3)] == [3, 2, 1]
+    assert [result.pass_at(k) for k in (1, 2, 3)] == pytest.approx(
+        [(1 + 1 / 2 + 1 / 3) / 3, (1 + 2 / 3) / 2, 1]
+    )
+    with pytest.raises(ValueError, match="k = 4 needs at least as many answers"):
+        result.pass_at(4)
 
 
 @pytest.mark.parametrize(

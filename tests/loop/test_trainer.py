@@ -13,6 +13,7 @@ import torch
 
 from grpo_fast.loop.collect import to_train
 from grpo_fast.record.logs import Clock
+from grpo_fast.record.summary import metric_of
 from grpo_fast.rollout import batch
 from grpo_fast.rollout.transformers import TransformersEngine
 
@@ -49,6 +50,60 @@ def test_training_raises_the_reward(make_trainer, seed):
     trainer = make_trainer(max_steps=12, seed=seed, optimizer={"learning_rate": 2e-2})
     rewards = [trainer.train_step().metrics["reward/mean"] for _ in range(12)]
     assert sum(rewards[-3:]) > 2 * sum(rewards[:3])
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {
+            "advantage": {"dynamic_sampling": True},
+            "loss": {"beta": 0.1, "epsilon_low": 0.1},
+            "num_iterations": 2,
+        },
+        {"loss": {"loss_type": "clip_cov", "use_adaptive_entropy": True}},
+        {
+            "curriculum": {},
+            "loss": {"loss_type": "kl_cov"},
+            "adaptive_weights": {"targets": {"near_w7": 1.0}},
+        },
+        {
+            "groups": {"strategy": "similarity"},
+            "loss": {"loss_type": "gmpo", "sampler_correction": "token_truncate"},
+        },
+    ],
+    ids=str,
+)
+def test_every_metric_that_a_step_writes_has_a_meaning(make_trainer, sections):
+    step = make_trainer(**sections).train_step()
+    assert [name for name in {**step.metrics, **step.timings} if metric_of(name) is None] == []
+
+
+@pytest.mark.parametrize("aggregation", ["sum_then_normalize", "normalize_then_sum"])
+def test_the_parts_of_a_reward_add_up_to_it_under_their_own_names(make_trainer, aggregation):
+    trainer = make_trainer(
+        rewards=[
+            {"reward": "length", "weight": 0.5, "options": {"target": 2}},
+            {"reward": "soft_overlong", "weight": 0.25, "options": {"max_length": 3, "cache": 3}},
+        ],
+        adaptive_weights={"targets": {"length": 5.0}, "rate": 1.0},
+        loss={"beta": 0.5, "kl_in_reward": True},
+        advantage={"soft_overlong": 0.75, "multi_objective_aggregation": aggregation},
+        optimizer={"learning_rate": 2e-2},
+        logging={"samples": 100},
+    )
+    for _ in range(2):
+        step = trainer.train_step()
+    parts = ["length", "soft_overlong", "soft_overlong_2", "kl"]
+    weights = step.samples[0].weights
+    assert [*weights] == parts and weights["length"] != 0.5 and weights["kl"] == 1.0
+    for sample in step.samples:
+        assert sample.weights == weights and [*sample.rewards] == parts
+        total = sum(weights[name] * value for name, value in sample.rewards.items())
+        assert sample.reward == pytest.approx(total, abs=1e-5)
+    means = {name: step.metrics[f"reward/{name}/mean"] for name in parts}
+    total = sum(weights[name] * mean for name, mean in means.items())
+    assert step.metrics["reward/mean"] == pytest.approx(total, abs=1e-5)
+    assert means["kl"] and means["soft_overlong_2"] < 0
 
 
 @pytest.mark.parametrize(

@@ -134,6 +134,8 @@ def test_what_is_merged_is_what_peft_adds_rounded_once(
     ("lora", "problem"),
     [
         ({"target_modules": ["nonsense"], "target_parameters": None}, r"target_modules = \['nonsense'\]"),
+        ({"target_modules": "("}, r"target_modules = '\(', .*: '\(' is no regular expression"),
+        ({"target_modules": "(?:.|.)*!"}, "matches the whole name of no module"),
         ({"target_modules": ["lm_head"]}, r"target_modules = \['lm_head'\].* reaches the output head"),
         ({"target_modules": ["mlp"]}, r"(?s)target_modules = \['mlp'\].*: Target module .* is not supported"),
         ({"dropout": 0.1}, r"target_parameters = .*lora_dropout"),

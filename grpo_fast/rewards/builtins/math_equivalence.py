@@ -13,13 +13,13 @@ import json
 import os
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field
 
-from grpo_fast.rewards.builtins.options import CompletionTexts, Scores, answer_pairs, reward
+from grpo_fast.rewards.builtins.options import CompletionTexts, LogMetric, Scores, answer_pairs, reward
 from grpo_fast.rewards.builtins.text import GSM8K_MARKER
 from grpo_fast.rewards.calls import event_loop
 
@@ -42,7 +42,7 @@ class MathVerify:
     async def __call__(
         self,
         completions: CompletionTexts,
-        log_metric: Callable[[str, float], None] | None = None,
+        log_metric: LogMetric | None = None,
         **columns: Any,
     ) -> Scores:
         pairs = answer_pairs(completions, columns, self.answer_column)

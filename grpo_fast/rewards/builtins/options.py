@@ -3,25 +3,63 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import date, time
 from decimal import Decimal
-from typing import Annotated, Any
+from time import perf_counter
+from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, ConfigDict
+from pydantic import AfterValidator, BeforeValidator, ConfigDict
 from pydantic.dataclasses import dataclass
 
 from grpo_fast.config.lookup import choices
+from grpo_fast.config.patterns import TEXT_LIMIT, Pattern
 from grpo_fast.config.section import short
 
 CompletionTexts = Sequence[Any]  # N texts, or N conversations: one message of the assistant, or an episode's
 Scores = list[float | None]
-# Patterns run on what the model writes: one that backtracks for ever cannot be interrupted.
-Pattern = re.Pattern[str]
+LogMetric = Callable[[str, float], None]
+T = TypeVar("T")
+
+CALL_LIMIT = 10.0  # seconds that texts beyond their limit may take in one call
+SHORTEST = 0.01  # seconds for each text that is left when a call has spent its limit
+
+logger = logging.getLogger(__name__)
+
+
+def match_each(
+    pattern: Pattern | None, items: Iterable[T], score: Callable[[T], float | None], log: LogMetric | None
+) -> Scores:
+    """Score each item; 0 where the pattern takes too long, which counts in `regex/timeouts`."""
+    if pattern is None:
+        return [*map(score, items)]
+    scores: Scores = []
+    late = 0
+    spent, pattern.limit = 0.0, TEXT_LIMIT
+    for item in items:
+        start = perf_counter()
+        try:
+            scores.append(score(item))
+        except TimeoutError:
+            late, spent = late + 1, spent + perf_counter() - start
+            scores.append(0.0)
+            pattern.limit = TEXT_LIMIT if spent < CALL_LIMIT else SHORTEST
+    if late and not pattern.warned:
+        pattern.warned = True
+        logger.warning(
+            "the pattern %r took longer than %g s on %d of %d completions, which score 0: write it without "
+            "nested repeats and alternatives that match the same text, as (a|a)*",
+            *(pattern.text, TEXT_LIMIT, late, len(scores)),
+        )
+    if log is not None and scores:
+        log("regex/timeouts", late / len(scores))
+    return scores
+
 
 # A built-in reward is a dataclass: its fields are the options, checked when it is made; its call scores.
-reward = dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
+reward = dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid", arbitrary_types_allowed=True))
 
 
 def texts(completions: CompletionTexts) -> list[str]:
@@ -39,10 +77,21 @@ class AnswerReward:
 
     answer_column: str = "answer"
 
-    def __call__(self, completions: CompletionTexts, **columns: Any) -> Scores:
+    @property
+    def pattern(self) -> Pattern | None:
+        """The user's pattern that `score` matches, if any."""
+        return None
+
+    def __call__(
+        self, completions: CompletionTexts, log_metric: LogMetric | None = None, **columns: Any
+    ) -> Scores:
         pairs = answer_pairs(completions, columns, self.answer_column)
-        scores = ([self.score(text, answer) for answer in answers] for text, answers in pairs)
-        return [max((score for score in row if score is not None), default=None) for row in scores]
+
+        def best(pair: tuple[str, Sequence[str]]) -> float | None:
+            scores = (self.score(pair[0], answer) for answer in pair[1])
+            return max((score for score in scores if score is not None), default=None)
+
+        return match_each(self.pattern, pairs, best, log_metric)
 
     def score(self, text: str, answer: str) -> float | None:
         raise NotImplementedError
@@ -107,22 +156,30 @@ def sought_texts(function: Any) -> list[str]:
     options = vars(function).items() if dataclasses.is_dataclass(function) else ()
     found = [value for name, value in options if value and not name.endswith("_column")]
     tags = [f"<{tag}></{tag}>" for value in found if isinstance(value, list) for tag in value]
-    patterns = [re.sub(r"\\(.)", r"\1", value.pattern) for value in found if isinstance(value, re.Pattern)]
+    patterns = [re.sub(r"\\(.)", r"\1", value.text) for value in found if isinstance(value, Pattern)]
     return [*tags, *patterns, *(value for value in found if isinstance(value, str))]
 
 
 def extract(text: str, pattern: Pattern | None) -> str | None:
     """What the pattern's group matches, the last time that it does; the whole text without a pattern."""
-    if pattern is None:
-        return text.strip()
-    groups = [match[1] for match in pattern.finditer(text)]
-    return groups[-1].strip() if groups and groups[-1] is not None else None
+    found = text if pattern is None else pattern.last(text)
+    return None if found is None else found.strip()
+
+
+def _pattern(value: Any) -> Any:
+    if isinstance(value, re.Pattern) and isinstance(value.pattern, str):
+        flags = "".join(flag for flag in "aimsx" if value.flags & re.RegexFlag[flag.upper()])
+        value = f"(?{flags}){value.pattern}" if flags else value.pattern
+    if not isinstance(value, str | Pattern):
+        raise ValueError(f"{value!r} is no regular expression: give it as text")
+    return Pattern(value) if isinstance(value, str) else value
 
 
 def _has_group(pattern: Pattern) -> Pattern:
     if pattern.groups != 1:
-        raise ValueError(f"{pattern.pattern!r} needs exactly one group, around the answer: 'Answer: (.*)'")
+        raise ValueError(f"{pattern.text!r} needs exactly one group, around the answer: 'Answer: (.*)'")
     return pattern
 
 
-GroupPattern = Annotated[Pattern, AfterValidator(_has_group)]
+AnyPattern = Annotated[Pattern, BeforeValidator(_pattern)]
+GroupPattern = Annotated[AnyPattern, AfterValidator(_has_group)]

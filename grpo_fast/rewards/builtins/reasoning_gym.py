@@ -14,9 +14,11 @@ from grpo_fast.data.sources import import_reasoning_gym
 from grpo_fast.rewards.builtins.options import (
     CompletionTexts,
     GroupPattern,
+    LogMetric,
     Scores,
     column,
     extract,
+    match_each,
     reward,
     texts,
 )
@@ -49,9 +51,11 @@ class ReasoningGym:
     extract: GroupPattern | None = None  # the part that is the answer; 0 where it is missing
     partial_credit: bool = True  # false: anything less than the full score is 0
 
-    def __call__(self, completions: CompletionTexts, **columns: Any) -> Scores:
-        entries = column(columns, self.entry_column, "entry_column")
-        return [self._score(text, entry) for text, entry in zip(texts(completions), entries, strict=True)]
+    def __call__(
+        self, completions: CompletionTexts, log_metric: LogMetric | None = None, **columns: Any
+    ) -> Scores:
+        pairs = zip(texts(completions), column(columns, self.entry_column, "entry_column"), strict=True)
+        return match_each(self.extract, pairs, lambda pair: self._score(*pair), log_metric)
 
     def _score(self, text: str, entry: Mapping[str, Any] | None) -> float | None:
         if entry is None:

@@ -12,11 +12,14 @@ from pydantic import Field, model_validator
 from grpo_fast.config.section import PositiveInt
 from grpo_fast.rewards.builtins.options import (
     AnswerReward,
+    AnyPattern,
     CompletionTexts,
     GroupPattern,
+    LogMetric,
     Pattern,
     Scores,
     extract,
+    match_each,
     reward,
     texts,
 )
@@ -40,6 +43,10 @@ class ExactMatch(AnswerReward):
 
     extract: GroupPattern | None = None  # the part of the completion that is compared; 0 where it is missing
     ignore_case: bool = False
+
+    @property
+    def pattern(self) -> Pattern | None:
+        return self.extract
 
     def score(self, text: str, answer: str) -> float:
         given, expected = extract(text, self.extract), answer.strip()
@@ -127,10 +134,14 @@ class TagFormatIncremental(TagReward):
 class RegexFormat:
     """1 where the whole completion matches the pattern, 0 elsewhere."""
 
-    pattern: Pattern
+    pattern: AnyPattern
 
-    def __call__(self, completions: CompletionTexts, **columns: Any) -> Scores:
-        return [float(self.pattern.fullmatch(text) is not None) for text in texts(completions)]
+    def __call__(
+        self, completions: CompletionTexts, log_metric: LogMetric | None = None, **columns: Any
+    ) -> Scores:
+        return match_each(
+            self.pattern, texts(completions), lambda text: float(self.pattern.fullmatch(text)), log_metric
+        )
 
 
 @reward

@@ -1,3 +1,4 @@
+import re
 from decimal import Decimal
 
 import numpy as np
@@ -159,6 +160,48 @@ def test_answers_may_be_numbers_and_lists_of_which_any_is_right(name, answer, co
 def test_a_pattern_must_match_the_whole_completion():
     completions = ["Answer: 12\n", "Answer: x", "So Answer: 12", "Answer: 12 yes"]
     assert score("regex_format", completions, {"pattern": r"Answer: -?\d+\s*"}) == [1.0, 0.0, 0.0, 0.0]
+
+
+BACKTRACKS = "(?:a|a)*c|d"  # doubles its work with each `a`
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("regex_format", {"pattern": BACKTRACKS}),
+        ("exact_match", {"extract": f"({BACKTRACKS})"}),
+        ("reasoning_gym", {"extract": f"({BACKTRACKS})"}),
+    ],
+)
+def test_a_pattern_that_backtracks_scores_0_and_is_counted(name, options, caplog):
+    found = {}
+    entry = {"metadata": {"source_dataset": "chain_sum"}, "answer": "d"}
+    columns = {"answer": ["d", "d"], "entry": [entry, entry]}
+    assert score(name, ["a" * 60, "d"], options, **columns, log_metric=found.__setitem__) == [0.0, 1.0]
+    assert found == {"regex/timeouts": 0.5}
+    assert "took longer than 1 s on 1 of 2 completions, which score 0" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [r"a{e}", r"\{e<=1}", r"[{s}]x", r"a{2}b{,3}c{1,}", r"\N{EN DASH}{i}", re.compile("A.b", re.I | re.S)],
+)
+def test_a_pattern_means_what_it_means_to_re(pattern):
+    texts = [
+        "a{e}",
+        "ab",
+        "{e<=1}",
+        "{x",
+        "sx",
+        "aabbc",
+        "aac",
+        "ac",
+        "\N{EN DASH}{i}",
+        "\N{EN DASH}",
+        "a\nB",
+    ]
+    expected = [float(re.fullmatch(pattern, text) is not None) for text in texts]
+    assert score("regex_format", texts, {"pattern": pattern}) == expected and any(expected)
 
 
 @pytest.mark.parametrize(
