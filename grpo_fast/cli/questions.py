@@ -125,7 +125,9 @@ class Parts:
         from grpo_fast.policy import load_policy
         from grpo_fast.rewards import load_rewards
         from grpo_fast.run.export import locate, trained_policy
+        from grpo_fast.run.loader import use_threads
 
+        use_threads(config)
         require_engine(config.rollout)
         dataset = config.evaluation.dataset if held_out else None
         toolsets = load_toolsets(config.rollout, dataset or config.dataset)
