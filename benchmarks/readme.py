@@ -56,20 +56,26 @@ def _origin(about: dict[str, Any], fact: str, command: list[str] | None = None) 
 
 def _recipe(found: dict[str, Any]) -> tuple[str, str]:
     rows, runs, overrides = [], found["runs"], found["overrides"]
+    compared = len({(run.get("trainer"), run.get("part")) for run in runs}) > 1
     for run in runs:
         before, after = run["before"], run["after"]
-        row = {
+        of_trainer = {"trainer": run["trainer"], "part": run["part"]} if compared else {}
+        row = of_trainer | {
             "seed": str(run["seed"]),
             "before": score_text(before["score"], before["interval"]),
             "after": score_text(after["score"], after["interval"]),
             "points": f"{100 * (after['score'] - before['score']):+.1f}",
             **({"arithmetic": run["arithmetic"]} if "arithmetic" in run else {}),
         }
+        if compared:
+            row |= {"a step": f"{run['seconds_of_a_step']:.3g} s", "GiB": f"{run['peak_bytes'] / 2**30:.2f}"}
         if not overrides:
             row |= {"training": duration_text(run["seconds_training"])}
             row |= {"whole command": duration_text(run["seconds_wall"])}
         rows.append(row)
     recipe = ["--recipe", found["recipe"]] if found["recipe"] != "quickstart" else []
+    for option in ("trainer", "part") if compared else ():
+        recipe += [f"--{option}", *dict.fromkeys(run[option] for run in runs)]
     command = ["python", "-m", "benchmarks", "quickstart", *recipe, *overrides]
     fact = f"{runs[0]['after']['n']} held-out questions, 95 % intervals"
     text = markdown(list(rows[0]), [[*row.values()] for row in rows])

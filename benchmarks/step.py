@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -185,9 +186,13 @@ def trl_trainer(
     tokenizer: PreTrainedTokenizerBase | None = None,
     *,
     prompts: Sequence[str],
+    columns: Mapping[str, Sequence[Any]] = MappingProxyType({}),
+    reward: Callable[..., list[float]] = share_of_digits,
     **options: Any,
 ) -> GRPOTrainer:
     """Make a GRPOTrainer that writes and prints nothing; `options` are GRPOConfig's.
+
+    `columns` of the dataset are what `reward` is given besides the completions.
 
     A model that is given as a folder is loaded in float32, with its tokenizer.
     """
@@ -201,10 +206,12 @@ def trl_trainer(
     usual = {"save_strategy": "no", "report_to": [], "disable_tqdm": True, "logging_steps": 1, "bf16": False}
     trainer = GRPOTrainer(
         model=str(model) if isinstance(model, Path) else model,
-        reward_funcs=share_of_digits,
+        reward_funcs=reward,
         args=GRPOConfig(output_dir=folder, **usual | options),
         # With a fingerprint, because some versions of pyarrow cannot be hashed.
-        train_dataset=Dataset(InMemoryTable.from_pydict({"prompt": prompts}), fingerprint="prompts"),
+        train_dataset=Dataset(
+            InMemoryTable.from_pydict({"prompt": prompts, **columns}), fingerprint="prompts"
+        ),
         processing_class=tokenizer or AutoTokenizer.from_pretrained(model),
     )
     trainer.remove_callback(PrinterCallback)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +25,11 @@ if TYPE_CHECKING:  # what editors and type checkers see; `__getattr__` gives it 
     from grpo_fast.run.trl import GRPOTrainer as GRPOTrainer
 
     __version__: str
+
+# OpenMP's threads spin while they wait for each other. On a busy machine they take the cores from the threads
+# that they wait for, which makes two threads ten times slower than one. torch reads this when it is imported.
+if "torch" not in sys.modules and not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
+    os.environ |= {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "1000"}  # GNU's, of torch's Linux wheels
 
 # In a checkout the kernels lie in the top-level folder `kernels/`. It has no `__init__.py`, as transformers
 # imports the hub's package of that name. Hence the inner folder: without it the whole repository would be on

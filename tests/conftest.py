@@ -27,6 +27,8 @@ from typing import Any
 
 import pytest
 
+import grpo_fast  # noqa: F401  before torch: it sets how OpenMP's threads wait
+
 if "PYTEST_XDIST_WORKER" in os.environ:  # the others have a core each: threads of OpenMP would spin on theirs
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 

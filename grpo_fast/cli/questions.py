@@ -143,7 +143,9 @@ class Parts:
         from grpo_fast.policy import load_policy
         from grpo_fast.rewards import load_rewards
         from grpo_fast.run.export import locate, trained_policy
+        from grpo_fast.run.loader import use_threads
 
+        use_threads(config)
         require_engine(config.rollout)
         config = with_absolute_paths(config)
         dataset = config.evaluation.dataset if held_out else None

@@ -162,10 +162,8 @@ def length_reward_correlation(lengths: Tensor, rewards: Tensor) -> float | None:
     Returns:
         A number from -1 to 1; None where lengths or rewards don't vary within any group.
     """
-    lengths = lengths.double().where(rewards.isfinite(), torch.nan)
-    length, reward = (
-        group_advantages(values, scale_rewards="none").advantages for values in (lengths, rewards.double())
-    )
+    pairs = torch.stack([lengths, rewards]).double().where(rewards.isfinite(), torch.nan)
+    length, reward = (pairs - pairs.nanmean(-1, keepdim=True)).nan_to_num()
     variance = length.square().sum().item() * reward.square().sum().item()
     # Rewards are float32: products of less than their rounding are no spread.
     if variance < 1e-12:

@@ -83,7 +83,9 @@ class Annotator:
             count = max(1, len(batches))
             if self.policy.sharded:
                 count = max(self.world.gather_from_all("the micro-batches", lambda: count))
-            table.layouts[key] = [*batches, *[empty_batch(table, device)] * (count - len(batches))]
+            if count > len(batches):
+                batches += [empty_batch(table, device)] * (count - len(batches))
+            table.layouts[key] = batches
         return tuple(batch.with_columns(table) for batch in table.layouts[key])
 
     def _longest(self, table: CompletionTable) -> int:

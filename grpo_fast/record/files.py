@@ -110,7 +110,7 @@ def rewind_jsonl(path: Path, step: float = math.inf) -> None:
     if torn:
         logger.warning("%s: its last line was torn and is lost", path)
     records = zip(lines, read_jsonl(path), strict=True)
-    os.truncate(path, sum(len(line) + 1 for line, record in records if record.get("step", 0) <= step))
+    os.truncate(path, sum(len(line) + 1 for line, record in records if record.get("step", -1) <= step))
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:

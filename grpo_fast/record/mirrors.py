@@ -27,8 +27,11 @@ class TensorBoard:
         self._writer: Any = None
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        for name, value in metrics.items():
-            self._open(step).add_scalar(name, value, step)
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        # One event for all: `add_scalar` writes one for each.
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        self._open(step)._get_file_writer().add_summary(Summary(value=values), step)
         self._open(step).flush()
 
     def table(self, step: int, rows: Rows) -> None:

@@ -56,7 +56,8 @@ class Batch:
         prompts: what is read first, U prompts.
         owners: (R,) int64, ascending: the prompt of each row.
         max_new: tokens of the longest completion.
-        going: (R,) bool, the rows that have not ended.
+        going: (r,) bool, which of the remaining rows have not ended.
+        left: how many rows have not ended.
     """
 
     def __init__(
@@ -78,11 +79,13 @@ class Batch:
         numbers = {prompt: number for number, prompt in enumerate(self.prompts)}
         owners = [numbers[row.prompt] for row in pending] if shares_prompts else range(len(pending))
         self.owners = torch.tensor(owners, device=device)
+        self.left = len(pending)
         self.going = torch.ones(len(pending), dtype=torch.bool, device=device)
+        self._rows = torch.arange(len(pending), device=device)
         self._limits = torch.tensor([len(row.uniforms) for row in pending], device=device)
         self._uniforms = pad_sequence([row.uniforms for row in pending]).to(device)  # (max_new, R)
-        self._tokens = torch.zeros(len(pending), self.max_new, dtype=torch.int64, device=device)
-        self._logprobs = torch.zeros(len(pending), self.max_new, device=device)
+        self._tokens = torch.zeros_like(self._uniforms, dtype=torch.int64)
+        self._logprobs = torch.zeros_like(self._uniforms, dtype=torch.float32)
         self._length = 0  # tokens sampled of each row
         self._warper, self._stop = make_warper(sampling), sampling.stop
         self._tokenizer, self._eos = tokenizer, torch.tensor(eos_ids, device=device)
@@ -91,38 +94,49 @@ class Batch:
         self._experts: _Experts | None = None
 
     @torch.no_grad()
-    def sample(self, logits: Tensor, rows: Tensor) -> Tensor:
-        """Sample the next token of some rows, and hand over the completions that it ends.
+    def sample(self, logits: Tensor) -> Tensor:
+        """Sample the next token of the remaining rows, and hand over the completions that it ends.
 
         Args:
-            logits: (r, V) of the last forward.
-            rows: (r,) int64, the rows of that forward. Those that have ended are sampled, too, in vain.
+            logits: (r, V) of the last forward. Rows that have ended are sampled, too, in vain.
 
         Returns:
             (r,) int64 tokens.
         """
-        self._note_experts(rows)
+        self._note_experts()
         place, self._length = self._length, self._length + 1
-        tokens, logprobs = draw(logits, self._uniforms[place, rows], self._warper)
-        self._tokens[rows, place], self._logprobs[rows, place] = tokens, logprobs
+        tokens, logprobs = draw(logits, self._uniforms[place], self._warper)
+        self._tokens[place], self._logprobs[place] = tokens, logprobs
         ended = torch.isin(tokens, self._eos)
         if self._stop:
-            ended |= self._completes_stop(self._tokens[rows, : self._length])
-        self._hand_over(rows[self.going[rows] & ended], truncated=False)
-        self._hand_over(rows[self.going[rows] & (self._limits[rows] == self._length)], truncated=True)
-        self._report(partial(mul, int(self.going.sum()), self._length))
+            ended |= self._completes_stop(self._tokens[: self._length].T)
+        over = self.going & (ended | (self._limits == self._length))
+        if over.any():
+            self._hand_over(over, ~ended)
+        self._report(partial(mul, self.left, self._length))
         return tokens
 
-    def _hand_over(self, rows: Tensor, *, truncated: bool) -> None:
-        self.going[rows] = False
-        if not len(rows):
-            return
-        ids, logprobs = (part[rows, : self._length].tolist() for part in (self._tokens, self._logprobs))
+    def drop_ended(self) -> Tensor:
+        """Forget the rows that have ended, and return the (r',) indices of the others among the r before."""
+        stay = self.going.nonzero()[:, 0]
+        self._rows, self.going, self._limits = (
+            of_row[stay] for of_row in (self._rows, self.going, self._limits)
+        )
+        self._uniforms, self._tokens, self._logprobs = (
+            of_token[:, stay] for of_token in (self._uniforms, self._tokens, self._logprobs)
+        )
+        return stay
+
+    def _hand_over(self, over: Tensor, truncated: Tensor) -> None:
+        self.going = self.going & ~over
+        ids, logprobs = (part[: self._length, over].T.tolist() for part in (self._tokens, self._logprobs))
+        rows = self._rows[over].tolist()
+        self.left -= len(rows)
         texts = completion_texts(self._tokenizer, ids, self._end_ids)
-        columns = (rows.tolist(), ids, logprobs, texts)
-        for row, row_ids, row_logprobs, text in zip(*columns, strict=True):
+        columns = (rows, ids, logprobs, texts, truncated[over].tolist())
+        for row, row_ids, row_logprobs, text, cut in zip(*columns, strict=True):
             experts = None if self._experts is None else self._experts.of(row, self._length)
-            completion = Completion(tuple(row_ids), tuple(row_logprobs), text, truncated, experts=experts)
+            completion = Completion(tuple(row_ids), tuple(row_logprobs), text, cut, experts=experts)
             self.pending[row].done(completion)
 
     def _completes_stop(self, tokens: Tensor) -> Tensor:
@@ -132,13 +146,13 @@ class Batch:
         found = [any(text in tail for text in self._stop) for tail in tails]
         return torch.tensor(found, device=tokens.device)
 
-    def _note_experts(self, rows: Tensor) -> None:
+    def _note_experts(self) -> None:
         if self._take is None:
             return
         if self._experts is None:
             self._experts = _Experts(self.prompts, self.owners.tolist(), self.max_new, self._take())
         else:
-            self._experts.add(rows, self._length - 1, *self._take())
+            self._experts.add(self._rows, self._length - 1, *self._take())
 
 
 class _Experts:

@@ -32,17 +32,16 @@ def reads_prompts_once(model: PreTrainedModel) -> bool:
 
 def decode(model: PreTrainedModel, batch: Batch) -> None:
     """Sample the completions of a batch that shares prompts."""
-    rows = torch.arange(len(batch.pending), device=model.device)
     decoder = _Decoder(model)
     logits = decoder.prefill(batch.prompts, batch.owners)
     while True:
-        tokens, going = batch.sample(logits, rows), batch.going[rows]
-        if not going.any():
+        tokens = batch.sample(logits)
+        if not batch.left:
             return
-        if going.sum() < DROP_BELOW * len(rows):
-            stay = going.nonzero()[:, 0]
+        if batch.left < DROP_BELOW * len(tokens):
+            stay = batch.drop_ended()
             decoder.select(stay)
-            rows, tokens = rows[stay], tokens[stay]
+            tokens = tokens[stay]
         logits = decoder.step(tokens)
 
 
@@ -92,15 +91,16 @@ class _Decoder:
 
     def _forward(self, ids: Tensor, positions: Tensor) -> Tensor:
         """(B, V) of the last column of `ids` (B, t), which joins the cache."""
+        # As a negative number, it would make the model slice its hidden states; the product with the head
+        # then repeats the whole head for every row (torch.matmul does not fold a strided batch).
+        last = 0 if ids.shape[1] == 1 else torch.tensor([ids.shape[1] - 1], device=ids.device)
         output: Any = self.model(
             input_ids=ids,
             position_ids=positions,
             attention_mask=self.mask,
             past_key_values=self.cache,
             use_cache=True,
-            # As a number, it would make the model slice its hidden states; the product with the head then
-            # repeats the whole head for every row (torch.matmul does not fold a strided batch).
-            logits_to_keep=torch.tensor([ids.shape[1] - 1], device=ids.device),
+            logits_to_keep=last,
         )
         return output.logits[:, -1]
 

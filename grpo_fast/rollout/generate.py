@@ -42,12 +42,11 @@ def takes_padding(model: Any) -> bool:
 
 def generate(model: PreTrainedModel, batch: Batch, image_reader: ImageReader | None = None) -> None:
     """Sample the completions of a batch that shares no prompts."""
-    rows = torch.arange(len(batch.pending), device=model.device)
 
     def sampled(_: Tensor, logits: Tensor) -> Tensor:
-        if not batch.going.any():  # on a GPU `generate` notices the end a step late
+        if not batch.left:  # on a GPU `generate` notices the end a step late
             return logits
-        tokens = batch.sample(logits, rows)
+        tokens = batch.sample(logits)
         return torch.full_like(logits, -torch.inf).scatter_(1, tokens[:, None], 0.0)
 
     def ended(*_: Any, **__: Any) -> Tensor:

@@ -21,6 +21,7 @@ from transformers.generation.logits_process import (
 from grpo_fast.rollout.types import Sampling
 
 BLOCK = 256  # columns of one block of the two-level search in `draw`
+SMALL = 1024  # columns: up to here one level takes less time than the calls of a second
 
 # fp32 logits worked on at once. Beyond 32 MiB glibc hands every block back to the kernel, and the page
 # faults of the next one cost a CPU more than the softmax.
@@ -84,8 +85,11 @@ def invert_cdf(probs: Tensor, uniforms: Tensor) -> Tensor:
 
     `torch.multinomial` draws V exponentials a row, which on a CPU costs more than a small model's head.
     Block sums first, then one block, so that only a sliver is summed up in float64; in float32 the
-    rounding of a cumulative sum over V exceeds most tokens' probability.
+    rounding of a cumulative sum over V exceeds most tokens' probability. A small vocabulary is one block.
     """
+    if probs.shape[-1] <= SMALL:
+        cdf = probs.cumsum(-1, dtype=torch.float64)
+        return first_above(cdf, uniforms[:, None] * cdf[:, -1:])[:, 0]
     blocks = F.pad(probs, (0, -probs.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
     cdf = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
     target = uniforms[:, None] * cdf[:, -1:]
@@ -99,7 +103,7 @@ def invert_cdf(probs: Tensor, uniforms: Tensor) -> Tensor:
 
 def first_above(cdf: Tensor, target: Tensor) -> Tensor:
     """(rows, 1) index of the first entry above `target`: never one of zero probability."""
-    last = torch.nextafter(cdf[:, -1:], torch.zeros_like(target))  # rounding may carry the target to the end
+    last = cdf[:, -1:].nextafter(cdf.new_zeros(()))  # rounding may carry the target to the end
     index = torch.searchsorted(cdf, torch.minimum(target, last), right=True)
     return index.clamp(max=cdf.shape[-1] - 1)
 

@@ -47,7 +47,7 @@ from grpo_fast.rewards.builtins.options import sought_texts
 from grpo_fast.rewards.types import ENVIRONMENTS
 from grpo_fast.rollout import chosen_engine, engine_kind, make_engine, require_engine
 from grpo_fast.run.alike import require_alike
-from grpo_fast.run.loader import Loader
+from grpo_fast.run.loader import Loader, use_threads
 
 logger = logging.getLogger(__name__)
 TOOLS = ("rollout.tools", "rollout.environment")  # what prompts tell of, and rewards are given
@@ -68,8 +68,7 @@ def build_trainer(config: TrainConfig, world: World = SINGLE_PROCESS, say: Say =
         ValueError: settings that contradict the model, the data, the rewards or the tokenizer.
         RewardError: a reward asks for a column that the data does not have.
     """
-    if config.threads:
-        torch.set_num_threads(config.threads)
+    use_threads(config)
     torch.manual_seed(config.seed)
     needs_torchao(config.optimizer)  # refused before any work where it is missing
     if config.algorithm == "grpo":

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from math import ceil
 
+import torch
+
 from grpo_fast.config.data import PREFIX, VERIFIERS, DatasetConfig
 from grpo_fast.config.rollout import RolloutConfig
 from grpo_fast.config.schema import TrainConfig
@@ -53,6 +55,12 @@ class Loader:
             generated = config.dataset.source.startswith(PREFIX)  # whose prompts say all of a row
             dataset = exclude_overlap(dataset, self.held_out, by_columns=plays and not generated)
         return toolsets, dataset
+
+
+def use_threads(config: TrainConfig) -> None:
+    """Let torch use as many CPU threads as the configuration says."""
+    if config.threads:
+        torch.set_num_threads(config.threads)
 
 
 def with_steps(config: TrainConfig) -> TrainConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import sys
 import time
@@ -9,13 +10,16 @@ from dataclasses import replace
 
 import pytest
 import torch
+import yaml
 
 from benchmarks import bias, group, kernels, quickstart, step, train
+from benchmarks.__main__ import main
 from benchmarks.group import Probe, run_probe, search
 from benchmarks.measure import FAILED, OK, OOM, SKIPPED, preload
 from benchmarks.models import ARCHITECTURES, make_policy
 from benchmarks.problem import PRODUCT
 from benchmarks.record import Measurement
+from benchmarks.trl_recipe import train_with_trl
 from grpo_fast import cli
 from grpo_fast.config.policy import ModelConfig
 from tests.benchmarks.conftest import by_name
@@ -157,3 +161,46 @@ def test_the_quickstarts_runs_are_commands_that_the_command_line_takes(monkeypat
 
     printed = capsys.readouterr().out
     assert "seed: 7" in printed and "max_steps: 3" in printed
+
+
+def test_both_trainers_run_a_recipe_with_the_same_settings(toy, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("trl")
+    monkeypatch.setattr(quickstart, "in_a_process", lambda _, call, *given: (call(*given), 0))
+    recipe, out = tmp_path / "recipe.yaml", tmp_path / "record.json"
+    trained = {
+        **toy,
+        "max_steps": 2,
+        "threads": 1,
+        "evaluation": {**toy["evaluation"], "every": 1, "size": 5},
+    }
+    recipe.write_text(yaml.safe_dump(trained | {"dataset": {**toy["dataset"], "chat": False}}))
+    given = ["--recipe", str(recipe), "--trainer", "ours", "TRL", "--part", "as it is", "our head"]
+
+    assert (
+        main(["quickstart", *given, "--seeds", "3", "--rows", "12", "--json", str(out), "--reach", "2"]) == 0
+    )
+
+    runs = json.loads(out.read_text())["runs"]
+    assert [(run["trainer"], run["part"]) for run in runs] == [
+        ("ours", "as it is"),
+        ("TRL", "as it is"),
+        ("TRL", "our head"),
+    ]
+    assert runs[0]["before"]["score"] == runs[1]["before"]["score"]  # the same weights and questions
+    # The exact head of ours changes nothing of what TRL computes.
+    assert runs[1]["scores"][-1]["score"] == runs[2]["scores"][-1]["score"]
+    for run in runs:
+        assert [(score["step"], score["n"]) for score in run["scores"]] == [(0, 10), (1, 5), (2, 10)]
+        assert 0 < run["phases"]["generate"] < run["seconds_of_a_step"] < run["seconds_training"]
+        assert run["steps"] == 2 and run["peak_bytes"] > 0 and run["arithmetic"].startswith("float32")
+    assert capsys.readouterr().out.count("not reached") == 3
+
+
+def test_what_trl_does_not_do_alike_is_refused(toy, tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(toy | {"minibatches": 2}))
+
+    with pytest.raises(ValueError, match="not given minibatches"):
+        train_with_trl(str(recipe), [], 12)
+    with pytest.raises(ValueError, match="--rows 7 must divide the 24 completions"):
+        train_with_trl(str(recipe), ["minibatches=1"], 7)

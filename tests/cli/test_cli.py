@@ -6,6 +6,7 @@ import argparse
 import importlib
 import importlib.metadata
 import io
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -34,6 +35,25 @@ def leave(*arguments: str) -> int:
         return cli.main(arguments)
     except SystemExit as left:
         return int(left.code or 0)
+
+
+@pytest.mark.parametrize(
+    ("before", "policy", "spins"),
+    [
+        ("", "passive", "1000"),
+        ("os.environ['OMP_WAIT_POLICY'] = 'active'", "active", None),
+        ("os.environ['GOMP_SPINCOUNT'] = '7'", None, "7"),
+        ("sys.modules['torch'] = object()", None, None),  # which has read the environment
+    ],
+)
+def test_openmp_threads_wait_passively_unless_the_user_says(before: str, policy: str, spins: str):
+    names = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+    code = f"import os, sys\n{before}\nimport grpo_fast\nprint([os.environ.get(n) for n in {names}])"
+    environment = {name: value for name, value in os.environ.items() if name not in names}
+
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+
+    assert done.stdout == f"{[policy, spins]}\n", done.stderr
 
 
 def test_neither_help_nor_a_wrong_configuration_waits_for_torch():

@@ -61,7 +61,7 @@ class Last(Callback):
         self.sign = Path(config.output_dir).with_suffix(".left")
 
     def on_train_end(self, step: int, stopped_by: str | None) -> None:
-        end = time.monotonic() + 30
+        end = time.monotonic() + 300
         while not self.sign.exists():
             assert time.monotonic() < end, "rank 1 waits for rank 0"
             time.sleep(0.1)

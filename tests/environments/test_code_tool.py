@@ -29,7 +29,8 @@ def test_an_endless_loop_is_stopped_with_its_children(monkeypatch):
     monkeypatch.setattr(code_tool, "SECONDS", 1)
     monkeypatch.setattr(code_tool, "SANDBOX", code_tool.find_sandbox())
     code = "import os\nprint('on', flush=True)\nos.fork()\nwhile True: pass"
-    assert run_python(code) == "on\n[stopped after 1 seconds]"
+    # On a busy machine the program is stopped before it prints.
+    assert run_python(code).removeprefix("on\n") == "[stopped after 1 seconds]"
 
 
 def test_a_long_output_is_cut_in_its_middle_even_an_endless_one():

@@ -191,7 +191,7 @@ def test_calls_of_all_completions_run_at_once(tokenizer) -> None:
         Args:
             key: unused
         """
-        together.wait(20)
+        together.wait(300)
         return "met"
 
     with paths(meet=meet):

@@ -207,10 +207,17 @@ def test_a_resumed_run_keeps_the_dtype_that_was_left_to_its_cpu(
     assert resolve_auto(rounded).model.dtype == "bfloat16"  # which alone is rounded by chance
 
 
-def test_a_look_before_training_resolves_auto_too(toy: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", ["preview", "eval"])
+def test_what_only_generates_resolves_auto_and_takes_threads(
+    toy: dict[str, Any], tmp_path: Path, command: str
+) -> None:
+    before = torch.get_num_threads()
     (tmp_path / "run.yaml").write_text(dump_config(auto_run(toy)))
-
-    assert main(["preview", str(tmp_path / "run.yaml")]) == 0
+    try:
+        assert main([command, str(tmp_path / "run.yaml"), f"threads={before + 1}"]) == 0
+        assert torch.get_num_threads() == before + 1
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_ranks_on_a_cpu_replicate_and_each_needs_a_prompt(toy: dict[str, Any]) -> None:

@@ -101,7 +101,7 @@ def test_a_lock_names_its_holder_and_ends_with_it_despite_workers(tmp_path: Path
     workers = FORK.Queue()
     holder = FORK.Process(target=hold_with_a_worker, args=(tmp_path, workers))
     holder.start()
-    worker = workers.get(timeout=60)
+    worker = workers.get(timeout=300)
     try:
         named = rf"process {holder.pid} on host {socket.gethostname()}, started \d{{4}}-\d\d-\d\d \d\d:"
         with pytest.raises(RunInUse, match=named), locked_run_dir(tmp_path):

@@ -99,7 +99,7 @@ def test_a_group_is_scored_before_the_next_one_is_complete_and_not_again(score) 
         return [1.0] * len(completions)
 
     def after(index: int) -> None:
-        assert called[str(index)].wait(30), "nobody scored it"
+        assert called[str(index)].wait(300), "nobody scored it"
 
     known, _ = score(rewards(noticed, early=(noticed,)), after)
     assert known == {"noticed": [1.0] * 18} and sorted(calls) == list(called)
@@ -136,7 +136,7 @@ def test_an_interrupted_rollout_waits_for_no_reward(score) -> None:
     release.set()
     for thread in left:
         assert thread.daemon  # the end of the program waits for it neither
-        thread.join(30)
+        thread.join(300)
         assert not thread.is_alive()
 
 

@@ -255,8 +255,8 @@ class TestAsync:
         async def meet(own, other, completions):
             started.set()
             gates.setdefault(own, asyncio.Event()).set()
-            await asyncio.wait_for(gates.setdefault(other, asyncio.Event()).wait(), 10)
-            return lengths(completions) if await asyncio.to_thread(called.wait, 10) else []
+            await asyncio.wait_for(gates.setdefault(other, asyncio.Event()).wait(), 300)
+            return lengths(completions) if await asyncio.to_thread(called.wait, 300) else []
 
         async def first(completions):
             return await meet("first", "second", completions)
@@ -265,7 +265,7 @@ class TestAsync:
             async def __call__(self, completions):
                 return await meet("second", "first", completions)
 
-        plain = Reward("plain", lambda completions: [called.set() or started.wait(10)] * 3)
+        plain = Reward("plain", lambda completions: [called.set() or started.wait(300)] * 3)
         assert score(plain, Reward("first", first), Reward("second", Second())).total.tolist() == [3, 5, 7]
 
     def test_all_calls_share_one_event_loop(self):

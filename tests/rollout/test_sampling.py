@@ -24,9 +24,10 @@ def test_each_token_owns_an_interval_of_its_probability(width, seed):
     assert (low - 1e-12 <= u).all() and (u <= high + 1e-12).all()
 
 
+@pytest.mark.parametrize("width", [600, 5000])
 @pytest.mark.parametrize("edge", [0.0, 1 - 2.0**-53])
-def test_no_uniform_draws_a_token_of_zero_probability(edge):
-    probs = torch.zeros(3, 600)
+def test_no_uniform_draws_a_token_of_zero_probability(edge, width):
+    probs = torch.zeros(3, width)
     probs[0, 10], probs[1, 599], probs[2, 300] = 1.0, 1.0, 0.1
 
     assert invert_cdf(probs, torch.full((3,), edge, dtype=torch.float64)).tolist() == [10, 599, 300]

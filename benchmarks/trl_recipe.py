@@ -1,0 +1,156 @@
+"""Train a recipe of ours with TRL's GRPOTrainer: the same weights, prompts, rewards and settings.
+
+The model, its frozen parts included, comes from our loader in float32; `model.dtype: bfloat16` becomes TRL's
+autocast. Our rewards score TRL's completions. Our engine and rewards score the held-out questions of both
+trainers, outside the time of training.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+from grpo_fast.config.load import load_config
+from grpo_fast.config.schema import TrainConfig
+
+from .measure import Stopwatch
+from .step import trl_trainer
+
+GENERATE, REWARD = "generate", "reward"
+
+
+def train_with_trl(
+    recipe: str, overrides: Sequence[str], rows: int, our_head: bool = False
+) -> dict[str, Any]:
+    """Train in this process.
+
+    Args:
+        recipe: a configuration of ours.
+        overrides: of its keys.
+        rows: completions of a micro-batch (`per_device_train_batch_size`).
+        our_head: TRL's trainer is patched to compute the LM head with ours.
+
+    Returns:
+        `scores`, an evaluation with the seconds of training before it; `steps`, seconds and phases of each;
+        `dtype`; and `peak_bytes` of the process.
+
+    Raises:
+        ValueError: the recipe asks for what TRL's trainer does not do alike.
+    """
+    import torch
+    from transformers import TrainerCallback
+
+    from grpo_fast.integrations.trl import patched
+    from grpo_fast.plan import resolve_auto
+    from grpo_fast.policy import load_policy
+    from grpo_fast.policy.host_memory import bytes_in_use
+    from grpo_fast.rewards import load_rewards
+    from grpo_fast.rollout.types import Completion
+    from grpo_fast.run.loader import Loader, use_threads
+
+    config = resolve_auto(load_config(recipe, overrides))
+    _require_translatable(config)
+    use_threads(config)
+    torch.manual_seed(config.seed)
+    loader, rewards = Loader(config), load_rewards(config.rewards)
+    _, prompts = loader.training(config)
+    policy = load_policy(config.model.model_copy(update={"dtype": "float32"}))
+    watch, steps, scores = Stopwatch(policy.device), [], []
+
+    def reward(completions: Sequence[str], completion_ids: Any, place: Any, **_: Any) -> list[float]:
+        answers = zip(completion_ids, completions, strict=True)
+        groups = [[Completion(tuple(ids), None, text, truncated=False)] for ids, text in answers]
+        return rewards.score_completions([prompts[i] for i in place], groups).total.tolist()
+
+    def evaluate(size: int | None = None) -> None:
+        found = _evaluation(config, policy, rewards, loader.held_out[:size])
+        scores.append(found | {"step": len(steps), "seconds": sum(seconds for seconds, _ in steps)})
+
+    class Clock(TrainerCallback):
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            watch.start()
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            steps.append(watch.stop())
+            last, every = len(steps) == config.max_steps, config.evaluation.every
+            if last or (every and len(steps) % every == 0):
+                evaluate(None if last else config.evaluation.size)
+
+    texts = [policy.tokenizer.decode(prompt.token_ids) for prompt in prompts]
+    for text, prompt in zip(texts, prompts, strict=True):
+        if tuple(policy.tokenizer(text).input_ids) != tuple(prompt.token_ids):
+            raise ValueError(f"TRL would read other tokens than we do: {text!r}")
+    with tempfile.TemporaryDirectory() as folder:
+        options = _options(config, rows)
+        given = {"place": [*range(len(prompts))]}
+        trainer = trl_trainer(
+            folder, policy.model, policy.tokenizer, prompts=texts, columns=given, reward=reward, **options
+        )
+        trainer.add_callback(Clock())
+        for name, phase in {"_generate_single_turn": GENERATE, "_calculate_rewards": REWARD}.items():
+            setattr(trainer, name, watch.phase(phase)(getattr(trainer, name)))
+        evaluate()
+        with patched() if our_head else nullcontext():
+            trainer.train()
+    peak = bytes_in_use(policy.device)
+    return {"scores": scores, "steps": steps, "dtype": config.model.dtype, "peak_bytes": peak}
+
+
+def _evaluation(config: TrainConfig, policy: Any, rewards: Any, questions: Any) -> dict[str, Any]:
+    """Score the held-out questions as `grpo-fast eval` does."""
+    from grpo_fast.cli.questions import evaluation_sampling
+    from grpo_fast.distributed.world import SINGLE_PROCESS
+    from grpo_fast.loop.evaluate import evaluate
+    from grpo_fast.rollout.transformers import TransformersEngine
+
+    engine = TransformersEngine(policy.model, policy.tokenizer, eos_ids=policy.eos_token_ids)
+    sampling = evaluation_sampling(config, config.evaluation.num_samples)
+    found = evaluate(engine, questions, rewards, config.evaluation, sampling, world=SINGLE_PROCESS)
+    return {"score": found.score, "interval": found.interval, "n": found.n}
+
+
+def _options(config: TrainConfig, rows: int) -> dict[str, Any]:
+    """Return GRPOConfig's arguments."""
+    loss, optimizer, rollout = config.loss, config.optimizer, config.rollout
+    batch = config.prompts_per_step * rollout.num_generations
+    if batch % rows:
+        raise ValueError(f"--rows {rows} must divide the {batch} completions of a step")
+    options = {
+        **{"max_steps": config.max_steps, "seed": config.seed, "beta": loss.beta},
+        **{"per_device_train_batch_size": rows, "gradient_accumulation_steps": batch // rows},
+        **{"num_generations": rollout.num_generations, "temperature": rollout.temperature},
+        **{"top_p": rollout.top_p, "top_k": rollout.top_k, "min_p": rollout.min_p or None},
+        **{"max_completion_length": rollout.max_completion_length, "num_iterations": config.num_iterations},
+        **{"loss_type": loss.loss_type, "entropy_coef": loss.entropy_coef},
+        **{"scale_rewards": config.advantage.scale_rewards, "gradient_checkpointing": False},
+        **{"learning_rate": optimizer.learning_rate, "weight_decay": optimizer.weight_decay},
+        **{"adam_beta1": optimizer.betas[0], "adam_beta2": optimizer.betas[1], "adam_epsilon": optimizer.eps},
+        **{"max_grad_norm": optimizer.max_grad_norm or 0.0, "lr_scheduler_type": optimizer.schedule},
+        **{"warmup_steps": optimizer.warmup_steps, "bf16": config.model.dtype == "bfloat16"},
+        "mask_truncated_completions": config.advantage.mask_truncated,
+        "use_cpu": config.model.device == "cpu",
+    }
+    clips = {"epsilon": loss.epsilon_low, "epsilon_high": loss.epsilon_high}
+    return options | {name: value for name, value in clips.items() if value is not None}
+
+
+def _require_translatable(config: TrainConfig) -> None:
+    """Raise ValueError for settings that `_options` does not hand over."""
+    rollout, advantage = config.rollout, config.advantage
+    asked = {
+        "algorithm": config.algorithm != "grpo",
+        "model.lora": config.model.lora is not None,
+        "evaluation.dataset": config.evaluation.dataset is None,
+        "minibatches": config.minibatches != 1,
+        "stages": bool(config.stages),
+        "rollout.stop": bool(rollout.stop),
+        "rollout.tools": bool(rollout.tools),
+        "rollout.environment": rollout.environment is not None,
+        "rollout.function": rollout.function is not None,
+        "advantage": advantage.dynamic_sampling or advantage.soft_overlong or advantage.function,
+        "loss.kl_in_reward": config.loss.kl_in_reward,
+    }
+    if names := [name for name, differs in asked.items() if differs]:
+        raise ValueError(f"TRL's trainer is not given {', '.join(names)}; choose a recipe without")
