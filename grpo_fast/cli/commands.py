@@ -34,10 +34,8 @@ def train(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 
     if args.resume and args.overwrite:
         raise ConfigError("train", [Problem("--overwrite", "goes without --resume; keep one")])
-    named = (
-        args.resume == "latest" and user_path(args.config).is_dir()
-    )  # this folder, not the newest next to it
-    resume = config.output_dir if named else args.resume
+    named = args.resume == "latest" and user_path(args.config).is_dir()
+    resume = config.output_dir if named else args.resume  # this folder, not the newest next to it
     ended = run.train(config, resume=resume, overwrite=args.overwrite)
     return 0 if ended.stopped_by is None else 128 + ended.stopped_by
 

@@ -52,7 +52,7 @@ def evaluate(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     from grpo_fast.record.logs import provenance
 
     held_out = config.evaluation.dataset is not None
-    parts = Parts.load(config, args.config, overrides, held_out=held_out)
+    parts = Parts.load(config, args.config, held_out=held_out)
     asked = config.evaluation.model_copy(update={"num_samples": num_samples})
     questions, sampling = parts.questions, evaluation_sampling(config, num_samples)
     with parts.engine(questions, sampling) as engine:
@@ -99,7 +99,7 @@ def preview(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 
     require_engine(config.rollout)
     config = resolve_auto(config)
-    parts = Parts.load(config, args.config, overrides, held_out=False)
+    parts = Parts.load(config, args.config, held_out=False)
     if args.num_prompts > len(parts.questions):
         message = f"the dataset has {plural(len(parts.questions), 'prompt')}"
         raise ConfigError("preview", [Problem("--num-prompts", message, args.num_prompts)])
@@ -136,7 +136,7 @@ class Parts:
     rollout: Rollout
 
     @classmethod
-    def load(cls, config: TrainConfig, source: str, overrides: Sequence[str], *, held_out: bool) -> Parts:
+    def load(cls, config: TrainConfig, source: str, *, held_out: bool) -> Parts:
         """The weights are those of the run or checkpoint `source`, if it is one."""
         from grpo_fast.data import load_held_out, load_prompts
         from grpo_fast.environments import load_toolsets, make_rollout
@@ -152,9 +152,8 @@ class Parts:
         toolsets = load_toolsets(config.rollout, dataset or config.dataset)
         rewards = load_rewards(config.rewards, toolsets.classes if toolsets else ())
         rewards.position(config.evaluation.reward)  # refused before any work where there is no such reward
-        trusted = any("trust_remote_code" in text.replace("-", "_") for text in overrides)
         if (folder := user_path(source)).is_dir() and config_path(source).name == CONFIG_FILE:
-            policy, step = trained_policy(config, *locate(folder), trusted=trusted)
+            policy, step = trained_policy(config, *locate(folder))
         else:
             policy, step = load_policy(config.model), None
         schemas = toolsets.schemas if toolsets else None

@@ -22,8 +22,12 @@ ALIASES = {  # what people type
     "calculator": ("rollout.environment", "rollout.tools"),
     "eval": ("evaluation.dataset", "evaluation.every"),
     "gpu": ("model.device",),
+    "max_tokens": ("rollout.max_completion_length", "dataset.max_prompt_length"),
+    "bf16": ("model.dtype",),
+    "fp16": ("model.dtype",),
     "fsdp": ("distributed.mode",),
     "deepspeed": ("distributed.mode", "memory.offload"),
+    "context": ("dataset.max_prompt_length", "rollout.max_completion_length"),
     "context_length": ("dataset.max_prompt_length", "rollout.max_completion_length"),
 }
 KINDS = {"integer": "whole number", "string": "text", "boolean": "true or false", "object": "mapping"}
@@ -39,11 +43,12 @@ writes this page.
 
 def config(args: argparse.Namespace, _: Sequence[str]) -> int:
     """Print the keys that are asked for, as lines or as the page of all."""
-    name = without_positions((args.key or "").strip("-").replace("-", "_"))
+    name = without_positions((args.key or "").strip("- ").replace("-", "_").replace(" ", "_"))
     rows = [row(key) for key in keys() if not key.startswith("evaluation.dataset.")]
     found = [cells for cells in rows if not name or f"{cells[0]}.".startswith(f"{name}.")]
     found = found or [cells for cells in rows if name in (cells[0].rpartition(".")[2], *cells[4].split(", "))]
-    found = [cells for cells in rows if cells[0] in ALIASES.get(name, ()) and cells not in found] + found
+    meant = ALIASES.get(name.lower(), ())
+    found = [cells for cells in rows if cells[0] in meant and cells not in found] + found
     absent = name in ABSENT or removed(name) is not None
     also = [] if absent or not name or "." in name else search(name, rows)
     if not found and not also:

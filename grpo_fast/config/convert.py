@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,14 @@ def convert_file(path: str | Path, *, source: str | None = None) -> tuple[Conver
     if path.suffix not in (".yaml", ".yml", ".json"):
         message = "is none of .yaml, .yml and .json; write a command's flags as lines `key: value`"
         raise ConfigError(str(path), [Problem("the file", message)])
+    problems: list[Problem] = []
     try:
-        conversion = convert(nemo_rl.with_defaults(path, read_mapping), source=source)
+        document = nemo_rl.with_defaults(path, partial(read_mapping, problems=problems))
+        if problems:
+            raise ConfigError(str(path), problems)
+        conversion = convert(document, source=source)
+    except ConfigError:
+        raise
     except ValueError as error:
         raise ConfigError(str(path), [Problem("the file", str(error))]) from None
     conversion, tree = fitted(conversion)

@@ -58,10 +58,10 @@ class DatasetConfig(Section):
         "filter", description="what becomes of prompts above max_prompt_length; truncate keeps their end"
     )
     size: PositiveInt | None = Field(None, description="rows to generate, or to keep")
-    seed: Seed = Field(
-        0,
-        description="of the generator of `reasoning_gym:TASK`: row i is drawn from seed + i; where it is "
-        "given, of the order of `verifiers:TASKSET`",
+    seed: Seed | None = Field(
+        None,
+        description="of the generator of `reasoning_gym:TASK`: row i is drawn from seed + i, null is 0; "
+        "of the order of `verifiers:TASKSET`, null is its own",
     )
     options: dict[str, Any] = Field(
         {},

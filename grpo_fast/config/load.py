@@ -54,8 +54,8 @@ def load_config(
 
     Args:
         path: a YAML file, a run's directory, or the name of a shipped recipe; None for overrides alone. A
-            run's directory is its output_dir, wherever it was when the run was started. Or places with
-            values.
+            run's directory is its output_dir, wherever it was when the run was started, and only overrides
+            set `model.trust_remote_code`. Or places with values.
         overrides: `optimizer.learning_rate=1e-6`, `--optimizer.learning_rate=1e-6`, or the latter as two
             items. Values are YAML. `rewards.0.weight=2` reaches into a list. The flat names of
             TRL and Axolotl (`learning_rate=1e-6`) serve as well, here and at the top level of the file. Or
@@ -67,8 +67,12 @@ def load_config(
     problems: list[Problem] = []
     found = None if path is None or isinstance(path, dict) else config_path(path)
     file = path if isinstance(path, dict) else {} if found is None else read_mapping(found, problems)
-    if found is not None and user_path(str(path)).is_dir() and (found.parent / LOCK_FILE).exists():
-        _move(file, found.parent)  # a run's folder may have been moved or copied
+    if found is not None:
+        is_folder, is_run = user_path(str(path)).is_dir(), (found.parent / LOCK_FILE).exists()
+        if is_folder and is_run:
+            _move(file, found.parent)  # a run's folder may have been moved or copied
+        if (is_folder or is_run) and isinstance(model := file.get("model"), dict):
+            model.pop("trust_remote_code", None)  # another person may have written it
     given = dict(overrides) if isinstance(overrides, Mapping) else _parse_overrides(overrides)
     if any(given.get(name) is not None for name in LENGTH):
         file = {name: value for name, value in file.items() if name not in LENGTH}

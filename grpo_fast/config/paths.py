@@ -20,6 +20,8 @@ _CODE = (
     *("groups.strategy", "groups.embedding", "groups.criteria.by"),
 )
 _CODE_FILE = re.compile(r"(.+\.py)(:.*)?", re.DOTALL)
+_MODULE = re.compile(r"(\w+)(:[\w.]+)")
+_JINJA = re.compile(r"\{[%{]|\n")
 
 
 def user_path(written: str | Path, key: str = "path") -> Path:
@@ -50,8 +52,10 @@ def user_path(written: str | Path, key: str = "path") -> Path:
 
 def local_path(written: str, key: str) -> Path | None:
     """Return the path of a file or folder that is there; None for a hub id or the name of a generator."""
+    if "://" in written:
+        return None
     path = user_path(written, key)
-    return path if path.exists() or written.startswith(("~", "$")) else None
+    return path if os.path.exists(path) or written.startswith(("~", "$")) else None
 
 
 def with_absolute_paths(config: TrainConfig) -> TrainConfig:
@@ -62,9 +66,8 @@ def with_absolute_paths(config: TrainConfig) -> TrainConfig:
     Raises:
         ValueError: as `user_path`.
     """
-    given = config.model_dump()
-    found = _absolute(given, "")
-    return config if found == given else type(config).model_validate(found)
+    given = config.model_dump(exclude_unset=True) | {"output_dir": config.output_dir}
+    return type(config).model_validate(_absolute(given, ""))
 
 
 def _absolute(value: Any, place: str) -> Any:
@@ -77,9 +80,11 @@ def _absolute(value: Any, place: str) -> Any:
     key = place.removeprefix("stages.overrides.")
     if key == "output_dir":
         return str(user_path(value, key))
-    if key in _DATA or (key == "model.chat_template" and "{%" not in value):
+    if key in _DATA or (key == "model.chat_template" and not _JINJA.search(value)):
         return str(local_path(value, key) or value)
-    file = _CODE_FILE.fullmatch(value)
-    if file and (key in _CODE or key.startswith("rollout.environment.")):
-        return f"{user_path(file[1], key)}{file[2] or ''}"
+    if key in _CODE or key.startswith("rollout.environment."):
+        if file := _CODE_FILE.fullmatch(value):
+            return f"{user_path(file[1], key)}{file[2] or ''}"
+        if (module := _MODULE.fullmatch(value)) and (here := Path(f"{module[1]}.py")).is_file():
+            return f"{here.absolute()}{module[2]}"  # which is on the Python path in this folder only
     return value

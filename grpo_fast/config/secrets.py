@@ -14,12 +14,16 @@ from typing import Any
 MASK = "***"
 VARIABLE = re.compile(r"\$\{(\w+)\}")
 _ENDS = (
-    r"(?:key|(?<=\w)keys|token|secrets?|passwords?|passwd|passphrase|pwd|credentials?|authorization|bearer|cookies?"
-    r"|(?:\b|[_-])auth|(?:\b|access|api|auth|bearer|hf|hub|id|refresh|secret|session|user)[_-]?tokens)"
+    r"(?:(?:\b|[_-]|api|access|private|secret)key|(?:[_-]|api)keys|token|secrets?|passwords?|passwd|passphrase|pwd|credentials?"
+    r"|authorization|bearer|cookies?|(?:\b|[_-])auth|(?:\b|access|api|auth|bearer|hf|hub|id|refresh|secret|session|user)[_-]?tokens)"
 )
 _NAME = re.compile(f"{_ENDS}$", re.IGNORECASE)
-# Words of the model's vocabulary, which are no secrets.
-_SPECIAL = re.compile(r"(^|_)(bos|eos|pad|unk|sep|cls|mask|stop|end|start|begin|image|audio|video)_token$")
+# Words of the model's vocabulary and of data, which are no secrets.
+_SPECIAL = re.compile(
+    r"(^|_)((bos|eos|pad|unk|sep|cls|mask|stop|end|start|begin|image|audio|video|think|thinking|tool|special)_token"
+    r"|(answer|question|prompt|row|column|label|target|reward|metric|group|sort|cache|primary|foreign)_keys?)$"
+)
+_FREE = {"rename", "chat_template_kwargs"}  # whose keys are names of columns and of a template's variables
 _COUNTS = ("keys", "tokens")  # with numbers, they count
 _PROSE = {"system_prompt", "prompt_template", "examples", "template", "chat_template", "stop"}
 _IN_URL = re.compile(
@@ -27,11 +31,15 @@ _IN_URL = re.compile(
     r"|(?P<query>[?&#](?P<name>[\w.-]+)=)[^&\s#'\"]+"
 )
 _HEADER = r"^(?:authorization|cookie|x-[\w-]*(?:key|token|secret)|api-key)\s*:\s*(?=.)"
-_SERVICES = r"\b(?:hf_|sk-|ghp_|gho_|github_pat_|glpat-|xox[bp]-|AKIA)(?=[\w-]{16})"
+_SERVICES = (
+    r"\b(?:(hf_|npm_|sk-)(?=\w*\d)[A-Za-z0-9]{16,}|(sk-(?:proj|ant)-)[\w-]{16,}|(gh[opsu]_)\w{30,}"
+    r"|(github_pat_)\w{20,}|(glpat-)[\w-]{16,}|(xox[abp]-)[\w-]{16,}|(A[KS]IA)[A-Z0-9]{16}|(AIza)[\w-]{35,})"
+)
+_FILLED = ("aA1" * 14, "A1" * 8)  # what every pattern of `_SERVICES` takes, one or the other
 _IN_TEXT = re.compile(
-    rf"({_HEADER}).*|(^bearer\s+)\S+$|(\bbearer\s+)(?=\S*\d)[^\s'\",;]{{6,}}"
-    rf"|(\bbasic\s+)(?=[\w+/]*[\d=])[\w+/=]{{8,}}|({_SERVICES})[\w-]+",
-    re.IGNORECASE | re.MULTILINE,
+    rf"(?i:({_HEADER}).*|(^bearer\s+)\S+$|(\bbearer\s+)(?=\S*\d)[^\s'\",;]{{8,}}"
+    rf"|(\bbasic\s+)(?:[\w+/]{{6,}}={{1,2}}|(?=[\w+/]*\d)[\w+/]{{16,}}))|{_SERVICES}",
+    re.MULTILINE,
 )
 _PAIR = re.compile(
     rf"(?P<name>\b[\w-]*?{_ENDS})(?P<sign>['\"]?\s*[:=]\s*['\"\[]*)[^\s'\",;&)\]}}]+", re.IGNORECASE
@@ -76,8 +84,8 @@ def masked(value: Any, name: str = "", *, variables: bool = True) -> Any:
         variables: show names of variables, `${NAME}`, that stand for secrets.
     """
 
-    def hidden(leaf: Any, name: str, _: str) -> Any:
-        if not is_secret(name):
+    def hidden(leaf: Any, name: str, place: str) -> Any:
+        if not is_secret(name) or not _FREE.isdisjoint(place.split(".")):
             if not isinstance(leaf, str):
                 return leaf
             return leaf if name in _PROSE else redacted(leaf)
@@ -103,7 +111,7 @@ def in_use(options: Mapping[str, Any], place: str) -> dict[str, Any]:
     def value_of(leaf: Any, name: str, key: str) -> Any:
         if not isinstance(leaf, str):
             return leaf
-        of_text = MASK in leaf and redacted(leaf.replace(MASK, 20 * "x")) == leaf
+        of_text = MASK in leaf and any(redacted(leaf.replace(MASK, text)) == leaf for text in _FILLED)
         if of_text or (leaf == MASK and is_secret(name)):
             raise ValueError(
                 f"{key} = {leaf!r} is hidden in a run's folder: give it again as {key}=VALUE, or as a "

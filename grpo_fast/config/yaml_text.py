@@ -122,7 +122,7 @@ def surprises(text: str) -> list[Surprise]:
             rest = lines[mark.line][mark.column :].strip() if not written and mark.line < len(lines) else ""
             if node.tag in _TYPED and (kind := next(kinds, None)):
                 yield Surprise(place, mark.line + 1, written, kind, loader.construct_object(node))
-            elif rest.startswith("#"):
+            elif re.match(r"#(\S|$)", rest):  # `# ` begins a remark
                 yield Surprise(place, mark.line + 1, rest, "comment", None)
 
     return [] if document is None else [*walk(document, "")]

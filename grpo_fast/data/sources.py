@@ -52,7 +52,7 @@ def _source_rows(config: DatasetConfig) -> Iterable[Row]:
     if config.source.startswith(PREFIX):
         task = config.source.removeprefix(PREFIX)
         options = in_use(config.options, "dataset.options")
-        return generate_rows(task, seed=config.seed, size=config.size, options=options)
+        return generate_rows(task, seed=config.seed or 0, size=config.size, options=options)
     if config.source.startswith(VERIFIERS):
         return task_rows(config)
     if config.source.endswith(FROM_PYTHON):

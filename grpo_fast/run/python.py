@@ -162,11 +162,10 @@ class Run:
     """
 
     def __init__(self, folder: str | Path, *, trust_remote_code: bool = False) -> None:
-        self._trusted = trust_remote_code
         self.folder = user_path(folder, "folder")
         if not (self.folder / CONFIG_FILE).is_file():
             raise FileNotFoundError(f"{self.folder} holds no run: there is no {CONFIG_FILE}")
-        self.config = load_config(self.folder)
+        self.config = load_config(self.folder, {"model.trust_remote_code": trust_remote_code})
 
     @property
     def metrics(self) -> pandas.DataFrame:
@@ -186,7 +185,7 @@ class Run:
         Raises:
             FileNotFoundError: there is none yet.
         """
-        return TrainedPolicy(trained_policy(self.config, self.folder, trusted=self._trusted)[0], self.config)
+        return TrainedPolicy(trained_policy(self.config, self.folder)[0], self.config)
 
     @property
     def report(self) -> Path:

@@ -324,7 +324,9 @@ def test_a_runs_length_is_in_steps_or_in_epochs_and_the_command_line_wins(write)
             {"urls": ["https://tok@host/", "https://me:p@w@h"]},
             {"urls": ["https://***@host/", "https://me:***@h"]},
         ),
-        ({"any": "sk-0123456789abcdef"}, {"any": "sk-***"}),
+        ({"any": "sk-0123456789abcdef hf_0123456789abcdefgh"}, {"any": "sk-*** hf_***"}),
+        ({"any": "hf_checkpoints_2024/m sk-experiment-number-one basic 12345678"}, ...),
+        ({"rename": {"my_key": "answer"}, "options": {"answer_key": "a", "think_token": "<t>"}}, ...),
         ({"any": "Say: Bearer ab12cd34, Basic dTpwdw=="}, {"any": "Say: Bearer ***, Basic ***"}),
         (
             {

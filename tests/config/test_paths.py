@@ -37,7 +37,7 @@ def test_a_home_and_variables_are_expanded_and_unknown_ones_refused(home: Path, 
 
 
 def test_a_runs_paths_become_absolute_and_names_stay(home: Path, tmp_path: Path):
-    for file in ("m", "d.jsonl", "t.jinja"):
+    for file in ("m", "d.jsonl", "t.jinja", "near.py"):
         (tmp_path / file).touch()
     rewards = [{"reward": "r.py:f", "options": {"file": "r.py"}}, {"reward": "mine:f"}]
     stages = [{"name": "a", "overrides": {"dataset": {"source": "d.jsonl"}, "rewards": rewards}}]
@@ -47,7 +47,7 @@ def test_a_runs_paths_become_absolute_and_names_stay(home: Path, tmp_path: Path)
         evaluation={"dataset": {"source": "hub/id"}},
         rewards=rewards,
         rollout={"tools": ["~/t.py:f"], "environment": {"a": "e.py:E", "b": "p.e:E"}},
-        callbacks=["c.py", "p.c:C"],
+        callbacks=["c.py", "p.c:C", "near:C"],
         advantage={"function": "a.py:f"},
         loss={"loss_type": "l.py:f"},
         stages=stages,
@@ -61,12 +61,13 @@ def test_a_runs_paths_become_absolute_and_names_stay(home: Path, tmp_path: Path)
     assert found.rewards[0].options == {"file": "r.py"}
     assert found.rollout.tools == [f"{home}/t.py:f"]
     assert found.rollout.environment == {"a": f"{here}/e.py:E", "b": "p.e:E"}
-    assert found.callbacks == [f"{here}/c.py", "p.c:C"]
+    assert found.callbacks == [f"{here}/c.py", "p.c:C", f"{here}/near.py:C"]
+    assert "seed" not in found.dataset.model_fields_set
     assert (found.advantage.function, found.loss.loss_type) == (f"{here}/a.py:f", f"{here}/l.py:f")
     assert found.stages[0].overrides["dataset"]["source"] == f"{here}/d.jsonl"
     assert found.stages[0].overrides["rewards"][0]["reward"] == f"{here}/r.py:f"
     assert found.output_dir == f"{here}/runs/../x"
-    assert with_absolute_paths(found) is found
+    assert with_absolute_paths(found) == found
 
 
 def test_code_imports_the_files_beside_it_and_modules_of_the_working_folder(tmp_path: Path):

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from safetensors import SafetensorError
 
+from grpo_fast.config.load import load_config
 from grpo_fast.run.export import export_run, locate
+from grpo_fast.run.python import Run
 
 
 @pytest.fixture
@@ -61,8 +64,11 @@ def test_an_export_that_fails_leaves_nothing_in_the_way_of_the_next(run, tmp_pat
 def test_code_of_a_models_repository_needs_the_users_own_word(run, tmp_path, monkeypatch):
     text = (run / "config.yaml").read_text()
     (run / "config.yaml").write_text(text.replace("path: m}", "path: m, trust_remote_code: true}"))
-    monkeypatch.setattr("grpo_fast.run.export.CheckpointStore", lambda *_: pytest.fail("goes on"))
-    with pytest.raises(ValueError, match=r"trust_remote_code = true.*--trust-remote-code"):
-        export_run(run, tmp_path / "out")
-    with pytest.raises(pytest.fail.Exception, match="goes on"):
-        export_run(run, tmp_path / "out", trust_remote_code=True)
+    words = []
+    load = lambda config, *_: words.append(config.model.trust_remote_code) or (Mock(), 1)  # noqa: E731
+    monkeypatch.setattr("grpo_fast.run.export.trained_policy", load)
+    export_run(run, tmp_path / "a")
+    export_run(run, tmp_path / "b", trust_remote_code=True)
+    words += [load_config(run).model.trust_remote_code, Run(run).config.model.trust_remote_code]
+    words += [load_config(run, ["model.trust_remote_code=true"]).model.trust_remote_code]
+    assert words == [False, True, False, False, True]
