@@ -41,8 +41,11 @@ class DatasetConfig(Section):
     prompt_template: str | None = Field(
         None, description="str.format over the row's columns; makes the prompt"
     )
-    chat: Literal["auto"] | bool = Field(
-        "auto", description="text becomes a user turn of the chat template; auto: where the tokenizer has one"
+    chat: Literal["auto", "messages"] | bool = Field(
+        "auto",
+        description="text becomes a user turn of the chat template; auto: where the tokenizer has one; "
+        "messages: where a system prompt, examples or tools make turns of it, else the model gets it as it "
+        "is, as in TRL",
     )
     system_prompt: str | None = Field(None, description="goes before every prompt")
     examples: list[Annotated[tuple[str, str], Field(strict=False)]] = Field(

@@ -166,7 +166,11 @@ class OptimizerConfig(Section):
     schedule: Literal["constant", "linear", "cosine"] = Field(
         "constant", description="of the learning rate after the warmup, over max_steps"
     )
-    warmup_steps: Count = Field(0, description="steps in which the learning rate rises in a straight line")
+    warmup_steps: Count | Fraction = Field(
+        0,
+        description="steps in which the learning rate rises in a straight line; with epochs, below 1 a share "
+        "of their steps",
+    )
     min_learning_rate_ratio: Fraction = Field(
         0.0, description="where linear and cosine end, as a share of learning_rate"
     )

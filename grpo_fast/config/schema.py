@@ -253,6 +253,11 @@ CONTRADICTIONS: list[tuple[str, Callable[[TrainConfig], object]]] = [
         lambda c: c.epochs is None and c.optimizer.warmup_steps >= c.max_steps,
     ),
     (
+        "optimizer.warmup_steps = {0.optimizer.warmup_steps} is a share of the run, which needs max_steps or "
+        "epochs beside it; set it as a number of steps",
+        lambda c: c.epochs is None and 0 < c.optimizer.warmup_steps < 1,
+    ),
+    (
         "epochs = {0.epochs:g} says how long the run is: max_steps, stages, curriculum and "
         "advantage.dynamic_sampling say it otherwise; leave out one or the others",
         lambda c: (

@@ -15,7 +15,7 @@ from grpo_fast.config.data import PREFIX, DatasetConfig
 from grpo_fast.config.secrets import masked
 from grpo_fast.config.section import plural
 from grpo_fast.data.files import Row, row_named
-from grpo_fast.data.images import ImageReader, PromptImages, beside
+from grpo_fast.data.images import ImageReader, PromptImages, beside, row_images
 from grpo_fast.data.render import Renderer, Tools
 from grpo_fast.data.sources import read_rows
 from grpo_fast.data.types import Prompt, own_text
@@ -112,6 +112,7 @@ def prompts_of(
     images: ImageReader | None = None,
 ) -> PromptDataset:
     """Renders and tokenises rows; arguments and errors as of `load_prompts`."""
+    config = _with_chat(config, rows, tools)
     render = Renderer(config, tokenizer, tools)
     prompts, texts, begun = [], [], []
     seen: dict[int, tuple[tuple[int, ...], PromptImages]] = {}
@@ -165,6 +166,15 @@ def prompts_of(
         images_of = seen[index][1] if index in seen else None
         made.append(Prompt(index, prompts[index], ids, others[index], images_of, opened[1] if opened else ""))
     return PromptDataset(tuple(made), config, report)
+
+
+def _with_chat(config: DatasetConfig, rows: Sequence[Row], tools: Tools | None) -> DatasetConfig:
+    """Return the configuration with `chat: messages` decided by the first row."""
+    if config.chat != "messages":
+        return config
+    text = config.prompt_template is not None or isinstance(rows[0].get(config.prompt_column), str)
+    turns = tools is not None or config.system_prompt is not None or config.examples or row_images(rows[0])
+    return config.model_copy(update={"chat": False if text and not turns else "auto"})
 
 
 def _digest_of(value: Any) -> str:

@@ -51,7 +51,7 @@ class Renderer:
         self.tokenizer = tokenizer
         self.tools = tools
         has_template = bool(getattr(tokenizer, "chat_template", None))
-        self.chat = has_template if config.chat == "auto" else config.chat
+        self.chat = config.chat if isinstance(config.chat, bool) else has_template
         self._no_chat = "dataset.chat = false" if has_template else "the tokenizer has no chat template"
         if tools is not None and not self.chat:
             raise ValueError(

@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from grpo_fast.config.convert import fitted
 from grpo_fast.config.foreign.rules import Places
 from grpo_fast.config.foreign.trl import BATCH, read_trl
 from grpo_fast.config.keys import ConfigError, Problem
-from grpo_fast.config.schema import TrainConfig
 from grpo_fast.config.tree import with_leaves
 
 logger = logging.getLogger(__name__)
@@ -37,14 +36,15 @@ def trl_places(args: Any, settings: dict[str, Any]) -> Places:
     document = fields | {name: settings.pop(name) for name in ARGUMENTS if name in settings}
     if (quantization := settings.pop("quantization_config", None)) is not None:
         document |= set_in(quantization)
-    document = with_leaves(document, lambda leaf: str(leaf) if type(leaf).__name__ == "dtype" else leaf)
+    document = with_leaves(document, _plain_leaf)
     document |= _sizes(document)
     conversion = fitted(read_trl(document))[0]
     open_rows = [row for row in conversion.rows if row.outcome == "needs a decision"]
     if open_rows:
         places = [(f"args.{row.key}" if row.key in fields else row.key, row) for row in open_rows]
         raise ConfigError("train", [Problem(place, row.reason, row.value) for place, row in places])
-    idle = [row for row in conversion.rows if row.outcome == "not applicable" and row.key != "hub_token"]
+    idle = [row for row in conversion.rows if row.outcome == "not applicable"]
+    idle = [row for row in idle if row.value is not None and row.key != "hub_token"]
     for reason in dict.fromkeys(row.reason for row in idle):
         logger.warning(
             "not used: %s (%s)", ", ".join(str(row) for row in idle if row.reason == reason), reason
@@ -90,6 +90,11 @@ def _plain(settings: Any) -> dict[str, Any]:
     raise ConfigError("train", [Problem("args", f"is a {type(settings).__name__}; give a GRPOConfig")])
 
 
+def _plain_leaf(leaf: Any) -> Any:
+    """A dtype of torch as files have it."""
+    return str(leaf).removeprefix("torch.") if type(leaf).__name__ == "dtype" else leaf
+
+
 def _of_defaults(kind: Any) -> Any:
     """Return an object of defaults: TRL's own computes some, and refuses bfloat16 on some CPUs."""
     for arguments in ({}, {"use_cpu": True}, {"bf16": False}):
@@ -98,18 +103,3 @@ def _of_defaults(kind: Any) -> Any:
         except (TypeError, ValueError):
             continue
     return {field.name: field.default for field in dataclasses.fields(kind)}
-
-
-def with_text_as_it_is(config: TrainConfig, rows: Mapping[str, Iterable[Mapping[str, Any]]]) -> TrainConfig:
-    """Return the configuration with prompts of text that the model gets as they are, as in TRL."""
-
-    def plain(section: Any) -> Any:
-        first = next(iter(rows.get(section.source, ())), {}) if section else {}
-        text = isinstance(first.get(section.prompt_column), str) if section else False
-        turns = section and (section.system_prompt is not None or section.examples)
-        return section.model_copy(update={"chat": False}) if text and not turns else section
-
-    if config.rollout.has_turns or config.dataset.chat != "auto":
-        return config
-    evaluation = config.evaluation.model_copy(update={"dataset": plain(config.evaluation.dataset)})
-    return config.model_copy(update={"dataset": plain(config.dataset), "evaluation": evaluation})

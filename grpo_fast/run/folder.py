@@ -8,9 +8,12 @@ from itertools import count
 from pathlib import Path
 
 from grpo_fast.config.record import CHECKPOINTS_DIR, CONFIG_FILE, INPUTS_DIR
+from grpo_fast.config.schema import TrainConfig
 from grpo_fast.record.checkpoint import CheckpointStore
 from grpo_fast.record.files import RunInUse, locked_run_dir, read_jsonl, write_whole
-from grpo_fast.record.logs import METRICS_FILE
+from grpo_fast.record.logs import FILES, METRICS_FILE
+from grpo_fast.record.mirrors import KINDS
+from grpo_fast.record.report import REPORT_FILE
 
 NEWEST_FILE = "newest_run"  # in a run's folder: the name of the one next to it that was started last
 
@@ -22,7 +25,7 @@ def hold_folder(stack: ExitStack, asked: Path, resume: str | None, *, overwrite:
         asked: `output_dir`. Where it holds a run, a new one gets `asked-2`, `asked-3` and so on.
         resume: "latest" takes the newest of these, a checkpoint's path the folder that it lies in, and the
             path of `asked` that one.
-        overwrite: delete the run in `asked`.
+        overwrite: take `asked`, whose run `delete_run` deletes once the new one can start.
 
     Raises:
         RunInUse: another process trains there.
@@ -30,8 +33,10 @@ def hold_folder(stack: ExitStack, asked: Path, resume: str | None, *, overwrite:
     """
     if resume is not None:
         newest = asked / NEWEST_FILE
-        follows = resume == "latest" and newest.is_file()
-        run_dir = asked.with_name(newest.read_text(encoding="utf-8").strip()) if follows else asked
+        run_dir = asked
+        if resume == "latest" and newest.is_file():
+            last = asked.with_name(newest.read_text(encoding="utf-8").strip())
+            run_dir = last if (last / CONFIG_FILE).is_file() else asked
         of_checkpoint = Path(resume).parent.parent
         if resume != "latest" and of_checkpoint.name.startswith(f"{asked.name}-"):
             run_dir = of_checkpoint
@@ -46,17 +51,24 @@ def hold_folder(stack: ExitStack, asked: Path, resume: str | None, *, overwrite:
                 if number == 1:
                     raise
                 continue
-            if overwrite:
-                for name in (CHECKPOINTS_DIR, INPUTS_DIR):
-                    shutil.rmtree(run_dir / name, ignore_errors=True)
-                for name in (CONFIG_FILE, METRICS_FILE, NEWEST_FILE):
-                    (run_dir / name).unlink(missing_ok=True)
-            if not _is_used(run_dir):
+            if overwrite or not _is_used(run_dir):
                 if number > 1:
                     write_whole(asked / NEWEST_FILE, run_dir.name.encode())
                 stack.push(lock.pop_all())
                 return run_dir
     raise AssertionError("the numbers end")
+
+
+def delete_run(run_dir: Path, config: TrainConfig) -> None:
+    """Delete the files of the run in a folder, if there is one, but for inputs that `config` reads."""
+    if not (run_dir / CONFIG_FILE).is_file():
+        return
+    for name in (CONFIG_FILE, NEWEST_FILE, REPORT_FILE, *FILES, *(f"{kind}_id" for kind in KINDS)):
+        (run_dir / name).unlink(missing_ok=True)
+    inputs = [run_dir / INPUTS_DIR / name for name in ("model", "tokenizer")]
+    unread = [folder for folder in inputs if str(folder) not in (config.model.path, config.model.tokenizer)]
+    for folder in (run_dir / CHECKPOINTS_DIR, *(run_dir / kind for kind in KINDS), *unread):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _is_used(run_dir: Path) -> bool:

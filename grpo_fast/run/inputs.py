@@ -36,9 +36,10 @@ class Inputs:
             return [self.plain(item) for item in value]
         if isinstance(value, Path):
             return str(value)
-        if "TrainerCallback" in (kind.__name__ for kind in type(value).__mro__):
+        known = value if isinstance(value, type) else type(value)
+        if "TrainerCallback" in (kind.__name__ for kind in known.__mro__):
             remedy = "derive from grpo_fast.Callback, whose on_step_end gets a step's metrics"
-            raise _refused("callbacks", f"has transformers' TrainerCallback {type(value).__name__}: {remedy}")
+            raise _refused("callbacks", f"has transformers' TrainerCallback {known.__name__}: {remedy}")
         return self.name(value) if callable(value) or isinstance(value, Callback) else value
 
     def name(self, value: Any) -> str:
@@ -91,21 +92,18 @@ class Inputs:
         return section
 
     def read(self, config: TrainConfig) -> None:
-        """Read the rows that the configuration needs: of a stream without end, those of all steps."""
+        """Read each object's rows once: of a stream, which may have no end, as many as the run needs."""
+        sizes: dict[str, dict[str, int | None]] = {}  # of each object, by section
         for key, section in {
             "dataset": config.dataset,
             "evaluation.dataset": config.evaluation.dataset,
         }.items():
-            rows = self.objects.get(section.source if section else "")
-            if section is None or rows is None:
-                continue
-            size = section.size
-            if size is None and type(rows).__name__ == "IterableDataset":
-                if config.epochs or key != "dataset":
-                    needed = f"{key}.size" if key != "dataset" else "max_steps, or dataset.size"
-                    raise _refused(key, f"is an IterableDataset, whose length is not known; set {needed}")
-                size = config.max_steps * config.prompts_per_step
-            self.objects[section.source] = _rows(islice(rows, size), key)
+            if section is not None and section.source in self.objects:
+                sizes.setdefault(section.source, {})[key] = section.size
+        for source, wanted in sizes.items():
+            rows = self.objects[source]
+            needed = None if hasattr(rows, "__len__") else _of_stream(rows, wanted, config)
+            self.objects[source] = _rows(islice(rows, needed), next(iter(wanted)))
 
     def evaluation(self, value: Any) -> dict[str, Any]:
         section = {"dataset": value}
@@ -114,6 +112,18 @@ class Inputs:
         if section.get("dataset") is not None:
             section["dataset"] = self.dataset(section["dataset"], "evaluation.dataset")
         return section
+
+
+def _of_stream(rows: Any, wanted: Mapping[str, int | None], config: TrainConfig) -> int:
+    """Return how many rows the sections need of a stream; without a size, training those of all steps."""
+    sizes = []
+    for key, size in wanted.items():
+        if size is None and (config.epochs or key != "dataset"):
+            remedy = f"{key}.size" if key != "dataset" else "max_steps, or dataset.size"
+            kind = type(rows).__name__
+            raise _refused(key, f"is a stream ({kind}), whose length is not known; set {remedy}")
+        sizes.append(size or config.max_steps * config.prompts_per_step)
+    return max(sizes)
 
 
 def _is_splits(value: Any) -> bool:

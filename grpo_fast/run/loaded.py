@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -40,12 +41,14 @@ class Loaded:
     """The model and the tokenizer of one call, where they are objects.
 
     A run reads both from files, as it does after a kill, on other ranks and in vLLM. `keep` writes them
-    before the first step, and a resumed run reads what was written then.
+    before the first step, and a resumed run reads what was written then. `settle` follows once the run can
+    start, `undo` where it cannot.
     """
 
     def __init__(self) -> None:
         self.model: Any = None
         self.tokenizer: Any = None
+        self._written: list[Path] = []  # since `settle`
         self.resumes = False  # so that the model may have the weights that the run gave back
 
     def section(self, model: Any) -> dict[str, Any]:
@@ -80,7 +83,8 @@ class Loaded:
             if not self.resumes and any(trained):
                 raise _refused(
                     "model",
-                    "has trained adapters; give model.merge_and_unload(), and peft_config for new ones",
+                    "has trained adapters, from which a new run does not start: resume their run with more "
+                    "max_steps; or give model.merge_and_unload(), and peft_config for new ones",
                 )
             found["lora"] = lora_section(model.peft_config[model.active_adapter], "model.peft_config")
         if self._quantized:
@@ -91,15 +95,47 @@ class Loaded:
     def _quantized(self) -> bool:
         return Policy(self.model, self.tokenizer).quantized
 
-    def keep(self, config: TrainConfig) -> TrainConfig:
-        """Return the configuration with paths in the run's folder. Write there what is not there yet."""
+    def keep(self, config: TrainConfig, *, fresh: bool) -> TrainConfig:
+        """Return the configuration with paths in the run's folder. Write there what is not there yet.
+
+        Args:
+            fresh: what is there is of an earlier run: write anew.
+        """
         folder = Path(config.output_dir).absolute() / INPUTS_DIR
         changes: dict[str, str] = {}
         if self.model is not None:
-            changes["path"] = _once(folder / "model", self._save)
+            changes["path"] = self._once(folder / "model", self._save, fresh)
         elif self.tokenizer is not None:
-            changes["tokenizer"] = _once(folder / "tokenizer", self.tokenizer.save_pretrained)
+            save = self.tokenizer.save_pretrained
+            changes["tokenizer"] = self._once(folder / "tokenizer", save, fresh)
         return config.model_copy(update={"model": config.model.model_copy(update=changes)})
+
+    def _once(self, folder: Path, write: Callable[[Path], object], fresh: bool) -> str:
+        """Return the folder, written as a whole where it is not there yet."""
+        if fresh or not folder.exists():
+            unfinished = folder.with_name(f"{folder.name}.tmp")
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.mkdir(parents=True)
+            write(unfinished)
+            shutil.rmtree(_earlier(folder), ignore_errors=True)
+            if folder.exists():
+                folder.rename(_earlier(folder))
+            self._written.append(folder)
+            unfinished.rename(folder)
+        return str(folder)
+
+    def settle(self) -> None:
+        """Delete what was there before."""
+        while self._written:
+            shutil.rmtree(_earlier(self._written.pop()), ignore_errors=True)
+
+    def undo(self) -> None:
+        """Put back what was there before; nothing after `settle`."""
+        while self._written:
+            folder = self._written.pop()
+            shutil.rmtree(folder, ignore_errors=True)
+            if _earlier(folder).exists():
+                _earlier(folder).rename(folder)
 
     def _save(self, folder: Path) -> None:
         from transformers import AutoTokenizer
@@ -154,14 +190,8 @@ def lora_section(given: Any, key: str = "peft_config") -> dict[str, Any]:
     return section
 
 
-def _once(folder: Path, write: Callable[[Path], object]) -> str:
-    """Return the folder, written as a whole where it is not there yet."""
-    if not folder.exists():
-        unfinished = folder.with_name(f"{folder.name}.tmp")
-        unfinished.mkdir(parents=True, exist_ok=True)
-        write(unfinished)
-        unfinished.rename(folder)
-    return str(folder)
+def _earlier(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.old")
 
 
 def _refused(key: str, problem: str) -> ConfigError:

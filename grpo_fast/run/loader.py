@@ -76,4 +76,7 @@ def with_steps(config: TrainConfig) -> TrainConfig:
     steps = ceil(round(config.epochs * len(prompts) / config.prompts_per_step, 9))
     counted = f"{plural(len(prompts), 'prompt')}, {config.prompts_per_step} a step"
     logger.warning("epochs = %g: max_steps = %d, for %s", config.epochs, steps, counted)
-    return TrainConfig.model_validate(config.model_dump() | {"epochs": None, "max_steps": steps})
+    settings = config.model_dump() | {"epochs": None, "max_steps": steps}
+    if 0 < (share := config.optimizer.warmup_steps) < 1:
+        settings["optimizer"]["warmup_steps"] = min(ceil(share * steps), steps - 1)
+    return TrainConfig.model_validate(settings)

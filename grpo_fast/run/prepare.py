@@ -31,7 +31,7 @@ from grpo_fast.record.mirrors import require_mirrors
 from grpo_fast.record.recorder import Recorder
 from grpo_fast.run.alike import code_digests, find_checkpoint, require_alike
 from grpo_fast.run.build import build_callbacks, build_trainer
-from grpo_fast.run.folder import hold_folder
+from grpo_fast.run.folder import delete_run, hold_folder
 from grpo_fast.run.loaded import Loaded
 from grpo_fast.run.loader import with_steps
 from grpo_fast.run.opening import opening_lines
@@ -103,9 +103,11 @@ def prepared(
         require_alike_ranks(world, given, resume)  # whose hosts may have the same files in other folders
         code = code_digests(config.model_dump(mode="json"))
         config = config.model_copy(update={"output_dir": str(run_dir)})
-        config = world.from_main("the loaded model", partial(loaded.keep, config))
+        stack.callback(loaded.undo)
+        config = world.from_main("the loaded model", partial(loaded.keep, config, fresh=resume is None))
         config = world.from_main("the length", partial(with_steps, config))
-        config = world.from_main("the plan", partial(resolve_auto, config, run_dir, ranks=world.size))
+        resumed = run_dir if resume is not None else None
+        config = world.from_main("the plan", partial(resolve_auto, config, resumed, ranks=world.size))
         store = CheckpointStore(run_dir / CHECKPOINTS_DIR, config.checkpoint.keep, world)
         find = partial(find_checkpoint, run_dir, store, config, resume, code)
         checkpoint, changes = world.from_main("the checkpoint", find)
@@ -125,6 +127,9 @@ def prepared(
         stack.enter_context(trainer)
         if checkpoint is not None:
             restore(trainer, checkpoint)
+        if overwrite and resume is None:  # torchrun may have started the new run's ranks again
+            delete_run(own_dir, config)
+        loaded.settle()
         write_whole(own_dir / CONFIG_FILE, dump_config(config).encode())
         world.mark_started(asked)
         signals = stack.enter_context(noting_signals())

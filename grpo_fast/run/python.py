@@ -25,7 +25,7 @@ from grpo_fast.record.files import read_jsonl
 from grpo_fast.record.logs import EVALUATIONS_FILE, METRICS_FILE, TIMINGS_FILE, held_out_outcome
 from grpo_fast.record.report import write_report
 from grpo_fast.rollout import Completion, generate_rollout, make_engine, sampling_of
-from grpo_fast.run.arguments import trl_places, with_text_as_it_is
+from grpo_fast.run.arguments import trl_places
 from grpo_fast.run.export import trained_policy
 from grpo_fast.run.inputs import Inputs
 from grpo_fast.run.loaded import lora_section
@@ -123,8 +123,6 @@ def train(
             base.pop("model.dtype", None)  # the loaded model's is used
     whole = load_config(base, settings)
     inputs.read(whole)
-    if from_trl:
-        whole = with_text_as_it_is(whole, inputs.objects)
     if resume and overwrite:
         raise ConfigError("train", [Problem("overwrite", "goes without resume; keep one")])
     checkpoint = "latest" if resume is True else str(resume) if resume else None

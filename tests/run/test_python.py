@@ -6,6 +6,7 @@ import json
 import shutil
 import signal
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,12 @@ from transformers import AutoModelForCausalLM
 import grpo_fast
 from grpo_fast import run
 from grpo_fast.cli import main
+from grpo_fast.config.keys import ConfigError
 from grpo_fast.config.load import load_config
 from grpo_fast.config.lookup import load_callable
 from grpo_fast.config.schema import TrainConfig
 from grpo_fast.record.checkpoint import CheckpointError
+from grpo_fast.record.files import read_jsonl
 from grpo_fast.run.inputs import Inputs
 
 
@@ -164,6 +167,48 @@ def test_an_interrupted_call_raises_and_keeps_the_step(call, tmp_path: Path, num
 def test_what_cannot_be_trained_with_is_named(call, tmp_path: Path, changes: dict[str, Any], problem: str):
     with pytest.raises(ValueError, match=problem):
         grpo_fast.train(**call | {"output_dir": tmp_path / "run"} | changes)
+
+
+def test_overwriting_deletes_a_run_and_nothing_else(call, tmp_path: Path):
+    again = call | {"output_dir": tmp_path / "run", "overwrite": True, "max_steps": 1}
+    again["logging"] = {"samples_every": 1}
+    mine = [tmp_path / "run" / name / "mine.txt" for name in ("inputs", "checkpoints", "model")]
+    for file in mine:
+        file.parent.mkdir(parents=True)
+        file.write_text("mine")
+    grpo_fast.train(**again)
+    assert all(file.exists() for file in mine)
+    (tmp_path / "run" / "wandb_id").write_text("of the first run")
+
+    grpo_fast.train(**again)
+
+    assert mine[0].exists() and not (tmp_path / "run" / "wandb_id").exists()
+    assert len(list((tmp_path / "run" / "tensorboard").iterdir())) == 1
+    assert {record["step"] for record in read_jsonl(tmp_path / "run" / "samples.jsonl")} == {1}
+    assert len(read_jsonl(tmp_path / "run" / "provenance.jsonl")) == 1
+
+
+@pytest.mark.parametrize(
+    ("rows", "size", "held_out", "read"),
+    [
+        ([{"prompt": f"w{n}"} for n in range(5)], None, 3, 5),
+        ([{"prompt": f"w{n}"} for n in range(5)], 2, None, 5),
+        (({"prompt": f"w{n}"} for n in count()), 4, 3, 4),
+        (({"prompt": f"w{n}"} for n in count()), 3, 4, 4),
+        (map(lambda n: {"prompt": f"w{n}"}, count()), None, 3, 64),
+        (({"prompt": f"w{n}"} for n in count()), 4, None, "evaluation.dataset: is a stream .generator."),
+    ],
+)
+def test_rows_of_both_sections_are_read_once_and_as_many_as_needed(rows, size, held_out, read):
+    inputs, settings = Inputs(), {"model": {"path": "m"}, "rewards": [{"reward": "length"}], "max_steps": 4}
+    settings["dataset"] = inputs.dataset({"source": rows, "size": size})
+    config = load_config(None, settings | {"evaluation": {"dataset": {"size": held_out}}})
+    if isinstance(read, str):
+        with pytest.raises(ConfigError, match=read):
+            inputs.read(config)
+        return
+    inputs.read(config)
+    assert len(inputs.objects["dataset@python"]) == read
 
 
 def test_the_same_call_gives_each_object_the_same_name_of_its_own():

@@ -251,6 +251,11 @@ def test_a_new_run_leaves_another_ones_folder_alone(toy, run_dir: Path, capsys):
     assert steps_of(run_dir) == [0, 1, 2]
     assert main(["train", once, "--overwrite", "--resume"]) == 2
 
+    assert main(["train", once]) == 0
+    shutil.rmtree(fourth := run_dir.with_name(f"{run_dir.name}-4"))
+    assert main(["train", once, "--resume", "max_steps=3"]) == 0
+    assert steps_of(run_dir) == [0, 1, 2, 3] and not fourth.exists()
+
 
 def test_few_frames_lie_between_the_command_and_the_heads_forward(toy, tmp_path, monkeypatch):
     package, forward, stacks = Path(grpo_fast.__file__).parent, reference.forward, []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from itertools import cycle
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ import grpo_fast
 from grpo_fast.cli import main
 from grpo_fast.config.keys import ConfigError
 from grpo_fast.config.load import load_config
+from grpo_fast.rewards.types import RewardError
 from grpo_fast.run.arguments import trl_places
+from grpo_fast.run.loader import Loader, with_steps
 
 OURS: dict[str, Any] = {"output_dir": "out", "use_cpu": True, "max_steps": 2, "learning_rate": 1e-2}
 OURS |= {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_generations": 4}
@@ -59,7 +62,7 @@ def test_a_script_of_trl_trains_a_loaded_model_and_resumes(script):
     run = grpo_fast.train(**call)
 
     assert run.folder.samefile("out") and run.config.model.path == str(Path("out/inputs/model").absolute())
-    assert run.config.dataset.chat is run.config.evaluation.dataset.chat is False
+    assert run.config.dataset.chat == run.config.evaluation.dataset.chat == "messages"
     kept, trained = AutoModelForCausalLM.from_pretrained("out/inputs/model").state_dict(), run.policy.model
     for name, weight in call["model"].state_dict().items():
         assert torch.equal(kept[name], start[name]) and torch.equal(weight, trained.state_dict()[name])
@@ -156,14 +159,94 @@ def test_adapters_of_a_loaded_peft_model_are_trained_in_place(script):
     assert (found.r, found.alpha, found.target_modules) == (4, 16.0, ["q_proj", "v_proj"])
     prompt = torch.tensor([[3, 4, 5]])
     assert torch.allclose(call["model"](prompt).logits, run.policy.model(prompt).logits, atol=1e-5)
-    with pytest.raises(ConfigError, match=r"has trained adapters; give model.merge_and_unload\(\)"):
+    with pytest.raises(ConfigError, match=r"has trained adapters, .* or give model.merge_and_unload\(\)"):
         grpo_fast.train(**call)
 
 
 def test_conversations_reach_rewards_as_in_trl(script, playing_toy):
     rows = [{"prompt": [{"role": "user", "content": f"w{1 + i % 4}"}], "start": i} for i in range(8)]
     run = grpo_fast.train(**script | {"model": playing_toy["model"]["path"], "train_dataset": rows})
-    assert run.config.dataset.chat == "auto" and list(run.metrics.index) == [0, 1, 2]
+    assert run.config.dataset.chat == "messages" and list(run.metrics.index) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("rows", "settings", "templated"),
+    [
+        ([{"prompt": "w2"}], {}, False),
+        ([{"q": "2"}], {"prompt_template": "w{q}"}, False),
+        ([{"prompt": [{"role": "user", "content": "w2"}]}], {}, True),
+        ([{"prompt": "w2"}], {"system_prompt": "w4"}, True),
+        ([{"prompt": "w2"}], {"chat": True}, True),
+    ],
+)
+@pytest.mark.parametrize("saved", [False, True])
+def test_the_model_gets_text_as_it_is_wherever_rows_are(
+    playing_toy, tmp_path, rows, settings, templated, saved
+):
+    source = tmp_path / "rows.jsonl"
+    source.write_text("\n".join(map(json.dumps, rows)))
+    if saved:
+        source = tmp_path / "saved"
+        Dataset.from_list(rows).save_to_disk(source)
+    ours = {"model.path": playing_toy["model"]["path"], "dataset": {"source": str(source), **settings}}
+    config = load_config(trl_places({}, {"reward_funcs": ["length"]}), ours)
+
+    loader = Loader(config)
+    (prompt,) = loader.training(config)[1]
+
+    assert (loader.tokenizer.decode(prompt.token_ids) != "w2") == templated
+
+
+def test_a_warmup_is_a_share_of_the_steps_that_epochs_make(script):
+    script["train_dataset"].to_json("rows.jsonl")
+    given = {"warmup_ratio": 0.25, "num_train_epochs": 2, "per_device_train_batch_size": 16}
+    given |= {"generation_batch_size": None, "model_init_kwargs": {"torch_dtype": torch.bfloat16}}
+    ours = {"model.path": script["model"], "dataset.source": "rows.jsonl"}
+
+    config = with_steps(load_config(trl_places(given, {"reward_funcs": ["length"]}), ours))
+
+    assert config.max_steps == len(script["train_dataset"]) and config.model.dtype == "bfloat16"
+    assert config.optimizer.warmup_steps == ceil(0.25 * config.max_steps)
+
+
+def test_options_without_effect_are_named_but_not_those_left_unset(caplog):
+    loading = {
+        "attn_implementation": "kernels-community/flash-attn2",
+        "device_map": "auto",
+        "use_cache": False,
+    }
+    given = {"model_init_kwargs": loading, "generation_batch_size": None, "ddp_backend": None}
+    places = trl_places(given, {"reward_funcs": ["length"]})
+    assert places["model.attention"] == "flash_attention_2"
+    assert "device_map: a run places" in caplog.text and "None" not in caplog.text
+
+
+def test_a_call_trains_its_own_model_after_one_that_failed(script):
+    def asks(completions, no_column, **columns: Any) -> list[float]:
+        return [0.0 for _ in completions]
+
+    def kept() -> torch.Tensor:
+        return AutoModelForCausalLM.from_pretrained("out/inputs/model").model.norm.weight
+
+    def scaled(factor: float) -> dict[str, Any]:
+        call = loaded(script)
+        with torch.no_grad():
+            call["model"].model.norm.weight.mul_(factor)
+        return call
+
+    with pytest.raises(RewardError, match="no_column"):
+        grpo_fast.train(**scaled(3) | {"reward_funcs": asks})
+    Path("out/inputs/model").mkdir(parents=True)  # as after a kill
+    Path("out/inputs/model.tmp").mkdir()
+    Path("out/inputs/model.tmp/model.safetensors").write_text("torn")
+    grpo_fast.train(**(call := scaled(5)))
+    assert torch.allclose(kept(), torch.tensor(5.0)) and call["model"].model.norm.weight.mean() > 4
+    with pytest.raises(RewardError, match="no_column"):
+        grpo_fast.train(**scaled(7) | {"reward_funcs": asks}, overwrite=True)
+    assert torch.allclose(kept(), torch.tensor(5.0)) and len(grpo_fast.Run("out").metrics) == 3
+    grpo_fast.train(**scaled(7), overwrite=True, max_steps=1)
+    assert torch.allclose(kept(), torch.tensor(7.0)) and len(grpo_fast.Run("out").metrics) == 2
+    assert [path.name for path in Path("out/inputs").iterdir()] == ["model"]
 
 
 class Watches(TrainerCallback):
@@ -174,6 +257,7 @@ class Watches(TrainerCallback):
     ("changes", "problem"),
     [
         ({"callbacks": [Watches()]}, "callbacks: has transformers' TrainerCallback Watches: derive from"),
+        ({"callbacks": [Watches]}, "callbacks: has transformers' TrainerCallback Watches: derive from"),
         ({"reward_funcs": [torch.nn.Linear(1, 1)]}, "has a model, Linear; rewards here are functions"),
         ({"reward_funcs": ["org/model"]}, "reward_funcs.*org/model is a reward model"),
         ({"reward_funcs": [{"reward": near_w7, "weight": 2}]}, "functions and reward_weights"),

@@ -18,8 +18,6 @@ REQUIRED = {"model.path": FILL_IN, "dataset.source": FILL_IN, "rewards": [{"rewa
 # Sections that only training on the policy's own completions reads.
 SAMPLING = frozenset({"rewards", "rollout", "advantage", "loss", "num_iterations", "minibatches"})
 
-LOOK = ("text prompts",)  # what the source does with some data only, which its file does not show
-
 Outcome = Literal["taken", "renamed", "written for a default", "not applicable", "needs a decision"]
 LEFT_OUT: Outcome = "not applicable"
 TO_DECIDE: Outcome = "needs a decision"
@@ -81,9 +79,6 @@ class Conversion:
         """Comment lines for the top of the YAML file."""
         lines = [f"Converted from {self.source}."]
         lines += [f"Needs a decision: {row}: {row.reason}" for row in self.rows if row.outcome == TO_DECIDE]
-        lines += [
-            f"Look at {', '.join(row.places)}: {row}: {row.reason}" for row in self.rows if row.key in LOOK
-        ]
         lines += [f"To fill in: {', '.join(self.fill_in)}."] if self.fill_in else []
         return "".join(f"# {' '.join(line.split())}\n" for line in lines)
 

@@ -52,6 +52,8 @@ def warmup(value: Any, siblings: Siblings) -> Places:
     place = "optimizer.warmup_steps"
     if not value:
         return {}
+    if float(value) < 1 and int(siblings.get("max_steps") or -1) < 1:
+        return {place: value}  # of the steps that the epochs make
     steps = in_steps(value, siblings, place)
     # A share of few steps leaves one at the full rate.
     return {place: steps if steps == value else min(steps, int(siblings["max_steps"]) - 1)}

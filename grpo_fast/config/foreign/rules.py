@@ -14,6 +14,7 @@ An entry of a table is one of these:
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +23,7 @@ from typing import Any
 
 import yaml
 
+logger = logging.getLogger(__name__)
 Places = dict[str, Any]  # dotted name here -> value
 Siblings = Mapping[str, Any]  # the keys beside one, with their values
 
@@ -103,11 +105,22 @@ def _is_on(switch: str, siblings: Siblings) -> bool:
     return value is None or str(value).lower() == wanted if equals else bool(value)
 
 
-def by_option(options: Mapping[str, str], value: Any, _: Siblings) -> Places:
+def by_option(options: Mapping[str, Rule], value: Any, siblings: Siblings) -> Places:
     """Translate a mapping of options."""
     if unknown := [key for key in value or {} if key not in options]:
         raise ValueError(f"{', '.join(unknown)} has no place here; the options are {', '.join(options)}")
-    return {options[key]: item for key, item in (value or {}).items()}
+    found: Places = {}
+    idle = []
+    for key, item in (value or {}).items():
+        try:
+            found |= translate(options[key], item, siblings)
+        except NotApplicable as reason:
+            idle.append(f"{key}: {reason}")
+    if idle and not found:
+        raise NotApplicable("; ".join(idle))
+    if idle:
+        logger.warning("not used: %s", "; ".join(idle))
+    return found
 
 
 def load_yaml(name: str) -> dict[str, Any]:
@@ -124,7 +137,7 @@ def rules_of(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             rule: Rule = Absent(entry[1:].strip(), NOTHING, decide=True) if entry[0] == "?" else entry
             yield name, Absent(entry[1:-1]) if entry[0] == "(" else rule
         elif "options" in entry:
-            yield name, partial(by_option, entry["options"])
+            yield name, partial(by_option, dict(rules_of(entry["options"])))
         elif entry.keys() & {"to", "otherwise"}:
             yield name, partial(by_table, **entry)
         else:

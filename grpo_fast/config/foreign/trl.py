@@ -19,7 +19,6 @@ BATCH = (
     "steps_per_generation",
 )
 STEPS = ("max_steps", "warmup_steps", "logging_steps", "save_steps", "eval_steps")
-TEXT_PROMPTS = "here they go through the chat template: set dataset.chat to false where prompts are text"
 DPO_ONLY = ("precompute_ref_log_probs", "f_divergence_type", "truncation_mode", "ld_alpha")
 
 
@@ -28,8 +27,7 @@ def read_trl(document: Mapping[str, Any]) -> Conversion:
     preference = "num_generations" not in document and any(key in document for key in DPO_ONLY)
     rules, notes = trl_rules(document, preference)
     entries = [Entry(key, value, rules.get(key), notes.get(key, "")) for key, value in document.items()]
-    if document.get("dataset_name") and "chat" not in document:
-        entries.append(Entry("text prompts", "sent as they are", _as_text, TEXT_PROMPTS, missing=True))
+    entries.append(Entry("text prompts", "sent as they are", _as_text, "TRL's default", missing=True))
     siblings, defaults = {"use_peft": False, **document}, with_usual(DEFAULTS, document)
     return convert_entries("TRL", entries, siblings, rules, defaults, preference=preference)
 
@@ -103,7 +101,7 @@ def _in_rollouts(rule: Rule, per_rollout: int, value: Any, siblings: Siblings) -
 
 
 def _as_text(_: Any, __: Siblings) -> Places:
-    return {"dataset.chat": "auto"}
+    return {"dataset.chat": "messages"}
 
 
 def _preference_loss(value: Any, siblings: Siblings) -> Places:

@@ -98,11 +98,11 @@ def test_references_without_end_are_refused_by_their_place(tmp_path: Path, text,
         convert_file(tmp_path / "a.yaml")
 
 
-def test_trls_text_prompts_are_said_to_go_through_the_chat_template(tmp_path: Path):
+def test_trls_text_prompts_stay_text(tmp_path: Path):
     (tmp_path / "a.yaml").write_text("model_name_or_path: a/b\ndataset_name: a/c\nmax_steps: 3\n")
     conversion, text = convert_file(tmp_path / "a.yaml")
-    assert yaml.safe_load(text)["dataset"]["chat"] == "auto" and "set dataset.chat to false" in text
-    assert "dataset.chat (here they go through the chat template" in conversion.listing()
+    assert yaml.safe_load(text)["dataset"]["chat"] == "messages"
+    assert "text prompts = 'sent as they are' -> dataset.chat (TRL's default)" in conversion.listing()
 
 
 def test_references_of_nemo_rl_resolve_and_others_stay_as_written(monkeypatch):
