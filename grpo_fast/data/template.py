@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from grpo_fast.data.types import Message
 
@@ -22,6 +23,7 @@ LIMIT_SECONDS = 10  # of the processor; a template takes a millisecond
 LIMIT_BYTES = 1 << 30  # beyond what the process has
 LIMIT_CHARACTERS = 1 << 24
 MARK = "c41f8e"  # a text that nobody writes by chance
+_TRIED: WeakKeyDictionary[Any, set[Any]] = WeakKeyDictionary()  # what each tokenizer's template has ended on
 
 
 def render(
@@ -40,7 +42,7 @@ def render(
         options: further variables of the template, `dataset.chat_template_kwargs`.
         asks: the assistant's turn is begun at the end.
         begun: the last message is continued.
-        tries: render in a process with limits, because the template may have no end.
+        tries: the first time for such turns, render in a process with limits: the template may have no end.
 
     Raises:
         ValueError: the template exceeds a limit.
@@ -59,7 +61,14 @@ def render(
             )
         )
 
-    return _tried(text) if tries and hasattr(os, "fork") else text()
+    roles = frozenset(turn["role"] for turn in turns)
+    form = (template_of(tokenizer), str(options), bool(tools), asks, begun, roles)
+    known = _TRIED.setdefault(tokenizer, set())
+    if not tries or form in known or not hasattr(os, "fork"):
+        return text()
+    found = _tried(text)
+    known.add(form)
+    return found
 
 
 def _tried(work: Any) -> str:
@@ -103,8 +112,8 @@ def _work_within_limits(work: Any, outgoing: int) -> None:
             resource.setrlimit(kind, (most, hard))
 
     try:
-        with suppress(OSError), open("/proc/self/statm", encoding="ascii") as file:
-            size = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        with suppress(OSError), open("/proc/self/statm", encoding="ascii") as statm:
+            size = int(statm.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
             limit(resource.RLIMIT_AS, size + LIMIT_BYTES)
         limit(resource.RLIMIT_CORE, 0)
         limit(resource.RLIMIT_CPU, LIMIT_SECONDS)
@@ -116,8 +125,6 @@ def _work_within_limits(work: Any, outgoing: int) -> None:
             reply = f"!{error}"
         with open(outgoing, "wb") as file:
             file.write((reply if len(reply) <= LIMIT_CHARACTERS else "#").encode("utf-8", "surrogatepass"))
-    except BaseException as error:
-        os.write(outgoing, f"!the process that renders it failed: {error!r}".encode())
     finally:
         os._exit(0)
 
@@ -142,20 +149,20 @@ def variables_of(template: str) -> set[str]:
 
 
 def state_of(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
-    """Return what functions of a tokenizer's template and added tokens depend on, as a key of their caches."""
+    """Return a tokenizer's template and added tokens, as a key of caches."""
     tokens = tokenizer.added_tokens_decoder, tokenizer.special_tokens_map
     return (template_of(tokenizer), *map(str, tokens))
 
 
-def turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Return the token with which the chat template ends the assistant's turn; None without one."""
-    return _turn_end(tokenizer, state_of(tokenizer))
+def turn_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Return the tokens with which, one upon the other, the chat template ends the assistant's turn."""
+    return _turn_ends(tokenizer, state_of(tokenizer))
 
 
 @lru_cache(maxsize=32)
-def _turn_end(tokenizer: PreTrainedTokenizerBase, state: tuple[str, ...]) -> int | None:
+def _turn_ends(tokenizer: PreTrainedTokenizerBase, state: tuple[str, ...]) -> tuple[int, ...]:
     if not template_of(tokenizer):
-        return None
+        return ()
     after = ""
     for parts in (False, True):  # some templates read text, some a list of parts
         said = [[{"type": "text", "text": text}] if parts else text for text in ("?", MARK)]
@@ -165,7 +172,11 @@ def _turn_end(tokenizer: PreTrainedTokenizerBase, state: tuple[str, ...]) -> int
             if shown:
                 break
     else:
-        return None
-    added = tokenizer.added_tokens_decoder.items()
-    ends = {token.content: index for index, token in added if after.lstrip().startswith(token.content)}
-    return ends[max(ends, key=len)] if ends else None
+        return ()
+    added = {token.content: index for index, token in tokenizer.added_tokens_decoder.items() if token.content}
+    after, ends = after.lstrip(), []
+    while found := [content for content in added if after.startswith(content)]:
+        end = max(found, key=len)
+        ends.append(added[end])
+        after = after[len(end) :]
+    return tuple(ends)

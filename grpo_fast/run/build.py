@@ -203,7 +203,7 @@ def require_packed_and_whole(config: TrainConfig, world: World) -> None:
 
 
 def warn_of_special_tokens(policy: Policy, config: TrainConfig, rewards: RewardSet) -> None:
-    """Log which special and end tokens `rollout.stop` and the rewards wait for, and whether they ever see them."""
+    """Log which special or end tokens `rollout.stop` and the rewards wait for, and whether they see them."""
     hidden = set(hidden_tokens(policy.tokenizer, policy.eos_token_ids).values())
     sought = {f"reward {one.name!r}": "\n".join(sought_texts(one.function)) for one in rewards.rewards}
     sought["rollout.stop"] = "\n".join(config.rollout.stop)
