@@ -164,17 +164,18 @@ class Renderer:
                 "template writes itself: it is rendered already; set dataset.chat = false, or give the text "
                 "alone"
             )
-        for mark in found:
+        if found:
             self._warn(
                 "the prompt has %r, which the chat template writes itself around a message: the model reads "
                 "a turn's mark in the question (of the first prompt)",
-                mark,
+                found[0],
             )
         self._check_turns()
 
     def _marks(self) -> list[str]:
         """What the template writes around a message: special tokens, a text's first token, `[INST]`."""
-        template, begins = template_of(self.tokenizer), self.tokenizer.bos_token
+        template = template_of(self.tokenizer)
+        begins = self.tokenizer.bos_token if "bos_token" in template else None
         marks = [*hidden_tokens(self.tokenizer, ()).values(), "[INST]", "[/INST]"]
         return [mark for mark in dict.fromkeys(marks) if mark in template or mark == begins]
 
