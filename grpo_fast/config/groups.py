@@ -164,11 +164,21 @@ class AdvantageConfig(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> AdvantageConfig:
-        gdpo = self.multi_objective_aggregation == "normalize_then_sum"
-        if gdpo and (self.scale_rewards, self.baseline) != ("group", "mean"):
+        if self.scales_parts and (self.scale_rewards, self.baseline) != ("group", "mean"):
             raise ValueError(
                 "advantage.multi_objective_aggregation = 'normalize_then_sum' is GDPO, which takes a group's "
                 f"mean and deviation, not baseline = {self.baseline!r} and scale_rewards = "
                 f"{self.scale_rewards!r}; leave them out, or set sum_then_normalize"
             )
+        if self.scales_parts and self.soft_overlong is not None:
+            raise ValueError(
+                f"advantage.soft_overlong = {self.soft_overlong} takes at most 1 from a reward, and "
+                "advantage.multi_objective_aggregation = 'normalize_then_sum' gives each part one deviation, "
+                "however small: give the reward soft_overlong a weight, or set sum_then_normalize"
+            )
         return self
+
+    @property
+    def scales_parts(self) -> bool:
+        """Whether each reward is scaled by itself."""
+        return self.multi_objective_aggregation == "normalize_then_sum"

@@ -243,6 +243,12 @@ CONTRADICTIONS: list[tuple[str, Callable[[TrainConfig], object]]] = [
         lambda c: c.curriculum and c.groups.shares_baselines,
     ),
     (
+        "loss.kl_in_reward = true is a part of the reward, whose weight loss.beta is lost where "
+        "advantage.multi_objective_aggregation = 'normalize_then_sum' gives each part one deviation: set "
+        "kl_in_reward to false for a KL in the loss, or the aggregation to sum_then_normalize",
+        lambda c: c.advantage.scales_parts and c.loss.beta and c.loss.kl_in_reward,
+    ),
+    (
         "optimizer.stochastic_rounding = true rounds weights to bfloat16, and model.dtype = "
         "{0.model.dtype!r}; leave it out, or set model.dtype to bfloat16",
         lambda c: c.optimizer.stochastic_rounding and c.model.dtype not in ("auto", "bfloat16"),

@@ -55,7 +55,7 @@ def files_of(config: DatasetConfig) -> list[Path]:
 def file_rows(files: Sequence[Path]) -> Iterable[Row]:
     """Return the rows of files of one kind; raise ValueError for one that cannot be read, with its place."""
     if (delimiter := {".csv": ",", ".tsv": "\t"}.get(files[0].suffix)) is not None:
-        return csv_rows(files, delimiter)
+        return typed_rows([row for path in files for row in _cells(path, delimiter)])
     return _objects(files)
 
 
@@ -104,9 +104,8 @@ def _unique(pairs: list[tuple[str, Any]]) -> Row:
     return row
 
 
-def csv_rows(files: Iterable[Path], delimiter: str = ",") -> Iterable[Row]:
-    """Return rows of text, numbers and None; a column has one type in all files, see `_typed`."""
-    rows = [row for path in files for row in _cells(path, delimiter)]
+def typed_rows(rows: Sequence[dict[str, str]]) -> Iterable[Row]:
+    """Return rows of text, numbers and None for rows of cells; a column has one type, see `_typed`."""
     names = dict.fromkeys(name for row in rows for name in row)
     columns = {name: _typed([row.get(name, "") for row in rows]) for name in names}
     return ({name: columns[name][index] for name in row} for index, row in enumerate(rows))
@@ -116,14 +115,21 @@ def _cells(path: Path, delimiter: str) -> list[dict[str, str]]:
     csv.field_size_limit(sys.maxsize)
     table = csv.reader(io.StringIO(_text(path), newline=""), strict=True, delimiter=delimiter)
     rows: list[list[str]] = []
+    line = 1
     try:
-        for fields in filter(None, table):
-            rows.append(fields)
-            if len(fields) != len(rows[0]):
+        for fields in table:
+            if fields and len(fields) != len(rows[0] if rows else fields):
+                mark = {",": "comma", "\t": "tab"}[delimiter]
                 counts = f"{len(fields)} fields, but the header has {len(rows[0])}"
-                raise csv.Error(f"{counts}: {short(fields)}; quote what holds commas")
+                raise ValueError(
+                    f"{path}, line {line}: {counts}: {short(fields)}; a {mark} parts fields, and a field "
+                    f"that holds a {mark} is quoted"
+                )
+            rows += [fields] * bool(fields)
+            line = table.line_num + 1
     except csv.Error as error:
-        raise ValueError(f"{path}, line {table.line_num}: {error}") from None
+        rule = 'a field that begins with a quote (") ends with one, and doubles each quote in between'
+        raise ValueError(f"{path}, line {line}: {error}; {rule}") from None
     header, *cells = rows or [[]]
     if len(set(header)) < len(header):
         raise ValueError(f"{path}: the header names {max(header, key=header.count)!r} twice; rename one")

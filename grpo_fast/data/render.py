@@ -9,12 +9,13 @@ from collections.abc import Callable, Mapping
 from string import Formatter
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from grpo_fast.config.data import DatasetConfig
 from grpo_fast.config.lookup import choices
 from grpo_fast.config.section import short
 from grpo_fast.data.images import placed, row_images
-from grpo_fast.data.template import MARK, render, template_of, turn_end, variables_of
+from grpo_fast.data.template import MARK, render, template_of, turn_ends, variables_of
 from grpo_fast.data.text import hidden_tokens
 from grpo_fast.data.types import Message, text_of
 
@@ -27,6 +28,7 @@ TEMPLATE_REMEDY = "set model.chat_template to a Jinja file, or use an instructio
 
 Tools = Callable[[Mapping[str, Any]], list[dict[str, Any]]]
 NO_ROW: Mapping[str, Any] = MappingProxyType({})
+_SAID: WeakKeyDictionary[Any, set[Any]] = WeakKeyDictionary()  # of each tokenizer's template
 
 
 class Renderer:
@@ -114,10 +116,17 @@ class Renderer:
         tools, turns = None if self.tools is None else self.tools(row), self.turns(prompt)
         text = self._apply_template(turns, tools=tools, tries=first)
         if first:
-            self._check_text(turns, text)
+            self._check_text(turns, text, tools)
         return text
 
-    def _check_text(self, turns: list[Message], text: str) -> None:
+    def _warn(self, problem: str, kind: str, *rest: str) -> None:
+        """Log a problem of the chat template, once of a kind; generation renders a first prompt each time."""
+        said = _SAID.setdefault(self.tokenizer, set())
+        if (key := (template_of(self.tokenizer), problem, kind)) not in said:
+            said.add(key)
+            logger.warning(problem, kind, *rest)
+
+    def _check_text(self, turns: list[Message], text: str, tools: list[dict[str, Any]] | None) -> None:
         """Raise ValueError, or log, what the template does to a conversation that nobody asked for."""
         keys = ["dataset.system_prompt"] * (self.config.system_prompt is not None)
         if turns[0]["role"] == "system" and not keys:
@@ -132,53 +141,65 @@ class Renderer:
         for key, role, said in parts:
             squeezed = _squeezed(said)
             if squeezed not in written and json.dumps(said, ensure_ascii=False)[1:-1] not in text:
-                problem = f"the chat template leaves out text of the role {role}: {short(said, 200)}"
+                leaves_out = "the chat template leaves out text of the role %s: %s"
+                problem = leaves_out % (role, short(said, 200))
                 remedy = "set model.chat_template to a Jinja file that shows it"
                 if key:
                     raise ValueError(f"{key}: {problem}; {remedy}, or take the text out of {key}")
                 if role == "user" and said == parts[-1][2]:
                     raise ValueError(f"{problem}; {remedy}")
-                logger.warning("%s; %s (of the first prompt)", problem, remedy)
+                self._warn(f"{leaves_out}; {remedy} (of the first prompt)", role, short(said, 200))
             expected = sum(_squeezed(other).count(squeezed) for _, _, other in parts)
             if len(squeezed) >= 20 and written.count(squeezed) > expected:
-                problem = (
-                    "the chat template writes text of the role %s more than once: %s (of the first prompt)"
-                )
-                logger.warning(problem, role, short(said, 200))
-        own, marks = parts[-1][2] if parts else "", self._marks()
-        found = [mark for mark in marks if mark in own]
-        if turns[-1]["role"] == "user" and found:
+                # What the template, or a tool, says without the conversation counts for neither.
+                other = self._apply_template([_replaced(turn, said) for turn in turns], tools=tools)
+                if written.count(squeezed) - _squeezed(other).count(squeezed) > expected:
+                    twice = "the chat template writes text of the role %s more than once: %s"
+                    self._warn(f"{twice} (of the first prompt)", role, short(said, 200))
+        own = parts[-1][2].lstrip() if parts else ""
+        found = [mark for mark in self._marks() if mark in own] if turns[-1]["role"] == "user" else []
+        if any(map(own.startswith, found)):
             raise ValueError(
-                f"the prompt has {found[0]!r}, which the chat template writes itself: it is rendered "
-                f"already; set dataset.chat = false, or give the text alone"
+                f"the prompt begins with {max(filter(own.startswith, found), key=len)!r}, which the chat "
+                "template writes itself: it is rendered already; set dataset.chat = false, or give the text "
+                "alone"
+            )
+        if found:
+            self._warn(
+                "the prompt has %r, which the chat template writes itself around a message: the model reads "
+                "a turn's mark in the question (of the first prompt)",
+                found[0],
             )
         self._check_turns()
 
     def _marks(self) -> list[str]:
-        """The special tokens, and the end of a question, that the template writes around a message."""
+        """What the template writes around a message: special tokens, a text's first token, `[INST]`."""
         template = template_of(self.tokenizer)
-        tokens = [text for text in hidden_tokens(self.tokenizer, ()).values() if text in template]
-        return [*tokens, *(["[/INST]"] if "[/INST]" in template else [])]
+        begins = self.tokenizer.bos_token if "bos_token" in template else None
+        marks = [*hidden_tokens(self.tokenizer, ()).values(), "[INST]", "[/INST]"]
+        return [mark for mark in dict.fromkeys(marks) if mark in template or mark == begins]
 
     def _check_turns(self) -> None:
         """Log that the template does not begin the assistant's turn, or ends it with no token."""
         question, reply = {"role": "user", "content": "?"}, {"role": "assistant", "content": MARK}
         try:
-            plain, asked = (self._apply_template([question], finished=not asks) for asks in (False, True))
-            answered = self._apply_template([question, reply], finished=True)
+            plain, asked = (
+                self._apply_template([question], finished=not asks, tries=True) for asks in (False, True)
+            )
+            answered = self._apply_template([question, reply], finished=True, tries=True)
         except ValueError:
             return
         header, _, rest = answered.removeprefix(plain).partition(MARK)
         if plain == asked and answered.startswith(plain) and header.strip():
-            logger.warning(
+            self._warn(
                 "the chat template writes %r before the assistant's reply, and not at the end of a prompt, "
                 "so that nothing begins the assistant's turn; set model.chat_template to a Jinja file that "
                 "reads add_generation_prompt",
                 header,
             )
         ends = {str(self.tokenizer.eos_token), *hidden_tokens(self.tokenizer, ()).values()}
-        if rest.strip() and turn_end(self.tokenizer) is None and not any(end in rest for end in ends):
-            logger.warning(
+        if rest.strip() and not turn_ends(self.tokenizer) and not any(end in rest for end in ends):
+            self._warn(
                 "the chat template ends the assistant's turn with %r, which is no token: completions may run "
                 "to rollout.max_completion_length; set rollout.stop",
                 rest,
@@ -323,6 +344,17 @@ def _texts_of(turn: Message) -> list[str]:
     content = turn.get("content") or ""
     parts = [{"text": content}] if isinstance(content, str) else content
     return [part["text"] for part in parts if part.get("text", "").strip()]
+
+
+def _replaced(turn: Message, text: str) -> Message:
+    """A message with a mark in the place of a text."""
+    content = turn.get("content") or ""
+    if isinstance(content, str):
+        return {**turn, "content": content.replace(text, MARK)}
+    parts = [
+        {**part, "text": part["text"].replace(text, MARK)} if "text" in part else part for part in content
+    ]
+    return {**turn, "content": parts}
 
 
 def _without_nulls(value: Any) -> Any:

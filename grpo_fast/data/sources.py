@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 from grpo_fast.config.data import PREFIX, SUFFIXES, VERIFIERS, DatasetConfig
 from grpo_fast.config.lookup import FROM_PYTHON, choices, load_object
 from grpo_fast.config.secrets import in_use, masked, redacted
-from grpo_fast.data.files import Row, csv_rows, file_rows, files_of
+from grpo_fast.data.files import Row, file_rows, files_of, typed_rows
 from grpo_fast.data.tasksets import task_rows
 
 # Names that a reward function receives besides the columns.
@@ -85,16 +85,24 @@ def _saved_rows(config: DatasetConfig, folder: Path) -> Iterable[Row]:
 
 
 def _hub_rows(config: DatasetConfig) -> Iterable[Row]:
-    from datasets import DownloadManager, disable_progress_bars, load_dataset_builder
+    from datasets import DownloadManager, Features, Value, disable_progress_bars, load_dataset_builder
+    from pandas import read_csv
 
     disable_progress_bars()
     try:
         builder = load_dataset_builder(config.source, config.name)
-        if builder.name == "csv":  # pandas would turn 007 into 7, and NA into nothing
-            paths = DownloadManager().download([*builder.config.data_files[config.split]])
-            return csv_rows([*map(Path, paths)], builder.config.sep)
+        is_csv = builder.name == "csv"
+        if is_csv:  # as text: pandas would turn 007 into 7, and NA into nothing
+            get = DownloadManager()
+            files = get.iter_files(get.download_and_extract([*chain(*builder.config.data_files.values())]))
+            header = {**builder.config.pd_read_csv_kwargs, "nrows": 0, "chunksize": None}
+            names = map(str, read_csv(next(iter(files)), **header).columns)
+            as_text: Any = {"keep_default_na": False, "na_filter": False}
+            as_text["features"] = Features(dict.fromkeys(names, Value("string")))
+            builder = load_dataset_builder(config.source, config.name, **as_text)
         builder.download_and_prepare()
-        return map(dict, builder.as_dataset(split=config.split))
+        rows = map(dict, builder.as_dataset(split=config.split))
+        return typed_rows([*rows]) if is_csv else rows
     except Exception as error:
         problem = (
             f"cannot load dataset.source = {config.source!r} (name {config.name!r}, split {config.split!r}) "

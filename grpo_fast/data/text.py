@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from grpo_fast.data.template import state_of, template_of
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -30,27 +32,34 @@ def hidden_tokens(tokenizer: PreTrainedTokenizerBase, end_ids: Iterable[int]) ->
     """Return the added tokens that are cut from a completion's text.
 
     These are `end_ids`, the tokenizer's named special tokens, such as its padding, and the special tokens
-    that the chat template writes. Tags such as `<think>` and `</think>` are text, and so is any other token,
-    even where the tokenizer calls it special: models write their answers in them.
+    that the chat template writes. Tags such as `<think>`, `</think>` and `[/THINK]` are text, also where one
+    ends completions, and so is any other token, even where the tokenizer calls it special: models write
+    their answers in them.
     """
-    return _hidden_tokens(tokenizer, str(getattr(tokenizer, "chat_template", None)), tuple(end_ids))
+    return _hidden_tokens(tokenizer, state_of(tokenizer), tuple(end_ids))
+
+
+# Without the marks of sequences and turns that come in pairs.
+TAG = re.compile(r"[<\[](/?)(?!(?:s|INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_RESULTS)[>\]])[^<>\[\]/|]+[>\]]")
 
 
 @lru_cache(maxsize=32)
 def _hidden_tokens(
-    tokenizer: PreTrainedTokenizerBase, template: str, end_ids: tuple[int, ...]
+    tokenizer: PreTrainedTokenizerBase, state: tuple[str, ...], end_ids: tuple[int, ...]
 ) -> Mapping[int, str]:
-    added = tokenizer.added_tokens_decoder
+    added, template = tokenizer.added_tokens_decoder, template_of(tokenizer)
     known = template.join(token.content for token in added.values())
     named = {*map(str, tokenizer.special_tokens_map.values())}
 
-    def hides(text: str) -> bool:
-        tag = re.fullmatch(r"<(/?)([^<>/|]+)>", text)
-        is_tag = tag is not None and (tag[1] or f"</{tag[2]}>" in known)
-        return text in named or (text in template and not is_tag)
+    def is_text(token: str) -> bool:
+        tag = TAG.fullmatch(token)
+        if tag is None or token in named:
+            return False
+        return token.replace("/", "", 1) not in named if tag[1] else f"{token[0]}/{token[1:]}" in known
 
     return {
         index: token.content
         for index, token in added.items()
-        if index in end_ids or (token.special and hides(token.content))
+        if (index in end_ids or token.content in named or (token.special and token.content in template))
+        and not is_text(token.content)
     }

@@ -163,16 +163,14 @@ def with_advantages(
     mean.
 
     Args:
-        weights: of the F reward functions; read where each reward is scaled by itself. A penalty has 1.
+        weights: of the F reward functions; read where each reward is scaled by itself.
         baseline_groups: for each group a number, the same where they share a baseline; None: nobody does.
 
     Raises:
         ValueError: the configured advantage function returns something of the wrong shape.
     """
-    if config.multi_objective_aggregation == "normalize_then_sum":
-        parts = parts_of(table)
-        weights = [*weights, *[1.0] * (parts.shape[1] - len(weights))]
-        by_group = parts.view(table.num_groups, -1, parts.shape[1])
+    if config.scales_parts:
+        by_group = table.facts["reward_table"].view(table.num_groups, -1, len(weights))
         found = decoupled_advantages(by_group, weights, baseline_groups=baseline_groups)
     else:
         found = group_advantages(

@@ -15,7 +15,7 @@ from grpo_fast.config.distributed import DistributedConfig
 from grpo_fast.config.paths import user_path
 from grpo_fast.config.policy import ModelConfig
 from grpo_fast.data.images import ImageReader
-from grpo_fast.data.template import turn_end
+from grpo_fast.data.template import turn_ends
 from grpo_fast.distributed.world import SINGLE_PROCESS, World
 from grpo_fast.head.operator import backend_on
 from grpo_fast.policy.adapters import add_lora
@@ -160,15 +160,15 @@ def load_policy(
 
 def end_at_turns(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Make the token that ends a turn of the chat template one of the model's end tokens."""
-    end, known = turn_end(tokenizer), model.generation_config.eos_token_id
+    ends, known = turn_ends(tokenizer), model.generation_config.eos_token_id
     ids = [i for i in (*(known if isinstance(known, list | tuple) else [known]),) if i is not None]
-    if end is not None and end not in (*ids, tokenizer.eos_token_id):
+    if ends and not {*ends} & {*ids, tokenizer.eos_token_id}:
         logger.warning(
             "the chat template ends a turn with %r, which is no end token of %s (%s): completions end there, "
             "too, and generation_config says so",
-            *(tokenizer.decode([end]), model.config.name_or_path, tokenizer.decode(ids) or "it has none"),
+            *(tokenizer.decode([ends[0]]), model.config.name_or_path, tokenizer.decode(ids) or "it has none"),
         )
-        model.generation_config.eos_token_id = [*ids, end]
+        model.generation_config.eos_token_id = [*ids, ends[0]]
 
 
 def _problem(policy: Policy, world: World) -> str | None:

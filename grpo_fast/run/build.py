@@ -203,19 +203,21 @@ def require_packed_and_whole(config: TrainConfig, world: World) -> None:
 
 
 def warn_of_special_tokens(policy: Policy, config: TrainConfig, rewards: RewardSet) -> None:
-    """Log which special tokens `rollout.stop` and the rewards wait for, and whether they ever see them."""
+    """Log which special or end tokens `rollout.stop` and the rewards wait for, and whether they see them."""
     hidden = set(hidden_tokens(policy.tokenizer, policy.eos_token_ids).values())
     sought = {f"reward {one.name!r}": "\n".join(sought_texts(one.function)) for one in rewards.rewards}
     sought["rollout.stop"] = "\n".join(config.rollout.stop)
     for token in policy.tokenizer.added_tokens_decoder.values():
-        for place in [place for place, text in sought.items() if token.special and token.content in text]:
+        counts = token.special or token.content in hidden
+        for place in [place for place, text in sought.items() if counts and token.content in text]:
+            kind = "a special token" if token.special else "an end token"
             unseen = token.content in hidden and place != "rollout.stop"
             meaning = (
                 "is cut from the text of completions, so the reward never sees it: write its tags otherwise"
                 if unseen
                 else "is found as one token"
             )
-            logger.warning("%s: %r is a special token of the tokenizer and %s", place, token.content, meaning)
+            logger.warning("%s: %r is %s of the tokenizer and %s", place, token.content, kind, meaning)
 
 
 def warm_up_head(policy: Policy, config: TrainConfig) -> None:

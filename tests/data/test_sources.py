@@ -1,11 +1,13 @@
 import csv
 import functools
+import gzip
 import json
 import re
 import socket
 import sys
 from types import SimpleNamespace
 
+import datasets
 import pytest
 
 from grpo_fast.config.data import DatasetConfig
@@ -26,6 +28,12 @@ def network(monkeypatch):
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", False)
     return asked
+
+
+def hub_holds(monkeypatch, kind, **files):
+    """Let every hub id be these files."""
+    build = functools.partial(datasets.load_dataset_builder, kind, **files)
+    monkeypatch.setattr("datasets.load_dataset_builder", lambda source, name, **how: build(**how))
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "parquet"])
@@ -114,7 +122,9 @@ GOOD = b'{"prompt": "one"}\n'
         ("rows.csv", b"prompt,answer\none,1,\ntwo,2,\n", "line 2: 3 fields, but the header has 2"),
         ("rows.csv", b"prompt,answer\none,1\ntwo\n", "line 3: 1 fields, but the header has 2"),
         ("rows.csv", b"prompt,prompt\none,1\n", "the header names 'prompt' twice"),
-        ("rows.csv", b'prompt,answer\n"one,1\n', "line 2: "),
+        ("rows.tsv", b"prompt\tanswer\none 1\n", "line 2: 1 fields.*a tab parts fields"),
+        ("rows.csv", b'prompt,answer\n"one,1\ntwo,2\n', "line 2: .*begins with a quote"),
+        ("rows.tsv", b'prompt\tanswer\n"one" is\t1\n', "line 2: .*begins with a quote"),
         ("rows.parquet", b"version https://git-lfs.github.com/spec/v1", "parquet"),
         ("rows.xlsx", b"", r"\.jsonl, \.json, \.parquet, \.csv"),
         ("rows.jsonl.gz", b"", "gunzip"),
@@ -250,15 +260,31 @@ def test_a_verifiers_of_before_v1_is_told_which_is_needed(tmp_path, monkeypatch)
     ids=lambda cells: str(cells[:2]),
 )
 def test_a_csv_cell_keeps_its_text_where_a_number_would_change_it(tmp_path, monkeypatch, cells, values):
-    import datasets
-
     table = [("prompt", "answer"), *((f"q{i}", c) for i, c in enumerate(cells))]
     paths = [tmp_path / "rows.csv", tmp_path / "rows.tsv"]
     for path, delimiter in zip(paths, ",\t", strict=True):
         with path.open("w", newline="") as file:
             csv.writer(file, delimiter=delimiter).writerows(table)
-    build = functools.partial(datasets.load_dataset_builder, "csv", data_files=str(paths[0]))
-    monkeypatch.setattr("datasets.load_dataset_builder", lambda source, name: build())
+    hub_holds(monkeypatch, "csv", data_files=str(paths[0]))
     for source in (*map(str, paths), "owner/csv-on-the-hub"):
         rows = read_rows(DatasetConfig(source=source))
         assert [row["answer"] for row in rows] == values and rows[0]["prompt"] == "q0"
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "split"),
+    [
+        (b"caf\xc3\xa9,007\nNA,1\n", {"column_names": ["prompt", "answer"]}, "train"),
+        (b"prompt,answer\ncaf\xe9,007\nNA,1\n", {"encoding": "latin-1"}, "train"),
+        (gzip.compress(b"prompt;answer\ncaf\xc3\xa9;007\nNA;1\n"), {"sep": ";"}, "train"),
+        (b"prompt,answer\ncaf\xc3\xa9,007\nNA,1\nx,2\n", {}, "train[:2]"),
+    ],
+)
+def test_a_csv_of_the_hub_is_read_as_its_readme_says(tmp_path, monkeypatch, data, options, split):
+    path = tmp_path / ("train.csv.gz" if data.startswith(b"\x1f") else "train.csv")
+    path.write_bytes(data)
+    hub_holds(monkeypatch, "csv", data_files={"train": str(path)}, **options)
+    rows = read_rows(DatasetConfig(source="owner/name", split=split))
+    assert rows == [{"prompt": "café", "answer": "007"}, {"prompt": "NA", "answer": "1"}]
+    with pytest.raises(ValueError, match=r"split 'test'.*Should be one of \['train'\]"):
+        read_rows(DatasetConfig(source="owner/name", split="test"))

@@ -1,4 +1,7 @@
+import os
 import re
+import resource
+import signal
 
 import pytest
 from tokenizers.processors import TemplateProcessing
@@ -95,6 +98,62 @@ def test_what_a_template_does_to_the_first_prompt_is_said(
     rows = [{"prompt": prompt}] * 3
     load_prompts(DatasetConfig(source=write(*rows)), make_tokenizer(text))
     assert len(re.findall(re.escape(message or "leaves out"), caplog.text)) == (message is not None)
+
+
+@pytest.mark.parametrize(
+    ("text", "tools", "count"),
+    [
+        (PLAIN, None, 1),
+        (PLAIN + "{% for tool in tools or [] %}{{ tool.about }}{% endfor %}", [{"about": "DOC"}], 1),
+        (PLAIN + " what does the mark <|turn|> say ? ", None, 1),
+        (PLAIN + "{{ messages[-1].content }}", None, 2),
+    ],
+)
+def test_a_question_about_a_mark_is_asked_and_each_problem_is_said_once(
+    make_tokenizer, write, caplog, text, tools, count
+):
+    question = "what does the mark <|turn|> say ?"
+    tokenizer = make_tokenizer(text + "{# <|turn|> #}")
+    tokenizer.add_special_tokens({"extra_special_tokens": ["<|turn|>"], "pad_token": "<end>"})
+    schemas = [{"about": question} for _ in tools or ()]
+    for _ in range(2):
+        load_prompts(DatasetConfig(source=write({"prompt": question})), tokenizer, lambda row: schemas)
+    assert caplog.text.count("the prompt has '<|turn|>', which") == 1
+    assert caplog.text.count("WARNING") == count
+
+
+def test_a_template_that_loops_after_an_answer_is_left_alone(make_tokenizer, write, monkeypatch):
+    monkeypatch.setattr(template, "LIMIT_SECONDS", 1)
+    text = PLAIN + "{% if messages[-1].role == 'assistant' %}" + LOOP.replace("BODY", "x") + "{% endif %}"
+    assert len(load_prompts(DatasetConfig(source=write({"prompt": "one"})), make_tokenizer(text))) == 1
+
+
+def test_a_template_is_tried_where_limits_are_lower_and_a_crash_is_called_one():
+    def lowered():
+        for kind in (resource.RLIMIT_CPU, resource.RLIMIT_AS):
+            now = 5 if kind == resource.RLIMIT_CPU else 1 << 44
+            resource.setrlimit(kind, (now, now))
+        return template._tried(lambda: "text")
+
+    assert template._tried(lowered) == "text"
+    with pytest.raises(ValueError, match="the process that renders it ended with -15"):
+        template._tried(lambda: os.kill(os.getpid(), signal.SIGTERM))
+
+
+@pytest.mark.parametrize(
+    ("turn", "ends"),
+    [
+        ("{{ m.content }}<|turn|>", ["<|turn|>"]),
+        ("{{ m.content }} <|response|><|turn|>\n<|text|>", ["<|response|>", "<|turn|>"]),
+        ("{% for part in m.content %}{{ part.text }}{% endfor %}<|turn|>", ["<|turn|>"]),
+        ("{{ m.content }} <end>", []),
+    ],
+)
+def test_the_tokens_that_end_a_turn_are_found_one_upon_the_other(make_tokenizer, turn, ends):
+    tokenizer = make_tokenizer("{% for m in messages %}" + turn + "{% endfor %}")
+    assert template.turn_ends(tokenizer) == ()
+    tokenizer.add_special_tokens({"extra_special_tokens": ["<|response|>", "<|turn|>", "<|text|>"]})
+    assert template.turn_ends(tokenizer) == tuple(tokenizer.convert_tokens_to_ids(ends))
 
 
 def test_the_chat_template_gets_the_datasets_own_variables(make_tokenizer, write):

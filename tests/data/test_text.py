@@ -3,7 +3,7 @@ from tokenizers import AddedToken
 
 from grpo_fast.data.text import completion_texts
 
-TEMPLATE = "{{ '<start_of_turn>' }}{{ '<|turn|>' }}{{ '<think>' }}{{ '</lone>' }}"
+TEMPLATE = "{{ '<start_of_turn><|turn|><think></lone>[THINK][INST][/THINK][/INST]</s>' }}"
 
 
 @pytest.mark.parametrize(
@@ -12,6 +12,10 @@ TEMPLATE = "{{ '<start_of_turn>' }}{{ '<|turn|>' }}{{ '<think>' }}{{ '</lone>' }
         ("<answer>", True),
         ("<think>", True),
         ("</lone>", True),
+        ("[/THINK]", True),
+        ("</stop>", True),
+        ("[/INST]", False),
+        ("</s>", False),
         ("<|reserved|>", True),
         ("<start_of_turn>", False),
         ("<|turn|>", False),
@@ -21,12 +25,20 @@ TEMPLATE = "{{ '<start_of_turn>' }}{{ '<|turn|>' }}{{ '<think>' }}{{ '</lone>' }
 )
 def test_a_completions_text_keeps_the_special_tokens_of_answers(make_tokenizer, token, shown):
     tokenizer = make_tokenizer(TEMPLATE)
+    completion_texts(tokenizer, [[1]], [2])
     words = [
         "<answer>",
         "</answer>",
         "<think>",
         "</think>",
         "</lone>",
+        "[THINK]",
+        "[/THINK]",
+        "[INST]",
+        "[/INST]",
+        "<s>",
+        "</s>",
+        "</stop>",
         "<|reserved|>",
         "<start_of_turn>",
         "<|turn|>",
@@ -35,7 +47,7 @@ def test_a_completions_text_keeps_the_special_tokens_of_answers(make_tokenizer, 
     tokenizer.add_special_tokens(
         {"pad_token": "<pad>", "extra_special_tokens": [AddedToken(word, special=True) for word in words]}
     )
-    end, one, two = tokenizer.convert_tokens_to_ids(["<end>", "one", "two"])
+    end, stop, one, two = tokenizer.convert_tokens_to_ids(["<end>", "</stop>", "one", "two"])
     ids = [one, tokenizer.convert_tokens_to_ids(token), two, end]
-    (text,) = completion_texts(tokenizer, [ids], [end])
+    (text,) = completion_texts(tokenizer, [ids], [end, stop])
     assert text.split() == ["one", *[token] * shown, "two"]

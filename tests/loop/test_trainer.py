@@ -78,8 +78,7 @@ def test_every_metric_that_a_step_writes_has_a_meaning(make_trainer, sections):
     assert [name for name in {**step.metrics, **step.timings} if metric_of(name) is None] == []
 
 
-@pytest.mark.parametrize("aggregation", ["sum_then_normalize", "normalize_then_sum"])
-def test_the_parts_of_a_reward_add_up_to_it_under_their_own_names(make_trainer, aggregation):
+def test_the_parts_of_a_reward_add_up_to_it_under_their_own_names(make_trainer):
     trainer = make_trainer(
         rewards=[
             {"reward": "length", "weight": 0.5, "options": {"target": 2}},
@@ -87,7 +86,7 @@ def test_the_parts_of_a_reward_add_up_to_it_under_their_own_names(make_trainer, 
         ],
         adaptive_weights={"targets": {"length": 5.0}, "rate": 1.0},
         loss={"beta": 0.5, "kl_in_reward": True},
-        advantage={"soft_overlong": 0.75, "multi_objective_aggregation": aggregation},
+        advantage={"soft_overlong": 0.75},
         optimizer={"learning_rate": 2e-2},
         logging={"samples": 100},
     )

@@ -92,14 +92,17 @@ def test_the_end_of_a_turn_ends_completions_and_special_tags_are_said(toy: dict[
     policy = load_policy(config.model)
     tokenizer = policy.tokenizer
     tokenizer.add_special_tokens({"extra_special_tokens": ["<|turn|>", "</answer>"]})
+    tokenizer.add_tokens(["<|over|>"])
     turn, answer = tokenizer.convert_tokens_to_ids(["<|turn|>", "</answer>"])
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}<|turn|>{% endfor %}"
     end_at_turns(policy.base_model, tokenizer)
     assert {turn, tokenizer.eos_token_id} <= {*policy.eos_token_ids} and answer not in policy.eos_token_ids
     assert "ends a turn with '<|turn|>'" in caplog.text
-    patterns = {"tag_format": {}, "regex_format": {"pattern": r".*<\|turn\|>"}}
+    policy.base_model.generation_config.eos_token_id.append(tokenizer.convert_tokens_to_ids("<|over|>"))
+    patterns = {"tag_format": {}, "regex_format": {"pattern": r".*<\|turn\|><\|over\|>"}}
     rewards = load_rewards([RewardConfig(reward=name, options=given) for name, given in patterns.items()])
     warn_of_special_tokens(policy, config, rewards)
     assert "'regex_format': '<|turn|>' is a special token of the tokenizer and is cut from" in caplog.text
+    assert "'regex_format': '<|over|>' is an end token of the tokenizer and is cut from" in caplog.text
     for place in ("reward 'tag_format'", "rollout.stop"):
         assert f"{place}: '</answer>' is a special token of the tokenizer and is found" in caplog.text

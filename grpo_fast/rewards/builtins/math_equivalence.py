@@ -11,9 +11,11 @@ import atexit
 import contextlib
 import json
 import os
+import re
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -46,17 +48,31 @@ class MathVerify:
         **columns: Any,
     ) -> Scores:
         pairs = answer_pairs(completions, columns, self.answer_column)
-        golds = [[answer.rpartition(GSM8K_MARKER)[2].strip() for answer in answers] for _, answers in pairs]
-        due = [
-            [gold, text] for of_row, (text, _) in zip(golds, pairs, strict=True) for gold in of_row if gold
-        ]
         # A loop of its own: a user's async reward that blocks must not make comparisons late.
-        work = asyncio.run_coroutine_threadsafe(POOL.ask(due, self.time_limit), event_loop("math_verify"))
-        replies = await asyncio.wrap_future(work)
+        work = asyncio.run_coroutine_threadsafe(self._compare(pairs), event_loop("math_verify"))
+        rows = await asyncio.wrap_future(work)
+        replies = [*chain(*rows)]
         if log_metric is not None and replies:
             log_metric("math_verify/timeouts", replies.count("timeout") / len(replies))
-        rest = iter(replies)
-        return [_best([next(rest) for gold in of_row if gold]) for of_row in golds]
+        return [_best(of_row) for of_row in rows]
+
+    async def _compare(self, pairs: Sequence[tuple[str, Sequence[str]]]) -> list[list[bool | str | None]]:
+        return [*await asyncio.gather(*(self._replies(text, _golds(answers)) for text, answers in pairs))]
+
+    async def _replies(self, text: str, golds: Sequence[str]) -> list[bool | str | None]:
+        """Return the replies for one completion, to the first gold that it equals."""
+        replies: list[bool | str | None] = []
+        for gold in golds:
+            replies += await POOL.ask([[gold, text]], self.time_limit)
+            if replies[-1] is True:
+                break
+        return replies
+
+
+def _golds(answers: Sequence[str]) -> list[str]:
+    """Return the expressions to compare with; of `4` and `4.0` one."""
+    golds = [answer.rpartition(GSM8K_MARKER)[2].strip() for answer in answers]
+    return [*{re.sub(r"(?<=\d)\.0+$", "", gold): gold for gold in reversed(golds) if gold}.values()][::-1]
 
 
 def _best(replies: Sequence[bool | str | None]) -> float | None:

@@ -79,7 +79,7 @@ class AnswerReward:
 
     @property
     def pattern(self) -> Pattern | None:
-        """The user's pattern that `score` matches, if any."""
+        """The user's pattern that `given` matches, if any."""
         return None
 
     def __call__(
@@ -88,12 +88,18 @@ class AnswerReward:
         pairs = answer_pairs(completions, columns, self.answer_column)
 
         def best(pair: tuple[str, Sequence[str]]) -> float | None:
-            scores = (self.score(pair[0], answer) for answer in pair[1])
+            text, answers = pair
+            given = self.given(text) if answers else None
+            scores = (self.score(given, answer) for answer in answers)
             return max((score for score in scores if score is not None), default=None)
 
         return match_each(self.pattern, pairs, best, log_metric)
 
-    def score(self, text: str, answer: str) -> float | None:
+    def given(self, text: str) -> Any:
+        """Return what `score` compares of a completion's text."""
+        raise NotImplementedError
+
+    def score(self, given: Any, answer: str) -> float | None:
         raise NotImplementedError
 
 

@@ -48,11 +48,13 @@ class ExactMatch(AnswerReward):
     def pattern(self) -> Pattern | None:
         return self.extract
 
-    def score(self, text: str, answer: str) -> float:
-        given, expected = extract(text, self.extract), answer.strip()
-        if given is not None and self.ignore_case:
-            given, expected = given.casefold(), expected.casefold()
-        return float(given == expected)
+    def given(self, text: str) -> str | None:
+        found = extract(text, self.extract)
+        return found.casefold() if found is not None and self.ignore_case else found
+
+    def score(self, given: str | None, answer: str) -> float:
+        expected = answer.strip()
+        return float(given == (expected.casefold() if self.ignore_case else expected))
 
 
 @reward
@@ -66,11 +68,13 @@ class NumericMatch(AnswerReward):
     marker: str | None = None  # the completion must have it
     tolerance: Annotated[float, Field(ge=0)] = 0.0  # largest absolute difference
 
-    def score(self, text: str, answer: str) -> float | None:
+    def given(self, text: str) -> Decimal | None:
+        return number_in(text, self.marker)
+
+    def score(self, given: Decimal | None, answer: str) -> float | None:
         expected = number_in(answer, GSM8K_MARKER if GSM8K_MARKER in answer else None)
         if expected is None:
             return None
-        given = number_in(text, self.marker)
         return float(given is not None and abs(given - expected) <= Decimal(str(self.tolerance)))
 
 

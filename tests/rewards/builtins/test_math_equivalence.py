@@ -2,6 +2,7 @@ import asyncio
 import os
 import signal
 import sys
+from decimal import Decimal
 
 import pytest
 
@@ -119,3 +120,17 @@ def test_a_worker_beyond_its_memory_answers_no_and_is_replaced(pool, tmp_path, m
     monkeypatch.setattr(math_equivalence, "SCRIPT", script)
     replies = run(pool.ask([["2", "huge 2"], ["2", "2"]], 60.0))
     assert replies == ["timeout", True]
+
+
+def test_a_completion_is_compared_with_each_number_once_up_to_the_right_one(monkeypatch):
+    asked = []
+
+    class Pool:
+        async def ask(self, questions, time_limit):
+            asked.extend(gold for gold, _ in questions)
+            return [gold == text for gold, text in questions]
+
+    monkeypatch.setattr(math_equivalence, "POOL", Pool())
+    answers = [4.0, ["3", "2", "5"], Decimal("1.00"), None]
+    assert run(MathVerify()(completions=["9", "2", "1", "1"], answer=answers)) == [0.0, 1.0, 1.0, None]
+    assert sorted(asked) == ["1", "2", "3", "4"]

@@ -6,6 +6,7 @@ import pandas
 import pytest
 
 from grpo_fast.config.lookup import load_callable
+from grpo_fast.config.patterns import Pattern
 from grpo_fast.config.rewards import BUILTINS, RewardConfig
 from grpo_fast.data import Prompt
 from grpo_fast.rewards import RewardError, load_rewards
@@ -160,6 +161,13 @@ def test_answers_may_be_numbers_and_lists_of_which_any_is_right(name, answer, co
 def test_a_pattern_must_match_the_whole_completion():
     completions = ["Answer: 12\n", "Answer: x", "So Answer: 12", "Answer: 12 yes"]
     assert score("regex_format", completions, {"pattern": r"Answer: -?\d+\s*"}) == [1.0, 0.0, 0.0, 0.0]
+
+
+def test_a_pattern_is_matched_once_for_all_answers(monkeypatch):
+    matched, last = [], Pattern.last
+    monkeypatch.setattr(Pattern, "last", lambda self, text: matched.append(text) or last(self, text))
+    assert score("exact_match", ["a 4", "b 5"], {"extract": r"(\d)"}, answer=[["3", "4"], []]) == [1.0, None]
+    assert matched == ["a 4"]
 
 
 BACKTRACKS = "(?:a|a)*c|d"  # doubles its work with each `a`
