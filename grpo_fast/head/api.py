@@ -177,8 +177,9 @@ def linear_grpo_loss(
             the loss at no cost. None: all tokens count.
         group_ids: (N,) int64; completions of one prompt share a group.
         columns: (N,) each by name: for a loss of one's own, and any of `TOKEN_COLUMNS` that is not given.
-        num_sequences: None counts the sequences in `sequence_ids`, which waits for the device: give it on a
-            GPU, or to count sequences that have no token here.
+        num_sequences: None counts the sequences in `sequence_ids` and numbers them from 0 in their order,
+            which waits for the device. Give it on a GPU, to count sequences that have no token here, or where
+            a loss of one's own reads the ids: they reach it as they are.
         totals: `grpo_fast.StepTotals`, counts over the optimiser step, when this batch is only part of it.
         config: the loss and its constants; None for `GRPOLossConfig()`.
         entropy: return the entropy too (also as a metric), whether or not the loss needs it.

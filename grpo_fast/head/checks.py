@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.amp import is_autocast_available
 from torch.autograd import forward_ad
 from torch.distributed import ProcessGroup
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from grpo_fast.head.call import ROW_IGNORED, ROW_INVALID, HeadCall, Shard
 from grpo_fast.objective import GRPOLossConfig, StepTotals
@@ -92,7 +94,7 @@ def head_call(
     check_numbers(optional=True, tolerance=tolerance)
     if seed is not None and (isinstance(seed, bool) or not (isinstance(seed, int) and 0 <= seed < 2**63)):
         raise ValueError(f"seed must be an integer in [0, 2^63), or None for none, got {seed!r}")
-    kind = _compute_dtype(hidden, weight)
+    kind = compute_dtype(hidden, weight)
     flat = targets.reshape(-1).to(torch.int64)
     inside = (flat >= 0) & (flat < (weight.shape[0] if shard is None else shard.vocabulary))
     marked = torch.where(inside, flat, ROW_INVALID)
@@ -169,7 +171,8 @@ def check_policy_loss(
     for name, tensor in {"targets": targets, **columns}.items():
         if tensor is not None or name in _NEEDED:
             _check(name, tensor, hidden.shape[:1], hidden.device)
-    refuse_gradients(columns)
+    if not config.is_custom:
+        refuse_gradients(columns)
     if num_sequences is not None and (not isinstance(num_sequences, Integral) or num_sequences < 0):
         raise ValueError(f"num_sequences must be a count, or None to be read off, got {num_sequences!r}")
     if hidden.device.type != "cpu" or torch.compiler.is_compiling():
@@ -184,9 +187,11 @@ def check_policy_loss(
 def check_values(call: HeadCall) -> None:
     """Raise ValueError for a target outside the vocabulary or a temperature that is not positive.
 
-    On an accelerator nothing is raised, as looking at values stalls it: a wrong target or temperature makes
-    its row's log-probability NaN.
+    On an accelerator neither is raised, as looking at values stalls it: a wrong target or temperature makes
+    its row's log-probability NaN. Memory that `weight_grad` shares is refused here too, as a compiler does
+    not know it.
     """
+    _check_memory(call.weight_grad, call.hidden, call.weight, call.bias)
     if call.targets.device.type != "cpu":
         return
     if (invalid := call.targets == ROW_INVALID).any():
@@ -230,6 +235,11 @@ def _check(
             f"{name} is a DTensor: give {name}.full_tensor(), or a split vocabulary as {name}.to_local() "
             "with its process_group"
         )
+    if is_traceable_wrapper_subclass(tensor) and not isinstance(tensor, AsyncCollectiveTensor):
+        raise TypeError(
+            f"{name} is a {type(tensor).__name__}, whose numbers lie in other tensors: give "
+            f"{name}.dequantize(), or a plain tensor"
+        )
     if shape is not None and tensor.shape != shape:
         raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(tensor.shape)}: it is {what}")
     if device is not None and tensor.device != device:
@@ -259,17 +269,21 @@ def _check_operands(
             "weight_grad must have unit stride along H, separate rows and no requires_grad, got strides "
             f"{weight_grad.stride()} and requires_grad={weight_grad.requires_grad}: make a new one"
         )
-    for name, operand in {"weight": weight, "hidden": hidden, "bias": bias}.items():
-        if operand is not None and _share_memory(weight_grad, operand):
-            raise ValueError(
-                f"weight_grad shares memory with {name}, which the backward would overwrite: give a separate "
-                "buffer, such as torch.zeros_like(weight)"
-            )
+    _check_memory(weight_grad, hidden, weight, bias)
     if weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None):
         raise ValueError(
             "weight has gradient hooks, which a gradient added to weight_grad in place would not reach: "
             "remove them, or leave weight_grad out"
         )
+
+
+def _check_memory(weight_grad: Tensor | None, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    for name, operand in {"weight": weight, "hidden": hidden, "bias": bias}.items():
+        if weight_grad is not None and operand is not None and _share_memory(weight_grad, operand):
+            raise ValueError(
+                f"weight_grad shares memory with {name}, which the backward would overwrite: give a separate "
+                "buffer, such as torch.zeros_like(weight)"
+            )
 
 
 def _share_memory(one: Tensor, other: Tensor) -> bool:
@@ -324,7 +338,7 @@ def _has_autocast(kind: str) -> bool:
     return is_autocast_available(kind)
 
 
-def _compute_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
+def compute_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
     """Autocast's dtype where it is in force, as for any linear layer; else the wider of the two."""
     kind = hidden.device.type
     autocast = _has_autocast(kind) and torch.is_autocast_enabled(kind)
@@ -340,7 +354,8 @@ def _inverse_temperature(temperature: float | Tensor, targets: Tensor, kind: tor
         check_numbers(positive=True, temperature=temperature)
         if temperature == 1.0:
             return None
-        return torch.full_like(targets.reshape(-1), 1.0 / temperature, dtype=accumulator)
+        # A compiler would take `1.0 / temperature` for a constant, and compile again for the next one.
+        return torch.ones_like(targets.reshape(-1), dtype=accumulator) / float(temperature)
     if temperature.dim() and temperature.shape != targets.shape:
         raise ValueError(
             f"temperature must be a number or of the targets' shape {tuple(targets.shape)}, "

@@ -185,6 +185,11 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 def _backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
     if torch.is_grad_enabled():
         raise NotImplementedError(NO_SECOND_DERIVATIVE)
+    if any(g is not None and torch._C._functorch.is_legacy_batchedtensor(g) for g in gradients):
+        raise NotImplementedError(
+            "the head has first derivatives of one upstream gradient at a time: leave out "
+            "is_grads_batched=True, or vectorize=True"
+        )
     saved = ctx.saved_tensors  # once: a second read is an error under `torch.utils.checkpoint`
     operands, kept = saved[:_NUM_OPERANDS], list(saved[_NUM_OPERANDS:])
     call, wants = HeadCall(*operands, *ctx.others), HeadCall(*ctx.needs_input_grad)

@@ -103,10 +103,10 @@ class HeadParameters:
         """All but the weight."""
         return {name: value for name, value in vars(self).items() if name != "weight"}
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """(N, H) -> (N, V) float32. For checks on a few rows; the loss never forms them."""
-        logits = hidden.float() @ self.weight.float().T
+    def logits(self, hidden: Tensor, kind: torch.dtype = torch.float32) -> Tensor:
+        """(..., H) -> (..., V) of that dtype. The loss never forms them."""
+        logits = hidden.to(kind) @ self.weight.to(kind).T
         if self.bias is not None:
-            logits = logits + self.bias.float()
+            logits = logits + self.bias.to(kind)
         logits = logits * self.logit_scale
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)

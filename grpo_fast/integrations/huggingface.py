@@ -4,36 +4,38 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
 from grpo_fast.head import HeadParameters, linear_cross_entropy
+from grpo_fast.head.checks import compute_dtype
 from grpo_fast.integrations.host import Replacements, tapped_head
 from grpo_fast.policy.architecture import head_parameters
 
 _UNDO = "_grpo_fast_undo"  # attribute of a patched model
 
 
-def patch_causal_lm(
-    model: nn.Module, *, tolerance: float | None = None, eval_logits: bool = True
-) -> nn.Module:
+def patch_causal_lm(model: nn.Module, *, tolerance: float | None = None) -> nn.Module:
     """Make `model(input_ids, labels=...)` compute its loss by `linear_cross_entropy`.
 
     The loss is transformers' own: labels are shifted unless `shift_labels` is given, `ignore_index` (−100) is
     left out, and the sum is divided by `num_items_in_batch` where that is given, else by the number of
     targets. Softcap and logit scale are the configuration's; auxiliary losses are added as before, and
-    `output.logits` is None. A call without labels is untouched, and so is one in evaluation mode without
-    gradients: `Trainer` gives its logits to `compute_metrics`. Patch before wrapping (DDP, FSDP, Trainer, or
-    Accelerate's `prepare`), and unpatch before copying the model.
+    `output.logits` is None. In evaluation mode without gradients the logits are formed, in the model's dtype,
+    when they are first read: `Trainer` reads them for `compute_metrics` alone. Read them before the weight
+    changes or FSDP or ZeRO-3 frees it; later it is an error. A call without labels is untouched, and so is a
+    compiled evaluation. Patch before wrapping (DDP, FSDP, Trainer, or Accelerate's `prepare`), and unpatch
+    before copying the model.
 
     Args:
         model: a transformers causal language model, or PEFT's wrapper of one with the head left plain.
         tolerance: of `linear_logprob`.
-        eval_logits: False to compute no logits in evaluation either, where only the loss is read.
 
     Returns:
         The same model.
@@ -57,12 +59,16 @@ def patch_causal_lm(
         given = {**signature.bind(*args, **kwargs).arguments, **kwargs}
         patched = vars(base).get(_UNDO) is undo
         no_loss = given.get("labels") is None and given.get("shift_labels") is None
-        evaluates = eval_logits and not (base.training or torch.is_grad_enabled())
-        if not patched or no_loss or evaluates:
+        evaluates = not (base.training or torch.is_grad_enabled())
+        if not patched or no_loss or (evaluates and torch.compiler.is_compiling()):
             return original(*args, **kwargs)
         taken: list[Tensor] = []
+        logits: Tensor | None = None
 
         def compute(hidden: Tensor, head: HeadParameters) -> Tensor:
+            nonlocal logits
+            if evaluates:
+                logits = _Logits.of(hidden, head)
             return _causal_lm_loss(hidden, head, given, tolerance)
 
         def loss_of_tap(*_args: Any, **_kwargs: Any) -> Tensor:
@@ -76,10 +82,11 @@ def patch_causal_lm(
             raise ValueError(
                 f"{type(base).__name__} does not compute its loss by transformers' loss_function; unpatch it"
             )
-        if isinstance(output, tuple):  # return_dict=False: loss, logits, ...
-            return (output[0], *output[2:])
+        if isinstance(output, tuple):  # return_dict=False: the loss, maybe an auxiliary one, logits, ...
+            place = next(i for i, one in enumerate(output) if one.dim() and one.shape[-1] == 0)
+            return (*output[:place], *(() if logits is None else (logits,)), *output[place + 1 :])
         # An output drops what is None only when it is made.
-        return type(output)(**{**output, "logits": None})
+        return type(output)(**{**output, "logits": logits})
 
     replacements = Replacements()
     replacements.replace(base, "forward", forward)
@@ -105,6 +112,60 @@ def unpatch_causal_lm(model: nn.Module) -> nn.Module:
         raise ValueError(f"this {type(base).__name__} is not patched")
     undo()
     return model
+
+
+class _Logits(Tensor):
+    """A tensor that is computed when more than its shape, dtype or device is read."""
+
+    _compute: Callable[[], Tensor]
+
+    @staticmethod
+    def __new__(
+        cls, compute: Callable[[], Tensor], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> _Logits:
+        made = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)  # type: ignore[attr-defined]
+        made._compute = functools.cache(compute)
+        return made
+
+    @classmethod
+    @torch.compiler.disable
+    def of(cls, hidden: Tensor, head: HeadParameters) -> _Logits:
+        kind, size = compute_dtype(hidden, head.weight), head.weight.nbytes
+        version = None if head.weight.is_inference() else head.weight._version
+
+        @torch.no_grad()
+        def compute() -> Tensor:
+            freed = head.weight.untyped_storage().nbytes() < size
+            if freed or (version is not None and head.weight._version != version):
+                raise RuntimeError(
+                    f"the output head's weight was {'freed' if freed else 'changed'} before logits were read "
+                    "that need it: read them earlier, or call unpatch_causal_lm for the evaluation"
+                )
+            return head.logits(hidden, kind)
+
+        return cls(compute, (*hidden.shape[:-1], len(head.weight)), kind, hidden.device)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _KNOWN_UNFORMED:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        if func is Tensor.float:  # what accelerate does to each output under mixed precision
+            (one,) = args
+            with torch._C.DisableTorchFunctionSubclass():
+                return cls(lambda: one._compute().float(), one.shape, torch.float32, one.device)
+        return cls.__torch_dispatch__(func, types, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        args, kwargs = tree_map_only(cls, lambda one: one._compute(), (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+_KNOWN_UNFORMED = {
+    *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "grad_fn")),
+    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, torch.is_floating_point),
+}  # fmt: skip
 
 
 def _causal_lm_loss(

@@ -47,11 +47,12 @@ def policy_loss(inputs: LossInputs, config: GRPOLossConfig, entropy_coef: float 
         `loss` () and `metrics`, see `LossOutputs`. A custom loss (`module:function`) returns its own.
 
     Raises:
-        ValueError: an input that the configuration needs is missing, or a token column requires grad.
+        ValueError: an input that the configuration needs is missing, or a token column requires grad that a
+            built-in loss reads.
     """
-    refuse_gradients({name: getattr(inputs, name) for name in TOKEN_COLUMNS})
     if config.is_custom:
         return _load_custom(config.loss_type)(inputs)
+    refuse_gradients({name: getattr(inputs, name) for name in TOKEN_COLUMNS})
     entropy_coef = config.entropy_coef if entropy_coef is None else entropy_coef
     _check(inputs, config, entropy_coef)
     totals = inputs.totals or step_totals(inputs.loss_mask, inputs.num_sequences)

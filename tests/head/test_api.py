@@ -136,7 +136,8 @@ def test_columns_may_come_in_a_mapping_and_others_reach_a_custom_loss(
 ):
     call = make_call((24,), spread=1.0)
     operands, config = (call.hidden, call.weight, call.targets), GRPOLossConfig("grpo", beta=0.1)
-    columns = batch | {"mine": torch.ones(24)}
+    old = batch["old_logprobs"].clone().requires_grad_()
+    columns = batch | {"mine": torch.ones(24), "old_logprobs": old}
     needed = {name: columns[name] for name in ("advantages", "sequence_ids")}
     (tmp_path / "loss_of_columns.py").write_text(
         "from grpo_fast.objective import LossOutputs\n"
@@ -146,11 +147,13 @@ def test_columns_may_come_in_a_mapping_and_others_reach_a_custom_loss(
     )
     monkeypatch.syspath_prepend(tmp_path)
 
-    found = linear_grpo_loss(*operands, **needed, columns=columns, config=config)
     custom = linear_grpo_loss(
         *operands, **needed, columns=columns, config=GRPOLossConfig("loss_of_columns:loss")
     )
 
+    assert torch.autograd.grad(custom.loss, old)[0].eq(1).all()  # a loss of one's own may differentiate it
+    columns["old_logprobs"] = batch["old_logprobs"]
+    found = linear_grpo_loss(*operands, **needed, columns=columns, config=config)
     assert torch.equal(found.loss, linear_grpo_loss(*operands, **batch, config=config).loss)
     assert custom.metrics == {"mine": 24, "others": 1}
 

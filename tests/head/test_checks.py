@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+from torch.testing._internal.two_tensor import TwoTensor
 
 from grpo_fast import linear_cross_entropy, linear_grpo_loss, linear_logprob
 
@@ -63,6 +65,7 @@ def refuses(function, given: dict[str, object], name: str, value: object, error:
         ("weight_grad", torch.zeros(8, 20).t(), ValueError),
         ("weight_grad", torch.zeros(8).expand(20, 8), ValueError),
         ("weight", torch.ones(20, 8, dtype=torch.int8), TypeError),
+        ("weight", TwoTensor(torch.ones(20, 8), torch.ones(20, 8)), TypeError),
     ],
 )
 def test_a_wrong_argument_is_named(arguments, name, value, error):
@@ -70,15 +73,19 @@ def test_a_wrong_argument_is_named(arguments, name, value, error):
 
 
 @pytest.mark.parametrize("name", ["weight", "hidden", "bias"])
-@pytest.mark.parametrize("meta", [False, True])
-def test_a_weight_grad_in_the_memory_of_an_operand_is_refused(arguments, name, meta):
-    buffer = torch.randn(47, 8, device="meta" if meta else "cpu")
+@pytest.mark.parametrize("where", ["cpu", "meta", "compiler"])
+def test_a_weight_grad_in_the_memory_of_an_operand_is_refused(arguments, name, where):
+    function = linear_logprob
+    if where == "compiler":
+        torch.compiler.reset()
+        function = torch.compile(function, backend="aot_eager", fullgraph=True)
+    buffer = torch.randn(47, 8, device="meta" if where == "meta" else "cpu")
     given = {key: value.to(buffer.device) for key, value in arguments.items()}
     given |= {"bias": buffer[40:].view(-1)[:20], "weight": buffer[20:40], "hidden": buffer[14:20]}
     starts = {"weight": 21, "hidden": 0, "bias": 27}
 
-    refuses(linear_logprob, given, "weight_grad", buffer[starts[name] :][:20], ValueError)
-    assert linear_logprob(**given, weight_grad=torch.empty_like(given["weight"])).logprob.shape == (6,)
+    refuses(function, given, "weight_grad", buffer[starts[name] :][:20], ValueError)
+    assert function(**given, weight_grad=torch.empty_like(given["weight"])).logprob.shape == (6,)
 
 
 @pytest.mark.parametrize(
@@ -113,6 +120,13 @@ def test_a_custom_ignore_index_may_be_a_token(arguments):
 
     assert out.logprob[3] == 0
     assert (out.logprob[[0, 1, 2, 4, 5]] < 0).all()
+
+
+def test_what_a_collective_is_still_gathering_is_a_weight(arguments):
+    expected = linear_logprob(**arguments).logprob
+    arguments["weight"] = AsyncCollectiveTensor(arguments["weight"])
+
+    torch.testing.assert_close(linear_logprob(**arguments).logprob, expected)
 
 
 def test_numbers_of_numpy_count_as_numbers(arguments):
@@ -165,8 +179,12 @@ def test_a_column_with_a_graph_is_refused(arguments, name):
         assert linear_grpo_loss(**given | {name: column}).loss.isfinite()
 
 
+def logprobs(hidden: torch.Tensor) -> torch.Tensor:
+    return linear_logprob(hidden, torch.ones(20, 8), torch.arange(len(hidden))).logprob
+
+
 def logprob(hidden: torch.Tensor) -> torch.Tensor:
-    return linear_logprob(hidden, torch.ones(20, 8), torch.arange(len(hidden))).logprob.sum()
+    return logprobs(hidden).sum()
 
 
 def forward_mode(hidden: torch.Tensor) -> torch.Tensor:
@@ -184,6 +202,7 @@ def forward_mode(hidden: torch.Tensor) -> torch.Tensor:
         lambda hidden: torch.vmap(logprob)(hidden[None]),
         forward_mode,
         lambda hidden: torch.autograd.functional.hessian(logprob, hidden),
+        lambda hidden: torch.autograd.functional.jacobian(logprobs, hidden, vectorize=True),
     ],
 )
 def test_all_but_first_derivatives_in_reverse_mode_is_refused(arguments, transform):

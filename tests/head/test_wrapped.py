@@ -28,8 +28,7 @@ def logprob(hidden: Tensor, weight: Tensor, batch: dict[str, Any]) -> tuple[Tens
 
 def one_statistic(hidden: Tensor, weight: Tensor, batch: dict[str, Any]) -> tuple[Tensor, Any]:
     """What a frozen head's forward prepares."""
-    temperature = 0.7 + 0.1 * batch["seed"]
-    out = linear_logprob(hidden, weight, batch["targets"], temperature=temperature)
+    out = linear_logprob(hidden, weight, batch["targets"], temperature=batch["temperature"])
     return out.logprob.sum(), out
 
 
@@ -121,6 +120,7 @@ def make_batch(rng: torch.Generator, sequences: int, seed: int) -> tuple[Tensor,
         "advantages": torch.randn(tokens, generator=rng),
         "sequence_ids": torch.arange(tokens) // 4,
         "seed": seed,
+        "temperature": 0.7 + 0.1 * seed,
     }
 
 

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
+from grpo_fast.head import HeadParameters
 from grpo_fast.integrations.huggingface import patch_causal_lm, unpatch_causal_lm
 
 # transformers rounds the logits of a float64 model to float32 for its loss; ours stay float64.
@@ -84,9 +85,10 @@ def test_no_tensor_of_vocabulary_width_is_formed(tiny, batch):
     assert seen == [torch.Size([])]
 
 
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
 @pytest.mark.parametrize("as_tuple", [False, True])
-def test_all_but_the_logits_is_returned(tiny, batch, as_tuple):
-    model = tiny().eval()
+def test_all_but_the_logits_is_returned(tiny, name, batch, as_tuple):
+    model = tiny(name).eval()
     options = {**batch, "return_dict": not as_tuple, "output_hidden_states": True}
     expected = model(**options)
     found = patch_causal_lm(model)(**options)
@@ -94,6 +96,7 @@ def test_all_but_the_logits_is_returned(tiny, batch, as_tuple):
     assert len(found) == len(expected) - 1
     torch.testing.assert_close(found[0], expected[0], **HOST_IN_FLOAT32)
     torch.testing.assert_close(found[-1], expected[-1])
+    assert all(one.dim() == 0 or one.shape[-1] for one in found if isinstance(one, torch.Tensor))
 
 
 WRAPPERS: dict[str, Callable[[nn.Module], Any]] = {
@@ -125,25 +128,66 @@ def test_gradients_inside_a_wrapper_are_those_without(tiny, batch, wrapper, tmp_
     torch.testing.assert_close(found, {name: expected[name] for name in found})
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_compute_metrics_of_a_trainer_gets_the_logits(tiny, batch, tmp_path, compiled):
-    model, seen = tiny(), []
+@pytest.mark.parametrize("mode", ["plain", "bf16", "compiled"])
+def test_compute_metrics_alone_makes_a_trainer_form_logits(tiny, batch, tmp_path, mode, monkeypatch):
+    model, seen, formed = tiny().to(torch.float32 if mode == "bf16" else torch.float64), [], []
     arguments = TrainingArguments(
-        str(tmp_path), report_to=[], use_cpu=True, torch_compile=compiled, torch_compile_backend="aot_eager"
-    )
+        str(tmp_path), report_to=[], use_cpu=True, bf16=mode == "bf16", per_device_eval_batch_size=2,
+        torch_compile_backend="aot_eager" if mode == "compiled" else None,
+    )  # fmt: skip
+    logits = HeadParameters.logits
+    monkeypatch.setattr(HeadParameters, "logits", lambda *given: formed.append(given) or logits(*given))
     rows = [{"input_ids": ids, "labels": ids} for ids in batch["input_ids"]]
 
     def metrics(given: Any) -> dict[str, float]:
         seen.append(torch.from_numpy(given.predictions))
         return {}
 
-    for one in (model, patch_causal_lm(model)):
-        Trainer(one, arguments, eval_dataset=rows, compute_metrics=metrics).evaluate()
+    for patch in (lambda model: model, patch_causal_lm):
+        torch.compiler.reset()
+        Trainer(patch(model), arguments, eval_dataset=rows, compute_metrics=metrics).evaluate()
 
     torch.testing.assert_close(*seen)
+    before = len(formed)
+    assert before == 2 or mode == "compiled"  # where the model may form its own
+    Trainer(model, arguments, eval_dataset=rows).evaluate()
+    assert len(formed) == before
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_that_are_read_in_evaluation_are_the_models(tiny, name, batch):
+    model = tiny(name).eval()
     with torch.no_grad():
-        unpatch_causal_lm(model)
-        assert patch_causal_lm(model, eval_logits=False)(**batch).logits is None
+        expected = model(**batch)
+        found, as_tuple = patch_causal_lm(model)(**batch), model(**batch, return_dict=False)
+
+    torch.testing.assert_close(found.loss, expected.loss, **HOST_IN_FLOAT32)
+    assert list(found) == list(expected)
+    assert found.logits.shape == expected.logits.shape and found.logits.dtype == expected.logits.dtype
+    place = list(found).index("logits")
+    for logits in (found.logits, found["logits"], found[place], as_tuple[place]):
+        torch.testing.assert_close(logits[:, -1], expected.logits[:, -1])
+        torch.testing.assert_close(torch.from_numpy(logits.float().numpy()), expected.logits.float())
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (lambda weight: weight.add_(1), "changed"),
+        (lambda weight: weight.untyped_storage().resize_(0), "freed"),
+    ],
+)
+@torch.no_grad()
+def test_logits_are_not_formed_from_a_weight_that_has_changed(tiny, batch, change, what):
+    model = patch_causal_lm(tiny().eval())
+    read, unread = model(**batch).logits, model(**batch).logits
+    expected = read.clone()
+
+    change(model.lm_head.weight)
+
+    assert torch.equal(read, expected)
+    with pytest.raises(RuntimeError, match=f"{what}.*read them earlier"):
+        unread.argmax(-1)
 
 
 def test_labels_already_shifted_are_not_shifted_again(tiny, batch):
