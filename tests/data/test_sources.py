@@ -276,7 +276,7 @@ def test_a_csv_cell_keeps_its_text_where_a_number_would_change_it(tmp_path, monk
     [
         (b"caf\xc3\xa9,007\nNA,1\n", {"column_names": ["prompt", "answer"]}, "train"),
         (b"prompt,answer\ncaf\xe9,007\nNA,1\n", {"encoding": "latin-1"}, "train"),
-        (gzip.compress(b"prompt;answer\ncaf\xc3\xa9;007\nNA;1\n"), {"sep": ";"}, "train"),
+        (gzip.compress(b"prompt;answer\ncaf\xc3\xa9;007\nNA;1\n", mtime=0), {"sep": ";"}, "train"),
         (b"prompt,answer\ncaf\xc3\xa9,007\nNA,1\nx,2\n", {}, "train[:2]"),
     ],
 )
