@@ -67,7 +67,9 @@ class AlertsConfig(Section):
         0.05, description="reward gained while the held-out score falls: reward hacking"
     )
     held_out_drop: Positive = Field(
-        0.03, description="fall of the held-out score below its best that counts for reward_rise"
+        0.03,
+        description="fall of the held-out score below its best that counts for reward_rise, if it also "
+        "exceeds the score's interval",
     )
     length_reward_correlation: Annotated[float, Field(gt=0, le=1)] | None = Field(
         0.8, description="correlation of length and reward within groups, of either sign"

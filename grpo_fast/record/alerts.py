@@ -53,6 +53,7 @@ class AlertState(BaseModel):
     recent: dict[str, list[float]] = {}  # the last `window` values of each metric
     first_length: float | None = None  # mean over the first window
     score: float | None = None  # the latest held-out score
+    score_high: float = 0.0  # the upper end of its interval
     best_score: float | None = None
     reward_at_best: float | None = None
     loss_is_finite: bool = True  # of the latest step
@@ -105,7 +106,7 @@ class AlertMonitor:
             state.first_length = self._mean("completion/length_mean")
         score, reward = finite.get("eval/score"), self._mean("reward/mean")
         if score is not None and reward is not None:  # the rewards of too few steps say nothing yet
-            state.score = score
+            state.score, state.score_high = score, finite.get("eval/score_high", score)
             if state.best_score is None or score >= state.best_score:
                 state.best_score, state.reward_at_best = score, reward
 
@@ -137,6 +138,7 @@ class AlertMonitor:
             if state.score is None or state.best_score is None or state.reward_at_best is None:
                 return None
             fell = state.best_score - state.score >= self.config.held_out_drop
+            fell = fell and state.score_high < state.best_score
             return mean - state.reward_at_best if fell else 0.0
         if name == "length_drift":  # factor by which the mean length has left its start, up or down
             first = state.first_length

@@ -153,7 +153,8 @@ class Recorder:
         figures = evaluation.score, evaluation.interval, n, evaluation.criterion
         self.logs.evaluation(step, name, *figures)
         self.display.evaluation(step, *figures)
-        return {"eval/score": evaluation.score} | {f"eval/{k}": v for k, v in evaluation.metrics.items()}
+        scored = {"eval/score": evaluation.score, "eval/score_high": evaluation.interval[1]}
+        return scored | {f"eval/{k}": v for k, v in evaluation.metrics.items()}
 
     def capture(self) -> None:
         """Keep what a checkpoint holds besides the weights and the optimizer's tensors, between two steps.

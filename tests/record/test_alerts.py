@@ -116,9 +116,11 @@ def test_a_figure_that_trembles_around_its_threshold_is_told_of_once(monitor, di
 
 def test_reward_that_rises_while_the_held_out_score_falls_is_reward_hacking(monitor):
     climbing = [(5, {"reward/mean": 0.5 + 0.02 * i, "eval/score": 0.6}) for i in range(3)]
+    unsure = (10, {"reward/mean": 0.8, "eval/score": 0.5, "eval/score_high": 0.61})
     falling = (10, {"reward/mean": 0.8, "eval/score": 0.5})
     recovered = (10, {"reward/mean": 0.8, "eval/score": 0.62})
-    alerts = run(monitor, *climbing, falling, recovered)
+    assert run(monitor, *climbing, unsure) == []
+    alerts = run(monitor, falling, recovered, start=25)
     assert [(a.alert, a.state) for a in alerts] == [("reward_rise", "raised"), ("reward_rise", "cleared")]
 
 
