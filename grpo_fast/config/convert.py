@@ -1,22 +1,39 @@
-"""`grpo-fast convert`: the file of another tool in our terms, every key accounted for."""
+"""The file of another tool in our terms, every key accounted for: `grpo-fast convert` and `train`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from grpo_fast.config.data import VERIFIERS
 from grpo_fast.config.foreign import nemo_rl
 from grpo_fast.config.foreign.axolotl import read_axolotl
-from grpo_fast.config.foreign.conversion import FILL_IN, Conversion
+from grpo_fast.config.foreign.conversion import FILL_IN, TO_DECIDE, Conversion
+from grpo_fast.config.foreign.names import ABSENT, NAMES
+from grpo_fast.config.foreign.rules import Places
 from grpo_fast.config.foreign.trl import read_trl
-from grpo_fast.config.keys import ConfigError, Problem
-from grpo_fast.config.load import merged, read_mapping, validated
+from grpo_fast.config.keys import ConfigError, Problem, keys, without_positions
+from grpo_fast.config.layers import merged, placed, read_mapping, validated
 from grpo_fast.config.paths import user_path
+from grpo_fast.config.schema import TrainConfig
+from grpo_fast.config.tree import flatten, value_at
 from grpo_fast.config.yaml_text import dump_yaml
+from grpo_fast.objective.config import LARGEST
 
 READERS = {"axolotl": read_axolotl, "trl": read_trl, "nemo_rl": nemo_rl.read_nemo_rl}
+# Top-level keys by which a tool's file is recognized; ours has none of them.
+_NEMO_RL = "policy grpo dpo loss_fn env cluster checkpointing logger data defaults training group_size"
+_AXOLOTL = "base_model rl trl vllm datasets test_datasets micro_batch_size"
+MARKS = {
+    "nemo_rl": {*_NEMO_RL.split(" ")},
+    "axolotl": {*_AXOLOTL.split(" ")},
+    "trl": ABSENT.keys() | {"model_name_or_path", "dataset_name"},
+}
+TUTORIAL_MODEL = {"model.name", "model.max_length"}  # all keys of the section `model` in NeMo-RL's tutorial
+_KEY = re.compile(r"[a-z_]+(?:\.[a-z_]+)*")
 
 
 def convert_file(path: str | Path, *, source: str | None = None) -> tuple[Conversion, str]:
@@ -33,29 +50,55 @@ def convert_file(path: str | Path, *, source: str | None = None) -> tuple[Conver
     if path.suffix not in (".yaml", ".yml", ".json"):
         message = "is none of .yaml, .yml and .json; write a command's flags as lines `key: value`"
         raise ConfigError(str(path), [Problem("the file", message)])
+    conversion, tree = fitted(read_foreign(path, source, {})[0])
+    return conversion, conversion.heading() + dump_yaml(tree)
+
+
+def read_foreign(path: Path, source: str | None, given: Mapping[str, Any]) -> tuple[Conversion, Places]:
+    """Convert a file under overrides, and return those of them that are in our terms.
+
+    An override in the tool's terms replaces the file's value. One in ours decides the keys whose reason
+    names it.
+
+    Raises:
+        ConfigError: the file cannot be read, or holds no foreign configuration.
+    """
     problems: list[Problem] = []
     try:
         document = nemo_rl.with_defaults(path, partial(read_mapping, problems=problems))
         if problems:
             raise ConfigError(str(path), problems)
+        theirs = {name: value for name, value in given.items() if _is_theirs(name, document, source)}
+        document = merged([document, theirs], problems) if theirs else document
         conversion = convert(document, source=source)
     except ConfigError:
         raise
     except ValueError as error:
         raise ConfigError(str(path), [Problem("the file", str(error))]) from None
-    conversion, tree = fitted(conversion)
-    return conversion, conversion.heading() + dump_yaml(tree)
+    ours = {name: value for name, value in given.items() if name not in theirs or name in keys()}
+    decided = {*flatten(placed(ours, {**document, **given}, []))}
+    decided |= {place for row in conversion.rows if row.key in theirs for place in row.places}
+    for row in conversion.rows:
+        if row.outcome == TO_DECIDE and (by := _deciding(row.reason, decided)):
+            conversion = conversion.decided(row.key, by)
+    return conversion, ours
 
 
-def fitted(conversion: Conversion) -> tuple[Conversion, dict[str, Any]]:
+def fitted(
+    conversion: Conversion, layered: Callable[[Places], dict[str, Any]] = lambda file: merged([file], [])
+) -> tuple[Conversion, dict[str, Any]]:
     """Return a conversion without what is refused here, and its configuration.
+
+    Args:
+        layered: makes the configuration of the converted places.
 
     Raises:
         ConfigError: the configuration is refused for something else than a converted key.
     """
     while True:
-        tree = merged([conversion.places], [])
-        unmarked = {key: value for key, value in tree.items() if (key, value) != ("max_steps", FILL_IN)}
+        tree = layered(conversion.places)
+        # Any share of a run of unknown length fits.
+        unmarked = {**tree, "max_steps": LARGEST} if tree.get("max_steps") == FILL_IN else tree
         try:
             validated(unmarked, f"the configuration converted from {conversion.source}")
         except ConfigError as error:
@@ -68,24 +111,91 @@ def fitted(conversion: Conversion) -> tuple[Conversion, dict[str, Any]]:
             return conversion, tree
 
 
+def open_problems(conversion: Conversion, tree: Mapping[str, Any]) -> list[Problem]:
+    """List what a person has to decide or set before a converted configuration can be used."""
+    problems = [
+        Problem(row.key, f"{' '.join(row.reason.split())}; {row.key}=null leaves it out", row.value)
+        for row in conversion.rows
+        if row.outcome == TO_DECIDE
+    ]
+    missing = {place for place in conversion.fill_in if value_at(tree, place) is None}
+    if tree.get("epochs"):
+        missing -= {"max_steps"}
+    if value_at(tree, "rollout.environment") or str(value_at(tree, "dataset.source")).startswith(VERIFIERS):
+        missing -= {"rewards"}
+    message = "is not in the file, and is required; add {}=VALUE"
+    return problems + [Problem(place, message.format(place)) for place in sorted(missing)]
+
+
+def tool_of(document: Mapping[str, Any], source: str = "the file") -> str | None:
+    """Return the tool whose file this is by its top-level keys; None for ours.
+
+    Raises:
+        ConfigError: the keys are those of two tools.
+    """
+    if _ours(document):
+        return None
+    tops = _tops(document)
+    found = {tool: sorted(tops & marks) for tool, marks in MARKS.items() if tops & marks}
+    nested = {place.partition(".")[0] for place in flatten(document) if "." in place}
+    if nested & {"algorithm", "model"}:  # which are not ours, as they stand
+        found.setdefault("nemo_rl", sorted(nested & {"algorithm", "model"}))
+    if "nemo_rl" in found and len(found) > 1:
+        other = next(tool for tool in found if tool != "nemo_rl")
+        keys = f"{', '.join(found['nemo_rl'])} are NeMo-RL's keys, and {', '.join(found[other])} "
+        message = f"{keys} those of {'TRL' if other == 'trl' else 'Axolotl'}; keep one tool's"
+        raise ConfigError(source, [Problem("the file", message)])
+    return next(iter(found), None)
+
+
 def convert(document: Mapping[str, Any], *, source: str | None = None) -> Conversion:
     """Return our configuration from a foreign one, with an account of each key.
 
     Raises:
         ValueError: the configuration is ours already, empty, or of a tool that is not converted.
     """
-    sections = {key for key, value in document.items() if isinstance(value, Mapping)}
-    sections |= {key.partition(".")[0] for key in document if "." in key}
+    tops = _tops(document)
     if not document:
         raise ValueError("is empty")
-    if {"model", "dataset"} <= sections:
-        raise ValueError("has our sections model and dataset already; `grpo-fast train` takes it as it is")
     for key, tool in {"algo": "OpenRLHF", "ckpt": "OpenRLHF", "actor_rollout_ref": "verl"}.items():
-        if key in sections:
+        if key in tops:
             raise ValueError(f"is {tool}'s, which is not converted; write the keys that matter by hand")
-    is_nemo = sections & {"algorithm", "policy", "grpo", "dpo"}
-    is_axolotl = document.keys() & {"base_model", "rl", "trl"}
-    return READERS[source or ("nemo_rl" if is_nemo else "axolotl" if is_axolotl else "trl")](document)
+    if source is None and (ours := _ours(document)):
+        raise ValueError(f"has our sections already ({', '.join(ours)}); `grpo-fast train` takes it as it is")
+    source = source or tool_of(document) or ("trl" if tops & NAMES.keys() else None)
+    if source is None:
+        raise ValueError("holds no key of TRL, Axolotl or NeMo-RL")
+    return READERS[source](document)
+
+
+def _tops(document: Mapping[str, Any]) -> set[str]:
+    return {key.partition(".")[0] for key in document}
+
+
+def _ours(document: Mapping[str, Any]) -> list[str]:
+    """Return the top-level keys that only our files have."""
+    places = flatten(document)
+    shared = {"algorithm", *NAMES}  # NeMo-RL's section, and flat names
+    if {place for place in places if place.partition(".")[0] == "model"} <= TUTORIAL_MODEL:
+        shared.add("model")
+    if isinstance(document.get("optimizer"), str):  # Axolotl's
+        shared.add("optimizer")
+    return sorted(_tops(document) & TrainConfig.model_fields.keys() - shared)
+
+
+def _is_theirs(name: str, document: Mapping[str, Any], tool: str | None) -> bool:
+    """Whether an override is in the terms of the file's tool; a flat name such as `max_steps` is in both."""
+    top, flat = name.partition(".")[0], tool != "nemo_rl" and name in NAMES
+    if flat or without_positions(name) in keys():
+        return flat
+    return name in document or isinstance(document.get(top), Mapping | list) or top in MARKS[str(tool)]
+
+
+def _deciding(reason: str, decided: set[str]) -> str | None:
+    """Return the key of ours, set elsewhere, that a reason names as the remedy."""
+    named = [word for word in _KEY.findall(reason) if word in keys()]
+    named = [word for word in named if "." in word or "_" in word or word in ("rewards", "minibatches")]
+    return next((word for word in named for one in decided if f"{one}.".startswith(f"{word}.")), None)
 
 
 def _blamed(problem: Problem, places: Mapping[str, Any]) -> list[str]:

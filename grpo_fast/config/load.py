@@ -5,30 +5,19 @@ One `ConfigError` lists everything that is wrong, with the nearest names to a na
 
 from __future__ import annotations
 
-import json
 import logging
+import os
+import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from pydantic import ValidationError
-
+from grpo_fast.config.convert import fitted, open_problems, read_foreign, tool_of
 from grpo_fast.config.data import DatasetConfig
 from grpo_fast.config.foreign.conversion import FILL_IN
-from grpo_fast.config.foreign.names import NAMES
-from grpo_fast.config.foreign.rules import Places, translate
-from grpo_fast.config.keys import (
-    TO_FILL_IN,
-    ConfigError,
-    Problem,
-    problems_of,
-    takes_text,
-    types_of,
-    unknown_key,
-)
+from grpo_fast.config.foreign.rules import Places
+from grpo_fast.config.keys import TO_FILL_IN, ConfigError, Problem, takes_text
+from grpo_fast.config.layers import merged, misread, placed, read_mapping, validated
 from grpo_fast.config.lookup import choices
 from grpo_fast.config.methods import REPLACED
 from grpo_fast.config.paths import user_path
@@ -36,14 +25,13 @@ from grpo_fast.config.record import CHECKPOINTS_DIR, CONFIG_FILE, INPUTS_DIR, LO
 from grpo_fast.config.schema import TrainConfig
 from grpo_fast.config.secrets import masked, masked_command
 from grpo_fast.config.section import short
-from grpo_fast.config.tree import flatten, value_at, with_leaves
-from grpo_fast.config.yaml_text import dump_yaml, parse_value, parse_yaml, surprises
+from grpo_fast.config.tree import flatten, value_at
+from grpo_fast.config.yaml_text import dump_yaml, parse_value
 from grpo_fast.objective.catalog import METHODS
 
 logger = logging.getLogger(__name__)
 RECIPES = Path(__file__).parents[1] / "recipes"
 LENGTH = ("epochs", "max_steps", "num_epochs", "num_train_epochs")  # an override replaces a file's
-FREE_FORM = ("options", "rename", "targets", "environment")  # mappings whose keys are the user's
 DATASETS = ("dataset", "evaluation.dataset")
 
 
@@ -54,15 +42,16 @@ def load_config(
 
     Args:
         path: a YAML file, a run's directory, or the name of a shipped recipe; None for overrides alone. A
+            file of TRL, Axolotl or NeMo-RL is converted, and the outcome of its keys goes to stderr. A
             run's directory is its output_dir, wherever it was when the run was started, and only overrides
             set `model.trust_remote_code`. Or places with values.
         overrides: `optimizer.learning_rate=1e-6`, `--optimizer.learning_rate=1e-6`, or the latter as two
             items. Values are YAML. `rewards.0.weight=2` reaches into a list. The flat names of
             TRL and Axolotl (`learning_rate=1e-6`) serve as well, here and at the top level of the file. Or
-            names with their values as Python has them.
+            names with their values as Python has them. With another tool's file, its own names serve, too.
 
     Raises:
-        ConfigError: anything unknown, contradictory or out of range; it lists every problem at once.
+        ConfigError: anything unknown, contradictory, out of range or to decide; it lists every problem.
     """
     problems: list[Problem] = []
     found = None if path is None or isinstance(path, dict) else config_path(path)
@@ -74,10 +63,27 @@ def load_config(
         if (is_folder or is_run) and isinstance(model := file.get("model"), dict):
             model.pop("trust_remote_code", None)  # another person may have written it
     given = dict(overrides) if isinstance(overrides, Mapping) else _parse_overrides(overrides)
+    source = "the settings" if found is None else str(path)
+    if found is None or (tool := tool_of(file, source)) is None:
+        return validated(_layered(file, given, problems), source, problems)
+    # The file is another tool's.
+    conversion, ours = read_foreign(found, tool, given)
+    conversion, _ = fitted(conversion, lambda file: _layered(file, ours, []))
+    tree = _layered(conversion.given, ours, problems)
+    if problems := problems + open_problems(conversion, tree):
+        raise ConfigError(source, problems)
+    if os.environ.get("RANK", "0") == "0":
+        verbose = bool(given.get("logging.verbose"))
+        print(conversion.listing(whole=verbose, settled=True), file=sys.stderr)
+    return validated(tree, source)
+
+
+def _layered(file: Mapping[str, Any], given: Mapping[str, Any], problems: list[Problem]) -> dict[str, Any]:
+    """Merge overrides over a file's settings."""
     if any(given.get(name) is not None for name in LENGTH):
         file = {name: value for name, value in file.items() if name not in LENGTH}
     # A value relative to another key (a share of max_steps) is relative to that key's final value.
-    below, above = (_places(layer, {**file, **given}, problems) for layer in (file, given))
+    below, above = (placed(layer, {**file, **given}, problems) for layer in (file, given))
     if (method := above.get("method", below.get("method"))) != below.get("method") and str(method) in METHODS:
         _leave_to_method(method, below)
     tree = merged([below, above], problems)
@@ -87,27 +93,7 @@ def load_config(
         for key in DatasetConfig.model_construct(source=str(section["source"])).idle_keys:
             if f"{place}.{key}" not in given:
                 section.pop(key, None)
-    return validated(tree, "the settings" if found is None else str(path), problems)
-
-
-def validated(tree: Any, source: str, problems: Sequence[Problem] = ()) -> TrainConfig:
-    """The configuration that nested mappings hold, unless there are problems already.
-
-    Raises:
-        ConfigError: these and all further ones.
-    """
-    try:
-        config = TrainConfig.model_validate(tree)
-    except ValidationError as error:
-        known = {problem.name: problem for problem in problems}
-        for problem in problems_of(error):
-            source_of = known.get(problem.name.removeprefix("evaluation."))  # of what is inherited
-            if source_of is None or replace(source_of, name=problem.name) != problem:
-                known.setdefault(problem.name, problem)
-        raise ConfigError(source, [*known.values()]) from None
-    if problems:
-        raise ConfigError(source, problems)
-    return config
+    return tree
 
 
 def check_filled_in(config: TrainConfig) -> None:
@@ -139,106 +125,6 @@ def config_path(name: str | Path) -> Path:
     is_folder = f"is a folder without {CONFIG_FILE}, so no run"
     message = is_folder if path.is_dir() else f"is no file, run or recipe: {recipes}"
     raise ConfigError(str(name), [Problem("CONFIG", message, str(name))])
-
-
-def read_mapping(path: Path, problems: list[Problem] | None = None) -> dict[str, Any]:
-    """A YAML or JSON file that holds a mapping, or nothing.
-
-    Args:
-        problems: gets those of values that YAML reads otherwise than they look.
-    """
-    try:
-        text = path.read_text(encoding="utf-8")
-        document = json.loads(text) if path.suffix == ".json" else parse_yaml(text)
-        if problems is not None and path.suffix != ".json":
-            problems += misread(text)
-        document = with_leaves(document, lambda leaf: leaf)  # a copy, in which no two places share a mapping
-    except RecursionError:
-        raise ConfigError(str(path), [Problem("the file", "is nested too deeply")]) from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(str(path), [Problem("the file", f"cannot be read: {error}")]) from None
-    if not isinstance(document, dict | None):
-        message = "holds no mapping; write `key: value` lines"
-        raise ConfigError(str(path), [Problem("the file", message, document)])
-    return {str(key): value for key, value in (document or {}).items()}
-
-
-def misread(text: str, key: str = "") -> list[Problem]:
-    """Return a problem for each value of a YAML text that is another than it looks.
-
-    Where a switch is wanted `yes` is one, and where a number is wanted `1_000`. Where anything may stand,
-    both get a warning.
-
-    Args:
-        key: the key of an override, whose value the text is.
-    """
-    found = []
-    for place, line, written, kind, value in surprises(text):
-        name = ".".join(filter(None, (key, place)))
-        types, shown = types_of(name), masked(written, name)
-        ruled = name in NAMES and not types  # by what reads a foreign name
-        wanted = {"switch": {"boolean"}, "number": {"integer", "number"}}.get(kind)
-        if wanted and (ruled or types & wanted):
-            continue
-        quoted = f"{key}='\"{shown}\"'" if key and not place else f"'{shown}'"
-        where = "" if key else f"line {line}: "
-        is_read = f"YAML reads {shown} as {'a comment' if kind == 'comment' else json.dumps(value)}"
-        problem = Problem(name, f"{where}{is_read}; write {quoted} for the text, or {json.dumps(value)}")
-        if wanted and not types:
-            logger.warning("%s", problem)
-        else:
-            found.append(problem)
-    return found
-
-
-def merged(layers: Sequence[Places], problems: list[Problem]) -> dict[str, Any]:
-    """The tree of values at their places, later layers over earlier ones.
-
-    Sections merge; all else, and what is given for a free-form mapping, replaces what was there. Text passes
-    as bytes, for OmegaConf would read `${}` and `???` in it.
-    """
-    tree = OmegaConf.create(flags={"allow_objects": True})
-    for place, value in (pair for layer in layers for pair in layer.items()):
-        held = with_leaves(value, _hidden)
-        merge = isinstance(value, Mapping) and place.rpartition(".")[2] not in FREE_FORM
-        try:
-            OmegaConf.update(tree, place, held, merge=merge, force_add=True)
-        except RecursionError:
-            problems.append(Problem(place, "is nested too deeply"))
-        except OmegaConfBaseException as error:
-            problems.append(Problem(place, str(error).partition("\n")[0], value))
-    found: Any = OmegaConf.to_container(tree)
-    return with_leaves(found, _shown)
-
-
-def _hidden(leaf: Any) -> Any:
-    return leaf.encode("utf-8", "surrogatepass") if isinstance(leaf, str) else leaf
-
-
-def _shown(leaf: Any) -> Any:
-    return leaf.decode("utf-8", "surrogatepass") if isinstance(leaf, bytes) else leaf
-
-
-def _places(layer: Mapping[str, Any], siblings: Mapping[str, Any], problems: list[Problem]) -> Places:
-    """One layer's values at their places: a key belongs where it says, or where a foreign name leads."""
-    found: Places = {}
-    for name, value in layer.items():
-        ours = name.partition(".")[0] in TrainConfig.model_fields
-        if not ours and name not in NAMES:
-            problems.append(unknown_key(name, value))
-            continue
-        try:
-            places = {name: value} if ours else translate(NAMES[name], value, siblings)
-        except (ValueError, TypeError) as error:
-            problems.append(Problem(name, str(error), value))
-            continue
-        earlier = flatten(found)
-        for leaf, item in flatten(places).items():
-            if leaf in earlier and earlier[leaf] != item:
-                both = " and ".join(short(masked(one, leaf)) for one in (earlier[leaf], item))
-                problems.append(Problem(leaf, f"is given twice, as {both}; keep one"))
-        found |= places
-    return found
 
 
 def _move(file: dict[str, Any], run_dir: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from grpo_fast.config.foreign.conversion import Conversion, Entry, convert_entries
+from grpo_fast.config.foreign.conversion import Algorithm, Conversion, Entry, convert_entries
 from grpo_fast.config.foreign.rules import NOTHING, Absent, Places, Rule, find_rule, load_yaml, rules_of
 from grpo_fast.config.foreign.trl import trl_rules, with_usual
 
@@ -27,7 +27,7 @@ SHARED = "here vLLM and the trainer share the GPU: lower it where they do not fi
 
 def read_axolotl(document: Mapping[str, Any]) -> Conversion:
     """Keys of the `trl:` block count as TRL's, those of the file by Axolotl's names or TRL's."""
-    if not document.get("rl"):
+    if not document.get("rl") and document.keys() & {"base_model", "datasets"}:  # no part of a file
         raise ValueError(
             "has no `rl`, so it trains on given answers, and runs here on rewards or comparisons"
         )
@@ -41,10 +41,10 @@ def read_axolotl(document: Mapping[str, Any]) -> Conversion:
             raise ValueError(f"{name} = {datasets!r} is not a list of sections, `- path: NAME`")
     siblings = {SYNONYMS.get(key, key): value for key, value in {**document, **blocks["trl"]}.items()}
     siblings["use_peft"] = bool(document.get("adapter"))
-    preference = document["rl"] not in ("grpo", "gdpo")
+    algorithm: Algorithm = "grpo" if document.get("rl") in (None, "grpo", "gdpo") else "dpo"
     table = load_yaml("axolotl.yaml")
     defaults = with_usual(table.pop("_defaults"), siblings)
-    rules, notes = trl_rules(siblings, preference)
+    rules, notes = trl_rules(siblings, algorithm == "dpo")
     rules |= {**dict(rules_of(table)), "wandb_project": _wandb}
     notes["vllm.gpu_memory_utilization"] = SHARED
     named = [(f"trl.{key}", key, value) for key, value in blocks["trl"].items()]
@@ -56,7 +56,7 @@ def read_axolotl(document: Mapping[str, Any]) -> Conversion:
         *_datasets(lists, "datasets", ""),
         *_datasets(lists, "test_datasets", "evaluation."),
     ]
-    return convert_entries("Axolotl", entries, siblings, rules, defaults, preference=preference)
+    return convert_entries("Axolotl", entries, siblings, rules, defaults, algorithm=algorithm)
 
 
 def _wandb(value: Any, document: Mapping[str, Any]) -> Places:

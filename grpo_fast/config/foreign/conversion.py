@@ -18,7 +18,10 @@ REQUIRED = {"model.path": FILL_IN, "dataset.source": FILL_IN, "rewards": [{"rewa
 # Sections that only training on the policy's own completions reads.
 SAMPLING = frozenset({"rewards", "rollout", "advantage", "loss", "num_iterations", "minibatches"})
 
-Outcome = Literal["taken", "renamed", "written for a default", "not applicable", "needs a decision"]
+Algorithm = Literal["grpo", "dpo", "rank"]
+Outcome = Literal[
+    "taken", "renamed", "written for a default", "decided", "not applicable", "needs a decision"
+]
 LEFT_OUT: Outcome = "not applicable"
 TO_DECIDE: Outcome = "needs a decision"
 
@@ -48,7 +51,7 @@ class Conversion:
     @property
     def fill_in(self) -> tuple[str, ...]:
         """Our keys that the source does not set, for a person to set."""
-        preference = self.given.get("algorithm") == "dpo"
+        preference = self.given.get("algorithm") in ("dpo", "rank")
         required = [place for place in REQUIRED if not (preference and place in SAMPLING)]
         length = [] if "epochs" in self.given else ["max_steps"]  # ours has a default that nobody chose
         return tuple(place for place in (*required, *length) if place not in self.given)
@@ -75,6 +78,11 @@ class Conversion:
         given = {place: value for place, value in self.given.items() if place not in refused}
         return replace(self, given=given, rows=tuple(rows))
 
+    def decided(self, key: str, by: str) -> Conversion:
+        """Mark a key that is decided by another key of ours."""
+        changes: Any = {"outcome": "decided", "places": (), "reason": f"by {by}"}
+        return replace(self, rows=tuple(replace(r, **changes) if r.key == key else r for r in self.rows))
+
     def heading(self) -> str:
         """Comment lines for the top of the YAML file."""
         lines = [f"Converted from {self.source}."]
@@ -82,10 +90,16 @@ class Conversion:
         lines += [f"To fill in: {', '.join(self.fill_in)}."] if self.fill_in else []
         return "".join(f"# {' '.join(line.split())}\n" for line in lines)
 
-    def listing(self) -> str:
-        """Each key with what became of it, those without a place together under their reason."""
-        lines = []
-        for row in (row for row in self.rows if row.outcome not in (LEFT_OUT, TO_DECIDE)):
+    def listing(self, *, whole: bool = True, settled: bool = False) -> str:
+        """Each key with what became of it, those without a place together under their reason.
+
+        Args:
+            whole: list keys that are taken as they are, and defaults, too.
+            settled: what the file does not say is set elsewhere.
+        """
+        lines = [f"converted from {self.source}:"]
+        unlisted = (LEFT_OUT, TO_DECIDE, *(() if whole else ("taken", "written for a default")))
+        for row in (row for row in self.rows if row.outcome not in unlisted):
             target = f" -> {', '.join(row.places)}" if row.places and row.places != (row.key,) else ""
             lines.append(f"{row.outcome}: {row}{target}" + (f" ({row.reason})" if row.reason else ""))
         by_reason = attrgetter("reason")
@@ -93,9 +107,9 @@ class Conversion:
             left = sorted((row for row in self.rows if row.outcome == outcome), key=by_reason)
             for reason, rows in groupby(left, key=by_reason):
                 lines += [f"{outcome}: {reason}", *(f"  {row}" for row in rows)]
-        if self.fill_in:
+        if self.fill_in and not settled:
             lines.append(f"to fill in, for the file does not say: {', '.join(self.fill_in)}")
-        if self.open:
+        if self.open and not settled:
             lines.append(f"not the same experiment before these are decided: {', '.join(self.open)}")
         return "\n".join(lines)
 
@@ -118,19 +132,20 @@ def convert_entries(
     rules: Mapping[str, Rule],
     defaults: Mapping[str, Any],
     *,
-    preference: bool,
+    algorithm: Algorithm,
 ) -> Conversion:
     """Our configuration from foreign keys; every key is in the account.
 
     Args:
         siblings: all values by the names that the rules know.
         defaults: what a missing key means there, where ours would mean something else.
-        preference: the run trains on fixed pairs instead of the policy's own completions.
+        algorithm: what the file trains by.
     """
+    preference = algorithm != "grpo"
     note = f"{source}'s default"
     missing = [key for key in defaults if siblings.get(key) is None]
     entries = [*entries, *(Entry(key, defaults[key], rules[key], note, missing=True) for key in missing)]
-    places: Places = {"algorithm": "dpo"} if preference else {}
+    places: Places = {"algorithm": algorithm} if preference else {}
     set_by = dict.fromkeys(places, "the kind of file")
     rows: list[ForeignKey] = []
     # The loss first: it decides which of its constants are read.

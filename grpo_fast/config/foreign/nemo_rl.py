@@ -13,10 +13,22 @@ from typing import Any, cast
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from grpo_fast.config.foreign.conversion import Conversion, Entry, convert_entries
+from grpo_fast.config.foreign.conversion import Algorithm, Conversion, Entry, convert_entries
 from grpo_fast.config.foreign.names import NAMES, PREFERENCE, as_list, betas
-from grpo_fast.config.foreign.rules import Absent, Places, Rule, Siblings, find_rule, load_yaml, rules_of
+from grpo_fast.config.foreign.rules import (
+    Absent,
+    NotApplicable,
+    Places,
+    Rule,
+    Siblings,
+    find_rule,
+    load_yaml,
+    rules_of,
+    translate,
+)
 from grpo_fast.config.tree import flatten, value_at
+from grpo_fast.objective.catalog import LOSS_TYPES
+from grpo_fast.objective.comparisons import PREFERENCE_LOSSES
 
 _REFERENCE = re.compile(r"\$\{([\w.\[\]-]+)\}")
 MOST_REFERENCES = 10_000  # of a file, each counted as often as it is followed
@@ -28,20 +40,23 @@ DEFAULTS = {"loss_fn.use_importance_sampling_correction": False}
 def read_nemo_rl(document: Mapping[str, Any]) -> Conversion:
     """Every leaf is an entry, references resolved."""
     leaves = _resolved(document)
-    name = leaves.get("algorithm.name", leaves.get("algorithm", "dpo" if "dpo" in document else "grpo"))
-    preference = name == "dpo"
-    flat_names = NAMES | (PREFERENCE if preference else {})
+    algorithm = _algorithm(leaves)
+    flat_names = NAMES | (PREFERENCE if algorithm != "grpo" else {})
     siblings = dict(leaves)
     # A game makes its own rows and rewards, whatever else the file has inherited.
     games = sorted({key.split(".")[1] for key in leaves if key.startswith("env.")} - {*_SCORERS})
     entries: list[Entry] = []
     for key, value in leaves.items():
-        known, leaf = key, key.removeprefix("algorithm.")
-        if leaf not in (key, "name"):  # in the form of one section
-            sections = ("dpo",) if preference else ("grpo", "loss_fn")
+        known, leaf = key, key.removeprefix("algorithm.").removeprefix("training.")
+        of_guide = f"tutorial.{leaf}" if algorithm == "rank" else f"guide.{leaf}"
+        if (leaf != key or algorithm == "rank") and find_rule(of_guide, RULES):
+            known = of_guide
+        elif leaf not in (key, "name"):  # in the form of one section
+            sections = ("dpo",) if algorithm == "dpo" else ("grpo", "loss_fn")
             known = next((name for s in sections if (name := f"{s}.{leaf}") in RULES), leaf)
-            siblings[known] = value
-        rule = flat_names.get(known) if known == leaf != key else find_rule(known, RULES)
+        siblings[known] = value
+        rule = find_rule(known, RULES)
+        rule = flat_names.get(leaf) if rule is None and (leaf != key or algorithm == "rank") else rule
         if games and key.startswith(("env.", "data.")):
             its = key.split(".")[1] in games
             rule = _GAME if its else Absent(f"belongs to what {games[0]} is in place of")
@@ -50,7 +65,17 @@ def read_nemo_rl(document: Mapping[str, Any]) -> Conversion:
         entries.append(Entry(key, value, rule))
     # Several keys of this section say together what the loss is.
     entries.sort(key=lambda entry: not entry.key.startswith("loss_fn."))
-    return convert_entries("NeMo-RL", entries, siblings, RULES, DEFAULTS, preference=preference)
+    return convert_entries("NeMo-RL", entries, siblings, RULES, DEFAULTS, algorithm=algorithm)
+
+
+def _algorithm(leaves: Mapping[str, Any]) -> Algorithm:
+    """Return what a file trains by; one of the tutorial on ranked groups does not say so."""
+    sections = {key.partition(".")[0] for key in leaves}
+    name = str(leaves.get("algorithm.name", leaves.get("algorithm", "")))
+    if name in ("dpo", "custom_dpo") or (not name and "dpo" in sections):
+        return "dpo"
+    ranked = {"training", "group_size", "model"} & sections or {"data.train_file"} & leaves.keys()
+    return "rank" if ranked and not {"algorithm", "grpo", "policy"} & sections else "grpo"
 
 
 def with_defaults(path: Path, read: Callable[[Path], Mapping[str, Any]]) -> dict[str, Any]:
@@ -195,6 +220,32 @@ def scheduler(value: Any, leaves: Siblings) -> Places:
     return {**places, "optimizer.schedule": "cosine" if cosine else "constant"}
 
 
+def clip_ratio(value: Any, _: Siblings) -> Places:
+    return {} if value is None else {"loss.epsilon_low": value, "loss.epsilon_high": value}
+
+
+def similarity_threshold(value: Any, leaves: Siblings) -> Places:
+    if (strategy := leaves.get("guide.group_strategy")) in ("random", "performance"):
+        raise NotApplicable(f"{strategy} groups have no threshold")
+    return translate("groups.similarity_threshold", value, leaves)
+
+
+def custom_loss(value: Any, leaves: Siblings) -> Places:
+    """One of our losses, or a function; the code behind another name is not in the file."""
+    preference = _algorithm(leaves) == "dpo"
+    known = PREFERENCE_LOSSES if preference else LOSS_TYPES
+    if value is None or value in known or ":" in str(value):
+        return {} if value is None else {f"{'preference.' * preference}loss.loss_type": value}
+    raise ValueError(
+        f"its code is not in this file: set {'preference.' * preference}loss.loss_type to module:function"
+    )
+
+
+def sequence_length(value: Any, _: Siblings) -> Places:
+    keys = ("dataset.max_prompt_length", "preference.max_completion_length")
+    return {} if value is None else dict.fromkeys(keys, value)
+
+
 def answer_column(value: Any, _: Siblings) -> Places:
     return {"dataset.rename": {value: "answer"}} if value != "answer" else {}
 
@@ -212,6 +263,10 @@ _OFF = {True: ("policy.optimizer.", "policy.scheduler", "policy.dtensor_cfg."), 
 RULES: dict[str, Rule] = {
     **dict(rules_of(load_yaml("nemo_rl.yaml"))),
     **dict.fromkeys(("data.output_key", "data.train.output_key"), answer_column),
+    "guide.clip_ratio": clip_ratio,
+    "guide.grouping.similarity_threshold": similarity_threshold,
+    "guide.loss.type": custom_loss,
+    **dict.fromkeys(("tutorial.model.max_length", "tutorial.data.max_seq_length"), sequence_length),
     "loss_fn.ratio_clip_max": partial(clip, "high"),
     "loss_fn.ratio_clip_min": partial(clip, "low"),
     "loss_fn.token_level_loss": loss_type,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from grpo_fast.config.foreign.conversion import Conversion, Entry, convert_entries
+from grpo_fast.config.foreign.conversion import Algorithm, Conversion, Entry, convert_entries
 from grpo_fast.config.foreign.names import DEFAULTS, NAMES, PREFERENCE, REWARDS, as_list
 from grpo_fast.config.foreign.rules import Absent, NotApplicable, Places, Rule, Siblings, translate
 from grpo_fast.config.rewards import BUILTINS
@@ -29,7 +29,8 @@ def read_trl(document: Mapping[str, Any]) -> Conversion:
     entries = [Entry(key, value, rules.get(key), notes.get(key, "")) for key, value in document.items()]
     entries.append(Entry("text prompts", "sent as they are", _as_text, "TRL's default", missing=True))
     siblings, defaults = {"use_peft": False, **document}, with_usual(DEFAULTS, document)
-    return convert_entries("TRL", entries, siblings, rules, defaults, preference=preference)
+    algorithm: Algorithm = "dpo" if preference else "grpo"
+    return convert_entries("TRL", entries, siblings, rules, defaults, algorithm=algorithm)
 
 
 def with_usual(defaults: Mapping[str, Any], document: Mapping[str, Any]) -> dict[str, Any]:
@@ -82,6 +83,8 @@ def _batch(document: Mapping[str, Any], preference: bool) -> tuple[Rule, str, in
     per_generation = given.get("steps_per_generation", accumulation)
     rollout = given.get("generation_batch_size", batch * per_generation)
     note = f"as on one process: {rollout} completions a rollout, {group} a prompt, {step} a step"
+    if rollout < group and "generation_batch_size" not in given:
+        note, rollout, step = f"{rollout} completions are less than one group: it gets {group}", group, group
     prompts, minibatches = rollout // group, rollout // step
     if rollout % group or rollout % step or not 0 < minibatches <= prompts:
         return Absent(f"{note}: this does not divide; set prompts_per_step", decide=True), "", iterations

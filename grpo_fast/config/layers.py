@@ -1,0 +1,146 @@
+"""Layers of settings: a file's mapping, foreign names in our places, layers merged and validated."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import ValidationError
+
+from grpo_fast.config.foreign.names import NAMES
+from grpo_fast.config.foreign.rules import Places, translate
+from grpo_fast.config.keys import ConfigError, Problem, problems_of, types_of, unknown_key
+from grpo_fast.config.schema import TrainConfig
+from grpo_fast.config.secrets import masked
+from grpo_fast.config.section import short
+from grpo_fast.config.tree import flatten, with_leaves
+from grpo_fast.config.yaml_text import parse_yaml, surprises
+
+logger = logging.getLogger(__name__)
+FREE_FORM = ("options", "rename", "targets", "environment")  # mappings whose keys are the user's
+
+
+def read_mapping(path: Path, problems: list[Problem] | None = None) -> dict[str, Any]:
+    """A YAML or JSON file that holds a mapping, or nothing.
+
+    Args:
+        problems: gets those of values that YAML reads otherwise than they look.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        document = json.loads(text) if path.suffix == ".json" else parse_yaml(text)
+        if problems is not None and path.suffix != ".json":
+            problems += misread(text)
+        document = with_leaves(document, lambda leaf: leaf)  # a copy, in which no two places share a mapping
+    except RecursionError:
+        raise ConfigError(str(path), [Problem("the file", "is nested too deeply")]) from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(str(path), [Problem("the file", f"cannot be read: {error}")]) from None
+    if not isinstance(document, dict | None):
+        message = "holds no mapping; write `key: value` lines"
+        raise ConfigError(str(path), [Problem("the file", message, document)])
+    return {str(key): value for key, value in (document or {}).items()}
+
+
+def misread(text: str, key: str = "") -> list[Problem]:
+    """Return a problem for each value of a YAML text that is another than it looks.
+
+    Where a switch is wanted `yes` is one, and where a number is wanted `1_000`. Where anything may stand,
+    both get a warning.
+
+    Args:
+        key: the key of an override, whose value the text is.
+    """
+    found = []
+    for place, line, written, kind, value in surprises(text):
+        name = ".".join(filter(None, (key, place)))
+        types, shown = types_of(name), masked(written, name)
+        ruled = name in NAMES and not types  # by what reads a foreign name
+        wanted = {"switch": {"boolean"}, "number": {"integer", "number"}}.get(kind)
+        if wanted and (ruled or types & wanted):
+            continue
+        quoted = f"{key}='\"{shown}\"'" if key and not place else f"'{shown}'"
+        where = "" if key else f"line {line}: "
+        is_read = f"YAML reads {shown} as {'a comment' if kind == 'comment' else json.dumps(value)}"
+        problem = Problem(name, f"{where}{is_read}; write {quoted} for the text, or {json.dumps(value)}")
+        if wanted and not types:
+            logger.warning("%s", problem)
+        else:
+            found.append(problem)
+    return found
+
+
+def merged(layers: Sequence[Places], problems: list[Problem]) -> dict[str, Any]:
+    """The tree of values at their places, later layers over earlier ones.
+
+    Sections merge; all else, and what is given for a free-form mapping, replaces what was there. Text passes
+    as bytes, for OmegaConf would read `${}` and `???` in it.
+    """
+    tree = OmegaConf.create(flags={"allow_objects": True})
+    for place, value in (pair for layer in layers for pair in layer.items()):
+        held = with_leaves(value, _hidden)
+        merge = isinstance(value, Mapping) and place.rpartition(".")[2] not in FREE_FORM
+        try:
+            OmegaConf.update(tree, place, held, merge=merge, force_add=True)
+        except RecursionError:
+            problems.append(Problem(place, "is nested too deeply"))
+        except OmegaConfBaseException as error:
+            problems.append(Problem(place, str(error).partition("\n")[0], value))
+    found: Any = OmegaConf.to_container(tree)
+    return with_leaves(found, _shown)
+
+
+def _hidden(leaf: Any) -> Any:
+    return leaf.encode("utf-8", "surrogatepass") if isinstance(leaf, str) else leaf
+
+
+def _shown(leaf: Any) -> Any:
+    return leaf.decode("utf-8", "surrogatepass") if isinstance(leaf, bytes) else leaf
+
+
+def placed(layer: Mapping[str, Any], siblings: Mapping[str, Any], problems: list[Problem]) -> Places:
+    """One layer's values at their places: a key belongs where it says, or where a foreign name leads."""
+    found: Places = {}
+    for name, value in layer.items():
+        ours = name.partition(".")[0] in TrainConfig.model_fields
+        if not ours and name not in NAMES:
+            problems.append(unknown_key(name, value))
+            continue
+        try:
+            places = {name: value} if ours else translate(NAMES[name], value, siblings)
+        except (ValueError, TypeError) as error:
+            problems.append(Problem(name, str(error), value))
+            continue
+        earlier = flatten(found)
+        for leaf, item in flatten(places).items():
+            if leaf in earlier and earlier[leaf] != item:
+                both = " and ".join(short(masked(one, leaf)) for one in (earlier[leaf], item))
+                problems.append(Problem(leaf, f"is given twice, as {both}; keep one"))
+        found |= places
+    return found
+
+
+def validated(tree: Any, source: str, problems: Sequence[Problem] = ()) -> TrainConfig:
+    """The configuration that nested mappings hold, unless there are problems already.
+
+    Raises:
+        ConfigError: these and all further ones.
+    """
+    try:
+        config = TrainConfig.model_validate(tree)
+    except ValidationError as error:
+        known = {problem.name: problem for problem in problems}
+        for problem in problems_of(error):
+            source_of = known.get(problem.name.removeprefix("evaluation."))  # of what is inherited
+            if source_of is None or replace(source_of, name=problem.name) != problem:
+                known.setdefault(problem.name, problem)
+        raise ConfigError(source, [*known.values()]) from None
+    if problems:
+        raise ConfigError(source, problems)
+    return config
