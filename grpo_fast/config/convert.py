@@ -68,7 +68,8 @@ def read_foreign(path: Path, source: str | None, given: Mapping[str, Any]) -> tu
         document = nemo_rl.with_defaults(path, partial(read_mapping, problems=problems))
         if problems:
             raise ConfigError(str(path), problems)
-        theirs = {name: value for name, value in given.items() if _is_theirs(name, document, source)}
+        tool = source or tool_of(document)
+        theirs = {name: value for name, value in given.items() if _is_theirs(name, document, tool)}
         document = merged([document, theirs], problems) if theirs else document
         conversion = convert(document, source=source)
     except ConfigError:
@@ -127,24 +128,27 @@ def open_problems(conversion: Conversion, tree: Mapping[str, Any]) -> list[Probl
     return problems + [Problem(place, message.format(place)) for place in sorted(missing)]
 
 
-def tool_of(document: Mapping[str, Any], source: str = "the file") -> str | None:
-    """Return the tool whose file this is by its top-level keys; None for ours.
+def recognized(document: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Return the tools that have top-level keys of a file, with these keys; none for a file of ours."""
+    if _ours(document):
+        return {}
+    found = {tool: sorted(_tops(document) & marks) for tool, marks in MARKS.items()}
+    nested = {place.partition(".")[0] for place in flatten(document) if "." in place}
+    found["nemo_rl"] += sorted(nested & {"algorithm", "model"})  # which are not ours, as they stand
+    return {tool: keys for tool, keys in found.items() if keys}
+
+
+def tool_of(document: Mapping[str, Any]) -> str | None:
+    """Return the tool whose file this is; None where no key says so.
 
     Raises:
-        ConfigError: the keys are those of two tools.
+        ValueError: the keys are those of two tools.
     """
-    if _ours(document):
-        return None
-    tops = _tops(document)
-    found = {tool: sorted(tops & marks) for tool, marks in MARKS.items() if tops & marks}
-    nested = {place.partition(".")[0] for place in flatten(document) if "." in place}
-    if nested & {"algorithm", "model"}:  # which are not ours, as they stand
-        found.setdefault("nemo_rl", sorted(nested & {"algorithm", "model"}))
+    found = recognized(document)
     if "nemo_rl" in found and len(found) > 1:
         other = next(tool for tool in found if tool != "nemo_rl")
-        keys = f"{', '.join(found['nemo_rl'])} are NeMo-RL's keys, and {', '.join(found[other])} "
-        message = f"{keys} those of {'TRL' if other == 'trl' else 'Axolotl'}; keep one tool's"
-        raise ConfigError(source, [Problem("the file", message)])
+        theirs = f"{', '.join(found[other])} those of {'TRL' if other == 'trl' else 'Axolotl'}"
+        raise ValueError(f"{', '.join(found['nemo_rl'])} are NeMo-RL's keys, and {theirs}; keep one tool's")
     return next(iter(found), None)
 
 

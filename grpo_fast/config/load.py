@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo_fast.config.convert import fitted, open_problems, read_foreign, tool_of
+from grpo_fast.config.convert import fitted, open_problems, read_foreign, recognized
 from grpo_fast.config.data import DatasetConfig
 from grpo_fast.config.foreign.conversion import FILL_IN
 from grpo_fast.config.foreign.rules import Places
@@ -64,10 +64,10 @@ def load_config(
             model.pop("trust_remote_code", None)  # another person may have written it
     given = dict(overrides) if isinstance(overrides, Mapping) else _parse_overrides(overrides)
     source = "the settings" if found is None else str(path)
-    if found is None or (tool := tool_of(file, source)) is None:
+    if found is None or not recognized(file):
         return validated(_layered(file, given, problems), source, problems)
     # The file is another tool's.
-    conversion, ours = read_foreign(found, tool, given)
+    conversion, ours = read_foreign(found, None, given)
     conversion, _ = fitted(conversion, lambda file: _layered(file, ours, []))
     tree = _layered(conversion.given, ours, problems)
     if problems := problems + open_problems(conversion, tree):

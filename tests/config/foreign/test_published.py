@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from grpo_fast.config.foreign.conversion import Conversion
 from grpo_fast.config.keys import ConfigError
 from grpo_fast.config.load import load_config
 from grpo_fast.config.rewards import RewardConfig
-from grpo_fast.config.tree import flatten
+from grpo_fast.config.tree import flatten, value_at
 from grpo_fast.rewards.loading import load_function
 
 
@@ -26,7 +27,7 @@ def run(tmp_path, text: str, name: str = "foreign.yaml") -> Conversion:
         (tmp_path / "run.yaml").write_text(written, encoding="utf-8")
         with pytest.raises(ConfigError, match="max_steps = 'FILL_IN': is to be filled in"):
             load_config(tmp_path / "run.yaml")
-        written = written.replace("max_steps: FILL_IN", "max_steps: 100")
+        written = written.replace("max_steps: FILL_IN", "max_steps: 1000")
     (tmp_path / "run.yaml").write_text(written, encoding="utf-8")
     load_config(tmp_path / "run.yaml")
     for row in conversion.rows:
@@ -135,6 +136,12 @@ def test_the_length_of_a_run_is_carried_over_or_asked_for(source, keys, expected
         ("run.yaml", "actor_rollout_ref: {model: {path: m}}", "verl's, which is not converted"),
         ("run.yaml", "algo.advantage.estimator: group_norm", "OpenRLHF"),
         ("run.yaml", "model: {path: m}\ndataset: {source: d}", "grpo-fast train"),
+        (
+            "run.yaml",
+            "policy: {model_name: a}\ntrl: {beta: 1}",
+            "policy are NeMo-RL's keys, and trl those of Axolotl",
+        ),
+        ("run.yaml", "colour: red", "holds no key of TRL, Axolotl or NeMo-RL"),
     ],
 )
 def test_a_file_that_holds_no_foreign_run_is_refused(name, text, words, tmp_path):
@@ -142,6 +149,153 @@ def test_a_file_that_holds_no_foreign_run_is_refused(name, text, words, tmp_path
     with pytest.raises(ConfigError) as caught:
         convert_file(tmp_path / name)
     assert words in str(caught.value) and name in str(caught.value)
+
+
+GUIDE = "algorithm: {name: custom_dpo, beta: 0.2, loss: {type: mine, weight: 2}, warmup_steps: 90, odd: 1}"
+SOURCES: dict[str, Any] = {"model.path": "m", "dataset.source": "d.jsonl"}
+REWARDED = SOURCES | {"rewards": [{"reward": "length"}]}
+
+
+@pytest.mark.parametrize(
+    ("text", "given", "expected"),
+    [
+        (  # in our terms, and in theirs
+            GUIDE,
+            {**SOURCES, "max_steps": 100, "preference.loss.loss_type": "ipo", "algorithm.odd": None},
+            {"preference.loss.loss_type": "ipo", "preference.loss.beta": 0.2, "optimizer.warmup_steps": 90},
+        ),
+        (
+            GUIDE,
+            {
+                **SOURCES,
+                "epochs": 2,
+                "algorithm.loss.type": "ipo",
+                "algorithm.odd": None,
+                "learning_rate": 0.1,
+            },
+            {"preference.loss.loss_type": "ipo", "epochs": 2.0, "optimizer.learning_rate": 0.1},
+        ),
+        (
+            "{model_name_or_path: m, num_generations: 4, per_device_train_batch_size: 8, warmup_ratio: 0.1}",
+            {"dataset_name": "d.jsonl", "reward_funcs": "length", "max_steps": 20, "num_generations": 2},
+            {
+                "prompts_per_step": 4,
+                "optimizer.warmup_steps": 2,
+                "optimizer.schedule": "linear",
+                "max_steps": 20,
+            },
+        ),
+        (
+            "{rl: grpo, base_model: m, datasets: [{path: d, split: a, type: own.rows}], trl: {beta: 0.1}}",
+            {"dataset.source": "d.jsonl", "datasets.0.type": None, "rewards": [{"reward": "length"}]},
+            {"dataset.source": "d.jsonl", "dataset.split": "train", "loss.beta": 0.1},
+        ),
+    ],
+)
+def test_overrides_fill_in_and_decide_what_another_tools_file_leaves_open(
+    text, given, expected, tmp_path, capsys
+):
+    (tmp_path / "run.yaml").write_text(text, encoding="utf-8")
+    config = load_config(tmp_path / "run.yaml", given)
+    found = config.model_dump()
+    assert {place: value_at(found, place) for place in expected} == expected
+    said = capsys.readouterr().err
+    assert "renamed: " in said and not any(words in said for words in ("to fill in", "taken", "default"))
+    load_config(tmp_path / "run.yaml", {**given, "logging.verbose": True})
+    assert ("written for a default" in capsys.readouterr().err) == (text is not GUIDE)
+
+
+@pytest.mark.parametrize(
+    ("text", "given", "problems"),
+    [
+        (
+            GUIDE,
+            {"model.path": "m", "max_steps": 50},
+            {
+                "algorithm.loss.type": "algorithm.loss.type=null leaves it out",
+                "algorithm.loss.weight": "preference.loss.loss_type",
+                "algorithm.odd": "not a key that this converter knows",
+                "algorithm.warmup_steps": "leaves no step of max_steps = 50",
+                "dataset.source": "add dataset.source=VALUE",
+            },
+        ),
+        (
+            "algorithm: {name: custom_grpo}",
+            {**REWARDED, "optimizer.learning_rat": 1},
+            {"optimizer.learning_rat": "did you mean optimizer.learning_rate"},
+        ),
+        ("policy: {model_name: a}\nrl: grpo", {}, {"the file": "keep one tool's"}),
+        # Mistakes in a file of ours.
+        ("model: {name: m}\ndataset: {source: d}", REWARDED, {"model.name": "no such key"}),
+        ("policy: {model_name: m}\nrewards: [{reward: length}]", REWARDED, {"policy": "no such key"}),
+        ("max_steps: 2\nnum_generation: 4", REWARDED, {"num_generation": "did you mean num_generations"}),
+        ("trl", {}, {"the file": "holds no mapping"}),
+    ],
+)
+def test_what_stays_open_or_is_wrong_is_listed_by_its_key(text, given, problems, tmp_path):
+    (tmp_path / "run.yaml").write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        load_config(tmp_path / "run.yaml", given)
+    found = {problem.name: str(problem) for problem in caught.value.problems}
+    assert found.keys() == problems.keys()
+    assert all(words in found[key] for key, words in problems.items()), found
+
+
+RANKED = [
+    {"prompt": f"w{i} w9", "group": [{"response": f"w{i + rank}", "rank": rank} for rank in (1, 2, 3)]}
+    for i in range(2, 14)
+]
+FILES = {
+    "NeMo-RL": """
+policy: {{model_name: {model}, precision: float32, generation: {{max_new_tokens: 4}}}}
+algorithm: {{name: custom_grpo, group_size: 4, clip_ratio: 0.1, value_loss_coef: 0.5}}
+data: {{train_data_path: {rows}}}
+""",
+    "Axolotl": """
+base_model: {model}
+rl: grpo
+micro_batch_size: 8
+max_steps: 2
+dtype: float32
+trl: {{num_generations: 4, max_completion_length: 4, reward_funcs: '{reward}'}}
+datasets: [{{path: {rows}, type: own.rows}}]
+""",
+    "tutorial": """
+model: {{name: {model}, max_length: 64}}
+training: {{batch_size: 2, group_size: 3, warmup_steps: 1}}
+data: {{train_file: {ranked}, validation_file: {held_out}}}
+temperature: 0.5
+""",
+}
+SETTINGS = {
+    "NeMo-RL": ["rewards=[{{reward: {reward}}}]", "max_steps=2", "prompts_per_step=2"],
+    "Axolotl": ["datasets.0.type=null"],
+    "tutorial": ["max_steps=2", "model.dtype=float32"],
+}
+
+
+@pytest.mark.parametrize("tool", FILES)
+def test_another_tools_file_trains_and_its_run_resumes(tool, toy, tmp_path, capsys):
+    names = {"model": toy["model"]["path"], "rows": toy["dataset"]["source"]}
+    names |= {name: str(tmp_path / f"{name}.json") for name in ("ranked", "held_out")}
+    for name, rows in (("ranked", RANKED[:8]), ("held_out", RANKED[8:])):
+        Path(names[name]).write_text(json.dumps(rows), encoding="utf-8")
+    names["reward"] = toy["rewards"][0]["reward"]
+    file, run_dir = tmp_path / "foreign.yaml", tmp_path / "run"
+    file.write_text(FILES[tool].format(**names), encoding="utf-8")
+    sets = [setting.format(**names) for setting in SETTINGS[tool]]
+    sets += [f"output_dir={run_dir}", "model.device=cpu", "logging.tensorboard=false"]
+
+    assert cli.main(["train", str(file), *sets]) == 0
+    assert f"converted from {tool.replace('tutorial', 'NeMo-RL')}" in capsys.readouterr().err
+    trained, meant = load_config(run_dir).model_dump(), load_config(file, sets).model_dump()
+    sections = ("algorithm", "max_steps", "dataset", "rewards", "rollout", "preference", "evaluation")
+    assert {key: trained[key] for key in sections} == {key: meant[key] for key in sections}
+
+    sets = ["max_steps=3", *(setting for setting in sets if not setting.startswith("max_steps"))]
+    assert cli.main(["train", str(file), *sets, "--resume", "latest"]) == 0
+    last = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1]
+    assert json.loads(last)["step"] == 3
 
 
 def test_a_converted_file_prints_but_does_not_run_before_it_is_filled_in(tmp_path, capsys):
