@@ -205,8 +205,11 @@ def _deciding(reason: str, decided: set[str]) -> str | None:
 def _blamed(problem: Problem, places: Mapping[str, Any]) -> list[str]:
     """Return the places of converted values that are refused.
 
-    A problem's own, or what its message begins with, else what the problem lies in, or is missing beside.
+    A problem's own, or what its message begins with or names with its value, else what the problem lies in,
+    or is missing beside.
     """
     start, section = problem.message.partition(" ")[0], problem.name.rpartition(".")[0]
     named = [name for name in (problem.name, start, f"{problem.name}.{start}") if name in places]
+    within = {place: place.removeprefix(f"{problem.name}.") for place in places}
+    named += [p for p, key in within.items() if key != p and f"{key} = {places[p]!r}" in problem.message]
     return named[:1] or [place for place in places if section and f"{place}.".startswith(f"{section}.")]

@@ -220,6 +220,11 @@ def test_overrides_fill_in_and_decide_what_another_tools_file_leaves_open(
             },
         ),
         (
+            "algorithm: {name: custom_grpo, group_strategy: combined}",
+            REWARDED | {"max_steps": 2},
+            {"algorithm.group_strategy": "groups.criteria is empty"},
+        ),
+        (
             "algorithm: {name: custom_grpo}",
             {**REWARDED, "optimizer.learning_rat": 1},
             {"optimizer.learning_rat": "did you mean optimizer.learning_rate"},
