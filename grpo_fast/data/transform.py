@@ -8,7 +8,6 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from grpo_fast.config.data import DatasetConfig
@@ -55,20 +54,15 @@ def _load(
 ) -> tuple[Callable[..., Any], dict[str, Any], set[str]]:
     """Return the function of a row, its arguments besides the row, and the columns that it takes out."""
     function, removed = load_callable(str(config.transform), "dataset.transform"), set[str]()
-    if next(iter(names := _parameters(function)), "").strip("_") == "cfg":
+    if next(iter(names := inspect.signature(function).parameters), "").strip("_") == "cfg":
         made = _called(config, function, config, **({"dataset_idx": 0} if "dataset_idx" in names else {}))
         function, settings = made if isinstance(made, tuple) and len(made) == 2 else (made, {})
         named = settings.get("remove_columns", []) if isinstance(settings, Mapping) else []
         removed = {*(columns if named == "__all__" else named)}
         if not callable(function) or {*settings} - {"remove_columns"} or removed - {*columns}:
             raise ValueError(f"dataset.transform = {config.transform!r} returned {made!r}: {SIGNATURES}")
-    return function, {"tokenizer": tokenizer} if "tokenizer" in _parameters(function) else {}, removed
-
-
-def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    with suppress(ValueError):  # some functions written in C have no signature
-        return inspect.signature(function).parameters
-    return {}
+    options = {"tokenizer": tokenizer} if "tokenizer" in inspect.signature(function).parameters else {}
+    return function, options, removed
 
 
 def _called(config: DatasetConfig, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:

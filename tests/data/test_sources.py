@@ -240,8 +240,8 @@ def test_rows_are_cut_to_size_then_transformed_then_renamed(tmp_path, write):
         ("def f(row): return {1: 2}", r"returned = \{1: 2\}, a dict; .*keys of text"),
         ("def f(cfg): return cfg['sequence_len']", "raised TypeError: .*own.py:1"),
         ("def f(cfg): return 3", r"returned 3: .*Axolotl's \(cfg"),
-        ("def f(cfg): return print, {'remove_columns': ['q']}", "'q'.*columns of the data"),
-        ("def f(cfg): return print, {'batched': True}", "'batched'.*remove_columns"),
+        ("def f(cfg): return repr, {'remove_columns': ['q']}", "'q'.*columns of the data"),
+        ("def f(cfg): return repr, {'batched': True}", "'batched'.*remove_columns"),
         ("def f(row): return print", r"returned <built-in.*Axolotl's \(cfg, \.\.\.\), and returns such"),
     ],
 )
