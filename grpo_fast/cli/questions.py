@@ -12,13 +12,14 @@ from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+from grpo_fast.config.data import DatasetConfig
 from grpo_fast.config.keys import ConfigError, Problem
 from grpo_fast.config.load import check_filled_in, config_path, load_config
 from grpo_fast.config.paths import user_path, with_absolute_paths
 from grpo_fast.config.record import CONFIG_FILE
 from grpo_fast.config.schema import TrainConfig
 from grpo_fast.config.secrets import masked
-from grpo_fast.config.section import plural
+from grpo_fast.config.section import plural, short
 from grpo_fast.data.types import spoken
 from grpo_fast.record.summary import score_text
 from grpo_fast.rollout import Engine, Sampling, make_engine, require_engine, sampling_of
@@ -105,6 +106,8 @@ def preview(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         raise ConfigError("preview", [Problem("--num-prompts", message, args.num_prompts)])
     prompts = parts.questions[: args.num_prompts]
     print(parts.questions.described)
+    if parts.config.dataset.transform is not None:
+        print(transform_text(parts.config.dataset, prompts[0]))
     sampling = sampling_of(config.rollout, config.seed)
     with parts.engine(prompts, sampling) as engine:
         completions = parts.rollout(engine, prompts, config.rollout.num_generations, sampling)
@@ -185,6 +188,17 @@ def evaluation_sampling(config: TrainConfig, num_samples: int) -> Sampling:
     if num_samples > 1 and temperature == 0:
         temperature = config.rollout.temperature
     return replace(sampling_of(config.rollout, config.seed), temperature=temperature)
+
+
+def transform_text(dataset: DatasetConfig, prompt: Prompt) -> str:
+    """A prompt's row before and after `dataset.transform`, a column a line."""
+    from grpo_fast.data.sources import source_row
+
+    after = {dataset.prompt_column: prompt.prompt, **prompt.columns}
+    lines = [f"dataset.transform = {dataset.transform!r}, row {prompt.index}"]
+    for when, row in {"before": source_row(dataset, prompt.index), "after": after}.items():
+        lines += [f"  {when}", *(f"  | {name}: {short(value, 200)}" for name, value in row.items())]
+    return "\n".join(lines) + "\n"
 
 
 def group_text(group: Group, weights: Mapping[str, float], rendered_prompt: str) -> str:

@@ -19,7 +19,7 @@ SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".tsv")
 
 # What decides how a row becomes a prompt; `evaluation.dataset` has that of `dataset` where it says nothing.
 RENDERING = (
-    *("prompt_column", "rename", "prompt_template", "chat", "system_prompt", "examples"),
+    *("transform", "prompt_column", "rename", "prompt_template", "chat", "system_prompt", "examples"),
     *("chat_template_kwargs", "max_prompt_length", "overlong_prompts"),
 )
 _OF_SOURCE = ("source", "name", "options")  # inherited, too, where the source is the same
@@ -35,6 +35,11 @@ class DatasetConfig(Section):
     name: str | None = Field(None, description="the hub dataset's configuration; in a folder, a folder")
     split: str = Field(
         "train", description="of a hub dataset; in a folder, how its files' names begin; a file has none"
+    )
+    transform: str | None = Field(
+        None,
+        description="`module:function` or `path/to/file.py:function`: gets a row, returns the columns to add "
+        "or replace, before `rename`; with the signature of Axolotl's or of `datasets.Dataset.map`",
     )
     prompt_column: str = Field("prompt", description="text, or a list of messages {role, content}")
     rename: dict[str, str] = Field({}, description="column in the data -> its name everywhere else")

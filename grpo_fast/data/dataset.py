@@ -101,7 +101,7 @@ def load_prompts(
         ImportError: reasoning-gym is asked for and missing, or Pillow where rows have images.
         ValueError: a setting, a column or a row that makes no prompt; no prompt left.
     """
-    return prompts_of(read_rows(config), config, tokenizer, tools, images)
+    return prompts_of(read_rows(config, tokenizer), config, tokenizer, tools, images)
 
 
 def prompts_of(

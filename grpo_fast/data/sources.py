@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from itertools import chain, islice
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from grpo_fast.config.data import PREFIX, SUFFIXES, VERIFIERS, DatasetConfig
 from grpo_fast.config.lookup import FROM_PYTHON, choices, load_object
 from grpo_fast.config.secrets import in_use, masked, redacted
 from grpo_fast.data.files import Row, file_rows, files_of, typed_rows
 from grpo_fast.data.tasksets import task_rows
+from grpo_fast.data.transform import transformed
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 # Names that a reward function receives besides the columns.
 RESERVED = (
@@ -22,15 +28,36 @@ RESERVED = (
 )
 
 
-def read_rows(config: DatasetConfig) -> list[Row]:
-    """The first `config.size` rows of the source, or all, with columns renamed; each has every column.
+_READ_BY = {"source", "name", "split", "options", "size", "seed", "rename", "transform", "prompt_column"}
+_READ: ContextVar[dict[str, list[Row]]] = ContextVar("rows that are read already, by the settings")
+
+
+@contextmanager
+def rows_read_once() -> Iterator[None]:
+    """Inside, rows that are asked for again are those of the first time, transformed once."""
+    before = _READ.set({})
+    try:
+        yield
+    finally:
+        _READ.reset(before)
+
+
+def read_rows(config: DatasetConfig, tokenizer: PreTrainedTokenizerBase | None = None) -> list[Row]:
+    """The first `config.size` rows of the source, or all, transformed, then renamed; each has every column.
+
+    Args:
+        config: where they are, and what becomes of them.
+        tokenizer: for a `config.transform` that takes one.
 
     Raises:
         FileNotFoundError: a local file that is not there.
         ImportError: reasoning-gym is asked for and missing.
-        ValueError: the source cannot be read, is empty or shorter than `size`, or has no such columns.
+        ValueError: the source cannot be read, is empty or shorter than `size`, or has no such columns; or as
+            `transformed`.
     """
-    source = redacted(config.source)
+    source, known, key = redacted(config.source), _READ.get({}), repr(config.model_dump(include=_READ_BY))
+    if key in known:
+        return known[key]
     rows = list(islice(_source_rows(config), config.size))
     if not rows:
         raise ValueError(f"dataset.source = {source!r} has no rows")
@@ -38,6 +65,8 @@ def read_rows(config: DatasetConfig) -> list[Row]:
         raise ValueError(
             f"dataset.size = {config.size}, but {source} has {len(rows)} rows: lower it, or leave it out"
         )
+    if config.transform is not None:
+        rows = transformed(_rename(rows, {}), config, tokenizer)
     rows = _rename(rows, config.rename)
     for name in RESERVED:
         if name in rows[0] and name != config.prompt_column:
@@ -45,7 +74,13 @@ def read_rows(config: DatasetConfig) -> list[Row]:
                 f"the column {name!r} has the name of an argument of the rewards; "
                 f"rename it: dataset.rename = {{{name}: another_name}}"
             )
+    known[key] = rows
     return rows
+
+
+def source_row(config: DatasetConfig, index: int) -> Row:
+    """A row as the source has it."""
+    return next(islice(_source_rows(config), index, None))
 
 
 def _source_rows(config: DatasetConfig) -> Iterable[Row]:

@@ -19,6 +19,7 @@ from grpo_fast.config.load import dump_config
 from grpo_fast.config.paths import with_absolute_paths
 from grpo_fast.config.record import CHECKPOINTS_DIR, CONFIG_FILE, LOCK_FILE, LoggingConfig
 from grpo_fast.config.schema import TrainConfig
+from grpo_fast.data.sources import rows_read_once
 from grpo_fast.distributed.world import World, joined
 from grpo_fast.loop.algorithm import Algorithm
 from grpo_fast.plan import resolve_auto
@@ -93,6 +94,7 @@ def prepared(
     asked = Path(config.output_dir)
     asked = asked if asked.name not in ("", "..") else asked.resolve()  # `..` has no name to number
     with ExitStack() as stack:
+        stack.enter_context(rows_read_once())
         world = stack.enter_context(joined_ranks(config))
         if world.from_main("the run's folder", partial(world.was_started, asked)):
             resume = "latest"

@@ -43,8 +43,8 @@ def test_a_runs_paths_become_absolute_and_names_stay(home: Path, tmp_path: Path)
     stages = [{"name": "a", "overrides": {"dataset": {"source": "d.jsonl"}, "rewards": rewards}}]
     config = TrainConfig(
         model={"path": "m", "chat_template": "t.jinja"},
-        dataset={"source": "~/gone.jsonl"},
-        evaluation={"dataset": {"source": "hub/id"}},
+        dataset={"source": "~/gone.jsonl", "transform": "near:f"},
+        evaluation={"dataset": {"source": "hub/id", "transform": "t.py:f"}},
         rewards=rewards,
         rollout={"tools": ["~/t.py:f"], "environment": {"a": "e.py:E", "b": "p.e:E"}},
         callbacks=["c.py", "p.c:C", "near:C"],
@@ -57,6 +57,8 @@ def test_a_runs_paths_become_absolute_and_names_stay(home: Path, tmp_path: Path)
     here = str(tmp_path)
     assert (found.model.path, found.model.chat_template) == (f"{here}/m", f"{here}/t.jinja")
     assert found.dataset.source == f"{home}/gone.jsonl" and found.evaluation.dataset.source == "hub/id"
+    assert found.dataset.transform == f"{here}/near.py:f"
+    assert found.evaluation.dataset.transform == f"{here}/t.py:f"
     assert [one.reward for one in found.rewards] == [f"{here}/r.py:f", "mine:f"]
     assert found.rewards[0].options == {"file": "r.py"}
     assert found.rollout.tools == [f"{home}/t.py:f"]

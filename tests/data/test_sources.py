@@ -2,6 +2,7 @@ import csv
 import functools
 import gzip
 import json
+import os
 import re
 import socket
 import sys
@@ -172,6 +173,86 @@ def test_a_csv_column_has_one_type_in_all_files(tmp_path):
     for name, cell in {"train-0.csv": "7", "train-1.csv": "007"}.items():
         (tmp_path / name).write_text(f"prompt,answer\nq,{cell}\n")
     assert [row["answer"] for row in read_rows(DatasetConfig(source=str(tmp_path)))] == ["7", "007"]
+
+
+@pytest.mark.parametrize(
+    ("code", "rows"),
+    [
+        ("def f(row):\n return {'n': 2}", [{"a": "x", "n": 2}, {"a": "y", "n": 2}]),
+        (
+            "def f(example, tokenizer=None):\n return {'a': tokenizer}",
+            [{"a": "T", "n": None}, {"a": "T", "n": 1}],
+        ),
+        (
+            "def f(cfg, *args, **kwargs):\n def g(example, tokenizer=None):\n"
+            "  return {'b': (cfg.split, example['n'])}\n return g, {'remove_columns': ['a']}",
+            [{"n": None, "b": ["train", None]}, {"n": 1, "b": ["train", 1]}],
+        ),
+        (
+            "def f(_cfg, dataset_idx):\n g = lambda row: {'a': dataset_idx}\n"
+            " return g, {'remove_columns': '__all__'}",
+            [{"a": 0}, {"a": 0}],
+        ),
+        (
+            "import os\ndef f(row):\n row['a'] += '?'; os.chdir('/'); return {'n': row['a']}",
+            [{"a": "x", "n": "x?"}, {"a": "y", "n": "y?"}],
+        ),
+        (
+            "import numpy as np\nsame = [1]\ndef f(row):\n same[0] += 1\n"
+            " return {'a': same, 'n': {'e': np.arange(2), 'f': np.float32(0.5)}}",
+            [{"a": [2], "n": {"e": [0, 1], "f": 0.5}}, {"a": [3], "n": {"e": [0, 1], "f": 0.5}}],
+        ),
+    ],
+    ids=["map", "axolotl", "factory", "all removed", "changes its input", "arrays"],
+)
+def test_a_transform_adds_and_replaces_columns_of_a_copied_row(tmp_path, write, monkeypatch, code, rows):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text(code)
+    config = DatasetConfig(source=write({"a": "x"}, {"a": "y", "n": 1}), transform="own.py:f")
+    assert read_rows(config, tokenizer="T") == rows and os.getcwd() == str(tmp_path)
+
+
+def test_rows_are_cut_to_size_then_transformed_then_renamed(tmp_path, write):
+    (tmp_path / "own.py").write_text("def f(row): return {'prompt': 10 // row['n']}")
+    config = {"source": write({"n": 5}, {"n": 2}, {"n": 0}), "transform": f"{tmp_path}/own.py:f", "size": 2}
+    found = read_rows(DatasetConfig(**config, rename={"prompt": "q", "n": "prompt"}))
+    assert found == [{"prompt": 5, "q": 2}, {"prompt": 2, "q": 5}]
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("g = 1", "own.py has no 'f': there are none"),
+        ("def f(row):\n return {'a': row['q']}", r"row 0: .*raised KeyError: 'q', at .*own\.py:2: return"),
+        (
+            "def f(row):\n if row['n']:\n  exit(3)\n return {}",
+            r"row 1: .*raised SystemExit: 3, at .*:3: exit",
+        ),
+        ("def f(row): pass", r"row 0: .*returned None: a row is not left out so, filter the data before"),
+        ("def f(row): return [row]", r"returned \[\{.*and returns \{column: value\}"),
+        ("def f(row, index): return {}", "raised TypeError: .*'index'"),
+        ("def f(row): return {'prompt': [q + '?' for q in row['a']]}", r"several prompts, .*batched=True"),
+        (
+            "def f(row): return {'prompt': [[{'content': q}] for q in row['a']]}",
+            r"several prompts, .*write it",
+        ),
+        ("def f(row): return {'b': [{'c': {1}}]}", r"returned b \[0\] c = \{1\}, a set; give text, numbers"),
+        ("def f(row): return {1: 2}", r"returned = \{1: 2\}, a dict; .*keys of text"),
+        ("def f(cfg): return cfg['sequence_len']", "raised TypeError: .*own.py:1"),
+        ("def f(cfg): return 3", r"returned 3: .*Axolotl's \(cfg"),
+        ("def f(cfg): return repr, {'remove_columns': ['q']}", "'q'.*columns of the data"),
+        ("def f(cfg): return repr, {'batched': True}", "'batched'.*remove_columns"),
+        ("def f(row): return print", r"returned <built-in.*Axolotl's \(cfg, \.\.\.\), and returns such"),
+    ],
+)
+def test_a_transform_that_makes_no_columns_is_refused_with_its_row(
+    tmp_path, write, monkeypatch, code, message
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text(code)
+    source = write({"a": "xy"}, {"a": "y", "n": 1})
+    with pytest.raises(ValueError, match=f"dataset.transform = 'own.py:f'.*{message}|{message}"):
+        read_rows(DatasetConfig(source=source, transform="own.py:f"))
 
 
 @pytest.mark.parametrize("source", ["nowhere/rows.jsonl", "./rows", "../rows.txt", "/nowhere/rows"])

@@ -18,10 +18,12 @@ from transformers import AutoModelForCausalLM
 import grpo_fast
 from grpo_fast import run
 from grpo_fast.cli import main
+from grpo_fast.config import lookup
 from grpo_fast.config.keys import ConfigError
 from grpo_fast.config.load import load_config
 from grpo_fast.config.lookup import load_callable
 from grpo_fast.config.schema import TrainConfig
+from grpo_fast.data.sources import read_rows
 from grpo_fast.record.checkpoint import CheckpointError
 from grpo_fast.record.files import read_jsonl
 from grpo_fast.run.inputs import Inputs
@@ -237,12 +239,16 @@ def test_held_out_rows_are_read_as_the_datasets_are():
     inputs = Inputs()
     settings = {"model": {"path": "m"}, "rewards": [{"reward": "length"}]}
     rows = [{"q": "w2", "n": np.array([1, 2])}]
-    settings["dataset"] = inputs.dataset({"source": rows, "prompt_column": "q", "size": 1})
+    section = {"source": rows, "prompt_column": "q", "size": 1, "transform": lambda row: {"q": 2 * row["q"]}}
+    settings["dataset"] = inputs.dataset(section)
     settings["evaluation"] = inputs.evaluation([{"q": "w3"}])
 
-    config = load_config(None, settings)
+    config = load_config(None, inputs.plain(settings))
 
     assert config.evaluation.dataset is not None
     assert config.evaluation.dataset.prompt_column == "q" and config.evaluation.dataset.size is None
     inputs.read(config)
     assert inputs.objects[config.dataset.source] == [{"q": "w2", "n": [1, 2]}]
+    with lookup.given(inputs.objects):
+        assert read_rows(config.dataset) == [{"q": "w2w2", "n": [1, 2]}]
+        assert read_rows(config.evaluation.dataset) == [{"q": "w3w3"}]

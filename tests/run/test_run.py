@@ -413,6 +413,44 @@ def test_a_resumed_run_warns_of_code_that_has_changed(toy, tmp_path: Path, caplo
             assert caplog.text.count(f"{path.removesuffix(':f')} has changed since") == warnings
 
 
+COUNTING = """from pathlib import Path
+def made(row):
+    with open(Path(__file__).with_name("calls"), "a") as file:
+        file.write(".")
+    return {"prompt": f"w2 {row['words']}", "words": None}
+"""
+
+
+def test_a_transform_is_called_once_a_row_and_an_edited_one_named(
+    toy, tmp_path: Path, monkeypatch, caplog, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    code, calls = tmp_path / "own.py", tmp_path / "calls"
+    code.write_text(COUNTING)
+    for name in ("train", "test"):
+        (tmp_path / f"{name}.jsonl").write_text(f'{{"words": "w9 {name}"}}\n{{"words": "w8 {name}"}}\n')
+    file = config_file(
+        {key: value for key, value in toy.items() if key != "max_steps"},
+        tmp_path / "run",
+        dataset={"source": "train.jsonl", "transform": "own.py:made"},
+        evaluation={"dataset": {"source": "test.jsonl"}},
+        **{"epochs": 2, "prompts_per_step": 1},
+    )
+
+    assert main(["preview", file, "--num-prompts", "1"]) == 0
+    assert "  before\n  | words: 'w9 train'\n  after\n  | prompt: 'w2 w9 train'\n" in capsys.readouterr().out
+    calls.unlink()
+    assert main(["train", file]) == 0
+    assert calls.read_text() == ".." * 2  # though the epochs are counted first
+    assert load_config(tmp_path / "run").dataset.transform == f"{code}:made"
+    code.write_text(f"{COUNTING}# edited\n")
+    assert main(["train", file, "--resume"]) == 0
+    assert f"{code} has changed since" in caplog.text
+    (tmp_path / "other.py").write_text(COUNTING)
+    assert main(["train", file, "--resume", "dataset.transform=other.py:made"]) == 1
+    assert "dataset.transform was" in capsys.readouterr().err
+
+
 def test_a_run_without_a_checkpoint_resumes_with_any_settings(toy, tmp_path: Path, capsys):
     rewards = tmp_path / "rewards.py"
     rewards.write_text("def wrong(completions, **columns):\n    return [1.0]\n")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from grpo_fast.config.foreign.conversion import Algorithm, Conversion, Entry, convert_entries
+from grpo_fast.config.foreign.names import import_path
 from grpo_fast.config.foreign.rules import NOTHING, Absent, Places, Rule, find_rule, load_yaml, rules_of
 from grpo_fast.config.foreign.trl import trl_rules, with_usual
 
@@ -18,9 +21,12 @@ SYNONYMS = {
     "wandb_name": "run_name",
 }
 DATASET = {"path": "dataset.source", "name": "dataset.name", "split": "dataset.split"}
+OWN_FUNCTION = re.compile(
+    r"(?!(axolotl|chat_template|chatml|llama3|passthrough|user_defined|zephyr)\.)\w+(\.\w+)+"
+)
 TRANSFORM = (
-    "rows are not transformed by a function: apply it once and give its rows as a JSONL file, or set "
-    "dataset.prompt_column, prompt_template, system_prompt and rename"
+    "a built-in format or a section of field names is not read: set dataset.prompt_column, prompt_template, "
+    "system_prompt and rename, or dataset.transform to a function of a row, `module:function`"
 )
 SHARED = "here vLLM and the trainer share the GPU: lower it where they do not fit"
 
@@ -65,6 +71,13 @@ def _wandb(value: Any, document: Mapping[str, Any]) -> Places:
     return {"logging.project": value, "logging.wandb": on} if value else {}
 
 
+def _transform(place: str, value: Any, _: Mapping[str, Any]) -> Places:
+    """A function of the user's, `module.function`, makes the columns."""
+    if value and not (isinstance(value, str) and OWN_FUNCTION.fullmatch(value)):
+        raise ValueError(TRANSFORM)
+    return {place: import_path(value)} if value else {}
+
+
 def _datasets(lists: Mapping[str, Any], key: str, prefix: str) -> Iterator[Entry]:
     """The first dataset; a run here has one, and one for its held-out questions."""
     for position, entry in enumerate(lists[key]):
@@ -74,4 +87,6 @@ def _datasets(lists: Mapping[str, Any], key: str, prefix: str) -> Iterator[Entry
                 rule = Absent("a run has one dataset; join the files, or pick one", decide=True)
             elif name in DATASET and value is not None:
                 rule = prefix + DATASET[name]
+            elif name == "type":
+                rule = partial(_transform, f"{prefix}dataset.transform")
             yield Entry(f"{key}.{position}.{name}", value, rule)
