@@ -113,10 +113,10 @@ def test_micro_batches_are_as_few_and_as_even_as_they_can_be(
 
 def test_completions_of_a_prompt_stay_together_on_request() -> None:
     """However many they are: as one sequence, they may exceed the budget."""
-    batches = pack(table_of(*GROUPS_OF_FIVE), max_tokens=70, device="cpu", whole_prompts=True)
+    batches = pack(table_of(*GROUPS_OF_FIVE), max_tokens=70, device="cpu", whole_groups=True)
     assert sizes(batches) == [10 + 5 * 20] * 4
     assert [len(batch.cu_seqlens) for batch in batches] == [2] * 4
-    assert len(pack(table_of(*GROUPS_OF_FIVE), max_tokens=220, device="cpu", whole_prompts=True)) == 2
+    assert len(pack(table_of(*GROUPS_OF_FIVE), max_tokens=220, device="cpu", whole_groups=True)) == 2
 
 
 def test_bad_input_is_named() -> None:

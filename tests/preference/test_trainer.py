@@ -155,7 +155,7 @@ def test_completions_are_scored_in_order_as_the_model_scores_each_alone(make_run
     trainer = build_preference_trainer(make_run("rank", {}))
     table = trainer.comparisons.select_groups(range(8))
 
-    annotator = Annotator(trainer.policy, micro_batch_tokens=70, whole_prompts=True)
+    annotator = Annotator(trainer.policy, micro_batch_tokens=70, whole_groups=True)
     scores = table.sums(annotator.columns(table)[0])
 
     assert len(annotator.packed(table)) > 1
