@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import logsigmoid
 
 from grpo_fast.loop.annotate import Annotator
+from grpo_fast.objective import PairScores
 from grpo_fast.preference.comparison import summed_logprobs
 from grpo_fast.preference.trainer import PreferenceTrainer
 from grpo_fast.record.logs import Clock
@@ -20,6 +22,11 @@ from grpo_fast.run import train
 from grpo_fast.run.build import build_preference_trainer
 
 KTO = {"loss": {"loss_type": "kto"}}
+
+
+def quality_first(scores: PairScores) -> torch.Tensor:
+    """The better a row's `quality`, the further ahead its chosen completion is already."""
+    return -logsigmoid(scores.beta * (scores.chosen - scores.rejected) + scores.columns["quality"])
 
 
 def gradients(trainer: PreferenceTrainer, monkeypatch: pytest.MonkeyPatch) -> tuple[dict, dict[str, float]]:
@@ -35,6 +42,7 @@ def gradients(trainer: PreferenceTrainer, monkeypatch: pytest.MonkeyPatch) -> tu
     [
         ("dpo", {"loss": {"loss_type": ["sigmoid", "sft"]}}),
         ("dpo", {"loss": {"loss_type": "simpo"}}),
+        ("dpo", {"loss": {"loss_type": f"{__name__}:quality_first", "columns": ["quality"]}}),
         ("dpo", KTO),
         ("rank", {"ranking": {"objective": "plackett_luce"}}),
         ("rank", {"ranking": {"objective": "advantage"}}),
@@ -116,8 +124,11 @@ def test_a_step_after_out_of_memory_equals_one_of_small_micro_batches(
     assert resumed.annotator.budget.limit == budget
 
 
-def test_a_resumed_run_is_the_one_that_was_not_stopped(make_run, tmp_path):
-    beta = {"schedule": "cosine", "final": 0.5, "gap_gain": 0.6, "min": 0.01, "max": 1.0}
+@pytest.mark.parametrize(
+    "beta", [{"schedule": "cosine", "final": 0.5, "gap_gain": 0.6}, {"band": {"below": 9.0, "above": 9.0}}]
+)
+def test_a_resumed_run_is_the_one_that_was_not_stopped(beta, make_run, tmp_path):
+    beta = beta | {"min": 0.01, "max": 1.0}
     config = make_run("dpo", {"beta": beta}, checkpoint={"every": 2}, evaluation={})
     run_dir = train(config, display=False).run_dir
     whole = (run_dir / "metrics.jsonl").read_text()
