@@ -15,16 +15,10 @@ _VARIABLE = re.compile(r"\$(?:\{(\w+)\}|([A-Za-z_]\w*))")
 # Keys by their places without list positions, at the top level and in the overrides of a stage.
 _DATA = ("model.path", "model.tokenizer", "dataset.source", "evaluation.dataset.source")
 _CODE = (
-    *("rewards.reward", "callbacks", "loss.loss_type", "preference.loss.loss_type"),
-    *(
-        "advantage.function",
-        "rollout",
-        "rollout.engine",
-        "rollout.tools",
-        "rollout.environment",
-        "rollout.function",
-    ),
+    *("rewards.reward", "callbacks", "loss.loss_type", "advantage.function"),
+    *("rollout", "rollout.engine", "rollout.tools", "rollout.environment", "rollout.function"),
     *("groups.strategy", "groups.embedding", "groups.criteria.by"),
+    "preference.loss.loss_type",
 )
 _CODE_FILE = re.compile(r"(.+\.py)(:.*)?", re.DOTALL)
 _MODULE = re.compile(r"(\w+)(:[\w.]+)")

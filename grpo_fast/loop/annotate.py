@@ -42,23 +42,16 @@ class Annotator:
         self.policy = policy
         self.configured = micro_batch_tokens
         self.temperature = temperature
-        self.whole_groups = whole_groups
         self.world = world
-        self.budget = MicroBatchBudget(
-            unit="one group with its prompts" if whole_groups else "one completion with its prompt",
-            remedy="shorten the longest completions of the data"
-            if whole_groups
-            else "lower rollout.max_completion_length",
-            repeats=not policy.sharded,
-        )
+        remedy = "shorten the longest completions of the data"
+        self.budget = MicroBatchBudget(unit="", remedy=remedy, repeats=not policy.sharded)
+        self.split_groups(not whole_groups)
         self._ready = ready
 
-    def keep_groups_whole(self, whole: bool) -> None:
-        """Split no group from here on, or split them to fit: what a custom policy loss asks for."""
-        self.whole_groups = whole
-        self.budget.unit = "one group with its prompts" if whole else "one completion with its prompt"
-        fewer = ", rollout.num_generations or loss.whole_groups = false" if whole else ""
-        self.budget.remedy = f"lower rollout.max_completion_length{fewer}"
+    def split_groups(self, split: bool) -> None:
+        """Split groups over micro-batches from here on where that fits better, or keep each whole."""
+        self.whole_groups = not split
+        self.budget.unit = "one completion with its prompt" if split else "one group with its prompts"
 
     @property
     def micro_batch_tokens(self) -> int:

@@ -272,6 +272,9 @@ def test_certain_and_impossible_completions_keep_loss_and_gradient_finite(dtype,
         ({"loss_type": "robust", "label_smoothing": 0.5}, "label_smoothing = 0.5"),
         ({"loss_type": "simpo", "gamma": -1.0}, "gamma = -1.0"),
         ({"loss_type": "kto", "gamma": 1.0}, "gamma = 1.0 is not read"),
+        ({"columns": ("a",)}, r"columns = \('a',\) is not read"),
+        ({"loss_type": ("kto", "m:f")}, "mixes kto"),
+        ({"loss_type": ("m:f", "n:f")}, "each once"),
     ],
 )
 def test_a_contradictory_configuration_is_refused_with_the_remedy(arguments, said):

@@ -19,7 +19,7 @@ from grpo_fast.preference.comparison import summed_logprobs
 from grpo_fast.preference.trainer import PreferenceTrainer
 from grpo_fast.record.logs import Clock
 from grpo_fast.run import train
-from grpo_fast.run.build import build_preference_trainer
+from grpo_fast.run.build import build_preference_trainer, build_trainer
 
 KTO = {"loss": {"loss_type": "kto"}}
 
@@ -129,7 +129,9 @@ def test_a_step_after_out_of_memory_equals_one_of_small_micro_batches(
 )
 def test_a_resumed_run_is_the_one_that_was_not_stopped(beta, make_run, tmp_path):
     beta = beta | {"min": 0.01, "max": 1.0}
-    config = make_run("dpo", {"beta": beta}, checkpoint={"every": 2}, evaluation={})
+    band = {"metric": "rewards/margins", "below": 9.0, "above": 9.0, "min": 0.5, "max": 2.0}
+    optimizer = {"learning_rate": 1e-3, "band": band}
+    config = make_run("dpo", {"beta": beta}, checkpoint={"every": 2}, evaluation={}, optimizer=optimizer)
     run_dir = train(config, display=False).run_dir
     whole = (run_dir / "metrics.jsonl").read_text()
     # The checkpoint of step 2, as a kill after it would leave it.
@@ -139,7 +141,28 @@ def test_a_resumed_run_is_the_one_that_was_not_stopped(beta, make_run, tmp_path)
     train(config, resume="latest", display=False)
 
     assert (run_dir / "metrics.jsonl").read_text() == whole
-    assert len({json.loads(line).get("beta") for line in whole.splitlines()[-4:]}) == 4
+    steps = [json.loads(line) for line in whole.splitlines()[-4:]]
+    assert len({step["beta"] for step in steps}) == 4
+    assert [step["learning_rate/factor"] for step in steps] == pytest.approx([1.1**n for n in range(4)])
+
+
+@pytest.mark.parametrize(
+    ("loss", "metric", "said"),
+    [
+        ({}, "rewards/margin", "optimizer.band.metric = 'rewards/margin' is no metric: .*'rewards/margins'"),
+        ({"loss_type": f"{__name__}:absent"}, "loss", "preference.loss.loss_type = .*absent"),
+        (
+            {"loss_type": f"{__name__}:quality_first", "columns": ["qualty"]},
+            "loss",
+            "row 0: preference.loss.columns: qualty = None .*'quality'",
+        ),
+    ],
+)
+def test_what_a_loss_or_a_band_lacks_is_named_before_weights_load(loss, metric, said, make_run, monkeypatch):
+    monkeypatch.setattr("grpo_fast.run.build.load_policy", None)
+    band = {"metric": metric, "below": 0.1, "above": 0.5, "min": 0.5, "max": 2.0}
+    with pytest.raises(ValueError, match=said):
+        build_trainer(make_run("dpo", {"loss": loss}, optimizer={"band": band}))
 
 
 def test_groups_of_ties_change_nothing_and_held_out_ones_are_refused(make_run):
