@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cache
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
@@ -43,6 +44,15 @@ def load_callable(path: str, key: str) -> Callable[..., Any]:
     if not callable(found):
         raise ValueError(f"{key} = {path!r} is a {type(found).__name__}, not a function")
     return found
+
+
+def load_once(path: str, key: str) -> Callable[..., Any]:
+    """As `load_callable`, which imports a file anew each time; a file is imported once."""
+    # Two Python calls may give two objects one name.
+    return load_callable(path, key) if OBJECT_MARK in path else _imported(path, key)
+
+
+_imported = cache(load_callable)
 
 
 def load_object(path: str, key: str) -> Any:

@@ -19,6 +19,7 @@ _CODE = (
     *("rewards.reward", "callbacks", "loss.loss_type", "advantage.function"),
     *("rollout", "rollout.engine", "rollout.tools", "rollout.environment", "rollout.function"),
     *("groups.strategy", "groups.embedding", "groups.criteria.by"),
+    "preference.loss.loss_type",
 )
 _CODE_FILE = re.compile(r"(.+\.py)(:.*)?", re.DOTALL)
 _MODULE = re.compile(r"(\w+)(:[\w.]+)")

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from grpo_fast.config.paths import user_path
 from grpo_fast.config.section import (
+    BandConfig,
     Count,
     Fraction,
     NotNegative,
@@ -139,6 +140,20 @@ class ModelConfig(Section):
         return None if how is False or how == "auto" else how
 
 
+class RateBandConfig(BandConfig):
+    """A factor of the scheduled learning rate that follows a metric of the steps."""
+
+    metric: str = Field("reward/mean", description="a name of docs/metrics.md that the steps of the run have")
+    min: Positive = Field(description="the factor at least")
+    max: Positive = Field(description="the factor at most")
+
+    @model_validator(mode="after")
+    def _holds_one(self) -> RateBandConfig:
+        if not self.min <= 1 <= self.max:
+            raise ValueError(f"min = {self.min} and max = {self.max} must hold 1, where the factor begins")
+        return self
+
+
 class OptimizerConfig(Section):
     """AdamW, the learning rate's schedule and the gradient's clip."""
 
@@ -173,6 +188,10 @@ class OptimizerConfig(Section):
     )
     min_learning_rate_ratio: Fraction = Field(
         0.0, description="where linear and cosine end, as a share of learning_rate"
+    )
+
+    band: RateBandConfig | None = Field(
+        None, description="multiply the scheduled rate by a factor that follows a metric; null: never"
     )
 
     @model_validator(mode="after")

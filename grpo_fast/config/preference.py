@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from grpo_fast.config.section import Fraction, FromMapping, NotNegative, Positive, PositiveInt, Section
+from grpo_fast.config.section import (
+    BandConfig,
+    Fraction,
+    FromMapping,
+    NotNegative,
+    Positive,
+    PositiveInt,
+    Section,
+)
 from grpo_fast.objective.comparisons import PreferenceLossConfig, RankingLossConfig
 
 
@@ -21,6 +30,10 @@ class BetaConfig(Section):
         0.0, description="how much beta follows the gap of chosen over rejected rewards; 0: not at all"
     )
     gap_smoothing: Fraction = Field(0.9, description="share of the old in the running mean of the gaps")
+    band: BandConfig | None = Field(
+        None,
+        description="beta follows `rewards/margins`, the reward gap of the step before; null: not at all",
+    )
     min: Positive | None = Field(None, description="beta at least; null: no bound")
     max: Positive | None = Field(None, description="beta at most; null: no bound")
 
@@ -31,8 +44,14 @@ class BetaConfig(Section):
                 f"schedule = {self.schedule!r} and final = {self.final} contradict each other: linear and "
                 "cosine lead to a final beta, constant to none"
             )
-        if self.gap_gain and (self.min is None or self.max is None):
-            raise ValueError(f"gap_gain = {self.gap_gain} lets beta move freely; bound it with min and max")
+        if (self.gap_gain or self.band) and (self.min is None or self.max is None):
+            mover = "band" if self.band else f"gap_gain = {self.gap_gain}"
+            raise ValueError(f"{mover} lets beta move freely; bound it with min and max")
+        if self.band and (self.gap_gain or self.schedule != "constant"):
+            raise ValueError(
+                f"band moves beta, and so does gap_gain = {self.gap_gain} or schedule = {self.schedule!r}; "
+                "keep one"
+            )
         if self.min is not None and self.max is not None and self.min > self.max:
             raise ValueError(f"min = {self.min} exceeds max = {self.max}; swap them")
         return self
@@ -69,3 +88,12 @@ class PreferenceConfig(Section):
     max_completion_length: PositiveInt | None = Field(
         None, description="tokens; a longer completion is an error"
     )
+
+    @model_validator(mode="after")
+    def _begins_within(self) -> PreferenceConfig:
+        beta, low, high = self.loss.beta or 0.0, self.beta.min or 0.0, self.beta.max or math.inf
+        if self.beta.band and not low <= beta <= high:
+            raise ValueError(
+                f"loss.beta = {beta} lies outside of beta.min = {low} and beta.max = {high}; move a bound"
+            )
+        return self

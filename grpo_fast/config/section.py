@@ -18,6 +18,7 @@ from pydantic import (
     Field,
     GetCoreSchemaHandler,
     WithJsonSchema,
+    model_validator,
 )
 
 from grpo_fast.config.lookup import choices
@@ -38,6 +39,25 @@ class Section(BaseModel):
     """A part of the configuration. Unknown keys are errors; values don't change once made."""
 
     model_config = ConfigDict(**EXACT, strict=True, frozen=True, validate_default=True)
+
+
+class BandConfig(Section):
+    """A value that rises by a share while a metric is below a band, and falls by it while above."""
+
+    below: float = Field(description="the metric below it: the value rises, times 1 + step")
+    above: float = Field(description="the metric above it: the value falls, times 1 - step")
+    step: Annotated[float, Field(gt=0, lt=1)] = Field(0.1, description="share of the value in one step")
+
+    @model_validator(mode="after")
+    def _ordered(self) -> BandConfig:
+        if self.below > self.above:
+            raise ValueError(f"below = {self.below} exceeds above = {self.above}; swap them")
+        return self
+
+    def moved(self, value: float, measured: float, low: float, high: float) -> float:
+        """The value after a step whose metric was `measured`, within [low, high]."""
+        factor = 1 + self.step if measured < self.below else 1 - self.step if measured > self.above else 1.0
+        return min(high, max(low, value * factor))
 
 
 class FromMapping:

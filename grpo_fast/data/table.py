@@ -19,6 +19,7 @@ from torch import Tensor
 
 EXPERTS = "experts"  # the inputs' (L, k) experts that the sampler chose in each of L layers
 UNKNOWN = -1  # in `inputs`, where nothing is told
+BASELINE = "baseline_group"  # the fact: completions of equal values share a baseline
 Integers = np.ndarray[Any, np.dtype[np.int64]]
 
 
@@ -126,6 +127,11 @@ class CompletionTable:
     def num_groups(self) -> int:
         """Where groups are numbered from 0."""
         return int(self.groups[-1]) + 1 if len(self) else 0
+
+    @property
+    def compared(self) -> Tensor:
+        """(S,) int64: completions of equal values are compared with one another; their groups by default."""
+        return self.facts.get(BASELINE, self.groups)
 
     @cached_property
     def lengths(self) -> Tensor:

@@ -202,7 +202,7 @@ def linear_grpo_loss(
     counted, loss_mask = targets != ignore_index, known.pop("loss_mask")
     loss_mask = counted if loss_mask is None else loss_mask.bool() & counted
     targets = torch.where(loss_mask, targets, ignore_index)
-    needs_entropy = config.needs_entropy or bool(entropy_coef)
+    needs_entropy = config.needs_entropy or config.is_custom or bool(entropy_coef)
     wanted = {"logprob", "entropy"} if entropy or needs_entropy else {"logprob"}
     differentiable = wanted if needs_entropy else {"logprob"}
     call, shard = head_call(hidden, weight, targets, wanted, differentiable, **options)

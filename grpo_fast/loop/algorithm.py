@@ -53,6 +53,7 @@ class Algorithm(ABC):
         with clock("step"):
             table, metrics = self.collect(clock)
             metrics |= self.learn(table, clock)
+        metrics |= self.optimizer.follow(metrics)
         self.step += 1
         self.optimizer.advance()
         timings = clock.seconds | self.timings(table, clock.seconds["time/step"])

@@ -13,7 +13,7 @@ from grpo_fast.distributed.world import SINGLE_PROCESS, World
 from grpo_fast.head import HeadOutput, linear_logprob
 from grpo_fast.policy import PackedBatch, Policy
 from grpo_fast.policy.out_of_memory import MicroBatchBudget
-from grpo_fast.policy.packing import empty_batch, laid_out
+from grpo_fast.policy.packing import empty_batch, laid_out, units_of
 from grpo_fast.rollout.agreement import evaluation_mode
 
 
@@ -24,7 +24,7 @@ class Annotator:
     Args:
         micro_batch_tokens: input tokens of a micro-batch, while the memory holds them.
         temperature: of the distribution that log-probabilities are of.
-        whole_prompts: all completions of a prompt are in one micro-batch.
+        whole_groups: completions that are compared with one another are in one micro-batch.
         ready: waits for the reference's weights, where they were away.
         world: the ranks that compute together, each its own table.
     """
@@ -35,23 +35,23 @@ class Annotator:
         *,
         micro_batch_tokens: int,
         temperature: float = 1.0,
-        whole_prompts: bool = False,
+        whole_groups: bool = False,
         ready: Callable[[], None] = lambda: None,
         world: World = SINGLE_PROCESS,
     ) -> None:
         self.policy = policy
         self.configured = micro_batch_tokens
         self.temperature = temperature
-        self.whole_prompts = whole_prompts
         self.world = world
-        self.budget = MicroBatchBudget(
-            unit="one prompt with its completions" if whole_prompts else "one completion with its prompt",
-            remedy="shorten the longest completions of the data"
-            if whole_prompts
-            else "lower rollout.max_completion_length",
-            repeats=not policy.sharded,
-        )
+        remedy = "shorten the longest completions of the data"
+        self.budget = MicroBatchBudget(unit="", remedy=remedy, repeats=not policy.sharded)
+        self.split_groups(not whole_groups)
         self._ready = ready
+
+    def split_groups(self, split: bool) -> None:
+        """Split groups over micro-batches from here on where that fits better, or keep each whole."""
+        self.whole_groups = not split
+        self.budget.unit = "one completion with its prompt" if split else "one group with its prompts"
 
     @property
     def micro_batch_tokens(self) -> int:
@@ -72,13 +72,13 @@ class Annotator:
     def packed(self, table: CompletionTable) -> tuple[PackedBatch, ...]:
         """Micro-batches of today's budget with the table's columns: one at least, and as many on every rank
         where a forward is one of all ranks."""
-        key = (self.micro_batch_tokens, self.whole_prompts, self.policy.packs)
+        key = (self.micro_batch_tokens, self.whole_groups, self.policy.packs)
         if key not in table.layouts:
             device = self.policy.device
             batches = []
             if len(table):
                 batches = laid_out(
-                    table, max_tokens=key[0], device=device, whole_prompts=key[1], shares_prompts=key[2]
+                    table, max_tokens=key[0], device=device, whole_groups=key[1], shares_prompts=key[2]
                 )
             count = max(1, len(batches))
             if self.policy.sharded:
@@ -92,11 +92,9 @@ class Annotator:
         """Input tokens of what is never split."""
         if not len(table):
             return 1
-        inputs = table.lengths - 1
-        if not self.whole_prompts:
-            return int((table.prompt_lengths + inputs).max())
-        prompts = table.prompt_offsets.diff()
-        return int(prompts.index_add(0, table.prompts, inputs).max())
+        if self.whole_groups:
+            return max(units_of(table, 0, self.policy.packs, whole_groups=True)[1])
+        return int((table.prompt_lengths + table.lengths - 1).max())
 
     @torch.no_grad()
     def columns(

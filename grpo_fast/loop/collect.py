@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,8 +14,11 @@ import torch
 from torch import Tensor
 
 from grpo_fast.config.groups import AdvantageConfig
-from grpo_fast.config.lookup import load_callable
-from grpo_fast.data.table import EXPERTS, CompletionTable
+from grpo_fast.config.lookup import choices, load_callable
+from grpo_fast.config.section import short
+from grpo_fast.data import PromptDataset
+from grpo_fast.data.files import row_named
+from grpo_fast.data.table import BASELINE, EXPERTS, CompletionTable
 from grpo_fast.data.types import Prompt
 from grpo_fast.groups.advantages import (
     decoupled_advantages,
@@ -25,13 +29,14 @@ from grpo_fast.groups.advantages import (
 from grpo_fast.objective import GRPOLossConfig, StepTotals
 from grpo_fast.objective.types import KNOWN_COLUMNS
 from grpo_fast.rewards import EarlyScores, RewardSet, weighted_sum
-from grpo_fast.rewards.types import Scored
+from grpo_fast.rewards.types import Scored, column_names
 from grpo_fast.rollout.types import Completion, Engine, Rollout, Sampling, as_asked, generate_rollout
 
 T = TypeVar("T")
 Progress = Callable[[int, int, int], None]  # tokens decoded, completions ended, completions in all
 OVERLONG, KL = "soft_overlong", "kl"  # parts of the reward that training adds
 EXTRA = "extra/"  # before the names of columns that rewards have logged
+LOSS_COLUMN = "column/"  # before the names of `loss.columns`, as facts
 EPISODE = ("turns", "tool_calls", "tool_failures", "tools_given_up", "environment_seconds")
 """What the fact `episode` (S, 5) holds; NaN for a completion of one turn without an environment."""
 
@@ -138,6 +143,61 @@ def score(
     return replace(table, logged=logged)
 
 
+def check_loss_columns(dataset: PromptDataset, names: Iterable[str], key: str = "loss.columns") -> None:
+    """Raise ValueError where a column that a custom loss reads has no place, or is no number in some row.
+
+    One of `loss.columns` that no row has is to be logged by a reward: `with_loss_columns` looks for it.
+    """
+    held = column_names(dataset)
+    for name in names:
+        if name in KNOWN_COLUMNS:
+            raise ValueError(
+                f"{key} names {name!r}, which has a meaning in LossInputs; rename it by dataset.rename"
+            )
+        for prompt in dataset if name in held or key != "loss.columns" else ():
+            with row_named(dataset.config, prompt.index):
+                finite_number(prompt.columns.get(name), f"{key}: {name}", held)
+
+
+def finite_number(value: Any, what: str, known: Iterable[str]) -> float:
+    """A value of a column that a loss reads; raises ValueError for anything but a finite number."""
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        name = what.rpartition(" ")[2]
+        raise ValueError(
+            f"{what} = {short(value)} is not a finite number; give one in each row, or name another column: "
+            f"{choices(name, known)}"
+        )
+    return float(value)
+
+
+def with_loss_columns(table: CompletionTable, names: Iterable[str]) -> CompletionTable:
+    """With the facts (S,) that `loss.columns` names: of each completion's prompt, or logged by a reward.
+
+    Raises:
+        ValueError: a column that neither the data nor a reward has, or a logged value that is no number.
+    """
+    facts = {}
+    for name in names:
+        if name in table.columns:  # the rollout's own, of each token
+            continue
+        rows = [prompt.columns for prompt in table.objects["prompt"]]
+        values = [row.get(name) for row in rows]
+        logged = [key.removeprefix(EXTRA) for key in table.objects if key.startswith(EXTRA)]
+        known = [*dict.fromkeys(key for row in rows for key in row), *logged]
+        if all(value is None for value in values):
+            if name not in logged:
+                raise ValueError(
+                    f"loss.columns names {name!r}, which is neither a column of the data nor logged by a "
+                    f"reward with log_extra({name!r}, values): {choices(name, known)}"
+                )
+            values = [*table.objects[EXTRA + name]]
+        numbers = []
+        for index, value in zip([prompt.index for prompt in table.objects["prompt"]], values, strict=True):
+            numbers.append(finite_number(value, f"row {index}, loss.columns: {name}", known))
+        facts[LOSS_COLUMN + name] = torch.tensor(numbers)
+    return table.with_facts(**facts)
+
+
 def _all_or_none(what: str, values: Sequence[T | None]) -> list[T] | None:
     """The values of all completions; None where none has one."""
     given = [value for value in values if value is not None]
@@ -184,6 +244,8 @@ def with_advantages(
     if config.rescale_flat_groups:
         advantages = advantages * (len(advantages) / max(1, int((~found.flat).sum())))
     flat = found.flat.repeat_interleave(advantages.shape[1])
+    if baseline_groups is not None:
+        table = table.with_facts(**{BASELINE: torch.tensor([*baseline_groups])[table.groups]})
     compared = table.with_facts(advantage=advantages.flatten(), flat=flat)
     return compared if config.function is None else _own_advantages(compared, config.function)
 
@@ -295,10 +357,19 @@ def to_train(
         skips = not loss.reads_every_token and config.scale_rewards != "whiten"
     counted = ~(table.facts["truncated"] & config.mask_truncated)
     kept = counted & ~table.facts["flat"] if skips else counted
-    totals = StepTotals(num_tokens=int(table.num_targets[counted].sum()), num_sequences=len(table))
+    totals = StepTotals(
+        num_tokens=int(table.num_targets[counted].sum()),
+        num_sequences=len(table),
+        num_groups=len(table.compared.unique()),
+    )
     chosen = table.select(kept.nonzero()[:, 0])
     if "advantages" not in chosen.columns:
         chosen = chosen.with_columns(advantages=chosen.spread(chosen.facts["advantage"]))
+    if loss.is_custom:
+        facts = {"rewards": chosen.facts["reward"]}
+        asked = {name: chosen.facts.get(LOSS_COLUMN + name) for name in loss.columns}
+        facts |= {name: values for name, values in asked.items() if values is not None}
+        chosen = chosen.with_columns(**{name: chosen.spread(values) for name, values in facts.items()})
     return chosen, totals
 
 

@@ -31,6 +31,7 @@ from grpo_fast.loop.collect import (
     score,
     to_train,
     with_advantages,
+    with_loss_columns,
     with_penalties,
 )
 from grpo_fast.loop.evaluate import Evaluation, criterion, evaluate
@@ -283,7 +284,8 @@ class Trainer(Algorithm):
                 "on the `experts` of what the engine gives, or leave it out"
             )
         with clock("reward"):
-            return score(prompts, completions, self.rewards, weights=weights, precomputed=early.values())
+            table = score(prompts, completions, self.rewards, weights=weights, precomputed=early.values())
+            return with_loss_columns(table, self.config.loss.columns)
 
     def with_advantages(
         self, prompts: Sequence[Prompt], table: CompletionTable, clock: Clock

@@ -70,7 +70,15 @@ class PolicyUpdate:
         if self.loss.max_completion_length is None:
             self.loss = replace(self.loss, max_completion_length=config.rollout.max_completion_length)
         self.annotator.configured = int(config.micro_batch_tokens)
+        self.annotator.split_groups(not self.whole_groups)
+        fewer = " or num_generations, set loss.whole_groups = false" if self.whole_groups else ""
+        self.annotator.budget.remedy = f"lower rollout.max_completion_length{fewer}"
         self.annotator.temperature = config.rollout.temperature
+
+    @property
+    def whole_groups(self) -> bool:
+        """Whether the loss sees all completions of a group at once."""
+        return self.loss.is_custom and self.loss.whole_groups
 
     @property
     def _drops_out(self) -> bool:
@@ -114,9 +122,10 @@ class PolicyUpdate:
 
     def split(self, table: CompletionTable, totals: StepTotals) -> list[Minibatch]:
         """Minibatches of whole groups, each with its share of the counts; metrics count what is in it."""
-        groups = table.groups.unique()
+        keys = table.compared if self.whole_groups else table.groups
+        groups = keys.unique()
         parts = min(self.config.minibatches, len(groups))
-        part_of = torch.searchsorted(groups, table.groups) % parts
+        part_of = torch.searchsorted(groups, keys) % parts
         minibatches = []
         for part in range(parts):
             chosen = table if parts == 1 else table.select((part_of == part).nonzero()[:, 0])
@@ -125,6 +134,7 @@ class PolicyUpdate:
                 num_sequences=totals.num_sequences / parts,
                 measured_tokens=int(chosen.num_targets.sum()),
                 measured_sequences=len(chosen),
+                num_groups=None if totals.num_groups is None else totals.num_groups / parts,
             )
             minibatches.append((self.local(chosen), counts))
         return minibatches
@@ -137,7 +147,8 @@ class PolicyUpdate:
         own = table.with_facts(row=torch.arange(len(table)))
         if self.world.size > 1:
             policy = self.policy
-            sets = assign_to_ranks(table, self.world.size, policy.token_costs, policy.packs)
+            ranks, costs = self.world.size, policy.token_costs
+            sets = assign_to_ranks(table, ranks, costs, policy.packs, self.whole_groups)
             own = own.select(sets[self.world.rank])
         return own.to(self.policy.device)
 

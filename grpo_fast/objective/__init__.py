@@ -10,6 +10,7 @@ __all__ = [
     "LossFunction",
     "LossInputs",
     "LossOutputs",
+    "PairScores",
     "StepTotals",
     "policy_loss",
     "resolve_loss",
@@ -17,12 +18,14 @@ __all__ = [
 
 if TYPE_CHECKING:
     from grpo_fast.objective.loss import policy_loss, resolve_loss
+    from grpo_fast.objective.pairs import PairScores
     from grpo_fast.objective.types import LossFunction, LossInputs, LossOutputs, StepTotals
 else:
     __getattr__ = lazy_names(
         __name__,
         {
             "loss": ["policy_loss", "resolve_loss"],
+            "pairs": ["PairScores"],
             "types": ["LossFunction", "LossInputs", "LossOutputs", "StepTotals"],
         },
     )

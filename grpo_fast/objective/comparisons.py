@@ -45,7 +45,15 @@ PREFERENCE_LOSSES: dict[str, PreferenceFacts] = {
     "sft": _alone("likelihood of the chosen completions, as in TRL", beta=None, takes_margins=False),
 }
 
-_LOSS_SPECIFIC = frozenset[str]().union(*(facts.fields for facts in PREFERENCE_LOSSES.values()))
+CUSTOM = PreferenceFacts("a function of the user's own: always with a reference", frozenset({"columns"}))
+_LOSS_SPECIFIC = CUSTOM.fields | frozenset[str]().union(
+    *(facts.fields for facts in PREFERENCE_LOSSES.values())
+)
+
+
+def label_of(loss_type: str) -> str:
+    """The name of a loss in its metric: of a custom one that of its function."""
+    return loss_type.rpartition(":")[2].partition("@")[0]
 
 
 @dataclass(frozen=True)
@@ -64,10 +72,13 @@ class PreferenceLossConfig:
     __pydantic_config__: ClassVar = AS_WRITTEN
 
     loss_type: str | list[str] | tuple[str, ...] = option(
-        "sigmoid", "one loss, or a list for their weighted sum"
+        "sigmoid", "one loss, or a list for their weighted sum; `module:function` is a custom one"
     )
     loss_weights: list[float] | tuple[float, ...] | None = option(
         None, "one for each loss of the sum; null: all 1"
+    )
+    columns: list[str] | tuple[str, ...] = option(
+        (), "for a custom loss: numeric columns of a pair's row, in `scores.columns`"
     )
     beta: float | None = option(
         None,
@@ -86,12 +97,14 @@ class PreferenceLossConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        object.__setattr__(self, "columns", tuple(self.columns))
         for name in self.loss_types:
             if name in ("aot", "aot_unpaired"):
                 raise ValueError(f"loss_type = {name!r} was removed; use 'sigmoid', DPO's own")
-            if name not in PREFERENCE_LOSSES:
+            if name not in PREFERENCE_LOSSES and ":" not in name:
                 raise ValueError(
-                    f"loss_type = {name!r} is unknown; choose among {', '.join(sorted(PREFERENCE_LOSSES))}"
+                    f"loss_type = {name!r} is unknown; choose among {', '.join(sorted(PREFERENCE_LOSSES))}, "
+                    "or give your own function as 'module:function'"
                 )
         self._check_sum()
         read = frozenset[str]().union(*(facts.fields for facts in self.facts))
@@ -110,7 +123,7 @@ class PreferenceLossConfig:
 
     @property
     def facts(self) -> tuple[PreferenceFacts, ...]:
-        return tuple(PREFERENCE_LOSSES[name] for name in self.loss_types)
+        return tuple(PREFERENCE_LOSSES.get(name, CUSTOM) for name in self.loss_types)
 
     @property
     def needs_reference(self) -> bool:
@@ -133,7 +146,7 @@ class PreferenceLossConfig:
 
     def _check_sum(self) -> None:
         types, weights = self.loss_types, self.loss_weights
-        if not types or len(set(types)) < len(types):
+        if not types or len({label_of(name) for name in types}) < len(types):
             raise ValueError(f"loss_type = {list(types)} must name at least one loss, and each once")
         if weights is not None and (
             len(weights) != len(types) or not all(math.isfinite(weight) and weight > 0 for weight in weights)
@@ -158,11 +171,12 @@ class PreferenceLossConfig:
         return usual.pop() if usual else 1.0
 
 
-RankingObjective = Literal["plackett_luce", "pairwise", "advantage", "advantage_likelihood"]
+RankingObjective = Literal["plackett_luce", "group_relative", "pairwise", "advantage", "advantage_likelihood"]
 
 # Fields that each objective reads, besides its name.
 _READS = {
     "plackett_luce": {"score", "length_normalised", "temperature"},
+    "group_relative": {"score", "temperature"},
     "pairwise": {"score", "length_normalised", "temperature"},
     "advantage": {"epsilon_low", "epsilon_high"},
     "advantage_likelihood": {"length_normalised", "temperature"},
@@ -176,6 +190,7 @@ class RankingLossConfig:
     | objective | what it does |
     |---|---|
     | `plackett_luce` | likelihood of the whole order, ties included, under scores divided by `temperature` |
+    | `group_relative` | `plackett_luce` of scores per token, for which a temperature of 0.1 is usual |
     | `pairwise` | logistic loss of every two responses of different rank |
     | `advantage` | standardised ranks as advantages, clipped ratio to the policy that wrote the responses |
     | `advantage_likelihood` | likelihood of each response, weighted by exp(advantage / `temperature`) |
@@ -194,7 +209,9 @@ class RankingLossConfig:
     )
     length_normalised: bool = option(False, "scores are per token")
     temperature: float | None = option(
-        None, "divides scores, as 1 / beta of DPO; null: 10, and 1 for scores per token", gt=0
+        None,
+        "divides scores, as 1 / beta of DPO; null: 10, 1 for scores per token, and group_relative's 0.1",
+        gt=0,
     )
     epsilon_low: float = option(
         0.2, "advantage: how far the ratio may fall below 1 in the whole training", gt=0
@@ -208,8 +225,9 @@ class RankingLossConfig:
         unread = {f.name for f in fields(self)} - _READS[self.objective] - {"objective"}
         refuse_unread(self, unread, f"by objective = {self.objective!r}")
         if self.temperature is None and self.objective != "advantage":
-            summed = self.objective != "advantage_likelihood" and not self.length_normalised
-            object.__setattr__(self, "temperature", 10.0 if summed else 1.0)
+            summed = self.objective != "advantage_likelihood" and not self.per_token
+            usual = 0.1 if self.objective == "group_relative" else 10.0 if summed else 1.0
+            object.__setattr__(self, "temperature", usual)
 
     @property
     def needs_reference(self) -> bool:
@@ -218,6 +236,11 @@ class RankingLossConfig:
         return self.score == "logratio" and self.objective != "advantage_likelihood"
 
     @property
+    def per_token(self) -> bool:
+        """Whether scores are divided by a response's tokens."""
+        return self.length_normalised or self.objective == "group_relative"
+
+    @property
     def averaged(self) -> bool:
         """Whether log-probabilities per token are what training moves."""
-        return self.length_normalised or self.objective == "advantage"
+        return self.per_token or self.objective == "advantage"

@@ -25,6 +25,7 @@ SamplerCorrection = Literal[
     "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask",
     "geometric_truncate", "geometric_mask",
 ]  # fmt: skip
+_CUSTOM = ("columns", "whole_groups")  # what a custom policy loss reads besides
 LARGEST = 2**31 - 1  # of a whole number: what torch, NumPy and vLLM all take
 
 # `__pydantic_config__` of the dataclasses that are sections of the configuration, where pydantic reads it.
@@ -119,6 +120,19 @@ class GRPOLossConfig:
     loss_type: str = option(
         "dapo", "the policy loss, a name of the catalogue, or `module:function` of one's own"
     )
+    columns: tuple[str, ...] | list[str] = option(
+        (),
+        "for a custom loss: numeric columns of a prompt's row, or of a completion what a reward logs by "
+        "log_extra; a value for each token in `inputs.columns`",
+    )
+    whole_groups: bool = option(
+        True,
+        "a custom loss sees all completions of a group in one micro-batch; false: as many as "
+        "micro_batch_tokens holds, for a loss that reads no groups",
+    )
+    value_loss_coef: float = option(
+        0.0, "0 alone: there is no critic, the mean reward of a group is the baseline"
+    )
     epsilon_low: float | None = option(
         None,
         "how far the ratio may fall below 1; null: the catalogue's value for this loss, 0.2 for most",
@@ -201,6 +215,7 @@ class GRPOLossConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        object.__setattr__(self, "columns", tuple(self.columns))  # YAML's list equals the default
         if self.is_custom:
             self._check_custom()
         elif self.loss_type not in CATALOG:
@@ -270,6 +285,7 @@ class GRPOLossConfig:
 
     def _resolve(self) -> None:
         facts = self.facts
+        refuse_unread(self, _CUSTOM, f"by loss_type = {self.loss_type!r}, only by a custom loss")
         unread = loss_specific().difference(facts.fields)
         refuse_unread(self, unread, f"by loss_type = {self.loss_type!r}")
         if facts.epsilon is not None:
@@ -296,10 +312,17 @@ class GRPOLossConfig:
             )
 
     def _check_custom(self) -> None:
-        others = {f.name for f in fields(self)} - {"loss_type", "beta", "max_completion_length"}
+        others = {f.name for f in fields(self)} - {"loss_type", "beta", "max_completion_length", *_CUSTOM}
         refuse_unread(self, others, "by a loss of your own, which gets LossInputs only")
+        if len({*self.columns}) < len(self.columns):
+            raise ValueError(f"columns = {list(self.columns)} names one twice; name each once")
 
     def _check_ranges(self) -> None:
+        if self.value_loss_coef:
+            raise ValueError(
+                f"value_loss_coef = {self.value_loss_coef}: there is no critic, the mean reward of a group "
+                "is the baseline; set it to 0, or leave it out"
+            )
         if self.kl_in_reward and self.use_bias_correction_kl:
             raise ValueError(
                 "use_bias_correction_kl = True corrects the gradient of a KL in the loss, but kl_in_reward = "

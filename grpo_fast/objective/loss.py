@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from grpo_fast.config.lookup import OBJECT_MARK, load_callable
+from grpo_fast.config.lookup import load_once
 from grpo_fast.objective.catalog import RatioLevel
 from grpo_fast.objective.config import GRPOLossConfig
 from grpo_fast.objective.metrics import policy_metrics
@@ -21,8 +21,8 @@ from grpo_fast.objective.types import (
     LossFunction,
     LossInputs,
     LossOutputs,
-    Segments,
     StepTotals,
+    check_custom,
     present,
     refuse_gradients,
     step_totals,
@@ -112,13 +112,9 @@ def resolve_loss(loss: str | GRPOLossConfig) -> LossFunction:
     return _load_custom(config.loss_type) if config.is_custom else partial(policy_loss, config=config)
 
 
-_import_once = cache(load_callable)
-
-
 def _load_custom(path: str) -> LossFunction:
     """A user's own loss by import path; TypeError when it returns something other than `LossOutputs`."""
-    find = load_callable if OBJECT_MARK in path else _import_once  # two calls may give two objects one name
-    function = find(path, "loss_type")
+    function = load_once(path, "loss_type")
 
     def checked(inputs: LossInputs) -> LossOutputs:
         outputs = function(inputs)
@@ -127,6 +123,7 @@ def _load_custom(path: str) -> LossFunction:
                 f"loss_type = {path!r} returned a {type(outputs).__name__}; return "
                 "grpo_fast.objective.LossOutputs(loss, metrics)"
             )
+        check_custom(path, outputs.loss, (), differentiable=inputs.logprobs.requires_grad)
         return outputs
 
     return checked
@@ -143,8 +140,8 @@ def _cleaned(inputs: LossInputs) -> LossInputs:
 
 
 def _tokens(inputs: LossInputs, config: GRPOLossConfig) -> PolicyTokens:
-    logprobs, mask = inputs.logprobs, inputs.loss_mask
-    segments = Segments.of(inputs.sequence_ids, mask, inputs.num_sequences, logprobs.dtype)
+    logprobs = inputs.logprobs
+    segments = inputs.sequences
     old_logprobs = logprobs.detach() if inputs.old_logprobs is None else inputs.old_logprobs
     advantages = inputs.advantages.to(logprobs.dtype)
     correction = None

@@ -8,15 +8,16 @@ offset (ODPO, arXiv 2402.10571): what the chosen reward must be ahead by, in uni
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from grpo_fast.objective.comparisons import PreferenceFacts, PreferenceLossConfig
-from grpo_fast.objective.types import LossOutputs, present
+from grpo_fast.config.lookup import load_once
+from grpo_fast.objective.comparisons import PreferenceFacts, PreferenceLossConfig, label_of
+from grpo_fast.objective.types import LossOutputs, check_custom, present
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class PreferenceInputs:
     weights: Tensor | None = None  # (C,) factors of a pair's loss; KTO: (C + R,), the chosen first; None: 1
     kl: Tensor | None = None  # () KTO's reference point, `kto_reference_point` of the whole step
     totals: PreferenceTotals | None = None  # None: this micro-batch is the whole step
+    columns: Mapping[str, Tensor] = field(default_factory=dict)  # (C,) each: `columns` of the configuration
 
 
 def preference_loss(inputs: PreferenceInputs, config: PreferenceLossConfig) -> LossOutputs:
@@ -68,13 +70,13 @@ def preference_loss(inputs: PreferenceInputs, config: PreferenceLossConfig) -> L
     scored = [_scored(facts, inputs, present(config.beta), totals) for facts in config.facts]
     loss, metrics = inputs.chosen_logprobs.new_zeros(()), _metrics(scored[0], config)
     for (name, weight), s in zip(config.objectives, scored, strict=True):
-        losses = FORMULAS[name](s, config)
+        losses = FORMULAS[name](s, config) if name in FORMULAS else _custom(name, s)
         if inputs.weights is not None:
             losses = losses * inputs.weights.detach()
         part = losses.sum() / examples
         loss = loss + weight * part
         if len(scored) > 1:
-            metrics[f"loss/{name}"] = part.detach()
+            metrics[f"loss/{label_of(name)}"] = part.detach()
     return LossOutputs(loss, metrics)
 
 
@@ -91,13 +93,21 @@ def kto_reference_point(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class PairScores:
-    """A micro-batch as one loss sees it."""
+    """A micro-batch as one loss sees it: what a custom loss takes, to return (C,) losses.
 
-    chosen: Tensor  # (C,) scores
+    `inputs` holds what the scores are made of: log-probabilities, those of the reference, and lengths.
+    """
+
+    chosen: Tensor  # (C,) scores; of a custom loss the log-ratios to the reference, summed over tokens
     rejected: Tensor  # (R,)
     beta: float
     inputs: PreferenceInputs
     totals: PreferenceTotals
+
+    @property
+    def columns(self) -> Mapping[str, Tensor]:
+        """(C,) each, by name: numeric columns of the pairs' rows."""
+        return self.inputs.columns
 
     @property
     def margin(self) -> Tensor:
@@ -187,6 +197,17 @@ FORMULAS: dict[str, Callable[[PairScores, PreferenceLossConfig], Tensor]] = {
     "cpo": _cpo,
     "sft": _sft,
 }
+
+
+def custom_loss(path: str) -> Callable[[PairScores], Tensor]:
+    """A user's function; raises ValueError where the path leads to none."""
+    return load_once(path, "preference.loss.loss_type")
+
+
+def _custom(path: str, s: PairScores) -> Tensor:
+    losses = custom_loss(path)(s)
+    check_custom(path, losses, tuple(s.chosen.shape), differentiable=s.chosen.requires_grad)
+    return losses
 
 
 # ------------------------------------------------------------------------------ scores, metrics and checks

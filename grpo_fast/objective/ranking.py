@@ -142,6 +142,7 @@ def _advantage_likelihood(inputs: RankedInputs, config: RankingLossConfig) -> Te
 
 OBJECTIVES: dict[str, Callable[[RankedInputs, RankingLossConfig], Tensor]] = {
     "plackett_luce": _listwise,
+    "group_relative": _listwise,
     "pairwise": _pairwise,
     "advantage": _advantage,
     "advantage_likelihood": _advantage_likelihood,
@@ -152,7 +153,7 @@ def _scores(inputs: RankedInputs, config: RankingLossConfig) -> Tensor:
     scores = inputs.logprobs
     if config.score == "logratio":
         scores = scores - present(inputs.ref_logprobs)
-    if config.length_normalised:
+    if config.per_token:
         scores = scores / inputs.lengths
     return scores / present(config.temperature)
 

@@ -28,6 +28,7 @@ class StepTotals:
     num_sequences: float  # sequences, whether or not a token of theirs is masked out
     measured_tokens: float | Tensor | None = None  # in the step's batches, for metrics; None: num_tokens
     measured_sequences: float | None = None  # sequences in the step's batches; None: num_sequences
+    num_groups: float | None = None  # of the trainer's steps: groups, for a custom loss
 
 
 @dataclass(frozen=True)
@@ -46,13 +47,25 @@ class LossInputs:
     ref_logprobs: Tensor | None = None  # (N,) float32; needed when beta > 0
     sampler_logprobs: Tensor | None = None  # (N,) float32: what the sampler assigned when it drew the token
     entropy: Tensor | None = None  # (N,) float32, differentiable when the head was asked for it
-    group_ids: Tensor | None = None  # (N,) int64: completions of one prompt share a group
+    group_ids: Tensor | None = None  # (N,) int64 in [0, G): completions that share a baseline, in training
     totals: StepTotals | None = None  # None: this micro-batch is the whole step
     policy_weights: Tensor | None = None  # (N,) float32, detached: factor of each token's policy term
-    columns: Mapping[str, Tensor] = field(default_factory=dict)  # (N,) each: what else a rollout has told
+    columns: Mapping[str, Tensor] = field(default_factory=dict)  # (N,) each: `loss.columns`, and a rollout's
+
+    @property
+    def groups(self) -> Segments:
+        """Sums and means over the tokens of each group, for a custom loss; G is read off `group_ids`."""
+        ids = present(self.group_ids)
+        count = int(ids.max()) + 1 if len(ids) else 0
+        return Segments.of(ids, self.loss_mask, count, self.logprobs.dtype)
+
+    @property
+    def sequences(self) -> Segments:
+        """Sums and means over the tokens of each sequence."""
+        return Segments.of(self.sequence_ids, self.loss_mask, self.num_sequences, self.logprobs.dtype)
 
 
-KNOWN_COLUMNS = frozenset(field.name for field in fields(LossInputs))
+KNOWN_COLUMNS = frozenset(field.name for field in fields(LossInputs)) | {"rewards"}
 """Names that a column of a rollout's own cannot have."""
 
 TOKEN_COLUMNS = {
@@ -145,6 +158,24 @@ def refuse_gradients(columns: Mapping[str, Tensor | None]) -> None:
                 f"{name} requires grad, but the loss is differentiated in the log-probabilities and the "
                 f"entropy alone: give {name}.detach()"
             )
+
+
+def check_custom(path: str, loss: Tensor, shape: tuple[int, ...], *, differentiable: bool) -> None:
+    """Raise ValueError for what a custom loss must not return: another shape, NaN, or no gradient."""
+    shown = f"of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+    if not isinstance(loss, Tensor) or loss.shape != shape:
+        wanted = f"a tensor of shape {shape}, a loss for each pair" if shape else "a scalar tensor"
+        raise ValueError(f"loss_type = {path!r} returned a loss {shown}; return {wanted}")
+    if differentiable and torch.is_grad_enabled() and not loss.requires_grad:
+        raise ValueError(
+            f"loss_type = {path!r} returned a loss without a gradient; compute it from the log-probabilities "
+            "without detach(), item() or torch.no_grad()"
+        )
+    if not loss.isfinite().all():
+        raise ValueError(
+            f"loss_type = {path!r} returned a loss that is not finite; bound what it divides by, and the "
+            "arguments of its logarithms and exponentials"
+        )
 
 
 def step_totals(mask: Tensor, num_sequences: int) -> StepTotals:

@@ -11,6 +11,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
+from grpo_fast.config.lookup import choices
 from grpo_fast.config.policy import OptimizerConfig, State
 from grpo_fast.distributed.shards import all_gather, as_sharded, local, rows_of
 from grpo_fast.distributed.world import SINGLE_PROCESS, World
@@ -63,6 +64,7 @@ class PolicyOptimizer:
         if not parameters:
             raise ValueError("parameters is empty: everything in the model is frozen")
         self._steps = 0
+        self._factor = 1.0  # of the scheduled rate
         self.mid_step = False  # whether the weights have changed since the last training step was over
         self._parameters = dict(parameters)
         self._device = next(iter(self._parameters.values())).device
@@ -104,24 +106,26 @@ class PolicyOptimizer:
 
     def reset_state(self) -> None:
         """Drop the moments and begin the schedule anew; the weights stay, in full precision."""
-        self._steps = 0
+        self._steps, self._factor = 0, 1.0
         self._adam.state.clear()
 
     @property
     def learning_rate(self) -> float:
         """The rate of every optimiser step in the coming training step.
 
-        A linear warm-up from learning_rate / warmup_steps, then the schedule down to its floor.
+        A linear warm-up from learning_rate / warmup_steps, then the schedule down to its floor; all of it
+        times the factor of `band`.
         """
         config, step = self._config, self._steps
+        peak = config.learning_rate * self._factor
         if step < config.warmup_steps:
-            return config.learning_rate * (step + 1) / config.warmup_steps
+            return peak * (step + 1) / config.warmup_steps
         progress = min(1.0, (step - config.warmup_steps) / max(1, self._total_steps - config.warmup_steps))
         floor = 1.0 if config.schedule == "constant" else config.min_learning_rate_ratio
         left = 1.0 - progress
         if config.schedule == "cosine":
             left = 0.5 * (1.0 + math.cos(math.pi * progress))
-        return config.learning_rate * (floor + (1.0 - floor) * left)
+        return peak * (floor + (1.0 - floor) * left)
 
     def step(self) -> float:
         """Clip, update, and forget the gradients. Returns the gradient's norm before clipping.
@@ -244,6 +248,25 @@ class PolicyOptimizer:
         self._steps += 1
         self.mid_step = False
 
+    def follow(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Move the factor of `band` by a finished step's metrics; the metric of the factor it had.
+
+        Raises:
+            ValueError: a step that trained does not have the metric.
+        """
+        band = self._config.band
+        if band is None:
+            return {}
+        used, measured = self._factor, metrics.get(band.metric, math.nan)
+        if math.isfinite(measured):
+            self._factor = band.moved(used, measured, band.min, band.max)
+        elif not metrics.get("update/skipped"):
+            raise ValueError(
+                f"optimizer.band.metric = {band.metric!r} is no number of this step: "
+                f"{choices(band.metric, metrics)}"
+            )
+        return {"learning_rate/factor": used}
+
     def gradient_of(self, parameter: Tensor) -> Tensor | None:
         """As `Gradients.of`: the tensor to which a backward may add the parameter's gradient itself."""
         return self._gradients.of(parameter)
@@ -254,10 +277,10 @@ class PolicyOptimizer:
 
     def state(self) -> dict[str, Any]:
         """What of the state fits into JSON."""
-        return {"steps": self._steps}
+        return {"steps": self._steps, "factor": self._factor}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        self._steps = int(state["steps"])
+        self._steps, self._factor = int(state["steps"]), float(state["factor"])
 
     def state_tensors(self) -> dict[str, Tensor]:
         """Masters and moments under `KIND.PARAMETER`: with `state`, all that a resumed run needs.

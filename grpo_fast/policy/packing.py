@@ -76,16 +76,20 @@ class TokenCosts:
 
 
 def assign_to_ranks(
-    table: CompletionTable, ranks: int, costs: TokenCosts, shares_prompts: bool = True
+    table: CompletionTable,
+    ranks: int,
+    costs: TokenCosts,
+    shares_prompts: bool = True,
+    whole_groups: bool = False,
 ) -> list[list[int]]:
     """Which completions each rank computes, so that all finish together.
 
     Completions of one prompt go to one rank, or to as few as keep the busiest rank's work least: each of them
-    computes the prompt. The same table is dealt alike everywhere.
+    computes the prompt. With `whole_groups` a group is never split. The same table is dealt alike everywhere.
     """
     if ranks == 1:
         return [[*range(len(table))]]
-    families = _families(table, shares_prompts)
+    families = _families(table.compared if whole_groups else table.prompts if shares_prompts else None, table)
     prompt_lengths, lengths = table.prompt_lengths.tolist(), table.lengths.tolist()
     own = [
         costs.more_inputs(prompt, length - 1) + costs.target * targets
@@ -104,18 +108,18 @@ def assign_to_ranks(
         loads = [sum(work[i] for i in part) for part in sets]
         if max(loads) < least:
             least, best = max(loads), [sorted(n for i in part for n in units[i]) for part in sets]
-        if max(loads) <= EVEN * sum(loads) / ranks or pieces >= most:
+        if whole_groups or max(loads) <= EVEN * sum(loads) / ranks or pieces >= most:
             return best
         pieces *= 2
 
 
-def _families(table: CompletionTable, shares_prompts: bool) -> list[list[int]]:
-    """Rows of the completions that are computed with one prompt."""
-    if not shares_prompts:
+def _families(keys: Tensor | None, table: CompletionTable) -> list[list[int]]:
+    """Rows of the completions with equal keys (S,); without keys each is alone."""
+    if keys is None:
         return [[row] for row in range(len(table))]
     families: dict[int, list[int]] = {}
-    for row, prompt in enumerate(table.prompts.tolist()):
-        families.setdefault(prompt, []).append(row)
+    for row, key in enumerate(keys.tolist()):
+        families.setdefault(key, []).append(row)
     return [*families.values()]
 
 
@@ -129,7 +133,7 @@ def laid_out(
     *,
     max_tokens: int,
     device: torch.device | str,
-    whole_prompts: bool = False,
+    whole_groups: bool = False,
     shares_prompts: bool = True,
 ) -> list[PackedBatch]:
     """Completions flat, in as few and as even micro-batches as `max_tokens` input tokens each allow.
@@ -142,7 +146,8 @@ def laid_out(
         table: completions in any order; one may be alone in its group.
         max_tokens: input tokens of one micro-batch, shared prompts counted once.
         device: where the tensors go.
-        whole_prompts: all completions of a prompt are in one micro-batch, as one sequence is.
+        whole_groups: completions that are compared with one another are in one micro-batch, which they may
+            exceed, as one sequence is.
         shares_prompts: false gives each completion a document, and a prompt, of its own.
 
     Raises:
@@ -152,11 +157,11 @@ def laid_out(
         raise ValueError(f"max_tokens = {max_tokens} leaves no room for a token; give at least 1")
     if not len(table):
         raise ValueError("the table is empty; skip the update when no group is left")
-    documents, lengths = _documents(table, math.inf if whole_prompts else max_tokens, shares_prompts)
+    units, lengths = units_of(table, max_tokens, shares_prompts, whole_groups)
     batches = balance(lengths, max_tokens)
     # Prompts and completions are read from one array.
     tokens = np.concatenate([table.prompt_ids.numpy(), table.token_ids.numpy()])
-    return [_lay_out(table, tokens, [documents[i] for i in batch]).to(device) for batch in batches]
+    return [_lay_out(table, tokens, [d for i in batch for d in units[i]]).to(device) for batch in batches]
 
 
 def empty_batch(table: CompletionTable, device: torch.device | str) -> PackedBatch:
@@ -167,6 +172,23 @@ def empty_batch(table: CompletionTable, device: torch.device | str) -> PackedBat
     return replace(batch, num_sequences=0, **none).with_columns(table)
 
 
+def units_of(
+    table: CompletionTable, max_tokens: float, shares_prompts: bool, whole_groups: bool
+) -> tuple[list[list[list[int]]], list[int]]:
+    """Documents that stay in one micro-batch; the input tokens of each such unit."""
+    documents, lengths = _documents(table, math.inf if whole_groups else max_tokens, shares_prompts)
+    if not whole_groups:
+        return [[document] for document in documents], lengths
+    units: dict[int, list[list[int]]] = {}
+    tokens: dict[int, int] = {}
+    compared = table.compared.tolist()
+    for document, length in zip(documents, lengths, strict=True):
+        group = compared[document[0]]
+        units.setdefault(group, []).append(document)
+        tokens[group] = tokens.get(group, 0) + length
+    return [*units.values()], [*tokens.values()]
+
+
 def _documents(
     table: CompletionTable, max_tokens: float, shares_prompts: bool
 ) -> tuple[list[list[int]], list[int]]:
@@ -174,7 +196,7 @@ def _documents(
     documents: list[list[int]] = []
     lengths: list[int] = []
     inputs, prompts = (table.lengths - 1).tolist(), table.prompt_lengths.tolist()
-    for members in _families(table, shares_prompts):
+    for members in _families(table.prompts if shares_prompts else None, table):
         for place, i in enumerate(members):
             if place and lengths[-1] + inputs[i] <= max_tokens:
                 documents[-1].append(i)
@@ -255,7 +277,7 @@ def _lay_out(table: CompletionTable, tokens: Integers, documents: Sequence[Seque
         loss_index=tensor(loss_index),
         targets=tensor(table.token_ids.numpy()[token_index]),
         sequence_ids=tensor(sequence_ids),
-        group_ids=tensor(table.groups.numpy()[rows][sequence_ids]),
+        group_ids=tensor(np.unique(table.compared.numpy()[rows], return_inverse=True)[1][sequence_ids]),
         num_sequences=len(rows),
         rows=tensor(rows),
         token_index=tensor(token_index),

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from grpo_fast.data.table import CompletionTable
 from grpo_fast.data.types import Prompt
 from grpo_fast.groups.advantages import group_advantages
 from grpo_fast.loop.annotate import Annotator
+from grpo_fast.loop.collect import LOSS_COLUMN
 from grpo_fast.objective.pairs import PreferenceInputs, PreferenceTotals
 from grpo_fast.objective.ranking import RankedInputs
 
@@ -27,6 +28,7 @@ class Comparison:
     grades: tuple[float, ...]  # n: higher is better, equal is a tie
     margin: float = 0.0  # what the better one's reward must be ahead by
     weight: float = 1.0  # factor of its loss
+    columns: Mapping[str, float] = field(default_factory=dict)  # what a custom loss reads
     group_type: str | None = None
     behaviour_logprobs: tuple[float | None, ...] = ()  # n, of the policy that wrote them, summed
 
@@ -36,7 +38,7 @@ def comparison_table(comparisons: Iterable[Comparison]) -> CompletionTable:
 
     Returns:
         Facts of each completion: `grade` (float64), `behaviour_logprob` (NaN where the data do not say), and
-        its group's `margin` and `weight`; objects: its group's `group_type`.
+        its group's `margin`, `weight` and columns under `column/NAME`; objects: its group's `group_type`.
     """
     rows = [
         (number, comparison, ids, grade, logprob)
@@ -58,6 +60,10 @@ def comparison_table(comparisons: Iterable[Comparison]) -> CompletionTable:
             "behaviour_logprob": torch.tensor(told),
             "margin": torch.tensor([comparison.margin for _, comparison, *_ in rows]),
             "weight": torch.tensor([comparison.weight for _, comparison, *_ in rows]),
+            **{
+                LOSS_COLUMN + name: torch.tensor([comparison.columns[name] for _, comparison, *_ in rows])
+                for name in (rows[0][1].columns if rows else ())
+            },
         },
         objects={"group_type": [comparison.group_type for _, comparison, *_ in rows]},
     )
@@ -145,6 +151,11 @@ def preference_inputs(
         weights=None if plain else weights[0] if kl is None else torch.cat(weights),
         kl=kl,
         totals=totals,
+        columns={
+            name.removeprefix(LOSS_COLUMN): split(values)[0]
+            for name, values in table.facts.items()
+            if name.startswith(LOSS_COLUMN)
+        },
     )
 
 

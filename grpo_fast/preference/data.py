@@ -7,6 +7,7 @@ instead. The held-out set of a KTO run holds pairs.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from grpo_fast.config.data import DatasetConfig
@@ -107,6 +108,9 @@ def load_comparisons(
                 columns["group"] = made = answers(prompt, preference.answers, seed)
                 columns |= {"chosen": made[0]["response"], "rejected": made[1]["response"]}
             comparison = read(prompt, columns, complete)
+            if not ranks and not held_out:
+                numbers = {name: float(columns[name]) for name in preference.loss.columns}
+                comparison = replace(comparison, columns=numbers)
             # At the start rather than at the first step that meets such a row.
             if comparison.margin and not ranks and not held_out:
                 preference.loss.check_margins()

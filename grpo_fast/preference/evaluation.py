@@ -38,6 +38,18 @@ def top1_accuracy(grades: Sequence[float], scores: Sequence[float]) -> float:
     return fmean(grade == best for grade, score in zip(grades, scores, strict=True) if score == highest)
 
 
+def position_accuracy(grades: Sequence[float], scores: Sequence[float]) -> float:
+    """Share of the positions of the order that hold a response of the right grade.
+
+    Of responses with equal scores each is as likely in any of their positions.
+    """
+    orders = zip(sorted(grades, reverse=True), sorted(scores, reverse=True), strict=True)
+    return fmean(
+        fmean(grade == wanted for grade, score in zip(grades, scores, strict=True) if score == place)
+        for wanted, place in orders
+    )
+
+
 @dataclass(frozen=True)
 class RankingEvaluation:
     """Agreement of log-probabilities with the grades of G groups, in none of which all grades tie."""
@@ -70,21 +82,27 @@ class RankingEvaluation:
         """Every measure for summed (`sum`) and length-normalised (`mean`) log-probability, and by group type.
 
         `consistency/TYPE` is one less the standard deviation of the pairwise accuracy over the groups of a
-        type: 1 when the policy ranks all of them equally well.
+        type: 1 when the policy ranks all of them equally well; a type of one group has none. `consistency` is
+        the same over the types' means, where there are several.
         """
         found = {}
         for kind, averaged in (("sum", False), ("mean", True)):
             for name, measure in MEASURES.items():
                 found[f"ranking/{kind}/{name}"] = fmean(self._measure(measure, averaged))
-        accuracies: dict[str, list[float]] = {}
-        measured = self._measure(pairwise_accuracy, self.averaged)
         first = torch.tensor([0, *group_sizes(self.table)]).cumsum(0)[:-1].tolist()
-        for row, accuracy in zip(first, measured, strict=True):
-            if (kind := self.table.objects["group_type"][row]) is not None:
-                accuracies.setdefault(kind, []).append(accuracy)
-        for kind, values in sorted(accuracies.items()):
-            found[f"ranking/pairwise_accuracy/{kind}"] = fmean(values)
-            found[f"ranking/consistency/{kind}"] = 1.0 - pstdev(values)
+        kinds = [self.table.objects["group_type"][row] for row in first]
+        means = []
+        for name in ("position_accuracy", "pairwise_accuracy"):
+            measured = self._measure(MEASURES[name], self.averaged)
+            for kind in sorted({kind for kind in kinds if kind is not None}):
+                values = [value for value, of in zip(measured, kinds, strict=True) if of == kind]
+                found[f"ranking/{name}/{kind}"] = fmean(values)
+                if name == "pairwise_accuracy":
+                    means.append(fmean(values))
+                    if len(values) > 1:
+                        found[f"ranking/consistency/{kind}"] = 1.0 - pstdev(values)
+        if len(means) > 1:
+            found["ranking/consistency"] = 1.0 - pstdev(means)
         return found
 
     def _measure(self, measure: Measure, averaged: bool) -> list[float]:
@@ -98,6 +116,7 @@ class RankingEvaluation:
 Measure = Callable[[Sequence[float], Sequence[float]], float]
 MEASURES: dict[str, Measure] = {
     "pairwise_accuracy": pairwise_accuracy,
+    "position_accuracy": position_accuracy,
     "top1_accuracy": top1_accuracy,
     "kendall_tau": kendall_tau_b,
 }

@@ -106,7 +106,7 @@ class PreferenceTrainer(Algorithm):
                 metrics["grad_norm"] = optimizer_step(self.optimizer)
         if not self.ranks:
             metrics["beta"] = beta
-            self.beta.observe(metrics["rewards/margins"] / beta)
+            self.beta.observe(metrics["rewards/margins"] / beta, beta)
         return metrics
 
     def step_loss(self, table: CompletionTable, beta: float) -> StepLoss:
@@ -191,6 +191,7 @@ class BetaController:
     becomes β = (1 + α (g − g₀)) β₀, kept within [min, max], where g is the mean log-ratio gap of chosen over
     rejected times β₀, and g₀ the running mean of the gaps before it (β-DPO, arXiv 2407.08639, batch-level
     calibration). The gap is that of the step before: a step's own is known only after its last micro-batch.
+    With `band` beta moves by a share of itself while the reward gap, which is in units of beta, is outside.
 
     Args:
         start: the beta of the loss's configuration.
@@ -204,10 +205,11 @@ class BetaController:
         self._total_steps = total_steps
         self._excess = 0.0  # of the last step's gap over the running mean before it, in log-ratio
         self._running: float | None = None  # smoothed gap, in log-ratio
+        self._factor = 1.0  # of `start`, by the band
 
     def value(self, step: int) -> float:
         """The beta of the step with this index, from 0."""
-        config, beta = self._config, self._start
+        config, beta = self._config, self._start * self._factor
         if config.final is not None:
             progress = min(1.0, step / max(1, self._total_steps - 1))
             if config.schedule == "cosine":
@@ -216,16 +218,21 @@ class BetaController:
         beta *= 1.0 + config.gap_gain * beta * self._excess
         return max(config.min or 0.0, min(beta, config.max or math.inf))
 
-    def observe(self, gap: float) -> None:
-        """Take in a finished step's mean log-ratio gap: chosen minus rejected, not multiplied by beta."""
+    def observe(self, gap: float, beta: float) -> None:
+        """Take in a finished step's mean log-ratio gap, chosen minus rejected, and the step's beta."""
+        config = self._config
+        if config.band is not None:
+            low, high = present(config.min) / self._start, present(config.max) / self._start
+            self._factor = config.band.moved(self._factor, gap * beta, low, high)
         running = gap if self._running is None else self._running
-        smoothing = self._config.gap_smoothing
+        smoothing = config.gap_smoothing
         self._excess = gap - running
         self._running = smoothing * running + (1 - smoothing) * gap
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able."""
-        return {"excess": self._excess, "running": self._running}
+        return {"excess": self._excess, "running": self._running, "factor": self._factor}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._excess, self._running = state["excess"], state["running"]
+        self._factor = state["factor"]

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from grpo_fast.config.lookup import choices
 from grpo_fast.config.schema import TrainConfig, at
 from grpo_fast.config.stages import Stage, resolve_stages, schedule_steps
 from grpo_fast.data import PromptDataset, PromptSampler
@@ -26,8 +27,10 @@ from grpo_fast.groups.weights import AdaptiveWeights
 from grpo_fast.head import warm_up
 from grpo_fast.loop.algorithm import Algorithm
 from grpo_fast.loop.annotate import Annotator
+from grpo_fast.loop.collect import check_loss_columns
 from grpo_fast.loop.trainer import StageParts, Trainer
 from grpo_fast.objective import resolve_loss
+from grpo_fast.objective.pairs import custom_loss
 from grpo_fast.policy import (
     Policy,
     PolicyOptimizer,
@@ -42,6 +45,7 @@ from grpo_fast.preference.data import load_comparisons
 from grpo_fast.preference.trainer import PreferenceTrainer
 from grpo_fast.record.callbacks import Callbacks, load_callbacks
 from grpo_fast.record.hub import PushToHub
+from grpo_fast.record.summary import METRICS, metric_of
 from grpo_fast.rewards import RewardError, RewardSet, load_rewards
 from grpo_fast.rewards.builtins.options import sought_texts
 from grpo_fast.rewards.types import ENVIRONMENTS
@@ -71,6 +75,12 @@ def build_trainer(config: TrainConfig, world: World = SINGLE_PROCESS, say: Say =
     use_threads(config)
     torch.manual_seed(config.seed)
     needs_torchao(config.optimizer)  # refused before any work where it is missing
+    for stage in resolve_stages(config):
+        band = stage.config.optimizer.band
+        if band is not None and metric_of(band.metric) is None:
+            raise ValueError(
+                f"optimizer.band.metric = {band.metric!r} is no metric: {choices(band.metric, METRICS)}"
+            )
     if config.algorithm == "grpo":
         return build_grpo_trainer(config, world, say)
     if world.size > 1:
@@ -234,8 +244,11 @@ def build_preference_trainer(config: TrainConfig, say: Say = lambda _: None) -> 
     """Compute the reference's log-probabilities first, so that its model need not be in memory."""
     section, ranks = config.preference, config.algorithm == "rank"
     say(f"loading: the data, {config.dataset.source}")
+    for name in (name for name in section.loss.loss_types if ":" in name):
+        custom_loss(name)  # found, or refused before any work
     loader = Loader(config)
     _, prompts = loader.training(config)
+    check_loss_columns(prompts, section.loss.columns, "preference.loss.columns")
     if any(prompt.images for prompt in prompts):
         raise ValueError(
             f"algorithm = {config.algorithm!r} trains on text, and rows of {config.dataset.source} have "
@@ -264,7 +277,7 @@ def build_preference_trainer(config: TrainConfig, say: Say = lambda _: None) -> 
     )
     policy.fix_rope(longest_sequence(policy, sequences))
     tokens = int(config.micro_batch_tokens)
-    annotator = Annotator(policy, micro_batch_tokens=tokens, whole_prompts=True)
+    annotator = Annotator(policy, micro_batch_tokens=tokens, whole_groups=True)
     if (section.ranking if ranks else section.loss).needs_reference:
         tables = [table.with_facts(ref_logprob=summed_logprobs(table, annotator)) for table in tables]
     return PreferenceTrainer(
@@ -321,6 +334,7 @@ def build_stage(stage: Stage, index: int, before: StageParts | None, loader: Loa
         seed, size = config.seed + index * SEEDS_PER_STAGE, config.prompts_per_step
         prompts = make_sampler(dataset, size, config.groups, config.curriculum, rewards.names, seed=seed)
     check_columns(rewards, dataset, toolsets)
+    check_loss_columns(dataset, config.loss.columns)
     return StageParts(stage, rewards, dataset, prompts, weights, toolsets)
 
 

@@ -66,6 +66,8 @@ def test_groups_stay_whole_where_that_is_even_and_are_parted_where_it_is_not(see
 
     lengths = [dice.randrange(5, 300) for _ in range(16)]
     uneven = table_of([(20, lengths), (20, [4, 4])])
+    whole = assign_to_ranks(uneven, 2, costs, whole_groups=True)
+    assert sorted(whole) == [[*range(16)], [16, 17]]
     dealt = assign_to_ranks(uneven, 2, costs)
     assert sorted(i for part in dealt for i in part) == list(range(18))
     assert dealt == assign_to_ranks(uneven, 2, costs) and all(part == sorted(part) for part in dealt)

@@ -21,6 +21,7 @@ from grpo_fast.distributed.shards import local
 from grpo_fast.distributed.world import SINGLE_PROCESS, World
 from grpo_fast.loop.collect import to_train
 from grpo_fast.loop.trainer import Trainer
+from grpo_fast.objective import GRPOLossConfig, LossInputs, LossOutputs, policy_loss
 from grpo_fast.policy import PolicyOptimizer
 from grpo_fast.policy import optimizer as optimizer_module
 from grpo_fast.record.logs import Clock
@@ -38,8 +39,24 @@ CASES: dict[str, dict[str, Any]] = {
         "optimizer": ADAM | {"learning_rate": 3e-4},
     },
     "frozen head": {"model": {"train_lm_head": False}, **EPOCHS, "loss": {"loss_type": "gspo"}},
+    # Groups that share a baseline are of one rank, whatever the packing of either.
+    "groups": {
+        "groups": {"strategy": "similarity", "similarity_threshold": 0.01, "max_group_size": 2},
+        "loss": {"loss_type": "update_worker:alike_in_groups"},
+        "micro_batch_tokens": 24,
+        "minibatches": 2,
+    },
     "reference": {"loss": {"beta": 0.1}, "micro_batch_tokens": 48, **EPOCHS},
 }
+
+
+def alike_in_groups(inputs: LossInputs) -> LossOutputs:
+    """DAPO's loss, and the variance of log-probabilities within a group, a mean over the step's groups."""
+    out = policy_loss(inputs, GRPOLossConfig("dapo"))
+    groups = inputs.groups
+    deviations = inputs.logprobs - groups.spread(groups.mean(inputs.logprobs))
+    variance = groups.mean(deviations.square()).sum() / inputs.totals.num_groups
+    return LossOutputs(out.loss + variance, out.metrics | {"variance": variance.detach()})
 
 
 def check(name: str, toy: dict[str, Any], untied: str, world: World) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import random
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +20,7 @@ from grpo_fast.loop import update as update_module
 from grpo_fast.loop.collect import to_train
 from grpo_fast.loop.trainer import Trainer
 from grpo_fast.loop.update import packed_loss
-from grpo_fast.objective import StepTotals
+from grpo_fast.objective import GRPOLossConfig, StepTotals
 from grpo_fast.objective.metrics import sum_metrics
 from grpo_fast.plan.measure import random_batches, random_policy
 from grpo_fast.plan.sizes import StepSizes
@@ -85,6 +87,80 @@ def test_micro_batching_changes_neither_loss_nor_gradient(make_trainer, seed, lo
     assert 1 == counts[0] < counts[1] < counts[2]
     for found in results[1:]:
         assert_same(found, results[0])
+
+
+SIMILAR = {"similarity_threshold": 0.01, "max_group_size": 2}
+OWN = """
+import torch
+from grpo_fast.objective import GRPOLossConfig, LossOutputs, policy_loss
+
+def logs(completions, log_extra, **columns):
+    log_extra("coherence", [len(text) / 999 for text in completions])
+    return [float(len(text)) for text in completions]
+
+def apart(inputs):
+    out = policy_loss(inputs, GRPOLossConfig("dapo", entropy_coef=0.01))
+    groups, sequences = inputs.groups, inputs.sequences
+    squares = groups.mean(inputs.logprobs.square()) - groups.mean(inputs.logprobs).square()
+    shares = sequences.mean(inputs.columns["coherence"] * inputs.columns["level"] * inputs.logprobs)
+    regular = squares.sum() / inputs.totals.num_groups + shares.sum() / inputs.totals.num_sequences
+    return LossOutputs(out.loss + regular, out.metrics)
+
+def per_token(inputs):
+    return policy_loss(inputs, GRPOLossConfig("dapo"))
+"""
+
+
+@pytest.mark.parametrize("strategy", ["prompt", "similarity"])
+def test_a_custom_loss_sees_whole_groups_and_columns(make_trainer, toy, tmp_path, seed, strategy):
+    (own := tmp_path / "own.py").write_text(OWN)
+    rows = [json.loads(line) for line in Path(toy["dataset"]["source"]).read_text().splitlines()]
+    (data := tmp_path / "rows.jsonl").write_text(
+        "\n".join(json.dumps(row | {"level": i % 5}) for i, row in enumerate(rows))
+    )
+    sections = {
+        "loss": {"loss_type": f"{own}:apart", "columns": ["coherence", "level"]},
+        "rewards": [{"reward": f"{own}:logs"}],
+        "dataset": {"source": str(data)},
+        "groups": {"strategy": strategy} | ({} if strategy == "prompt" else SIMILAR),
+    }
+    trainer = make_trainer(seed=seed, **sections)
+    trainer.train_step()
+    samples, totals = collected(trainer)
+    results, counts = [], []
+    for budget in (4096, 16):
+        trainer.update.configure(trainer.config.model_copy(update={"micro_batch_tokens": budget}))
+        batches = trainer.update.annotator.packed(samples)
+        counts.append(len(batches))
+        results.append(gradients(trainer, samples, totals))
+    assert (counts[0], counts[1]) == (1, totals.num_groups) and totals.num_groups > 1
+    assert totals.num_groups == 4 if strategy == "prompt" else totals.num_groups < 4
+    assert_same(results[1], results[0])
+
+    values, logprobs = samples.columns, trainer.update.annotator.columns(samples)[0].double()
+    texts = [completion.text for completion in samples.objects["completion"]]
+    levels = [prompt.index % 5 for prompt in samples.objects["prompt"]]
+    assert values["rewards"].tolist() == samples.spread(torch.tensor([float(len(t)) for t in texts])).tolist()
+    expected = 0.0
+    for group in samples.compared.unique():
+        own_tokens = samples.spread(samples.compared) == group
+        expected += logprobs[own_tokens].var(correction=0).item() / totals.num_groups
+    for tokens, text, level in zip(logprobs.split(samples.lengths.tolist()), texts, levels, strict=True):
+        expected += len(text) / 999 * level * tokens.mean().item() / len(samples)
+    plain = trainer.config.loss, GRPOLossConfig("dapo", entropy_coef=0.01)
+    trainer.update.configure(trainer.config.model_copy(update={"loss": plain[1]}))
+    assert results[0][0] - gradients(trainer, samples, totals)[0] == pytest.approx(expected, abs=1e-4)
+
+    bad = [row | {"level": "x" if i == 3 else 1} for i, row in enumerate(rows)]
+    with pytest.raises(ValueError, match=r"rows.jsonl, row 3: loss.columns: level = 'x' is not a finite"):
+        data.write_text("\n".join(map(json.dumps, bad)))
+        make_trainer(**sections)
+    unknown = make_trainer(loss=sections["loss"] | {"columns": ["fluency"]}, rewards=sections["rewards"])
+    with pytest.raises(ValueError, match=r"'fluency', which is neither .* there are coherence"):
+        unknown.train_step()
+    loss = {"loss_type": f"{own}:per_token", "whole_groups": False}
+    split = make_trainer(loss=loss, micro_batch_tokens=16)
+    assert len(split.update.annotator.packed(collected(split)[0])) > 4
 
 
 def test_a_completion_longer_than_a_micro_batch_trains_with_recomputation(

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from grpo_fast.config.lookup import given
 from grpo_fast.objective.comparisons import PREFERENCE_LOSSES
 from grpo_fast.objective.pairs import (
+    PairScores,
     PreferenceInputs,
     PreferenceLossConfig,
     PreferenceTotals,
@@ -144,7 +146,7 @@ def test_micro_batches_add_up_to_the_step(name, make_inputs):
 
     def part(rows: slice) -> PreferenceInputs:
         tensors = {f.name: getattr(inputs, f.name) for f in fields(inputs)}
-        own: dict[str, Any] = {k: t[rows] for k, t in tensors.items() if t is not None and t.ndim}
+        own: dict[str, Any] = {k: t[rows] for k, t in tensors.items() if getattr(t, "ndim", 0)}
         if name == "kto":
             own["weights"] = torch.cat([half[rows] for half in inputs.weights.split(9)])
         return replace(inputs, **own, totals=totals)
@@ -161,6 +163,51 @@ def test_micro_batches_add_up_to_the_step(name, make_inputs):
 
 def test_a_loss_without_a_usual_beta_has_one():
     assert PreferenceLossConfig("sft").beta == 1 and PreferenceLossConfig("hinge").beta == 0.1
+
+
+def test_custom_losses_read_columns_and_take_their_weight_in_a_sum(make_pairs):
+    inputs = make_pairs()
+    syntax = torch.randn(7, dtype=torch.float64)
+    inputs = replace(inputs, columns={"syntax": syntax}, weights=torch.rand(7, dtype=torch.float64))
+
+    def syntax_aware(s: PairScores) -> torch.Tensor:
+        return -torch.nn.functional.logsigmoid(s.beta * (s.chosen - s.rejected) + 2 * s.columns["syntax"])
+
+    def short(s: PairScores) -> torch.Tensor:
+        return -s.inputs.chosen_logprobs / s.inputs.chosen_lengths
+
+    config = PreferenceLossConfig(
+        ["sigmoid", "mine:short@python", "mine:syntax_aware@python"], [1.0, 0.1, 0.2], columns=["syntax"]
+    )
+    with given({"mine:short@python": short, "mine:syntax_aware@python": syntax_aware}):
+        found = preference_loss(inputs, config)
+
+    terms = []
+    columns = (inputs.chosen_logprobs, inputs.ref_chosen_logprobs, inputs.rejected_logprobs)
+    columns += (inputs.ref_rejected_logprobs, inputs.chosen_lengths, syntax, inputs.weights)
+    for win, ref_win, lose, ref_lose, length, score, weight in zip(
+        *(c.tolist() for c in columns), strict=True
+    ):
+        z = 0.1 * (win - ref_win - lose + ref_lose)
+        both = -math.log(sigma(z)) - 0.2 * math.log(sigma(z + 2 * score))
+        terms.append(weight * (both - 0.1 * win / length))
+    torch.testing.assert_close(found.loss.item(), sum(terms) / 7, rtol=1e-10, atol=1e-12)
+    assert {"loss/sigmoid", "loss/short", "loss/syntax_aware"} <= found.metrics.keys()
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (lambda s: s.chosen.mean(), r"shape \(\); return a tensor of shape \(7,\)"),
+        (lambda s: 1.0, "a loss a float"),
+        (lambda s: s.chosen.detach(), "without a gradient"),
+        (lambda s: s.chosen / 0, "not finite"),
+    ],
+)
+def test_what_a_custom_loss_must_not_return_is_an_error_with_its_name(function, said, make_pairs):
+    config = PreferenceLossConfig("mine:wrong@python")
+    with given({"mine:wrong@python": function}), pytest.raises(ValueError, match=f"mine:wrong.*{said}"):
+        preference_loss(make_pairs(), config)
 
 
 def test_a_sum_of_objectives_is_the_weighted_sum_of_each(make_pairs):
@@ -225,6 +272,9 @@ def test_certain_and_impossible_completions_keep_loss_and_gradient_finite(dtype,
         ({"loss_type": "robust", "label_smoothing": 0.5}, "label_smoothing = 0.5"),
         ({"loss_type": "simpo", "gamma": -1.0}, "gamma = -1.0"),
         ({"loss_type": "kto", "gamma": 1.0}, "gamma = 1.0 is not read"),
+        ({"columns": ("a",)}, r"columns = \('a',\) is not read"),
+        ({"loss_type": ("kto", "m:f")}, "mixes kto"),
+        ({"loss_type": ("m:f", "n:f")}, "each once"),
     ],
 )
 def test_a_contradictory_configuration_is_refused_with_the_remedy(arguments, said):

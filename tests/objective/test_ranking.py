@@ -15,6 +15,7 @@ from grpo_fast.objective.ranking import RankedInputs, RankingLossConfig, placket
 CONFIGS = [
     RankingLossConfig("plackett_luce"),
     RankingLossConfig("plackett_luce", score="logprob", length_normalised=True),
+    RankingLossConfig("group_relative"),
     RankingLossConfig("pairwise", temperature=2.0),
     RankingLossConfig("pairwise", length_normalised=True),
     RankingLossConfig("advantage", epsilon_low=0.1, epsilon_high=0.3),
@@ -77,15 +78,15 @@ def definition(i: RankedInputs, c: RankingLossConfig) -> tuple[float, float]:
     for group, weight in enumerate(i.weights.tolist()):
         rows = list(zip(*(column[i.group_ids == group].tolist() for column in columns), strict=True))
         grades = [grade for _, _, grade, _, _ in rows]
-        per = [n if c.length_normalised else 1.0 for _, n, _, _, _ in rows]
+        per = [n if c.length_normalised or c.objective == "group_relative" else 1.0 for _, n, _, _, _ in rows]
         pairs = [(a, b) for a in range(len(rows)) for b in range(len(rows)) if grades[a] > grades[b]]
         accuracies.append(fmean(rows[a][0] > rows[b][0] for a, b in pairs) if pairs else 0.0)
         advantages = i.advantages[i.group_ids == group].tolist()
         loss = 0.0
-        if c.objective in ("plackett_luce", "pairwise"):
+        if c.objective in ("plackett_luce", "group_relative", "pairwise"):
             against = [ref if c.score == "logratio" else 0.0 for _, _, _, ref, _ in rows]
             scores = [(row[0] - r) / n / c.temperature for row, r, n in zip(rows, against, per, strict=True)]
-            if c.objective == "plackett_luce":
+            if c.objective != "pairwise":
                 loss = brute_force(scores, grades)
             elif pairs:
                 loss = fmean(math.log1p(math.exp(scores[b] - scores[a])) for a, b in pairs)
@@ -190,7 +191,7 @@ def test_contradictory_constants_are_refused_by_name(arguments, said):
 def test_scales_follow_the_objective_and_a_missing_reference_is_refused(ranked):
     scales = [(config.temperature, config.averaged, config.needs_reference) for config in CONFIGS]
     assert scales == [
-        *((10.0, False, True), (1.0, True, False), (2.0, False, True), (1.0, True, True)),
+        *((10.0, False, True), (1.0, True, False), (0.1, True, True), (2.0, False, True), (1.0, True, True)),
         *((None, True, True), (1.0, False, False), (0.5, True, False)),
     ]
     with pytest.raises(ValueError, match="ref_logprobs is None"):

@@ -337,6 +337,27 @@ def test_the_schedule_warms_up_and_falls_to_its_floor_by_steps(schedule: str, ex
     assert rates[::2] == rates[1::2] == pytest.approx(expected, abs=1e-3)
 
 
+def test_a_band_moves_a_factor_of_the_schedule_that_resumes_and_is_reset() -> None:
+    config: dict[str, Any] = {"learning_rate": 1.0, "schedule": "linear"}
+    config["band"] = {"metric": "reward/mean", "below": 0.5, "above": 0.8, "min": 0.95, "max": 1.2}
+    _, optimizer = one_weight(torch.ones(2), steps=10, **config)
+    factor, measured = 1.0, [0.4, 0.1, 0.5, 0.8, 0.9, 0.9, 0.9, math.nan]
+    for step, reward in enumerate(measured):
+        assert optimizer.learning_rate == pytest.approx(factor * (1 - step / 10))
+        told = optimizer.follow({"reward/mean": reward, "update/skipped": float(math.isnan(reward))})
+        assert told == {"learning_rate/factor": pytest.approx(factor)}
+        factor = min(1.2, max(0.95, factor * (1.1 if reward < 0.5 else 0.9 if reward > 0.8 else 1)))
+        optimizer.advance()
+    assert factor == 0.95
+    _, resumed = one_weight(torch.ones(2), steps=10, **config)
+    resumed.load_state(optimizer.state())
+    assert resumed.learning_rate == optimizer.learning_rate
+    with pytest.raises(ValueError, match="'reward/mean' is no number of this step: there are loss"):
+        optimizer.follow({"loss": 1.0, "update/skipped": 0.0})
+    optimizer.reset_state()
+    assert optimizer.learning_rate == 1.0
+
+
 def test_what_cannot_be_stepped_or_loaded_leaves_the_weights_alone() -> None:
     weight, optimizer = one_weight(torch.ones(2))
     (weight * math.inf).sum().backward()

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_fast.data.table import CompletionTable
+from grpo_fast.data.table import BASELINE, CompletionTable
 from grpo_fast.policy import PackedBatch, pack
 
 Row = tuple[int, int, int]  # tokens of the prompt and of the completion, and the group
@@ -113,10 +113,17 @@ def test_micro_batches_are_as_few_and_as_even_as_they_can_be(
 
 def test_completions_of_a_prompt_stay_together_on_request() -> None:
     """However many they are: as one sequence, they may exceed the budget."""
-    batches = pack(table_of(*GROUPS_OF_FIVE), max_tokens=70, device="cpu", whole_prompts=True)
+    batches = pack(table_of(*GROUPS_OF_FIVE), max_tokens=70, device="cpu", whole_groups=True)
     assert sizes(batches) == [10 + 5 * 20] * 4
     assert [len(batch.cu_seqlens) for batch in batches] == [2] * 4
-    assert len(pack(table_of(*GROUPS_OF_FIVE), max_tokens=220, device="cpu", whole_prompts=True)) == 2
+    assert len(pack(table_of(*GROUPS_OF_FIVE), max_tokens=220, device="cpu", whole_groups=True)) == 2
+    # Prompts 0 and 2 share a baseline, and so do 1 and 3; each completion may also be a row of its own.
+    shared = table_of(*GROUPS_OF_FIVE)
+    shared = shared.with_facts(**{BASELINE: shared.groups % 2})
+    for packs in (True, False):
+        found = pack(shared, max_tokens=70, device="cpu", whole_groups=True, shares_prompts=packs)
+        assert [{*(shared.groups[batch.rows] % 2).tolist()} for batch in found] == [{0}, {1}]
+        assert [{*batch.group_ids.tolist()} for batch in found] == [{0}, {0}]
 
 
 def test_bad_input_is_named() -> None:

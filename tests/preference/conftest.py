@@ -41,7 +41,12 @@ def make_run(toy: dict[str, Any], tmp_path: Path, seed: int) -> Callable[..., Tr
         # Of equal length: a summed log-probability cannot tell a good word from a bad one and an end.
         lengths = [draw.randint(1, 5) for _ in prompts]
         return [
-            {"prompt": prompt, "chosen": phrase(draw, good, n), "rejected": phrase(draw, bad, n)}
+            {
+                "prompt": prompt,
+                "chosen": phrase(draw, good, n),
+                "rejected": phrase(draw, bad, n),
+                "quality": draw.random(),
+            }
             for prompt, n in zip(prompts, lengths, strict=True)
         ]
 

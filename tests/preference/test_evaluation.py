@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from grpo_fast.preference.evaluation import (
     RankingEvaluation,
     kendall_tau_b,
     pairwise_accuracy,
+    position_accuracy,
     top1_accuracy,
 )
 
@@ -37,6 +39,10 @@ def test_kendalls_tau_b_is_its_definition_for_random_sequences_with_ties(seed):
 def test_accuracies_leave_tied_grades_out_and_halve_tied_scores():
     assert pairwise_accuracy([2, 1, 1], [0.5, 0.1, 0.9]) == 0.5
     assert pairwise_accuracy([2, 1], [0.3, 0.3]) == 0.5
+    # The order 3 1 2 has the first of three positions right; tied, each of two is in both places half.
+    assert position_accuracy([3, 2, 1], [0.9, 0.1, 0.3]) == pytest.approx(1 / 3)
+    assert position_accuracy([3, 2, 1], [0.9, 0.3, 0.3]) == pytest.approx(2 / 3)
+    assert position_accuracy([2, 1, 1], [0.9, 0.1, 0.3]) == 1.0
     assert top1_accuracy([2, 2, 1], [0.1, 0.9, 0.3]) == 1.0
     assert top1_accuracy([2, 1, 1], [0.9, 0.9, 0.3]) == 0.5
 
@@ -55,9 +61,16 @@ def test_an_evaluation_reports_both_scores_and_consistency_by_type():
         "ranking/sum/kendall_tau": 0.0, "ranking/mean/kendall_tau": 1.0,
         "ranking/sum/top1_accuracy": 0.5, "ranking/mean/top1_accuracy": 1.0,
         "ranking/sum/pairwise_accuracy": 0.5, "ranking/mean/pairwise_accuracy": 1.0,
+        "ranking/sum/position_accuracy": 0.5, "ranking/mean/position_accuracy": 1.0,
     }  # fmt: skip
-    by_type = {"ranking/pairwise_accuracy/sums": 0.5, "ranking/consistency/sums": 0.5}
+    by_type = {f"ranking/{name}_accuracy/sums": 0.5 for name in ("pairwise", "position")}
+    by_type["ranking/consistency/sums"] = 0.5
     assert summed.metrics == of_both | by_type
     assert averaged.metrics == of_both | dict.fromkeys(by_type, 1.0)
+    kinds = ("sums", "sums", "words", "words")  # of one group each: none has a consistency of its own
+    apart = RankingEvaluation(replace(table, objects={"group_type": kinds}), logprobs, averaged=False)
+    assert {name: value for name, value in apart.metrics.items() if "consistency" in name} == {
+        "ranking/consistency": 0.5
+    }
     undecided = RankingEvaluation(table[:2], torch.tensor([-2.0, -2.0]), averaged=False)
     assert undecided.metrics["ranking/sum/kendall_tau"] == 0.0

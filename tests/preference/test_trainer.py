@@ -11,15 +11,22 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import logsigmoid
 
 from grpo_fast.loop.annotate import Annotator
+from grpo_fast.objective import PairScores
 from grpo_fast.preference.comparison import summed_logprobs
 from grpo_fast.preference.trainer import PreferenceTrainer
 from grpo_fast.record.logs import Clock
 from grpo_fast.run import train
-from grpo_fast.run.build import build_preference_trainer
+from grpo_fast.run.build import build_preference_trainer, build_trainer
 
 KTO = {"loss": {"loss_type": "kto"}}
+
+
+def quality_first(scores: PairScores) -> torch.Tensor:
+    """The better a row's `quality`, the further ahead its chosen completion is already."""
+    return -logsigmoid(scores.beta * (scores.chosen - scores.rejected) + scores.columns["quality"])
 
 
 def gradients(trainer: PreferenceTrainer, monkeypatch: pytest.MonkeyPatch) -> tuple[dict, dict[str, float]]:
@@ -35,6 +42,7 @@ def gradients(trainer: PreferenceTrainer, monkeypatch: pytest.MonkeyPatch) -> tu
     [
         ("dpo", {"loss": {"loss_type": ["sigmoid", "sft"]}}),
         ("dpo", {"loss": {"loss_type": "simpo"}}),
+        ("dpo", {"loss": {"loss_type": f"{__name__}:quality_first", "columns": ["quality"]}}),
         ("dpo", KTO),
         ("rank", {"ranking": {"objective": "plackett_luce"}}),
         ("rank", {"ranking": {"objective": "advantage"}}),
@@ -116,9 +124,14 @@ def test_a_step_after_out_of_memory_equals_one_of_small_micro_batches(
     assert resumed.annotator.budget.limit == budget
 
 
-def test_a_resumed_run_is_the_one_that_was_not_stopped(make_run, tmp_path):
-    beta = {"schedule": "cosine", "final": 0.5, "gap_gain": 0.6, "min": 0.01, "max": 1.0}
-    config = make_run("dpo", {"beta": beta}, checkpoint={"every": 2}, evaluation={})
+@pytest.mark.parametrize(
+    "beta", [{"schedule": "cosine", "final": 0.5, "gap_gain": 0.6}, {"band": {"below": 9.0, "above": 9.0}}]
+)
+def test_a_resumed_run_is_the_one_that_was_not_stopped(beta, make_run, tmp_path):
+    beta = beta | {"min": 0.01, "max": 1.0}
+    band = {"metric": "rewards/margins", "below": 9.0, "above": 9.0, "min": 0.5, "max": 2.0}
+    optimizer = {"learning_rate": 1e-3, "band": band}
+    config = make_run("dpo", {"beta": beta}, checkpoint={"every": 2}, evaluation={}, optimizer=optimizer)
     run_dir = train(config, display=False).run_dir
     whole = (run_dir / "metrics.jsonl").read_text()
     # The checkpoint of step 2, as a kill after it would leave it.
@@ -128,7 +141,28 @@ def test_a_resumed_run_is_the_one_that_was_not_stopped(make_run, tmp_path):
     train(config, resume="latest", display=False)
 
     assert (run_dir / "metrics.jsonl").read_text() == whole
-    assert len({json.loads(line).get("beta") for line in whole.splitlines()[-4:]}) == 4
+    steps = [json.loads(line) for line in whole.splitlines()[-4:]]
+    assert len({step["beta"] for step in steps}) == 4
+    assert [step["learning_rate/factor"] for step in steps] == pytest.approx([1.1**n for n in range(4)])
+
+
+@pytest.mark.parametrize(
+    ("loss", "metric", "said"),
+    [
+        ({}, "rewards/margin", "optimizer.band.metric = 'rewards/margin' is no metric: .*'rewards/margins'"),
+        ({"loss_type": f"{__name__}:absent"}, "loss", "preference.loss.loss_type = .*absent"),
+        (
+            {"loss_type": f"{__name__}:quality_first", "columns": ["qualty"]},
+            "loss",
+            "row 0: preference.loss.columns: qualty = None .*'quality'",
+        ),
+    ],
+)
+def test_what_a_loss_or_a_band_lacks_is_named_before_weights_load(loss, metric, said, make_run, monkeypatch):
+    monkeypatch.setattr("grpo_fast.run.build.load_policy", None)
+    band = {"metric": metric, "below": 0.1, "above": 0.5, "min": 0.5, "max": 2.0}
+    with pytest.raises(ValueError, match=said):
+        build_trainer(make_run("dpo", {"loss": loss}, optimizer={"band": band}))
 
 
 def test_groups_of_ties_change_nothing_and_held_out_ones_are_refused(make_run):
@@ -155,7 +189,7 @@ def test_completions_are_scored_in_order_as_the_model_scores_each_alone(make_run
     trainer = build_preference_trainer(make_run("rank", {}))
     table = trainer.comparisons.select_groups(range(8))
 
-    annotator = Annotator(trainer.policy, micro_batch_tokens=70, whole_prompts=True)
+    annotator = Annotator(trainer.policy, micro_batch_tokens=70, whole_groups=True)
     scores = table.sums(annotator.columns(table)[0])
 
     assert len(annotator.packed(table)) > 1
