@@ -1,0 +1,405 @@
+"""What the five guides show, done here: for each of their blocks a case on two steps of a tiny model.
+
+`docs/guides.md` is the table of the guides' sections and of these tests.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas
+import pytest
+import torch
+import yaml
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
+
+import grpo_fast
+from grpo_fast.cli import main
+from grpo_fast.config.load import load_config
+from grpo_fast.record.files import read_jsonl
+from grpo_fast.rollout import Completion
+from grpo_fast.run.arguments import trl_places
+from tests.conftest import save_llama, word_tokenizer
+
+TAGS = ["<think>", "</think>", "<answer>", "</answer>"]
+NUMBERS = [str(number) for number in range(20)]
+WORDS = [
+    "<unk>",
+    "</s>",
+    *TAGS,
+    *"system user assistant work step by step ends plus is so it cats dogs".split(),
+]
+WORDS = [*dict.fromkeys(WORDS + NUMBERS)]
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}"
+    "{% if add_generation_prompt %}assistant {% endif %}"
+)
+SYSTEM = "work step by step"
+WHOLE = "<think> so it is </think> <answer> 7 </answer>"
+DRAFTS = ["7", "<think> 7", "<think> so </think>", "<think> so </think> <answer> 7", WHOLE, f"{WHOLE} so"]
+"""Completions with none to four tags, and one that goes on after the last."""
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A random model that talks in turns, with a token for each tag."""
+    folder = tmp_path_factory.mktemp("guides") / "model"
+    tokenizer = word_tokenizer(WORDS, "</s>")
+    tokenizer.chat_template = TEMPLATE
+    save_llama(folder, tokenizer, num_key_value_heads=2, tie_word_embeddings=True)
+    return str(folder)
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def train(model: Any, **changes: Any) -> grpo_fast.Run:
+    """Two steps on four prompts, without anything on the terminal."""
+    rows = [{"prompt": f"{i} plus {7 - i}", "solution": "7"} for i in range(4)]
+    small = {"model": {"path": model, "dtype": "float32", "device": "cpu"}, "output_dir": "out"}
+    small |= {"max_steps": 2, "prompts_per_step": 2, "learning_rate": 1e-2, "display": False}
+    small |= {"logging": {"tensorboard": False, "samples_every": 1, "samples": 100}}
+    if changes.get("algorithm", "grpo") == "grpo":
+        small |= {"dataset": rows, "rewards": is_seven, "num_generations": 6, "max_completion_length": 12}
+    return grpo_fast.train(**small | changes)
+
+
+def says(*texts: str) -> Callable[..., list[Completion]]:
+    """Return a rollout that answers every prompt with these texts, one after the other."""
+
+    def rollout(engine: Any, prompts: Sequence[Any], sampling: Any) -> list[Completion]:
+        made = []
+        for place in range(len(prompts)):
+            text = texts[place % len(texts)]
+            ids = (*map(WORDS.index, text.split()), 1)
+            made.append(Completion(ids, (-3.7,) * len(ids), text, truncated=False))
+        return made
+
+    return rollout
+
+
+def samples(run: grpo_fast.Run, step: int) -> list[dict[str, Any]]:
+    return [record for record in read_jsonl(run.folder / "samples.jsonl") if record["step"] == step]
+
+
+def logprob(policy: Any, question: str, answer: str) -> float:
+    """Of an answer after a question, summed over its tokens."""
+    ids = [*policy.tokenizer(question)["input_ids"], *policy.tokenizer(answer)["input_ids"]]
+    with torch.no_grad():
+        logits = policy.model(torch.tensor([ids])).logits[0].log_softmax(-1)
+    length = len(answer.split())
+    return sum(logits[place - 1, ids[place]].item() for place in range(len(ids) - length, len(ids)))
+
+
+# ------------------------------------------------------------------ rewards, as TRL and Axolotl call them
+
+
+def content(completions: Sequence[Any]) -> list[str]:
+    return [said if isinstance(said, str) else said[-1]["content"] for said in completions]
+
+
+def is_seven(prompts, completions, solution=None, **columns) -> list[float]:
+    """2 where the last number is the solution."""
+    found = [re.findall(r"\d+", text)[-1:] for text in content(completions)]
+    return [2.0 if number == [right] else 0.0 for number, right in zip(found, solution, strict=True)]
+
+
+def in_blocks(completions, **columns) -> list[float]:
+    form = re.compile(r"<think>.*?</think>\s*<answer>.*?</answer>", re.DOTALL)
+    return [float(form.search(text) is not None) for text in content(completions)]
+
+
+def tags_so_far(completions, **columns) -> list[float]:
+    """A quarter for each tag, and a little less for each character after the last."""
+    after = [
+        len(text.rpartition("</answer>")[2].strip()) if TAGS[3] in text else 0
+        for text in content(completions)
+    ]
+    found = [sum(tag in text for tag in TAGS) for text in content(completions)]
+    return [0.25 * tags - 0.001 * rest for tags, rest in zip(found, after, strict=True)]
+
+
+# -------------------------------------------------------------------------------------- the guide to TRL
+
+
+def test_partial_credit_orders_drafts_and_raises_the_best(model):
+    """004: rewards by template, correctness, format, incremental format; the mathematical intuition."""
+    rewards = [tags_so_far, in_blocks, is_seven]
+    run = train(model, rewards=rewards, rollout={"function": says(*DRAFTS)})
+
+    first = samples(run, 1)[: len(DRAFTS)]
+    assert [s["rewards"]["tags_so_far"] for s in first] == pytest.approx([0, 0.25, 0.5, 0.75, 1, 1 - 0.002])
+    assert [s["rewards"]["in_blocks"] for s in first] == [0, 0, 0, 0, 1, 1]
+    assert [s["rewards"]["is_seven"] for s in first] == [2, 2, 0, 2, 2, 2]
+    assert [s["reward"] for s in first] == pytest.approx([2, 2.25, 0.5, 2.75, 4, 3.998])
+    advantages = [s["advantage"] for s in first]
+    assert sum(advantages) == pytest.approx(0, abs=1e-4) and max(advantages) == advantages[4]
+    before, question = AutoModelForCausalLM.from_pretrained(model), first[0]["prompt"]
+    start = type("Start", (), {"model": before, "tokenizer": run.policy.tokenizer})
+    gain = {text: logprob(run.policy, question, text) - logprob(start, question, text) for text in DRAFTS}
+    assert gain[DRAFTS[4]] > max(0, gain[DRAFTS[2]])  # against the worst
+
+
+SCRIPT = {"learning_rate": 5e-6, "adam_beta1": 0.9, "adam_beta2": 0.99, "weight_decay": 0.1}
+SCRIPT |= {"warmup_ratio": 0.1, "lr_scheduler_type": "cosine", "per_device_train_batch_size": 1}
+SCRIPT |= {"gradient_accumulation_steps": 4, "num_generations": 8, "max_prompt_length": 256}
+SCRIPT |= {"max_completion_length": 512, "num_train_epochs": 1, "max_steps": None, "bf16": True}
+SCRIPT |= {"optim": "adamw_8bit", "max_grad_norm": 0.1, "logging_steps": 1, "save_steps": 100}
+LARGE = {"learning_rate": 1e-5, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+LARGE |= {"num_generations": 16, "max_prompt_length": 512, "max_completion_length": 1024, "use_vllm": True}
+SMALL = {"max_completion_length": 12, "max_steps": 2, "bf16": False, "use_cpu": True, "optim": "adamw_torch"}
+SMALL |= {
+    "learning_rate": 1e-2,
+    "warmup_ratio": 0.0,
+    "beta": 0.04,
+    "output_dir": "out",
+    "report_to": "none",
+    "loss_type": "grpo",
+}
+QUESTIONS = [{"question": f"{i} plus {7 - i}", "raw_answer": f"so it is #### {7}"} for i in range(8)]
+ADAPTERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def with_turns(row: dict[str, str]) -> dict[str, Any]:
+    """The function of a `dataset.map`."""
+    turns = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": row["question"]}]
+    return {"prompt": turns, "solution": row["raw_answer"].rpartition("####")[2].strip()}
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        pytest.param(
+            {**SCRIPT, "report_to": "wandb"},
+            {
+                **{"optimizer.kind": "adamw_8bit", "optimizer.betas": (0.9, 0.99), "epochs": 1},
+                **{"optimizer.schedule": "cosine", "optimizer.warmup_steps": 0.1, "logging.wandb": True},
+                **{"prompts_per_step": 1, "model.dtype": "bfloat16", "optimizer.max_grad_norm": 0.1},
+                **{"rollout.num_generations": 8, "dataset.max_prompt_length": 256, "checkpoint.every": 100},
+            },
+            id="memory-optimized",
+        ),
+        pytest.param(
+            {**LARGE, "logging_steps": 10, "num_train_epochs": 1, "bf16": True},
+            {
+                **{"rollout.engine": "vllm", "rollout.num_generations": 16, "prompts_per_step": 1},
+                **{"rollout.max_completion_length": 1024, "logging.every": 10, "epochs": 1},
+            },
+            id="high-performance",
+        ),
+    ],
+)
+def test_a_training_configuration_of_trl_keeps_its_values(args, expected):
+    places = trl_places(grpo_fast.GRPOConfig("out", **args), {"reward_funcs": ["length"]})
+    found = load_config(places | {"model.path": "m", "dataset.source": "d"}).model_dump()
+    for place, value in expected.items():
+        here: Any = found
+        for part in place.split("."):
+            here = here[part]
+        assert here == value, place
+
+
+@pytest.fixture(scope="module")
+def script(model: str, tmp_path_factory: pytest.TempPathFactory) -> grpo_fast.GRPOTrainer:
+    """The guide's script: mapped data, three rewards, LoRA on a loaded model, saved and merged."""
+    from peft import LoraConfig
+
+    folder = tmp_path_factory.mktemp("script")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        tokenizer.pad_token = tokenizer.eos_token
+        trainer = grpo_fast.GRPOTrainer(
+            model=loaded,
+            processing_class=tokenizer,
+            reward_funcs=[tags_so_far, in_blocks, is_seven],
+            args=grpo_fast.GRPOConfig(**SCRIPT | SMALL),
+            train_dataset=Dataset.from_list(QUESTIONS).map(with_turns),
+            peft_config=LoraConfig(
+                r=16, lora_alpha=32, target_modules=ADAPTERS, task_type="CAUSAL_LM", lora_dropout=0.05
+            ),
+            display=False,
+            **{"logging.samples_every": 1},
+        )
+        trainer.train()
+        trainer.save_model(folder / "final")
+        trainer.model.merge_and_unload().save_pretrained(folder / "merged")
+        tokenizer.save_pretrained(folder / "merged")
+        assert main(["export", str(trainer.run.folder), str(folder / "exported")]) == 0
+    return trainer
+
+
+def test_a_script_trains_adapters_on_mapped_conversations(script):
+    """004: dataset preparation, standard setup, reward tracking, the loss's behavior; 003: monitoring."""
+    run, first = script.run, samples(script.run, 1)[0]
+    assert re.fullmatch(rf"system {SYSTEM} user \d plus \d assistant ?", first["prompt"])
+    kept = run.metrics.loc[1:]
+    parts = kept[[f"reward/{name}/mean" for name in ("tags_so_far", "in_blocks", "is_seven")]]
+    assert kept["reward/mean"].tolist() == pytest.approx(parts.sum(axis=1).tolist(), abs=1e-6)
+    assert (kept["reward/std"] > 0).any() and kept["completion/truncated"].between(0, 1).all()
+    assert abs(kept["kl"][1]) < 1e-6 < kept["kl"][2] and "clip_ratio/region_mean" in kept
+    assert (
+        abs(kept["loss"][1]) < 1e-6 < kept["loss"][2] < kept["kl"][2]
+    )  # of one update it is beta times the KL
+    assert (kept["memory/peak_bytes"] > 0).all()
+
+
+def test_merged_adapters_load_in_transformers_and_answer_a_conversation(script):
+    """004: saving and merging LoRA, inference; memory of adapters."""
+    folder = script.run.folder.parent
+    ids, start = (
+        torch.tensor([[20, 21, 22]]),
+        AutoModelForCausalLM.from_pretrained(folder / "out/inputs/model"),
+    )
+    trained = script.run.policy.model(ids).logits
+    for name in ("merged", "exported"):
+        merged = AutoModelForCausalLM.from_pretrained(folder / name)
+        assert torch.allclose(merged(ids).logits, trained, atol=1e-4)
+        assert not torch.allclose(trained, start(ids).logits, atol=1e-3)
+    assert (folder / "final/adapter_model.safetensors").is_file()
+    answers = pipeline("text-generation", model=str(folder / "merged"))
+    turns = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "15 plus 2"}]
+    said = answers(turns, max_new_tokens=4, do_sample=True, temperature=0.7, top_p=0.9)
+    assert said[0]["generated_text"][-1]["role"] == "assistant" and said[0]["generated_text"][-1]["content"]
+
+
+def test_a_script_of_unsloth_trains_four_bit_weights(model):
+    """004: the Unsloth setup."""
+    loaded, tokenizer = grpo_fast.FastLanguageModel.from_pretrained(
+        model_name=model, max_seq_length=64, load_in_4bit=True, fast_inference=True, max_lora_rank=32
+    )
+    loaded = grpo_fast.FastLanguageModel.get_peft_model(
+        loaded, r=32, target_modules=ADAPTERS, lora_alpha=32, use_gradient_checkpointing="unsloth"
+    )
+    trainer = grpo_fast.GRPOTrainer(
+        model=loaded,
+        processing_class=tokenizer,
+        reward_funcs=[tags_so_far],
+        args=grpo_fast.GRPOConfig(**SCRIPT | SMALL),
+        train_dataset=Dataset.from_list(QUESTIONS).map(with_turns),
+        display=False,
+        dtype="float32",
+    )
+    run = trainer.train()
+    assert (run.config.model.quantization, run.config.model.lora.r) == ("nf4", 32)
+    assert any("4bit" in type(module).__name__ for module in trainer.model.modules())
+    assert (run.metrics.loc[1:, "grad_norm"] > 0).any()
+
+
+def test_a_second_stage_begins_with_the_weights_of_the_first(model):
+    """004: multi-stage training."""
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    tokenizer, start = AutoTokenizer.from_pretrained(model), loaded.model.norm.weight.clone()
+    ends = []
+    for number, rewards in enumerate(([tags_so_far, in_blocks], [in_blocks, is_seven])):
+        trainer = grpo_fast.GRPOTrainer(
+            model=loaded,
+            processing_class=tokenizer,
+            reward_funcs=rewards,
+            args=grpo_fast.GRPOConfig(**SCRIPT | SMALL | {"output_dir": f"stage{number}"}),
+            train_dataset=Dataset.from_list(QUESTIONS).map(with_turns),
+            display=False,
+            **{"rollout.function": says(*DRAFTS)},
+        )
+        trainer.train()
+        ends.append(trainer.model.model.norm.weight.clone())
+    second = AutoModelForCausalLM.from_pretrained("stage1/inputs/model").model.norm.weight
+    assert torch.equal(second, ends[0]) and not torch.equal(ends[0], start)
+    assert not torch.equal(ends[1], ends[0]) and torch.equal(loaded.model.norm.weight, ends[1])
+
+
+class Scaled:
+    """A reward whose weight a callback moves."""
+
+    __name__ = "scaled"
+
+    def __init__(self) -> None:
+        self.weight = 1.0
+
+    def __call__(self, completions, **columns) -> list[float]:
+        return [self.weight * score for score in tags_so_far(completions)]
+
+    def adjust(self, success: float) -> None:
+        self.weight *= 1.2 if success < 0.3 else 0.9 if success > 0.8 else 1.0
+
+
+def test_rewards_gain_weight_while_they_are_low_and_read_a_csv_file(model):
+    """004: adaptive reward scaling, a custom dataset."""
+    pandas.DataFrame({"question": [f"{i} plus {7 - i}" for i in range(4)], "expert_answer": [7] * 4}).to_csv(
+        "base.csv", index=False
+    )
+    scaled = Scaled()
+
+    class Follows(grpo_fast.Callback):
+        def on_step_end(self, step, metrics) -> None:
+            scaled.adjust(metrics["reward/is_seven/mean"] / 2)
+
+    run = train(
+        model,
+        dataset={
+            "source": "base.csv",
+            "prompt_column": "question",
+            "rename": {"expert_answer": "solution"},
+            "system_prompt": SYSTEM,
+        },
+        rewards=[scaled, is_seven],
+        callbacks=[Follows()],
+        adaptive_weights={"targets": {"is_seven": 1.0}, "smoothing": 1.0},
+        rollout={"function": says("<think> 3", "</think> <answer> 4")},
+    )
+    assert samples(run, 1)[0]["prompt"].startswith(f"system {SYSTEM} user ")
+    low = run.metrics.filter(regex="reward/.*caled.*/mean").loc[1:].iloc[:, 0]
+    assert low[2] == pytest.approx(1.2 * low[1]) and scaled.weight == pytest.approx(1.44)
+    weights = run.metrics["reward/is_seven/weight"]
+    assert weights[2] > weights[1] >= 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "alert", "seen", "remedy"),
+    [
+        pytest.param({}, "unique_completions", "mode collapse", "temperature", id="same completions"),
+        pytest.param({}, "flat_groups", "no spread", "rollout.num_generations", id="no reward_std"),
+        pytest.param(
+            {"alerts.stale_rewards": 0.1}, "stale_rewards", "nothing to learn", "preview", id="stuck"
+        ),
+        pytest.param({"alerts.truncated": 0.4}, "truncated", "cut off", "max_completion_length", id="length"),
+        pytest.param({"beta": 0.01}, "kl", "KL to the reference", "learning_rate", id="kl above 0.5"),
+    ],
+)
+def test_a_warning_sign_raises_an_alert_with_its_cause_and_a_remedy(model, changes, alert, seen, remedy):
+    """004: warning signs, pitfalls; 003: monitoring, common issues."""
+    free = alert in ("kl", "truncated")
+    run = train(
+        model,
+        learning_rate=0.3,
+        rewards=tags_so_far,
+        rollout={} if free else {"function": says(WHOLE)},
+        **{"alerts.window": 2 if alert == "stale_rewards" else 1},
+        **changes,
+    )
+    alerts = read_jsonl(run.folder / "alerts.jsonl")
+    texts = [record["text"] for record in alerts if (record["alert"], record["state"]) == (alert, "raised")]
+    assert seen in texts[0] and remedy in texts[0]
+
+
+def test_preview_shows_completions_and_rewards_without_training(model, capsys):
+    """004: the quick debug reward, debugging workflow."""
+    Path("debug.py").write_text("def debug(completions, **columns):\n    return [1.0] * len(completions)\n")
+    Path("rows.jsonl").write_text(json.dumps({"prompt": "3 plus 4"}) + "\n")
+    settings = {"model.path": model, "dataset.source": "rows.jsonl", "rollout.num_generations": 2}
+    settings |= {"rollout.max_completion_length": 4, "rewards": "[{reward: debug.py:debug}]"}
+    Path("run.yaml").write_text("".join(f"{key}: {value}\n" for key, value in settings.items()))
+
+    assert main(["preview", "run.yaml", "--num-prompts", "1"]) == 0
+
+    shown = capsys.readouterr().out
+    assert "user 3 plus 4 assistant" in shown and len(re.findall(r"debug\W+1", shown)) >= 2
+    assert not Path("runs").exists()
