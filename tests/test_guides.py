@@ -403,3 +403,67 @@ def test_preview_shows_completions_and_rewards_without_training(model, capsys):
     shown = capsys.readouterr().out
     assert "user 3 plus 4 assistant" in shown and len(re.findall(r"debug\W+1", shown)) >= 2
     assert not Path("runs").exists()
+
+
+# ------------------------------------------------------------------------- ranked groups and preferences
+
+
+RANKED = [
+    {
+        "prompt": f"{number} plus 2",
+        "group": [
+            {"response": "it is", "rank": 2},
+            {"response": "cats so", "rank": 3},
+            {"response": f"so {number + 2}", "rank": 1},
+        ],
+        "group_type": ["sums", "others"][number % 2],
+    }
+    for number in range(8)
+]
+
+
+def in_rank_order(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The guide's preprocessing."""
+    return [row | {"group": sorted(row["group"], key=lambda response: response["rank"])} for row in rows]
+
+
+def ranked(model: str, ranking: dict[str, Any], rows: Any = RANKED, **changes: Any) -> grpo_fast.Run:
+    held_out = [row | {"prompt": row["prompt"].replace("2", "3")} for row in RANKED[:6]]
+    common = {"algorithm": "rank", "dataset": rows, "evaluation": held_out, "preference": {"ranking": ranking}}
+    return train(model, **common | {"prompts_per_step": 4} | changes)
+
+
+@pytest.mark.parametrize(
+    "ranking",
+    [
+        pytest.param({}, id="defaults"),
+        pytest.param({"objective": "group_relative", "temperature": 0.1}, id="grpo parameters"),
+    ],
+)
+def test_ranked_groups_train_and_are_scored_by_type(model, ranking):
+    """002: group structure, preprocessing, training script, parameters, evaluation, group analysis."""
+    memory = {"gradient_checkpointing": True, "learning_rate": 3e-2}
+    run = ranked(model, ranking, **memory)
+    again = ranked(model, ranking, in_rank_order(RANKED), **memory, overwrite=True)
+
+    steps = run.metrics
+    assert steps["loss"].tolist()[1:] == pytest.approx(again.metrics["loss"].tolist()[1:], rel=1e-4)
+    assert steps["grad_norm"].loc[1:].gt(0).all() and steps["memory/peak_bytes"].loc[1:].gt(0).all()
+    assert {"learning_rate", "ranking/pairwise_accuracy"} <= {*steps}
+    kept = [
+        [
+            logprob(run.policy, f"user {row['prompt'].replace('2', '3')} assistant", f"{of['response']} </s>")
+            for of in row["group"]
+        ]
+        for row in RANKED[:6]
+    ]
+    orders = [[a > b, a > c, b > c] for b, c, a in kept]
+    by_row = [sum(order) / 3 for order in orders]
+    last = steps.iloc[-1]
+    assert last["eval/ranking/sum/pairwise_accuracy"] == pytest.approx(sum(by_row) / 6)
+    types = {"sums": by_row[::2], "others": by_row[1::2]}
+    for name, found in types.items():
+        assert last[f"eval/ranking/pairwise_accuracy/{name}"] == pytest.approx(sum(found) / 3)
+        spread = torch.tensor(found).std(correction=0).item()
+        assert last[f"eval/ranking/consistency/{name}"] == pytest.approx(1 - spread)
+    assert run.evaluations["score"].iloc[-1] > run.evaluations["score"].iloc[0]
