@@ -32,7 +32,22 @@ WORDS = [
     "<unk>",
     "</s>",
     *TAGS,
-    *"system user assistant work step by step ends plus is so it cats dogs".split(),
+    *[
+        "system",
+        "user",
+        "assistant",
+        "work",
+        "step",
+        "by",
+        "step",
+        "ends",
+        "plus",
+        "is",
+        "so",
+        "it",
+        "cats",
+        "dogs",
+    ],
 ]
 WORDS = [*dict.fromkeys(WORDS + NUMBERS)]
 TEMPLATE = (
@@ -429,7 +444,12 @@ def in_rank_order(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def ranked(model: str, ranking: dict[str, Any], rows: Any = RANKED, **changes: Any) -> grpo_fast.Run:
     held_out = [row | {"prompt": row["prompt"].replace("2", "3")} for row in RANKED[:6]]
-    common = {"algorithm": "rank", "dataset": rows, "evaluation": held_out, "preference": {"ranking": ranking}}
+    common = {
+        "algorithm": "rank",
+        "dataset": rows,
+        "evaluation": held_out,
+        "preference": {"ranking": ranking},
+    }
     return train(model, **common | {"prompts_per_step": 4} | changes)
 
 
@@ -467,3 +487,211 @@ def test_ranked_groups_train_and_are_scored_by_type(model, ranking):
         spread = torch.tensor(found).std(correction=0).item()
         assert last[f"eval/ranking/consistency/{name}"] == pytest.approx(1 - spread)
     assert run.evaluations["score"].iloc[-1] > run.evaluations["score"].iloc[0]
+
+
+# ------------------------------------------------------------ NeMo: groups of prompts, GRPO's custom losses
+
+
+TOPICS = ["cats", "dogs", "it is", "so so"]
+LEVELS = [0, 5, 2, 7, 4, 1, 6, 3]  # of the rewards: a topic's two prompts are not neighbors
+
+
+def of_level(completions, level, **columns) -> list[float]:
+    """A prompt's level, and a little that tells its completions apart."""
+    return [own + 0.1 * (place % 2) for place, own in enumerate(level)]
+
+
+def by_parity(prompts, step, total_steps, embeddings, rewards) -> list[list[int]]:
+    """A strategy that wants all that there is."""
+    assert (len(embeddings), len(rewards), total_steps) == (len(prompts), len(prompts), 2) and step in (
+        0,
+        1,
+        2,
+    )
+    return [[place for place in range(8) if place % 2 == side] for side in (0, 1)]
+
+
+def grouped(
+    model: str, groups: dict[str, Any], levels: Sequence[int] = LEVELS, **changes: Any
+) -> grpo_fast.Run:
+    """Every step has all eight prompts: two of each of four topics, each with its level of reward."""
+    rows = [
+        {
+            "prompt": f"{TOPICS[place % 4]} ends {TOPICS[place % 4]} {place}",
+            "level": level,
+            "domain": "dialogue" if place < 4 else "code_generation",
+            "coherence": place / 8,
+            "engagement": 1 - place / 8,
+        }
+        for place, level in enumerate(levels)
+    ]
+    settings = {
+        "rewards": of_level,
+        "num_generations": 2,
+        "prompts_per_step": 8,
+        "advantage.scale_rewards": "none",
+    }
+    return train(model, dataset=rows, groups=groups, **settings | changes)
+
+
+def members(run: grpo_fast.Run, step: int) -> set[frozenset[int]]:
+    """Which rows share a baseline, a reward less its advantage."""
+    found: dict[float, set[int]] = {}
+    for sample in samples(run, step):
+        row = int(re.search(r"(\d+) assistant", sample["prompt"])[1])
+        found.setdefault(round(sample["reward"] - sample["advantage"], 3), set()).add(row)
+    return {frozenset(rows) for rows in found.values()}
+
+
+def pairs_of(levels: Sequence[int]) -> set[frozenset[int]]:
+    """Neighbors in reward, two by two."""
+    order = sorted(range(8), key=levels.__getitem__)
+    return {frozenset(order[place : place + 2]) for place in range(0, 8, 2)}
+
+
+TOPIC_PAIRS = {frozenset((place, place + 4)) for place in range(4)}
+PAIRS = {"min_group_size": 2, "max_group_size": 2}
+AGREED = [0, 2, 4, 6, 1, 3, 5, 7]  # levels by which a topic's two prompts are neighbors
+PHASES = [{"until": 0.3, "strategy": "random"}, {"until": 0.7, "strategy": "performance"}]
+PHASES += [{"until": 1.0, "strategy": "semantic"}]
+CRITERIA = [{"by": "embedding", "weight": 0.4}, {"by": "reward", "weight": 0.3}]
+CRITERIA += [{"by": "diversity", "weight": 0.3}]
+
+
+@pytest.mark.parametrize(
+    ("groups", "levels", "expected"),
+    [
+        pytest.param({"strategy": "semantic"}, LEVELS, TOPIC_PAIRS, id="semantic grouping (000, 001)"),
+        pytest.param(
+            {"strategy": "performance"}, LEVELS, pairs_of(LEVELS), id="performance grouping (000, 001)"
+        ),
+        pytest.param(
+            {"strategy": "combined", "criteria": CRITERIA},
+            AGREED,
+            TOPIC_PAIRS,
+            id="multiple criteria (000, 001)",
+        ),
+        pytest.param(
+            {"strategy": by_parity, "max_group_size": 4},
+            LEVELS,
+            {frozenset(range(0, 8, 2)), frozenset(range(1, 8, 2))},
+            id="a trainer's own groups (000, 001)",
+        ),
+    ],
+)
+def test_prompts_that_a_strategy_joins_share_a_baseline(model, groups, levels, expected):
+    """000, 001: group formation, the quality of groups, debugging, training metrics of GRPO."""
+    run = grouped(model, PAIRS | groups, levels)
+    assert members(run, 1) == members(run, 2) == expected
+    shown = run.metrics.loc[1:]
+    assert (
+        shown["groups/number"].eq(len(expected)).all()
+        and shown["groups/size_mean"].eq(8 / len(expected)).all()
+    )
+    assert shown["groups/diversity"].between(0, 1).all() and shown["groups/centroid_distance"].gt(0).all()
+
+
+def test_random_groups_are_full_change_and_are_wider_than_semantic_ones(model):
+    """000, 001: group formation strategies, group quality."""
+    run, near = (
+        grouped(model, PAIRS | {"strategy": "random"}),
+        grouped(model, PAIRS | {"strategy": "similarity"}, output_dir="near"),
+    )
+    first, second = members(run, 1), members(run, 2)
+    assert all(sorted(row for group in step for row in group) == [*range(8)] for step in (first, second))
+    assert {len(group) for group in first | second} == {2} and first != second
+    distances = [one.metrics["groups/centroid_distance"].loc[1:].mean() for one in (run, near)]
+    assert distances[0] > 1.1 * distances[1]
+
+
+def test_groups_follow_the_progress_of_the_run(model):
+    """000, 001: adaptive grouping."""
+    run = grouped(model, PAIRS | {"strategy": "adaptive", "phases": PHASES}, max_steps=4)
+    assert members(run, 1) != pairs_of(LEVELS) and members(run, 1) != TOPIC_PAIRS
+    assert members(run, 3) == pairs_of(LEVELS) and members(run, 4) == TOPIC_PAIRS
+
+
+def test_the_largest_group_follows_the_domain(model):
+    """000: select_group_size."""
+    sizes = {"column": "domain", "dialogue": 2, "code_generation": 4}
+    run = grouped(model, {"strategy": "random", "min_group_size": 2, "size_by": sizes})
+    groups = sorted(members(run, 1), key=min)
+    assert [len(group) for group in groups] == [2, 2, 4] and groups[2] == {4, 5, 6, 7}
+
+
+def test_preview_counts_groups_before_training(model, capsys):
+    """000, 001: debugging tips."""
+    rows = [json.dumps({"prompt": f"{TOPICS[place % 4]} ends {place}"}) for place in range(8)]
+    Path("rows.jsonl").write_text("\n".join(rows))
+    settings = {
+        "model": {"path": model},
+        "dataset": {"source": "rows.jsonl"},
+        "rewards": [{"reward": "length", "options": {"target": 3}}],
+    }
+    settings |= {"prompts_per_step": 8, "groups": PAIRS | {"strategy": "semantic"}}
+    Path("run.yaml").write_text(yaml.safe_dump(settings))
+
+    assert main(["preview", "run.yaml", "--groups"]) == 0
+
+    shown = capsys.readouterr().out
+    assert re.search(r"number 4\b.*size_mean 2\b.*centroid_distance", shown) and shown.count("2 prompts") == 4
+
+
+def dialogue_loss(inputs: grpo_fast.LossInputs) -> grpo_fast.LossOutputs:
+    """GRPO's clipped surrogate, a tenth of the spread within groups, and two columns of the data."""
+    ratio = (
+        (inputs.logprobs - inputs.old_logprobs).exp()
+        if inputs.old_logprobs is not None
+        else (inputs.logprobs - inputs.logprobs.detach()).exp()
+    )
+    surrogate = torch.minimum(ratio * inputs.advantages, ratio.clamp(0.8, 1.2) * inputs.advantages)
+    center = inputs.groups.spread(inputs.groups.mean(inputs.logprobs))
+    spread = (inputs.logprobs - center).square()[inputs.loss_mask].mean()
+    said = -inputs.logprobs * (1 - inputs.columns["coherence"] + 1 - inputs.columns["engagement"])
+    talk = 1.5 * said[inputs.loss_mask].mean()
+    found = {"groups/seen": torch.tensor(float(len(inputs.group_ids.unique()))), "spread": spread.detach()}
+    return grpo_fast.LossOutputs(
+        -surrogate[inputs.loss_mask].mean() + 0.1 * spread + talk, found | {"talk": talk.detach()}
+    )
+
+
+def test_a_custom_loss_sees_groups_and_columns_of_the_data(model):
+    """000, 001: custom loss functions, GRPO for dialogue systems."""
+    loss = {"loss_type": dialogue_loss, "columns": ["coherence", "engagement"]}
+    run = grouped(model, PAIRS | {"strategy": "semantic"}, loss=loss)
+    steps = run.metrics.loc[1:]
+    assert steps["groups/seen"].eq(4).all() and steps["grad_norm"].gt(0).all()
+    assert steps["spread"][2] != steps["spread"][1] and steps["talk"][2] < steps["talk"][1]
+
+
+def diverging(inputs: grpo_fast.LossInputs) -> grpo_fast.LossOutputs:
+    return grpo_fast.LossOutputs(inputs.logprobs.sum() * torch.nan)
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_and_names_itself(model):
+    """001: validating custom losses."""
+    with pytest.raises(ValueError, match="diverging.*not finite"):
+        grouped(model, {}, loss={"loss_type": diverging})
+
+
+@pytest.mark.parametrize(("level", "factor"), [(0.2, 1.1), (0.6, 1.0), (0.9, 0.9)])
+def test_the_learning_rate_rises_while_groups_do_badly_and_falls_after(model, level, factor):
+    """000, 001: adaptive training of GRPO."""
+    band = {"metric": "reward/mean", "below": 0.5, "above": 0.8, "step": 0.1, "min": 0.5, "max": 2.0}
+    run = grouped(model, {}, [level] * 8, **{"optimizer.band": band})
+    assert run.metrics["learning_rate"].tolist()[1:] == pytest.approx([1e-2, factor * 1e-2])
+
+
+def test_a_critic_is_refused_in_one_sentence(model):
+    """000, 001: `value_loss_coef` of the configuration and of the custom loss."""
+    assert load_config(
+        None,
+        {
+            "model.path": "m",
+            "dataset.source": "d",
+            "rewards": [{"reward": "length"}],
+            "loss.value_loss_coef": 0,
+        },
+    )
+    with pytest.raises(ValueError, match=r"value_loss_coef = 0\.5: there is no critic"):
+        grouped(model, {}, loss={"value_loss_coef": 0.5})
