@@ -500,7 +500,7 @@ LEVELS = [0, 5, 2, 7, 4, 1, 6, 3]  # of the rewards: a topic's two prompts are n
 
 
 def of_level(completions, level, **columns) -> list[float]:
-    """More than linear in a prompt's level, so that no two groups have one mean; completions differ a little."""
+    """Grow faster than a prompt's level, so that no two groups have one mean."""
     return [own**1.5 + 0.1 * (place % 2) for place, own in enumerate(level)]
 
 
@@ -673,7 +673,7 @@ def diverging(inputs: grpo_fast.LossInputs) -> grpo_fast.LossOutputs:
 
 def test_a_loss_that_is_not_finite_ends_the_run_and_names_itself(model):
     """001: validating custom losses."""
-    with pytest.raises(ValueError, match="diverging.*not finite"):
+    with pytest.raises(ValueError, match=r"diverging.*not finite"):
         grouped(model, {}, loss={"loss_type": diverging})
 
 
@@ -889,7 +889,8 @@ def shorter(prompts, completions, labels, context=None):
 
 def with_turns(example, tokenizer=None):
     assert tokenizer is not None
-    return {"prompt": [{"role": "user", "content": example["question"]}], "answer": example["reference_answer"]}
+    turns = [{"role": "user", "content": example["question"]}]
+    return {"prompt": turns, "answer": example["reference_answer"]}
 
 
 def mathematical(scores):
@@ -923,6 +924,7 @@ FROM_FILES = [
         CUSTOM_GRPO,
         [
             "model.path={model}",
+            "prompts_per_step=8",
             "max_steps=2",
             "dataset.source=prompts.jsonl",
             "rewards=[{reward: length, options: {target: 3}}]",
@@ -939,6 +941,7 @@ FROM_FILES = [
         CUSTOM_DPO,
         [
             "model.path={model}",
+            "prompts_per_step=8",
             "max_steps=2",
             "optimizer.warmup_steps=1",
             "dataset.source=pairs.jsonl",
@@ -961,7 +964,7 @@ def test_a_guides_file_trains_as_it_stands_and_says_what_became_of_it(
     Path("mine.py").write_text(MINE)
     rows = [{"question": f"{n} plus 2", "reference_answer": str(n + 2)} for n in range(4)]
     held_out = [row | {"prompt": "7 plus 3"} for row in RANKED[:2]]
-    prompts = [{"prompt": f"cats {n}"} for n in range(4)]
+    prompts = [{"prompt": f"cats {n}"} for n in range(8)]
     Path("guide.yaml").write_text(text.replace("{model}", model))
     for name, content in {"rows": rows, "prompts": prompts, "pairs": PAIRS_OF_TEXT}.items():
         Path(f"{name}.jsonl").write_text("\n".join(map(json.dumps, content)))
@@ -996,8 +999,8 @@ from trl import GRPOConfig, GRPOTrainer
 def lively(completions, **kwargs):
     return [float(len(set(str(text).split()))) for text in completions]
 
-args = GRPOConfig(output_dir="out", learning_rate=5e-6, num_generations=4, max_completion_length=8, max_steps=2,
-                  per_device_train_batch_size=4, use_cpu=True, report_to="none")
+args = GRPOConfig(output_dir="out", learning_rate=5e-6, num_generations=4, max_completion_length=8,
+                  max_steps=2, per_device_train_batch_size=4, use_cpu=True, report_to="none")
 dataset = load_dataset("json", data_files="prompts.jsonl", split="train")
 trainer = GRPOTrainer(model={model!r}, reward_funcs=[lively], args=args, train_dataset=dataset)
 trainer.train()
@@ -1010,3 +1013,10 @@ trainer.train()
 
     records = read_jsonl(Path("out/metrics.jsonl"))
     assert len(records) == 3 and records[1]["reward/lively/mean"] > 0
+
+
+def test_the_page_names_every_test_of_this_file_and_no_other():
+    page = Path(__file__).parents[1].joinpath("docs/guides.md").read_text(encoding="utf-8")
+    here = {name for name, value in globals().items() if name.startswith("test_") and callable(value)}
+    named = set(re.findall(r"`(test_\w+)` \|", page))
+    assert named == here - {"test_the_page_names_every_test_of_this_file_and_no_other"}
