@@ -31,28 +31,8 @@ from tests.conftest import save_llama, word_tokenizer
 
 TAGS = ["<think>", "</think>", "<answer>", "</answer>"]
 NUMBERS = [str(number) for number in range(20)]
-WORDS = [
-    "<unk>",
-    "</s>",
-    *TAGS,
-    *[
-        "system",
-        "user",
-        "assistant",
-        "work",
-        "step",
-        "by",
-        "step",
-        "ends",
-        "plus",
-        "is",
-        "so",
-        "it",
-        "cats",
-        "dogs",
-    ],
-]
-WORDS = [*dict.fromkeys(WORDS + NUMBERS)]
+TALK = "system user assistant work step by ends plus is so it cats dogs"
+WORDS = ["<unk>", "</s>", *TAGS, *TALK.split(), *NUMBERS]
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}"
     "{% if add_generation_prompt %}assistant {% endif %}"
