@@ -208,10 +208,10 @@ class Run:
 
 
 class TrainedPolicy:
-    """A trained model and its tokenizer."""
+    """A trained model, with LoRA peft's around it, and its tokenizer."""
 
     def __init__(self, policy: Policy, config: TrainConfig) -> None:
-        self.model, self.tokenizer = policy.base_model, policy.tokenizer
+        self.model, self.tokenizer = policy.model, policy.tokenizer
         self._policy, self._config = policy, config
 
     def generate(self, prompts: Sequence[str | list[Message]], **sampling: Any) -> list[Completion]:

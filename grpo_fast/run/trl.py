@@ -11,6 +11,7 @@ from grpo_fast.run.loaded import lora_section
 from grpo_fast.run.python import Run, train
 
 if TYPE_CHECKING:
+    from peft import PeftModel
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
@@ -68,8 +69,8 @@ class GRPOTrainer:
         return self._run
 
     @property
-    def model(self) -> PreTrainedModel:
-        """The trained model."""
+    def model(self) -> PreTrainedModel | PeftModel:
+        """The trained model; with LoRA it has peft's `merge_and_unload`, as in TRL."""
         return self.run.policy.model
 
     @property
@@ -107,10 +108,11 @@ class FastLanguageModel:
         from grpo_fast.policy import load_tokenizer
 
         _leave(others)
-        section: dict[str, Any] = {"path": model_name, "quantization": "nf4" if load_in_4bit else None}
+        section: dict[str, Any] = {"path": model_name}
         if dtype is not None:
             section["dtype"] = str(dtype).removeprefix("torch.")
-        return section, load_tokenizer(ModelConfig(**section))
+        tokenizer = load_tokenizer(ModelConfig(**section))  # 4 bits are refused without get_peft_model's LoRA
+        return section | {"quantization": "nf4" if load_in_4bit else None}, tokenizer
 
     @staticmethod
     def get_peft_model(
@@ -128,6 +130,7 @@ class FastLanguageModel:
             TypeError: an option without an equivalent.
             ConfigError: an option of peft without one.
         """
+        import torch
         from peft import LoraConfig
 
         kept = {name: others.pop(name) for name in ("bias", "use_rslora") if name in others}
@@ -137,7 +140,9 @@ class FastLanguageModel:
         adapters = LoraConfig(
             r=r, lora_alpha=alpha, lora_dropout=lora_dropout, target_modules=modules, **kept
         )
-        recomputes = "offload" if use_gradient_checkpointing == "unsloth" else use_gradient_checkpointing
+        recomputes = use_gradient_checkpointing
+        if recomputes == "unsloth":
+            recomputes = "offload" if torch.cuda.is_available() else True  # a CPU has nothing to offload to
         return {**model, "lora": lora_section(adapters), "gradient_checkpointing": recomputes}
 
 
