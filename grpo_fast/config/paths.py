@@ -17,7 +17,8 @@ _DATA = ("model.path", "model.tokenizer", "dataset.source", "evaluation.dataset.
 _CODE = (
     *("rewards.reward", "callbacks", "loss.loss_type", "advantage.function"),
     *("rollout", "rollout.engine", "rollout.tools", "rollout.environment", "rollout.function"),
-    *("groups.strategy", "groups.embedding", "groups.criteria.by"),
+    *("groups.strategy", "groups.phases.strategy", "groups.embedding"),
+    *("groups.criteria.by", "groups.criteria.function"),
 )
 _CODE_FILE = re.compile(r"(.+\.py)(:.*)?", re.DOTALL)
 _MODULE = re.compile(r"(\w+)(:[\w.]+)")
