@@ -214,6 +214,7 @@ def build_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argum
     preview.add_argument(
         "--num-prompts", type=at_least(1), default=2, metavar="N", help="prompts to show (2)"
     )
+    preview.add_argument("--groups", action="store_true", help="show the first step's baseline groups")
 
     fits = "what fits: bytes by part, the largest group and the longest completion, what makes room"
     plan = add("plan", "commands:plan", fits, overrides=True)

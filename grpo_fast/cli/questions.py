@@ -20,7 +20,7 @@ from grpo_fast.config.record import CONFIG_FILE
 from grpo_fast.config.schema import TrainConfig
 from grpo_fast.config.secrets import masked
 from grpo_fast.config.section import plural, short
-from grpo_fast.data.types import spoken
+from grpo_fast.data.types import spoken, text_of
 from grpo_fast.record.summary import score_text
 from grpo_fast.rollout import Engine, Sampling, make_engine, require_engine, sampling_of
 
@@ -100,6 +100,8 @@ def preview(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 
     require_engine(config.rollout)
     config = resolve_auto(config)
+    if args.groups:
+        return preview_groups(config, args.config)
     parts = Parts.load(config, args.config, held_out=False)
     if args.num_prompts > len(parts.questions):
         message = f"the dataset has {plural(len(parts.questions), 'prompt')}"
@@ -124,6 +126,51 @@ def preview(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     for group in groups_of(table):
         rendered = str(parts.policy.tokenizer.decode(list(group.prompt.token_ids)))
         print(group_text(group, weights, rendered))
+    return 0
+
+
+def preview_groups(config: TrainConfig, source: str) -> int:
+    """Print the first step's baseline groups, with completions only where the strategy reads them."""
+    from grpo_fast.config.stages import resolve_stages
+    from grpo_fast.groups.formation import with_enough
+    from grpo_fast.groups.sampler import GroupSampler
+    from grpo_fast.loop.collect import score
+    from grpo_fast.run.build import build_stages
+    from grpo_fast.run.loader import Loader, use_threads, with_steps
+
+    use_threads(config)
+    config = with_steps(with_absolute_paths(config))
+    part = build_stages(resolve_stages(config)[:1], Loader(config))[0]
+    config, sampler = part.stage.config, part.prompts
+    if not isinstance(sampler, GroupSampler):
+        message = "is another strategy's: each prompt is its own group; set groups.strategy"
+        raise ConfigError("preview", [Problem("--groups", message)])
+    sampler.begin(0, config.max_steps)
+    prompts, table = sampler.next(), None
+    if sampler.after_scoring:
+        parts, sampling = Parts.load(config, source, held_out=False), sampling_of(config.rollout, config.seed)
+        with parts.engine(prompts, sampling) as engine:
+            completions = parts.rollout(engine, prompts, config.rollout.num_generations, sampling)
+        table = score(prompts, completions, parts.rewards)
+    numbers = with_enough(sampler.baseline_groups(prompts, table), config.groups.min_group_size)
+    phases = config.groups.phases
+    until = f", phase 1 of {len(phases)}, until {phases[0].until:g} of the run" if phases else ""
+    when = "after scoring" if table is not None else "before sampling; diversity needs completions"
+    print(f"{part.dataset.described}\ngroups.strategy: {sampler.phases[0].strategy}{until}; formed {when}")
+    metrics = sampler.metrics(prompts, numbers, table)
+    print(", ".join(f"{name.removeprefix('groups/')} {value:.4g}" for name, value in metrics.items()))
+    known = sampler.known_of(prompts)
+    for number in dict.fromkeys(numbers):
+        places = [place for place, own in enumerate(numbers) if own == number]
+        first, *others = (known[place] for place in places)
+        common = [f"{name} {v}" for name, v in first.items() if all(one.get(name) == v for one in others)]
+        if table is not None:
+            reward = table.by_group("reward")[places].nanmean().item()
+            common.append(f"mean reward {reward_text(reward)}")
+        print(f"\n{plural(len(places), 'prompt')}{': ' * bool(common)}{', '.join(common)}")
+        for prompt in (prompts[place] for place in places):
+            text = prompt.prompt if isinstance(prompt.prompt, str) else text_of(prompt.prompt[-1]["content"])
+            print(f"  row {prompt.index}: {short(' '.join(text.split()))}")
     return 0
 
 

@@ -4,77 +4,168 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from grpo_fast.config.section import Fraction, Positive, PositiveInt, Section, one_of, words
 from grpo_fast.objective.config import refuse_unread
 from grpo_fast.objective.estimators import BASELINES, SCALES
 
-
-class CriterionConfig(Section):
-    """One of the likenesses that `groups.strategy: combined` adds up."""
-
-    by: str = Field(
-        description="`embedding`, `prefix`, `length`, `column:NAME`, or `module:function` giving a number or "
-        "a vector for each prompt"
-    )
-    weight: Positive = Field(1.0, description="of its distance among all criteria")
-
-
-Scale = Annotated[str, one_of(SCALES, "scale"), words(SCALES)]
-Baseline = Annotated[str, one_of(BASELINES, "baseline"), words(BASELINES)]
-LIKENESS = ("similarity_threshold", "embedding", "prefix_turns")
-UNREAD_BY = {  # what a strategy does not read; a function of the user's own reads no likeness
-    "prompt": (*LIKENESS, "min_group_size", "max_group_size"),
-    "similarity": ("prefix_turns",),
-    "prefix": ("similarity_threshold", "embedding"),
-    "combined": (),
+SCORED = ("reward", "diversity")  # criteria that are known after scoring
+ALIASES = {"similarity": "semantic"}
+_SIZES = {"min_group_size", "max_group_size", "size_by"}
+READS = {  # the keys of `groups` that a strategy reads
+    "prompt": set[str](),
+    "random": _SIZES,
+    "semantic": {*_SIZES, "similarity_threshold", "embedding"},
+    "performance": _SIZES,
+    "combined": {*_SIZES, "similarity_threshold", "embedding", "prefix_turns", "criteria"},
+    "prefix": {*_SIZES, "prefix_turns"},
 }
 
 
-class GroupConfig(Section):
-    """Whose completions share a baseline. A schedule of strategies is a list of `stages` overriding this."""
+def _known(strategy: str) -> str:
+    if ":" not in strategy and strategy not in {*READS, *ALIASES, "adaptive"}:
+        raise ValueError(
+            f"is unknown; choose one of {', '.join(READS)}, adaptive, or give your own function as "
+            "'module:function'"
+        )
+    return ALIASES.get(strategy, strategy)
 
-    strategy: str = Field(
+
+Strategy = Annotated[str, AfterValidator(_known)]
+Scale = Annotated[str, one_of(SCALES, "scale"), words(SCALES)]
+Baseline = Annotated[str, one_of(BASELINES, "baseline"), words(BASELINES)]
+
+
+class CriterionConfig(Section):
+    """One of the distances between prompts that `groups.strategy: combined` adds up."""
+
+    by: str = Field(
+        description="`embedding`, `prefix`, `length`, `column:NAME`, `reward` (mean of a prompt's "
+        "completions), `diversity` (of these), or `module:function` from prompts to a number or a vector each"
+    )
+    weight: Positive = Field(1.0, description="of its distance among all criteria")
+    function: str | None = Field(
+        None,
+        description="for by: diversity, `module:function` from the texts of one prompt's completions to a "
+        "number; null: distinct bigrams of tokens over all",
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> CriterionConfig:
+        if self.by != "diversity":
+            refuse_unread(self, ["function"], f"by criterion by = {self.by!r}")
+        return self
+
+
+class PhaseConfig(Section):
+    """A stretch of the run with one strategy, for `groups.strategy: adaptive`."""
+
+    until: Annotated[float, Field(gt=0, le=1)] = Field(description="share of max_steps at which it ends")
+    strategy: Strategy = Field(description="as `groups.strategy`, without `adaptive`")
+
+
+class GroupConfig(Section):
+    """Whose completions share a baseline."""
+
+    strategy: Strategy = Field(
         "prompt",
-        description="`prompt`, `similarity`, `prefix`, `combined`, or `module:function` giving a key for "
-        "each prompt",
+        description="`prompt`, `random`, `semantic` (alias `similarity`), `performance`, `combined`, "
+        "`adaptive`, `prefix`, or `module:function`: of the prompts before they are sampled, or of any of "
+        "step, total_steps, embeddings, rewards and completions after scoring",
     )
     similarity_threshold: Annotated[float, Field(gt=0, le=1)] = Field(
         0.4, description="cosine similarity that joins prompts; for combined criteria 1 - distance"
     )
     min_group_size: PositiveInt = Field(2, description="prompts; smaller groups fall apart")
     max_group_size: PositiveInt = Field(4, description="prompts that share a baseline at most")
+    size_by: dict[str, str | int] | None = Field(
+        None,
+        description="max_group_size by the value of a column, as `{column: domain, dialogue: 4}`; prompts of "
+        "different values share no baseline",
+    )
     embedding: str = Field("tfidf", description="`tfidf`, or `module:function` from N texts to N vectors")
     prefix_turns: PositiveInt | None = Field(
         None, description="turns that must agree; null: all but the last"
     )
     criteria: list[CriterionConfig] = Field([], description="for strategy: combined")
+    phases: list[PhaseConfig] = Field([], description="for strategy: adaptive, in order; the last until: 1.0")
 
     @property
     def shares_baselines(self) -> bool:
         """Whether completions of different prompts may share a baseline."""
         return self.strategy != "prompt"
 
+    @property
+    def reads_rewards(self) -> bool:
+        """Whether a strategy of ours forms groups after scoring; the signature says it of a custom one."""
+        by = {criterion.by for criterion in self.criteria}
+        return self.strategy in ("random", "performance") or (
+            self.strategy == "combined" and not by.isdisjoint(SCORED)
+        )
+
+    @property
+    def largest(self) -> int:
+        """The most prompts of one group."""
+        return max(self.max_group_size * self.shares_baselines, *self.sizes()[1].values(), 0)
+
+    def by_phase(self) -> list[GroupConfig]:
+        """The settings of each phase; of the whole run where the strategy is not adaptive."""
+        return [self.model_copy(update={"strategy": p.strategy, "phases": []}) for p in self.phases] or [self]
+
+    def sizes(self) -> tuple[str, dict[str, int]]:
+        """The column of `size_by`, and the largest group by its value."""
+        sizes = {value: size for value, size in (self.size_by or {}).items() if isinstance(size, int)}
+        return str((self.size_by or {}).get("column")), sizes
+
     @model_validator(mode="after")
     def _consistent(self) -> GroupConfig:
-        if ":" not in self.strategy and self.strategy not in UNREAD_BY:
+        steps = [phase.until for phase in self.phases]
+        if "adaptive" in (phase.strategy for phase in self.phases):
+            raise ValueError("groups.phases has strategy = 'adaptive' in it; give each phase another one")
+        if steps and (sorted({*steps}) != steps or steps[-1] != 1):
             raise ValueError(
-                f"groups.strategy = {self.strategy!r} is unknown; choose one of {', '.join(UNREAD_BY)}, or "
-                "give your own function as 'module:function'"
+                f"groups.phases has until = {steps}: shares of the run must rise, and the last must be 1.0"
             )
-        unread = UNREAD_BY.get(self.strategy, LIKENESS)
+        strategies = [phase.strategy for phase in self.phases] or [self.strategy]
+        reads = set.union(*(READS.get(name, {*_SIZES, "embedding"}) for name in strategies))
+        reads |= {"strategy"} | ({"phases"} if self.strategy == "adaptive" else set())
+        for name, strategy, example in (
+            ("phases", "adaptive", "[{until: 0.5, strategy: random}, {until: 1.0, strategy: semantic}]"),
+            ("criteria", "combined", "[{by: embedding}]"),
+        ):
+            if strategy in (self.strategy, *strategies) and not getattr(self, name):
+                raise ValueError(
+                    f"groups.{name} is empty; strategy = {strategy!r} needs one at least, such as {example}"
+                )
+            if name not in reads and getattr(self, name):
+                raise ValueError(
+                    f"groups.{name} is not read by groups.strategy = {self.strategy!r}; set strategy = "
+                    f"{strategy!r}, or leave it out"
+                )
+        unread = [name for name in type(self).model_fields if name not in reads]
         refuse_unread(self, unread, f"by groups.strategy = {self.strategy!r}")
         if self.min_group_size > self.max_group_size:
             raise ValueError(
                 f"groups.min_group_size = {self.min_group_size} exceeds max_group_size = "
                 f"{self.max_group_size}; raise max_group_size"
             )
-        if (self.strategy == "combined") != bool(self.criteria):
-            raise ValueError(
-                "groups.criteria is empty; strategy = 'combined' needs one at least, such as {by: embedding}"
-            )
+        if self.size_by is not None:
+            self._check_sizes(self.size_by)
         return self
+
+    def _check_sizes(self, size_by: dict[str, str | int]) -> None:
+        if not isinstance(size_by.get("column"), str) or len(size_by) < 2:
+            raise ValueError(
+                f"groups.size_by = {size_by}: give a column and the size of at least one of its values, as "
+                "{column: domain, dialogue: 4}"
+            )
+        for value, size in size_by.items():
+            if value != "column" and (isinstance(size, str) or (size != 1 and size < self.min_group_size)):
+                raise ValueError(
+                    f"groups.size_by.{value} = {size!r}: must be 1, which keeps prompts apart, or at least "
+                    f"min_group_size = {self.min_group_size}"
+                )
 
 
 class CurriculumConfig(Section):

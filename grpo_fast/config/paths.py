@@ -18,8 +18,8 @@ _CODE = (
     *("dataset.transform", "evaluation.dataset.transform"),
     *("rewards.reward", "callbacks", "loss.loss_type", "advantage.function"),
     *("rollout", "rollout.engine", "rollout.tools", "rollout.environment", "rollout.function"),
-    *("groups.strategy", "groups.embedding", "groups.criteria.by"),
-    "preference.loss.loss_type",
+    *("groups.strategy", "groups.phases.strategy", "groups.embedding"),
+    *("groups.criteria.by", "groups.criteria.function", "preference.loss.loss_type"),
 )
 _CODE_FILE = re.compile(r"(.+\.py)(:.*)?", re.DOTALL)
 _MODULE = re.compile(r"(\w+)(:[\w.]+)")

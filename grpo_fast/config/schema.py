@@ -243,6 +243,12 @@ CONTRADICTIONS: list[tuple[str, Callable[[TrainConfig], object]]] = [
         lambda c: c.curriculum and c.groups.shares_baselines,
     ),
     (
+        "prompts_per_step = {0.prompts_per_step} cannot fill groups.max_group_size = "
+        "{0.groups.max_group_size} or groups.size_by = {0.groups.size_by}: lower the group size, or raise "
+        "prompts_per_step",
+        lambda c: c.groups.largest > c.prompts_per_step,
+    ),
+    (
         "loss.kl_in_reward = true is a part of the reward, whose weight loss.beta is lost where "
         "advantage.multi_objective_aggregation = 'normalize_then_sum' gives each part one deviation: set "
         "kl_in_reward to false for a KL in the loss, or the aggregation to sum_then_normalize",

@@ -12,6 +12,8 @@ from grpo_fast.data.types import Prompt
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from grpo_fast.data.table import CompletionTable
+
 
 class PromptSampler:
     """Draws batches of prompts, each prompt once an epoch, in an order that `seed` decides.
@@ -41,15 +43,27 @@ class PromptSampler:
         self.drawn += self.batch_size
         return batch
 
-    def baseline_groups(self, prompts: Sequence[Prompt]) -> list[int] | None:
+    reads_texts = False  # whether groups are formed by the texts of completions
+
+    def begin(self, step: int, total_steps: int) -> None:
+        """Go to a step of the run, before its prompts are sampled."""
+
+    def baseline_groups(self, prompts: Sequence[Prompt], table: CompletionTable | None) -> list[int] | None:
         """For each prompt of a batch a number, the same where they share a baseline. None: no two do."""
         return None
 
     def observe(self, prompts: Sequence[Prompt], rewards: Tensor, table: Tensor) -> None:
         """What a batch of G prompts earned: totals (G, n), and (G, n, F) by function; NaN: not scored."""
 
-    def metrics(self, prompts: Sequence[Prompt]) -> dict[str, float]:
-        """Figures of a step's prompts that only the sampler knows."""
+    def metrics(
+        self, prompts: Sequence[Prompt], numbers: Sequence[int], table: CompletionTable | None
+    ) -> dict[str, float]:
+        """Figures of a step's prompts that only the sampler knows.
+
+        Args:
+            numbers: of `baseline_groups`; empty where no prompts share a baseline.
+            table: their scored completions, where they are known.
+        """
         return {}
 
     def state_dict(self) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from torch.nn.functional import normalize
 
 from grpo_fast.config.groups import CriterionConfig, GroupConfig
 from grpo_fast.config.lookup import choices, load_callable
+from grpo_fast.data.table import CompletionTable
 from grpo_fast.data.types import Prompt, own_text, own_turns, text_of
 
 HASH_BITS = 10
@@ -21,18 +22,24 @@ Distance = Callable[[Tensor, Tensor], Tensor]  # positions (R,), (O,) -> (R, O) 
 
 
 def prompt_distance(prompts: Sequence[Prompt], config: GroupConfig, example_turns: int = 0) -> Distance:
-    """The distance that the configured strategy groups by: the weighted mean over its criteria.
+    """The distance that the configured strategy groups by before the draw.
 
     Args:
         prompts: N.
-        config: of strategy `similarity` or `combined`.
+        config: of strategy `semantic` or `combined`.
         example_turns: turns at the start of each conversation that the configuration put there.
 
     Raises:
         ValueError: a criterion that is unknown, or that does not fit the prompts.
     """
     wanted = config.criteria or [CriterionConfig(by="embedding")]
-    criteria = [(item.weight, _values(prompts, item.by, config, example_turns)) for item in wanted]
+    return weighted_distance(
+        [(item.weight, prompt_values(prompts, item.by, config, example_turns)) for item in wanted]
+    )
+
+
+def weighted_distance(criteria: Sequence[tuple[float, Tensor]]) -> Distance:
+    """The mean of distances by their weights; `prompt_values` of the same prompts for each criterion."""
     # A criterion by which all prompts are equal would only dilute the others.
     criteria = [(weight, values) for weight, values in criteria if (values != values[:1]).any()]
     total = sum(weight for weight, _ in criteria)
@@ -42,6 +49,46 @@ def prompt_distance(prompts: Sequence[Prompt], config: GroupConfig, example_turn
         return sum(parts, torch.zeros(len(rows), len(others)))
 
     return distance
+
+
+def scored_values(table: CompletionTable, criterion: CriterionConfig, kept: Sequence[int]) -> Tensor:
+    """What a criterion of `SCORED` knows of the `kept` groups of a scored table, as `_distances` takes it."""
+    source = f"groups.criteria.by = {criterion.by!r}"
+    if criterion.by == "reward":
+        values = table.by_group("reward").nanmean(1)
+    elif criterion.function is None:
+        values = distinct_bigrams(table, table.groups)
+    else:
+        source = f"groups.criteria.function = {criterion.function!r}"
+        function = load_callable(criterion.function, "groups.criteria.function")
+        values = _tensor([function(texts) for texts in texts_of(table)], table.num_groups, source)
+    return _over_range(values[[*kept]].tolist(), source)
+
+
+def texts_of(table: CompletionTable) -> list[list[str]]:
+    """The texts of each group's completions."""
+    texts = [completion.text for completion in table.objects["completion"]]
+    n = len(texts) // table.num_groups
+    return [texts[start : start + n] for start in range(0, len(texts), n)]
+
+
+def distinct_bigrams(table: CompletionTable, owners: Tensor) -> Tensor:
+    """(K,) share of distinct bigrams among those that the model wrote in all completions of each owner.
+
+    Distinct-2 (Li et al. 2016, arXiv:1510.03055, section 5.2), over tokens; the last token of a completion is
+    a bigram with its end, so that each has as many bigrams as tokens.
+
+    Args:
+        owners: (S,) int64 from 0 to K - 1.
+    """
+    rows = table.spread(torch.arange(len(table)))[table.mask]
+    first = table.token_ids[table.mask]
+    ends = rows != torch.cat([rows[1:], rows.new_full((1,), -1)])
+    second = first.roll(-1).masked_fill(ends, -1)
+    bigrams = (first * 2**32 + second).unique(return_inverse=True)[1]
+    owner = owners[rows]
+    distinct = (owner * len(rows) + bigrams).unique() // len(rows)
+    return distinct.bincount() / owner.bincount()
 
 
 def _distances(a: Tensor, b: Tensor) -> Tensor:
@@ -102,7 +149,7 @@ def tfidf(token_lists: Sequence[Sequence[int]]) -> Tensor:
     return normalize(flat.view(-1, EMBEDDING_WIDTH))
 
 
-def _values(prompts: Sequence[Prompt], by: str, config: GroupConfig, example_turns: int) -> Tensor:
+def prompt_values(prompts: Sequence[Prompt], by: str, config: GroupConfig, example_turns: int = 0) -> Tensor:
     """What a criterion knows of each prompt, as `_distances` takes it."""
     source = f"groups.criteria.by = {by!r}"
     if by == "embedding" and config.embedding == "tfidf":
@@ -127,8 +174,8 @@ def _values(prompts: Sequence[Prompt], by: str, config: GroupConfig, example_tur
         found = load_callable(by, "groups.criteria.by")(prompts)
     else:
         raise ValueError(
-            f"{source} is unknown; choose embedding, prefix, length or column:NAME, or give your own "
-            "function as 'module:function'"
+            f"{source} is unknown; choose embedding, prefix, length, reward, diversity or column:NAME, or "
+            "give your own function as 'module:function'"
         )
     values = _tensor(found, len(prompts), source)
     return normalize(values) if values.ndim == 2 else _over_range(values.tolist(), source)

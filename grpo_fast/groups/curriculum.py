@@ -81,7 +81,7 @@ class DifficultySampler(PromptSampler):
             position = self._position_of[prompt.index]
             self.pass_rates[position] += self.config.smoothing * (passed - self.pass_rates[position])
 
-    def metrics(self, prompts: Sequence[Prompt]) -> dict[str, float]:
+    def metrics(self, *_: object) -> dict[str, float]:
         """Mean running pass rate of the dataset, and the share of it in each bucket."""
         sizes = [len(bucket) for bucket in self.buckets()]
         shares = {f"curriculum/bucket_{i}": size / len(self.dataset) for i, size in enumerate(sizes)}

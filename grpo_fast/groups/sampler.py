@@ -1,20 +1,33 @@
-"""Which prompts a step draws together."""
+"""Which prompts a step samples together, and which of them share a baseline."""
 
 from __future__ import annotations
 
 import random
-from collections import Counter
-from collections.abc import Sequence
-from statistics import fmean
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from grpo_fast.config.groups import CurriculumConfig, GroupConfig
+from grpo_fast.config.groups import SCORED, CurriculumConfig, GroupConfig
+from grpo_fast.config.lookup import load_callable
+from grpo_fast.config.section import short
 from grpo_fast.data import Prompt, PromptDataset, PromptSampler
-from grpo_fast.groups.criteria import prompt_distance
+from grpo_fast.data.table import CompletionTable
+from grpo_fast.groups.criteria import prompt_values, scored_values, texts_of, tfidf, weighted_distance
 from grpo_fast.groups.curriculum import DifficultySampler
-from grpo_fast.groups.formation import PromptGroups, form_groups
+from grpo_fast.groups.formation import (
+    PromptGroups,
+    asked_after_scoring,
+    check_sizes,
+    cut,
+    describe_groups,
+    form_groups,
+    prompt_keys,
+    read_keys,
+)
+from grpo_fast.objective.types import present
 
 
 def make_sampler(
@@ -42,6 +55,8 @@ class GroupSampler(PromptSampler):
     """Shuffled epochs in which the prompts of a group follow each other, so that a batch has them together.
 
     Every prompt still comes once an epoch. Where a batch ends within a group, its parts share what they can.
+    A phase whose groups are formed after scoring samples prompts one by one. At a change of phase, the
+    prompts that are left of the epoch get the order of the new groups.
     """
 
     def __init__(
@@ -54,60 +69,145 @@ class GroupSampler(PromptSampler):
     ) -> None:
         """Arguments and errors as of `form_groups`."""
         super().__init__(dataset, batch_size, seed)
-        self.min_group_size = config.min_group_size
-        self.distance = None
-        if config.strategy in ("similarity", "combined"):
-            self.distance = prompt_distance(dataset, config, example_turns)
+        check_sizes(dataset, config)
+        self.config, self.phases = config, config.by_phase()
+        self.asked = [asked_after_scoring(p.strategy) if ":" in p.strategy else [] for p in self.phases]
+        functions = [criterion.function for criterion in config.criteria if criterion.function]
+        for path in functions:
+            load_callable(path, "groups.criteria.function")  # refused before any work where there is none
+        self.reads_texts = bool(functions) or any("completions" in asked for asked in self.asked)
+        needed = {c.by: None for c in config.criteria if c.by not in SCORED}
+        embeds = config.embedding != "tfidf" or any("embeddings" in asked for asked in self.asked)
+        if embeds or any(phase.strategy == "semantic" for phase in self.phases):
+            needed["embedding"] = None
+        self.values = {by: prompt_values(dataset, by, config, example_turns) for by in needed}
         self._position_of = {prompt.index: position for position, prompt in enumerate(dataset)}
-        self._use(form_groups(dataset, config, self.distance, example_turns))
+        self.example_turns = example_turns
+        self.formed = [self._form(index) for index in range(len(self.phases))]
+        self.step = self.total_steps = 0
+        self._use(0)
 
-    def _use(self, groups: PromptGroups) -> None:
-        self.groups = groups
-        self._group_of = {position: number for number, group in enumerate(groups) for position in group}
+    def _form(self, index: int) -> PromptGroups:
+        """The prompts that are sampled together in a phase."""
+        phase = self.phases[index]
+        if phase.reads_rewards or self.asked[index]:
+            return [[position] for position in range(len(self.dataset))]
+        distance = None
+        if phase.strategy == "semantic":
+            distance = weighted_distance([(1.0, self.values["embedding"])])
+        elif phase.strategy == "combined":
+            distance = weighted_distance([(c.weight, self.values[c.by]) for c in phase.criteria])
+        return form_groups(self.dataset, phase, distance, self.example_turns)
 
-    def baseline_groups(self, prompts: Sequence[Prompt]) -> list[int]:
-        """A group of which fewer than `min_group_size` prompts are in the batch shares no baseline."""
-        groups = [self._group_of[self._position_of[prompt.index]] for prompt in prompts]
-        present = Counter(groups)
-        return [
-            group if present[group] >= self.min_group_size else -1 - place
-            for place, group in enumerate(groups)
-        ]
+    def _use(self, phase: int) -> None:
+        self.phase, self.groups = phase, self.formed[phase]
+        self.after_scoring = self.phases[phase].reads_rewards or bool(self.asked[phase])
+        self._group_of = {position: number for number, group in enumerate(self.groups) for position in group}
 
-    def metrics(self, prompts: Sequence[Prompt]) -> dict[str, float]:
-        """Share of prompts that share a baseline, prompts a baseline, the distance of those that share."""
-        groups: dict[int, list[int]] = {}
-        for prompt, baseline in zip(prompts, self.baseline_groups(prompts), strict=True):
-            groups.setdefault(baseline, []).append(self._position_of[prompt.index])
-        sharing = [group for group in groups.values() if len(group) > 1]
-        metrics = {
-            "groups/sharing": sum(map(len, sharing)) / len(prompts),
-            "groups/prompts_per_baseline": len(prompts) / len(groups),
-        }
-        spreads = [spread for group in sharing if (spread := self.spread(group)) is not None]
-        return metrics | ({"groups/embedding_spread": fmean(spreads)} if spreads else {})
+    def begin(self, step: int, total_steps: int) -> None:
+        self.step, self.total_steps = step, total_steps
+        # 0.1 x 30 is a little more than 3 in floating point.
+        ends = [round(phase.until * total_steps, 9) for phase in self.config.phases[:-1]]
+        if (due := bisect_right(ends, step)) == self.phase:
+            return
+        self._use(due)
+        epoch, place = divmod(self.drawn, len(self.dataset))
+        if epoch == self._epoch:
+            self._order[place:] = self._arranged(f"{self.seed}/{epoch}/{due}", {*self._order[place:]})
 
-    def spread(self, positions: Sequence[int]) -> float | None:
-        """Mean distance between two prompts; None without distances, or for fewer than two prompts."""
-        n = len(positions)
-        if self.distance is None or n < 2:
-            return None
-        places = torch.tensor(positions)
-        distances = self.distance(places, places)
-        return (distances.sum() - distances.diagonal().sum()).item() / (n * (n - 1))
+    def baseline_groups(self, prompts: Sequence[Prompt], table: CompletionTable | None) -> list[int]:
+        """For each prompt of the batch that was sampled last the number of its group.
+
+        Args:
+            table: their scored completions; read in a phase that forms groups after scoring.
+        """
+        places = self._places(prompts)
+        if not self.after_scoring:
+            return [self._group_of[place] for place in places]
+        groups = self._form_scored(prompts, torch.tensor(places), present(table))
+        numbers = {position: number for number, group in enumerate(groups) for position in group}
+        return [self.drawn + numbers[position] for position in range(len(prompts))]  # unlike other batches'
+
+    def _places(self, prompts: Sequence[Prompt]) -> list[int]:
+        return [self._position_of[prompt.index] for prompt in prompts]
+
+    def _form_scored(self, prompts: Sequence[Prompt], places: Tensor, table: CompletionTable) -> PromptGroups:
+        config, rewards = self.phases[self.phase], table.by_group("reward")
+        if asked := self.asked[self.phase]:
+            given: dict[str, Callable[[], Any]] = {
+                "prompts": lambda: prompts,
+                "completions": lambda: texts_of(table),
+                "step": lambda: self.step,
+                "total_steps": lambda: self.total_steps,
+                "embeddings": lambda: self.embeddings(prompts),
+                "rewards": lambda: rewards.clone(),
+                "batch_size": lambda: len(prompts),
+                "group_size": lambda: config.max_group_size,
+            }
+            function = load_callable(config.strategy, "groups.strategy")
+            found = function(**{name: given[name]() for name in asked})
+            return cut(prompts, config, keys=read_keys(found, len(prompts), config))
+        means = rewards.nanmean(1)
+        order = means.isfinite().nonzero()[:, 0].tolist()  # a prompt without a reward has no baseline
+        if config.strategy == "random":
+            random.Random(f"{self.seed}/{self.drawn}").shuffle(order)
+        elif config.strategy == "performance":
+            order.sort(key=means.tolist().__getitem__)
+        elif order:
+            row_of = torch.zeros(len(prompts), dtype=torch.int64)
+            row_of[order] = torch.arange(len(order))
+            known = [
+                scored_values(table, c, order) if c.by in SCORED else self.values[c.by][places[order]]
+                for c in config.criteria
+            ]
+            weights = [criterion.weight for criterion in config.criteria]
+            among = weighted_distance([*zip(weights, known, strict=True)])
+            return cut(prompts, config, order, distance=lambda a, b: among(row_of[a], row_of[b]))
+        return cut(prompts, config, order)
+
+    def embeddings(self, prompts: Sequence[Prompt]) -> Tensor:
+        """(P, D) of length one; TF-IDF of these prompts where no strategy has needed those of the dataset."""
+        if "embedding" in self.values:
+            return self.values["embedding"][self._places(prompts)].view(len(prompts), -1)
+        return tfidf([prompt.token_ids for prompt in prompts])
+
+    def known_of(self, prompts: Sequence[Prompt]) -> list[dict[str, str]]:
+        """What groups of these prompts may have in common, by name: columns, and a key, for a person."""
+        phase = self.phases[self.phase]
+        names = [self.config.sizes()[0], *(c.by.removeprefix("column:") for c in self.config.criteria)]
+        known = [{name: short(p.columns[name]) for name in names if name in p.columns} for p in prompts]
+        if phase.strategy == "prefix" or (":" in phase.strategy and not self.after_scoring):
+            keys = prompt_keys(self.dataset, phase, self.example_turns)
+            for own, place in zip(known, self._places(prompts), strict=True):
+                own["key"] = short(keys[place])
+        return known
+
+    def metrics(
+        self, prompts: Sequence[Prompt], numbers: Sequence[int], table: CompletionTable | None
+    ) -> dict[str, float]:
+        found = describe_groups(numbers, self.embeddings(prompts), table)
+        return found | ({"groups/phase": self.phase} if self.config.phases else {})
 
     def state_dict(self) -> dict[str, Any]:
         # The groups themselves: another machine's rounding may form others.
-        return super().state_dict() | {"groups": self.groups}
+        state = super().state_dict() | {"groups": self.formed[0]}
+        if self.config.phases:
+            state |= {"later": self.formed[1:], "phase": self.phase, "order": [self._epoch, self._order]}
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self._use(state["groups"])
-        self._epoch = -1
+        self.formed = [state["groups"], *state.get("later", ())]
+        self._use(state.get("phase", 0))
+        self._epoch, self._order = state.get("order", (-1, []))
 
     def _order_of(self, epoch: int) -> list[int]:
-        rng = random.Random(f"{self.seed}/{epoch}")
-        groups = [list(group) for group in self.groups]
+        return self._arranged(f"{self.seed}/{epoch}", {*range(len(self.dataset))})
+
+    def _arranged(self, name: str, positions: set[int]) -> list[int]:
+        """These positions, the groups and those within a group shuffled."""
+        rng = random.Random(name)
+        groups = [[position for position in group if position in positions] for group in self.groups]
         rng.shuffle(groups)
         for group in groups:
             rng.shuffle(group)

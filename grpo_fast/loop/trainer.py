@@ -16,6 +16,7 @@ from grpo_fast.data import Prompt, PromptDataset, PromptSampler
 from grpo_fast.data.table import CompletionTable
 from grpo_fast.distributed.world import SINGLE_PROCESS, World
 from grpo_fast.environments import Toolsets
+from grpo_fast.groups.formation import with_enough
 from grpo_fast.groups.weights import AdaptiveWeights
 from grpo_fast.loop.algorithm import Algorithm
 from grpo_fast.loop.collect import (
@@ -204,16 +205,17 @@ class Trainer(Algorithm):
         wanted = self.config.prompts_per_step
         prompts: list[Prompt] = []
         draws: list[CompletionTable] = []
+        self.prompts.begin(self.step, self.run_steps)
         for draw in range(config.max_draws if config.dynamic_sampling else 1):
             prompts += (asked := self.prompts.next())
-            draws.append(self.rollout(asked, draw, clock))
-            drawn = self.with_advantages(prompts, CompletionTable.join(draws), clock)
+            draws.append(self.grouped(asked, self.rollout(asked, draw, clock), clock))
+            drawn = self.with_advantages(CompletionTable.join(draws), clock)
             if (~drawn.by_group("flat")[:, 0]).sum() >= wanted:
                 break
         before_penalties, penalties = drawn, self.penalties(drawn, clock)
         self.parts = part_weights(self.rewards.names, self.reward_weights, penalties)
         if penalties:
-            drawn = self.with_advantages(prompts, with_penalties(drawn, penalties), clock)
+            drawn = self.with_advantages(with_penalties(drawn, penalties), clock)
         metrics = describe(drawn, [*self.parts]) | self.update_curriculum_and_weights(
             prompts, before_penalties
         )
@@ -226,7 +228,7 @@ class Trainer(Algorithm):
         if not len(chosen):
             return chosen, metrics
         # Again, for a deviation of the batch is that of the groups that train.
-        return self.with_advantages([prompts[group] for group in live[:wanted]], chosen, clock), metrics
+        return self.with_advantages(chosen, clock), metrics
 
     def penalties(self, table: CompletionTable, clock: Clock) -> dict[str, Tensor]:
         """(S,) each: what is subtracted from the rewards for length and for KL."""
@@ -249,7 +251,7 @@ class Trainer(Algorithm):
 
         tables = [*map(CompletionTable.from_tensors, self.world.gather_tensors("the rollout", work))]
         tables[self.world.rank] = own[0]
-        if self.world.size > 1 and self.config.advantage.function is not None:  # which reads texts
+        if self.world.size > 1 and (self.config.advantage.function or self.prompts.reads_texts):
             objects = self.world.gather_from_all("the completions", lambda: own[0].objects)
             tables = [replace(table, objects=found) for table, found in zip(tables, objects, strict=True)]
         joined = CompletionTable.join(tables)
@@ -287,13 +289,29 @@ class Trainer(Algorithm):
             table = score(prompts, completions, self.rewards, weights=weights, precomputed=early.values())
             return with_loss_columns(table, self.config.loss.columns)
 
-    def with_advantages(
-        self, prompts: Sequence[Prompt], table: CompletionTable, clock: Clock
-    ) -> CompletionTable:
-        """The table of these prompts' groups with its completions' advantages."""
+    def grouped(self, prompts: Sequence[Prompt], table: CompletionTable, clock: Clock) -> CompletionTable:
+        """One draw's table with the fact `baseline_group` (S,) where prompts may share a baseline.
+
+        The main rank forms the groups, since a user's function may give each rank another answer.
+        """
+        if not self.config.groups.shares_baselines:
+            return table
         with clock("reward"):
-            baseline_groups = self.prompts.baseline_groups(prompts)
-            return with_advantages(table, self.config.advantage, self.reward_weights, baseline_groups)
+            numbers = self.world.from_main("the groups", lambda: self.prompts.baseline_groups(prompts, table))
+        return table.with_facts(baseline_group=torch.tensor(numbers)[table.groups])
+
+    def baselines(self, table: CompletionTable) -> list[int]:
+        """For each prompt the number of its baseline; empty where no prompts share one."""
+        if "baseline_group" not in table.facts:
+            return []
+        numbers = table.by_group("baseline_group")[:, 0].tolist()
+        return with_enough(numbers, self.config.groups.min_group_size)
+
+    def with_advantages(self, table: CompletionTable, clock: Clock) -> CompletionTable:
+        """The table with its completions' advantages."""
+        with clock("reward"):
+            baselines = self.baselines(table) or None
+            return with_advantages(table, self.config.advantage, self.reward_weights, baselines)
 
     @property
     def reward_weights(self) -> tuple[float, ...]:
@@ -304,7 +322,7 @@ class Trainer(Algorithm):
         self, prompts: Sequence[Prompt], table: CompletionTable
     ) -> dict[str, float]:
         """Let the sampler and the reward weights learn from what was earned; their metrics are of before."""
-        metrics = self.prompts.metrics(prompts[: self.config.prompts_per_step])
+        metrics = self.prompts.metrics(prompts, self.baselines(table), table)
         if len(self.stages) > 1:
             metrics["stage"] = self.stage
         self.prompts.observe(prompts, table.by_group("reward"), table.by_group("reward_table"))
