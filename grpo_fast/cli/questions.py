@@ -170,7 +170,7 @@ def preview_groups(config: TrainConfig, source: str) -> int:
         print(f"\n{plural(len(places), 'prompt')}{': ' * bool(common)}{', '.join(common)}")
         for prompt in (prompts[place] for place in places):
             text = prompt.prompt if isinstance(prompt.prompt, str) else text_of(prompt.prompt[-1]["content"])
-            print(f"  row {prompt.index}: {short(' '.join(text.split()))}")
+            print(f"  row {prompt.index}: {short(' '.join(text.split()), 100)}")
     return 0
 
 

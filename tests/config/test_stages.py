@@ -56,7 +56,7 @@ def test_an_override_changes_its_keys_and_another_loss_its_whole_section():
     )
     assert (first.config.loss.beta, first.config.loss.epsilon_low) == (0.0, 0.3)
     assert first.config.dataset.size == 7 and first.config.dataset.rename == {"q": "prompt"}
-    assert first.config.groups.strategy == "similarity"
+    assert first.config.groups.strategy == "semantic"
     assert [reward.reward for reward in second.config.rewards] == ["format"]
     assert second.config.loss == stages_of().loss and second.config.prompts_per_step == 3
     assert third.config.loss.loss_type == "cispo" and third.config.loss.beta == 0

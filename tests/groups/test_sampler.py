@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +15,9 @@ import torch
 from grpo_fast.config.data import DatasetConfig
 from grpo_fast.config.groups import CurriculumConfig, GroupConfig
 from grpo_fast.data import LoadReport, PromptDataset, PromptSampler
+from grpo_fast.data.table import CompletionTable
 from grpo_fast.groups.curriculum import DifficultySampler
+from grpo_fast.groups.formation import with_enough
 from grpo_fast.groups.sampler import GroupSampler, make_sampler
 
 SIMILAR = GroupConfig(strategy="similarity", similarity_threshold=0.2, max_group_size=4)
@@ -48,25 +52,204 @@ def test_a_batch_shares_what_of_its_groups_it_holds(make_prompts, write_function
     sampler = GroupSampler(prompts, 4, config)
     first, second = ([p for p in prompts if p.columns["topic"] == topic] for topic in ("t0", "t1"))
 
-    a, b, c, d = sampler.baseline_groups([first[0], second[0], first[1], first[2]])
+    a, b, c, d = sampler.baseline_groups([first[0], second[0], first[1], first[2]], None)
 
     assert a == c == d != b
     for one, two, place in ((first, second, 0), (second, first, 1)):
         batch = two[:2]
         batch.insert(place, one[0])
-        both = sampler.baseline_groups(batch)
-        metrics = sampler.metrics(batch)
+        both = with_enough(sampler.baseline_groups(batch, None), 2)
+        metrics = sampler.metrics(batch, both, None)
         alone = both.pop(place)  # no group's number, wherever it stands
         assert both[0] == both[1] != alone  # two suffice
-        assert metrics == {"groups/sharing": 2 / 3, "groups/prompts_per_baseline": 3 / 2}
+        assert (metrics["groups/sharing"], metrics["groups/size_mean"]) == (2 / 3, 3 / 2)
 
 
-def test_the_spread_is_the_mean_distance_between_two_prompts(grouped):
-    sampler, first = grouped(), torch.arange(3)
-    apart = sampler.distance(first, first)
-    assert sampler.spread([0, 1]) == pytest.approx(apart[0, 1].item())
-    assert sampler.spread([0, 1, 2]) == pytest.approx((apart.triu(1).sum() / 3).item())
-    assert sampler.spread([4]) is None
+EVERY = [
+    ("random", {}),
+    ("performance", {}),
+    ("performance", {"size_by": {"column": "topic", "t0": 2}}),
+    ("combined", {"criteria": [{"by": "reward"}, {"by": "diversity", "weight": 2.0}]}),
+    ("own", {}),
+]
+
+
+def scored(prompts, rewards) -> CompletionTable:
+    """Two completions of each prompt: the first of one token, the second of as many as it has level."""
+    tokens = [t for p in prompts for t in ([1], [2] * round(1 + 8 * p.columns["level"]))]
+    texts = [SimpleNamespace(text=" ".join(map(str, own))) for own in tokens]
+    numbers = [number for number, _ in enumerate(prompts) for _ in range(2)]
+    asked = [prompt.token_ids for prompt in prompts for _ in range(2)]
+    facts = {"reward": torch.tensor(rewards).flatten()}
+    return CompletionTable.of(asked, tokens, numbers, facts=facts, objects={"completion": texts})
+
+
+@pytest.mark.parametrize(("strategy", "settings"), EVERY)
+def test_groups_after_scoring_are_those_made_by_hand(make_prompts, tmp_path, seed, strategy, settings):
+    (tmp_path / "own.py").write_text(
+        "def own(rewards, completions, embeddings, step, total_steps):\n"
+        "    assert embeddings.shape == (17, 1024) and len(completions) == 17\n"
+        "    return [[step, 5], rewards.mean(1).nan_to_num(0).topk(total_steps).indices]\n"
+    )
+    path = f"{tmp_path / 'own.py'}:own" if strategy == "own" else strategy
+    prompts = make_prompts(40, topics=2)
+    for prompt in prompts:
+        prompt.columns["level"] = round(prompt.columns["level"], 2)
+    config = GroupConfig(strategy=path, max_group_size=5, **settings)
+    samplers = [GroupSampler(prompts, 17, config, seed) for _ in range(2)]  # as on two ranks
+    rng = random.Random(seed)
+    for _ in range(3):  # the last batch goes into the next epoch
+        batch, _ = (sampler.next() for sampler in samplers)
+        rewards = [[own := rng.random(), own + rng.random()] for _ in batch]
+        rewards[4] = rewards[5] = [0.0, 0.0]
+        rewards[3] = [NAN, NAN]
+        table = scored(batch, rewards)
+        for sampler in samplers:
+            sampler.begin(4, 3)
+        numbers, others = (sampler.baseline_groups(batch, table) for sampler in samplers)
+        assert numbers == others
+        found = sorted([i for i, own in enumerate(numbers) if own == key] for key in {*numbers})
+        assert [3] in found or strategy == "own"
+        means = [sum(own) / 2 for own in rewards]
+        known = [i for i in range(17) if i != 3]
+        ranked = sorted(known, key=means.__getitem__)
+        if strategy == "random":
+            assert sorted(map(len, found)) == [1, 4, 4, 4, 4]
+            assert found[0] != ranked[:4]
+        elif strategy == "own":
+            alone = [[i] for i in {*range(17)} - {4, 5, *ranked[-3:]}]
+            assert found == sorted([[4, 5], sorted(ranked[-3:]), *alone])
+        elif strategy == "performance":
+            topics = {"t0": 2, "t1": 5} if settings else {None: 5}
+            expected = [[3]]
+            for topic, size in topics.items():
+                own = [i for i in ranked if topic in (None, batch[i].columns["topic"])]
+                parts = -(-len(own) // size)
+                cut = [own[len(own) * k // parts : len(own) * (k + 1) // parts] for k in range(parts)]
+                expected += [part for part in map(sorted, cut) if len(part) > 1]
+                expected += [part for part in cut if len(part) == 1]
+            assert found == sorted(expected)
+        else:
+            assert found == sorted([[3], *clusters_of(known, means, shares_of(batch))])
+
+
+def clusters_of(known: list[int], means: list[float], shares: list[float]) -> list[list[int]]:
+    spans = [max(v[k] for k in known) - min(v[k] for k in known) for v in (means, shares)]
+
+    def distance(i: int, j: int) -> float:
+        return (abs(means[i] - means[j]) / spans[0] + 2 * abs(shares[i] - shares[j]) / spans[1]) / 3
+
+    clusters: list[list[int]] = []
+    for i in known:
+        near = [(distance(i, g[0]), k) for k, g in enumerate(clusters) if len(g) < 5]
+        if near and min(near)[0] <= 0.6:
+            clusters[min(near)[1]].append(i)
+        else:
+            clusters.append([i])
+    return clusters
+
+
+def shares_of(batch) -> list[float]:
+    """Distinct bigrams of `scored`'s completions: a last token is one with its end."""
+    counts = [round(1 + 8 * prompt.columns["level"]) for prompt in batch]
+    return [(2 if n == 1 else 3) / (1 + n) for n in counts]
+
+
+def test_a_user_is_told_of_a_position_that_is_wrong(make_prompts, write_function):
+    prompts = make_prompts(4)
+    table = scored(prompts, [[0.0, 1.0]] * 4)
+    for body, named in [
+        ("[[0, 1], [1, 2]]", "position 1 in group 0 and in group 1"),
+        ("[[0, 4]]", "position 4 in group 0"),
+        ("[rewards, 1]", "2 keys for 4 prompts"),
+    ]:
+        sampler = GroupSampler(prompts, 4, GroupConfig(strategy=write_function("rewards", body)))
+        with pytest.raises(ValueError, match=named):
+            sampler.baseline_groups(sampler.next(), table)
+    asks = GroupConfig(strategy=write_function("rewards, volume", "0"))
+    with pytest.raises(ValueError, match="asks for 'volume'"):
+        GroupSampler(prompts, 4, asks)
+
+
+def test_metrics_describe_the_groups(make_prompts):
+    prompts = make_prompts(5)
+    sampler = GroupSampler(prompts, 5, GroupConfig(strategy="random"))
+    for prompt, level in zip(prompts, [0.1, 0.2, 0.3, 0.4, 0.0], strict=True):
+        prompt.columns["level"] = level
+    table = scored(prompts, [[0.0, 1.0], [1.0, 3.0], [0.0, 0.0], [0.0, 0.0], [NAN, NAN]])
+    metrics = sampler.metrics(prompts, [7, 7, 9, 9, 2], table)
+
+    tokens = [
+        [table.tokens_of(2 * i + k).tolist() for i in group for k in (0, 1)]
+        for group in ([0, 1], [2, 3], [4])
+    ]
+    bigrams = [[pair for own in group for pair in itertools.pairwise([*own, "end"])] for group in tokens]
+    vectors = sampler.embeddings(prompts)
+    centre = [vectors[i : i + 2].mean(0) for i in (0, 2)]
+    gaps = [(vectors[i] - centre[i // 2]).norm().item() for i in range(4)]
+    assert metrics == {
+        "groups/number": 3,
+        "groups/size_mean": pytest.approx(5 / 3),
+        "groups/sharing": 0.8,
+        "groups/diversity": pytest.approx(sum(len({*own}) / len(own) for own in bigrams) / 3),
+        "groups/centroid_distance": pytest.approx(sum(gaps) / 4),
+        "groups/reward_spread": pytest.approx((1.5 * 0.5**0.5 + 0.0) / 2),
+    }
+
+
+@pytest.mark.parametrize(
+    ("size_by", "named"),
+    [
+        ({"column": "tpoic", "t0": 2}, "did you mean 'topic'"),
+        ({"column": "topic", "t9": 2}, r"size_by\.t9: no row has this topic"),
+        ({"column": "topic", "t0": 41}, r"t0 = 41 cannot be filled"),
+    ],
+)
+def test_sizes_that_the_dataset_cannot_fill_are_refused(make_prompts, size_by, named):
+    with pytest.raises(ValueError, match=named):
+        GroupSampler(make_prompts(40), 40, GroupConfig(strategy="random", size_by=size_by))
+
+
+PHASES = GroupConfig(
+    strategy="adaptive",
+    similarity_threshold=0.2,
+    phases=[
+        {"until": 0.3, "strategy": "random"},
+        {"until": 0.7, "strategy": "similarity"},
+        {"until": 1.0, "strategy": "performance"},
+    ],
+)
+
+
+@pytest.mark.parametrize("resumed_at", [0, 2, 3, 4, 7, 9])
+def test_phases_change_in_an_epoch_that_has_each_prompt_once(grouped, resumed_at):
+    sampler, drawn, sharing = grouped(config=PHASES), [], []
+    groups = {p: k for k, own in enumerate(grouped(config=SIMILAR).groups) for p in own}
+    position = {prompt.index: place for place, prompt in enumerate(sampler.dataset)}
+    for step in range(10):
+        if step == resumed_at:
+            state = json.loads(json.dumps(sampler.state_dict()))
+            sampler = grouped(config=PHASES.model_copy(update={"similarity_threshold": 0.9}))
+            sampler.load_state_dict(state)
+        sampler.begin(step, 10)
+        batch = sampler.next()
+        assert sampler.phase == (0 if step < 3 else 1 if step < 7 else 2)
+        drawn += [prompt.index for prompt in batch]
+        keys = [groups[position[prompt.index]] for prompt in batch]
+        sharing.append(sum(keys.count(key) > 1 for key in keys))
+        if sampler.phase == 1:  # groups of the whole dataset that this batch holds
+            numbers = sampler.baseline_groups(batch, None)
+            assert [numbers.index(n) for n in numbers] == [keys.index(k) for k in keys]
+    assert sorted(drawn[:41]) == sorted(position)
+    uninterrupted = grouped(config=PHASES)
+    again = []
+    for step in range(10):
+        uninterrupted.begin(step, 10)
+        again += draw(uninterrupted, 1)
+    assert drawn == again
+    # Together, but for a group that ends with its batch or its epoch.
+    runs = [groups[position[index]] for index in drawn[24:41]]
+    assert len([*itertools.groupby(runs)]) == len({*runs})
 
 
 @pytest.mark.parametrize("before", [0, 3, 7])
@@ -79,7 +262,7 @@ def test_a_resumed_sampler_keeps_its_groups_and_goes_on_exactly(grouped, before)
 
     assert draw(resumed, 9) == draw(original, 9)
     batch = original.next()
-    assert resumed.baseline_groups(batch) == original.baseline_groups(batch)
+    assert resumed.baseline_groups(batch, None) == original.baseline_groups(batch, None)
 
 
 def test_the_settings_choose_the_sampler_and_the_default_costs_nothing(make_prompts, seed):
@@ -91,7 +274,7 @@ def test_the_settings_choose_the_sampler_and_the_default_costs_nothing(make_prom
     plain = made(GroupConfig())
     batch = plain.next()
     assert type(plain) is PromptSampler
-    assert plain.baseline_groups(batch) is None and plain.metrics(batch) == {}
+    assert plain.baseline_groups(batch, None) is None and plain.metrics(batch, [], None) == {}
     assert type(made(SIMILAR)) is GroupSampler
     assert type(made(GroupConfig(), CurriculumConfig())) is DifficultySampler
 

@@ -67,7 +67,7 @@ def test_training_raises_the_reward(make_trainer, seed):
             "adaptive_weights": {"targets": {"near_w7": 1.0}},
         },
         {
-            "groups": {"strategy": "similarity"},
+            "groups": {"strategy": "adaptive", "phases": [{"until": 1.0, "strategy": "performance"}]},
             "loss": {"loss_type": "gmpo", "sampler_correction": "token_truncate"},
         },
     ],
@@ -158,6 +158,22 @@ def test_dynamic_sampling_draws_until_the_batch_has_no_flat_group(make_trainer, 
         assert table.by_group("reward").shape == (16, 2)
         assert not table.facts["flat"].any()
         assert (metrics["groups/drawn"], metrics["groups/missing"]) == (drawn, 0)
+
+
+def test_performance_groups_reach_the_advantages(make_trainer, monkeypatch):
+    trainer = make_trainer(prompts_per_step=8, groups={"strategy": "performance", "min_group_size": 3})
+    monkeypatch.setattr(
+        type(trainer.world), "from_main", lambda *given: formed.append(given[2]()) or formed[-1]
+    )
+    formed: list[list[int]] = []
+    table, metrics = trainer.collect(Clock())
+    rewards = table.by_group("reward")
+    order = rewards.mean(1).argsort().tolist()
+    for group in (order[:4], order[4:]):
+        together = rewards[group].flatten()
+        expected = (rewards[group] - together.mean()) / (together.std() + 1e-4)
+        torch.testing.assert_close(table.by_group("advantage")[group], expected, rtol=1e-3, atol=1e-4)
+    assert len(formed) == 1 and metrics["groups/number"] == 2 and metrics["groups/size_mean"] == 4
 
 
 def test_dynamic_sampling_stops_at_its_bound_and_reports_missing_groups(make_trainer, own):
