@@ -13,7 +13,7 @@ from grpo_fast.config.schema import TrainConfig
 from grpo_fast.config.section import plural
 from grpo_fast.config.stages import Stage, schedule_steps, stage_at
 from grpo_fast.data import Prompt, PromptDataset, PromptSampler
-from grpo_fast.data.table import CompletionTable
+from grpo_fast.data.table import BASELINE, CompletionTable
 from grpo_fast.distributed.world import SINGLE_PROCESS, World
 from grpo_fast.environments import Toolsets
 from grpo_fast.groups.formation import with_enough
@@ -298,13 +298,13 @@ class Trainer(Algorithm):
             return table
         with clock("reward"):
             numbers = self.world.from_main("the groups", lambda: self.prompts.baseline_groups(prompts, table))
-        return table.with_facts(baseline_group=torch.tensor(numbers)[table.groups])
+        return table.with_facts(**{BASELINE: torch.tensor(numbers)[table.groups]})
 
     def baselines(self, table: CompletionTable) -> list[int]:
         """For each prompt the number of its baseline; empty where no prompts share one."""
-        if "baseline_group" not in table.facts:
+        if BASELINE not in table.facts:
             return []
-        numbers = table.by_group("baseline_group")[:, 0].tolist()
+        numbers = table.by_group(BASELINE)[:, 0].tolist()
         return with_enough(numbers, self.config.groups.min_group_size)
 
     def with_advantages(self, table: CompletionTable, clock: Clock) -> CompletionTable:
