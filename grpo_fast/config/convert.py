@@ -10,35 +10,50 @@ from typing import Any
 from grpo_fast.config.foreign import nemo_rl
 from grpo_fast.config.foreign.axolotl import read_axolotl
 from grpo_fast.config.foreign.conversion import FILL_IN, Conversion
+from grpo_fast.config.foreign.script import read_script
 from grpo_fast.config.foreign.trl import read_trl
 from grpo_fast.config.keys import ConfigError, Problem
 from grpo_fast.config.load import merged, read_mapping, validated
 from grpo_fast.config.paths import user_path
 from grpo_fast.config.yaml_text import dump_yaml
 
+SCRIPTS = (".py", ".ipynb")
 READERS = {"axolotl": read_axolotl, "trl": read_trl, "nemo_rl": nemo_rl.read_nemo_rl}
 
 
-def convert_file(path: str | Path, *, source: str | None = None) -> tuple[Conversion, str]:
+def convert_file(
+    path: str | Path, *, source: str | None = None, output: str | Path | None = None
+) -> tuple[Conversion, str]:
     """Return what became of each key of a foreign file, and our YAML.
 
     Args:
-        path: YAML or JSON.
+        path: YAML or JSON; or a training script or notebook, which is read without running it.
         source: `axolotl`, `trl` or `nemo_rl`; by default recognised by the keys.
+        output: where the YAML is to be, by which the files of a script's functions and rows are named.
 
     Raises:
         ConfigError: the file cannot be read, or holds no foreign configuration.
     """
     path = user_path(path, "FILE")
-    if path.suffix not in (".yaml", ".yml", ".json"):
-        message = "is none of .yaml, .yml and .json; write a command's flags as lines `key: value`"
+    if path.suffix not in (".yaml", ".yml", ".json", *SCRIPTS):
+        message = (
+            "is none of .yaml, .yml, .json, .py and .ipynb; write a command's flags as lines `key: value`"
+        )
         raise ConfigError(str(path), [Problem("the file", message)])
     problems: list[Problem] = []
     try:
-        document = nemo_rl.with_defaults(path, partial(read_mapping, problems=problems))
-        if problems:
-            raise ConfigError(str(path), problems)
-        conversion = convert(document, source=source)
+        if path.suffix in SCRIPTS:
+            if source is not None or output is None:
+                raise ValueError(
+                    "is a script: it takes -o OUT, for its functions go beside it, and no --source"
+                )
+            base = Path(output).with_suffix("")
+            conversion = read_script(path, f"{base}_functions.py", f"{base}_rows.jsonl")
+        else:
+            document = nemo_rl.with_defaults(path, partial(read_mapping, problems=problems))
+            if problems:
+                raise ConfigError(str(path), problems)
+            conversion = convert(document, source=source)
     except ConfigError:
         raise
     except ValueError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from operator import attrgetter
 from typing import Any, Literal
@@ -41,9 +41,10 @@ class ForeignKey:
 class Conversion:
     """Our configuration and its account."""
 
-    source: str  # "Axolotl", "TRL" or "NeMo-RL"
+    source: str  # "Axolotl", "TRL", "NeMo-RL" or a script's name
     given: Places  # what the source sets
     rows: tuple[ForeignKey, ...]
+    files: Mapping[str, str] = field(default_factory=dict)  # path: text, of what the configuration names
 
     @property
     def fill_in(self) -> tuple[str, ...]:
