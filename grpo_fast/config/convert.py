@@ -47,7 +47,8 @@ def convert_file(
                 raise ValueError(
                     "is a script: it takes -o OUT, for its functions go beside it, and no --source"
                 )
-            base = Path(output).with_suffix("")
+            base, here = Path(output).absolute().with_suffix(""), Path.cwd()
+            base = base.relative_to(here) if base.is_relative_to(here) else base
             conversion = read_script(path, f"{base}_functions.py", f"{base}_rows.jsonl")
         else:
             document = nemo_rl.with_defaults(path, partial(read_mapping, problems=problems))

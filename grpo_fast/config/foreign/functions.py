@@ -26,6 +26,7 @@ class Functions:
     def __init__(self, program: Program, policy: dict[int, str]) -> None:
         self.program, self.policy = program, policy
         self.problems: dict[str, str] = {}  # name: what is missing in the file
+        self.notes: dict[str, str] = {}  # name: what its value rests on
         self.secrets: list[str] = []
         self._names: set[str] = set()
         self._parts: dict[tuple[int, int, str], str] = {}  # by their place in the script
@@ -36,27 +37,27 @@ class Functions:
 
     def text(self, script: str) -> str:
         """Return the file."""
-        before, blocks = "", [f'"""What {script} defines for its rewards and data."""\n']
-        future = [node for node in self.program.tree.body if isinstance(node, ast.ImportFrom)]
-        blocks += [f"{ast.unparse(node)}\n" for node in future if node.module == "__future__"]
-        for part in [part for _, part in sorted(self._parts.items())] + self._written:
-            is_import = part.startswith(("import ", "from "))
-            gap = "" if is_import and before.startswith(("import ", "from ")) else "\n"
-            blocks.append(gap + ("\n" if "def " in part or "class " in part else "") + part)
+        blocks = [f'"""What {script} defines for its rewards and data."""']
+        froms = [node for node in self.program.tree.body if isinstance(node, ast.ImportFrom)]
+        future = [ast.unparse(node) for node in froms if node.module == "__future__"]
+        before = ""
+        for part in [*future, *(part for _, part in sorted(self._parts.items())), *self._written]:
+            both = [_is_definition(part) or _is_definition(before), *map(_is_import, (part, before))]
+            blocks += ["", ""] if both[0] else [] if both[1] and both[2] else [""]
+            blocks.append(part)
             before = part
-        return "\n".join(block.rstrip("\n") for block in blocks) + "\n"
+        return "\n".join(blocks) + "\n"
 
     def add(self, name: str, scope: Scope, user: str = "") -> None:
         """Keep what a name stands for, and what that refers to."""
-        if name in self._names:
-            return
         home: Scope | None = scope
         while home is not None and name not in home.bindings:
             if name in home.parameters:
-                self._names.add(name)
                 self._constant(name, home.parameters[name], user)
                 return
             home = home.parent
+        if name in self._names:
+            return
         if home is None:
             if not hasattr(builtins, name) and name not in ("__name__", "__file__", "__doc__"):
                 self._star(name, user)
@@ -64,14 +65,14 @@ class Functions:
         self._names.add(name)
         for binding in home.bindings[name]:
             self._bound(name, binding, home, user)
+        imports = ast.Import | ast.ImportFrom
+        if any(isinstance(binding.statement, imports) for binding in home.bindings[name]):
+            return
         for change in home.changes.get(name, ()):
-            call = change.value if isinstance(change, ast.Expr) else None
-            mutates = isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)
-            is_definition = any(
-                isinstance(binding.statement, ast.Import | ast.ImportFrom) for binding in home.bindings[name]
-            )
-            if not is_definition and (call is None or (mutates and call.func.attr in _MUTATORS)):
-                self._keep(change, home)
+            match change:
+                case ast.Expr(value=ast.Call(func=ast.Attribute(attr=method))) if method not in _MUTATORS:
+                    continue
+            self._keep(change, home)
 
     def define(self, name: str, text: str, scope: Scope) -> str:
         """Write code of one's own after the rest, as text around NAME; return the name that it got."""
@@ -104,9 +105,9 @@ class Functions:
         ):
             self.problems[name] = f"line {statement.lineno} makes it for training; {user} needs it otherwise"
             return
-        if isinstance(value, ast.Constant) and isinstance(value.value, str):
-            if is_secret(name) or redacted(value.value) != value.value:
-                self.secrets.append(name)
+        text = value.value if isinstance(value, ast.Constant) else None
+        if isinstance(text, str) and (is_secret(name) or redacted(text) != text):
+            self.secrets.append(name)
         self._keep(statement, home)
 
     def _keep(self, statement: ast.stmt, scope: Scope) -> None:
@@ -147,10 +148,19 @@ class Functions:
             self.add(name, scope, user)
 
     def _constant(self, name: str, place: Expression, user: str) -> None:
+        """Write an argument of a call that encloses a function."""
         try:
-            self._written.insert(0, f"{name} = {self.program.read(place)[0]!r}")
+            value, note = self.program.read(place)
         except UnreadError as reason:
             self.problems[name] = f"{reason}; {user} refers to it"
+            return
+        line = f"{name} = {value!r}"
+        if name in self._names and line not in self._written:
+            self.problems[name] = f"line {place.node.lineno}: has several values; {user} refers to it"
+        elif name not in self._names:
+            self._names.add(name)
+            self._written.insert(0, line)
+            self.notes |= {name: note} if note else {}
 
     def _star(self, name: str, user: str) -> None:
         stars = [
@@ -162,6 +172,14 @@ class Functions:
             self._part(node, ast.unparse(node))
         if not stars:
             self.problems[name] = f"the script does not define it, and {user} refers to it"
+
+
+def _is_import(part: str) -> bool:
+    return part.startswith(("import ", "from "))
+
+
+def _is_definition(part: str) -> bool:
+    return any(line.startswith(("def ", "class ", "async def ")) for line in part.split("\n"))
 
 
 def _only(statement: ast.Import | ast.ImportFrom, alias: ast.alias) -> ast.stmt:

@@ -6,6 +6,7 @@ import ast
 import json
 import math
 import re
+import textwrap
 import tokenize
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -90,6 +91,7 @@ class _Script:
         self.policy: dict[int, str] = {}
         self.functions = Functions(program, self.policy)
         self.files: dict[str, str] = {}
+        self.named: dict[int, str] = {}  # the function that was written for an expression
 
     def conversion(self) -> Conversion:
         calls = [(call, self._trainer(call)) for call in self.program.calls]
@@ -229,6 +231,12 @@ class _Script:
         for key, value in given.items():
             if key not in leave:
                 shown = f"{call}.{key}"
+                if key == "stop" and re.fullmatch(
+                    r"\[?[\w.]+\.eos_token\]?", self.program.source(value.node)
+                ):
+                    ends = Absent("a completion ends at the tokenizer's end token anyway")
+                    self.further.append(Entry(shown, self.program.source(value.node), ends))
+                    continue
                 if shown not in _RULES and key in NAMES and key in (*BITS, "stop"):
                     self._take(shown, key, value)
                     continue
@@ -362,14 +370,28 @@ class _Script:
             return self._imported(node)
         if isinstance(node, ast.Lambda | ast.Call):
             self._no_model(Binding(ast.Expr(node), node), node)
-            text = self.program.segment(node)
+            text = f"NAME = {self._whole(node)}"
             if isinstance(node, ast.Lambda):
-                names = self.program.segment(node.args) if False else ast.unparse(node.args)
-                text = f"def NAME({names}):\n    return {_whole(self.program.segment(node.body))}"
-            else:
-                text = f"NAME = {_whole(text)}"
-            return f"{self.to}:{self.functions.define(hint, text, scope)}"
+                body = textwrap.indent(f"return {self._whole(node.body)}", "    ")
+                text = f"def NAME({ast.unparse(node.args)}):\n{body}"
+            if id(node) not in self.named:
+                self.named[id(node)] = self.functions.define(hint, text, scope)
+            return f"{self.to}:{self.named[id(node)]}"
         raise UnreadError(f"line {node.lineno}: {self.program.source(node)} is no function of the script")
+
+    def _whole(self, node: ast.expr) -> str:
+        """Return the text of an expression that may take several lines, indented as at the left margin."""
+        text = self.program.segment(node)
+        if "\n" not in text:
+            return text
+        inner = [part for part in ast.walk(node) if isinstance(part, ast.Constant | ast.JoinedStr)]
+        if any(part.lineno != part.end_lineno for part in inner):
+            return ast.unparse(node)  # whose text would change with its indentation
+        first, rest = text.split("\n", 1)
+        line = self.program.lines[node.lineno - 1]
+        margin = line[: len(line) - len(line.lstrip())]
+        rest = textwrap.dedent(f"{margin}|\n{rest}").partition("\n")[2]
+        return f"{first}\n{rest}" if text[0] in "{[(" else f"(\n{first}\n{rest}\n)"
 
     def _no_model(self, found: Binding, node: ast.expr) -> None:
         called = found.value.func if isinstance(found.value, ast.Call) else None
@@ -456,10 +478,15 @@ class _Script:
             elif method in ("rename_column", "rename_columns"):
                 steps.append(("rename", self._renamed(at)))
             else:
-                self._method(key, method, at)
+                shuffled = any(
+                    before == "shuffle" for before, _ in methods[methods.index((method, at)) + 1 :]
+                )
+                self._method(
+                    key, method, at, "the script takes others, which it shuffles" if shuffled else ""
+                )
         self._transform(key, steps)
 
-    def _method(self, key: str, method: str, at: Expression) -> None:
+    def _method(self, key: str, method: str, at: Expression, note: str) -> None:
         call = at.node
         assert isinstance(call, ast.Call)
         number = call.args[0] if call.args else None
@@ -472,8 +499,10 @@ class _Script:
         elif method != "take":
             number = None
         if number is not None:
+            value, rests_on = self.program.read(Expression(number, at.scope))
             self.rules[f"{key}.{method}"] = f"{key}.size"
-            self._take(f"{key}.{method}", f"{key}.{method}", Expression(number, at.scope))
+            note = "; ".join(filter(None, (rests_on, note)))
+            self._put(f"{key}.{method}", f"{key}.{method}", value, note and f"the first rows; {note}")
         else:
             shown = ", ".join(
                 self.program.source(part) for part in (*call.args, *(k.value for k in call.keywords))
@@ -635,6 +664,8 @@ class _Script:
                 self.further.append(Entry(f"{dotted}()", f"line {call.lineno}", Absent(_CALLS[known])))
         for line, rests_on in self.program.decided.items():
             self.further.append(Entry(f"if, {line}", rests_on, Absent("its first part is what was read")))
+        for name, note in self.functions.notes.items():
+            self.further.append(Entry(name, self.to, Absent(f"stands there by {note}")))
         for name, reason in self.functions.problems.items():
             self._decide(name, self.to, reason)
 
@@ -658,7 +689,8 @@ class _Script:
             entries.append(Entry(shown, value, rule, "; ".join(filter(None, (note, notes.get(name, ""))))))
         entries += [TEXT_PROMPTS, *self.further]
         defaults = with_usual(DEFAULTS, document)
-        defaults = {key: value for key, value in defaults.items() if key not in self.unread}
+        unknown = {*self.unread, *(["num_train_epochs"] if "max_steps" in self.unread else [])}
+        defaults = {key: value for key, value in defaults.items() if key not in unknown}
         siblings = {"use_peft": False, **document}
         found = convert_entries("TRL", entries, siblings, rules, defaults, preference=preference)
         if self.functions:
@@ -693,8 +725,3 @@ def _alpha(value: Any, siblings: Siblings) -> Places:
     )
     rank = siblings.get(f"{call}.r") or LORA_DEFAULTS[call]["r"]
     return {"model.lora.alpha": value * math.sqrt(rank) if siblings.get(f"{call}.use_rslora") else value}
-
-
-def _whole(text: str) -> str:
-    """Return an expression that may take several lines."""
-    return text if "\n" not in text or text[0] in "{[(" else f"({text})"

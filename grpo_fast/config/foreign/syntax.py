@@ -394,9 +394,10 @@ class Program:
             return value(node.args[1])
         if name in _CALLS and not node.keywords:
             return _CALLS[name](*map(value, node.args))
-        if isinstance(node.func, ast.Attribute) and node.func.attr in _TEXT and not node.args:
-            if isinstance(text := value(node.func.value), str):
-                return getattr(text, node.func.attr)()
+        match node.func:
+            case ast.Attribute(value=owner, attr=method) if method in _TEXT and not node.args:
+                if isinstance(text := value(owner), str):
+                    return getattr(text, method)()
         raise self._unread(node)
 
     def _attribute(self, node: ast.Attribute, scope: Scope) -> Any:
