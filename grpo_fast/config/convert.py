@@ -49,7 +49,7 @@ def convert_file(
                 )
             base, here = Path(output).absolute().with_suffix(""), Path.cwd()
             base = base.relative_to(here) if base.is_relative_to(here) else base
-            conversion = read_script(path, f"{base}_functions.py", f"{base}_rows.jsonl")
+            conversion = read_script(path, f"{base}_functions.py", f"{base}_{{}}.jsonl")
         else:
             document = nemo_rl.with_defaults(path, partial(read_mapping, problems=problems))
             if problems:

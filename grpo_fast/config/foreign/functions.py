@@ -27,7 +27,6 @@ class Functions:
         self.program, self.policy = program, policy
         self.problems: dict[str, str] = {}  # name: what is missing in the file
         self.notes: dict[str, str] = {}  # name: what its value rests on
-        self.secrets: list[str] = []
         self._names: set[str] = set()
         self._parts: dict[tuple[int, int, str], str] = {}  # by their place in the script
         self._written: list[str] = []
@@ -107,7 +106,7 @@ class Functions:
             return
         text = value.value if isinstance(value, ast.Constant) else None
         if isinstance(text, str) and (is_secret(name) or redacted(text) != text):
-            self.secrets.append(name)
+            self.notes[name] = "looks like a secret, and is copied as it stands; read it from a variable"
         self._keep(statement, home)
 
     def _keep(self, statement: ast.stmt, scope: Scope) -> None:

@@ -107,9 +107,9 @@ class Program:
         try:
             self.tree = ast.parse(text)
         except SyntaxError as error:
-            raise ValueError(f"line {error.lineno}: {error.msg}, which is no Python") from None
+            raise ValueError(f"line {error.lineno or 1}: {error.msg}, which is no Python") from None
         except (RecursionError, MemoryError, ValueError) as error:
-            raise ValueError(f"cannot be parsed: {error or 'it is nested too deeply'}") from None
+            raise ValueError(f"cannot be parsed: {str(error) or 'it is nested too deeply'}") from None
         self.text, self.lines = text, text.split("\n")
         self.notes: list[str] = []  # what the value that was read last rests on
         self.decided: dict[str, str] = {}  # line of an `if`, and what its outcome rests on
