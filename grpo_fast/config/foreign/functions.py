@@ -102,7 +102,9 @@ class Functions:
         if not is_code and (
             loader is not None or any(self.program.dotted(call.func).endswith(_ENDS) for call in inner)
         ):
-            self.problems[name] = f"line {statement.lineno} makes it for training; {user} needs it otherwise"
+            self.problems[name] = (
+                f"line {statement.lineno} trains, or reads the command line, for what {user} refers to"
+            )
             return
         text = value.value if isinstance(value, ast.Constant) else None
         if isinstance(text, str) and (is_secret(name) or redacted(text) != text):
