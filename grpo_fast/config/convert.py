@@ -107,8 +107,11 @@ def convert(document: Mapping[str, Any], *, source: str | None = None) -> Conver
 def _blamed(problem: Problem, places: Mapping[str, Any]) -> list[str]:
     """Return the places of converted values that are refused.
 
-    A problem's own, or what its message begins with, else what the problem lies in, or is missing beside.
+    A problem's own, or what its message begins with, else what the problem lies in, or is missing beside,
+    or the first that its message names.
     """
     start, section = problem.message.partition(" ")[0], problem.name.rpartition(".")[0]
     named = [name for name in (problem.name, start, f"{problem.name}.{start}") if name in places]
-    return named[:1] or [place for place in places if section and f"{place}.".startswith(f"{section}.")]
+    around = [place for place in places if section and f"{place}.".startswith(f"{section}.")]
+    told = sorted((problem.message.index(name), name) for name in places if f"{name} = " in problem.message)
+    return named[:1] or around or [name for _, name in told[:1]]

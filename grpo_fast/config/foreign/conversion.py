@@ -62,7 +62,8 @@ class Conversion:
     @property
     def open(self) -> tuple[str, ...]:
         """Keys, theirs and ours, without which this is another experiment: a person has to decide."""
-        return (*(row.key for row in self.rows if row.outcome == TO_DECIDE), *self.fill_in)
+        undecided = (row.key for row in self.rows if row.outcome == TO_DECIDE)
+        return tuple(dict.fromkeys([*undecided, *self.fill_in]))
 
     def without(self, refused: Mapping[str, str]) -> Conversion:
         """Leave out the places whose value is refused here, for the reason given."""

@@ -18,7 +18,7 @@ from grpo_fast.config.foreign.conversion import Conversion, Entry, convert_entri
 from grpo_fast.config.foreign.functions import Functions
 from grpo_fast.config.foreign.names import DEFAULTS, NAMES, import_path, reward
 from grpo_fast.config.foreign.rules import Absent, Places, Rule, Siblings, load_yaml, rules_of
-from grpo_fast.config.foreign.syntax import Expression, Program, Scope, UnreadError
+from grpo_fast.config.foreign.syntax import LARGEST, Expression, Program, Scope, UnreadError
 from grpo_fast.config.foreign.trl import BATCH, TEXT_PROMPTS, trl_rules, whole_groups, with_usual
 
 _TABLE = load_yaml("script.yaml")
@@ -32,7 +32,7 @@ LORA_DEFAULTS: dict[str, dict[str, Any]] = {
     "get_peft_model": {"r": 16, "lora_alpha": 16, "use_gradient_checkpointing": "unsloth"},
 }
 _MOVES = ("to", "cuda", "eval", "train")  # methods that return the model
-_MOST_REWARDS = 100
+_MOST_REWARDS, _MOST_ROWS = 100, 10_000
 _FIRST_ROWS = re.compile(r"([^\[\]+]+)\[:(\d+)\]")
 
 
@@ -112,7 +112,7 @@ class _Script:
             "model": self._model,
             "args": partial(self._config, kind.removesuffix("Trainer") + "Config"),
             "peft_config": self._lora,
-            "quantization_config": lambda place: self._each("BitsAndBytesConfig", self._call(place)[0]),
+            "quantization_config": self._quantization,
             **dict.fromkeys(("processing_class", "tokenizer"), self._tokenizer),
             "train_dataset": partial(self._dataset, "dataset"),
             "eval_dataset": partial(self._dataset, "evaluation.dataset"),
@@ -226,7 +226,7 @@ class _Script:
             names = ("pretrained_model_name_or_path", "model_name")
             given = self._each(call, end, (*names, "quantization_config"))
             if "quantization_config" in given:
-                self._each("BitsAndBytesConfig", self._call(given["quantization_config"])[0])
+                self._quantization(given["quantization_config"])
             self._take(call, "model_name_or_path", self._one_of(given, end, *names))
             if "model_name_or_path" in self.values:
                 path = self.values["model_name_or_path"]
@@ -248,6 +248,12 @@ class _Script:
             self._model(Expression(node.func.value, end.scope))
         else:
             raise self._unread(end.node, "makes it; set model.path")
+
+    def _quantization(self, place: Expression) -> None:
+        end, _, name = self._call(place)
+        if not name.endswith("BitsAndBytesConfig"):
+            raise self._unread(end.node, "decides on it; set model.quantization")
+        self._each("BitsAndBytesConfig", end)
 
     def _lora(self, place: Expression) -> None:
         if isinstance(place.node, ast.Constant) and place.node.value is None:
@@ -412,8 +418,9 @@ class _Script:
                 self.further.append(Entry(shown, text, _RULES[f"methods.{method}"]))
         self._transform(key, steps)
 
-    def _split(self, key: str, shown: str, place: Expression) -> None:
+    def _split(self, key: str, shown: str, place: Expression, index: int | None = None) -> None:
         name, note = self.program.read(place)
+        name = name[index] if isinstance(name, list) and index is not None else name
         if first := _FIRST_ROWS.fullmatch(str(name)):
             rows = {f"{key}.split": first[1], f"{key}.size": int(first[2])}
             self._put(shown, shown, name, note, lambda *_: rows)
@@ -425,7 +432,7 @@ class _Script:
     def _source(self, key: str, place: Expression) -> None:
         end, _, dotted = self._call(place)
         call, at = dotted.rpartition(".")[2], f"{key}.source"
-        given = self._arguments(end, call)
+        given = self._arguments(end, call) if call in _POSITIONAL else {}
         self.rules[at] = at
         if call == "load_dataset":
             path, split = self._one_of(given, end, "path"), given.pop("split", None)
@@ -441,7 +448,7 @@ class _Script:
             else:
                 self._take(call, at, path)
                 if split is not None:
-                    self._split(key, f"{key}.split", split)
+                    self._split(key, f"{key}.split", split, end.index)
             for name, value in given.items():
                 rule = _RULES.get(f"{call}.{name}")
                 self.rules[f"{key}.{name}"] = (
@@ -455,7 +462,10 @@ class _Script:
             if isinstance(rows, dict):
                 rows = [dict(zip(rows, row, strict=False)) for row in zip(*rows.values(), strict=False)]
             file = self.rows_to.format(key.replace(".", "_"))
-            self.files[file] = "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows)
+            lines = [f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows[:_MOST_ROWS]]
+            if len(rows) > _MOST_ROWS or sum(map(len, lines)) > LARGEST:
+                raise self._unread(end.node, "has too many rows to write down; write them as a JSONL file")
+            self.files[file] = "".join(lines)
             self._put(call, at, file)
         elif call == "from_pandas":
             self._source(key, self._one_of(given, end, "df"))

@@ -13,7 +13,7 @@ from typing import Any
 from grpo_fast.config.secrets import redacted, without_pairs
 
 LARGEST = 1_000_000  # characters of a program
-BUDGET = 20_000  # expressions that one value may be made of
+BUDGET = 100_000  # expressions that one value may be made of
 LONGEST = 100_000  # characters of a text that is put together
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 # Questions about the machine, and what they are on the GPUs that such programs are written for.
@@ -264,7 +264,7 @@ class Program:
         assert isinstance(call, ast.Call)
         for position, argument in enumerate(call.args):
             if isinstance(argument, ast.Starred) or position >= len(names):
-                problems.append(f"line {argument.lineno}: {self.source(argument)} has no name")
+                problems.append(f"line {argument.lineno}: {self.source(argument)} is one argument too many")
                 break
             found[names[position]] = Expression(argument, place.scope)
         for keyword in call.keywords:
@@ -347,6 +347,13 @@ class Program:
                 return value(node.value)
             case ast.UnaryOp() if type(node.op) in _UNARY:
                 return _UNARY[type(node.op)](value(node.operand))
+            case ast.BinOp(op=ast.Mult(), left=ast.List() as many, right=times):
+                before = self._left
+                rows, count = value(many), value(times)
+                self._left -= (before - self._left) * max(0, count)
+                if self._left < 0:
+                    raise UnreadError(f"line {node.lineno}: has too many parts; move them to a file")
+                return rows * count
             case ast.BinOp() if type(node.op) in _ARITHMETIC:
                 return self._arithmetic(node, value(node.left), value(node.right))
             case ast.Compare() if len(node.ops) == 1 and type(node.ops[0]) in _ARITHMETIC:

@@ -222,6 +222,7 @@ def test_an_unsloth_notebook_gives_its_settings_rewards_and_rows(tmp_path):
             {"dataset.size": 9, "dataset.source": "a/b"},
         ),
         ("train_dataset=Dataset.from_pandas(pd.read_csv('a.csv'))", "", {"dataset.source": "a.csv"}),
+        ("train_dataset=d", "d, e = load_dataset('a/b', split=['x[:5]', 'y'])", {"dataset.size": 5}),
         ("eval_dataset=load_dataset('a/b')['test']", "", {"evaluation.dataset.split": "test"}),
         ("['rw', think_format_reward][1:]", "", {"rewards": [{"reward": "FILL_IN"}]}),
         ("peft_config=LoraConfig(r=4, use_rslora=True)", "", {"model.lora.alpha": 16, "model.lora.r": 4}),
@@ -233,7 +234,9 @@ def test_values_are_resolved_by_the_text_alone(tmp_path, arguments, before, expe
 
 
 def test_rows_that_are_written_down_become_a_file(tmp_path):
-    found = read(tmp_path, trainer("train_dataset=Dataset.from_dict({'prompt': ['a', 'b'], 'n': [1, 2]})"))
+    found = read(
+        tmp_path, trainer("train_dataset=Dataset.from_dict({'prompt': ['a', 'b'] * 1, 'n': [1, 2]})")
+    )
     rows = found.files[found.given["dataset.source"]].splitlines()
     assert [json.loads(row) for row in rows] == [{"prompt": "a", "n": 1}, {"prompt": "b", "n": 2}]
 
@@ -252,12 +255,20 @@ def test_rows_that_are_written_down_become_a_file(tmp_path):
         ("r", "t = p.parse_args()\ndef r(completions):\n    return t.x", "t", "or reads the command line"),
         ("callbacks=[Stop(3)]", "", "callbacks", "derive one from grpo_fast.Callback"),
         ("train_dataset=load_dataset('a/b').filter(keep)", "", "dataset.filter", "the rows that remain"),
+        ("train_dataset=Dataset.from_list([{}] * 10**9)", "", "dataset.source", "move them to a file"),
         ("train_dataset=make()", "", "dataset.source", "write them as a JSONL file"),
     ],
 )
 def test_what_cannot_be_read_is_left_to_decide_with_its_line(tmp_path, arguments, before, key, reason):
     found = read(tmp_path, trainer(arguments, before))
     assert reason in reasons(found)[key], reasons(found)
+
+
+def test_a_pair_of_settings_that_is_refused_here_leaves_one_to_decide(tmp_path):
+    (tmp_path / "train.py").write_text(trainer("args=GRPOConfig('o', use_vllm=True, top_k=10)"))
+    found = convert_file(tmp_path / "train.py", output=tmp_path / "run.yaml")[0]
+    assert found.given["rollout.top_k"] == 10 and "loss.sampler_correction" not in found.given
+    assert "would bias" in reasons(found)["vllm_importance_sampling_correction"]
 
 
 def test_other_trainers_of_a_script_are_listed(tmp_path):
