@@ -438,12 +438,17 @@ class _Script:
             path, split = self._one_of(given, end, "path"), given.pop("split", None)
             if "data_files" in given and self.program.read(path)[0] in ("json", "csv", "parquet"):
                 files = self.program.read(given.pop("data_files"))[0]
-                wanted = self.program.read(split)[0] if split is not None else "train"
-                files = files.get(wanted) if isinstance(files, dict) else files
+                wanted = str(self.program.read(split)[0]) if split is not None else "train"
+                first = _FIRST_ROWS.fullmatch(wanted)
+                files = files.get(first[1] if first else wanted) if isinstance(files, dict) else files
                 if isinstance(files, list):
                     files = files[0] if len(files) == 1 else None
-                if not isinstance(files, str):
-                    raise self._unread(end.node, "has several files, and a run reads one; join them")
+                if not isinstance(files, str) or ("[" in wanted and not first):
+                    raise self._unread(end.node, "has other rows than a file's first ones; write them as one")
+                if first:
+                    self._put(
+                        f"{key}.split", f"{key}.split", wanted, rule=lambda *_: {f"{key}.size": int(first[2])}
+                    )
                 self._put(f"{call}.data_files", at, files)
             else:
                 self._take(call, at, path)

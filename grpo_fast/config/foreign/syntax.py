@@ -348,12 +348,18 @@ class Program:
             case ast.UnaryOp() if type(node.op) in _UNARY:
                 return _UNARY[type(node.op)](value(node.operand))
             case ast.BinOp(op=ast.Mult(), left=ast.List() as many, right=times):
-                before = self._left
-                rows, count = value(many), value(times)
-                self._left -= (before - self._left) * max(0, count)
-                if self._left < 0:
-                    raise UnreadError(f"line {node.lineno}: has too many parts; move them to a file")
-                return rows * count
+                return self._repeated(many, value(times), value)
+            case ast.ListComp(
+                elt=one,
+                generators=[
+                    ast.comprehension(
+                        target=ast.Name(id=name),
+                        iter=ast.Call(func=ast.Name(id="range"), args=[times]),
+                        ifs=[],
+                    )
+                ],
+            ) if not any(isinstance(part, ast.Name) and part.id == name for part in ast.walk(one)):
+                return self._repeated(ast.List([one]), value(times), value)
             case ast.BinOp() if type(node.op) in _ARITHMETIC:
                 return self._arithmetic(node, value(node.left), value(node.right))
             case ast.Compare() if len(node.ops) == 1 and type(node.ops[0]) in _ARITHMETIC:
@@ -373,6 +379,14 @@ class Program:
             case ast.Call():
                 return self._called(node, value)
         raise self._unread(node)
+
+    def _repeated(self, many: ast.List, times: int, value: Callable[[ast.expr], Any]) -> Any:
+        before = self._left
+        rows = [value(item) for item in many.elts]
+        self._left -= (before - self._left) * max(0, times)
+        if self._left < 0:
+            raise UnreadError("has too many parts; move them to a file")
+        return rows * times
 
     def _arithmetic(self, node: ast.BinOp, left: Any, right: Any) -> Any:
         both = (left, right)

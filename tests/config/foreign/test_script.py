@@ -223,6 +223,11 @@ def test_an_unsloth_notebook_gives_its_settings_rewards_and_rows(tmp_path):
         ),
         ("train_dataset=Dataset.from_pandas(pd.read_csv('a.csv'))", "", {"dataset.source": "a.csv"}),
         ("train_dataset=d", "d, e = load_dataset('a/b', split=['x[:5]', 'y'])", {"dataset.size": 5}),
+        (
+            "train_dataset=load_dataset('csv', data_files={'x': 'a.csv'}, split='x[:7]')",
+            "",
+            {"dataset.source": "a.csv", "dataset.size": 7, "dataset.split": None},
+        ),
         ("eval_dataset=load_dataset('a/b')['test']", "", {"evaluation.dataset.split": "test"}),
         ("['rw', think_format_reward][1:]", "", {"rewards": [{"reward": "FILL_IN"}]}),
         ("peft_config=LoraConfig(r=4, use_rslora=True)", "", {"model.lora.alpha": 16, "model.lora.r": 4}),
@@ -235,10 +240,11 @@ def test_values_are_resolved_by_the_text_alone(tmp_path, arguments, before, expe
 
 def test_rows_that_are_written_down_become_a_file(tmp_path):
     found = read(
-        tmp_path, trainer("train_dataset=Dataset.from_dict({'prompt': ['a', 'b'] * 1, 'n': [1, 2]})")
+        tmp_path,
+        trainer("train_dataset=Dataset.from_dict({'prompt': ['a', 'b'] * 1, 'n': [1 for _ in range(2)]})"),
     )
     rows = found.files[found.given["dataset.source"]].splitlines()
-    assert [json.loads(row) for row in rows] == [{"prompt": "a", "n": 1}, {"prompt": "b", "n": 2}]
+    assert [json.loads(row) for row in rows] == [{"prompt": "a", "n": 1}, {"prompt": "b", "n": 1}]
 
 
 @pytest.mark.parametrize(
