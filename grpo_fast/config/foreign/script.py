@@ -6,9 +6,8 @@ import ast
 import json
 import math
 import re
-import textwrap
 import tokenize
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,7 @@ from grpo_fast.config.foreign.conversion import Conversion, Entry, convert_entri
 from grpo_fast.config.foreign.functions import Functions
 from grpo_fast.config.foreign.names import DEFAULTS, NAMES, import_path, reward
 from grpo_fast.config.foreign.rules import Absent, Places, Rule, Siblings, load_yaml, rules_of
-from grpo_fast.config.foreign.syntax import LARGEST, Expression, Program, Scope, UnreadError
+from grpo_fast.config.foreign.syntax import Expression, Function, Program, Scope, UnreadError
 from grpo_fast.config.foreign.trl import BATCH, TEXT_PROMPTS, trl_rules, whole_groups, with_usual
 
 _TABLE = load_yaml("script.yaml")
@@ -31,9 +30,7 @@ LORA_DEFAULTS: dict[str, dict[str, Any]] = {
     "LoraConfig": {"r": 8, "lora_alpha": 8, "target_modules": None},
     "get_peft_model": {"r": 16, "lora_alpha": 16, "use_gradient_checkpointing": "unsloth"},
 }
-_MOVES = ("to", "cuda", "eval", "train")  # methods that return the model
-_MOST_REWARDS, _MOST_ROWS = 100, 10_000
-_FIRST_ROWS = re.compile(r"([^\[\]+]+)\[:(\d+)\]")
+_BY_HAND = "decides on it; set it by hand"
 
 
 def read_script(path: Path, functions: str, rows: str) -> Conversion:
@@ -73,222 +70,164 @@ class _Script:
     def __init__(self, program: Program, path: Path, functions: str, rows: str) -> None:
         self.program, self.path, self.to, self.rows_to = program, path, functions, rows
         self.values: dict[str, Any] = {}  # by the names that the rules know
-        self.fields: list[tuple[str, str, Any, str]] = []  # name shown, name of the rule, value, note
+        self.fields: list[tuple[str, str, Any]] = []  # name shown, name of the rule, value
         self.unread: dict[str, str] = {}  # the rule's name, and why
-        self.rules: dict[str, Rule] = {}
+        self.rules: dict[str, Rule] = {f"{call}.lora_alpha": partial(_scaled, call) for call in LORA_DEFAULTS}
         self.further: list[Entry] = []
         self.policy: dict[int, str] = {}
         self.functions = Functions(program, self.policy)
         self.files: dict[str, str] = {}
-        self.named: dict[int, str] = {}  # the function that was written for an expression
-
-    def conversion(self) -> Conversion:
-        found = [(call.lineno, call, kind) for call in self.program.calls if (kind := self._trainer(call))]
-        if not found:
-            others = {self.program.dotted(call.func).rpartition(".")[2] for call in self.program.calls}
-            known = [f", but {name}, which is not converted" for name in others if name.endswith("Trainer")]
-            raise ValueError(f"calls no {' or '.join(TRAINERS)}{''.join(sorted(known))}")
-        (_, call, kind), *more = sorted(found, key=lambda one: one[0])
-        for line, other, name in more:
-            reason = "only the first trainer is read; write what this one changes as an entry of `stages`"
-            self._decide(f"{name} (line {line})", self.program.source(other), reason)
-        self._read_trainer(call, kind)
-        self._read_besides()
-        return self._converted(preference=kind == "DPOTrainer")
-
-    def _trainer(self, call: ast.Call) -> str:
-        """Return which trainer a call makes, also of a class that derives from it; else nothing."""
-        derived = self.program.definition(call.func, self.program.module)
-        makers = [call.func, *(derived.bases if isinstance(derived, ast.ClassDef) else [])]
-        names = [self.program.dotted(maker).rpartition(".")[2] for maker in makers]
-        return next((name for name in names if name in TRAINERS), "")
-
-    def _read_trainer(self, call: ast.Call, kind: str) -> None:
-        given = self._arguments(Expression(call, self._around(call)), kind)
-        if not self.program.dotted(call.func).endswith(kind):
-            reason = f"{kind} with methods of its own: see loss.loss_type, rollout.function, callbacks"
-            self._decide(self.program.source(call.func), f"line {call.lineno}", reason)
-        readers: dict[str, Callable[[Expression], object]] = {
+        self.readers: dict[str, Callable[[Expression], None]] = {
             "model": self._model,
-            "args": partial(self._config, kind.removesuffix("Trainer") + "Config"),
-            "peft_config": self._lora,
-            "quantization_config": self._quantization,
+            **dict.fromkeys(_POSITIONAL["from_pretrained"], self._path),
+            "quantization_config": partial(self._nested, "BitsAndBytesConfig"),
+            "peft_config": partial(self._nested, "LoraConfig"),
+            "vllm_sampling_params": partial(self._nested, "SamplingParams"),
             **dict.fromkeys(("processing_class", "tokenizer"), self._tokenizer),
             "train_dataset": partial(self._dataset, "dataset"),
             "eval_dataset": partial(self._dataset, "evaluation.dataset"),
+            "args": self._config,
             "reward_funcs": self._rewards,  # after `args`, which has their weights
-            **{name: partial(self._tools, name) for name in ("tools", "environment_factory")},
+            "tools": self._tools,
         }
-        for name in sorted(given, key=[*readers, *given].index):
-            if name == "callbacks":
-                for one in self._listed(given[name]):
-                    self._decide(name, self.program.source(one.node), "derive one from grpo_fast.Callback")
-                continue
-            try:
-                readers.get(name, partial(self._take, name, name))(given[name])
-            except (ValueError, TypeError) as reason:  # of a library's call that would fail, too
-                self._leave(name, name, given[name], reason)
+
+    def conversion(self) -> Conversion:
+        names = [(call, self.program.dotted(call.func).rpartition(".")[2]) for call in self.program.calls]
+        found = sorted((one for one in names if one[1] in TRAINERS), key=lambda one: one[0].lineno)
+        if not found:
+            others = sorted({f", but {one}, which is not converted" for _, one in names if "Trainer" in one})
+            raise ValueError(f"calls no {' or '.join(TRAINERS)}{''.join(others)}")
+        (call, kind), *more = found
+        for other, name in more:
+            reason = "only the first trainer is read; write what this one changes as an entry of `stages`"
+            self._decide(f"{name} (line {other.lineno})", self.program.source(other), reason)
+        self._read_call(kind, Expression(call, self._around(call)))
+        for call, name in names[::-1]:
+            dotted = self.program.dotted(call.func) or getattr(call.func, "attr", name)
+            for known in (known for known in _BESIDES if f".{dotted}".endswith(f".{known}")):
+                self.further.append(Entry(f"{dotted}()", f"line {call.lineno}", Absent(_BESIDES[known])))
+        for name, problem in self.functions.problems.items():
+            self._decide(name, self.to, problem)
+        return self._converted(preference=kind == "DPOTrainer")
 
     def _around(self, call: ast.Call) -> Scope:
         """Return the names where a trainer is made: the module's, or those of a function as it is called."""
-        program, scope = self.program, self.program.module
-        for node in ast.walk(program.tree):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and call in ast.walk(node):
-                entries = [one for one in program.calls if getattr(one.func, "id", "") == node.name]
-                scope = program.enter(node, entries[0] if len(entries) == 1 else None, program.module)
+        scope = self.program.module
+        for node in ast.walk(self.program.tree):
+            if isinstance(node, Function) and call in ast.walk(node):
+                entries = [one for one in self.program.calls if getattr(one.func, "id", "") == node.name]
+                given = Expression(entries[0], self.program.module) if len(entries) == 1 else None
+                scope = self.program.enter(node, given)
         return scope
 
     # What becomes of a value
 
-    def _put(self, shown: str, name: str, value: Any, note: str = "", rule: Rule | None = None) -> None:
+    def _put(self, shown: str, name: str, value: Any, rule: Rule | None = None) -> None:
         self.values[name] = value
-        self.fields.append((shown, name, value, note))
-        if rule is not None:
-            self.rules[name] = rule
+        self.fields.append((shown, name, value))
+        self.rules |= {} if rule is None else {name: rule}
 
     def _take(self, shown: str, name: str, place: Expression) -> None:
         try:
-            self._put(shown, name, *self.program.read(place))
+            self._put(shown, name, self.program.read(place))
         except UnreadError as reason:
             self._leave(shown, name, place, reason)
 
     def _leave(self, shown: str, name: str, place: Expression, reason: Exception) -> None:
         self.unread[name] = str(reason)
-        self.fields.append((shown, name, self.program.source(place.node), ""))
+        self.fields.append((shown, name, self.program.source(place.node)))
 
     def _decide(self, shown: str, value: Any, reason: object) -> None:
         self.further.append(Entry(shown, value, Absent(str(reason), decide=True)))
 
-    def _arguments(self, place: Expression, name: str) -> dict[str, Expression]:
-        found, problems = self.program.arguments(place, _POSITIONAL.get(name, ()))
-        for reason in problems:
-            self._decide(name, self.program.source(place.node), reason)
-        return found
-
-    def _each(self, call: str, place: Expression, leave: Sequence[str] = ()) -> dict[str, Expression]:
-        """Take the arguments of a call by their rules; return those to leave."""
-        given = self._arguments(place, call)
-        for key, value in given.items():
-            shown = f"{call}.{key}"
-            if key == "stop" and self.program.source(value.node).strip("[]").endswith(".eos_token"):
-                self._put(
-                    shown,
-                    shown,
-                    self.program.source(value.node),
-                    rule=Absent("a completion ends there anyway"),
-                )
-            elif key not in leave:
-                if (rule := _RULES.get(shown) or NAMES.get(key)) is not None:
-                    self.rules[shown] = rule
-                self._take(shown, shown, value)
+    def _arguments(self, call: str, place: Expression) -> dict[str, Expression]:
+        given, problems = self.program.arguments(place, _POSITIONAL.get(call, ()))
+        for problem in problems:
+            self._decide(call, self.program.source(place.node), problem)
         return given
+
+    def _read_call(self, call: str, place: Expression) -> None:
+        """Take the arguments of a call by their readers and rules, and what those mean that are missing."""
+        given = self._arguments(call, place)
+        of_trl = call.startswith(("GRPO", "DPO"))
+        for key in sorted(given, key=[*self.readers, *given].index):
+            name, one = key if of_trl else f"{call}.{key}", given[key]
+            if rule := _RULES.get(f"{call}.{key}") or (None if of_trl else NAMES.get(key)):
+                self.rules.setdefault(name, rule)
+            if self.program.source(one.node).strip("[]").endswith(".eos_token"):
+                self.further.append(Entry(name, key, Absent("a completion ends there anyway")))
+                continue
+            try:
+                self.readers.get(key, partial(self._take, name, name))(one)
+            except (ValueError, TypeError) as reason:
+                self._leave(name, name, one, reason)
+            for change in one.scope.changes.get(one.node.id, ()) if isinstance(one.node, ast.Name) else ():
+                if isinstance(change, ast.Assign) and isinstance(change.targets[0], ast.Attribute):
+                    shown, value = (self.program.source(side) for side in (change.targets[0], change.value))
+                    later = Absent(f"line {change.lineno} sets it later; {_BY_HAND}", decide=True)
+                    rule = Absent("nothing is padded") if ".pad" in shown else later
+                    self.further.append(Entry(shown, value, rule))
+        for key, value in LORA_DEFAULTS.get(call, {}).items():
+            if not given.keys() & {key, "peft_config"}:
+                rule = self.rules.get(f"{call}.{key}") or _RULES[f"{call}.{key}"]
+                self.further.append(
+                    Entry(f"{call}.{key}", value, rule, "the library's default", missing=True)
+                )
 
     def _call(self, place: Expression) -> tuple[Expression, ast.Call, str]:
         """Return the call that an expression leads to, and its name."""
         end = self.program.follow(place)
         if not isinstance(end.node, ast.Call):
-            raise self._unread(end.node, "is no call that can be read")
+            raise self.program.unread(end.node, "is no call that can be read")
         return end, end.node, self.program.dotted(end.node.func) or getattr(end.node.func, "attr", "")
-
-    def _unread(self, node: ast.expr, problem: str) -> UnreadError:
-        return UnreadError(f"line {node.lineno}: {self.program.source(node)[:80]} {problem}")
-
-    def _one_of(self, given: dict[str, Expression], place: Expression, *names: str) -> Expression:
-        found = [given.pop(name) for name in names if name in given]
-        if not found:
-            raise self._unread(place.node, f"has no {names[0]}")
-        return found[0]
 
     # Model, configuration and tokenizer
 
-    def _config(self, kind: str, place: Expression) -> None:
-        end, _, name = self._call(place)
-        if not name.endswith(kind):
-            raise self._unread(end.node, "decides on it; convert its YAML by itself")
-        given = self._arguments(end, kind)
-        if isinstance(place.node, ast.Name):
-            changed = [one for one in place.scope.attributes if one[0] == place.node.id]
-            given |= {key: Expression(value, place.scope) for _, key, value in changed}
-        for key, value in given.items():
-            if key == "vllm_sampling_params":
-                self._each("SamplingParams", self._call(value)[0])
-            else:
-                self._take(key, key, value)
-
-    def _model(self, place: Expression) -> None:
-        if not isinstance(self.program.follow(place).node, ast.Call):
-            self._take("model", "model_name_or_path", place)
-            return
-        end, node, name = self._call(place)
-        call = name.rpartition(".")[2]
-        self.policy[id(node)] = ""
-        if call == "from_pretrained":
-            names = ("pretrained_model_name_or_path", "model_name")
-            given = self._each(call, end, (*names, "quantization_config"))
-            if "quantization_config" in given:
-                self._quantization(given["quantization_config"])
-            self._take(call, "model_name_or_path", self._one_of(given, end, *names))
-            if "model_name_or_path" in self.values:
-                path = self.values["model_name_or_path"]
-                self.policy[id(node)] = f"AutoTokenizer.from_pretrained({path!r})"
-            widths = {"load_in_4bit", "load_in_8bit", "load_in_16bit", "full_finetuning"}
-            if "Fast" in name and not given.keys() & widths:
-                missing = (f"{call}.load_in_4bit", True, NAMES["load_in_4bit"], "Unsloth's default")
-                self.further.append(Entry(*missing, missing=True))
-        elif call == "get_peft_model" and "Fast" in name:
-            given = self._each(call, end, ("model", "lora_alpha"))
-            self._scale(call, given, "Unsloth's default")
-            self._model(self._one_of(given, end, "model"))
-        elif call in ("get_peft_model", "prepare_model_for_kbit_training"):
-            given = self._arguments(end, call)
-            self._model(self._one_of(given, end, "model"))
-            if "peft_config" in given:
-                self._lora(given["peft_config"])
-        elif call in _MOVES and isinstance(node.func, ast.Attribute):
-            self._model(Expression(node.func.value, end.scope))
-        else:
-            raise self._unread(end.node, "makes it; set model.path")
-
-    def _quantization(self, place: Expression) -> None:
-        end, _, name = self._call(place)
-        if not name.endswith("BitsAndBytesConfig"):
-            raise self._unread(end.node, "decides on it; set model.quantization")
-        self._each("BitsAndBytesConfig", end)
-
-    def _lora(self, place: Expression) -> None:
+    def _nested(self, kind: str, place: Expression) -> None:
         if isinstance(place.node, ast.Constant) and place.node.value is None:
             return
         end, _, name = self._call(place)
-        if not name.endswith("LoraConfig"):
-            raise self._unread(end.node, "decides on it; set model.lora")
-        self._scale("LoraConfig", self._each("LoraConfig", end, ["lora_alpha"]), "peft's default")
+        if not name.endswith(kind):
+            raise self.program.unread(end.node, _BY_HAND)
+        self._read_call(kind, end)
 
-    def _scale(self, call: str, given: Mapping[str, Expression], note: str) -> None:
-        """Take `lora_alpha`, and what LoRA's missing arguments mean."""
-        alpha = f"{call}.lora_alpha"
-        self.rules[alpha] = partial(_scaled, call)
-        if "lora_alpha" in given:
-            self._take(alpha, alpha, given["lora_alpha"])
-        for key, value in LORA_DEFAULTS[call].items():
-            if key not in given:
-                rule = self.rules[alpha] if key == "lora_alpha" else _RULES[f"{call}.{key}"]
-                self.further.append(Entry(f"{call}.{key}", value, rule, note, missing=True))
+    def _config(self, place: Expression) -> None:
+        end, _, name = self._call(place)
+        if not name.endswith(("GRPOConfig", "DPOConfig")):
+            raise self.program.unread(end.node, "decides on it; convert its YAML by itself")
+        self._read_call(name.rpartition(".")[2], end)
+
+    def _model(self, place: Expression) -> None:
+        if not isinstance(self.program.follow(place).node, ast.Call):
+            self._path(place)
+            return
+        end, node, name = self._call(place)
+        call = name.rpartition(".")[2]
+        if call in ("to", "cuda", "eval", "train") and isinstance(node.func, ast.Attribute):
+            self._model(Expression(node.func.value, end.scope))
+        elif call in ("from_pretrained", "get_peft_model", "prepare_model_for_kbit_training"):
+            self._read_call(call, end)
+            widths = {"load_in_4bit", "load_in_8bit", "load_in_16bit", "full_finetuning"}
+            if call == "from_pretrained" and "Fast" in name and not {k.arg for k in node.keywords} & widths:
+                missing = ("from_pretrained.load_in_4bit", True, NAMES["load_in_4bit"], "Unsloth's default")
+                self.further.append(Entry(*missing, missing=True))
+        else:
+            raise self.program.unread(end.node, "makes it; set model.path")
+        path = self.values.get("model_name_or_path", "FILL_IN")
+        self.policy[id(node)] = f"AutoTokenizer.from_pretrained({path!r})"
+
+    def _path(self, place: Expression) -> None:
+        self._take("model", "model_name_or_path", place)
 
     def _tokenizer(self, place: Expression) -> None:
         end, node, name = self._call(place)
-        if id(node) not in self.policy:
-            if not name.endswith(".from_pretrained"):
-                raise self._unread(end.node, "makes it; set model.tokenizer")
-            path = self._one_of(self._arguments(end, "from_pretrained"), end, *_POSITIONAL["from_pretrained"])
-            value, note = self.program.read(path)
-            if value != self.values.get("model_name_or_path"):
-                self._put("processing_class", "processing_class", value, note, "model.tokenizer")
-        for owner, key, value in place.scope.attributes:
-            if isinstance(place.node, ast.Name) and owner == place.node.id:
-                shown = f"{owner}.{key}"
-                padding = Absent("nothing is padded, and the end of a completion is the tokenizer's")
-                self.rules[shown] = "model.chat_template" if key == "chat_template" else padding
-                self._take(shown, shown, Expression(value, place.scope))
+        if id(node) in self.policy:
+            return
+        path = self._arguments("from_pretrained", end).get("pretrained_model_name_or_path")
+        if path is None or not name.endswith(".from_pretrained"):
+            raise self.program.unread(end.node, "makes it; set model.tokenizer")
+        if (value := self.program.read(path)) != self.values.get("model_name_or_path"):
+            self._put("processing_class", "processing_class", value, "model.tokenizer")
 
     # Functions
 
@@ -300,80 +239,51 @@ class _Script:
             if isinstance(found, Expression):
                 return self._callable(found, hint)
             if not isinstance(found.statement, ast.Import | ast.ImportFrom):
-                if isinstance(found.value, ast.Name | ast.Attribute) and found.index is None:
+                if isinstance(found.value, ast.Name | ast.Attribute):
                     return self._callable(Expression(found.value, home), hint)
-                self._check_function(found.value, node)
+                if isinstance(found.value, ast.Call) and "from_pretrained" in self._call(place)[2]:
+                    raise self.program.unread(node, "is a model; call it inside a function, and name that")
                 self.functions.add(node.id, scope)
                 return f"{self.to}:{node.id}"
         if dotted := self.program.dotted(node):
             module, _, name = dotted.rpartition(".")
             if module.startswith(".") or not module:
-                raise self._unread(node, "is of another file; name it here")
+                raise self.program.unread(node, "is of another file; name it here")
             file = self.path.parent / f"{module}.py"
             return f"{file}:{name}" if file.is_file() else dotted
         if not isinstance(node, ast.Lambda | ast.Call):
-            raise self._unread(node, "is no function of the script")
-        self._check_function(node, node)
-        if id(node) not in self.named:
-            text = f"NAME = {self._whole(node)}"
-            if isinstance(node, ast.Lambda):
-                body = textwrap.indent(f"return {self._whole(node.body)}", "    ")
-                text = f"def NAME({ast.unparse(node.args)}):\n{body}"
-            self.named[id(node)] = self.functions.define(hint, text, scope)
-        return f"{self.to}:{self.named[id(node)]}"
-
-    def _check_function(self, value: ast.expr | None, node: ast.expr) -> None:
-        if isinstance(value, ast.Constant):
-            raise self._unread(node, "is no function")
-        if isinstance(value, ast.Call) and self.program.dotted(value.func).endswith(".from_pretrained"):
-            raise self._unread(node, "is a model; call it inside a function, and name that")
-
-    def _whole(self, node: ast.expr) -> str:
-        """Return the text of an expression that may take several lines, as at the left margin."""
-        text = self.program.segment(node)
-        if "\n" not in text:
-            return text
-        inner = [part for part in ast.walk(node) if isinstance(part, ast.Constant | ast.JoinedStr)]
-        if any(part.lineno != part.end_lineno for part in inner):
-            return ast.unparse(node)  # a text would change with its indentation
-        line = self.program.lines[node.lineno - 1]
-        margin = line[: len(line) - len(line.lstrip())]
-        first, _, rest = text.partition("\n")
-        rest = textwrap.dedent(f"{margin}|\n{rest}").partition("\n")[2]
-        return f"{first}\n{rest}" if text[0] in "{[(" else f"(\n{first}\n{rest}\n)"
+            raise self.program.unread(node, "is no function of the script")
+        text = f"NAME = {ast.unparse(node)}"
+        if isinstance(node, ast.Lambda):
+            text = f"def NAME({ast.unparse(node.args)}):\n    return {ast.unparse(node.body)}"
+        return f"{self.to}:{self.functions.define(hint, text, scope)}"
 
     def _listed(self, place: Expression) -> list[Expression]:
         """Return the parts of a list that is written down, or the one that stands for it."""
         end = self.program.follow(place)
-        match end.node:
-            case ast.List(elts=parts) | ast.Tuple(elts=parts) if len(parts) <= _MOST_REWARDS:
-                return [Expression(part, end.scope) for part in parts]
-            case ast.BinOp(op=ast.Add(), left=left, right=right):
-                return [one for side in (left, right) for one in self._listed(Expression(side, end.scope))]
-            case ast.List() | ast.Tuple() | ast.ListComp() | ast.Subscript():
-                raise self._unread(end.node, "decides on them")
+        if isinstance(end.node, ast.List | ast.Tuple):
+            return [Expression(part, end.scope) for part in end.node.elts]
+        if isinstance(end.node, ast.BinOp | ast.ListComp | ast.Subscript):
+            raise self.program.unread(end.node, _BY_HAND)
         return [place]
 
-    def _tools(self, name: str, place: Expression) -> None:
-        paths = [self._callable(one, "tool") for one in self._listed(place)]
-        self._put(name, name, paths if name == "tools" else paths[0])
+    def _tools(self, place: Expression) -> None:
+        self._put("tools", "tools", [self._callable(one, "tool") for one in self._listed(place)])
 
     def _rewards(self, place: Expression) -> None:
-        weights, paths, kept = self.values.get("reward_weights") or [], [], []
+        weights, paths = self.values.get("reward_weights") or [], {}
         for index, one in enumerate(self._listed(place)):
             try:
                 is_text = isinstance(self.program.follow(one).node, ast.Constant)
-                path = self.program.read(one)[0] if is_text else self._callable(one, f"reward_{index + 1}")
+                path = self.program.read(one) if is_text else self._callable(one, f"reward_{index + 1}")
                 reward(str(path))  # is refused by itself
+                paths[index] = str(path)
             except ValueError as reason:
                 self._decide(f"reward_funcs.{index}", self.program.source(one.node), reason)
-            else:
-                paths.append(str(path))
-                kept += [index] if index < len(weights) else []
-        if len(weights) > len(kept) == len(paths):
-            self.values["reward_weights"] = [weights[index] for index in kept]
+        if weights and max(paths, default=-1) < len(weights):
+            self.values["reward_weights"] = [weights[index] for index in paths]
         if paths:
-            self._put("reward_funcs", "reward_funcs", paths)
+            self._put("reward_funcs", "reward_funcs", [*paths.values()])
 
     # Data
 
@@ -384,9 +294,9 @@ class _Script:
             end = self.program.follow(place)
             match end.node:
                 case ast.Subscript(value=inner, slice=part):
-                    methods.append(("split", Expression(part, end.scope)))
+                    methods.insert(0, ("split", Expression(part, end.scope)))
                 case ast.Call(func=ast.Attribute(value=inner, attr=name)) if f"methods.{name}" in _RULES:
-                    methods.append((name, end))
+                    methods.insert(0, (name, end))
                 case ast.Constant(value=None):
                     return
                 case _:
@@ -396,140 +306,101 @@ class _Script:
             self._source(key, end)
         except UnreadError as reason:
             self._decide(f"{key}.source", self.program.source(end.node), reason)
-        steps: list[tuple[Expression | None, Any]] = []  # a function and its options, or renamed columns
-        for index, (method, at) in enumerate(methods[::-1]):
+        steps: list[Expression | dict[str, str]] = []  # functions, and renamed columns
+        for method, at in methods:
             shown = f"{key}.{method}"
-            if method == "split":
-                self._split(key, shown, at)
-            elif method == "map":
-                given = self._each("map", at, ("function", "fn_kwargs"))
-                options = self.program.read(given["fn_kwargs"])[0] if "fn_kwargs" in given else {}
-                steps.append((self._one_of(given, at, "function"), options))
-            elif method.startswith("rename"):
-                values = [self.program.read(one)[0] for one in self._arguments(at, method).values()]
-                steps.append((None, values[0] if method == "rename_columns" else dict([values])))
-            elif (number := _first_rows(method, at)) is not None:
-                shuffled = any(before == "shuffle" for before, _ in methods[::-1][:index])
-                told = "the first rows; the script shuffles before" if shuffled else ""
-                value, note = self.program.read(number)
-                self._put(shown, shown, value, "; ".join(filter(None, (note, told))), f"{key}.size")
-            else:
-                text = self.program.segment(at.node).rpartition(f".{method}")[2]
-                self.further.append(Entry(shown, text, _RULES[f"methods.{method}"]))
+            match at.node:
+                case _ if method == "split":
+                    self._split(key, at)
+                case ast.Call(args=[ast.Call(func=ast.Name(id="range"), args=[number])]) if (
+                    method == "select"
+                ):
+                    self._put(shown, shown, self.program.read(Expression(number, at.scope)), f"{key}.size")
+                case ast.Call() if method == "map":
+                    given = self._arguments("map", at)
+                    steps += [given.pop(name) for name in ("function",) if name in given]
+                    for name, one in given.items():
+                        rule = _RULES.get(f"map.{name}") or Absent(_BY_HAND, decide=True)
+                        self.rules[f"map.{name}"] = rule
+                        self._take(f"map.{name}", f"map.{name}", one)
+                case ast.Call() if method == "rename_column":
+                    old, new = (self.program.read(one) for one in self._arguments(method, at).values())
+                    steps.append({old: new})
+                case _:
+                    text = self.program.source(at.node)[-80:]
+                    self.further.append(Entry(shown, text, _RULES[f"methods.{method}"]))
         self._transform(key, steps)
 
-    def _split(self, key: str, shown: str, place: Expression, index: int | None = None) -> None:
-        name, note = self.program.read(place)
-        name = name[index] if isinstance(name, list) and index is not None else name
-        if first := _FIRST_ROWS.fullmatch(str(name)):
-            rows = {f"{key}.split": first[1], f"{key}.size": int(first[2])}
-            self._put(shown, shown, name, note, lambda *_: rows)
-        elif isinstance(name, str) and not {*name} & {*"[]+"}:
-            self._put(shown, shown, name, note, f"{key}.split")
+    def _split(self, key: str, place: Expression) -> None:
+        name = self.program.read(place)
+        if isinstance(name, str) and not {*name} & {*"[]+"}:
+            self._put(f"{key}.split", f"{key}.split", name, f"{key}.split")
         else:
-            self._decide(shown, name, "takes other rows than the first ones; write them as a file")
+            self._decide(f"{key}.split", name, "takes some of the rows; set dataset.size")
 
     def _source(self, key: str, place: Expression) -> None:
         end, _, dotted = self._call(place)
         call, at = dotted.rpartition(".")[2], f"{key}.source"
-        given = self._arguments(end, call) if call in _POSITIONAL else {}
-        self.rules[at] = at
-        if call == "load_dataset":
-            path, split = self._one_of(given, end, "path"), given.pop("split", None)
-            if "data_files" in given and self.program.read(path)[0] in ("json", "csv", "parquet"):
-                files = self.program.read(given.pop("data_files"))[0]
-                wanted = str(self.program.read(split)[0]) if split is not None else "train"
-                first = _FIRST_ROWS.fullmatch(wanted)
-                files = files.get(first[1] if first else wanted) if isinstance(files, dict) else files
-                if isinstance(files, list):
-                    files = files[0] if len(files) == 1 else None
-                if not isinstance(files, str) or ("[" in wanted and not first):
-                    raise self._unread(end.node, "has other rows than a file's first ones; write them as one")
-                if first:
-                    self._put(
-                        f"{key}.split", f"{key}.split", wanted, rule=lambda *_: {f"{key}.size": int(first[2])}
-                    )
-                self._put(f"{call}.data_files", at, files)
-            else:
-                self._take(call, at, path)
-                if split is not None:
-                    self._split(key, f"{key}.split", split, end.index)
-            for name, value in given.items():
-                rule = _RULES.get(f"{call}.{name}")
-                self.rules[f"{key}.{name}"] = (
-                    f"{key}.name"
-                    if name == "name"
-                    else rule or Absent("is not an option that this converter knows", decide=True)
-                )
-                self._take(f"{call}.{name}", f"{key}.{name}", value)
-        elif call in ("from_list", "from_dict"):
-            rows = self.program.read(self._one_of(given, end, "mapping"))[0]
+        if call not in _POSITIONAL:
+            raise self.program.unread(end.node, "makes the rows; write them as a JSONL file")
+        given = self._arguments(call, end)
+        path = given.pop(_POSITIONAL[call][0], None)
+        if path is None:
+            raise self.program.unread(end.node, "has no source")
+        if call in ("from_list", "from_dict"):
+            rows = self.program.read(path)
             if isinstance(rows, dict):
                 rows = [dict(zip(rows, row, strict=False)) for row in zip(*rows.values(), strict=False)]
             file = self.rows_to.format(key.replace(".", "_"))
-            lines = [f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows[:_MOST_ROWS]]
-            if len(rows) > _MOST_ROWS or sum(map(len, lines)) > LARGEST:
-                raise self._unread(end.node, "has too many rows to write down; write them as a JSONL file")
-            self.files[file] = "".join(lines)
-            self._put(call, at, file)
-        elif call == "from_pandas":
-            self._source(key, self._one_of(given, end, "df"))
-        elif call in _POSITIONAL:
-            self._take(call, at, self._one_of(given, end, *_POSITIONAL[call]))
-            for name in given.keys() - {"split", "lines", "orient"}:
-                reason = "has no place here; write the rows as a JSONL file"
-                self._decide(f"{call}.{name}", self.program.source(given[name].node), reason)
-        else:
-            raise self._unread(end.node, "makes the rows; write them as a JSONL file")
+            self.files[file] = "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows)
+            self._put(call, at, file, at)
+            return
+        if "data_files" in given and self.program.read(path) in ("json", "csv", "parquet"):
+            path = given.pop("data_files")
+        if "split" in given:
+            self._split(key, given.pop("split"))
+        value = self.program.read(path)
+        if not isinstance(value, str):
+            raise self.program.unread(end.node, "reads several files; write the rows as one")
+        self._put(call, at, value, at)
+        for name, one in given.items():
+            unknown = Absent(_BY_HAND, decide=True)
+            self.rules[f"{key}.{name}"] = (
+                f"{key}.name" if name == "name" else _RULES.get(f"{call}.{name}", unknown)
+            )
+            self._take(f"{call}.{name}", f"{key}.{name}", one)
 
-    def _transform(self, key: str, steps: list[tuple[Expression | None, Any]]) -> None:
+    def _transform(self, key: str, steps: list[Expression | dict[str, str]]) -> None:
         """Take `.map` and `.rename_column` in turn: one function, or renamed columns where that is all."""
         place, shown, path = f"{key}.transform", f"{key}.map", ""
         lines: list[str] = []
         renames: dict[str, str] = {}
-        for function, options in steps:
-            if function is None:
-                renames |= options
-                moved = ", ".join(f"{new!r}: row[{old!r}]" for old, new in options.items())
+        for step in steps:
+            if isinstance(step, dict):
+                renames |= step
+                moved = ", ".join(f"{new!r}: row[{old!r}]" for old, new in step.items())
                 lines.append(f"row = {{**row, {moved}}}")
                 continue
             try:
-                path = import_path(self._callable(function, "make_row"))
+                path = import_path(self._callable(step, "make_row"))
             except UnreadError as reason:
-                self._decide(shown, self.program.source(function.node), reason)
+                self._decide(shown, self.program.source(step.node), reason)
                 continue
             module, _, name = path.rpartition(":")
-            if module != self.to and (options or len(steps) > 1):
+            if module != self.to and len(steps) > 1:
                 self._decide(shown, path, "is of another module; call it in a function of the script")
-                continue
-            lines.append(f"row = {{**row, **{name}(row{f', **{options!r}' if options else ''})}}")
-        if path and (len(steps) > 1 or steps[0][1]):
+            lines.append(f"row = {{**row, **{name}(row)}}")
+        if path and len(steps) > 1:
             code = "\n    ".join(["def NAME(row):", *lines, "return row"])
             path = f"{self.to}:{self.functions.define('transform', code, self.program.module)}"
         if path:
-            self._put(shown, shown, path, rule=place)
+            self._put(shown, shown, path, place)
         elif renames:
-            self._put(f"{key}.rename_column", f"{key}.rename_column", renames, rule=f"{key}.rename")
+            self._put(f"{key}.rename_column", f"{key}.rename_column", renames, f"{key}.rename")
         elif key != "dataset" and "dataset.map" in self.values:
             self.further.append(Entry(shown, None, lambda *_: {place: None}, "rows as they are"))
 
     # The account
-
-    def _read_besides(self) -> None:
-        """List what the script does around the training, and what its functions lack."""
-        seen = set()
-        for call in self.program.calls:
-            dotted = self.program.dotted(call.func) or getattr(call.func, "attr", "")
-            known = next((name for name in _BESIDES if f".{dotted}".endswith(f".{name}")), "")
-            if known and dotted not in seen:
-                seen.add(dotted)
-                self.further.append(Entry(f"{dotted}()", f"line {call.lineno}", Absent(_BESIDES[known])))
-        for line, rests_on in self.program.decided.items():
-            self.further.append(Entry(f"if, {line}", rests_on, Absent("its branch is read so")))
-        for name, note in self.functions.notes.items():
-            self.further.append(Entry(name, self.to, lambda *_: {}, note))
-        for name, reason in self.functions.problems.items():
-            self._decide(name, self.to, reason)
 
     def _converted(self, *, preference: bool) -> Conversion:
         document = self.values | whole_groups(self.values)
@@ -539,31 +410,21 @@ class _Script:
             reason = f"follows from {', '.join(sorted(sizes))} too; set prompts_per_step"
             rules |= dict.fromkeys(BATCH, Absent(reason, decide=True))
         entries = []
-        for shown, name, value, note in self.fields:
+        for shown, name, value in self.fields:
             rule = rules.get(name)
-            if name in self.unread and (not isinstance(rule, Absent) or rule.decide):
+            if name in self.unread and not isinstance(rule, Absent):
                 place = f"; set {rule}" if isinstance(rule, str) else ""
                 rule = Absent(self.unread[name] + place, decide=True)
-            entries.append(Entry(shown, value, rule, "; ".join(filter(None, (note, notes.get(name))))))
+            entries.append(Entry(shown, value, rule, notes.get(name, "")))
         unknown = {*self.unread, *(["num_train_epochs"] if "max_steps" in self.unread else [])}
-        usual = with_usual(DEFAULTS, document)
-        defaults = {key: value for key, value in usual.items() if key not in unknown}
+        usual = with_usual(DEFAULTS, document).items()
+        defaults = {key: value for key, value in usual if key not in unknown}
         entries += [TEXT_PROMPTS, *self.further]
         siblings = {"use_peft": False, **document}
         found = convert_entries("TRL", entries, siblings, rules, defaults, preference=preference)
         if self.functions:
             self.files[self.to] = self.functions.text(self.path.name)
         return replace(found, source=self.path.name, files=self.files)
-
-
-def _first_rows(method: str, at: Expression) -> Expression | None:
-    """Return how many rows `.select(range(n))` or `.take(n)` keeps."""
-    match at.node:
-        case ast.Call(args=[ast.Call(func=ast.Name(id="range"), args=[number])]) if method == "select":
-            return Expression(number, at.scope)
-        case ast.Call(args=[number]) if method == "take":
-            return Expression(number, at.scope)
-    return None
 
 
 def _scaled(call: str, value: Any, siblings: Siblings) -> Places:
