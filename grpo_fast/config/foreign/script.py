@@ -80,13 +80,13 @@ class _Script:
         self.readers: dict[str, Callable[[Expression], None]] = {
             "model": self._model,
             **dict.fromkeys(_POSITIONAL["from_pretrained"], self._path),
-            "quantization_config": partial(self._nested, "BitsAndBytesConfig"),
-            "peft_config": partial(self._nested, "LoraConfig"),
-            "vllm_sampling_params": partial(self._nested, "SamplingParams"),
+            "quantization_config": partial(self._nested, ("BitsAndBytesConfig",)),
+            "peft_config": partial(self._nested, ("LoraConfig",)),
+            "vllm_sampling_params": partial(self._nested, ("SamplingParams",)),
             **dict.fromkeys(("processing_class", "tokenizer"), self._tokenizer),
             "train_dataset": partial(self._dataset, "dataset"),
             "eval_dataset": partial(self._dataset, "evaluation.dataset"),
-            "args": self._config,
+            "args": partial(self._nested, ("GRPOConfig", "DPOConfig")),
             "reward_funcs": self._rewards,  # after `args`, which has their weights
             "tools": self._tools,
         }
@@ -183,19 +183,13 @@ class _Script:
 
     # Model, configuration and tokenizer
 
-    def _nested(self, kind: str, place: Expression) -> None:
+    def _nested(self, kinds: tuple[str, ...], place: Expression) -> None:
         if isinstance(place.node, ast.Constant) and place.node.value is None:
             return
         end, _, name = self._call(place)
-        if not name.endswith(kind):
+        if (kind := name.rpartition(".")[2]) not in kinds:
             raise self.program.unread(end.node, _BY_HAND)
         self._read_call(kind, end)
-
-    def _config(self, place: Expression) -> None:
-        end, _, name = self._call(place)
-        if not name.endswith(("GRPOConfig", "DPOConfig")):
-            raise self.program.unread(end.node, "decides on it; convert its YAML by itself")
-        self._read_call(name.rpartition(".")[2], end)
 
     def _model(self, place: Expression) -> None:
         if not isinstance(self.program.follow(place).node, ast.Call):
@@ -312,9 +306,7 @@ class _Script:
             match at.node:
                 case _ if method == "split":
                     self._split(key, at)
-                case ast.Call(args=[ast.Call(func=ast.Name(id="range"), args=[number])]) if (
-                    method == "select"
-                ):
+                case ast.Call(args=[ast.Call(ast.Name("range"), [number])]) if method == "select":
                     self._put(shown, shown, self.program.read(Expression(number, at.scope)), f"{key}.size")
                 case ast.Call() if method == "map":
                     given = self._arguments("map", at)
@@ -357,17 +349,19 @@ class _Script:
             return
         if "data_files" in given and self.program.read(path) in ("json", "csv", "parquet"):
             path = given.pop("data_files")
+            if "split" in given and "[" not in str(self.program.read(given["split"])):
+                del given["split"]  # whose name only the files have
         if "split" in given:
             self._split(key, given.pop("split"))
         value = self.program.read(path)
+        if isinstance(value, dict) and len(value) == 1:
+            (value,) = value.values()
         if not isinstance(value, str):
             raise self.program.unread(end.node, "reads several files; write the rows as one")
         self._put(call, at, value, at)
         for name, one in given.items():
-            unknown = Absent(_BY_HAND, decide=True)
-            self.rules[f"{key}.{name}"] = (
-                f"{key}.name" if name == "name" else _RULES.get(f"{call}.{name}", unknown)
-            )
+            rule = _RULES.get(f"{call}.{name}") or Absent(_BY_HAND, decide=True)
+            self.rules[f"{key}.{name}"] = f"{key}.name" if name == "name" else rule
             self._take(f"{call}.{name}", f"{key}.{name}", one)
 
     def _transform(self, key: str, steps: list[Expression | dict[str, str]]) -> None:
