@@ -39,6 +39,14 @@ def commands(page: str) -> list[list[str]]:
     return [tokens for tokens in own if tokens != ["train", "quickstart"]]
 
 
+SCRIPT = """
+args = GRPOConfig(max_steps=1, max_completion_length=4, gradient_checkpointing=False, use_cpu=True)
+def reward(completions, **columns):
+    return [float(len(text)) for text in completions]
+GRPOTrainer("{model}", reward, args, load_dataset("json", data_files="{rows}", split="train"))
+"""
+
+
 @pytest.mark.parametrize("name", [name for name in sorted(PAGES) if commands(PAGES[name])])
 def test_every_command_runs_as_it_stands(name: str, toy: dict[str, Any], tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
@@ -46,6 +54,8 @@ def test_every_command_runs_as_it_stands(name: str, toy: dict[str, Any], tmp_pat
     settings["dataset"] = toy["dataset"] | {"max_prompt_length": 8}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings), encoding="utf-8")
     (tmp_path / "trl.yaml").write_text(yaml.safe_dump(TRL), encoding="utf-8")
+    rows, model = toy["dataset"]["source"], toy["model"]["path"]
+    (tmp_path / "train.py").write_text(SCRIPT.format(rows=rows, model=model), encoding="utf-8")
 
     for tokens in commands(PAGES[name]):
         assert cli.main(tokens) == 0, f"{shlex.join(tokens)}\n{capsys.readouterr().err}"

@@ -247,10 +247,14 @@ def build_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argum
     page = "the page; default: report.html in the run's directory, comparison.html here for several"
     report.add_argument("-o", "--output", type=path, metavar="OUT", help=page)
 
-    foreign = "turn an Axolotl, TRL or NeMo-RL configuration into ours, listing each key"
-    foreign += "; leaves with 3 where something is to be decided before it is the same experiment"
+    foreign = "turn an Axolotl, TRL or NeMo-RL configuration into ours, or a TRL or Unsloth script"
+    foreign += (
+        ", listing each key; leaves with 3 where something is to be decided before it is the same experiment"
+    )
     convert = add("convert", "commands:convert", foreign)
-    convert.add_argument("file", type=path, metavar="FILE", help="YAML or JSON")
+    convert.add_argument(
+        "file", type=path, metavar="FILE", help="YAML, JSON, or a script or notebook, which is not run"
+    )
     convert.add_argument(
         "-o", "--output", type=path, metavar="OUT", help="the YAML file to write, else standard output"
     )

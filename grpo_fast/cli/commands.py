@@ -93,12 +93,16 @@ def convert(args: argparse.Namespace, _: Sequence[str]) -> int:
     where a person has to decide something before it is the same experiment."""
     from grpo_fast.config.convert import convert_file
 
-    conversion, text = convert_file(args.file, source=args.source)
+    conversion, text = convert_file(args.file, source=args.source, output=args.output)
     print(conversion.listing(), file=sys.stderr)
     if args.output:
         try:
-            Path(args.output).write_text(text, encoding="utf-8")
-        except OSError as error:
+            for file, content in conversion.files.items():
+                if Path(file).exists() and Path(file).read_text(encoding="utf-8") != content:
+                    raise OSError(f"{file} is there and differs; move it, or give another OUT")
+            for file, content in {**conversion.files, args.output: text}.items():
+                Path(file).write_text(content, encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
             raise ConfigError("convert", [Problem("--output", str(error))]) from None
     else:
         print(text, end="")

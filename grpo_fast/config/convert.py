@@ -11,18 +11,20 @@ from typing import Any
 from grpo_fast.config.data import VERIFIERS
 from grpo_fast.config.foreign import nemo_rl
 from grpo_fast.config.foreign.axolotl import read_axolotl
-from grpo_fast.config.foreign.conversion import FILL_IN, TO_DECIDE, Conversion
+from grpo_fast.config.foreign.conversion import DEFAULT, FILL_IN, TO_DECIDE, Conversion
 from grpo_fast.config.foreign.names import ABSENT, NAMES
 from grpo_fast.config.foreign.rules import Places
+from grpo_fast.config.foreign.script import read_script
 from grpo_fast.config.foreign.trl import read_trl
 from grpo_fast.config.keys import ConfigError, Problem, keys, without_positions
-from grpo_fast.config.layers import merged, placed, read_mapping, validated
+from grpo_fast.config.layers import LENGTH, merged, placed, read_mapping, validated
 from grpo_fast.config.paths import user_path
 from grpo_fast.config.schema import TrainConfig
 from grpo_fast.config.tree import flatten, value_at
 from grpo_fast.config.yaml_text import dump_yaml
 from grpo_fast.objective.config import LARGEST
 
+SCRIPTS = (".py", ".ipynb")
 READERS = {"axolotl": read_axolotl, "trl": read_trl, "nemo_rl": nemo_rl.read_nemo_rl}
 # Top-level keys by which a tool's file is recognized; ours has none of them.
 _NEMO_RL = "policy grpo dpo loss_fn env cluster checkpointing logger data defaults training group_size"
@@ -36,22 +38,43 @@ TUTORIAL_MODEL = {"model.name", "model.max_length"}  # all keys of the section `
 _KEY = re.compile(r"[a-z_]+(?:\.[a-z_]+)*")
 
 
-def convert_file(path: str | Path, *, source: str | None = None) -> tuple[Conversion, str]:
+def convert_file(
+    path: str | Path, *, source: str | None = None, output: str | Path | None = None
+) -> tuple[Conversion, str]:
     """Return what became of each key of a foreign file, and our YAML.
 
     Args:
-        path: YAML or JSON.
+        path: YAML or JSON; or a training script or notebook, which is read without running it.
         source: `axolotl`, `trl` or `nemo_rl`; by default recognised by the keys.
+        output: where the YAML is to be, by which the files of a script's functions and rows are named.
 
     Raises:
         ConfigError: the file cannot be read, or holds no foreign configuration.
     """
     path = user_path(path, "FILE")
-    if path.suffix not in (".yaml", ".yml", ".json"):
-        message = "is none of .yaml, .yml and .json; write a command's flags as lines `key: value`"
+    if path.suffix not in (".yaml", ".yml", ".json", *SCRIPTS):
+        message = (
+            "is none of .yaml, .yml, .json, .py and .ipynb; write a command's flags as lines `key: value`"
+        )
         raise ConfigError(str(path), [Problem("the file", message)])
-    conversion, tree = fitted(read_foreign(path, source, {})[0])
+    if path.suffix not in SCRIPTS:
+        found = read_foreign(path, source, {})[0]
+    elif source is not None or output is None:
+        needs = "is a script: it takes -o OUT, for its functions go beside it, and no --source"
+        raise ConfigError(str(path), [Problem("the file", needs)])
+    else:
+        found = _read_script(path, Path(output).absolute().with_suffix(""))
+    conversion, tree = fitted(found)
     return conversion, conversion.heading() + dump_yaml(tree)
+
+
+def _read_script(path: Path, base: Path) -> Conversion:
+    """Convert a script whose functions and rows go into files that begin as `base`."""
+    base = base.relative_to(Path.cwd()) if base.is_relative_to(Path.cwd()) else base
+    try:
+        return read_script(path, f"{base}_functions.py", f"{base}_{{}}.jsonl")
+    except ValueError as error:
+        raise ConfigError(str(path), [Problem("the file", str(error))]) from None
 
 
 def read_foreign(path: Path, source: str | None, given: Mapping[str, Any]) -> tuple[Conversion, Places]:
@@ -69,6 +92,8 @@ def read_foreign(path: Path, source: str | None, given: Mapping[str, Any]) -> tu
         if problems:
             raise ConfigError(str(path), problems)
         tool = source or tool_of(document)
+        if any(given.get(name) is not None for name in LENGTH):
+            document = {name: value for name, value in document.items() if name not in LENGTH}
         theirs = {name: value for name, value in given.items() if _is_theirs(name, document, tool)}
         document = merged([document, theirs], problems) if theirs else document
         conversion = convert(document, source=source)
@@ -115,7 +140,12 @@ def fitted(
 def open_problems(conversion: Conversion, tree: Mapping[str, Any]) -> list[Problem]:
     """List what a person has to decide or set before a converted configuration can be used."""
     problems = [
-        Problem(row.key, f"{' '.join(row.reason.split())}; {row.key}=null leaves it out", row.value)
+        Problem(
+            row.key,
+            " ".join(row.reason.split())
+            + ("" if row.value is None or DEFAULT in row.reason else f"; {row.key}=null leaves it out"),
+            row.value,
+        )
         for row in conversion.rows
         if row.outcome == TO_DECIDE
     ]
@@ -206,10 +236,12 @@ def _blamed(problem: Problem, places: Mapping[str, Any]) -> list[str]:
     """Return the places of converted values that are refused.
 
     A problem's own, or what its message begins with or names with its value, else what the problem lies in,
-    or is missing beside.
+    or is missing beside, or the first that its message names.
     """
     start, section = problem.message.partition(" ")[0], problem.name.rpartition(".")[0]
     named = [name for name in (problem.name, start, f"{problem.name}.{start}") if name in places]
     within = {place: place.removeprefix(f"{problem.name}.") for place in places}
     named += [p for p, key in within.items() if key != p and f"{key} = {places[p]!r}" in problem.message]
-    return named[:1] or [place for place in places if section and f"{place}.".startswith(f"{section}.")]
+    around = [place for place in places if section and f"{place}.".startswith(f"{section}.")]
+    told = sorted((problem.message.index(name), name) for name in places if f"{name} = " in problem.message)
+    return named[:1] or around or [name for _, name in told[:1]]

@@ -23,6 +23,7 @@ from grpo_fast.config.tree import flatten, with_leaves
 from grpo_fast.config.yaml_text import parse_yaml, surprises
 
 logger = logging.getLogger(__name__)
+LENGTH = ("epochs", "max_steps", "num_epochs", "num_train_epochs")  # an override replaces a file's
 FREE_FORM = ("options", "rename", "targets", "environment")  # mappings whose keys are the user's
 
 

@@ -17,7 +17,7 @@ from grpo_fast.config.data import DatasetConfig
 from grpo_fast.config.foreign.conversion import FILL_IN
 from grpo_fast.config.foreign.rules import Places
 from grpo_fast.config.keys import TO_FILL_IN, ConfigError, Problem, takes_text
-from grpo_fast.config.layers import merged, misread, placed, read_mapping, validated
+from grpo_fast.config.layers import LENGTH, merged, misread, placed, read_mapping, validated
 from grpo_fast.config.lookup import choices
 from grpo_fast.config.methods import REPLACED
 from grpo_fast.config.paths import user_path
@@ -31,7 +31,6 @@ from grpo_fast.objective.catalog import METHODS
 
 logger = logging.getLogger(__name__)
 RECIPES = Path(__file__).parents[1] / "recipes"
-LENGTH = ("epochs", "max_steps", "num_epochs", "num_train_epochs")  # an override replaces a file's
 DATASETS = ("dataset", "evaluation.dataset")
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from grpo_fast.config.groups import CriterionConfig, GroupConfig
-from grpo_fast.config.lookup import choices, load_callable
+from grpo_fast.config.lookup import choices, load_callable, load_once
 from grpo_fast.data.table import CompletionTable
 from grpo_fast.data.types import Prompt, own_text, own_turns, text_of
 
@@ -60,7 +60,7 @@ def scored_values(table: CompletionTable, criterion: CriterionConfig, kept: Sequ
         values = distinct_bigrams(table, table.groups)
     else:
         source = f"groups.criteria.function = {criterion.function!r}"
-        function = load_callable(criterion.function, "groups.criteria.function")
+        function = load_once(criterion.function, "groups.criteria.function")
         values = _tensor([function(texts) for texts in texts_of(table)], table.num_groups, source)
     return _over_range(values[[*kept]].tolist(), source)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from grpo_fast.config.groups import GroupConfig
-from grpo_fast.config.lookup import choices, load_callable
+from grpo_fast.config.lookup import choices, load_once
 from grpo_fast.data.table import CompletionTable
 from grpo_fast.data.types import Prompt
 from grpo_fast.groups.advantages import spread_within
@@ -62,7 +62,7 @@ def prompt_keys(
                 "several turns: use another strategy"
             )
         return [*keys]
-    return read_keys(load_callable(config.strategy, "groups.strategy")(prompts), len(prompts), config)
+    return read_keys(load_once(config.strategy, "groups.strategy")(prompts), len(prompts), config)
 
 
 def cut(
@@ -115,13 +115,13 @@ def asked_after_scoring(path: str) -> list[str]:
     Raises:
         ValueError: the function cannot be imported, or asks for what there is not.
     """
-    function = load_callable(path, "groups.strategy")
+    function = load_once(path, "groups.strategy")
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):  # a builtin may have no signature
         return []
     asked = [name for name in parameters if name in GIVEN]
-    if not {*asked} & {*SCORED}:
+    if {*asked} <= {"prompts"}:
         return []
     for name, parameter in parameters.items():
         if name not in GIVEN and parameter.default is parameter.empty and parameter.kind in NAMED:
@@ -140,7 +140,7 @@ def read_keys(found: Any, count: int, config: GroupConfig) -> list[Hashable | No
         got = f"a {type(found).__name__}"
         raise ValueError(f"{returned} {got} for {count} prompts; return a list with one key each")
     found = [item.tolist() if hasattr(item, "tolist") else item for item in found]
-    if all(isinstance(item, list) for item in found):
+    if found and all(isinstance(item, list) for item in found):
         return _keys_of_groups(found, count, returned)
     if len(found) != count:
         raise ValueError(f"{returned} {len(found)} keys for {count} prompts; return a list with one key each")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from grpo_fast.config.groups import SCORED, CurriculumConfig, GroupConfig
-from grpo_fast.config.lookup import load_callable
+from grpo_fast.config.lookup import load_once
 from grpo_fast.config.section import short
 from grpo_fast.data import Prompt, PromptDataset, PromptSampler
 from grpo_fast.data.table import CompletionTable
@@ -74,7 +74,7 @@ class GroupSampler(PromptSampler):
         self.asked = [asked_after_scoring(p.strategy) if ":" in p.strategy else [] for p in self.phases]
         functions = [criterion.function for criterion in config.criteria if criterion.function]
         for path in functions:
-            load_callable(path, "groups.criteria.function")  # refused before any work where there is none
+            load_once(path, "groups.criteria.function")  # refused before any work where there is none
         self.reads_texts = bool(functions) or any("completions" in asked for asked in self.asked)
         needed = {c.by: None for c in config.criteria if c.by not in SCORED}
         embeds = config.embedding != "tfidf" or any("embeddings" in asked for asked in self.asked)
@@ -144,7 +144,7 @@ class GroupSampler(PromptSampler):
                 "batch_size": lambda: len(prompts),
                 "group_size": lambda: config.max_group_size,
             }
-            function = load_callable(config.strategy, "groups.strategy")
+            function = load_once(config.strategy, "groups.strategy")
             found = function(**{name: given[name]() for name in asked})
             return cut(prompts, config, keys=read_keys(found, len(prompts), config))
         means = rewards.nanmean(1)

@@ -227,6 +227,10 @@ class Trainer(Algorithm):
         chosen = drawn.select_groups(live[:wanted])
         if not len(chosen):
             return chosen, metrics
+        if config.scale_rewards in ("group", "none") and not (
+            config.scales_parts or config.rescale_flat_groups or config.function
+        ):
+            return chosen, metrics  # also where a baseline is shared with prompts that are left out
         # Again, for a deviation of the batch is that of the groups that train.
         return self.with_advantages(chosen, clock), metrics
 

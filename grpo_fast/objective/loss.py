@@ -117,6 +117,8 @@ def _load_custom(path: str) -> LossFunction:
     function = load_once(path, "loss_type")
 
     def checked(inputs: LossInputs) -> LossOutputs:
+        if not len(inputs.logprobs):  # a rank without whole groups of this step, where a mean would be NaN
+            return LossOutputs(inputs.logprobs.sum())
         outputs = function(inputs)
         if not isinstance(outputs, LossOutputs):
             raise TypeError(

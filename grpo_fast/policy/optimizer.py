@@ -251,8 +251,10 @@ class PolicyOptimizer:
     def follow(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Move the factor of `band` by a finished step's metrics; the metric of the factor it had.
 
+        A step without the metric, as some have no correlation, leaves the factor as it is.
+
         Raises:
-            ValueError: a step that trained does not have the metric.
+            ValueError: the first step that trained does not have the metric.
         """
         band = self._config.band
         if band is None:
@@ -260,7 +262,7 @@ class PolicyOptimizer:
         used, measured = self._factor, metrics.get(band.metric, math.nan)
         if math.isfinite(measured):
             self._factor = band.moved(used, measured, band.min, band.max)
-        elif not metrics.get("update/skipped"):
+        elif self._steps <= 1 and not metrics.get("update/skipped"):
             raise ValueError(
                 f"optimizer.band.metric = {band.metric!r} is no number of this step: "
                 f"{choices(band.metric, metrics)}"
@@ -280,7 +282,7 @@ class PolicyOptimizer:
         return {"steps": self._steps, "factor": self._factor}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        self._steps, self._factor = int(state["steps"]), float(state["factor"])
+        self._steps, self._factor = int(state["steps"]), float(state.get("factor", 1.0))
 
     def state_tensors(self) -> dict[str, Tensor]:
         """Masters and moments under `KIND.PARAMETER`: with `state`, all that a resumed run needs.

@@ -235,4 +235,4 @@ class BetaController:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._excess, self._running = state["excess"], state["running"]
-        self._factor = state["factor"]
+        self._factor = state.get("factor", 1.0)

@@ -10,7 +10,7 @@ from typing import Any
 
 from grpo_fast.config.convert import fitted
 from grpo_fast.config.foreign.rules import Places
-from grpo_fast.config.foreign.trl import BATCH, read_trl
+from grpo_fast.config.foreign.trl import BATCH, read_trl, whole_groups
 from grpo_fast.config.keys import ConfigError, Problem
 from grpo_fast.config.tree import with_leaves
 
@@ -37,7 +37,7 @@ def trl_places(args: Any, settings: dict[str, Any]) -> Places:
     if (quantization := settings.pop("quantization_config", None)) is not None:
         document |= set_in(quantization)
     document = with_leaves(document, _plain_leaf)
-    document |= _sizes(document)
+    document |= whole_groups(document, int(os.environ.get("WORLD_SIZE", 1)))
     conversion = fitted(read_trl(document))[0]
     open_rows = [row for row in conversion.rows if row.outcome == "needs a decision"]
     if open_rows:
@@ -60,24 +60,6 @@ def set_in(settings: Any) -> dict[str, Any]:
         always = {key: given[key] for key in ALWAYS if given.get(key) is not None}
         given = {key: value for key, value in given.items() if value != usual.get(key)} | always
     return given
-
-
-def _sizes(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the batch sizes of all processes together; `read_trl` has the arithmetic of one."""
-    sizes = {key: document.get(key) for key in (*BATCH, "num_generations")}
-    if any(size is not None and not isinstance(size, int) for size in sizes.values()):
-        return {}  # refused by name
-    rounds = sizes["steps_per_generation"] or sizes["gradient_accumulation_steps"] or 1
-    batch = (sizes["per_device_train_batch_size"] or 8) * int(os.environ.get("WORLD_SIZE", 1))
-    group = sizes["num_generations"] or 8
-    if sizes["steps_per_generation"]:
-        sizes["generation_batch_size"] = None  # which TRL computes of it
-    if not sizes["generation_batch_size"] and batch * rounds < group:
-        told = "per_device_train_batch_size: a step has %d completions, less than one group: it gets %d"
-        logger.warning(told, batch * rounds, group)
-        batch, sizes["steps_per_generation"], sizes["gradient_accumulation_steps"] = group, None, 1
-    sizes["per_device_train_batch_size"] = batch
-    return {key: sizes[key] for key in document.keys() & sizes.keys() | {"per_device_train_batch_size"}}
 
 
 def _plain(settings: Any) -> dict[str, Any]:

@@ -57,6 +57,7 @@ logger = logging.getLogger(__name__)
 TOOLS = ("rollout.tools", "rollout.environment")  # what prompts tell of, and rewards are given
 # Spaced so that no two stages, nor runs with neighbouring seeds, draw in one order.
 SEEDS_PER_STAGE = 10**9
+NOT_OF_A_STEP = ("eval/", "time/", "memory/", "tokens_per_second")  # metrics that come after its update
 
 
 Say = Callable[[str], None]
@@ -77,9 +78,11 @@ def build_trainer(config: TrainConfig, world: World = SINGLE_PROCESS, say: Say =
     needs_torchao(config.optimizer)  # refused before any work where it is missing
     for stage in resolve_stages(config):
         band = stage.config.optimizer.band
-        if band is not None and metric_of(band.metric) is None:
+        known = [name for name in METRICS if not name.startswith(NOT_OF_A_STEP)]
+        if band is not None and (metric_of(band.metric) is None or band.metric.startswith(NOT_OF_A_STEP)):
             raise ValueError(
-                f"optimizer.band.metric = {band.metric!r} is no metric: {choices(band.metric, METRICS)}"
+                f"optimizer.band.metric = {band.metric!r} is no metric of an update: "
+                f"{choices(band.metric, known)}"
             )
     if config.algorithm == "grpo":
         return build_grpo_trainer(config, world, say)

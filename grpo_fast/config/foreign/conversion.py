@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from operator import attrgetter
 from typing import Any, Literal
@@ -13,7 +13,7 @@ from grpo_fast.config.secrets import masked
 from grpo_fast.config.section import short
 from grpo_fast.objective.catalog import CATALOG, loss_specific
 
-FILL_IN = "FILL_IN"
+FILL_IN, DEFAULT = "FILL_IN", "'s default"
 REQUIRED = {"model.path": FILL_IN, "dataset.source": FILL_IN, "rewards": [{"reward": FILL_IN}]}
 # Sections that only training on the policy's own completions reads.
 SAMPLING = frozenset({"rewards", "rollout", "advantage", "loss", "num_iterations", "minibatches"})
@@ -44,9 +44,10 @@ class ForeignKey:
 class Conversion:
     """Our configuration and its account."""
 
-    source: str  # "Axolotl", "TRL" or "NeMo-RL"
+    source: str  # "Axolotl", "TRL", "NeMo-RL" or a script's name
     given: Places  # what the source sets
     rows: tuple[ForeignKey, ...]
+    files: Mapping[str, str] = field(default_factory=dict)  # path: text, of what the configuration names
 
     @property
     def fill_in(self) -> tuple[str, ...]:
@@ -64,7 +65,8 @@ class Conversion:
     @property
     def open(self) -> tuple[str, ...]:
         """Keys, theirs and ours, without which this is another experiment: a person has to decide."""
-        return (*(row.key for row in self.rows if row.outcome == TO_DECIDE), *self.fill_in)
+        undecided = (row.key for row in self.rows if row.outcome == TO_DECIDE)
+        return tuple(dict.fromkeys([*undecided, *self.fill_in]))
 
     def without(self, refused: Mapping[str, str]) -> Conversion:
         """Leave out the places whose value is refused here, for the reason given."""
@@ -142,7 +144,7 @@ def convert_entries(
         algorithm: what the file trains by.
     """
     preference = algorithm != "grpo"
-    note = f"{source}'s default"
+    note = f"{source}{DEFAULT}"
     missing = [key for key in defaults if siblings.get(key) is None]
     entries = [*entries, *(Entry(key, defaults[key], rules[key], note, missing=True) for key in missing)]
     places: Places = {"algorithm": algorithm} if preference else {}

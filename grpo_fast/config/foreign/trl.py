@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -12,6 +13,7 @@ from grpo_fast.config.foreign.rules import Absent, NotApplicable, Places, Rule, 
 from grpo_fast.config.rewards import BUILTINS
 from grpo_fast.objective.comparisons import PREFERENCE_LOSSES
 
+logger = logging.getLogger(__name__)
 BATCH = (
     "per_device_train_batch_size",
     "gradient_accumulation_steps",
@@ -20,6 +22,13 @@ BATCH = (
 )
 STEPS = ("max_steps", "warmup_steps", "logging_steps", "save_steps", "eval_steps")
 DPO_ONLY = ("precompute_ref_log_probs", "f_divergence_type", "truncation_mode", "ld_alpha")
+TEXT_PROMPTS = Entry(
+    "text prompts",
+    "sent as they are",
+    lambda *_: {"dataset.chat": "messages"},
+    "TRL's default",
+    missing=True,
+)
 
 
 def read_trl(document: Mapping[str, Any]) -> Conversion:
@@ -27,7 +36,7 @@ def read_trl(document: Mapping[str, Any]) -> Conversion:
     preference = "num_generations" not in document and any(key in document for key in DPO_ONLY)
     rules, notes = trl_rules(document, preference)
     entries = [Entry(key, value, rules.get(key), notes.get(key, "")) for key, value in document.items()]
-    entries.append(Entry("text prompts", "sent as they are", _as_text, "TRL's default", missing=True))
+    entries.append(TEXT_PROMPTS)
     siblings, defaults = {"use_peft": False, **document}, with_usual(DEFAULTS, document)
     algorithm: Algorithm = "dpo" if preference else "grpo"
     return convert_entries("TRL", entries, siblings, rules, defaults, algorithm=algorithm)
@@ -66,6 +75,24 @@ def trl_rules(document: Mapping[str, Any], preference: bool) -> tuple[dict[str, 
     return rules, notes
 
 
+def whole_groups(document: Mapping[str, Any], processes: int = 1) -> dict[str, Any]:
+    """Return the batch sizes of all processes together, for at least one group in a step."""
+    sizes = {key: document.get(key) for key in (*BATCH, "num_generations")}
+    if any(size is not None and not isinstance(size, int) for size in sizes.values()):
+        return {}  # refused by name
+    rounds = sizes["steps_per_generation"] or sizes["gradient_accumulation_steps"] or 1
+    batch = (sizes["per_device_train_batch_size"] or 8) * processes
+    group = sizes["num_generations"] or 8
+    if sizes["steps_per_generation"]:
+        sizes["generation_batch_size"] = None  # which TRL computes of it
+    if not sizes["generation_batch_size"] and batch * rounds < group:
+        told = "per_device_train_batch_size: a step has %d completions, less than one group: it gets %d"
+        logger.warning(told, batch * rounds, group)
+        batch, sizes["steps_per_generation"], sizes["gradient_accumulation_steps"] = group, None, 1
+    sizes["per_device_train_batch_size"] = batch
+    return {key: sizes[key] for key in document.keys() & sizes.keys() | {"per_device_train_batch_size"}}
+
+
 def _batch(document: Mapping[str, Any], preference: bool) -> tuple[Rule, str, int]:
     """Prompts a step and minibatches from TRL's four batch sizes; the last is optimiser steps per rollout.
 
@@ -101,10 +128,6 @@ def _batch(document: Mapping[str, Any], preference: bool) -> tuple[Rule, str, in
 def _in_rollouts(rule: Rule, per_rollout: int, value: Any, siblings: Siblings) -> Places:
     whole = isinstance(value, int) and value > 0
     return translate(rule, -(-value // per_rollout) if whole else value, siblings)
-
-
-def _as_text(_: Any, __: Siblings) -> Places:
-    return {"dataset.chat": "messages"}
 
 
 def _preference_loss(value: Any, siblings: Siblings) -> Places:
