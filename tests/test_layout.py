@@ -35,6 +35,24 @@ config = transformers.LlamaConfig(
 assert transformers.LlamaForCausalLM(config).lm_head.weight.shape == (16, 8)
 print(kernels.__file__, grpo_fast.kernels.__file__)
 """
+FROM_THE_HUB = """
+import sys
+from pathlib import Path
+import torch
+from kernels import get_local_kernel
+
+grpo_fast = get_local_kernel(Path(sys.argv[1]))
+hidden, weight = torch.randn(8, 16, requires_grad=True), torch.randn(50, 16)
+targets = torch.randint(50, (8,))
+found = grpo_fast.linear_logprob(hidden, weight, targets).logprob
+torch.testing.assert_close(found, (hidden @ weight.T).log_softmax(-1)[torch.arange(8), targets])
+(gradient,) = torch.autograd.grad(found.sum(), hidden)
+assert "grpo_fast" not in sys.modules
+import grpo_fast as installed  # beside it
+
+again = installed.linear_logprob(hidden, weight, targets).logprob
+assert torch.equal(again, found) and torch.equal(torch.autograd.grad(again.sum(), hidden)[0], gradient)
+"""
 INSTALLED = """
 import grpo_fast.kernels
 from grpo_fast.cli import main
@@ -71,7 +89,7 @@ for name in ("train", "GRPOTrainer", "Callback"):
 """
 
 
-def run(*command: str | Path, cwd: Path, path: Path | None = None, code: int = 0) -> str:
+def run(*command: str | Path, cwd: Path, path: str | Path | None = None, code: int = 0) -> str:
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST", "PYTHONPATH", "COV"))}
     environment["GRPO_FAST_CUDA"] = "0"  # nothing here needs what nvcc builds
     if path is not None:
@@ -136,14 +154,37 @@ def test_the_head_needs_torch_alone_and_the_trainer_says_how_to_get_it(checkout:
         assert len(shown.splitlines()) == 1 and command[0] in shown and remedy in shown
 
 
-def test_a_checkout_loads_kernels_and_transformers_beside_the_hubs(checkout: Path, tmp_path: Path):
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", tmp_path / "hub"]
-    if subprocess.run([str(word) for word in [*pip, HUB_KERNELS]], capture_output=True).returncode:
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the hub's package `kernels`."""
+    folder = tmp_path_factory.mktemp("hub")
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--target",
+        str(folder),
+        HUB_KERNELS,
+    ]
+    if subprocess.run(pip, capture_output=True).returncode:
         pytest.skip(f"{HUB_KERNELS} cannot be installed here (is the package registry reachable?)")
+    return folder
+
+
+def test_a_checkout_loads_kernels_and_transformers_beside_the_hubs(checkout: Path, hub: Path, tmp_path: Path):
     python, _ = install(checkout, tmp_path, "--editable")
     # From the checkout's root, which `python -c` puts before everything else, as pytest does.
-    hubs, ours = run(python, "-c", BESIDE_THE_HUBS, cwd=checkout, path=tmp_path / "hub").split()
-    assert hubs.startswith(str(tmp_path)) and ours.startswith(str(checkout))
+    hubs, ours = run(python, "-c", BESIDE_THE_HUBS, cwd=checkout, path=hub).split()
+    assert hubs.startswith(str(hub)) and ours.startswith(str(checkout))
+
+
+def test_the_hubs_package_loads_the_head_beside_an_installed_one(hub: Path, tmp_path: Path):
+    run(sys.executable, ROOT / ".ci" / "hub", tmp_path / "built", cwd=tmp_path)
+    packages = os.pathsep.join(map(str, (hub, ROOT)))
+    run(sys.executable, "-c", FROM_THE_HUB, tmp_path / "built", cwd=tmp_path, path=packages)
 
 
 def test_an_installed_package_holds_every_file_and_the_benchmarks(checkout: Path, tmp_path: Path):
