@@ -7,7 +7,7 @@ ifneq ($(shell test -w "$$HOME" && echo yes),yes)
 export HOME := $(CURDIR)/$(VENV)/home
 endif
 
-.PHONY: train test test-compiled test-cuda-build test-latest test-gpu lint clean
+.PHONY: train test test-compiled test-cuda-build test-latest test-hosts test-gpu package lint clean
 
 train: $(VENV)/.installed-train
 	$(VENV)/bin/grpo-fast train quickstart output_dir=runs/quickstart-$$(date +%Y%m%d-%H%M%S)
@@ -35,10 +35,24 @@ test-latest:  # with what pip takes today beside the newest vLLM, whose sources 
 		wheel.extractall('$(LATEST)/vllm', [n for n in wheel.namelist() if n.endswith(('.py', 'METADATA'))])"
 	sed -n 's/^Requires-Dist: \([^;[]*\)$$/\1/p' $(LATEST)/vllm/*/METADATA > $(LATEST)/vllm/constraints.txt
 	$(LATEST)/bin/python -m pip install --quiet --constraint $(LATEST)/vllm/constraints.txt \
-		--editable ".[test,triton,liger,trl,gguf,tasks,quantization]"
+		--editable ".[test,triton,liger,trl,quickstart,bitsandbytes,torchao]"
 	$(LATEST)/bin/python -m pip install --quiet --no-deps -r .ci/requirements/no-deps.txt
 	$(LATEST)/bin/python -m pip list
 	VLLM_SOURCES=$(LATEST)/vllm $(LATEST)/bin/python -m pytest -n 2 --dist worksteal $(TESTS)
+
+test-hosts: TOOLS := $(VENV)-tools
+test-hosts:  # what pip would install beside the newest release of each trainer that takes our head
+	$(PYTHON) -m venv --clear $(TOOLS)
+	$(TOOLS)/bin/python -m pip install --quiet uv
+	$(TOOLS)/bin/python .ci/hosts
+
+package: TOOLS := $(VENV)-tools
+package:  # the sdist, and the wheel without csrc/, which an index takes
+	$(PYTHON) -m venv --clear $(TOOLS)
+	$(TOOLS)/bin/python -m pip install --quiet build twine
+	rm -rf dist
+	GRPO_FAST_CUDA=0 $(TOOLS)/bin/python -m build
+	$(TOOLS)/bin/python -m twine check --strict dist/*-py3-none-any.whl dist/*.tar.gz
 
 test-gpu: $(VENV)/.installed-test
 	$(TEST) -m gpu
@@ -62,4 +76,4 @@ $(VENV)/.installed-test: $(VENV)/.installed-train .ci/requirements/test.txt .ci/
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-cuda $(VENV)-latest build *.egg-info
+	rm -rf $(VENV) $(VENV)-cuda $(VENV)-latest $(VENV)-tools build dist *.egg-info

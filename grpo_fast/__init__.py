@@ -51,7 +51,7 @@ _PUBLIC = {
 __all__ = [name for names in _PUBLIC.values() for name in names]
 
 if not TYPE_CHECKING:
-    from grpo_fast.config.lookup import lazy_names
+    from grpo_fast.config.lookup import lazy_names, trainer_missing
 
     _public_name = lazy_names(__name__, _PUBLIC)
 
@@ -60,7 +60,12 @@ if not TYPE_CHECKING:
             from importlib.metadata import version
 
             return version("grpo-fast")
-        return _public_name(name)
+        try:
+            return _public_name(name)
+        except ModuleNotFoundError as error:
+            if told := trainer_missing(error):
+                raise ImportError(f"grpo_fast.{name} {told}") from error
+            raise
 
 
 def __dir__() -> list[str]:

@@ -1,5 +1,6 @@
 """The folder `kernels/` must serve `grpo_fast.kernels` without shadowing the hub's `kernels` package,
-which transformers looks for by name; an installed package holds what the sources do; imports go one way."""
+which transformers looks for by name; an installed package holds what the sources do, and its head needs
+torch alone; imports go one way."""
 
 from __future__ import annotations
 
@@ -11,6 +12,8 @@ import shutil
 import subprocess
 import sys
 import venv
+from collections.abc import Sequence
+from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
 
 import grimp
@@ -32,6 +35,24 @@ config = transformers.LlamaConfig(
 assert transformers.LlamaForCausalLM(config).lm_head.weight.shape == (16, 8)
 print(kernels.__file__, grpo_fast.kernels.__file__)
 """
+FROM_THE_HUB = """
+import sys
+from pathlib import Path
+import torch
+from kernels import get_local_kernel
+
+grpo_fast = get_local_kernel(Path(sys.argv[1]))
+hidden, weight = torch.randn(8, 16, requires_grad=True), torch.randn(50, 16)
+targets = torch.randint(50, (8,))
+found = grpo_fast.linear_logprob(hidden, weight, targets).logprob
+torch.testing.assert_close(found, (hidden @ weight.T).log_softmax(-1)[torch.arange(8), targets])
+(gradient,) = torch.autograd.grad(found.sum(), hidden)
+assert "grpo_fast" not in sys.modules
+import grpo_fast as installed  # beside it
+
+again = installed.linear_logprob(hidden, weight, targets).logprob
+assert torch.equal(again, found) and torch.equal(torch.autograd.grad(again.sum(), hidden)[0], gradient)
+"""
 INSTALLED = """
 import grpo_fast.kernels
 from grpo_fast.cli import main
@@ -41,14 +62,41 @@ main(["bench", "--help"])
 """
 
 
-def run(*command: str | Path, cwd: Path, path: Path | None = None) -> str:
+HEAD_ALONE = """
+import sys
+import torch
+
+before = {name.partition(".")[0] for name in sys.modules}
+from grpo_fast import GRPOLossConfig, linear_cross_entropy, linear_grpo_loss, linear_logprob
+
+added = {name.partition(".")[0] for name in sys.modules} - before - sys.stdlib_module_names
+assert added == {"grpo_fast"} and "torch._dynamo" not in sys.modules, added  # as quick as torch's own import
+hidden, weight = torch.randn(8, 16, requires_grad=True), torch.randn(50, 16)
+targets, ids = torch.randint(50, (8,)), torch.arange(8) // 4
+found = linear_logprob(hidden, weight, targets).logprob
+torch.testing.assert_close(found, (hidden @ weight.T).log_softmax(-1)[torch.arange(8), targets])
+config = GRPOLossConfig("dapo")
+loss = linear_grpo_loss(hidden, weight, targets, torch.randn(8), sequence_ids=ids, config=config).loss
+(loss + found.sum() + linear_cross_entropy(hidden, weight, targets)).backward()
+assert hidden.grad.abs().sum() > 0
+import grpo_fast.integrations.host, grpo_fast.integrations.liger, grpo_fast.integrations.losses
+
+for name in ("train", "GRPOTrainer", "Callback"):
+    try:
+        getattr(grpo_fast, name)
+    except ImportError as error:
+        print(error)
+"""
+
+
+def run(*command: str | Path, cwd: Path, path: str | Path | None = None, code: int = 0) -> str:
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST", "PYTHONPATH", "COV"))}
     environment["GRPO_FAST_CUDA"] = "0"  # nothing here needs what nvcc builds
     if path is not None:
         environment["PYTHONPATH"] = str(path)
     done = subprocess.run([str(c) for c in command], cwd=cwd, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
+    assert done.returncode == code, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stderr if code else done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -58,31 +106,85 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     copy.mkdir()
     for name in ("grpo_fast", "kernels", "csrc", "benchmarks"):
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "setup.py", "README.md"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy / name)
     return copy
 
 
-def install(checkout: Path, folder: Path, *options: str) -> tuple[Path, Path]:
-    """The (python, packages) of an environment with the dependencies of this one, and the copy installed."""
+def install(checkout: Path, folder: Path, *options: str, libraries: Sequence[str] = ()) -> tuple[Path, Path]:
+    """The (python, packages) of an environment with the copy installed.
+
+    Args:
+        libraries: what is there besides, with all that they require; none: what is installed here.
+    """
     venv.create(folder / "venv")
     python = folder / "venv" / "bin" / "python"
     packages = next((folder / "venv" / "lib").glob("python*/site-packages"))
-    ours = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
-    (packages / "dependencies.pth").write_text("\n".join(ours))
+    waiting, linked = [*libraries], set[str]()
+    while waiting:
+        if (name := waiting.pop()) not in linked and (found := _installed(name)):
+            linked.add(name)
+            for top in {file.parts[0] for file in found.files or ()} - {"..", "__pycache__"}:
+                (packages / top).symlink_to(str(found.locate_file(top)))
+            waiting += [
+                re.split(r"[^\w.-]", line)[0] for line in found.requires or () if "extra ==" not in line
+            ]
+    if not libraries:
+        ours = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
+        (packages / "dependencies.pth").write_text("\n".join(ours))
     pip = [sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-build-isolation"]
     run(*pip, *options, checkout, cwd=folder)
     return python, packages
 
 
-def test_a_checkout_loads_kernels_and_transformers_beside_the_hubs(checkout: Path, tmp_path: Path):
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", tmp_path / "hub"]
-    if subprocess.run([str(word) for word in [*pip, HUB_KERNELS]], capture_output=True).returncode:
+def _installed(name: str) -> Distribution | None:
+    try:
+        return distribution(name)
+    except PackageNotFoundError:  # of another platform
+        return None
+
+
+def test_the_head_needs_torch_alone_and_the_trainer_says_how_to_get_it(checkout: Path, tmp_path: Path):
+    python, _ = install(checkout, tmp_path, libraries=("torch", "numpy", "setuptools"))
+
+    remedy = "pip install 'grpo-fast[train]'"
+    assert run(python, "-c", HEAD_ALONE, cwd=tmp_path).count(remedy) == 3
+    for command in (["train", "quickstart"], ["config"], ["doctor"], ["convert", "any.yaml"]):
+        shown = run(python, "-m", "grpo_fast", *command, cwd=tmp_path, code=1)
+        assert len(shown.splitlines()) == 1 and command[0] in shown and remedy in shown
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the hub's package `kernels`."""
+    folder = tmp_path_factory.mktemp("hub")
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--target",
+        str(folder),
+        HUB_KERNELS,
+    ]
+    if subprocess.run(pip, capture_output=True).returncode:
         pytest.skip(f"{HUB_KERNELS} cannot be installed here (is the package registry reachable?)")
+    return folder
+
+
+def test_a_checkout_loads_kernels_and_transformers_beside_the_hubs(checkout: Path, hub: Path, tmp_path: Path):
     python, _ = install(checkout, tmp_path, "--editable")
     # From the checkout's root, which `python -c` puts before everything else, as pytest does.
-    hubs, ours = run(python, "-c", BESIDE_THE_HUBS, cwd=checkout, path=tmp_path / "hub").split()
-    assert hubs.startswith(str(tmp_path)) and ours.startswith(str(checkout))
+    hubs, ours = run(python, "-c", BESIDE_THE_HUBS, cwd=checkout, path=hub).split()
+    assert hubs.startswith(str(hub)) and ours.startswith(str(checkout))
+
+
+def test_the_hubs_package_loads_the_head_beside_an_installed_one(hub: Path, tmp_path: Path):
+    run(sys.executable, ROOT / ".ci" / "hub", tmp_path / "built", cwd=tmp_path)
+    packages = os.pathsep.join(map(str, (hub, ROOT)))
+    run(sys.executable, "-c", FROM_THE_HUB, tmp_path / "built", cwd=tmp_path, path=packages)
 
 
 def test_an_installed_package_holds_every_file_and_the_benchmarks(checkout: Path, tmp_path: Path):

@@ -18,7 +18,7 @@ from itertools import islice
 from typing import Any
 
 import grpo_fast
-from grpo_fast.config.lookup import choices, exits_are_errors
+from grpo_fast.config.lookup import choices, exits_are_errors, trainer_missing
 from grpo_fast.config.paths import user_path
 
 FAILURE, USAGE, INTERRUPTED = 1, 2, 130
@@ -91,6 +91,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if debug:
             traceback.print_exc()
+        if isinstance(error, ModuleNotFoundError) and (told := trainer_missing(error)):
+            print(f"grpo-fast: {tokens[0]} {told}", file=sys.stderr)
+            return FAILURE
         return report_error(error)
 
 

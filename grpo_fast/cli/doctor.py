@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from packaging.requirements import Requirement
 
+from grpo_fast.config.lookup import requirements
 from grpo_fast.rollout.vllm import installed_version, version_problem
 
 NOT_OURS = ("test", "trl")  # extras of developers, and of those who train with another trainer
@@ -46,23 +47,25 @@ def examine() -> Iterator[Finding]:
 
 
 def libraries() -> Iterator[Finding]:
-    """Compare what is installed with what the package requires; what an extra brings is not essential."""
-    for wanted in map(Requirement, importlib.metadata.requires("grpo-fast") or ()):
-        name, extra = wanted.name, str(wanted.marker or "").rpartition("extra == ")[2].strip("\"'")
-        remedy = f"pip install --upgrade 'grpo-fast[{extra}]'" if extra else f"pip install '{wanted}'"
-        if name == "vllm" or extra in NOT_OURS:
+    """Compare what is installed with what is required; the trainer's libraries are essential."""
+    for text, module, extra in requirements():
+        wanted, essential = Requirement(text), extra in ("", "train")
+        name = wanted.name
+        if name in ("vllm", "grpo-fast") or extra in NOT_OURS:
             continue
+        asked = f"grpo-fast[{extra}]" if extra else text
+        remedy = f"pip install --upgrade '{asked}'"
         try:
             version = importlib.metadata.version(name)
             if not wanted.specifier.contains(version, prereleases=True):
                 raise ImportError(f"{version} is not {wanted.specifier}")
-            if not extra:
-                importlib.import_module({"pyyaml": "yaml"}.get(name, name.replace("-", "_")))
-            yield Finding("ok", name, version, not extra)
+            if essential:
+                importlib.import_module(module)
+            yield Finding("ok", name, version, essential)
         except importlib.metadata.PackageNotFoundError:
-            yield Finding("missing", name, remedy, not extra)
+            yield Finding("missing", name, remedy, essential)
         except Exception as error:
-            yield Finding("broken", name, f"{error}: {remedy}", not extra)
+            yield Finding("broken", name, f"{error}: {remedy}", essential)
     vllm = installed_version()  # of builds that have other names
     state = "missing" if vllm is None else "broken" if version_problem(vllm) else "ok"
     yield Finding(state, "vllm", version_problem(vllm) or f"{vllm}, for rollout.engine")

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import difflib
 import importlib
+import importlib.metadata
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import cache
 from importlib.machinery import SourceFileLoader
@@ -184,6 +186,25 @@ def lazy_names(package: str, modules: Mapping[str, Sequence[str]]) -> Callable[[
         return value
 
     return find
+
+
+def requirements() -> Iterator[tuple[str, str, str]]:
+    """Yield each requirement of the package, its module, and the extra that brings it, or ""."""
+    for line in importlib.metadata.requires("grpo-fast") or ():
+        wanted, _, marker = line.partition(";")
+        name = re.split(r"[^\w-]", wanted)[0]
+        module = {"pyyaml": "yaml"}.get(name, name.replace("-", "_"))
+        yield wanted.strip(), module, marker.rpartition("extra == ")[2].strip(" \"'")
+
+
+def trainer_missing(error: ModuleNotFoundError) -> str | None:
+    """Return how to install the trainer; None where the missing module is not one of its own."""
+    missing, modules = str(error.name).partition(".")[0], set()
+    with suppress(importlib.metadata.PackageNotFoundError):  # a checkout that is not installed
+        modules = {module for _, module, extra in requirements() if extra == "train"}
+    if missing not in modules:
+        return None
+    return f"needs the trainer, whose library {missing} is missing: pip install 'grpo-fast[train]'"
 
 
 def choices(name: str, known: Iterable[str]) -> str:

@@ -167,7 +167,7 @@ def import_reasoning_gym() -> ModuleType:
     except ImportError as error:
         raise ImportError(
             "tasks and scorers of reasoning-gym need that package (Python 3.11 or newer): "
-            "pip install 'grpo-fast[tasks]'"
+            "pip install 'grpo-fast[reasoning-gym]'"
         ) from error
     return reasoning_gym
 

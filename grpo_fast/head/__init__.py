@@ -1,7 +1,8 @@
 """Hidden states to log-probabilities and losses, and back."""
 
 from grpo_fast.head.api import linear_cross_entropy, linear_grpo_loss, linear_logprob
-from grpo_fast.head.outputs import Certificate, GRPOLossOutput, HeadOutput, HeadParameters
+from grpo_fast.head.outputs import Certificate, GRPOLossOutput, HeadOutput
+from grpo_fast.head.parameters import HeadParameters
 from grpo_fast.head.warm_up import warm_up
 
 __all__ = [

@@ -5,7 +5,8 @@ Tuples, as torch's operators are given their arguments and return their results.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, get_type_hints
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple, TypeVar, get_type_hints
 
 import torch
 import torch.distributed as dist
@@ -38,6 +39,15 @@ ROW_INVALID = -2
 
 LOG_ZERO = -500.0
 """Stands in for log 0 where it is multiplied by a probability: exp of it is nothing, and it is finite."""
+
+Function = TypeVar("Function", bound=Callable[..., object])
+
+
+def constant_when_compiled(function: Function) -> Function:
+    """Do what `torch.compiler.assume_constant_result` does, which first imports the whole compiler."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
 
 RowIndex = Tensor | slice  # which rows: indices, a mask or a range
 

@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from grpo_fast.head.call import ROW_IGNORED, ROW_INVALID, HeadCall, Shard
+from grpo_fast.head.call import ROW_IGNORED, ROW_INVALID, HeadCall, Shard, constant_when_compiled
 from grpo_fast.objective import GRPOLossConfig, StepTotals
 from grpo_fast.objective.types import FLOATS, INTEGERS, TOKEN_COLUMNS, refuse_gradients
 
@@ -332,7 +332,7 @@ def _check_sequences(ids: Tensor, num_sequences: int | None) -> None:
         )
 
 
-@torch.compiler.assume_constant_result
+@constant_when_compiled
 def _has_autocast(kind: str) -> bool:
     """Of the device's kind alone: torch 2.11's compiler cannot trace the question."""
     return is_autocast_available(kind)

@@ -25,6 +25,7 @@ from grpo_fast.head.call import (
     RowStatistics,
     SavedForBackward,
     Wanted,
+    constant_when_compiled,
     schema_of,
 )
 from grpo_fast.head.checks import check_values
@@ -68,7 +69,7 @@ def backend_of(call: HeadCall) -> Backend:
     return backend_on(call.hidden.device.type, call.hidden.device.index, call.hidden.dtype)
 
 
-@torch.compiler.assume_constant_result
+@constant_when_compiled
 def backend_on(kind: str, index: int | None, dtype: torch.dtype) -> Backend:
     """Of a device's facts alone, which a compiler need not trace."""
     return head_backend(_facts_for_heads(kind, index), dtype)

@@ -1,9 +1,9 @@
-"""What the head's public functions return, and the parameters of an output head as one."""
+"""What the head's public functions return."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -83,30 +83,3 @@ class GRPOLossOutput:
     logprobs: Tensor | None = None  # (N,) detached; zero where masked
     entropy: Tensor | None = None  # (N,) detached, when asked for
     certificate: Certificate | None = None  # filled by the backward
-
-
-@dataclass(frozen=True)
-class HeadParameters:
-    """logits = cap(logit_scale · (hidden @ weightᵀ + bias)), with cap(z) = softcap · tanh(z / softcap).
-
-    Given whole: `linear_logprob(hidden, head.weight, targets, **head.options)`.
-    """
-
-    weight: Tensor  # (V, H), the model's dtype
-    bias: Tensor | None = None  # (V,)
-    logit_scale: float = 1.0
-    softcap: float | None = None
-    tolerance: float | None = None  # of the gradient, as `linear_logprob` takes it
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """All but the weight."""
-        return {name: value for name, value in vars(self).items() if name != "weight"}
-
-    def logits(self, hidden: Tensor, kind: torch.dtype = torch.float32) -> Tensor:
-        """(..., H) -> (..., V) of that dtype. The loss never forms them."""
-        logits = hidden.to(kind) @ self.weight.to(kind).T
-        if self.bias is not None:
-            logits = logits + self.bias.to(kind)
-        logits = logits * self.logit_scale
-        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)

@@ -11,7 +11,7 @@ from torch import Tensor
 from grpo_fast.head.api import linear_logprob
 from grpo_fast.head.checks import IGNORE_INDEX
 from grpo_fast.head.operator import use_kernels
-from grpo_fast.head.outputs import HeadParameters
+from grpo_fast.head.parameters import HeadParameters
 from grpo_fast.head.plan import DEFAULT_TOLERANCE
 
 _ROWS = 64

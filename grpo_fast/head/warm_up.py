@@ -16,7 +16,7 @@ from torch import Tensor
 
 from grpo_fast.head.api import linear_grpo_loss, linear_logprob
 from grpo_fast.head.operator import backend_on, kernels_failed, use_kernels
-from grpo_fast.head.outputs import HeadParameters
+from grpo_fast.head.parameters import HeadParameters
 from grpo_fast.head.self_check import check_kernels
 from grpo_fast.objective import GRPOLossConfig
 

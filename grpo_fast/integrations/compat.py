@@ -9,8 +9,6 @@ from importlib import metadata
 from operator import attrgetter
 from typing import Any
 
-from packaging.specifiers import SpecifierSet
-
 
 @dataclass(frozen=True)
 class Host:
@@ -86,6 +84,8 @@ def private(library: str, module: str) -> Any:
         version = metadata.version(distribution) if version is None else version
     except ModuleNotFoundError as error:
         raise ImportError(f"{library} cannot be imported ({error}): {remedy}") from error
+    from packaging.specifiers import SpecifierSet  # which every host brings
+
     if not SpecifierSet(host.versions).contains(version, prereleases=True):
         raise ImportError(f"{distribution} is version {version}, which this adapter does not know: {remedy}")
     try:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from grpo_fast.head import HeadParameters, linear_logprob
-from grpo_fast.policy.architecture import head_parameters
+from grpo_fast.head.parameters import head_parameters
 
 _ABSENT = object()
 

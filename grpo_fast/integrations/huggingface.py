@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 
 from grpo_fast.head import HeadParameters, linear_cross_entropy
 from grpo_fast.head.checks import compute_dtype
+from grpo_fast.head.parameters import head_parameters
 from grpo_fast.integrations.host import Replacements, tapped_head
-from grpo_fast.policy.architecture import head_parameters
 
 _UNDO = "_grpo_fast_undo"  # attribute of a patched model
 

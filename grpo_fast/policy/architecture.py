@@ -11,11 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from grpo_fast.data.table import CompletionTable
-from grpo_fast.head import HeadParameters
 from grpo_fast.policy.layers import decoder_layers, wrap_forward
 from grpo_fast.policy.layout import PackedLayout
 from grpo_fast.policy.packing import pack
-from grpo_fast.policy.quantization import is_quantized
 from grpo_fast.policy.vision import model_class
 
 if TYPE_CHECKING:
@@ -26,7 +24,6 @@ if TYPE_CHECKING:
 _ATTENTION = ("full_attention", "sliding_attention")
 _RECURRENT = ("linear_attention", "conv", "hybrid", "hybrid_sliding")  # with a state, see `recurrent`
 PACKED_LAYER_TYPES = frozenset([*_ATTENTION, *_RECURRENT, "mlp", "moe"])
-_SOFTCAPS = ("final_logit_softcapping", "output_logit_soft_cap")  # Gemma, xLSTM
 _OWN_TOKENIZER = "give the model its own tokenizer, or enlarge it by resize_token_embeddings and save it"
 
 
@@ -187,46 +184,6 @@ def backbone(model: PreTrainedModel) -> Any:
     """The model without its head; Llama 4's says that it is its own."""
     inner: Any = model
     return inner.base_model if inner.base_model is not inner else inner.model
-
-
-def head_parameters(model: PreTrainedModel) -> HeadParameters:
-    """Read the head of a transformers causal language model, under the names its configuration uses.
-
-    Raises:
-        ValueError: the model has no output embedding, LoRA wraps it, or it is quantised.
-    """
-    head = model.get_output_embeddings()
-    if head is None:
-        raise ValueError(f"{type(model).__name__} has no output head; give a causal language model")
-    if not isinstance(head, nn.Linear):
-        raise ValueError(
-            f"the output head is a {type(head).__name__}, and the loss reads the weight of an "
-            "nn.Linear; with LoRA, leave the head out of model.lora.target_modules"
-        )
-    if is_quantized(head.weight):
-        raise ValueError(
-            f"the output head is a {type(head).__name__}, whose weight the loss cannot read; save the model "
-            "with the head in bfloat16, or give the model in bfloat16 and model.quantization = nf4"
-        )
-    config = model.config.get_text_config()
-    return HeadParameters(
-        weight=head.weight,
-        bias=head.bias,
-        logit_scale=_logit_scale(config),
-        softcap=logit_softcap(config),
-    )
-
-
-def logit_softcap(config: PreTrainedConfig) -> float | None:
-    """The bound of the logits, s · tanh(logits / s); None: there is none."""
-    return next((cap for name in _SOFTCAPS if (cap := getattr(config, name, None)) is not None), None)
-
-
-def _logit_scale(config: PreTrainedConfig) -> float:
-    if (scale := getattr(config, "logit_scale", None)) is not None:  # Cohere
-        return float(scale)
-    scaling = getattr(config, "logits_scaling", None)  # Granite, MiniCPM
-    return 1.0 if scaling is None else 1.0 / float(scaling)
 
 
 @torch.no_grad()

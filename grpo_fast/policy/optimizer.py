@@ -359,7 +359,7 @@ def needs_torchao(config: OptimizerConfig) -> bool:
     asked["optimizer.stochastic_rounding = true"] = config.stochastic_rounding
     for what, needed in asked.items():
         if needed and find_spec("torchao") is None:
-            raise ImportError(f"{what}, which needs torchao: pip install 'grpo-fast[quantization]'")
+            raise ImportError(f"{what}, which needs torchao: pip install 'grpo-fast[torchao]'")
     logging.getLogger("torchao").setLevel(logging.ERROR)  # it warns of kernels for GPUs that are not here
     return any(asked.values())
 

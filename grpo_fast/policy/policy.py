@@ -18,14 +18,15 @@ from grpo_fast.data.table import EXPERTS
 from grpo_fast.distributed.shards import whole
 from grpo_fast.distributed.world import SINGLE_PROCESS, World
 from grpo_fast.head import HeadParameters
+from grpo_fast.head.parameters import head_parameters, is_quantized
 from grpo_fast.policy.adapters import adapted_weights, base_name, merged
-from grpo_fast.policy.architecture import backbone, fix_rope, head_parameters
+from grpo_fast.policy.architecture import backbone, fix_rope
 from grpo_fast.policy.experts import chosen_share, is_expert
 from grpo_fast.policy.flash import PACKAGES
 from grpo_fast.policy.layout import PackedLayout, RowLayout
 from grpo_fast.policy.optimizer import MASTER
 from grpo_fast.policy.packing import PackedBatch, TokenCosts
-from grpo_fast.policy.quantization import count_numbers, dequantized, is_quantized
+from grpo_fast.policy.quantization import count_numbers, dequantized
 from grpo_fast.policy.source import save_model
 from grpo_fast.policy.vision import Vision, language_model, language_parameters
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo_fast.config.policy import ModelConfig
+from grpo_fast.head.parameters import is_quantized
 from grpo_fast.policy.experts import expert_count
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def quantizes(model: ModelConfig, architecture: PreTrainedConfig) -> bool:
             f"{what}: GPT-2 keeps its matrices the other way round; use a model of linear layers"
         )
     if find_spec("bitsandbytes") is None:
-        raise ImportError(f"{what}, which needs bitsandbytes: pip install 'grpo-fast[quantization]'")
+        raise ImportError(f"{what}, which needs bitsandbytes: pip install 'grpo-fast[bitsandbytes]'")
     # It warns that it would compute faster on some CPUs with kernels that it downloads.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     return True
@@ -98,10 +99,6 @@ def unquantized(architecture: PreTrainedConfig) -> PreTrainedConfig:
     if hasattr(architecture, "quantization_config"):
         del architecture.quantization_config
     return architecture
-
-
-def is_quantized(weight: Tensor | None) -> bool:
-    return type(weight).__name__ == "Params4bit"  # of bitsandbytes, which need not be installed
 
 
 def dequantized(module: nn.Module) -> Tensor:

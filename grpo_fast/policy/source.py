@@ -119,7 +119,7 @@ def converted_package(source: str) -> Path:
     if folder.exists():
         return folder
     if find_spec("gguf") is None:
-        raise ImportError("reading a GGUF model needs the gguf package: pip install 'grpo-fast[quickstart]'")
+        raise ImportError("reading a GGUF model needs the gguf package: pip install 'grpo-fast[gguf]'")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:

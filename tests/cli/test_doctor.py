@@ -32,11 +32,16 @@ def test_a_foreign_package_named_kernels_is_found_out(tmp_path, monkeypatch, cap
 @pytest.mark.parametrize(
     ("requirement", "state", "code", "remedy"),
     [
-        ("no-such-library>=2", "missing", 1, "pip install 'no-such-library>=2'"),
-        ("no-such-library; extra == 'tasks'", "missing", 0, "pip install --upgrade 'grpo-fast[tasks]'"),
-        ("torch>=999", "broken", 1, "pip install 'torch>=999'"),
+        ("no-such-library>=2", "missing", 1, "pip install --upgrade 'no-such-library>=2'"),
+        (
+            "no-such-library; extra == 'reasoning-gym'",
+            "missing",
+            0,
+            "pip install --upgrade 'grpo-fast[reasoning-gym]'",
+        ),
+        ("torch>=999", "broken", 1, "pip install --upgrade 'torch>=999'"),
         ("torch>=2.9", "ok", 0, ""),
-        ("datasets", "broken", 1, "pip install 'datasets'"),
+        ("datasets; extra == 'train'", "broken", 1, "pip install --upgrade 'grpo-fast[train]'"),
     ],
 )
 def test_only_essential_libraries_decide_on_health(requirement, state, code, remedy, monkeypatch, capsys):

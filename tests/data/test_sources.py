@@ -280,7 +280,7 @@ def test_a_hub_id_goes_to_datasets_and_a_failure_names_other_sources(monkeypatch
 
 def test_a_missing_reasoning_gym_is_one_sentence_with_the_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    with pytest.raises(ImportError, match=r"pip install 'grpo-fast\[tasks\]'"):
+    with pytest.raises(ImportError, match=r"pip install 'grpo-fast\[reasoning-gym\]'"):
         generate_rows("chain_sum", seed=0)
 
 

@@ -106,7 +106,7 @@ def test_adapters_on_it_train_as_on_a_plain_model_with_its_numbers(
         ("llama", {"lora": LORA}, {"load_in_4bit": True}, ValueError, "already; leave model.quantization"),
         ("llama", {"lora": LORA, "quantization": None}, {"load_in_8bit": True}, ValueError, "in 8 bits"),
         ("llama", {"quantization": None}, {"load_in_4bit": True}, ValueError, r"model\.lora = \{\}"),
-        ("llama", {"lora": LORA}, "missing", ImportError, r"pip install 'grpo-fast\[quantization\]'"),
+        ("llama", {"lora": LORA}, "missing", ImportError, r"pip install 'grpo-fast\[bitsandbytes\]'"),
     ],
 )
 def test_a_quantisation_that_cannot_be_is_refused_before_any_weight_is_read(

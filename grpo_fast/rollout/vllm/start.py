@@ -26,9 +26,10 @@ from torch import Tensor, nn
 from grpo_fast.config.rollout import VLLMConfig
 from grpo_fast.config.section import short
 from grpo_fast.distributed.world import SINGLE_PROCESS, World
+from grpo_fast.head.parameters import is_quantized
 from grpo_fast.policy.host_memory import waiting_on_host
 from grpo_fast.policy.out_of_memory import ALLOCATOR
-from grpo_fast.policy.quantization import is_quantized, unquantized
+from grpo_fast.policy.quantization import unquantized
 from grpo_fast.policy.random_state import capture_rng, restore_rng
 from grpo_fast.policy.source import cache_folder
 from grpo_fast.rollout.vllm import IN_PROCESS, installed_version, require_vllm

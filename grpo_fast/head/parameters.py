@@ -1,0 +1,86 @@
+"""The parameters of a model's output head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+_SOFTCAPS = ("final_logit_softcapping", "output_logit_soft_cap")  # Gemma, xLSTM
+
+
+@dataclass(frozen=True)
+class HeadParameters:
+    """logits = cap(logit_scale · (hidden @ weightᵀ + bias)), with cap(z) = softcap · tanh(z / softcap).
+
+    Given whole: `linear_logprob(hidden, head.weight, targets, **head.options)`.
+    """
+
+    weight: Tensor  # (V, H), the model's dtype
+    bias: Tensor | None = None  # (V,)
+    logit_scale: float = 1.0
+    softcap: float | None = None
+    tolerance: float | None = None  # of the gradient, as `linear_logprob` takes it
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """All but the weight."""
+        return {name: value for name, value in vars(self).items() if name != "weight"}
+
+    def logits(self, hidden: Tensor, kind: torch.dtype = torch.float32) -> Tensor:
+        """(..., H) -> (..., V) of that dtype. The loss never forms them."""
+        logits = hidden.to(kind) @ self.weight.to(kind).T
+        if self.bias is not None:
+            logits = logits + self.bias.to(kind)
+        logits = logits * self.logit_scale
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
+
+def head_parameters(model: PreTrainedModel) -> HeadParameters:
+    """Read the head of a transformers causal language model, under the names its configuration uses.
+
+    Raises:
+        ValueError: the model has no output embedding, LoRA wraps it, or it is quantised.
+    """
+    head = model.get_output_embeddings()
+    if head is None:
+        raise ValueError(f"{type(model).__name__} has no output head; give a causal language model")
+    if not isinstance(head, nn.Linear):
+        raise ValueError(
+            f"the output head is a {type(head).__name__}, and the loss reads the weight of an "
+            "nn.Linear; with LoRA, leave the head out of model.lora.target_modules"
+        )
+    if is_quantized(head.weight):
+        raise ValueError(
+            f"the output head is a {type(head).__name__}, whose weight the loss cannot read; save the model "
+            "with the head in bfloat16, or give the model in bfloat16 and model.quantization = nf4"
+        )
+    config = model.config.get_text_config()
+    return HeadParameters(
+        weight=head.weight,
+        bias=head.bias,
+        logit_scale=_logit_scale(config),
+        softcap=logit_softcap(config),
+    )
+
+
+def logit_softcap(config: PreTrainedConfig) -> float | None:
+    """The bound of the logits, s · tanh(logits / s); None: there is none."""
+    return next((cap for name in _SOFTCAPS if (cap := getattr(config, name, None)) is not None), None)
+
+
+def _logit_scale(config: PreTrainedConfig) -> float:
+    if (scale := getattr(config, "logit_scale", None)) is not None:  # Cohere
+        return float(scale)
+    scaling = getattr(config, "logits_scaling", None)  # Granite, MiniCPM
+    return 1.0 if scaling is None else 1.0 / float(scaling)
+
+
+def is_quantized(weight: Tensor | None) -> bool:
+    """Return whether a weight is in 4 bits."""
+    return type(weight).__name__ == "Params4bit"  # of bitsandbytes, which need not be installed
