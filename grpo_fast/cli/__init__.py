@@ -34,7 +34,7 @@ FIRST_STEPS = (
     "`grpo-fast config WORD` finds keys by a word, as kl, lr or batch_size"
 )
 REMOVED = {  # commands and options that are gone, and what replaces them
-    "groups": "`groups describe` was removed: the first steps of a run log groups/sharing and the like",
+    "groups": "`groups describe` was removed: `grpo-fast preview CONFIG --groups` prints the first groups",
     "plan --gpus-per-node": "--gpus-per-node was removed: the plan counts bytes alone; leave it out",
     "plan --table": "--table was removed: give --model and --gpu once for each model and GPU",
 }

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from grpo_fast.config.section import Fraction, Positive, PositiveInt, Section, one_of, words
 from grpo_fast.objective.config import refuse_unread
@@ -30,6 +30,11 @@ def _known(strategy: str) -> str:
             "'module:function'"
         )
     return ALIASES.get(strategy, strategy)
+
+
+def _with_text_keys(sizes: Any) -> Any:
+    """Values of a column may be numbers, which YAML reads as numbers."""
+    return {str(key): size for key, size in sizes.items()} if isinstance(sizes, dict) else sizes
 
 
 Strategy = Annotated[str, AfterValidator(_known)]
@@ -79,7 +84,7 @@ class GroupConfig(Section):
     )
     min_group_size: PositiveInt = Field(2, description="prompts; smaller groups fall apart")
     max_group_size: PositiveInt = Field(4, description="prompts that share a baseline at most")
-    size_by: dict[str, str | int] | None = Field(
+    size_by: Annotated[dict[str, str | int], BeforeValidator(_with_text_keys)] | None = Field(
         None,
         description="max_group_size by the value of a column, as `{column: domain, dialogue: 4}`; prompts of "
         "different values share no baseline",

@@ -312,7 +312,8 @@ class GRPOLossConfig:
             )
 
     def _check_custom(self) -> None:
-        others = {f.name for f in fields(self)} - {"loss_type", "beta", "max_completion_length", *_CUSTOM}
+        given = {"loss_type", "beta", "max_completion_length", "value_loss_coef", *_CUSTOM}
+        others = {f.name for f in fields(self)} - given
         refuse_unread(self, others, "by a loss of your own, which gets LossInputs only")
         if len({*self.columns}) < len(self.columns):
             raise ValueError(f"columns = {list(self.columns)} names one twice; name each once")
