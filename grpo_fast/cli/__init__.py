@@ -23,7 +23,7 @@ from grpo_fast.config.paths import user_path
 
 FAILURE, USAGE, INTERRUPTED = 1, 2, 130
 
-CONFIG_HELP = "a YAML file, a run's directory, or the name of a shipped recipe (quickstart, calculator, ...)"
+CONFIG_HELP = "a YAML file, ours or another tool's, a run's directory, or a shipped recipe (quickstart, ...)"
 OVERRIDES_HELP = (
     "Any key of the configuration may be given after the options, as `optimizer.learning_rate=1e-6` or "
     "`--optimizer.learning_rate 1e-6`; TRL's and Axolotl's flat names (`learning_rate`, `num_generations`, "
