@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from grpo_fast.config.groups import GroupConfig
-from grpo_fast.config.lookup import choices, load_once
+from grpo_fast.config.lookup import choices, load_callable
 from grpo_fast.data.table import CompletionTable
 from grpo_fast.data.types import Prompt
 from grpo_fast.groups.advantages import spread_within
@@ -62,7 +62,7 @@ def prompt_keys(
                 "several turns: use another strategy"
             )
         return [*keys]
-    return read_keys(load_once(config.strategy, "groups.strategy")(prompts), len(prompts), config)
+    return read_keys(load_callable(config.strategy, "groups.strategy")(prompts), len(prompts), config)
 
 
 def cut(
@@ -109,13 +109,12 @@ def _clusters(own: Sequence[int], config: GroupConfig, distance: Distance) -> Pr
     return [*kept, *([position] for position in rest)]
 
 
-def asked_after_scoring(path: str) -> list[str]:
+def asked_after_scoring(function: Callable[..., Any], path: str) -> list[str]:
     """What a function of the user's is given by name after scoring; empty: it gets the prompts before.
 
     Raises:
-        ValueError: the function cannot be imported, or asks for what there is not.
+        ValueError: the function asks for what there is not.
     """
-    function = load_once(path, "groups.strategy")
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):  # a builtin may have no signature

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from grpo_fast.config.groups import SCORED, CurriculumConfig, GroupConfig
-from grpo_fast.config.lookup import load_once
+from grpo_fast.config.lookup import load_callable, load_once
 from grpo_fast.config.section import short
 from grpo_fast.data import Prompt, PromptDataset, PromptSampler
 from grpo_fast.data.table import CompletionTable
@@ -71,7 +71,12 @@ class GroupSampler(PromptSampler):
         super().__init__(dataset, batch_size, seed)
         check_sizes(dataset, config)
         self.config, self.phases = config, config.by_phase()
-        self.asked = [asked_after_scoring(p.strategy) if ":" in p.strategy else [] for p in self.phases]
+        paths = {phase.strategy for phase in self.phases if ":" in phase.strategy}
+        self.functions = {path: load_callable(path, "groups.strategy") for path in sorted(paths)}
+        self.asked = [
+            asked_after_scoring(self.functions[p.strategy], p.strategy) if p.strategy in paths else []
+            for p in self.phases
+        ]
         functions = [criterion.function for criterion in config.criteria if criterion.function]
         for path in functions:
             load_once(path, "groups.criteria.function")  # refused before any work where there is none
@@ -144,8 +149,7 @@ class GroupSampler(PromptSampler):
                 "batch_size": lambda: len(prompts),
                 "group_size": lambda: config.max_group_size,
             }
-            function = load_once(config.strategy, "groups.strategy")
-            found = function(**{name: given[name]() for name in asked})
+            found = self.functions[config.strategy](**{name: given[name]() for name in asked})
             return cut(prompts, config, keys=read_keys(found, len(prompts), config))
         means = rewards.nanmean(1)
         order = means.isfinite().nonzero()[:, 0].tolist()  # a prompt without a reward has no baseline

@@ -103,7 +103,7 @@ def test_a_cache_that_cannot_be_made_and_a_missing_gguf_are_named(
     with pytest.raises(OSError, match="set GRPO_FAST_CACHE"):
         converted_package("package:models")
     monkeypatch.setattr(policy_source, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match="grpo-fast\\[quickstart\\]"):
+    with pytest.raises(ImportError, match="grpo-fast\\[gguf\\]"):
         converted_package("package:models")
 
 

@@ -149,7 +149,11 @@ def test_a_resumed_run_is_the_one_that_was_not_stopped(beta, make_run, tmp_path)
 @pytest.mark.parametrize(
     ("loss", "metric", "said"),
     [
-        ({}, "rewards/margin", "optimizer.band.metric = 'rewards/margin' is no metric: .*'rewards/margins'"),
+        (
+            {},
+            "rewards/margin",
+            "optimizer.band.metric = 'rewards/margin' is no metric of an update: .*'rewards/margins'",
+        ),
         ({"loss_type": f"{__name__}:absent"}, "loss", "preference.loss.loss_type = .*absent"),
         (
             {"loss_type": f"{__name__}:quality_first", "columns": ["qualty"]},

@@ -121,7 +121,7 @@ def test_a_failing_function_is_skipped_where_that_is_configured(score) -> None:
 
 
 def test_an_interrupted_rollout_waits_for_no_reward(score) -> None:
-    release = threading.Event()
+    release, others = threading.Event(), {*threading.enumerate()}
 
     def slow(completions: Sequence[str]) -> list[float]:
         release.wait(60)
@@ -132,7 +132,7 @@ def test_an_interrupted_rollout_waits_for_no_reward(score) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         score(rewards(slow, early=(slow,)), interrupt)
-    left = [thread for thread in threading.enumerate() if thread.name == "early rewards"]
+    left = [thread for thread in {*threading.enumerate()} - others if thread.name == "early rewards"]
     release.set()
     for thread in left:
         assert thread.daemon  # the end of the program waits for it neither
