@@ -131,6 +131,13 @@ def preview(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 def preview_groups(config: TrainConfig, source: str) -> int:
     """Print the first step's baseline groups, with completions only where the strategy reads them."""
+    from grpo_fast.data.sources import rows_read_once
+
+    with rows_read_once():
+        return _preview_groups(config, source)
+
+
+def _preview_groups(config: TrainConfig, source: str) -> int:
     from grpo_fast.config.stages import resolve_stages
     from grpo_fast.groups.formation import with_enough
     from grpo_fast.groups.sampler import GroupSampler

@@ -11,7 +11,7 @@ from typing import Any
 from grpo_fast.config.data import VERIFIERS
 from grpo_fast.config.foreign import nemo_rl
 from grpo_fast.config.foreign.axolotl import read_axolotl
-from grpo_fast.config.foreign.conversion import DEFAULT, FILL_IN, TO_DECIDE, Conversion
+from grpo_fast.config.foreign.conversion import FILL_IN, TO_DECIDE, Conversion
 from grpo_fast.config.foreign.names import ABSENT, NAMES
 from grpo_fast.config.foreign.rules import Places
 from grpo_fast.config.foreign.script import read_script
@@ -139,16 +139,10 @@ def fitted(
 
 def open_problems(conversion: Conversion, tree: Mapping[str, Any]) -> list[Problem]:
     """List what a person has to decide or set before a converted configuration can be used."""
-    problems = [
-        Problem(
-            row.key,
-            " ".join(row.reason.split())
-            + ("" if row.value is None or DEFAULT in row.reason else f"; {row.key}=null leaves it out"),
-            row.value,
-        )
-        for row in conversion.rows
-        if row.outcome == TO_DECIDE
-    ]
+    problems = []
+    for row in (row for row in conversion.rows if row.outcome == TO_DECIDE):
+        remedy = "" if row.missing or row.value is None else f"; {row.key}=null leaves it out"
+        problems.append(Problem(row.key, " ".join(row.reason.split()) + remedy, row.value))
     missing = {place for place in conversion.fill_in if value_at(tree, place) is None}
     if tree.get("epochs"):
         missing -= {"max_steps"}

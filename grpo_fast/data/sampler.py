@@ -22,6 +22,8 @@ class PromptSampler:
     rewards (`observe`), or let prompts share a baseline (`baseline_groups`).
     """
 
+    reads_texts = False  # whether groups are formed by the texts of completions
+
     def __init__(self, dataset: Sequence[Prompt], batch_size: int, seed: int = 0) -> None:
         """Raises ValueError for a batch size that is not positive, or larger than the dataset."""
         if not 1 <= batch_size <= len(dataset):
@@ -42,8 +44,6 @@ class PromptSampler:
         batch = [self._at(self.drawn + offset) for offset in range(self.batch_size)]
         self.drawn += self.batch_size
         return batch
-
-    reads_texts = False  # whether groups are formed by the texts of completions
 
     def begin(self, step: int, total_steps: int) -> None:
         """Go to a step of the run, before its prompts are sampled."""

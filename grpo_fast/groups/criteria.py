@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from grpo_fast.config.groups import CriterionConfig, GroupConfig
-from grpo_fast.config.lookup import choices, load_callable, load_once
+from grpo_fast.config.lookup import choices, load_callable
 from grpo_fast.data.table import CompletionTable
 from grpo_fast.data.types import Prompt, own_text, own_turns, text_of
 
@@ -51,8 +51,17 @@ def weighted_distance(criteria: Sequence[tuple[float, Tensor]]) -> Distance:
     return distance
 
 
-def scored_values(table: CompletionTable, criterion: CriterionConfig, kept: Sequence[int]) -> Tensor:
-    """What a criterion of `SCORED` knows of the `kept` groups of a scored table, as `_distances` takes it."""
+def scored_values(
+    table: CompletionTable,
+    criterion: CriterionConfig,
+    kept: Sequence[int],
+    functions: Mapping[str, Callable[..., Any]],
+) -> Tensor:
+    """What a criterion of `SCORED` knows of the `kept` groups of a scored table, as `_distances` takes it.
+
+    Args:
+        functions: of the user's, by their paths.
+    """
     source = f"groups.criteria.by = {criterion.by!r}"
     if criterion.by == "reward":
         values = table.by_group("reward").nanmean(1)
@@ -60,7 +69,7 @@ def scored_values(table: CompletionTable, criterion: CriterionConfig, kept: Sequ
         values = distinct_bigrams(table, table.groups)
     else:
         source = f"groups.criteria.function = {criterion.function!r}"
-        function = load_once(criterion.function, "groups.criteria.function")
+        function = functions[criterion.function]
         values = _tensor([function(texts) for texts in texts_of(table)], table.num_groups, source)
     return _over_range(values[[*kept]].tolist(), source)
 

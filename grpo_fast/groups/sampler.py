@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from grpo_fast.config.groups import SCORED, CurriculumConfig, GroupConfig
-from grpo_fast.config.lookup import load_callable, load_once
+from grpo_fast.config.lookup import load_callable
 from grpo_fast.config.section import short
 from grpo_fast.data import Prompt, PromptDataset, PromptSampler
 from grpo_fast.data.table import CompletionTable
@@ -77,10 +77,9 @@ class GroupSampler(PromptSampler):
             asked_after_scoring(self.functions[p.strategy], p.strategy) if p.strategy in paths else []
             for p in self.phases
         ]
-        functions = [criterion.function for criterion in config.criteria if criterion.function]
-        for path in functions:
-            load_once(path, "groups.criteria.function")  # refused before any work where there is none
-        self.reads_texts = bool(functions) or any("completions" in asked for asked in self.asked)
+        named = [criterion.function for criterion in config.criteria if criterion.function]
+        self.functions |= {path: load_callable(path, "groups.criteria.function") for path in named}
+        self.reads_texts = bool(named) or any("completions" in asked for asked in self.asked)
         needed = {c.by: None for c in config.criteria if c.by not in SCORED}
         embeds = config.embedding != "tfidf" or any("embeddings" in asked for asked in self.asked)
         if embeds or any(phase.strategy == "semantic" for phase in self.phases):
@@ -161,7 +160,9 @@ class GroupSampler(PromptSampler):
             row_of = torch.zeros(len(prompts), dtype=torch.int64)
             row_of[order] = torch.arange(len(order))
             known = [
-                scored_values(table, c, order) if c.by in SCORED else self.values[c.by][places[order]]
+                scored_values(table, c, order, self.functions)
+                if c.by in SCORED
+                else self.values[c.by][places[order]]
                 for c in config.criteria
             ]
             weights = [criterion.weight for criterion in config.criteria]

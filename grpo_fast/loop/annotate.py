@@ -45,13 +45,13 @@ class Annotator:
         self.world = world
         remedy = "shorten the longest completions of the data"
         self.budget = MicroBatchBudget(unit="", remedy=remedy, repeats=not policy.sharded)
-        self.split_groups(not whole_groups)
+        self.keep_groups(whole_groups)
         self._ready = ready
 
-    def split_groups(self, split: bool) -> None:
-        """Split groups over micro-batches from here on where that fits better, or keep each whole."""
-        self.whole_groups = not split
-        self.budget.unit = "one completion with its prompt" if split else "one group with its prompts"
+    def keep_groups(self, whole: bool) -> None:
+        """Keep each group in one micro-batch from here on, or split groups where that fits better."""
+        self.whole_groups = whole
+        self.budget.unit = "one group with its prompts" if whole else "one completion with its prompt"
 
     @property
     def micro_batch_tokens(self) -> int:

@@ -70,7 +70,7 @@ class PolicyUpdate:
         if self.loss.max_completion_length is None:
             self.loss = replace(self.loss, max_completion_length=config.rollout.max_completion_length)
         self.annotator.configured = int(config.micro_batch_tokens)
-        self.annotator.split_groups(not self.whole_groups)
+        self.annotator.keep_groups(self.whole_groups)
         fewer = " or num_generations, set loss.whole_groups = false" if self.whole_groups else ""
         self.annotator.budget.remedy = f"lower rollout.max_completion_length{fewer}"
         self.annotator.temperature = config.rollout.temperature

@@ -94,7 +94,8 @@ def prepared(
     asked = Path(config.output_dir)
     asked = asked if asked.name not in ("", "..") else asked.resolve()  # `..` has no name to number
     with ExitStack() as stack:
-        stack.enter_context(rows_read_once())
+        reading = stack.enter_context(ExitStack())
+        reading.enter_context(rows_read_once())
         world = stack.enter_context(joined_ranks(config))
         if world.from_main("the run's folder", partial(world.was_started, asked)):
             resume = "latest"
@@ -126,6 +127,7 @@ def prepared(
         with world.all_succeed("the model and the data"):
             say = partial(print, file=sys.stderr, flush=True) if display else lambda _: None
             trainer = build_trainer(config, world, say)
+        reading.close()  # the prompts have what is needed of the rows
         stack.enter_context(trainer)
         if checkpoint is not None:
             restore(trainer, checkpoint)

@@ -87,6 +87,7 @@ def scored(prompts, rewards) -> CompletionTable:
 @pytest.mark.parametrize(("strategy", "settings"), EVERY)
 def test_groups_after_scoring_are_those_made_by_hand(make_prompts, tmp_path, seed, strategy, settings):
     (tmp_path / "own.py").write_text(
+        "open(__file__ + '.imports', 'a').write('x')\n"
         "def own(rewards, completions, embeddings, step, total_steps):\n"
         "    assert embeddings.shape == (17, 1024) and len(completions) == 17\n"
         "    return [[step, 5], rewards.mean(1).nan_to_num(0).topk(total_steps).indices]\n"
@@ -119,6 +120,7 @@ def test_groups_after_scoring_are_those_made_by_hand(make_prompts, tmp_path, see
         elif strategy == "own":
             alone = [[i] for i in {*range(17)} - {4, 5, *ranked[-3:]}]
             assert found == sorted([[4, 5], sorted(ranked[-3:]), *alone])
+            assert (tmp_path / "own.py.imports").read_text() == "xx"  # by each sampler once, not each step
         elif strategy == "performance":
             topics = {"t0": 2, "t1": 5} if settings else {None: 5}
             expected = [[3]]

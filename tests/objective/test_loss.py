@@ -189,6 +189,15 @@ def test_an_empty_micro_batch_has_no_loss_and_no_gradient(make_batch):
     assert (batch.logprobs.grad == 0).all()
 
 
+def test_a_custom_loss_is_not_asked_about_a_rank_without_completions(make_batch):
+    whole, none = make_batch().inputs(), torch.zeros(0, requires_grad=True)
+    inputs = replace(whole, logprobs=none, num_sequences=0)
+    with given({"own:mean@python": lambda inputs: LossOutputs(inputs.logprobs.mean())}):
+        loss = resolve_loss("own:mean@python")
+        loss(inputs).loss.backward()
+        assert loss(inputs).loss == 0 and loss(whole).loss == whole.logprobs.mean()
+
+
 def test_a_loss_is_found_by_its_name_and_ones_own_by_its_import_path(make_batch, monkeypatch, tmp_path):
     (tmp_path / "my_own_losses.py").write_text(
         "from grpo_fast.objective import LossOutputs\n"

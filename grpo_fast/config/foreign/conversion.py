@@ -13,7 +13,7 @@ from grpo_fast.config.secrets import masked
 from grpo_fast.config.section import short
 from grpo_fast.objective.catalog import CATALOG, loss_specific
 
-FILL_IN, DEFAULT = "FILL_IN", "'s default"
+FILL_IN = "FILL_IN"
 REQUIRED = {"model.path": FILL_IN, "dataset.source": FILL_IN, "rewards": [{"reward": FILL_IN}]}
 # Sections that only training on the policy's own completions reads.
 SAMPLING = frozenset({"rewards", "rollout", "advantage", "loss", "num_iterations", "minibatches"})
@@ -35,6 +35,7 @@ class ForeignKey:
     outcome: Outcome
     places: tuple[str, ...] = ()  # our keys that it set
     reason: str = ""
+    missing: bool = False  # not in the file: the value is the source's default
 
     def __str__(self) -> str:
         return f"{self.key} = {short(masked(self.value, self.key))}"
@@ -144,7 +145,7 @@ def convert_entries(
         algorithm: what the file trains by.
     """
     preference = algorithm != "grpo"
-    note = f"{source}{DEFAULT}"
+    note = f"{source}'s default"
     missing = [key for key in defaults if siblings.get(key) is None]
     entries = [*entries, *(Entry(key, defaults[key], rules[key], note, missing=True) for key in missing)]
     places: Places = {"algorithm": algorithm} if preference else {}
@@ -164,12 +165,12 @@ def convert_entries(
             outcome = LEFT_OUT if isinstance(error, NotApplicable) else TO_DECIDE
             if outcome == TO_DECIDE or not entry.missing:
                 reason = f"{entry.note}: {error}" if entry.missing else str(error)
-                rows.append(ForeignKey(entry.key, entry.value, outcome, reason=reason))
+                rows.append(ForeignKey(entry.key, entry.value, outcome, (), reason, entry.missing))
             continue
         outcome = "renamed" if any(place != entry.key for place in found) else "taken"
         outcome = "written for a default" if entry.missing else outcome
         reason = entry.note or ("" if found else "it is so here anyway")
-        rows.append(ForeignKey(entry.key, entry.value, outcome, tuple(found), reason))
+        rows.append(ForeignKey(entry.key, entry.value, outcome, tuple(found), reason, entry.missing))
         places |= found
         set_by |= dict.fromkeys(found, entry.key)
     return Conversion(source, places, tuple(rows))

@@ -190,6 +190,11 @@ REWARDED = SOURCES | {"rewards": [{"reward": "length"}]}
             {"dataset.source": "d.jsonl", "datasets.0.type": None, "rewards": [{"reward": "length"}]},
             {"dataset.source": "d.jsonl", "dataset.split": "train", "loss.beta": 0.1},
         ),
+        (
+            "model_name_or_path: m\ndataset_name: d.jsonl\nreward_funcs: [fns.rew]\nmax_steps: 10",
+            {"num_train_epochs": 2},
+            {"epochs": 2, "model.path": "m"},
+        ),
     ],
 )
 def test_overrides_fill_in_and_decide_what_another_tools_file_leaves_open(
