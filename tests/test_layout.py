@@ -125,7 +125,8 @@ def install(checkout: Path, folder: Path, *options: str, libraries: Sequence[str
         if (name := waiting.pop()) not in linked and (found := _installed(name)):
             linked.add(name)
             for top in {file.parts[0] for file in found.files or ()} - {"..", "__pycache__"}:
-                (packages / top).symlink_to(str(found.locate_file(top)))
+                if not (packages / top).is_symlink():  # several distributions share nvidia/
+                    (packages / top).symlink_to(str(found.locate_file(top)))
             waiting += [
                 re.split(r"[^\w.-]", line)[0] for line in found.requires or () if "extra ==" not in line
             ]
