@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import re
 import shlex
 from collections.abc import Callable, Sequence
@@ -21,9 +23,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 import grpo_fast
 from grpo_fast.cli import main
+from grpo_fast.config.keys import ConfigError
 from grpo_fast.config.load import load_config
 from grpo_fast.config.tree import flatten
-from grpo_fast.objective import PairScores
+from grpo_fast.objective import GRPOLossConfig, LossInputs, LossOutputs, PairScores, policy_loss
 from grpo_fast.record.files import read_jsonl
 from grpo_fast.rollout import Completion
 from grpo_fast.run.arguments import trl_places
@@ -87,13 +90,23 @@ def samples(run: grpo_fast.Run, step: int) -> list[dict[str, Any]]:
     return [record for record in read_jsonl(run.folder / "samples.jsonl") if record["step"] == step]
 
 
+def token_logprobs(policy: Any, question: str, answer: str) -> torch.Tensor:
+    """(N,) of the N tokens of an answer after a question."""
+    asked, said = (torch.tensor(policy.tokenizer(text)["input_ids"]) for text in (question, answer))
+    with torch.no_grad():
+        logits = policy.model(torch.cat([asked, said])[None]).logits[0].log_softmax(-1)
+    return logits[len(asked) - 1 : -1].gather(1, said[:, None])[:, 0]
+
+
 def logprob(policy: Any, question: str, answer: str) -> float:
     """Of an answer after a question, summed over its tokens."""
-    ids = [*policy.tokenizer(question)["input_ids"], *policy.tokenizer(answer)["input_ids"]]
-    with torch.no_grad():
-        logits = policy.model(torch.tensor([ids])).logits[0].log_softmax(-1)
-    length = len(answer.split())
-    return sum(logits[place - 1, ids[place]].item() for place in range(len(ids) - length, len(ids)))
+    return token_logprobs(policy, question, answer).sum().item()
+
+
+def start_of(model: str, run: grpo_fast.Run) -> Any:
+    """A policy with the weights that a run started from."""
+    loaded = AutoModelForCausalLM.from_pretrained(model)
+    return type("Start", (), {"model": loaded, "tokenizer": run.policy.tokenizer})
 
 
 # ------------------------------------------------------------------ rewards, as TRL and Axolotl call them
@@ -139,8 +152,7 @@ def test_partial_credit_orders_drafts_and_raises_the_best(model):
     assert [s["reward"] for s in first] == pytest.approx([2, 2.25, 0.5, 2.75, 4, 3.998])
     advantages = [s["advantage"] for s in first]
     assert sum(advantages) == pytest.approx(0, abs=1e-4) and max(advantages) == advantages[4]
-    before, question = AutoModelForCausalLM.from_pretrained(model), first[0]["prompt"]
-    start = type("Start", (), {"model": before, "tokenizer": run.policy.tokenizer})
+    start, question = start_of(model, run), first[0]["prompt"]
     gain = {text: logprob(run.policy, question, text) - logprob(start, question, text) for text in DRAFTS}
     assert gain[DRAFTS[4]] > max(0, gain[DRAFTS[2]])  # against the worst
 
@@ -157,6 +169,7 @@ SMALL = yaml.safe_load("""{max_completion_length: 12, max_steps: 2, bf16: false,
   optim: adamw_torch, learning_rate: 1.0e-2, warmup_ratio: 0.0, beta: 0.04, output_dir: out, report_to: none,
   loss_type: grpo}""")
 QUESTIONS = [{"question": f"{i} plus {7 - i}", "raw_answer": "so it is #### 7"} for i in range(8)]
+LOGGED = {"logging.samples_every": 1, "logging.samples": 100}
 ADAPTERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
@@ -183,12 +196,15 @@ SPEED = """{rollout.engine: vllm, rollout.num_generations: 16, prompts_per_step:
 
 
 @pytest.mark.parametrize(("args", "expected"), [(SCRIPT | {"report_to": "wandb"}, MEMORY), (LARGE, SPEED)])
-def test_a_training_configuration_of_trl_keeps_its_values(args, expected):
+def test_a_training_configuration_of_trl_keeps_its_values_and_trains(model, args, expected):
     places = trl_places(grpo_fast.GRPOConfig("out", **args), {"reward_funcs": ["length"]})
     config = load_config(places | {"model.path": "m", "dataset.source": "d"})
     found = flatten(config.model_dump(mode="json"))
     for place, value in yaml.safe_load(expected).items():
         assert found[place] == value, place
+    own = args | SMALL | {"use_vllm": False}
+    run = scripted(model, AutoTokenizer.from_pretrained(model), [tags_so_far], own, **LOGGED).train()
+    assert len(samples(run, 1)) == len(samples(run, 2)) == args["num_generations"]
 
 
 @pytest.fixture(scope="module")
@@ -203,7 +219,7 @@ def script(model: str, tmp_path_factory: pytest.TempPathFactory) -> grpo_fast.GR
         tokenizer = AutoTokenizer.from_pretrained(model)
         tokenizer.pad_token = tokenizer.eos_token
         lora = LoraConfig("CAUSAL_LM", r=16, lora_alpha=32, target_modules=ADAPTERS, lora_dropout=0.05)
-        more = {"peft_config": lora, "logging.samples_every": 1}
+        more = {"peft_config": lora, "logging.samples_every": 1, "alerts": {"window": 1, "kl": 1e-9}}
         trainer = scripted(loaded, tokenizer, [tags_so_far, in_blocks, is_seven], **more)
         trainer.train()
         trainer.save_model(folder / "final")
@@ -225,6 +241,24 @@ def test_a_script_trains_adapters_on_mapped_conversations(script):
     # Of one update it is beta times the KL.
     assert abs(kept["loss"][1]) < 1e-6 < kept["loss"][2] < kept["kl"][2]
     assert (kept["memory/peak_bytes"] > 0).all()
+
+
+def alerts_of(run: grpo_fast.Run) -> dict[str, str]:
+    """The text of each alert that a run raised."""
+    return {line["alert"]: line["text"] for line in read_jsonl(run.folder / "alerts.jsonl")}
+
+
+def test_collapse_and_drift_raise_an_alert_with_what_to_try(model, script):
+    """003, 004: common issues, warning signs, common problems."""
+    run = train(model, alerts={"window": 1}, rollout={"function": says("cats")})
+    texts = {**alerts_of(run), "kl": alerts_of(script.run)["kl"]}
+    for alert, remedy in {
+        "unique_completions": "rollout.temperature",
+        "flat_groups": "rollout.num_generations",
+        "stale_rewards": "grpo-fast preview",
+        "kl": "raise loss.beta, lower optimizer.learning_rate",
+    }.items():
+        assert "\n  try: " in texts[alert] and remedy in texts[alert].replace("\n", " ")
 
 
 def test_merged_adapters_load_in_transformers_and_answer_a_conversation(script):
@@ -403,7 +437,7 @@ def grouped(model: str, groups: Any, levels: Sequence[int] = LEVELS, **changes: 
     """Every step has all eight prompts: two of each of four topics, each with its level of reward."""
     rows = [
         {"prompt": f"{TOPICS[i % 4]} ends {TOPICS[i % 4]} {i}", "level": level}
-        | {"domain": ["dialogue", "code_generation"][i // 4]}
+        | {"domain": ["dialogue", "code_generation"][i // 4], "engagement": level / 8}
         for i, level in enumerate(levels)
     ]
     settings = {"rewards": of_level, "num_generations": 2, "prompts_per_step": 8}
@@ -481,6 +515,73 @@ def test_the_largest_group_follows_the_domain(model):
     assert [len(group) for group in groups] == [2, 2, 4] and groups[2] == {4, 5, 6, 7}
 
 
+def with_coherence(completions, level, log_extra, **columns) -> list[float]:
+    """Log a metric of the dialogue."""
+    log_extra("coherence", [len(set(text.split())) / 9 for text in content(completions)])
+    return of_level(completions, level)
+
+
+def of_dialogue(inputs: LossInputs) -> LossOutputs:
+    """A clipped ratio, the variance of a group's log-probabilities, and two metrics of the dialogue."""
+    groups, sequences = inputs.groups, inputs.sequences
+    out = policy_loss(inputs, GRPOLossConfig("grpo"))
+    spread = (groups.mean(inputs.logprobs.square()) - groups.mean(inputs.logprobs).square()).sum()
+    both = inputs.columns["coherence"] + inputs.columns["engagement"]
+    talk = -sequences.mean(both * inputs.logprobs).sum()
+    regular = 0.1 * spread / inputs.totals.num_groups + 1.5 * talk / inputs.totals.num_sequences
+    return LossOutputs(out.loss + regular, out.metrics)
+
+
+TURNS = ["cats plus 3", "dogs so", "it is so so", "7"]
+RISES = {"metric": "reward/mean", "below": 50, "above": 80, "min": 0.5, "max": 2.0}
+FALLS = RISES | {"below": 0.5, "above": 0.8}
+
+
+@pytest.fixture(scope="module")
+def dialogues(model: str, tmp_path_factory: pytest.TempPathFactory) -> list[grpo_fast.Run]:
+    """The same two steps with GRPO's own loss, and with a dialogue's."""
+    common = {"rewards": with_coherence, "num_generations": 4, "rollout": {"function": says(*TURNS)}}
+    plain = {"loss": {"loss_type": "grpo", "value_loss_coef": 0}, "optimizer.band": RISES}
+    own = {"loss": {"loss_type": of_dialogue, "columns": ["coherence", "engagement"]}}
+    folder = str(tmp_path_factory.mktemp("dialogues"))
+    return [
+        grouped(model, PAIRS | {"strategy": "semantic"}, output_dir=f"{folder}/{name}", **common | changes)
+        for name, changes in {"plain": plain, "own": own | {"optimizer.band": FALLS}}.items()
+    ]
+
+
+def test_a_loss_of_groups_and_of_dialogue_metrics_adds_to_the_policy_term(model, dialogues):
+    """000, 001: custom GRPO loss, dialogue systems."""
+    own = dialogues[1]
+    start, prompts = start_of(model, own), {one["prompt"] for one in samples(own, 1)}
+    assert members(own, 1) == TOPIC_PAIRS and len(prompts) == 8
+    by_topic: dict[int, list[torch.Tensor]] = {}
+    talk = 0.0
+    for prompt, text in itertools.product(prompts, TURNS):
+        row = int(re.search(r"(\d+) assistant", prompt)[1])
+        logprobs = token_logprobs(start, prompt, f"{text} </s>")
+        by_topic.setdefault(row % 4, []).append(logprobs)
+        talk -= (len(set(text.split())) / 9 + LEVELS[row] / 8) * logprobs.mean().item() / 32
+    spread = sum(torch.cat(group).var(correction=0).item() / 4 for group in by_topic.values())
+    losses = [run.metrics["loss"] for run in dialogues]
+    assert losses[1][1] - losses[0][1] == pytest.approx(0.1 * spread + 1.5 * talk, rel=1e-4)
+    assert losses[1][2] < losses[1][1]
+
+
+def test_there_is_no_value_loss_and_its_weight_is_zero(model, dialogues):
+    """000, 001: value loss."""
+    assert (dialogues[0].metrics.loc[1:, "grad_norm"] > 0).all()
+    with pytest.raises(ConfigError, match=r"value_loss_coef = 0.5: there is no critic"):
+        train("nowhere", loss={"value_loss_coef": 0.5})
+
+
+def test_the_learning_rate_follows_the_performance_of_groups(dialogues):
+    """000, 001: adaptive training."""
+    for run, factor in zip(dialogues, (1.1, 0.9), strict=True):
+        rates = run.metrics["learning_rate"]
+        assert rates[1] == pytest.approx(1e-2) and rates[2] == pytest.approx(factor * rates[1])
+
+
 def test_preview_counts_groups_before_training(model, capsys):
     """000, 001: debugging tips."""
     rows = [{"prompt": f"{TOPICS[place % 4]} ends {place}"} for place in range(8)]
@@ -549,6 +650,68 @@ def test_a_custom_loss_of_pairs_reads_log_ratios_and_columns(model, function, co
     if built_in:  # the standard implementation, by its beta
         same = compared(model, {"loss_type": "sigmoid", "beta": built_in}, output_dir="same")
         assert steps["loss"].tolist() == pytest.approx(same.metrics["loss"].tolist()[1:], rel=1e-4)
+
+
+def fluency(scores: PairScores) -> torch.Tensor:
+    """The mean negative log-probability of a chosen token."""
+    return -scores.inputs.chosen_logprobs / scores.inputs.chosen_lengths
+
+
+def coherence(scores: PairScores) -> torch.Tensor:
+    """A metric of the row weighs the chosen completion."""
+    return -scores.columns["syntax_scores"] * scores.chosen
+
+
+def test_a_loss_of_pairs_is_the_weighted_sum_of_several_objectives(model):
+    """001: multi-objective DPO."""
+    objectives = {"loss_type": ["sigmoid", fluency, coherence], "loss_weights": [1.0, 0.1, 0.2]}
+    run = compared(model, objectives | {"columns": ["syntax_scores"]})
+    steps, start = run.metrics.loc[1:], start_of(model, run)
+    parts = steps[["loss/sigmoid", "loss/fluency", "loss/coherence"]].to_numpy()
+    assert steps["loss"].tolist() == pytest.approx((parts @ [1.0, 0.1, 0.2]).tolist(), rel=1e-5)
+    chosen = [(f"user {row['prompt']} assistant", f"{row['chosen']} </s>") for row in PAIRS_OF_TEXT]
+    fluent = -torch.stack([token_logprobs(start, *turn).mean() for turn in chosen]).mean().item()
+    assert parts[0].tolist() == pytest.approx([math.log(2), fluent, 0], rel=1e-4, abs=1e-6)
+    assert (parts[1] < parts[0]).all()
+
+
+BOUNDED = {"min": 0.01, "max": 1.0}
+ALWAYS_WIDE = {"below": -2.0, "above": -1.0}  # a gap that calls for less beta
+
+
+@pytest.mark.parametrize(
+    ("beta", "expected"),
+    [
+        ({"schedule": "linear", "final": 0.05}, [0.2, 0.05]),
+        ({"band": {"below": 0.1, "above": 0.5}, **BOUNDED}, [0.2, 0.22]),
+        ({"band": ALWAYS_WIDE, **BOUNDED}, [0.2, 0.18]),
+    ],
+)
+def test_beta_follows_the_steps_or_the_reward_gap(model, beta, expected):
+    """001: beta schedule, adaptive training of DPO."""
+    run = compared(model, {"beta": 0.2}, preference={"beta": beta})
+    steps = run.metrics.loc[1:]
+    assert steps["beta"].tolist() == pytest.approx(expected)
+    gaps = steps["rewards/margins"]
+    assert gaps[1] == pytest.approx(0, abs=1e-6) and gaps[2] > 1e-3
+
+
+def overflows(scores: PairScores) -> torch.Tensor:
+    """Finite while policy and reference agree."""
+    return scores.chosen + (1e6 * (scores.chosen - scores.rejected).abs()).exp()
+
+
+def of_tokens_overflows(inputs: LossInputs) -> LossOutputs:
+    return LossOutputs(-(inputs.advantages * inputs.logprobs).mean() / 0)
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_by_its_name(model):
+    """001: validating losses."""
+    with pytest.raises(ValueError, match=r"overflows.* returned a loss that is not finite; bound"):
+        compared(model, {"loss_type": overflows})
+    assert len(read_jsonl(Path("out/metrics.jsonl"))) == 2  # the step before the first, and the first
+    with pytest.raises(ValueError, match=r"of_tokens_overflows.* returned a loss that is not finite"):
+        train(model, loss={"loss_type": of_tokens_overflows}, output_dir="tokens")
 
 
 # ------------------------------------------------------------------- configuration files of the guides
@@ -684,11 +847,9 @@ trainer.train()
     assert len(records) == 3 and records[1]["reward/lively/mean"] > 0
 
 
-def test_the_page_names_every_test_of_this_file_and_others_that_exist():
+def test_the_page_names_every_test_of_this_file_and_no_other():
     page = Path(__file__).parents[1].joinpath("docs/guides.md").read_text(encoding="utf-8")
-    named = re.findall(r"`(?:([\w/]+\.py)::)?(test_\w+)` \|", page)
     here = {name for name, value in globals().items() if name.startswith("test_") and callable(value)}
-    own = "test_the_page_names_every_test_of_this_file_and_others_that_exist"
-    assert {name for file, name in named if not file} == here - {own}
-    for file, name in named:
-        assert not file or f"def {name}(" in (Path(__file__).parent / file).read_text(encoding="utf-8"), name
+    assert {*re.findall(r"`(test_\w+)` \|", page)} == here - {
+        "test_the_page_names_every_test_of_this_file_and_no_other"
+    }
