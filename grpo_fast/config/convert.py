@@ -10,13 +10,13 @@ from typing import Any
 
 from grpo_fast.config.data import VERIFIERS
 from grpo_fast.config.foreign import nemo_rl
-from grpo_fast.config.foreign.axolotl import read_axolotl
-from grpo_fast.config.foreign.conversion import FILL_IN, TO_DECIDE, Conversion
+from grpo_fast.config.foreign.axolotl import SYNONYMS, read_axolotl
+from grpo_fast.config.foreign.conversion import FILL_IN, TO_DECIDE, UNKNOWN, Conversion
 from grpo_fast.config.foreign.names import ABSENT, NAMES
 from grpo_fast.config.foreign.rules import Places
 from grpo_fast.config.foreign.script import read_script
 from grpo_fast.config.foreign.trl import read_trl
-from grpo_fast.config.keys import ConfigError, Problem, keys, without_positions
+from grpo_fast.config.keys import ConfigError, Problem, keys, unknown_key, without_positions
 from grpo_fast.config.layers import LENGTH, merged, placed, read_mapping, validated
 from grpo_fast.config.paths import user_path
 from grpo_fast.config.schema import TrainConfig
@@ -94,14 +94,20 @@ def read_foreign(path: Path, source: str | None, given: Mapping[str, Any]) -> tu
         tool = source or tool_of(document)
         if any(given.get(name) is not None for name in LENGTH):
             document = {name: value for name, value in document.items() if name not in LENGTH}
-        theirs = {name: value for name, value in given.items() if _is_theirs(name, document, tool)}
+        theirs = {name: value for name, value in given.items() if _is_theirs(name, value, document, tool)}
         document = merged([document, theirs], problems) if theirs else document
         conversion = convert(document, source=source)
     except ConfigError:
         raise
     except ValueError as error:
         raise ConfigError(str(path), [Problem("the file", str(error))]) from None
-    ours = {name: value for name, value in given.items() if name not in theirs or name in keys()}
+    both = NAMES.keys() & keys().keys() - {name for name, value in theirs.items() if value is None}
+    ours = {name: value for name, value in given.items() if name not in theirs or name in both}
+    algorithm = conversion.given.get("algorithm", "grpo")
+    if (asked := ours.get("algorithm", algorithm)) != algorithm:
+        message = f"the file's keys are read as those of {algorithm}; set the algorithm in the file's own "
+        message += "terms, or edit what `grpo-fast convert` makes of it"
+        raise ConfigError(str(path), [Problem("algorithm", message, asked)])
     decided = {*flatten(placed(ours, {**document, **given}, []))}
     decided |= {place for row in conversion.rows if row.key in theirs for place in row.places}
     for row in conversion.rows:
@@ -142,7 +148,12 @@ def open_problems(conversion: Conversion, tree: Mapping[str, Any]) -> list[Probl
     problems = []
     for row in (row for row in conversion.rows if row.outcome == TO_DECIDE):
         remedy = "" if row.missing or row.value is None else f"; {row.key}=null leaves it out"
-        problems.append(Problem(row.key, " ".join(row.reason.split()) + remedy, row.value))
+        reason = " ".join(row.reason.split())
+        if reason == UNKNOWN and row.key in {*keys(), *NAMES}:
+            reason = f"is a key of files of grpo-fast, and not of {conversion.source}; give it as an override"
+        elif reason == UNKNOWN and "did you mean" in (hint := unknown_key(row.key).message):
+            reason += hint.removeprefix("no such key")
+        problems.append(Problem(row.key, reason + remedy, row.value))
     missing = {place for place in conversion.fill_in if value_at(tree, place) is None}
     if tree.get("epochs"):
         missing -= {"max_steps"}
@@ -211,9 +222,11 @@ def _ours(document: Mapping[str, Any]) -> list[str]:
     return sorted(_tops(document) & TrainConfig.model_fields.keys() - shared)
 
 
-def _is_theirs(name: str, document: Mapping[str, Any], tool: str | None) -> bool:
+def _is_theirs(name: str, value: Any, document: Mapping[str, Any], tool: str | None) -> bool:
     """Whether an override is in the terms of the file's tool; a flat name such as `max_steps` is in both."""
-    top, flat = name.partition(".")[0], tool != "nemo_rl" and name in NAMES
+    top, flat = name.partition(".")[0], tool != "nemo_rl" and name in NAMES and name != "algorithm"
+    if tool == "axolotl" and name in SYNONYMS and not isinstance(value, Mapping):
+        return True  # its `optimizer` is a name, and ours a section
     if flat or without_positions(name) in keys():
         return flat
     return name in document or isinstance(document.get(top), Mapping | list) or top in MARKS[str(tool)]

@@ -131,7 +131,7 @@ def problems_of(error: ValidationError) -> list[Problem]:
         message = removed(f"{bare}={value}") or {"missing": "is required"}.get(kind, message)
         if name in found:  # another alternative of the same value
             message = f"{message} or {found[name].message}"
-        elif description := keys().get(bare, {}).get("description"):
+        elif kind != "value_error" and (description := keys().get(bare, {}).get("description")):
             message = f"{message} ({description})"
         message = TO_FILL_IN if value == FILL_IN else message
         shown = ... if kind == "missing" or (kind == "value_error" and isinstance(value, dict)) else value

@@ -15,6 +15,7 @@ from typing import Any
 from grpo_fast.config.convert import fitted, open_problems, read_foreign, recognized
 from grpo_fast.config.data import DatasetConfig
 from grpo_fast.config.foreign.conversion import FILL_IN
+from grpo_fast.config.foreign.names import NAMES
 from grpo_fast.config.foreign.rules import Places
 from grpo_fast.config.keys import TO_FILL_IN, ConfigError, Problem, takes_text
 from grpo_fast.config.layers import LENGTH, merged, misread, placed, read_mapping, validated
@@ -31,6 +32,7 @@ from grpo_fast.objective.catalog import METHODS
 
 logger = logging.getLogger(__name__)
 RECIPES = Path(__file__).parents[1] / "recipes"
+SHARED = {"warmup_ratio"}  # a flat name that files of ours have, too
 DATASETS = ("dataset", "evaluation.dataset")
 
 
@@ -63,14 +65,18 @@ def load_config(
             model.pop("trust_remote_code", None)  # another person may have written it
     given = dict(overrides) if isinstance(overrides, Mapping) else _parse_overrides(overrides)
     source = "the settings" if found is None else str(path)
-    if found is None or not recognized(file):
+    if found is None or not (marks := recognized(file)):
+        if found and (flat := sorted(file.keys() & NAMES.keys() - TrainConfig.model_fields.keys() - SHARED)):
+            told = "%s: read as a file of grpo-fast; %s: names of TRL or Axolotl, whose defaults do not hold"
+            logger.warning(told, path, ", ".join(flat))
         return validated(_layered(file, given, problems), source, problems)
     # The file is another tool's.
     conversion, ours = read_foreign(found, None, given)
     conversion, _ = fitted(conversion, lambda file: _layered(file, ours, []))
     tree = _layered(conversion.given, ours, problems)
     if problems := problems + open_problems(conversion, tree):
-        raise ConfigError(source, problems)
+        by = ", ".join(next(iter(marks.values())))
+        raise ConfigError(f"{source}, read as {conversion.source}'s by {by}", problems)
     if os.environ.get("RANK", "0") == "0":
         verbose = bool(given.get("logging.verbose"))
         print(conversion.listing(whole=verbose, settled=True), file=sys.stderr)

@@ -20,9 +20,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 SIGNATURES = (
-    "a transform is (example) or (example, tokenizer), and returns {column: value} to add or replace; or it "
-    "is Axolotl's (cfg, ...), and returns such a function, or it and {remove_columns: [columns of the data]}"
+    "a transform takes (example), and tokenizer or idx (the row's number) if it names them; it returns "
+    "{column: value} to add or replace; or it is Axolotl's (cfg, ...), and returns such a function, or it "
+    "and {remove_columns: [columns of the data]}"
 )
+GIVEN = {"tokenizer", "idx"}  # arguments of a transform by name
 
 
 def transformed(
@@ -36,10 +38,11 @@ def transformed(
     made: list[Row] = []
     here, due = os.getcwd(), time.monotonic() + 10
     try:
-        function, options, removed = _load(config, rows[0], tokenizer)
+        function, asked, removed = _load(config, rows[0])
         for index, row in enumerate(rows):
+            given = {"tokenizer": tokenizer, "idx": index}
             with row_named(config, index):
-                added = _columns(function, row, config, options)
+                added = _columns(function, row, config, {name: given[name] for name in asked})
             made.append({name: row[name] for name in row if name not in removed} | added)
             if time.monotonic() > due:
                 logger.warning("dataset.transform: %d of %d rows", index + 1, len(rows))
@@ -49,10 +52,8 @@ def transformed(
     return made
 
 
-def _load(
-    config: DatasetConfig, columns: Row, tokenizer: PreTrainedTokenizerBase | None
-) -> tuple[Callable[..., Any], dict[str, Any], set[str]]:
-    """Return the function of a row, its arguments besides the row, and the columns that it takes out."""
+def _load(config: DatasetConfig, columns: Row) -> tuple[Callable[..., Any], set[str], set[str]]:
+    """Return the function of a row, the names of its other arguments, and the columns that it takes out."""
     function, removed = load_callable(str(config.transform), "dataset.transform"), set[str]()
     if next(iter(names := inspect.signature(function).parameters), "").strip("_") == "cfg":
         made = _called(config, function, config, **({"dataset_idx": 0} if "dataset_idx" in names else {}))
@@ -61,8 +62,14 @@ def _load(
         removed = {*(columns if named == "__all__" else named)}
         if not callable(function) or {*settings} - {"remove_columns"} or removed - {*columns}:
             raise ValueError(f"dataset.transform = {config.transform!r} returned {made!r}: {SIGNATURES}")
-    options = {"tokenizer": tokenizer} if "tokenizer" in inspect.signature(function).parameters else {}
-    return function, options, removed
+    signature = inspect.signature(function)
+    asked = GIVEN & signature.parameters.keys()
+    try:
+        signature.bind(columns, **dict.fromkeys(asked))
+    except TypeError as error:
+        named = f"dataset.transform = {config.transform!r} has the signature {signature}"
+        raise ValueError(f"{named} ({error}): {SIGNATURES}") from None
+    return function, asked, removed
 
 
 def _called(config: DatasetConfig, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:

@@ -107,6 +107,8 @@ class PreferenceLossConfig:
                     "or give your own function as 'module:function'"
                 )
         self._check_sum()
+        if len({*self.columns}) < len(self.columns):
+            raise ValueError(f"columns = {list(self.columns)} names one twice; name each once")
         read = frozenset[str]().union(*(facts.fields for facts in self.facts))
         refuse_unread(self, _LOSS_SPECIFIC - read, f"by loss_type = {self.loss_type!r}")
         if self.beta is None:

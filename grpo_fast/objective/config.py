@@ -53,8 +53,10 @@ def refuse_unread(section: Any, names: Iterable[str], why: str, place: str = "")
     known: Any = getattr(type(section), "model_fields", None) or type(section).__dataclass_fields__
     for name in names:
         if (value := getattr(section, name)) not in (known[name].default, None):
-            key = f"{place}.{name}" if place else name
-            raise ValueError(f"{key} = {value!r:.70} is not read {why}; leave it out")
+            key, shown = f"{place}.{name}" if place else name, f" = {value!r}"
+            if inner := getattr(type(value), "model_fields", getattr(value, "__dataclass_fields__", None)):
+                refuse_unread(value, inner, why, key)
+            raise ValueError(f"{key}{shown if len(shown) <= 70 else ''} is not read {why}; leave it out")
 
 
 @cache

@@ -179,6 +179,7 @@ def test_a_csv_column_has_one_type_in_all_files(tmp_path):
     ("code", "rows"),
     [
         ("def f(row):\n return {'n': 2}", [{"a": "x", "n": 2}, {"a": "y", "n": 2}]),
+        ("def f(row, idx):\n return {'n': idx}", [{"a": "x", "n": 0}, {"a": "y", "n": 1}]),
         (
             "def f(example, tokenizer=None):\n return {'a': tokenizer}",
             [{"a": "T", "n": None}, {"a": "T", "n": 1}],
@@ -203,7 +204,7 @@ def test_a_csv_column_has_one_type_in_all_files(tmp_path):
             [{"a": [2], "n": {"e": [0, 1], "f": 0.5}}, {"a": [3], "n": {"e": [0, 1], "f": 0.5}}],
         ),
     ],
-    ids=["map", "axolotl", "factory", "all removed", "changes its input", "arrays"],
+    ids=["map", "with indices", "axolotl", "factory", "all removed", "changes its input", "arrays"],
 )
 def test_a_transform_adds_and_replaces_columns_of_a_copied_row(tmp_path, write, monkeypatch, code, rows):
     monkeypatch.chdir(tmp_path)
@@ -229,8 +230,12 @@ def test_rows_are_cut_to_size_then_transformed_then_renamed(tmp_path, write):
             r"row 1: .*raised SystemExit: 3, at .*:3: exit",
         ),
         ("def f(row): pass", r"row 0: .*returned None: a row is not left out so, filter the data before"),
-        ("def f(row): return [row]", r"returned \[\{.*and returns \{column: value\}"),
-        ("def f(row, index): return {}", "raised TypeError: .*'index'"),
+        ("def f(row): return [row]", r"returned \[\{.*it returns \{column: value\}"),
+        (
+            "def f(row, index): return {}",
+            r"has the signature \(row, index\) \(missing .*'index'\): .* tokenizer or idx",
+        ),
+        ("def f(cfg): return lambda: {}", r"has the signature \(\) \(too many positional"),
         ("def f(row): return {'prompt': [q + '?' for q in row['a']]}", r"several prompts, .*batched=True"),
         (
             "def f(row): return {'prompt': [[{'content': q}] for q in row['a']]}",

@@ -24,6 +24,7 @@ Outcome = Literal[
 ]
 LEFT_OUT: Outcome = "not applicable"
 TO_DECIDE: Outcome = "needs a decision"
+UNKNOWN = "is not a key that this converter knows"
 
 
 @dataclass(frozen=True)
@@ -180,7 +181,7 @@ def _translated(entry: Entry, siblings: Mapping[str, Any]) -> Places:
     """Translate an entry; raises ValueError with the reason why the key has no place."""
     if entry.rule is None:
         unknown = NotApplicable if entry.value in NOTHING else ValueError
-        raise unknown("is not a key that this converter knows")
+        raise unknown(UNKNOWN)
     counts = not isinstance(entry.rule, Absent) or entry.rule.decide
     if counts and isinstance(entry.value, str) and "${" in entry.value:
         raise ValueError("refers to something outside this file; set it by hand")

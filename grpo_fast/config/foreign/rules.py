@@ -70,6 +70,7 @@ def by_table(
     *,
     to: str = "",
     beside: str = "",
+    without: str = "",
     when_on: Any = ...,
     ignored: Sequence[Any] = (),
     values: Mapping[Any, Any] | None = None,
@@ -80,6 +81,7 @@ def by_table(
     Args:
         to: the place.
         beside: the switch that must be on for the key to count, or `key=value` that must not be otherwise.
+        without: what that means, in place of the switch's name.
         when_on: what a switch chooses; off, it sets nothing.
         ignored: values that set nothing.
         values: what is written differently here, without `to` as several places. Others stay as they are,
@@ -89,7 +91,7 @@ def by_table(
     if value in ignored or (value is None and None not in values):
         return {}
     if beside and not _is_on(beside, siblings):
-        raise NotApplicable(f"counts only with {beside}")
+        raise NotApplicable(without or f"counts only with {beside}")
     if when_on is not ...:
         return {to: when_on} if value else {}
     for ours in (ours for known, ours in values.items() if value == known):

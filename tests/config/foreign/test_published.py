@@ -195,6 +195,16 @@ REWARDED = SOURCES | {"rewards": [{"reward": "length"}]}
             {"num_train_epochs": 2},
             {"epochs": 2, "model.path": "m"},
         ),
+        (
+            "{base_model: m, rl: grpo, datasets: [{path: d.jsonl}], optimizer: adamw_torch, max_steps: 9}",
+            {
+                "rewards": [{"reward": "length"}],
+                "optimizer": "adamw_8bit",
+                "max_steps": None,
+                "num_epochs": 2,
+            },
+            {"optimizer.kind": "adamw_8bit", "epochs": 2},
+        ),
     ],
 )
 def test_overrides_fill_in_and_decide_what_another_tools_file_leaves_open(
@@ -235,10 +245,14 @@ def test_overrides_fill_in_and_decide_what_another_tools_file_leaves_open(
             {"optimizer.learning_rat": "did you mean optimizer.learning_rate"},
         ),
         ("policy: {model_name: a}\nrl: grpo", {}, {"the file": "keep one tool's"}),
+        ("rl: grpo\nbase_model: m", {"algorithm": "dpo"}, {"algorithm": "read as those of grpo"}),
+        ("model_name_or_path: m", {"algorithm": "dpo"}, {"algorithm": "read as those of grpo"}),
         # Mistakes in a file of ours.
         ("model: {name: m}\ndataset: {source: d}", REWARDED, {"model.name": "no such key"}),
         ("policy: {model_name: m}\nrewards: [{reward: length}]", REWARDED, {"policy": "no such key"}),
         ("max_steps: 2\nnum_generation: 4", REWARDED, {"num_generation": "did you mean num_generations"}),
+        ("data: {}\nroll_out: 3", REWARDED | {"max_steps": 2}, {"roll_out": "knows; did you mean rollout"}),
+        ("env: {}\nlearning_rate: 1", REWARDED | {"max_steps": 2}, {"learning_rate": "and not of NeMo-RL"}),
         ("trl", {}, {"the file": "holds no mapping"}),
     ],
 )
@@ -249,6 +263,19 @@ def test_what_stays_open_or_is_wrong_is_listed_by_its_key(text, given, problems,
     found = {problem.name: str(problem) for problem in caught.value.problems}
     assert found.keys() == problems.keys()
     assert all(words in found[key] for key, words in problems.items()), found
+    assert ("read as NeMo-RL's by data:" in str(caught.value)) == ("data:" in text)
+
+
+def test_flat_names_of_another_tool_in_a_file_of_ours_are_told(tmp_path, caplog):
+    (tmp_path / "run.yaml").write_text("num_generations: 4\nwarmup_ratio: 0.5\nmax_steps: 4")
+    assert load_config(tmp_path / "run.yaml", REWARDED | {"beta": 0.1}).optimizer.schedule == "constant"
+    assert "read as a file of grpo-fast; num_generations: names of TRL" in caplog.text
+
+
+def test_lora_without_its_switch_is_not_lora(tmp_path, capsys):
+    (tmp_path / "run.yaml").write_text("model_name_or_path: m\nlora_r: 8\nmax_steps: 2")
+    assert load_config(tmp_path / "run.yaml", REWARDED).model.lora is None
+    assert "all weights are trained and there is no LoRA\n  lora_r = 8" in capsys.readouterr().err
 
 
 RANKED = [
