@@ -20,7 +20,6 @@ from grpo_fast.groups.formation import with_enough
 from grpo_fast.groups.weights import AdaptiveWeights
 from grpo_fast.loop.algorithm import Algorithm
 from grpo_fast.loop.collect import (
-    EXTRA,
     KL,
     OVERLONG,
     RolloutWatch,
@@ -32,9 +31,9 @@ from grpo_fast.loop.collect import (
     score,
     to_train,
     with_advantages,
-    with_loss_columns,
     with_penalties,
 )
+from grpo_fast.loop.columns import EXTRA, with_loss_columns
 from grpo_fast.loop.evaluate import Evaluation, criterion, evaluate
 from grpo_fast.loop.update import PolicyUpdate
 from grpo_fast.policy import Policy, PolicyOptimizer

@@ -14,7 +14,7 @@ from grpo_fast.data.table import CompletionTable
 from grpo_fast.data.types import Prompt
 from grpo_fast.groups.advantages import group_advantages
 from grpo_fast.loop.annotate import Annotator
-from grpo_fast.loop.collect import LOSS_COLUMN
+from grpo_fast.loop.columns import LOSS_COLUMN
 from grpo_fast.objective.pairs import PreferenceInputs, PreferenceTotals
 from grpo_fast.objective.ranking import RankedInputs
 

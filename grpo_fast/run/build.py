@@ -27,7 +27,7 @@ from grpo_fast.groups.weights import AdaptiveWeights
 from grpo_fast.head import warm_up
 from grpo_fast.loop.algorithm import Algorithm
 from grpo_fast.loop.annotate import Annotator
-from grpo_fast.loop.collect import check_loss_columns
+from grpo_fast.loop.columns import check_loss_columns
 from grpo_fast.loop.trainer import StageParts, Trainer
 from grpo_fast.objective import resolve_loss
 from grpo_fast.objective.pairs import custom_loss
