@@ -331,21 +331,31 @@ def test_rewards_gain_weight_while_they_are_low_and_read_a_csv_file(model):
         "question,expert_answer\n" + "".join(f"{i} plus {7 - i},7\n" for i in range(4))
     )
     data = {"source": "base.csv", "prompt_column": "question", "rename": {"expert_answer": "solution"}}
-    scaled = Scaled()
 
     class Follows(grpo_fast.Callback):
+        def __init__(self) -> None:
+            self.reward = Scaled()
+
         def on_step_end(self, step, metrics) -> None:
-            scaled.adjust(metrics["reward/is_seven/mean"] / 2)
+            self.reward.adjust(metrics["reward/is_seven/mean"] / 2)
+
+        def state_dict(self) -> dict[str, float]:
+            return {"weight": self.reward.weight}
+
+        def load_state_dict(self, state) -> None:
+            self.reward.weight = state["weight"]
 
     rollout = {"function": says("<think> 3", "</think> <answer> 4")}
     changes = {"adaptive_weights": {"targets": {"is_seven": 1.0}, "smoothing": 1.0}, "rollout": rollout}
-    changes |= {"dataset": data | {"system_prompt": SYSTEM}, "callbacks": [Follows()]}
-    run = train(model, rewards=[scaled, is_seven], **changes)
+    changes["dataset"] = data | {"system_prompt": SYSTEM}
+    for more in ({}, {"max_steps": 3, "resume": "latest"}):
+        follows = Follows()
+        run = train(model, rewards=[follows.reward, is_seven], callbacks=[follows], **changes | more)
     assert samples(run, 1)[0]["prompt"].startswith(f"system {SYSTEM} user ")
     low = run.metrics.filter(regex="reward/.*caled.*/mean").loc[1:].iloc[:, 0]
-    assert low[2] == pytest.approx(1.2 * low[1]) and scaled.weight == pytest.approx(1.44)
+    assert low.tolist() == pytest.approx([low[1], 1.2 * low[1], 1.44 * low[1]])
     weights = run.metrics["reward/is_seven/weight"]
-    assert weights[2] > weights[1] >= 1
+    assert weights[3] > weights[2] > weights[1] >= 1
 
 
 def write_rows(name: str, rows: Sequence[Any]) -> None:
