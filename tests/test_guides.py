@@ -377,6 +377,11 @@ def test_preview_shows_completions_and_rewards_without_training(model, capsys):
     shown = capsys.readouterr().out
     assert "user 3 plus 4 assistant" in shown and len(re.findall(r"debug\W+1", shown)) >= 2
     assert not Path("runs").exists()
+    assert main(["preview", "run.yaml", "--groups", "prompts_per_step=1"]) == 2
+    with pytest.raises(SystemExit):
+        main(["preview", "run.yaml", "--groups", "--num-prompts", "3"])
+    refused = capsys.readouterr().err
+    assert "strategy = 'prompt' makes each prompt a group of its own" in refused and "not allowed" in refused
 
 
 # ------------------------------------------------------------------------- ranked groups and preferences
@@ -592,13 +597,23 @@ def test_the_learning_rate_follows_the_performance_of_groups(dialogues):
         assert rates[1] == pytest.approx(1e-2) and rates[2] == pytest.approx(factor * rates[1])
 
 
-def test_preview_counts_groups_before_training(model, capsys):
+@pytest.mark.parametrize(
+    ("groups", "shown"),
+    [
+        ({"strategy": "semantic"}, r"semantic; formed before .*number 4, size_mean 2\b.*centroid_distance"),
+        ({"strategy": "performance"}, r"formed after .*number 4,.*diversity.*2 prompts: mean reward -"),
+        (ADAPTIVE, r"random, phase 1 of 3, until 0.3 of the run; .*number 4,"),
+        ({"strategy": "random", "size_by": {"column": "side", "a": 2}}, r"2 prompts: side 'a', mean reward"),
+    ],
+)
+def test_preview_counts_groups_before_training(model, capsys, groups, shown):
     """000, 001: debugging tips."""
-    rows = [{"prompt": f"{TOPICS[place % 4]} ends {place}"} for place in range(8)]
-    settings = {"prompts_per_step": 8, "groups": PAIRS | {"strategy": "semantic"}}
+    rows = [{"prompt": f"{TOPICS[place % 4]} ends {place}", "side": "ab"[place // 4]} for place in range(8)]
+    settings = {"prompts_per_step": 8, "groups": PAIRS | groups, "rollout.max_completion_length": 4}
     preview(model, rows, {"reward": "length", "options": {"target": 3}}, settings, "--groups")
-    shown = capsys.readouterr().out
-    assert re.search(r"number 4\b.*size_mean 2\b.*centroid_distance", shown) and shown.count("2 prompts") == 4
+    said = capsys.readouterr().out
+    assert re.search(shown, said, re.DOTALL) and said.count("\n2 prompts") == 4
+    assert {*map(int, re.findall(r"row (\d+):", said))} == {*range(8)}
 
 
 # ---------------------------------------------------------------------------------- NeMo: losses of pairs

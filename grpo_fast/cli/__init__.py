@@ -214,10 +214,9 @@ def build_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argum
     look = "look at prompts, completions and rewards before training"
     preview = add("preview", "questions:preview", look, overrides=True, aliases=["generate"])
     preview.add_argument("config", metavar="CONFIG", help=CONFIG_HELP)
-    preview.add_argument(
-        "--num-prompts", type=at_least(1), default=2, metavar="N", help="prompts to show (2)"
-    )
-    preview.add_argument("--groups", action="store_true", help="show the first step's baseline groups")
+    shown = preview.add_mutually_exclusive_group()
+    shown.add_argument("--num-prompts", type=at_least(1), default=2, metavar="N", help="prompts to show (2)")
+    shown.add_argument("--groups", action="store_true", help="show the first step's baseline groups")
 
     fits = "what fits: bytes by part, the largest group and the longest completion, what makes room"
     plan = add("plan", "commands:plan", fits, overrides=True)

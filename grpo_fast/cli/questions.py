@@ -150,7 +150,7 @@ def _preview_groups(config: TrainConfig, source: str) -> int:
     part = build_stages(resolve_stages(config)[:1], Loader(config))[0]
     config, sampler = part.stage.config, part.prompts
     if not isinstance(sampler, GroupSampler):
-        message = "is another strategy's: each prompt is its own group; set groups.strategy"
+        message = "groups.strategy = 'prompt' makes each prompt a group of its own; set another strategy"
         raise ConfigError("preview", [Problem("--groups", message)])
     sampler.begin(0, config.max_steps)
     prompts, table = sampler.next(), None
