@@ -125,8 +125,10 @@ def _configure(kind: type[TrainConfig], stage: StageConfig, base: Mapping[str, A
     over = stage.overrides
     try:
         if found := over.keys() - {*OVERRIDABLE}:
-            allowed = ", ".join(OVERRIDABLE)
-            raise ValueError(f"overrides {min(found)!r}; a stage may override {allowed}")
+            section, _, key = min(found).partition(".")
+            inner = f"write the section, {section}: {{{key}: VALUE}}" * (section in OVERRIDABLE)
+            remedy = inner or f"a stage may override {', '.join(OVERRIDABLE)}"
+            raise ValueError(f"overrides {min(found)!r}; {remedy}")
         for section, names in SERVES_ALL.items():
             if isinstance(given := over.get(section), Mapping) and (found := given.keys() & names):
                 raise ValueError(f"overrides {section}.{min(found)}, one for all stages; set it outside")
