@@ -1,4 +1,4 @@
-"""Hidden states to log-probabilities, cross-entropy and policy losses, and back, without the logits."""
+"""Hidden states to log-probabilities, divergences and losses, and back, without the logits."""
 
 from __future__ import annotations
 
@@ -14,18 +14,20 @@ from grpo_fast.head.checks import (
     check_outputs,
     check_policy_loss,
     head_call,
+    kl_call,
 )
+from grpo_fast.head.divergence_operator import row_divergence
 from grpo_fast.head.fused_loss import fused_policy_loss, fuses
 from grpo_fast.head.operator import backend_of, head_statistics
-from grpo_fast.head.outputs import GRPOLossOutput, HeadOutput
-from grpo_fast.head.parallel import parallel_statistics
+from grpo_fast.head.outputs import GRPOLossOutput, HeadOutput, KLOutput
+from grpo_fast.head.parallel import parallel_divergence, parallel_statistics
 from grpo_fast.objective import GRPOLossConfig, LossInputs, StepTotals, policy_loss
 from grpo_fast.objective.types import TOKEN_COLUMNS
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from grpo_fast.head.call import HeadOptions
+    from grpo_fast.head.call import HeadOptions, KLOptions
 
 _DEFAULT_LOSS = GRPOLossConfig()
 _DIFFERENTIABLE = frozenset({"logprob", "entropy", "logsumexp", "mean_logit"})
@@ -139,6 +141,56 @@ def linear_cross_entropy(
     if reduction == "sum":
         return losses.sum()
     return losses.sum() / (call.targets >= 0).sum().clamp(min=1)
+
+
+def linear_kl(
+    hidden: Tensor,
+    weight: Tensor,
+    mask: Tensor,
+    ref_hidden: Tensor,
+    ref_weight: Tensor,
+    **options: Unpack[KLOptions],
+) -> KLOutput:
+    """Divergence of two heads' distributions at each token: the exact KL, or distillation from a teacher.
+
+    With p the student's softmax of `hidden` and `weight`, q the reference's:
+
+        reverse   KL(p || q) = Σ p·(log p - log q)
+        forward   KL(q || p)
+        jsd       (1 - beta)·KL(p || m) + beta·KL(q || m),  m = (1 - beta)·p + beta·q   (arXiv 2306.13649)
+
+    The reference gets no gradient. Where a vocabulary is wider than the other, it ends in padding: its last
+    entries belong to neither distribution and get no gradient.
+
+    Args:
+        hidden: (..., H), any strides.
+        weight: (V, H), whole; see `linear_logprob`. It may be `ref_weight` too.
+        mask: (...) bool, True where a token counts. The others cost nothing and may hold NaN.
+        ref_hidden: (..., H') of the same tokens, without a gradient.
+        ref_weight: (V, H'), the same tokens in the same order.
+        direction: "reverse", "forward" or "jsd".
+        beta: of "jsd", in [0, 1]. As in TRL, 0 is the forward and 1 the reverse KL.
+        temperature: a positive number, or one per token in the mask's shape, of both heads.
+        ref_temperature: the reference's; None for `temperature`.
+        bias, logit_scale, softcap: as `linear_logprob` takes them; `ref_bias`, `ref_logit_scale` and
+            `ref_softcap` are the reference's.
+        topk: compare the reference's k likeliest entries, and all others together as one outcome (arXiv
+            2608.14728). It is at most the whole divergence, and at least zero. None: all entries.
+        tolerance, seed: of the backward, as in `linear_logprob`.
+        process_group: ranks that each hold a contiguous part of the vocabulary's rows, in rank order, the
+            same part of both heads. Hidden gradients are summed. Not with `topk`.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong kind, shape or range. A temperature per token is
+            checked on a CPU only; on an accelerator a bad one makes its token's divergence NaN.
+    """
+    call, shard = kl_call(hidden, weight, mask, ref_hidden, ref_weight, **options)
+    if shard is None:
+        rows, certificate = row_divergence(call)
+        divergence = rows.divergence
+    else:
+        divergence, certificate = parallel_divergence(call, shard)
+    return KLOutput(divergence.reshape(mask.shape), certificate)
 
 
 def linear_grpo_loss(

@@ -6,7 +6,7 @@ Tuples, as torch's operators are given their arguments and return their results.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar, get_type_hints
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,24 @@ if TYPE_CHECKING:
         seed: int | None
         weight_grad: Tensor | None
         recompute: bool
+        process_group: ProcessGroup | None
+
+    class KLOptions(TypedDict, total=False):
+        """What `linear_kl` takes beside its operands, and explains."""
+
+        direction: Literal["reverse", "forward", "jsd"]
+        beta: float
+        temperature: float | Tensor
+        ref_temperature: float | Tensor | None
+        bias: Tensor | None
+        ref_bias: Tensor | None
+        logit_scale: float
+        ref_logit_scale: float
+        softcap: float | None
+        ref_softcap: float | None
+        topk: int | None
+        tolerance: float | None
+        seed: int | None
         process_group: ProcessGroup | None
 
 
@@ -139,6 +157,82 @@ class HeadCall(NamedTuple):
         """Row and column, inside the chunk, of each target that lies in it."""
         row = ((self.targets >= columns.start) & (self.targets < columns.stop)).nonzero().squeeze(1)
         return row, self.targets[row] - columns.start
+
+
+class KLCall(NamedTuple):
+    """N rows of two heads over the same V entries: the student's, which is differentiated, and the reference.
+
+    The operators take and keep these fields as they stand here.
+    """
+
+    hidden: Tensor  # (N, H)
+    weight: Tensor  # (V, H), same dtype
+    bias: Tensor | None  # (V,)
+    mask: Tensor  # (N,) bool: rows that count
+    ref_hidden: Tensor  # (N, H'), as the next of another dtype or the same
+    ref_weight: Tensor  # (V, H')
+    ref_bias: Tensor | None = None  # (V,)
+    inv_temperature: Tensor | None = None  # (N,) float32 or float64; None: one
+    ref_inv_temperature: Tensor | None = None
+    # (N,) log-sum-exps over all shards. With them a divergence is this shard's part of the whole sum.
+    logsumexp: Tensor | None = None
+    ref_logsumexp: Tensor | None = None
+    logit_scale: float = 1.0
+    softcap: float | None = None
+    ref_logit_scale: float = 1.0
+    ref_softcap: float | None = None
+    direction: str = "reverse"
+    beta: float = 0.5  # of "jsd"
+    topk: int | None = None
+    jacobian: bool = False  # the forward prepares ddivergence/dhidden
+    tolerance: float | None = None  # of the backward
+    seed: int | None = None  # of what the backward draws
+
+    @property
+    def accumulator(self) -> torch.dtype:
+        """float32, or float64 for float64 inputs."""
+        return self.student.accumulator
+
+    @property
+    def targets(self) -> Tensor:
+        """(N,) int64: rows with work as a `HeadCall` marks them, with a target that is in no weight."""
+        return torch.where(self.mask, self.weight.shape[0], ROW_IGNORED)
+
+    @property
+    def student(self) -> HeadCall:
+        transform = self.bias, self.inv_temperature, self.logit_scale, self.softcap
+        return HeadCall(self.hidden, self.weight, self.targets, *transform, seed=self.seed)
+
+    @property
+    def reference(self) -> HeadCall:
+        transform = self.ref_bias, self.ref_inv_temperature, self.ref_logit_scale, self.ref_softcap
+        return HeadCall(self.ref_hidden, self.ref_weight, self.targets, *transform)
+
+    def rows(self, which: RowIndex) -> KLCall:
+        """The same call for a selection of its rows."""
+        return self._replace(
+            hidden=self.hidden[which],
+            mask=self.mask[which],
+            ref_hidden=self.ref_hidden[which],
+            inv_temperature=_of_rows(self.inv_temperature, which),
+            ref_inv_temperature=_of_rows(self.ref_inv_temperature, which),
+            logsumexp=_of_rows(self.logsumexp, which),
+            ref_logsumexp=_of_rows(self.ref_logsumexp, which),
+        )
+
+
+class RowDivergence(NamedTuple):
+    """Per row, in the accumulator's dtype; zero for masked rows. The first two are differentiable."""
+
+    divergence: Tensor  # (N,) nats; of this shard's distributions, or its part of the whole sum
+    logsumexp: Tensor  # (N,) of the student's logits
+    ref_logsumexp: Tensor  # (N,)
+    center: Tensor  # (N,) KL(student || mixture) of "jsd", or its part; otherwise the divergence
+
+    @classmethod
+    def allocate(cls, call: KLCall) -> RowDivergence:
+        kind, rows = call.accumulator, call.mask.numel()
+        return cls(*(call.hidden.new_zeros(rows, dtype=kind) for _ in cls._fields))
 
 
 class RowStatistics(NamedTuple):

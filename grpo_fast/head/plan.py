@@ -26,6 +26,7 @@ _DEVICE_CHUNK_BYTES = 256 << 20
 _JACOBIAN_BYTES, _JACOBIAN_ROWS = 640 << 20, 2048
 """Of a frozen head's exponentials. Fewer rows are too few tiles of their product with W for a large GPU."""
 _CHUNK_ROWS = 512
+_DIVERGENCE_CHUNKS, _DIVERGENCE_COPIES = 32, 8  # of a block's logits: both heads', p, q, d and what is summed
 _DENSE_WORKSPACE_BYTES = 192 << 20
 _SCRATCH_BYTES = 1 << 10  # shared memory the compiler takes besides operands and results: barriers
 
@@ -152,6 +153,14 @@ def _chunks(device: Device, work: Workload) -> Chunks:
     longest = height if device.kind == "cpu" else max(height, work.hidden_size)
     width = max(TILE, budget // (longest * itemsize) // TILE * TILE)
     return Chunks(height, max(1, min(width, work.vocabulary)))
+
+
+def divergence_chunks(kind: str, vocabulary: int, hidden_size: int, accumulator: torch.dtype) -> Chunks:
+    """Rows whose whole logits, of both heads and what is made of them, keep to a few chunks' bytes."""
+    budget, itemsize = (_CPU_CHUNK_BYTES if kind == "cpu" else _DEVICE_CHUNK_BYTES), accumulator.itemsize
+    rows = max(1, _DIVERGENCE_CHUNKS * budget // (_DIVERGENCE_COPIES * itemsize * max(vocabulary, 1)))
+    width = max(TILE, budget // (max(rows, hidden_size) * itemsize) // TILE * TILE)
+    return Chunks(rows, max(1, min(width, vocabulary)))
 
 
 def _ranges(size: int, step: int) -> list[slice]:
