@@ -10,6 +10,7 @@ from torch import Tensor
 
 from grpo_fast.head.checks import (
     IGNORE_INDEX,
+    check_exact_kl,
     check_numbers,
     check_outputs,
     check_policy_loss,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from grpo_fast.head.call import HeadOptions, KLOptions
 
 _DEFAULT_LOSS = GRPOLossConfig()
+_SHARED = ("bias", "temperature", "logit_scale", "softcap", "tolerance", "seed", "process_group")
 _DIFFERENTIABLE = frozenset({"logprob", "entropy", "logsumexp", "mean_logit"})
 
 
@@ -202,6 +204,9 @@ def linear_grpo_loss(
     sequence_ids: Tensor,
     old_logprobs: Tensor | None = None,
     ref_logprobs: Tensor | None = None,
+    ref_hidden: Tensor | None = None,
+    ref_weight: Tensor | None = None,
+    ref_bias: Tensor | None = None,
     sampler_logprobs: Tensor | None = None,
     loss_mask: Tensor | None = None,
     group_ids: Tensor | None = None,
@@ -224,6 +229,10 @@ def linear_grpo_loss(
             on a CPU only.
         old_logprobs: (N,) the policy's log-probabilities before this step's updates; None: exactly on-policy.
         ref_logprobs: (N,) the reference model's; needed when `config.beta` > 0.
+        ref_hidden: (N, H') the reference model's; with `ref_weight` in place of `ref_logprobs` where
+            `config.kl_estimator` is "exact". Its logits are scaled and capped as the policy's.
+        ref_weight: (V, H').
+        ref_bias: (V,).
         sampler_logprobs: (N,) the sampler's, for the mismatch metrics and corrections.
         loss_mask: (N,) bool, or zeros and ones, which is checked on a CPU only; False keeps a token out of
             the loss at no cost. None: all tokens count.
@@ -249,7 +258,9 @@ def linear_grpo_loss(
     }  # fmt: skip
     others = {**(columns or {}), **{name: values for name, values in named.items() if values is not None}}
     known: dict[str, Any] = {name: others.pop(name, None) for name in TOKEN_COLUMNS}
+    reference: dict[str, Any] = {"ref_hidden": ref_hidden, "ref_weight": ref_weight, "ref_bias": ref_bias}
     check_policy_loss(hidden, targets, known, num_sequences, config, totals, entropy_coef)
+    check_exact_kl(reference, config, known, options)
     ignore_index = options.get("ignore_index", IGNORE_INDEX)
     counted, loss_mask = targets != ignore_index, known.pop("loss_mask")
     loss_mask = counted if loss_mask is None else loss_mask.bool() & counted
@@ -262,6 +273,12 @@ def linear_grpo_loss(
     token_entropy = rows.entropy if "entropy" in wanted else None
     if token_entropy is not None and not needs_entropy:
         token_entropy = token_entropy.detach()
+    exact_kl = None
+    if config.needs_exact_kl:
+        shared: dict[str, Any] = {name: value for name, value in options.items() if name in _SHARED}
+        ours = {"ref_logit_scale": "logit_scale", "ref_softcap": "softcap"}
+        shared |= {name: shared[own] for name, own in ours.items() if own in shared}
+        exact_kl = linear_kl(hidden, weight, loss_mask, **reference, **shared).divergence
     if num_sequences is None:  # ids may have gaps
         ids = known["sequence_ids"]
         known["sequence_ids"] = ids = (ids.diff(prepend=ids[:1]) != 0).cumsum(0)
@@ -269,6 +286,7 @@ def linear_grpo_loss(
     inputs = LossInputs(
         logprobs=rows.logprob,
         loss_mask=loss_mask,
+        exact_kl=exact_kl,
         num_sequences=num_sequences,
         entropy=token_entropy,
         totals=totals,

@@ -285,6 +285,34 @@ def check_policy_loss(
         raise ValueError("loss_mask must hold zeros and ones: scale advantages to weigh tokens")
 
 
+def check_exact_kl(
+    reference: Mapping[str, Tensor | None],
+    config: GRPOLossConfig,
+    columns: Mapping[str, Tensor | None],
+    options: Mapping[str, Any],
+) -> None:
+    """Raise ValueError unless the exact KL's reference is given where it is read, and there alone."""
+    if not config.needs_exact_kl:
+        for name, tensor in reference.items():
+            if tensor is not None:
+                raise ValueError(
+                    f"{name} is read with config.kl_estimator='exact' and config.beta > 0 only: set them, or "
+                    "give ref_logprobs"
+                )
+        return
+    for name in ("ref_hidden", "ref_weight"):
+        if reference[name] is None:
+            raise ValueError(f"{name} is None, but kl_estimator='exact' reads it: give the reference model's")
+    if (options.get("bias") is None) != (reference["ref_bias"] is None):
+        raise ValueError(
+            "bias and ref_bias must be given together with kl_estimator='exact': add the other one"
+        )
+    if columns["ref_logprobs"] is not None:
+        raise ValueError("ref_logprobs are not read with kl_estimator='exact': leave them out")
+    if options.get("weight_grad") is not None:
+        raise ValueError("weight_grad gets no gradient of kl_estimator='exact': leave it out, or choose k3")
+
+
 def check_values(call: HeadCall) -> None:
     """Raise ValueError for a target outside the vocabulary or a temperature that is not positive.
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_fast import linear_kl
+from grpo_fast import GRPOLossConfig, linear_grpo_loss, linear_kl
 from grpo_fast.head import plan
 
 DIRECTIONS = ("reverse", "forward", "jsd")
@@ -270,3 +270,38 @@ def test_what_does_not_fit_is_refused_by_name(make_pair, changes, error, words):
 
     with pytest.raises(error, match=words):
         linear_kl(**given | changes)
+
+
+@pytest.mark.parametrize("transformed", [False, True])
+def test_a_policy_loss_takes_the_exact_kl_of_each_token(make_pair, rng, transformed):
+    pair = make_pair(transformed=transformed).to(torch.float64)
+    caps = {"logit_scale": 0.75, "softcap": 4.0} if transformed else {}
+    alike = {**caps, **{f"ref_{name}": value for name, value in caps.items()}}
+    pair = replace(pair, ref_temperature=None, options=alike)
+    hidden = torch.where(pair.mask[:, None], pair.hidden.detach(), 0).requires_grad_()
+    pair = replace(pair, hidden=hidden)
+    targets = torch.where(pair.mask, torch.randint(300, (13,), generator=rng), -100)
+    advantages = torch.randn(13, generator=rng, dtype=torch.float64)
+
+    def loss(beta: float, **reference: Any) -> Any:
+        return linear_grpo_loss(
+            pair.hidden, pair.weight, targets, advantages, sequence_ids=torch.arange(13) // 5,
+            config=GRPOLossConfig(beta=beta, kl_estimator="exact"), bias=pair.bias,
+            temperature=pair.temperature, **caps, **reference,
+        )  # fmt: skip
+
+    heads = {"ref_hidden": pair.ref_hidden, "ref_weight": pair.ref_weight, "ref_bias": pair.ref_bias}
+    found, without = loss(0.2, **heads), loss(0.0)
+
+    term = pair.expected("reverse")[pair.mask].mean()
+    torch.testing.assert_close(found.metrics["kl"], term.detach())
+    torch.testing.assert_close(found.loss - without.loss, 0.2 * term)
+    of_found, of_parts = (
+        torch.autograd.grad(total, pair.leaves) for total in (found.loss, without.loss + 0.2 * term)
+    )
+    torch.testing.assert_close(of_found, of_parts)
+    for given, name in (({}, "ref_hidden"), (heads | {"ref_logprobs": advantages}, "ref_logprobs")):
+        with pytest.raises(ValueError, match=name):
+            loss(0.2, **given)
+    with pytest.raises(ValueError, match="ref_hidden is read with"):
+        loss(0.0, **heads)
