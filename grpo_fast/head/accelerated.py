@@ -110,7 +110,7 @@ def backward(
         of_rows = LogitGradient.of(call, statistics, gradients)
         kept = SavedExp(saved.exponentials, saved.share)
         return HeadGradients(*kept_backward(call, of_rows, wanted, kept))
-    if plan.backward == "sparse" and call.hidden.shape[0] and not _capturing(call.hidden):
+    if plan.backward == "sparse" and call.hidden.shape[0] and not capturing(call.hidden):
         return _sparse(call, statistics, gradients, saved.tile_lse, plan, wanted, certificate)
     certificate.fill_exact()
     return _dense(call, LogitGradient.of(call, statistics, gradients), plan, wanted)
@@ -119,7 +119,7 @@ def backward(
 def _dense(call: HeadCall, of_rows: LogitGradient, plan: HeadPlan, wanted: Wanted) -> HeadGradients:
     """Exact, over the rows with a gradient; in a captured graph over all rows, for nobody can be asked."""
     chosen, like, index = call, call.hidden, None
-    if _capturing(like):
+    if capturing(like):
         # What an ignored row holds is anything, and zero times NaN is not zero.
         chosen = call._replace(hidden=like.masked_fill(~of_rows.live()[:, None], 0))
     else:
@@ -191,5 +191,6 @@ def _with_unit_stride(call: HeadCall) -> HeadCall:
     return call._replace(hidden=hidden, weight=weight, bias=bias)
 
 
-def _capturing(tensor: Tensor) -> bool:
+def capturing(tensor: Tensor) -> bool:
+    """Whether a CUDA graph is being captured."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -227,6 +227,7 @@ class RowDivergence(NamedTuple):
     divergence: Tensor  # (N,) nats; of this shard's distributions, or its part of the whole sum
     logsumexp: Tensor  # (N,) of the student's logits
     ref_logsumexp: Tensor  # (N,)
+    shift: Tensor  # (N,) the difference of the log-sum-exps, to more digits
     center: Tensor  # (N,) KL(student || mixture) of "jsd", or its part; otherwise the divergence
 
     @classmethod
@@ -331,10 +332,15 @@ class LogitGradient(NamedTuple):
         mass = of_logsumexp - of_logprob
         return cls(statistics.logsumexp, mass, target, logprob, entropy, of_entropy, mean)
 
+    @property
+    def coefficients(self) -> list[Tensor]:
+        """(N,) each, of which no gradient is without one."""
+        every = (self.mass, self.target, self.entropy_gradient, self.mean)
+        return [coefficient for coefficient in every if coefficient is not None]
+
     def live(self) -> Tensor:
         """(N,) bool: rows with a gradient. A NaN is one."""
-        coefficients = (self.mass, self.target, self.entropy_gradient, self.mean)
-        return torch.stack([c != 0 for c in coefficients if c is not None]).any(0)
+        return torch.stack([coefficient != 0 for coefficient in self.coefficients]).any(0)
 
     def of_products(self, call: HeadCall, columns: slice) -> Tensor:
         """dL/d(x·w + bias) of some columns, (N, columns)."""

@@ -70,13 +70,16 @@ def backward(
     )
 
 
-class _Distributions(NamedTuple):
+class Distributions(NamedTuple):
     """Two distributions over n rows: K outcomes each."""
 
     p: Tensor  # (n, K) the student's
     q: Tensor  # (n, K)
     d: Tensor  # (n, K) log p - log q, finite where p is zero
     largest: Tensor | None  # (n, 1) outcome that holds most of p; None where p need not sum to one
+    logsumexp: Tensor  # (n,) of the logits behind p
+    ref_logsumexp: Tensor  # (n,) of those behind q
+    shift: Tensor  # (n,) their difference, to more digits
 
 
 class _Block:
@@ -86,33 +89,34 @@ class _Block:
         self.call, self.chunks, self.student = call, chunks, call.student
         self.whole: Tensor | None = None
         if call.topk is None or call.topk >= student.shape[1]:
-            self.logsumexp, self.ref_logsumexp, self.found = _distributions(student, reference, call)
+            self.found = distributions(student, reference, call)
             return
         # The reference's k likeliest entries, and all others as one outcome.
         self.places = reference.topk(call.topk, dim=1).indices
         (coarse, self.rest, self.whole), (ref_coarse, _, _) = (
             _coarsened(logits, self.places) for logits in (student, reference)
         )
-        self.logsumexp, self.ref_logsumexp, self.found = _distributions(coarse, ref_coarse, call)
+        self.found = distributions(coarse, ref_coarse, call)
 
     @classmethod
     def of(cls, call: KLCall, chunks: Chunks) -> _Block:
         return cls(call, chunks, _logits(call.student, chunks), _logits(call.reference, chunks))
 
     def results(self) -> RowDivergence:
-        p, q, d, _ = self.found
+        p, q, d = self.found[:3]
+        of_rows = self.found.logsumexp, self.found.ref_logsumexp, self.found.shift
         beta, direction = self.call.beta, self.call.direction
         if direction == "jsd":
             u, m = self._over_mixture(), torch.lerp(p, q, beta)
             center = _divergence(p, m, u)
             divergence = (1 - beta) * center + beta * _divergence(q, m, u.sub_(d))
-            return RowDivergence(divergence, self.logsumexp, self.ref_logsumexp, center)
+            return RowDivergence(divergence, *of_rows, center)
         divergence = _divergence(p, q, d) if direction == "reverse" else _divergence(q, p, -d)
-        return RowDivergence(divergence, self.logsumexp, self.ref_logsumexp, divergence)
+        return RowDivergence(divergence, *of_rows, divergence)
 
     def logit_gradient(self, of_divergence: Tensor | None, of_logsumexp: Tensor | None) -> Tensor:
         """(n, V) dL/d(x·w + bias) of (n, 1) upstream gradients; without both, that of the divergence."""
-        p, q, d, largest = self.found
+        p, q, d, largest = self.found[:4]
         direction = self.call.direction
         if direction == "forward":
             gradient = p - q
@@ -182,37 +186,34 @@ def _coarsened(logits: Tensor, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return torch.cat([chosen, rest[:, None]], 1), rest, logits
 
 
-def _distributions(a: Tensor, b: Tensor, call: KLCall) -> tuple[Tensor, Tensor, _Distributions]:
-    """Log-sum-exps of both (n, K) logits, which are overwritten, and their distributions.
-
-    Under `call.logsumexp` the distributions are parts of larger ones.
-    """
+def distributions(a: Tensor, b: Tensor, call: KLCall) -> Distributions:
+    """Of both (n, K) logits, which are overwritten; under `call.logsumexp` they are parts of larger ones."""
     if call.logsumexp is not None and call.ref_logsumexp is not None:
-        a -= call.logsumexp[:, None]
-        b -= call.ref_logsumexp[:, None]
-        p, q = a.exp(), b.exp()
-        d = (a - b).nan_to_num_(nan=0.0, posinf=torch.inf, neginf=LOG_ZERO)
-        return call.logsumexp, call.ref_logsumexp, _Distributions(p, q, d, None)
-    (p, log_p, largest), (q, log_q, _) = _softmax(a), _softmax(b)
-    # Relative to the largest logit, so that large logits cancel before anything is rounded.
-    d = a.sub_(b).sub_(log_p.sum - log_q.sum).nan_to_num_(nan=0.0, posinf=torch.inf, neginf=LOG_ZERO)
-    return log_p.of_all, log_q.of_all, _Distributions(p, q, d, largest)
+        lse, ref_lse, largest = call.logsumexp, call.ref_logsumexp, None
+        shift = lse - ref_lse
+        p, q = ((z - whole[:, None]).exp_() for z, whole in ((a, lse), (b, ref_lse)))
+        d = a.sub_(b).sub_(shift[:, None])
+    else:
+        (p, maximum, log_sum, largest), (q, ref_maximum, ref_log_sum, _) = _softmax(a), _softmax(b)
+        lse, ref_lse = (maximum + log_sum).squeeze(1), (ref_maximum + ref_log_sum).squeeze(1)
+        # Relative to the largest logit, so that large logits cancel before anything is rounded.
+        log_ratio = finite_or_zero(log_sum) - finite_or_zero(ref_log_sum)
+        shift = ((maximum - ref_maximum) + log_ratio).squeeze(1)
+        d = a.sub_(b).sub_(log_ratio)
+    d.nan_to_num_(nan=0.0, posinf=torch.inf, neginf=LOG_ZERO)
+    return Distributions(p, q, d, largest, lse, ref_lse, shift)
 
 
-class _Normaliser(NamedTuple):
-    sum: Tensor  # (n, 1) log Σ exp(z - max z)
-    of_all: Tensor  # (n,) log-sum-exp
-
-
-def _softmax(logits: Tensor) -> tuple[Tensor, _Normaliser, Tensor]:
-    """Probabilities, normaliser and place of the largest, of (n, K) logits that become relative to it."""
+def _softmax(logits: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(n, K) probabilities, (n, 1) maximum, log Σ exp(z - maximum) and place of the maximum, of logits that
+    become relative to it. A shard may hold nothing: its maximum is zero.
+    """
     maximum, place = logits.max(1, keepdim=True)
-    logits -= finite_or_zero(maximum)
-    p = logits.exp()
+    maximum = finite_or_zero(maximum)
+    p = logits.sub_(maximum).exp()
     total = p.sum(1, keepdim=True)
-    p /= torch.where(total == 0, 1, total)  # a shard may hold nothing
-    log_total = total.log()
-    return p, _Normaliser(finite_or_zero(log_total), (finite_or_zero(maximum) + log_total).squeeze(1)), place
+    p /= torch.where(total == 0, 1, total)
+    return p, maximum, total.log(), place
 
 
 def _divergence(p: Tensor, q: Tensor, d: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from grpo_fast.head import divergence
 from grpo_fast.head.call import KLCall, RowDivergence, Wanted, schema_of
 from grpo_fast.head.checks import check_temperatures
-from grpo_fast.head.operator import refuse_second_derivative
+from grpo_fast.head.operator import backend_on, refuse_second_derivative
 from grpo_fast.head.outputs import Certificate
 from grpo_fast.head.plan import Chunks, divergence_chunks
 
@@ -39,30 +39,40 @@ def row_divergence(call: KLCall) -> tuple[RowDivergence, Certificate]:
 def _forward(*arguments: Any) -> tuple[Tensor, ...]:
     call = KLCall(*arguments)
     device = call.hidden.device
+    certificate = Certificate.pending(device)
     if device.type == "cpu":
         check_temperatures(temperature=call.inv_temperature, ref_temperature=call.ref_inv_temperature)
     with torch.cuda.device_of(call.hidden), torch.autocast(device.type, enabled=False):
-        rows, jacobian = divergence.forward(call, _chunks(call))
-    return (*rows, jacobian, Certificate.pending(device).values)
+        if _runs_kernels(call):
+            from grpo_fast.head import accelerated_divergence
+
+            rows, jacobian = (
+                accelerated_divergence.forward(call),
+                call.hidden.new_empty(0, dtype=torch.float32),
+            )
+        else:
+            rows, jacobian = divergence.forward(call, _chunks(call))
+    return (*rows, jacobian, certificate.values)
 
 
 @_forward.register_fake
 def _forward_fake(*arguments: Any) -> tuple[Tensor, ...]:
     call = KLCall(*arguments)
-    jacobian = call.hidden.new_empty(call.hidden.shape if call.jacobian else 0, dtype=call.accumulator)
+    kept = call.hidden.shape if call.jacobian and not _runs_kernels(call) else 0
+    jacobian = call.hidden.new_empty(kept, dtype=call.accumulator)
     return (*RowDivergence.allocate(call), jacobian, call.hidden.new_empty(4, dtype=torch.float32))
 
 
 @torch.library.custom_op(
     "grpo_fast::divergence_backward",
     mutates_args=(),
-    schema=f"({_CALL}, Tensor? of_divergence, Tensor? of_logsumexp, Tensor jacobian, bool want_hidden, "
+    schema=f"({_CALL}, Tensor? of_divergence, Tensor? of_logsumexp, Tensor[] kept, bool want_hidden, "
     "bool want_weight, bool want_bias) -> (Tensor, Tensor, Tensor, Tensor)",
     tags=(torch.Tag.cudagraph_unsafe,),
 )
 def _backward(*arguments: Any) -> tuple[Tensor, ...]:
     call, wanted = KLCall(*arguments[:_NUM_CALL]), Wanted(*arguments[-3:])
-    of_divergence, of_logsumexp, jacobian = arguments[_NUM_CALL:-3]
+    of_divergence, of_logsumexp, (*rows, jacobian) = arguments[_NUM_CALL:-3]
     certificate = Certificate.pending(call.hidden.device)
     empty = call.hidden.new_empty(0)
     with torch.cuda.device_of(call.hidden), torch.autocast(call.hidden.device.type, enabled=False):
@@ -72,7 +82,13 @@ def _backward(*arguments: Any) -> tuple[Tensor, ...]:
             scaled = (jacobian * factor).masked_fill_(factor == 0, 0).to(call.hidden.dtype)
             certificate.fill_exact()
             return scaled, empty, empty.clone(), certificate.values
-        made = divergence.backward(call, of_divergence, of_logsumexp, wanted, certificate, _chunks(call))
+        upstream = of_divergence, of_logsumexp, wanted, certificate
+        if _runs_kernels(call):
+            from grpo_fast.head import accelerated_divergence
+
+            made = accelerated_divergence.backward(call, RowDivergence(*rows), *upstream)
+        else:
+            made = divergence.backward(call, *upstream, _chunks(call))
     # An operator returns tensors: what was not asked for is empty.
     return (*(empty.clone() if gradient is None else gradient for gradient in made), certificate.values)
 
@@ -88,6 +104,13 @@ def _backward_fake(*arguments: Any) -> tuple[Tensor, ...]:
     return (*made, call.hidden.new_empty(4, dtype=torch.float32))
 
 
+def _runs_kernels(call: KLCall) -> bool:
+    """The likeliest entries of a row are found among whole logits."""
+    sides = (call.hidden, call.ref_hidden)
+    backends = {backend_on(t.device.type, t.device.index, t.dtype) for t in sides}
+    return backends == {"triton"} and call.topk is None
+
+
 def _chunks(call: KLCall) -> Chunks:
     size = call.hidden.shape[1]
     return divergence_chunks(call.hidden.device.type, call.weight.shape[0], size, call.accumulator)
@@ -96,17 +119,18 @@ def _chunks(call: KLCall) -> Chunks:
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *rows, jacobian, ctx.certificate = output
     ctx.others = inputs[_NUM_OPERANDS:]
-    ctx.save_for_backward(*inputs[:_NUM_OPERANDS], jacobian)
+    ctx.save_for_backward(*inputs[:_NUM_OPERANDS], *rows, jacobian)
     ctx.mark_non_differentiable(*rows[2:], jacobian, ctx.certificate)
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
     refuse_second_derivative(gradients)
-    *operands, jacobian = ctx.saved_tensors
+    saved = ctx.saved_tensors
+    operands, kept = saved[:_NUM_OPERANDS], list(saved[_NUM_OPERANDS:])
     call, wants = KLCall(*operands, *ctx.others), KLCall(*ctx.needs_input_grad)
     wanted = wants.hidden, wants.weight, wants.bias
-    *made, certificate = _backward(*call, *gradients[:2], jacobian, *wanted)
+    *made, certificate = _backward(*call, *gradients[:2], kept, *wanted)
     if not torch.compiler.is_compiling():  # AOTAutograd's backward cannot write to a result of its forward
         ctx.certificate.copy_(certificate)
     of_operands = (made if want else None for made, want in zip(made, wanted, strict=True))

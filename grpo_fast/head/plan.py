@@ -131,7 +131,7 @@ def plan_head(device: Device, work: Workload) -> HeadPlan:
         chunks=_chunks(device, work),
         forward_tile=forward_tile,
         backward_tile=backward_tile,
-        dense_columns=_dense_columns(work, backward_tile.columns),
+        dense_columns=dense_columns(work, backward_tile.columns),
         sparse=sizes.sparse,
     )
 
@@ -177,7 +177,7 @@ def _descriptor_tile(device: Device, work: Workload, sizes: Sizes, *, wide: bool
     return tile if needed <= device.shared_memory else None
 
 
-def _dense_columns(work: Workload, multiple: int) -> int:
+def dense_columns(work: Workload, multiple: int) -> int:
     """Columns of logit gradient that fit the workspace, in whole tiles."""
     per_tile = max(work.rows, 1) * multiple * work.dtype.itemsize
     tiles = max(1, _DENSE_WORKSPACE_BYTES // per_tile)

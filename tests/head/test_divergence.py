@@ -117,23 +117,38 @@ def make_pair(rng: torch.Generator):
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
-@pytest.mark.parametrize("shape", ["plain", "transformed", "padded", "topk"])
+@pytest.mark.parametrize("shape", ["plain", "transformed", "padded", "topk", "one weight"])
 @pytest.mark.parametrize(
-    ("dtype", "limit", "of_gradient"),
-    [(torch.float64, 1e-11, 1e-11), (torch.float32, 1e-5, 1e-5), (torch.bfloat16, 1e-5, 2.5e-3)],
+    ("path", "dtype", "limit", "of_gradient"),
+    [
+        ("reference", torch.float64, 1e-11, 1e-11),
+        ("reference", torch.float32, 1e-5, 1e-5),
+        ("reference", torch.bfloat16, 1e-5, 2.5e-3),
+        ("hopper", torch.float32, 1e-5, 2e-5),
+        # The logit gradient is rounded, too.
+        ("hopper", torch.bfloat16, 1e-5, 4e-3),
+        ("hopper", torch.float16, 1e-5, 2.5e-3),
+    ],
 )
 def test_divergence_and_gradients_are_those_of_whole_logits_in_float64(
-    make_pair, rng, oracle, monkeypatch, direction, frozen, shape, dtype, limit, of_gradient
+    make_pair, rng, oracle, request, monkeypatch, direction, frozen, shape, path, dtype, limit, of_gradient
 ):
     monkeypatch.setattr(plan, "_DIVERGENCE_CHUNKS", 0)  # a row at a time
     monkeypatch.setattr(plan, "_CPU_CHUNK_BYTES", 1)
     pair = make_pair(
-        padding=10 if shape == "padded" else 0, transformed=shape == "transformed", frozen=frozen
+        padding=10 if shape == "padded" else 0,
+        transformed=shape == "transformed",
+        frozen=frozen,
+        near=1.0 if shape == "one weight" else None,
     )
     pair = pair.to(dtype)
+    move = (lambda value: value) if path == "reference" else request.getfixturevalue(path)
+    pair = move(pair)
+    if shape == "one weight":
+        pair = replace(pair, ref_weight=pair.weight)
     wide = pair.to(torch.float64)
     options = {"direction": direction, "beta": 0.3, "topk": 5 if shape == "topk" else None}
-    upstream = torch.randn(pair.mask.shape, generator=rng, dtype=torch.float64)
+    upstream = move(torch.randn(pair.mask.shape, generator=rng, dtype=torch.float64))
 
     found = pair.divergence(**options)
     gradients = torch.autograd.grad((found * upstream).sum(), pair.leaves)
@@ -150,8 +165,10 @@ def test_divergence_and_gradients_are_those_of_whole_logits_in_float64(
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("near", [0.0, 1e-4, 1e-2])
-def test_equal_and_nearly_equal_heads_are_apart_by_what_they_are(make_pair, direction, near):
+@pytest.mark.parametrize("path", ["reference", "hopper"])
+def test_equal_and_nearly_equal_heads_are_apart_by_what_they_are(make_pair, request, direction, near, path):
     pair = make_pair(64, near=near)
+    pair = pair if path == "reference" else request.getfixturevalue(path)(pair)
 
     found = pair.divergence(direction=direction)
 
