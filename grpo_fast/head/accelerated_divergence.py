@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from grpo_fast.head.accelerated import capturing
+from grpo_fast.head import accelerated
 from grpo_fast.head.call import HeadGradients, KLCall, RowDivergence, Wanted
 from grpo_fast.head.divergence import distributions, divergence_terms
 from grpo_fast.head.outputs import Certificate
@@ -92,7 +92,7 @@ def _folded(tiles: TileDivergence, call: KLCall) -> RowDivergence:
 
 def _at_work(call: KLCall, mask: Tensor) -> tuple[KLCall, Tensor | None]:
     """The rows of the mask with operands as kernels read them, and which they are; None for all rows."""
-    index = None if capturing(call.hidden) else mask.nonzero().squeeze(1)
+    index = None if accelerated.capturing(call.hidden) else mask.nonzero().squeeze(1)
     if index is None:  # what a masked row holds is anything, and zero times NaN is not zero
         masked = ~mask[:, None]
         hidden, ref_hidden = call.hidden.masked_fill(masked, 0), call.ref_hidden.masked_fill(masked, 0)

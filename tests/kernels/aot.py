@@ -24,7 +24,7 @@ from grpo_fast.kernels import TILE
 from torch import Tensor
 
 from grpo_fast.head import operator
-from grpo_fast.head.call import HeadCall, RowGradients, Wanted
+from grpo_fast.head.call import HeadCall, KLCall, RowGradients, Wanted
 from grpo_fast.head.fused_loss import loss_constants
 from grpo_fast.head.outputs import Certificate
 from grpo_fast.head.plan import Device
@@ -96,7 +96,7 @@ def step(
         mock.patch.object(operator, "device_facts", lambda kind, index: device),
         mock.patch.object(Tensor, "is_cuda", True),  # products take half precision
         mock.patch.object(Tensor, "nonzero", lambda rows: ask(meta(len(rows), 1, dtype=torch.int64))),
-        mock.patch.object(accelerated, "_capturing", lambda _: False),
+        mock.patch.object(accelerated, "capturing", lambda _: False),
         mock.patch.object(accelerated, "_read_later", lambda _: lambda: ask(pairs)),
     ):
         plan = operator._plan_forward(call)
@@ -108,6 +108,28 @@ def step(
             pending = Certificate.pending(row.device)
             gradients = accelerated.backward(call, statistics, upstream, wanted, saved, pending, plan)
     return [each for each in (*call, row, *statistics, *gradients) if isinstance(each, Tensor)]
+
+
+def divergence_step(call: HeadCall, architecture: str, direction: str, *, one_weight: bool = False) -> None:
+    """Run `linear_kl`'s kernels forward and backward, to a reference of half the hidden size or to itself."""
+    from grpo_fast.head import accelerated, accelerated_divergence
+
+    hidden, weight, vocabulary = call.hidden, call.weight, call.vocabulary
+    reference = hidden, weight
+    if not one_weight:
+        depth = hidden.shape[1] // 2
+        reference = meta(len(hidden), depth, dtype=hidden.dtype), meta(vocabulary, depth, dtype=hidden.dtype)
+    row, mask = meta(len(hidden)), meta(len(hidden), dtype=torch.bool)
+    pair = KLCall(hidden, weight, call.bias, mask, *reference, call.bias, direction=direction)
+    pair = pair._replace(inv_temperature=call.inv_temperature, softcap=call.softcap, ref_softcap=call.softcap)
+    wanted, certificate = Wanted(True, True, call.bias is not None), Certificate.pending(row.device)
+    with (
+        mock.patch.object(Tensor, "is_cuda", True),
+        mock.patch.object(Tensor, "nonzero", lambda rows: meta(len(rows), 1, dtype=torch.int64)),
+        mock.patch.object(accelerated, "capturing", lambda _: False),
+    ):
+        rows = accelerated_divergence.forward(pair)
+        accelerated_divergence.backward(pair, rows, row, None, wanted, certificate)
 
 
 def policy_loss(options: dict[str, Any], tokens: int = 16_384, sequences: int = 64) -> None:
@@ -167,6 +189,11 @@ def cases_of(architecture: str) -> dict[str, Callable[[], object]]:
             f"frozen body, {name}": partial(run, hidden=False),
             f"into a float32 gradient, {name}": partial(run, accumulate=True),
         }
+    for name in ("bfloat16", "float32", "bias, temperature, softcap"):
+        for direction in ("reverse", "forward", "jsd"):
+            pair = partial(divergence_step, head(**HEADS[name]), architecture, direction)
+            cases[f"{direction} KL, {name}"] = pair
+            cases[f"{direction} KL of one weight, {name}"] = partial(pair, one_weight=True)
     return cases | {f"policy loss, {name}": partial(policy_loss, options) for name, options in LOSSES.items()}
 
 
