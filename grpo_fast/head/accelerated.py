@@ -57,7 +57,7 @@ def forward(call: HeadCall, plan: HeadPlan) -> tuple[RowStatistics, SavedForBack
     """Every row's statistics, zero for ignored rows."""
     if call.hidden.shape[0] == 0:
         return RowStatistics.allocate(call), allocate_saved(call, plan)
-    call = _with_unit_stride(call)
+    call = with_unit_stride(call)
     if not plan.jacobian:
         return _forward(call, plan)
     saved, statistics = SavedForBackward.empty(call, jacobian=True), []
@@ -104,13 +104,13 @@ def backward(
     plan: HeadPlan,
 ) -> HeadGradients:
     """Gradients; fills the certificate."""
-    call = _with_unit_stride(call)
+    call = with_unit_stride(call)
     if saved.exponentials.numel() and gradients.follows_softmax:
         certificate.fill_exact()
         of_rows = LogitGradient.of(call, statistics, gradients)
         kept = SavedExp(saved.exponentials, saved.share)
         return HeadGradients(*kept_backward(call, of_rows, wanted, kept))
-    if plan.backward == "sparse" and call.hidden.shape[0] and not capturing(call.hidden):
+    if plan.backward == "sparse" and call.hidden.shape[0] and not _capturing(call.hidden):
         return _sparse(call, statistics, gradients, saved.tile_lse, plan, wanted, certificate)
     certificate.fill_exact()
     return _dense(call, LogitGradient.of(call, statistics, gradients), plan, wanted)
@@ -119,7 +119,7 @@ def backward(
 def _dense(call: HeadCall, of_rows: LogitGradient, plan: HeadPlan, wanted: Wanted) -> HeadGradients:
     """Exact, over the rows with a gradient; in a captured graph over all rows, for nobody can be asked."""
     chosen, like, index = call, call.hidden, None
-    if capturing(like):
+    if _capturing(like):
         # What an ignored row holds is anything, and zero times NaN is not zero.
         chosen = call._replace(hidden=like.masked_fill(~of_rows.live()[:, None], 0))
     else:
@@ -184,13 +184,12 @@ def _read_later(number: Tensor) -> Callable[[], int]:
     return wait
 
 
-def _with_unit_stride(call: HeadCall) -> HeadCall:
+def with_unit_stride(call: HeadCall) -> HeadCall:
     """Copy what the kernels cannot read: hidden states and weight are read along H, and a bias is dense."""
     hidden, weight = (t if t.stride(1) == 1 else t.contiguous() for t in call[:2])
     bias = None if call.bias is None else call.bias.contiguous()
     return call._replace(hidden=hidden, weight=weight, bias=bias)
 
 
-def capturing(tensor: Tensor) -> bool:
-    """Whether a CUDA graph is being captured."""
+def _capturing(tensor: Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()

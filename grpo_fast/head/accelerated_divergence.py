@@ -1,7 +1,6 @@
 """Divergences of two heads on a CUDA device: the kernels, and the bookkeeping around them.
 
-Both directions ask the host for the rows with work, as cuBLAS must know its sizes. While a CUDA graph is
-captured nobody can be asked: all rows are worked on.
+Both directions ask the host for the rows with work, as cuBLAS must know its sizes.
 """
 
 from __future__ import annotations
@@ -9,14 +8,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from grpo_fast.head import accelerated
+from grpo_fast.head.accelerated import with_unit_stride
 from grpo_fast.head.call import HeadGradients, KLCall, RowDivergence, Wanted
 from grpo_fast.head.divergence import distributions, divergence_terms
-from grpo_fast.head.outputs import Certificate
 from grpo_fast.head.plan import Workload, dense_columns
 from grpo_fast.kernels import TILE
 from grpo_fast.kernels.divergence import (
     DivergenceRows,
+    HeadPair,
     TileDivergence,
     divergence_gradients,
     tile_divergence,
@@ -27,52 +26,48 @@ _FOLDED_ROWS = 4096  # whose tiles are folded at a time: a few numbers each
 
 def forward(call: KLCall) -> RowDivergence:
     """Every row's divergence, zero for masked rows."""
-    block, index = _at_work(call, call.mask)
-    rows = RowDivergence.allocate(call)
-    if not block.mask.numel():
+    rows, index = RowDivergence.allocate(call), call.mask.nonzero().squeeze(1)
+    if not index.numel():
         return rows
-    if call.logsumexp is None:
-        found = _folded(tile_divergence(block), block)
+    block = call.rows(index)
+    pair = _pair(block)
+    if block.logsumexp is None or block.ref_logsumexp is None:
+        found = _folded(tile_divergence(pair), block)
     else:
-        assert block.logsumexp is not None and block.ref_logsumexp is not None
         shift = block.logsumexp - block.ref_logsumexp
         found = RowDivergence(shift, block.logsumexp, block.ref_logsumexp, shift, shift)
     if call.direction == "jsd":
-        parts = tile_divergence(block, DivergenceRows(*found[1:4]))
+        parts = tile_divergence(pair, DivergenceRows(*found[1:4]))
         found = found._replace(divergence=parts.lse.sum(1), center=parts.ref_lse.sum(1))
-    if index is None:
-        return RowDivergence(*(torch.where(call.mask, each, 0) for each in found))
-    return RowDivergence(
-        *(total.index_copy_(0, index, each) for total, each in zip(rows, found, strict=True))
-    )
+    for every, of_work in zip(rows, found, strict=True):
+        every[index] = of_work
+    return rows
 
 
 def backward(
     call: KLCall,
     rows: RowDivergence,
-    of_divergence: Tensor | None,
+    of_divergence: Tensor,
     of_logsumexp: Tensor | None,
     wanted: Wanted,
-    certificate: Certificate,
 ) -> HeadGradients:
-    """Exact gradients; fills the certificate."""
-    certificate.fill_exact()
-    given = [None if g is None else torch.where(call.mask, g, 0) for g in (of_divergence, of_logsumexp)]
-    some = [g != 0 for g in given if g is not None]
-    block, index = _at_work(call, torch.stack(some).any(0) if some else call.mask & False)
+    """Exact gradients."""
+    live = call.mask & ((of_divergence != 0) | (False if of_logsumexp is None else of_logsumexp != 0))
+    index = live.nonzero().squeeze(1)
     # A part of a larger divergence is relative to nothing: what it lacks comes with the log-sum-exp.
     center = rows.center if call.logsumexp is None else torch.zeros_like(rows.center)
-    of_rows = (*rows[1:4], center, *given)
-    chosen = DivergenceRows(*(t if t is None or index is None else t[index] for t in of_rows))
-    work = Workload(block.hidden.shape[0], block.weight.shape[0], call.hidden.dtype)
-    made = divergence_gradients(block, chosen, wanted, columns=dense_columns(work, TILE))
-    result = HeadGradients(*made)
+    of_rows = (*rows[1:4], center, of_divergence, of_logsumexp)
+    chosen = DivergenceRows(*(None if t is None else t[index] for t in of_rows))  # type: ignore[arg-type]
+    columns = dense_columns(Workload(index.numel(), call.weight.shape[0], call.hidden.dtype), TILE)
+    result = HeadGradients(*divergence_gradients(_pair(call.rows(index)), chosen, wanted, columns=columns))
     if result.hidden is None:
         return result
-    hidden = result.hidden.to(call.hidden.dtype)
-    if index is not None:
-        hidden = torch.zeros_like(call.hidden).index_copy_(0, index, hidden)
+    hidden = torch.zeros_like(call.hidden).index_copy_(0, index, result.hidden.to(call.hidden.dtype))
     return result._replace(hidden=hidden)
+
+
+def _pair(call: KLCall) -> HeadPair:
+    return HeadPair(*map(with_unit_stride, (call.student, call.reference)), call.direction, call.beta)
 
 
 def _folded(tiles: TileDivergence, call: KLCall) -> RowDivergence:
@@ -86,23 +81,5 @@ def _folded(tiles: TileDivergence, call: KLCall) -> RowDivergence:
         else:
             terms = divergence_terms(p, q, d).addcmul_(p, within)
         divergence = terms.sum(1)
-        found.append(RowDivergence(divergence, *whole[4:], divergence))
+        found.append(RowDivergence(divergence, *whole[3:], divergence))
     return RowDivergence(*map(torch.cat, zip(*found, strict=True)))
-
-
-def _at_work(call: KLCall, mask: Tensor) -> tuple[KLCall, Tensor | None]:
-    """The rows of the mask with operands as kernels read them, and which they are; None for all rows."""
-    index = None if accelerated.capturing(call.hidden) else mask.nonzero().squeeze(1)
-    if index is None:  # what a masked row holds is anything, and zero times NaN is not zero
-        masked = ~mask[:, None]
-        hidden, ref_hidden = call.hidden.masked_fill(masked, 0), call.ref_hidden.masked_fill(masked, 0)
-        call = call._replace(hidden=hidden, ref_hidden=ref_hidden)
-    else:
-        call = call.rows(index)
-    operands = call.hidden, call.weight, call.ref_hidden, call.ref_weight
-    hidden, weight, ref_hidden, ref_weight = (t if t.stride(1) == 1 else t.contiguous() for t in operands)
-    if call.weight is call.ref_weight or call.weight.data_ptr() == call.ref_weight.data_ptr():
-        ref_weight = weight if call.weight.stride() == call.ref_weight.stride() else ref_weight
-    bias, ref_bias = (None if t is None else t.contiguous() for t in (call.bias, call.ref_bias))
-    call = call._replace(hidden=hidden, weight=weight, ref_hidden=ref_hidden, ref_weight=ref_weight)
-    return call._replace(bias=bias, ref_bias=ref_bias), index

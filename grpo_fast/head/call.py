@@ -6,7 +6,7 @@ Tuples, as torch's operators are given their arguments and return their results.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, get_type_hints
 
 import torch
 import torch.distributed as dist
@@ -122,14 +122,14 @@ class HeadCall(NamedTuple):
             inv_temperature=_of_rows(self.inv_temperature, which),
         )
 
-    def logits(self, columns: slice) -> Tensor:
+    def logits(self, columns: slice, out: Tensor | None = None) -> Tensor:
         """Of some columns, (N, columns) in the accumulator's dtype."""
-        return self.transform_(self.products(columns))
+        return self.transform_(self.products(columns, out))
 
-    def products(self, columns: slice) -> Tensor:
+    def products(self, columns: slice, out: Tensor | None = None) -> Tensor:
         """x·w + bias of some columns, (N, columns) in the accumulator's dtype."""
         kind = self.accumulator
-        products = self.hidden.to(kind) @ self.weight[columns].to(kind).t()
+        products = torch.mm(self.hidden.to(kind), self.weight[columns].to(kind).t(), out=out)
         return products if self.bias is None else products.add_(self.bias[columns].to(kind))
 
     def transform_(self, products: Tensor) -> Tensor:
@@ -168,7 +168,7 @@ class KLCall(NamedTuple):
     hidden: Tensor  # (N, H)
     weight: Tensor  # (V, H), same dtype
     bias: Tensor | None  # (V,)
-    mask: Tensor  # (N,) bool: rows that count
+    targets: Tensor  # (N,) int64: below zero in masked rows, V in the others
     ref_hidden: Tensor  # (N, H'), as the next of another dtype or the same
     ref_weight: Tensor  # (V, H')
     ref_bias: Tensor | None = None  # (V,)
@@ -185,8 +185,17 @@ class KLCall(NamedTuple):
     beta: float = 0.5  # of "jsd"
     topk: int | None = None
     jacobian: bool = False  # the forward prepares ddivergence/dhidden
-    tolerance: float | None = None  # of the backward
-    seed: int | None = None  # of what the backward draws
+
+    @classmethod
+    def of(cls, student: HeadCall, reference: HeadCall, entries: int, **others: Any) -> KLCall:
+        """The first entries of both vocabularies."""
+        part: dict[str, Any] = {}
+        for side, call in (("", student), ("ref_", reference)):
+            names = ("hidden", "inv_temperature", "logit_scale", "softcap")
+            part |= {f"{side}{name}": getattr(call, name) for name in names}
+            bias = None if call.bias is None else call.bias[:entries]
+            part |= {f"{side}weight": call.weight[:entries], f"{side}bias": bias}
+        return cls(**part, targets=torch.where(student.targets < 0, student.targets, entries), **others)
 
     @property
     def accumulator(self) -> torch.dtype:
@@ -194,14 +203,14 @@ class KLCall(NamedTuple):
         return self.student.accumulator
 
     @property
-    def targets(self) -> Tensor:
-        """(N,) int64: rows with work as a `HeadCall` marks them, with a target that is in no weight."""
-        return torch.where(self.mask, self.weight.shape[0], ROW_IGNORED)
+    def mask(self) -> Tensor:
+        """(N,) bool: rows that count."""
+        return self.targets >= 0
 
     @property
     def student(self) -> HeadCall:
         transform = self.bias, self.inv_temperature, self.logit_scale, self.softcap
-        return HeadCall(self.hidden, self.weight, self.targets, *transform, seed=self.seed)
+        return HeadCall(self.hidden, self.weight, self.targets, *transform)
 
     @property
     def reference(self) -> HeadCall:
@@ -212,7 +221,7 @@ class KLCall(NamedTuple):
         """The same call for a selection of its rows."""
         return self._replace(
             hidden=self.hidden[which],
-            mask=self.mask[which],
+            targets=self.targets[which],
             ref_hidden=self.ref_hidden[which],
             inv_temperature=_of_rows(self.inv_temperature, which),
             ref_inv_temperature=_of_rows(self.ref_inv_temperature, which),
@@ -232,7 +241,7 @@ class RowDivergence(NamedTuple):
 
     @classmethod
     def allocate(cls, call: KLCall) -> RowDivergence:
-        kind, rows = call.accumulator, call.mask.numel()
+        kind, rows = call.accumulator, call.targets.numel()
         return cls(*(call.hidden.new_zeros(rows, dtype=kind) for _ in cls._fields))
 
 

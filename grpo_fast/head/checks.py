@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from numbers import Integral, Real
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,9 +26,12 @@ from grpo_fast.head.call import (
 from grpo_fast.objective import GRPOLossConfig, StepTotals
 from grpo_fast.objective.types import FLOATS, INTEGERS, TOKEN_COLUMNS, refuse_gradients
 
-_MOST_PADDING, _MOST_PADDING_SHARE = 256, 0.05  # by which a vocabulary may be wider than the tokenizer's
 IGNORE_INDEX = -100  # as torch's cross-entropy has it
 OUTPUTS = ("logprob", "entropy", "logsumexp", "mean_logit", "argmax_is_target", "log_sum_sq_probs")
+
+T = TypeVar("T")
+_NOTHING: frozenset[str] = frozenset()
+_MOST_PADDING, _MOST_PADDING_SHARE = 256, 0.05  # by which a vocabulary may be wider than the other one
 
 _NEEDED = ("targets", "advantages", "sequence_ids")
 _REMOVED = {
@@ -45,8 +48,6 @@ _TENSORS = {
     "weight_grad": (FLOATS, "(V, H) as weight"),
     "mask": ((torch.bool,), "True where a token counts, of hidden's leading dimensions"),
     "ref_hidden": (FLOATS, "(..., H'), the tokens of hidden and H' as in ref_weight"),
-    "ref_weight": (FLOATS, "(V, H'), the vocabulary of weight in its order"),
-    "ref_bias": (FLOATS, "(V,) as in ref_weight"),
     **{name: (dtypes, _TOKEN) for name, dtypes in TOKEN_COLUMNS.items()},
 }
 """What a tensor holds, and which shape it has."""
@@ -54,9 +55,6 @@ _TENSORS = {
 _NUMBERS = {
     "beta": "in [0, 1]: 0 is the forward and 1 the reverse KL",
     "logit_scale": "a positive number",
-    "ref_logit_scale": "a positive number",
-    "ref_softcap": "a positive number, or None for no cap",
-    "ref_temperature": "positive and finite, or None for temperature's",
     "softcap": "a positive number, or None for no cap",
     "temperature": "positive and finite",
     "tolerance": "0 (exact) or more, or None for the default",
@@ -108,7 +106,8 @@ def head_call(
     check_numbers(positive=True, logit_scale=logit_scale)
     check_numbers(positive=True, optional=True, softcap=softcap)
     check_numbers(optional=True, tolerance=tolerance)
-    _check_seed(seed)
+    if seed is not None and (isinstance(seed, bool) or not (isinstance(seed, int) and 0 <= seed < 2**63)):
+        raise ValueError(f"seed must be an integer in [0, 2^63), or None for none, got {seed!r}")
     kind = compute_dtype(hidden, weight)
     flat = targets.reshape(-1).to(torch.int64)
     inside = (flat >= 0) & (flat < (weight.shape[0] if shard is None else shard.vocabulary))
@@ -146,79 +145,80 @@ def kl_call(
     beta: float = 0.5,
     temperature: float | Tensor = 1.0,
     ref_temperature: float | Tensor | None = None,
-    bias: Tensor | None = None,
     ref_bias: Tensor | None = None,
-    logit_scale: float = 1.0,
     ref_logit_scale: float = 1.0,
-    softcap: float | None = None,
     ref_softcap: float | None = None,
     topk: int | None = None,
-    tolerance: float | None = None,
-    seed: int | None = None,
     process_group: ProcessGroup | None = None,
-    **unknown: object,
+    **student_options: Any,
 ) -> tuple[KLCall, Shard | None]:
-    """Flatten the leading dimensions, fix each head's dtype and keep the entries of both vocabularies.
-
-    Returns:
-        The call, and which part of the vocabulary it is, if it is one; collective then.
-
-    Raises:
-        TypeError: not a tensor of the right kind, or an unknown argument.
-        ValueError: shapes or values that do not fit together.
-    """
-    for name in unknown:
+    """As `head_call` of both heads, over the entries that both vocabularies have."""
+    for name in student_options.keys() - {"bias", "logit_scale", "softcap", "tolerance", "seed"}:
         raise TypeError(f"{name} is no argument of this function; see its `help`")
-    _check_kind("process_group", process_group, ProcessGroup | None)
-    _refuse_transforms(
-        hidden=hidden, weight=weight, bias=bias, ref_hidden=ref_hidden, temperature=temperature
-    )
     if direction not in (directions := ("reverse", "forward", "jsd")):
         raise ValueError(f"direction must be one of {directions}, got {direction!r}")
     check_numbers(most=1, beta=beta)
-    check_numbers(positive=True, logit_scale=logit_scale, ref_logit_scale=ref_logit_scale)
-    check_numbers(positive=True, optional=True, softcap=softcap, ref_softcap=ref_softcap)
-    check_numbers(optional=True, tolerance=tolerance)
-    _check_seed(seed)
     _check("hidden", hidden)
-    leading, device = hidden.shape[:-1], hidden.device
-    _check("mask", mask, leading, device)
-    _check_head(hidden, weight, bias, leading, device)
-    _check_head(ref_hidden, ref_weight, ref_bias, leading, device, side="ref_")
+    _check("mask", mask, hidden.shape[:-1], hidden.device)
+    _check("ref_hidden", ref_hidden, (*mask.shape, *ref_hidden.shape[-1:]), hidden.device)
     if ref_hidden.requires_grad and torch.is_grad_enabled():
         raise ValueError("ref_hidden requires grad, but gets no gradient here: give ref_hidden.detach()")
-    entries = _common_entries(weight.shape[0], ref_weight.shape[0], process_group)
+    targets = torch.where(mask, 0, IGNORE_INDEX)
+    student, shard = head_call(
+        hidden, weight, targets, _NOTHING, _NOTHING, temperature=temperature, process_group=process_group,
+        **student_options,
+    )  # fmt: skip
+    reference, _ = of_reference(
+        head_call, ref_hidden.detach(), ref_weight.detach(), targets, _NOTHING, _NOTHING,
+        bias=None if ref_bias is None else ref_bias.detach(), logit_scale=ref_logit_scale,
+        temperature=temperature if ref_temperature is None else ref_temperature, softcap=ref_softcap,
+    )  # fmt: skip
+    ours, theirs = student.vocabulary, reference.vocabulary
+    most = 0 if shard is not None else max(_MOST_PADDING, _MOST_PADDING_SHARE * max(ours, theirs))
+    if abs(ours - theirs) > most:
+        raise ValueError(
+            f"ref_weight has {theirs} rows and weight {ours}, which is more than padding: give two heads of "
+            "one tokenizer, with a process_group split alike"
+        )
+    entries = min(ours, theirs)
     if topk is not None and (isinstance(topk, bool) or not isinstance(topk, int) or not 0 < topk <= entries):
         raise ValueError(f"topk must be an integer in [1, V = {entries}], or None for all, got {topk!r}")
-    if topk is not None and process_group is not None:
+    if topk is not None and shard is not None:
         raise ValueError(f"topk={topk} needs the whole vocabulary: leave it out with a process_group")
     if direction == "jsd" and beta in (0, 1):  # the mixture is one of the two
         direction = "reverse" if beta == 1 else "forward"
-    kinds = [compute_dtype(hidden, weight), compute_dtype(ref_hidden, ref_weight)]
-    kinds = [torch.float64] * 2 if torch.float64 in kinds else kinds
-    ref_temperature = temperature if ref_temperature is None else ref_temperature
-    call = KLCall(
-        hidden=hidden.reshape(-1, hidden.shape[-1]).to(kinds[0]),
-        weight=weight[:entries].to(kinds[0]),
-        bias=None if bias is None else bias[:entries],
-        mask=mask.reshape(-1),
-        ref_hidden=ref_hidden.detach().reshape(-1, ref_hidden.shape[-1]).to(kinds[1]),
-        ref_weight=ref_weight.detach()[:entries].to(kinds[1]),
-        ref_bias=None if ref_bias is None else ref_bias.detach()[:entries],
-        inv_temperature=_inverse_temperature(temperature, mask, kinds[0]),
-        ref_inv_temperature=_inverse_temperature(ref_temperature, mask, kinds[1], name="ref_temperature"),
-        logit_scale=float(logit_scale),
-        softcap=None if softcap is None else float(softcap),
-        ref_logit_scale=float(ref_logit_scale),
-        ref_softcap=None if ref_softcap is None else float(ref_softcap),
-        direction=direction,
-        beta=float(beta),
-        topk=topk,
-        jacobian=process_group is None,
-        tolerance=tolerance,
-        seed=seed,
-    )
-    return call, None if process_group is None else Shard.of(call.weight, process_group)
+    if torch.float64 in (student.hidden.dtype, reference.hidden.dtype):
+        sides = student, reference
+        student, reference = (c._replace(hidden=c.hidden.double(), weight=c.weight.double()) for c in sides)
+    facts = {"direction": direction, "beta": float(beta), "topk": topk, "jacobian": shard is None}
+    return KLCall.of(student, reference, entries, **facts), shard
+
+
+def of_reference(check: Callable[..., T], *arguments: Any, **options: Any) -> T:
+    """Call a check of one head, whose errors begin with an argument, for the reference's arguments."""
+    try:
+        return check(*arguments, **options)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"ref_{error}") from None
+
+
+def check_exact_kl(
+    reference: Mapping[str, Tensor | None],
+    config: GRPOLossConfig,
+    columns: Mapping[str, Tensor | None],
+    options: Mapping[str, Any],
+) -> None:
+    """Raise ValueError unless the exact KL's reference is given where it is read, and there alone."""
+    others = {"ref_logprobs": columns["ref_logprobs"], "weight_grad": options.get("weight_grad")}
+    for name, given in (others if config.needs_exact_kl else reference).items():
+        if given is not None:
+            kind = f"kl_estimator={config.kl_estimator!r} and beta={config.beta}"
+            raise ValueError(f"{name} is not read with {kind}: leave it out, or change config")
+    if not config.needs_exact_kl:
+        return
+    for name in ("hidden", "weight", *(["bias"] if options.get("bias") is not None else [])):
+        if reference[f"ref_{name}"] is None:
+            raise ValueError(f"ref_{name} is None, but kl_estimator='exact' reads it: give the reference's")
 
 
 def check_outputs(outputs: Iterable[str]) -> frozenset[str]:
@@ -285,34 +285,6 @@ def check_policy_loss(
         raise ValueError("loss_mask must hold zeros and ones: scale advantages to weigh tokens")
 
 
-def check_exact_kl(
-    reference: Mapping[str, Tensor | None],
-    config: GRPOLossConfig,
-    columns: Mapping[str, Tensor | None],
-    options: Mapping[str, Any],
-) -> None:
-    """Raise ValueError unless the exact KL's reference is given where it is read, and there alone."""
-    if not config.needs_exact_kl:
-        for name, tensor in reference.items():
-            if tensor is not None:
-                raise ValueError(
-                    f"{name} is read with config.kl_estimator='exact' and config.beta > 0 only: set them, or "
-                    "give ref_logprobs"
-                )
-        return
-    for name in ("ref_hidden", "ref_weight"):
-        if reference[name] is None:
-            raise ValueError(f"{name} is None, but kl_estimator='exact' reads it: give the reference model's")
-    if (options.get("bias") is None) != (reference["ref_bias"] is None):
-        raise ValueError(
-            "bias and ref_bias must be given together with kl_estimator='exact': add the other one"
-        )
-    if columns["ref_logprobs"] is not None:
-        raise ValueError("ref_logprobs are not read with kl_estimator='exact': leave them out")
-    if options.get("weight_grad") is not None:
-        raise ValueError("weight_grad gets no gradient of kl_estimator='exact': leave it out, or choose k3")
-
-
 def check_values(call: HeadCall) -> None:
     """Raise ValueError for a target outside the vocabulary or a temperature that is not positive.
 
@@ -329,17 +301,11 @@ def check_values(call: HeadCall) -> None:
             f"targets must lie in [0, V) or equal ignore_index, but row {row}, targets.flatten()[{row}], is "
             "outside: check that the tokenizer fits the weight, or set ignore_index to what pads the targets"
         )
-    check_temperatures(temperature=call.inv_temperature)
-
-
-def check_temperatures(**inverses: Tensor | None) -> None:
-    """Raise ValueError for a temperature whose inverse, (N,), is NaN: it is not positive and finite."""
-    for name, inverse in inverses.items():
-        if inverse is not None and (invalid := inverse.isnan()).any():
-            row = int(invalid.nonzero()[0])
-            raise ValueError(
-                f"{name} must be positive and finite, but row {row}, {name}.flatten()[{row}], is not"
-            )
+    if call.inv_temperature is not None and (invalid := call.inv_temperature.isnan()).any():
+        row = int(invalid.nonzero()[0])
+        raise ValueError(
+            f"temperature must be positive and finite, but row {row}, temperature.flatten()[{row}], is not"
+        )
 
 
 def _is_number(value: object, most: float) -> TypeGuard[float]:
@@ -385,9 +351,17 @@ def _check_operands(
     hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, weight_grad: Tensor | None
 ) -> None:
     _check("hidden", hidden)
+    _check("weight", weight, device=hidden.device)
+    if weight.dim() != 2 or weight.numel() == 0:
+        raise ValueError(
+            f"weight must be (V, H) with entries, got shape {tuple(weight.shape)}: gather it first where "
+            "FSDP or ZeRO-3 has split it"
+        )
     leading, device = hidden.shape[:-1], hidden.device
-    _check_head(hidden, weight, bias, leading, device)
+    _check("hidden", hidden, (*leading, weight.shape[1]))
     _check("targets", targets, leading, device)
+    if bias is not None:
+        _check("bias", bias, weight.shape[:1], device)
     if weight_grad is None:
         return
     _check("weight_grad", weight_grad, weight.shape, device)
@@ -402,47 +376,6 @@ def _check_operands(
             "weight has gradient hooks, which a gradient added to weight_grad in place would not reach: "
             "remove them, or leave weight_grad out"
         )
-
-
-def _check_head(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    leading: torch.Size,
-    device: torch.device,
-    *,
-    side: str = "",
-) -> None:
-    """Judge what makes logits; `side` begins the names of the reference's."""
-    _check(f"{side}weight", weight, device=device)
-    if weight.dim() != 2 or weight.numel() == 0:
-        raise ValueError(
-            f"{side}weight must be (V, H) with entries, got shape {tuple(weight.shape)}: gather it first "
-            "where FSDP or ZeRO-3 has split it"
-        )
-    _check(f"{side}hidden", hidden, (*leading, weight.shape[1]), device)
-    if bias is not None:
-        _check(f"{side}bias", bias, weight.shape[:1], device)
-
-
-def _common_entries(ours: int, theirs: int, group: ProcessGroup | None) -> int:
-    """Entries of both vocabularies, which begin alike; the wider one ends in padding."""
-    if ours != theirs and group is not None:
-        raise ValueError(
-            f"ref_weight has {theirs} rows here and weight {ours}: with a process_group split both heads "
-            "alike, without padding on one side"
-        )
-    if abs(ours - theirs) > max(_MOST_PADDING, _MOST_PADDING_SHARE * max(ours, theirs)):
-        raise ValueError(
-            f"ref_weight has {theirs} rows and weight {ours}, which is more than padding: give two heads of "
-            "one tokenizer"
-        )
-    return min(ours, theirs)
-
-
-def _check_seed(seed: object) -> None:
-    if seed is not None and (isinstance(seed, bool) or not (isinstance(seed, int) and 0 <= seed < 2**63)):
-        raise ValueError(f"seed must be an integer in [0, 2^63), or None for none, got {seed!r}")
 
 
 def _check_memory(weight_grad: Tensor | None, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -515,25 +448,22 @@ def compute_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
     return torch.promote_types(hidden.dtype, weight.dtype)
 
 
-def _inverse_temperature(
-    temperature: float | Tensor, targets: Tensor, kind: torch.dtype, *, name: str = "temperature"
-) -> Tensor | None:
+def _inverse_temperature(temperature: float | Tensor, targets: Tensor, kind: torch.dtype) -> Tensor | None:
     """(N,) 1/temperature, None for one; NaN where a tensor's entry is not positive and finite."""
     accumulator = torch.float64 if kind == torch.float64 else torch.float32
     if not isinstance(temperature, Tensor):
-        named: dict[str, Any] = {name: temperature}
-        check_numbers(positive=True, **named)
+        check_numbers(positive=True, temperature=temperature)
         if temperature == 1.0:
             return None
         # A compiler would take `1.0 / temperature` for a constant, and compile again for the next one.
         return torch.ones_like(targets.reshape(-1), dtype=accumulator) / float(temperature)
     if temperature.dim() and temperature.shape != targets.shape:
         raise ValueError(
-            f"{name} must be a number or of the tokens' shape {tuple(targets.shape)}, "
+            f"temperature must be a number or of the tokens' shape {tuple(targets.shape)}, "
             f"got shape {tuple(temperature.shape)}"
         )
     if temperature.requires_grad and torch.is_grad_enabled():
-        raise ValueError(f"{name} requires grad, but gets no gradient here: give {name}.detach()")
+        raise ValueError("temperature requires grad, but gets no gradient here: give temperature.detach()")
     values = temperature.detach().to(targets.device, accumulator).expand(targets.shape).reshape(-1)
     good = (values > 0) & values.isfinite()
     return torch.where(good, values.reciprocal(), torch.nan)

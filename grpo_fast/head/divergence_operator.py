@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from grpo_fast.head import divergence
-from grpo_fast.head.call import KLCall, RowDivergence, Wanted, schema_of
-from grpo_fast.head.checks import check_temperatures
+from grpo_fast.head.call import HeadGradients, KLCall, RowDivergence, Wanted, schema_of
+from grpo_fast.head.checks import check_values, of_reference
 from grpo_fast.head.operator import backend_on, refuse_second_derivative
 from grpo_fast.head.outputs import Certificate
-from grpo_fast.head.plan import Chunks, divergence_chunks
 
 _NUM_CALL, _NUM_ROWS = len(KLCall._fields), len(RowDivergence._fields)
 _NUM_OPERANDS = KLCall._fields.index("logit_scale")  # tensors that a backward reads
@@ -38,21 +37,17 @@ def row_divergence(call: KLCall) -> tuple[RowDivergence, Certificate]:
 )
 def _forward(*arguments: Any) -> tuple[Tensor, ...]:
     call = KLCall(*arguments)
-    device = call.hidden.device
-    certificate = Certificate.pending(device)
-    if device.type == "cpu":
-        check_temperatures(temperature=call.inv_temperature, ref_temperature=call.ref_inv_temperature)
+    device, jacobian = call.hidden.device, call.hidden.new_empty(0, dtype=call.accumulator)
+    check_values(call.student)
+    of_reference(check_values, call.reference)
     with torch.cuda.device_of(call.hidden), torch.autocast(device.type, enabled=False):
         if _runs_kernels(call):
             from grpo_fast.head import accelerated_divergence
 
-            rows, jacobian = (
-                accelerated_divergence.forward(call),
-                call.hidden.new_empty(0, dtype=torch.float32),
-            )
+            rows = accelerated_divergence.forward(call)
         else:
-            rows, jacobian = divergence.forward(call, _chunks(call))
-    return (*rows, jacobian, certificate.values)
+            rows, jacobian = divergence.forward(call)
+    return (*rows, jacobian, Certificate.pending(device).values)
 
 
 @_forward.register_fake
@@ -66,7 +61,7 @@ def _forward_fake(*arguments: Any) -> tuple[Tensor, ...]:
 @torch.library.custom_op(
     "grpo_fast::divergence_backward",
     mutates_args=(),
-    schema=f"({_CALL}, Tensor? of_divergence, Tensor? of_logsumexp, Tensor[] kept, bool want_hidden, "
+    schema=f"({_CALL}, Tensor of_divergence, Tensor? of_logsumexp, Tensor[] kept, bool want_hidden, "
     "bool want_weight, bool want_bias) -> (Tensor, Tensor, Tensor, Tensor)",
     tags=(torch.Tag.cudagraph_unsafe,),
 )
@@ -74,23 +69,26 @@ def _backward(*arguments: Any) -> tuple[Tensor, ...]:
     call, wanted = KLCall(*arguments[:_NUM_CALL]), Wanted(*arguments[-3:])
     of_divergence, of_logsumexp, (*rows, jacobian) = arguments[_NUM_CALL:-3]
     certificate = Certificate.pending(call.hidden.device)
-    empty = call.hidden.new_empty(0)
     with torch.cuda.device_of(call.hidden), torch.autocast(call.hidden.device.type, enabled=False):
         if jacobian.numel():
             factor = torch.where(call.mask, of_divergence, 0)[:, None]
             # Where nothing comes back, the jacobian may be NaN.
             scaled = (jacobian * factor).masked_fill_(factor == 0, 0).to(call.hidden.dtype)
-            certificate.fill_exact()
-            return scaled, empty, empty.clone(), certificate.values
-        upstream = of_divergence, of_logsumexp, wanted, certificate
-        if _runs_kernels(call):
+            made = HeadGradients(scaled, None, None)
+        elif _runs_kernels(call):
             from grpo_fast.head import accelerated_divergence
 
-            made = accelerated_divergence.backward(call, RowDivergence(*rows), *upstream)
+            made = accelerated_divergence.backward(
+                call, RowDivergence(*rows), of_divergence, of_logsumexp, wanted
+            )
         else:
-            made = divergence.backward(call, *upstream, _chunks(call))
+            made = divergence.backward(call, RowDivergence(*rows), of_divergence, of_logsumexp, wanted)
+    certificate.fill_exact()
     # An operator returns tensors: what was not asked for is empty.
-    return (*(empty.clone() if gradient is None else gradient for gradient in made), certificate.values)
+    return (
+        *(call.hidden.new_empty(0) if gradient is None else gradient for gradient in made),
+        certificate.values,
+    )
 
 
 @_backward.register_fake
@@ -109,11 +107,6 @@ def _runs_kernels(call: KLCall) -> bool:
     sides = (call.hidden, call.ref_hidden)
     backends = {backend_on(t.device.type, t.device.index, t.dtype) for t in sides}
     return backends == {"triton"} and call.topk is None
-
-
-def _chunks(call: KLCall) -> Chunks:
-    size = call.hidden.shape[1]
-    return divergence_chunks(call.hidden.device.type, call.weight.shape[0], size, call.accumulator)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -26,7 +26,7 @@ _DEVICE_CHUNK_BYTES = 256 << 20
 _JACOBIAN_BYTES, _JACOBIAN_ROWS = 640 << 20, 2048
 """Of a frozen head's exponentials. Fewer rows are too few tiles of their product with W for a large GPU."""
 _CHUNK_ROWS = 512
-_DIVERGENCE_CHUNKS, _DIVERGENCE_COPIES = 32, 8  # of a block's logits: both heads', p, q, d and what is summed
+_DIVERGENCE_CHUNKS = 16
 _DENSE_WORKSPACE_BYTES = 192 << 20
 _SCRATCH_BYTES = 1 << 10  # shared memory the compiler takes besides operands and results: barriers
 
@@ -73,12 +73,13 @@ class Chunks:
 
     rows: int
     columns: int  # whole tiles, or all
+    cached_rows: int = 1  # of whole logits of two heads, whose elements are read many times
 
     def of_rows(self, count: int) -> list[slice]:
-        return _ranges(count, self.rows)
+        return range_of(count, self.rows)
 
     def of_columns(self, vocabulary: int) -> list[slice]:
-        return _ranges(vocabulary, self.columns)
+        return range_of(vocabulary, self.columns)
 
 
 @dataclass(frozen=True)
@@ -156,14 +157,15 @@ def _chunks(device: Device, work: Workload) -> Chunks:
 
 
 def divergence_chunks(kind: str, vocabulary: int, hidden_size: int, accumulator: torch.dtype) -> Chunks:
-    """Rows whose whole logits, of both heads and what is made of them, keep to a few chunks' bytes."""
+    """Rows whose whole logits, of both heads, keep to `_DIVERGENCE_CHUNKS` chunks' bytes."""
     budget, itemsize = (_CPU_CHUNK_BYTES if kind == "cpu" else _DEVICE_CHUNK_BYTES), accumulator.itemsize
-    rows = max(1, _DIVERGENCE_CHUNKS * budget // (_DIVERGENCE_COPIES * itemsize * max(vocabulary, 1)))
+    of_row = 2 * itemsize * max(vocabulary, 1)
+    rows = max(1, _DIVERGENCE_CHUNKS * budget // of_row)
     width = max(TILE, budget // (max(rows, hidden_size) * itemsize) // TILE * TILE)
-    return Chunks(rows, max(1, min(width, vocabulary)))
+    return Chunks(rows, max(1, min(width, vocabulary)), max(1, budget // (4 * of_row)))
 
 
-def _ranges(size: int, step: int) -> list[slice]:
+def range_of(size: int, step: int) -> list[slice]:
     return [slice(start, min(start + step, size)) for start in range(0, size, step)]
 
 

@@ -29,13 +29,12 @@ from .product import (
 )
 
 if TYPE_CHECKING:
-    from grpo_fast.head.call import KLCall, Wanted
+    from grpo_fast.head.call import HeadCall, Wanted
 
 # Two float32 products and what is made of them take the registers of this many rows by TILE columns.
 _ROWS = 64
 _DEPTH_BYTES = 128  # of H per step
 _GROUP = 8
-MIXTURE, GRADIENT = "mixture", "gradient"
 
 
 class TileDivergence(NamedTuple):
@@ -53,7 +52,7 @@ class DivergenceRows(NamedTuple):
     ref_logsumexp: Tensor
     shift: Tensor  # their difference, to more digits
     center: Tensor | None = None  # what log p - log q, or log p - log m, is relative to in the gradient
-    of_divergence: Tensor | None = None  # upstream, as the next
+    of_divergence: Tensor | None = None  # upstream, as the next, which may be missing
     of_logsumexp: Tensor | None = None
 
 
@@ -131,7 +130,7 @@ def divergence_kernel(
     head,  # `_Head`
     reference,  # `_Head`
     of_rows,  # `DivergenceRows`, or None in the first pass
-    out,  # `TileDivergence`, written; the first two by the mixture: its divergence and KL(student || mixture)
+    out,  # `TileDivergence`, written, or None
     gradient_out,  # (N, width) or None: dL/d(x·w + bias)·inv_scale of columns [start, start + width)
     inv_scale,  # () float32 or None
     beta,
@@ -143,7 +142,6 @@ def divergence_kernel(
     gradient_stride,
     programs,
     DIRECTION: tl.constexpr,
-    MODE: tl.constexpr,
     SHARED: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -212,7 +210,7 @@ def divergence_kernel(
             p = tl.exp(z - lse[:, None])
             q = tl.exp(ref_z - ref_lse[:, None])
             d = _difference(z, ref_z, (z - ref_z) - shift[:, None])
-            if MODE == "mixture":
+            if gradient_out is None:
                 u = _over_mixture(d, beta)
                 m = p + beta * (q - p)
                 center = tl.sum(_bregman(p, m, u), axis=1)
@@ -227,10 +225,7 @@ def divergence_kernel(
                     gradient = p * (d - center)
                 else:
                     gradient = (1.0 - beta) * p * (_over_mixture(d, beta) - center)
-                if of_rows.of_divergence is not None:
-                    gradient *= tl.load(of_rows.of_divergence + row, mask=live, other=0.0)[:, None]
-                else:
-                    gradient *= 0.0
+                gradient *= tl.load(of_rows.of_divergence + row, mask=live, other=0.0)[:, None]
                 if of_rows.of_logsumexp is not None:
                     gradient += p * tl.load(of_rows.of_logsumexp + row, mask=live, other=0.0)[:, None]
                 gradient = untransform_gradient(
@@ -245,58 +240,62 @@ def divergence_kernel(
                 tl.store(line[:, None] + offset[None, :], stored, mask=kept)
 
 
-def _launch(call: KLCall, **arguments: object) -> None:
-    student, reference = call.student, call.reference
-    ours, theirs = (
-        _Head(
-            head.hidden, head.weight, Transform.of(head), head.hidden.stride(0), head.weight.stride(0),
-            head.hidden.shape[1],
-        )
-        for head in (student, reference)
-    )  # fmt: skip
-    alike = ours.hidden.dtype == theirs.hidden.dtype and ours.hidden_size == theirs.hidden_size
-    same = ours.weight.data_ptr() == theirs.weight.data_ptr() and ours.weight_stride == theirs.weight_stride
-    programs = program_count(call.hidden.device, 2)
-    depth, ref_depth = (_DEPTH_BYTES // side.hidden.element_size() for side in (ours, theirs))
-    divergence_kernel[(programs,)](
-        ours, theirs, beta=call.beta, rows=call.hidden.shape[0], vocabulary=call.weight.shape[0],
-        programs=programs, DIRECTION=call.direction, SHARED=alike and same, ROWS=_ROWS,
-        COLUMNS=TILE, DEPTH=depth, REF_DEPTH=ref_depth, EVEN=ours.hidden_size % depth == 0,
-        REF_EVEN=theirs.hidden_size % ref_depth == 0, GROUP=_GROUP, PRECISION=precision(ours.hidden.dtype),
-        REF_PRECISION=precision(theirs.hidden.dtype), num_warps=8, num_stages=2,
-        **arguments,
-    )  # fmt: skip
+class HeadPair(NamedTuple):
+    """Rows that all count, of two heads whose operands have unit stride along H."""
+
+    student: HeadCall
+    reference: HeadCall
+    direction: str
+    beta: float
+
+    def launch(self, **arguments: object) -> None:
+        ours, theirs = (
+            _Head(
+                head.hidden, head.weight, Transform.of(head), head.hidden.stride(0), head.weight.stride(0),
+                head.hidden.shape[1],
+            )
+            for head in (self.student, self.reference)
+        )  # fmt: skip
+        w, other = ours.weight, theirs.weight
+        same = w.data_ptr() == other.data_ptr() and w.stride() == other.stride() and w.shape == other.shape
+        programs = program_count(ours.hidden.device, 2)
+        depth, ref_depth = (_DEPTH_BYTES // side.hidden.element_size() for side in (ours, theirs))
+        divergence_kernel[(programs,)](
+            ours, theirs, beta=self.beta, rows=ours.hidden.shape[0], vocabulary=ours.weight.shape[0],
+            programs=programs, DIRECTION=self.direction, SHARED=same and w.dtype == other.dtype, ROWS=_ROWS,
+            COLUMNS=TILE, DEPTH=depth, REF_DEPTH=ref_depth, EVEN=ours.hidden_size % depth == 0,
+            REF_EVEN=theirs.hidden_size % ref_depth == 0, GROUP=_GROUP,
+            PRECISION=precision(w.dtype), REF_PRECISION=precision(other.dtype), num_warps=8, num_stages=2,
+            **arguments,
+        )  # fmt: skip
 
 
-def tile_divergence(call: KLCall, of_rows: DivergenceRows | None = None) -> TileDivergence:
+def tile_divergence(pair: HeadPair, of_rows: DivergenceRows | None = None) -> TileDivergence:
     """One pass over all rows: log-sum-exps and the KL within each tile.
 
-    With `of_rows`, each tile's part of the Jensen-Shannon divergence and of KL(student || mixture) instead,
-    in place of the log-sum-exps.
-
-    Args:
-        call: its operands have unit stride along H, and all its rows count.
+    With `of_rows`, each tile's part of the Jensen-Shannon divergence and of KL(student || mixture) in place
+    of the log-sum-exps, and nothing else.
     """
-    rows, vocabulary = call.hidden.shape[0], call.weight.shape[0]
-    tiles = triton.cdiv(vocabulary, TILE)
-    out = TileDivergence(*(row_aligned(rows, tiles, call.hidden, torch.float32) for _ in range(3)))
-    _launch(
-        call, of_rows=of_rows, out=out, gradient_out=None, inv_scale=None, start=0, width=vocabulary,
-        tile_stride=out.lse.stride(0), gradient_stride=0, MODE=MIXTURE,
+    hidden, vocabulary = pair.student.hidden, pair.student.vocabulary
+    shape = hidden.shape[0], triton.cdiv(vocabulary, TILE)
+    out = TileDivergence(*(row_aligned(*shape, hidden, torch.float32) for _ in range(3)))
+    pair.launch(
+        of_rows=of_rows, out=out, gradient_out=None, inv_scale=None, start=0, width=vocabulary,
+        tile_stride=out.lse.stride(0), gradient_stride=0,
     )  # fmt: skip
     return out
 
 
 def divergence_gradients(
-    call: KLCall, of_rows: DivergenceRows, wanted: Wanted, *, columns: int
+    pair: HeadPair, of_rows: DivergenceRows, wanted: Wanted, *, columns: int
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Exact float32 dX, dW and dbias of N rows, all of which take part; None where not wanted."""
+    """Exact gradients of N rows: float32 dX, dW and dbias; None where not wanted."""
 
     def fill(gradient: Tensor, start: int, width: int, inv_scale: Tensor | None) -> None:
-        _launch(
-            call, of_rows=of_rows, out=None, gradient_out=gradient, inv_scale=inv_scale, start=start,
-            width=width, tile_stride=0, gradient_stride=gradient.stride(0), MODE=GRADIENT,
+        pair.launch(
+            of_rows=of_rows, out=None, gradient_out=gradient, inv_scale=inv_scale, start=start, width=width,
+            tile_stride=0, gradient_stride=gradient.stride(0),
         )  # fmt: skip
 
     given = [g for g in (of_rows.of_divergence, of_rows.of_logsumexp) if g is not None]
-    return dense_gradients(call.student, given, wanted, fill, columns=columns)
+    return dense_gradients(pair.student, given, wanted, fill, columns=columns)

@@ -320,5 +320,5 @@ def test_a_policy_loss_takes_the_exact_kl_of_each_token(make_pair, rng, transfor
     for given, name in (({}, "ref_hidden"), (heads | {"ref_logprobs": advantages}, "ref_logprobs")):
         with pytest.raises(ValueError, match=name):
             loss(0.2, **given)
-    with pytest.raises(ValueError, match="ref_hidden is read with"):
+    with pytest.raises(ValueError, match="ref_hidden is not read with"):
         loss(0.0, **heads)

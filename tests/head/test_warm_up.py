@@ -34,7 +34,7 @@ def step(head, loss, rows, captured):
     into = torch.zeros_like(head.weight, dtype=torch.float32) if head.weight.requires_grad else None
     with torch.no_grad():
         linear_logprob(hidden, head.weight, targets, **head.options)
-    with mock.patch.object(accelerated, "capturing", lambda _: captured):
+    with mock.patch.object(accelerated, "_capturing", lambda _: captured):
         for old in (None, row):
             found = linear_grpo_loss(
                 hidden, head.weight.detach(), targets, row, sequence_ids=ids, num_sequences=-(-rows // 4),

@@ -96,7 +96,7 @@ def step(
         mock.patch.object(operator, "device_facts", lambda kind, index: device),
         mock.patch.object(Tensor, "is_cuda", True),  # products take half precision
         mock.patch.object(Tensor, "nonzero", lambda rows: ask(meta(len(rows), 1, dtype=torch.int64))),
-        mock.patch.object(accelerated, "capturing", lambda _: False),
+        mock.patch.object(accelerated, "_capturing", lambda _: False),
         mock.patch.object(accelerated, "_read_later", lambda _: lambda: ask(pairs)),
     ):
         plan = operator._plan_forward(call)
@@ -112,24 +112,23 @@ def step(
 
 def divergence_step(call: HeadCall, architecture: str, direction: str, *, one_weight: bool = False) -> None:
     """Run `linear_kl`'s kernels forward and backward, to a reference of half the hidden size or to itself."""
-    from grpo_fast.head import accelerated, accelerated_divergence
+    from grpo_fast.head import accelerated_divergence
 
     hidden, weight, vocabulary = call.hidden, call.weight, call.vocabulary
     reference = hidden, weight
     if not one_weight:
         depth = hidden.shape[1] // 2
         reference = meta(len(hidden), depth, dtype=hidden.dtype), meta(vocabulary, depth, dtype=hidden.dtype)
-    row, mask = meta(len(hidden)), meta(len(hidden), dtype=torch.bool)
-    pair = KLCall(hidden, weight, call.bias, mask, *reference, call.bias, direction=direction)
+    row = meta(len(hidden))
+    pair = KLCall(hidden, weight, call.bias, call.targets, *reference, call.bias, direction=direction)
     pair = pair._replace(inv_temperature=call.inv_temperature, softcap=call.softcap, ref_softcap=call.softcap)
-    wanted, certificate = Wanted(True, True, call.bias is not None), Certificate.pending(row.device)
+    wanted = Wanted(True, True, call.bias is not None)
     with (
         mock.patch.object(Tensor, "is_cuda", True),
         mock.patch.object(Tensor, "nonzero", lambda rows: meta(len(rows), 1, dtype=torch.int64)),
-        mock.patch.object(accelerated, "capturing", lambda _: False),
     ):
         rows = accelerated_divergence.forward(pair)
-        accelerated_divergence.backward(pair, rows, row, None, wanted, certificate)
+        accelerated_divergence.backward(pair, rows, row, None, wanted)
 
 
 def policy_loss(options: dict[str, Any], tokens: int = 16_384, sequences: int = 64) -> None:
