@@ -178,7 +178,7 @@ def linear_kl(
             `ref_softcap` are the reference's.
         topk: compare the reference's k likeliest entries, and all others together as one outcome (arXiv
             2608.14728). It is at most the whole divergence, and at least zero. None: all entries.
-        tolerance, seed: of the backward, as in `linear_logprob`.
+        tolerance, seed: as `linear_logprob` takes them; the gradient is exact at every tolerance.
         process_group: ranks that each hold a contiguous part of the vocabulary's rows, in rank order, the
             same part of both heads. Hidden gradients are summed. Not with `topk`.
 
