@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # what editors and type checkers see; `__getattr__` gives it at run time
     from grpo_fast.head.api import linear_cross_entropy as linear_cross_entropy
     from grpo_fast.head.api import linear_grpo_loss as linear_grpo_loss
+    from grpo_fast.head.api import linear_kl as linear_kl
     from grpo_fast.head.api import linear_logprob as linear_logprob
     from grpo_fast.head.outputs import GRPOLossOutput as GRPOLossOutput
     from grpo_fast.head.outputs import HeadOutput as HeadOutput
+    from grpo_fast.head.outputs import KLOutput as KLOutput
     from grpo_fast.objective import GRPOLossConfig as GRPOLossConfig
     from grpo_fast.objective import LossInputs as LossInputs
     from grpo_fast.objective import LossOutputs as LossOutputs
@@ -40,8 +42,8 @@ if (_checkout_kernels / "kernels" / "__init__.py").is_file():
     __path__.append(str(_checkout_kernels))
 
 _PUBLIC = {
-    "head.api": ["linear_logprob", "linear_cross_entropy", "linear_grpo_loss"],
-    "head.outputs": ["GRPOLossOutput", "HeadOutput"],
+    "head.api": ["linear_logprob", "linear_cross_entropy", "linear_grpo_loss", "linear_kl"],
+    "head.outputs": ["GRPOLossOutput", "HeadOutput", "KLOutput"],
     "objective": ["GRPOLossConfig", "LossInputs", "LossOutputs", "StepTotals"],
     "run.python": ["Run", "train"],
     "run.trl": ["FastLanguageModel", "GRPOConfig", "GRPOTrainer"],

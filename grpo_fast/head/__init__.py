@@ -1,7 +1,7 @@
 """Hidden states to log-probabilities and losses, and back."""
 
-from grpo_fast.head.api import linear_cross_entropy, linear_grpo_loss, linear_logprob
-from grpo_fast.head.outputs import Certificate, GRPOLossOutput, HeadOutput
+from grpo_fast.head.api import linear_cross_entropy, linear_grpo_loss, linear_kl, linear_logprob
+from grpo_fast.head.outputs import Certificate, GRPOLossOutput, HeadOutput, KLOutput
 from grpo_fast.head.parameters import HeadParameters
 from grpo_fast.head.warm_up import warm_up
 
@@ -10,8 +10,10 @@ __all__ = [
     "GRPOLossOutput",
     "HeadOutput",
     "HeadParameters",
+    "KLOutput",
     "linear_cross_entropy",
     "linear_grpo_loss",
+    "linear_kl",
     "linear_logprob",
     "warm_up",
 ]

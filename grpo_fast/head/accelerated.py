@@ -57,7 +57,7 @@ def forward(call: HeadCall, plan: HeadPlan) -> tuple[RowStatistics, SavedForBack
     """Every row's statistics, zero for ignored rows."""
     if call.hidden.shape[0] == 0:
         return RowStatistics.allocate(call), allocate_saved(call, plan)
-    call = _with_unit_stride(call)
+    call = with_unit_stride(call)
     if not plan.jacobian:
         return _forward(call, plan)
     saved, statistics = SavedForBackward.empty(call, jacobian=True), []
@@ -104,7 +104,7 @@ def backward(
     plan: HeadPlan,
 ) -> HeadGradients:
     """Gradients; fills the certificate."""
-    call = _with_unit_stride(call)
+    call = with_unit_stride(call)
     if saved.exponentials.numel() and gradients.follows_softmax:
         certificate.fill_exact()
         of_rows = LogitGradient.of(call, statistics, gradients)
@@ -184,7 +184,7 @@ def _read_later(number: Tensor) -> Callable[[], int]:
     return wait
 
 
-def _with_unit_stride(call: HeadCall) -> HeadCall:
+def with_unit_stride(call: HeadCall) -> HeadCall:
     """Copy what the kernels cannot read: hidden states and weight are read along H, and a bias is dense."""
     hidden, weight = (t if t.stride(1) == 1 else t.contiguous() for t in call[:2])
     bias = None if call.bias is None else call.bias.contiguous()

@@ -1,4 +1,4 @@
-"""Hidden states to log-probabilities, cross-entropy and policy losses, and back, without the logits."""
+"""Hidden states to log-probabilities, divergences and losses, and back, without the logits."""
 
 from __future__ import annotations
 
@@ -10,24 +10,28 @@ from torch import Tensor
 
 from grpo_fast.head.checks import (
     IGNORE_INDEX,
+    check_exact_kl,
     check_numbers,
     check_outputs,
     check_policy_loss,
     head_call,
+    kl_call,
 )
+from grpo_fast.head.divergence_operator import row_divergence
 from grpo_fast.head.fused_loss import fused_policy_loss, fuses
 from grpo_fast.head.operator import backend_of, head_statistics
-from grpo_fast.head.outputs import GRPOLossOutput, HeadOutput
-from grpo_fast.head.parallel import parallel_statistics
+from grpo_fast.head.outputs import GRPOLossOutput, HeadOutput, KLOutput
+from grpo_fast.head.parallel import parallel_divergence, parallel_statistics
 from grpo_fast.objective import GRPOLossConfig, LossInputs, StepTotals, policy_loss
 from grpo_fast.objective.types import TOKEN_COLUMNS
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from grpo_fast.head.call import HeadOptions
+    from grpo_fast.head.call import HeadOptions, KLOptions
 
 _DEFAULT_LOSS = GRPOLossConfig()
+_SHARED = ("bias", "temperature", "logit_scale", "softcap", "tolerance", "seed", "process_group")
 _DIFFERENTIABLE = frozenset({"logprob", "entropy", "logsumexp", "mean_logit"})
 
 
@@ -141,6 +145,56 @@ def linear_cross_entropy(
     return losses.sum() / (call.targets >= 0).sum().clamp(min=1)
 
 
+def linear_kl(
+    hidden: Tensor,
+    weight: Tensor,
+    mask: Tensor,
+    ref_hidden: Tensor,
+    ref_weight: Tensor,
+    **options: Unpack[KLOptions],
+) -> KLOutput:
+    """Divergence of two heads' distributions at each token: the exact KL, or distillation from a teacher.
+
+    With p the student's softmax of `hidden` and `weight`, q the reference's:
+
+        reverse   KL(p || q) = Σ p·(log p - log q)
+        forward   KL(q || p)
+        jsd       (1 - beta)·KL(p || m) + beta·KL(q || m),  m = (1 - beta)·p + beta·q   (arXiv 2306.13649)
+
+    The reference gets no gradient. Where a vocabulary is wider than the other, it ends in padding: its last
+    entries belong to neither distribution and get no gradient.
+
+    Args:
+        hidden: (..., H), any strides.
+        weight: (V, H), whole; see `linear_logprob`. It may be `ref_weight` too.
+        mask: (...) bool, True where a token counts. The others cost nothing and may hold NaN.
+        ref_hidden: (..., H') of the same tokens, without a gradient.
+        ref_weight: (V, H'), the same tokens in the same order.
+        direction: "reverse", "forward" or "jsd".
+        beta: of "jsd", in [0, 1]. As in TRL, 0 is the forward and 1 the reverse KL.
+        temperature: a positive number, or one per token in the mask's shape, of both heads.
+        ref_temperature: the reference's; None for `temperature`.
+        bias, logit_scale, softcap: as `linear_logprob` takes them; `ref_bias`, `ref_logit_scale` and
+            `ref_softcap` are the reference's.
+        topk: compare the reference's k likeliest entries, and all others together as one outcome (arXiv
+            2608.14728). It is at most the whole divergence, and at least zero. None: all entries.
+        tolerance, seed: as `linear_logprob` takes them; the gradient is exact at every tolerance.
+        process_group: ranks that each hold a contiguous part of the vocabulary's rows, in rank order, the
+            same part of both heads. Hidden gradients are summed. Not with `topk`.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong kind, shape or range. A temperature per token is
+            checked on a CPU only; on an accelerator a bad one makes its token's divergence NaN.
+    """
+    call, shard = kl_call(hidden, weight, mask, ref_hidden, ref_weight, **options)
+    if shard is None:
+        rows, certificate = row_divergence(call)
+        divergence = rows.divergence
+    else:
+        divergence, certificate = parallel_divergence(call, shard)
+    return KLOutput(divergence.reshape(mask.shape), certificate)
+
+
 def linear_grpo_loss(
     hidden: Tensor,
     weight: Tensor,
@@ -150,6 +204,9 @@ def linear_grpo_loss(
     sequence_ids: Tensor,
     old_logprobs: Tensor | None = None,
     ref_logprobs: Tensor | None = None,
+    ref_hidden: Tensor | None = None,
+    ref_weight: Tensor | None = None,
+    ref_bias: Tensor | None = None,
     sampler_logprobs: Tensor | None = None,
     loss_mask: Tensor | None = None,
     group_ids: Tensor | None = None,
@@ -172,6 +229,10 @@ def linear_grpo_loss(
             on a CPU only.
         old_logprobs: (N,) the policy's log-probabilities before this step's updates; None: exactly on-policy.
         ref_logprobs: (N,) the reference model's; needed when `config.beta` > 0.
+        ref_hidden: (N, H') the reference model's; with `ref_weight` in place of `ref_logprobs` where
+            `config.kl_estimator` is "exact". Its logits are scaled and capped as the policy's.
+        ref_weight: (V, H').
+        ref_bias: (V,).
         sampler_logprobs: (N,) the sampler's, for the mismatch metrics and corrections.
         loss_mask: (N,) bool, or zeros and ones, which is checked on a CPU only; False keeps a token out of
             the loss at no cost. None: all tokens count.
@@ -197,7 +258,9 @@ def linear_grpo_loss(
     }  # fmt: skip
     others = {**(columns or {}), **{name: values for name, values in named.items() if values is not None}}
     known: dict[str, Any] = {name: others.pop(name, None) for name in TOKEN_COLUMNS}
+    reference: dict[str, Any] = {"ref_hidden": ref_hidden, "ref_weight": ref_weight, "ref_bias": ref_bias}
     check_policy_loss(hidden, targets, known, num_sequences, config, totals, entropy_coef)
+    check_exact_kl(reference, config, known, options)
     ignore_index = options.get("ignore_index", IGNORE_INDEX)
     counted, loss_mask = targets != ignore_index, known.pop("loss_mask")
     loss_mask = counted if loss_mask is None else loss_mask.bool() & counted
@@ -210,6 +273,12 @@ def linear_grpo_loss(
     token_entropy = rows.entropy if "entropy" in wanted else None
     if token_entropy is not None and not needs_entropy:
         token_entropy = token_entropy.detach()
+    exact_kl = None
+    if config.needs_exact_kl:
+        shared: dict[str, Any] = {name: value for name, value in options.items() if name in _SHARED}
+        ours = {"ref_logit_scale": "logit_scale", "ref_softcap": "softcap"}
+        shared |= {name: shared[own] for name, own in ours.items() if own in shared}
+        exact_kl = linear_kl(hidden, weight, loss_mask, **reference, **shared).divergence
     if num_sequences is None:  # ids may have gaps
         ids = known["sequence_ids"]
         known["sequence_ids"] = ids = (ids.diff(prepend=ids[:1]) != 0).cumsum(0)
@@ -217,6 +286,7 @@ def linear_grpo_loss(
     inputs = LossInputs(
         logprobs=rows.logprob,
         loss_mask=loss_mask,
+        exact_kl=exact_kl,
         num_sequences=num_sequences,
         entropy=token_entropy,
         totals=totals,

@@ -6,7 +6,7 @@ Tuples, as torch's operators are given their arguments and return their results.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, get_type_hints
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,24 @@ if TYPE_CHECKING:
         seed: int | None
         weight_grad: Tensor | None
         recompute: bool
+        process_group: ProcessGroup | None
+
+    class KLOptions(TypedDict, total=False):
+        """What `linear_kl` takes beside its operands, and explains."""
+
+        direction: Literal["reverse", "forward", "jsd"]
+        beta: float
+        temperature: float | Tensor
+        ref_temperature: float | Tensor | None
+        bias: Tensor | None
+        ref_bias: Tensor | None
+        logit_scale: float
+        ref_logit_scale: float
+        softcap: float | None
+        ref_softcap: float | None
+        topk: int | None
+        tolerance: float | None
+        seed: int | None
         process_group: ProcessGroup | None
 
 
@@ -104,14 +122,14 @@ class HeadCall(NamedTuple):
             inv_temperature=_of_rows(self.inv_temperature, which),
         )
 
-    def logits(self, columns: slice) -> Tensor:
+    def logits(self, columns: slice, out: Tensor | None = None) -> Tensor:
         """Of some columns, (N, columns) in the accumulator's dtype."""
-        return self.transform_(self.products(columns))
+        return self.transform_(self.products(columns, out))
 
-    def products(self, columns: slice) -> Tensor:
+    def products(self, columns: slice, out: Tensor | None = None) -> Tensor:
         """x·w + bias of some columns, (N, columns) in the accumulator's dtype."""
         kind = self.accumulator
-        products = self.hidden.to(kind) @ self.weight[columns].to(kind).t()
+        products = torch.mm(self.hidden.to(kind), self.weight[columns].to(kind).t(), out=out)
         return products if self.bias is None else products.add_(self.bias[columns].to(kind))
 
     def transform_(self, products: Tensor) -> Tensor:
@@ -139,6 +157,92 @@ class HeadCall(NamedTuple):
         """Row and column, inside the chunk, of each target that lies in it."""
         row = ((self.targets >= columns.start) & (self.targets < columns.stop)).nonzero().squeeze(1)
         return row, self.targets[row] - columns.start
+
+
+class KLCall(NamedTuple):
+    """N rows of two heads over the same V entries: the student's, which is differentiated, and the reference.
+
+    The operators take and keep these fields as they stand here.
+    """
+
+    hidden: Tensor  # (N, H)
+    weight: Tensor  # (V, H), same dtype
+    bias: Tensor | None  # (V,)
+    targets: Tensor  # (N,) int64: below zero in masked rows, V in the others
+    ref_hidden: Tensor  # (N, H'), as the next of another dtype or the same
+    ref_weight: Tensor  # (V, H')
+    ref_bias: Tensor | None = None  # (V,)
+    inv_temperature: Tensor | None = None  # (N,) float32 or float64; None: one
+    ref_inv_temperature: Tensor | None = None
+    # (N,) log-sum-exps over all shards. With them a divergence is this shard's part of the whole sum.
+    logsumexp: Tensor | None = None
+    ref_logsumexp: Tensor | None = None
+    logit_scale: float = 1.0
+    softcap: float | None = None
+    ref_logit_scale: float = 1.0
+    ref_softcap: float | None = None
+    direction: str = "reverse"
+    beta: float = 0.5  # of "jsd"
+    topk: int | None = None
+    jacobian: bool = False  # the forward prepares ddivergence/dhidden
+
+    @classmethod
+    def of(cls, student: HeadCall, reference: HeadCall, entries: int, **others: Any) -> KLCall:
+        """The first entries of both vocabularies."""
+        part: dict[str, Any] = {}
+        for side, call in (("", student), ("ref_", reference)):
+            names = ("hidden", "inv_temperature", "logit_scale", "softcap")
+            part |= {f"{side}{name}": getattr(call, name) for name in names}
+            bias = None if call.bias is None else call.bias[:entries]
+            part |= {f"{side}weight": call.weight[:entries], f"{side}bias": bias}
+        return cls(**part, targets=torch.where(student.targets < 0, student.targets, entries), **others)
+
+    @property
+    def accumulator(self) -> torch.dtype:
+        """float32, or float64 for float64 inputs."""
+        return self.student.accumulator
+
+    @property
+    def mask(self) -> Tensor:
+        """(N,) bool: rows that count."""
+        return self.targets >= 0
+
+    @property
+    def student(self) -> HeadCall:
+        transform = self.bias, self.inv_temperature, self.logit_scale, self.softcap
+        return HeadCall(self.hidden, self.weight, self.targets, *transform)
+
+    @property
+    def reference(self) -> HeadCall:
+        transform = self.ref_bias, self.ref_inv_temperature, self.ref_logit_scale, self.ref_softcap
+        return HeadCall(self.ref_hidden, self.ref_weight, self.targets, *transform)
+
+    def rows(self, which: RowIndex) -> KLCall:
+        """The same call for a selection of its rows."""
+        return self._replace(
+            hidden=self.hidden[which],
+            targets=self.targets[which],
+            ref_hidden=self.ref_hidden[which],
+            inv_temperature=_of_rows(self.inv_temperature, which),
+            ref_inv_temperature=_of_rows(self.ref_inv_temperature, which),
+            logsumexp=_of_rows(self.logsumexp, which),
+            ref_logsumexp=_of_rows(self.ref_logsumexp, which),
+        )
+
+
+class RowDivergence(NamedTuple):
+    """Per row, in the accumulator's dtype; zero for masked rows. The first two are differentiable."""
+
+    divergence: Tensor  # (N,) nats; of this shard's distributions, or its part of the whole sum
+    logsumexp: Tensor  # (N,) of the student's logits
+    ref_logsumexp: Tensor  # (N,)
+    shift: Tensor  # (N,) the difference of the log-sum-exps, to more digits
+    center: Tensor  # (N,) KL(student || mixture) of "jsd", or its part; otherwise the divergence
+
+    @classmethod
+    def allocate(cls, call: KLCall) -> RowDivergence:
+        kind, rows = call.accumulator, call.targets.numel()
+        return cls(*(call.hidden.new_zeros(rows, dtype=kind) for _ in cls._fields))
 
 
 class RowStatistics(NamedTuple):
@@ -237,10 +341,15 @@ class LogitGradient(NamedTuple):
         mass = of_logsumexp - of_logprob
         return cls(statistics.logsumexp, mass, target, logprob, entropy, of_entropy, mean)
 
+    @property
+    def coefficients(self) -> list[Tensor]:
+        """(N,) each, of which no gradient is without one."""
+        every = (self.mass, self.target, self.entropy_gradient, self.mean)
+        return [coefficient for coefficient in every if coefficient is not None]
+
     def live(self) -> Tensor:
         """(N,) bool: rows with a gradient. A NaN is one."""
-        coefficients = (self.mass, self.target, self.entropy_gradient, self.mean)
-        return torch.stack([c != 0 for c in coefficients if c is not None]).any(0)
+        return torch.stack([coefficient != 0 for coefficient in self.coefficients]).any(0)
 
     def of_products(self, call: HeadCall, columns: slice) -> Tensor:
         """dL/d(x·w + bias) of some columns, (N, columns)."""

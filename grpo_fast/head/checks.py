@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from numbers import Integral, Real
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,12 +15,23 @@ from torch.distributed import ProcessGroup
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from grpo_fast.head.call import ROW_IGNORED, ROW_INVALID, HeadCall, Shard, constant_when_compiled
+from grpo_fast.head.call import (
+    ROW_IGNORED,
+    ROW_INVALID,
+    HeadCall,
+    KLCall,
+    Shard,
+    constant_when_compiled,
+)
 from grpo_fast.objective import GRPOLossConfig, StepTotals
 from grpo_fast.objective.types import FLOATS, INTEGERS, TOKEN_COLUMNS, refuse_gradients
 
 IGNORE_INDEX = -100  # as torch's cross-entropy has it
 OUTPUTS = ("logprob", "entropy", "logsumexp", "mean_logit", "argmax_is_target", "log_sum_sq_probs")
+
+T = TypeVar("T")
+_NOTHING: frozenset[str] = frozenset()
+_MOST_PADDING, _MOST_PADDING_SHARE = 256, 0.05  # by which a vocabulary may be wider than the other one
 
 _NEEDED = ("targets", "advantages", "sequence_ids")
 _REMOVED = {
@@ -35,11 +46,14 @@ _TENSORS = {
     "targets": (INTEGERS, "of hidden's leading dimensions"),
     "bias": (FLOATS, "(V,) as in weight"),
     "weight_grad": (FLOATS, "(V, H) as weight"),
+    "mask": ((torch.bool,), "True where a token counts, of hidden's leading dimensions"),
+    "ref_hidden": (FLOATS, "(..., H'), the tokens of hidden and H' as in ref_weight"),
     **{name: (dtypes, _TOKEN) for name, dtypes in TOKEN_COLUMNS.items()},
 }
 """What a tensor holds, and which shape it has."""
 
 _NUMBERS = {
+    "beta": "in [0, 1]: 0 is the forward and 1 the reverse KL",
     "logit_scale": "a positive number",
     "softcap": "a positive number, or None for no cap",
     "temperature": "positive and finite",
@@ -118,6 +132,93 @@ def head_call(
         weight_grad=weight_grad,
     )
     return call, shard
+
+
+def kl_call(
+    hidden: Tensor,
+    weight: Tensor,
+    mask: Tensor,
+    ref_hidden: Tensor,
+    ref_weight: Tensor,
+    *,
+    direction: str = "reverse",
+    beta: float = 0.5,
+    temperature: float | Tensor = 1.0,
+    ref_temperature: float | Tensor | None = None,
+    ref_bias: Tensor | None = None,
+    ref_logit_scale: float = 1.0,
+    ref_softcap: float | None = None,
+    topk: int | None = None,
+    process_group: ProcessGroup | None = None,
+    **student_options: Any,
+) -> tuple[KLCall, Shard | None]:
+    """As `head_call` of both heads, over the entries that both vocabularies have."""
+    for name in student_options.keys() - {"bias", "logit_scale", "softcap", "tolerance", "seed"}:
+        raise TypeError(f"{name} is no argument of this function; see its `help`")
+    if direction not in (directions := ("reverse", "forward", "jsd")):
+        raise ValueError(f"direction must be one of {directions}, got {direction!r}")
+    check_numbers(most=1, beta=beta)
+    _check("hidden", hidden)
+    _check("mask", mask, hidden.shape[:-1], hidden.device)
+    _check("ref_hidden", ref_hidden, (*mask.shape, *ref_hidden.shape[-1:]), hidden.device)
+    if ref_hidden.requires_grad and torch.is_grad_enabled():
+        raise ValueError("ref_hidden requires grad, but gets no gradient here: give ref_hidden.detach()")
+    targets = torch.where(mask, 0, IGNORE_INDEX)
+    student, shard = head_call(
+        hidden, weight, targets, _NOTHING, _NOTHING, temperature=temperature, process_group=process_group,
+        **student_options,
+    )  # fmt: skip
+    reference, _ = of_reference(
+        head_call, ref_hidden.detach(), ref_weight.detach(), targets, _NOTHING, _NOTHING,
+        bias=None if ref_bias is None else ref_bias.detach(), logit_scale=ref_logit_scale,
+        temperature=temperature if ref_temperature is None else ref_temperature, softcap=ref_softcap,
+    )  # fmt: skip
+    ours, theirs = student.vocabulary, reference.vocabulary
+    most = 0 if shard is not None else max(_MOST_PADDING, _MOST_PADDING_SHARE * max(ours, theirs))
+    if abs(ours - theirs) > most:
+        raise ValueError(
+            f"ref_weight has {theirs} rows and weight {ours}, which is more than padding: give two heads of "
+            "one tokenizer, with a process_group split alike"
+        )
+    entries = min(ours, theirs)
+    if topk is not None and (isinstance(topk, bool) or not isinstance(topk, int) or not 0 < topk <= entries):
+        raise ValueError(f"topk must be an integer in [1, V = {entries}], or None for all, got {topk!r}")
+    if topk is not None and shard is not None:
+        raise ValueError(f"topk={topk} needs the whole vocabulary: leave it out with a process_group")
+    if direction == "jsd" and beta in (0, 1):  # the mixture is one of the two
+        direction = "reverse" if beta == 1 else "forward"
+    if torch.float64 in (student.hidden.dtype, reference.hidden.dtype):
+        sides = student, reference
+        student, reference = (c._replace(hidden=c.hidden.double(), weight=c.weight.double()) for c in sides)
+    facts = {"direction": direction, "beta": float(beta), "topk": topk, "jacobian": shard is None}
+    return KLCall.of(student, reference, entries, **facts), shard
+
+
+def of_reference(check: Callable[..., T], *arguments: Any, **options: Any) -> T:
+    """Call a check of one head, whose errors begin with an argument, for the reference's arguments."""
+    try:
+        return check(*arguments, **options)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"ref_{error}") from None
+
+
+def check_exact_kl(
+    reference: Mapping[str, Tensor | None],
+    config: GRPOLossConfig,
+    columns: Mapping[str, Tensor | None],
+    options: Mapping[str, Any],
+) -> None:
+    """Raise ValueError unless the exact KL's reference is given where it is read, and there alone."""
+    others = {"ref_logprobs": columns["ref_logprobs"], "weight_grad": options.get("weight_grad")}
+    for name, given in (others if config.needs_exact_kl else reference).items():
+        if given is not None:
+            kind = f"kl_estimator={config.kl_estimator!r} and beta={config.beta}"
+            raise ValueError(f"{name} is not read with {kind}: leave it out, or change config")
+    if not config.needs_exact_kl:
+        return
+    for name in ("hidden", "weight", *(["bias"] if options.get("bias") is not None else [])):
+        if reference[f"ref_{name}"] is None:
+            raise ValueError(f"ref_{name} is None, but kl_estimator='exact' reads it: give the reference's")
 
 
 def check_outputs(outputs: Iterable[str]) -> frozenset[str]:
@@ -358,7 +459,7 @@ def _inverse_temperature(temperature: float | Tensor, targets: Tensor, kind: tor
         return torch.ones_like(targets.reshape(-1), dtype=accumulator) / float(temperature)
     if temperature.dim() and temperature.shape != targets.shape:
         raise ValueError(
-            f"temperature must be a number or of the targets' shape {tuple(targets.shape)}, "
+            f"temperature must be a number or of the tokens' shape {tuple(targets.shape)}, "
             f"got shape {tuple(temperature.shape)}"
         )
     if temperature.requires_grad and torch.is_grad_enabled():

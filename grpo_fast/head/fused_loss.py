@@ -22,7 +22,7 @@ _UNKNOWN = -1.0
 
 def fuses(inputs: LossInputs, config: GRPOLossConfig) -> bool:
     """Whether the kernel computes this loss of these inputs; where an input is missing, it does not."""
-    if config.is_custom or config.facts.fused is None:
+    if config.is_custom or config.facts.fused is None or config.kl_kind == "exact":
         return False
     unread = TOKEN_COLUMNS.keys() - {*PolicyBatch._fields, "group_ids"}
     plain = config.top_entropy_quantile == 1 and all(getattr(inputs, name) is None for name in unread)

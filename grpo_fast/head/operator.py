@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -183,7 +184,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+def refuse_second_derivative(gradients: Sequence[Tensor | None]) -> None:
+    """Raise NotImplementedError in a backward that is differentiated, or run on a batch of gradients."""
     if torch.is_grad_enabled():
         raise NotImplementedError(NO_SECOND_DERIVATIVE)
     if any(g is not None and torch._C._functorch.is_legacy_batchedtensor(g) for g in gradients):
@@ -191,6 +193,10 @@ def _backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
             "the head has first derivatives of one upstream gradient at a time: leave out "
             "is_grads_batched=True, or vectorize=True"
         )
+
+
+def _backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+    refuse_second_derivative(gradients)
     saved = ctx.saved_tensors  # once: a second read is an error under `torch.utils.checkpoint`
     operands, kept = saved[:_NUM_OPERANDS], list(saved[_NUM_OPERANDS:])
     call, wants = HeadCall(*operands, *ctx.others), HeadCall(*ctx.needs_input_grad)

@@ -75,6 +75,14 @@ class HeadOutput:
 
 
 @dataclass(frozen=True, eq=False)
+class KLOutput:
+    """Divergence of two heads' distributions per token."""
+
+    divergence: Tensor  # (...) nats, float32 (float64 for float64 inputs); zero where masked
+    certificate: Certificate  # filled by the backward
+
+
+@dataclass(frozen=True, eq=False)
 class GRPOLossOutput:
     """A policy loss over a packed batch. N tokens."""
 

@@ -21,7 +21,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
-from grpo_fast.head.call import ROW_IGNORED, HeadCall, RowStatistics, Shard
+from grpo_fast.head.call import LOG_ZERO, ROW_IGNORED, HeadCall, KLCall, RowStatistics, Shard
+from grpo_fast.head.divergence import divergence_terms
+from grpo_fast.head.divergence_operator import row_divergence
 from grpo_fast.head.operator import head_statistics
 from grpo_fast.head.outputs import Certificate
 
@@ -62,6 +64,59 @@ def parallel_statistics(call: HeadCall, shard: Shard) -> tuple[RowStatistics, Ce
         whole["log_sum_sq"] = base + _all_reduce((squares - base).exp(), ReduceOp.SUM, group).log()
     worked = targets >= 0
     return local._replace(**{k: torch.where(worked, v, 0) for k, v in whole.items()}), certificate
+
+
+def parallel_divergence(call: KLCall, shard: Shard) -> tuple[Tensor, Certificate]:
+    """(N,) divergence over the whole vocabulary, of which both weights are the same one of several parts.
+
+    With P_r and Q_r the shares of a rank, KL = Σ_r P_r KL_r + KL(P || Q). The mixture of "jsd" depends on the
+    shares: it takes two more logit products, and twice those of the backward.
+    """
+    group, mask = shard.group, call.mask
+    call = call._replace(hidden=_SumOfGradients.apply(call.hidden, group))
+    if call.direction == "jsd":
+        with torch.no_grad():
+            local, _ = row_divergence(call._replace(direction="forward"))
+        wholes = [_whole_logsumexp(each, group) for each in (local.logsumexp, local.ref_logsumexp)]
+        local, certificate = row_divergence(call._replace(logsumexp=wholes[0], ref_logsumexp=wholes[1]))
+        center = _all_reduce(local.center, ReduceOp.SUM, group)
+        factors = torch.ones_like(center), (call.beta - 1) * center
+        total = _all_reduce(local.divergence, ReduceOp.SUM, group)
+    else:
+        local, certificate = row_divergence(call)
+        log_p, log_q = (
+            each.detach() - _whole_logsumexp(each, group) for each in (local.logsumexp, local.ref_logsumexp)
+        )
+        p, q = log_p.exp(), log_q.exp()
+        d = (log_p - log_q).nan_to_num(nan=0.0, posinf=torch.inf, neginf=LOG_ZERO)
+        within = local.divergence.detach()
+        if call.direction == "reverse":
+            total = _all_reduce(p * within + divergence_terms(p, q, d), ReduceOp.SUM, group)
+            factors = p, p * (within + d - total)
+        else:
+            total = _all_reduce(q * within + divergence_terms(q, p, -d), ReduceOp.SUM, group)
+            factors = q, p - q
+    result = _OfShards.apply(local.divergence, local.logsumexp, torch.where(mask, total, 0), *factors)
+    return result, certificate
+
+
+def _whole_logsumexp(local: Tensor, group: ProcessGroup) -> Tensor:
+    base = _finite_maximum(local, group)
+    return base + _all_reduce((local - base).exp(), ReduceOp.SUM, group).log()
+
+
+class _OfShards(torch.autograd.Function):
+    """A result that is known, with its gradient in what this rank found. Every rank's loss is a copy."""
+
+    @staticmethod
+    def forward(ctx: Any, divergence: Tensor, logsumexp: Tensor, total: Tensor, *factors: Tensor) -> Tensor:
+        ctx.save_for_backward(*factors)
+        return total.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        of_divergence, of_logsumexp = ctx.saved_tensors
+        return gradient * of_divergence, gradient * of_logsumexp, None, None, None
 
 
 def _local_targets(targets: Tensor, start: Tensor, entries: int) -> Tensor:

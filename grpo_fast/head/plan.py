@@ -26,6 +26,7 @@ _DEVICE_CHUNK_BYTES = 256 << 20
 _JACOBIAN_BYTES, _JACOBIAN_ROWS = 640 << 20, 2048
 """Of a frozen head's exponentials. Fewer rows are too few tiles of their product with W for a large GPU."""
 _CHUNK_ROWS = 512
+_DIVERGENCE_CHUNKS = 16
 _DENSE_WORKSPACE_BYTES = 192 << 20
 _SCRATCH_BYTES = 1 << 10  # shared memory the compiler takes besides operands and results: barriers
 
@@ -72,12 +73,13 @@ class Chunks:
 
     rows: int
     columns: int  # whole tiles, or all
+    cached_rows: int = 1  # of whole logits of two heads, whose elements are read many times
 
     def of_rows(self, count: int) -> list[slice]:
-        return _ranges(count, self.rows)
+        return range_of(count, self.rows)
 
     def of_columns(self, vocabulary: int) -> list[slice]:
-        return _ranges(vocabulary, self.columns)
+        return range_of(vocabulary, self.columns)
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,7 @@ def plan_head(device: Device, work: Workload) -> HeadPlan:
         chunks=_chunks(device, work),
         forward_tile=forward_tile,
         backward_tile=backward_tile,
-        dense_columns=_dense_columns(work, backward_tile.columns),
+        dense_columns=dense_columns(work, backward_tile.columns),
         sparse=sizes.sparse,
     )
 
@@ -154,7 +156,16 @@ def _chunks(device: Device, work: Workload) -> Chunks:
     return Chunks(height, max(1, min(width, work.vocabulary)))
 
 
-def _ranges(size: int, step: int) -> list[slice]:
+def divergence_chunks(kind: str, vocabulary: int, hidden_size: int, accumulator: torch.dtype) -> Chunks:
+    """Rows whose whole logits, of both heads, keep to `_DIVERGENCE_CHUNKS` chunks' bytes."""
+    budget, itemsize = (_CPU_CHUNK_BYTES if kind == "cpu" else _DEVICE_CHUNK_BYTES), accumulator.itemsize
+    of_row = 2 * itemsize * max(vocabulary, 1)
+    rows = max(1, _DIVERGENCE_CHUNKS * budget // of_row)
+    width = max(TILE, budget // (max(rows, hidden_size) * itemsize) // TILE * TILE)
+    return Chunks(rows, max(1, min(width, vocabulary)), max(1, budget // (4 * of_row)))
+
+
+def range_of(size: int, step: int) -> list[slice]:
     return [slice(start, min(start + step, size)) for start in range(0, size, step)]
 
 
@@ -168,7 +179,7 @@ def _descriptor_tile(device: Device, work: Workload, sizes: Sizes, *, wide: bool
     return tile if needed <= device.shared_memory else None
 
 
-def _dense_columns(work: Workload, multiple: int) -> int:
+def dense_columns(work: Workload, multiple: int) -> int:
     """Columns of logit gradient that fit the workspace, in whole tiles."""
     per_tile = max(work.rows, 1) * multiple * work.dtype.itemsize
     tiles = max(1, _DENSE_WORKSPACE_BYTES // per_tile)

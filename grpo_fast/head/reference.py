@@ -36,7 +36,7 @@ def forward(call: HeadCall, chunks: Chunks) -> tuple[RowStatistics, SavedForBack
     statistics = RowStatistics.allocate(call)
     saved = SavedForBackward.empty(call, jacobian=call.jacobian)
     worked = (call.targets >= 0).nonzero().squeeze(1)
-    with _exact_bf16_products(call):
+    with exact_bf16_products(call):
         for index in worked.split(chunks.rows):
             softmax = _OnlineSoftmax(call.rows(index))
             for columns in chunks.of_columns(call.vocabulary):
@@ -67,7 +67,7 @@ def backward(
     if wanted.bias and call.bias is not None:
         bias = torch.zeros_like(call.bias)
     parameters = [total for total in (weight, bias) if total is not None]
-    with _exact_bf16_products(call):
+    with exact_bf16_products(call):
         for columns in chunks.of_columns(call.vocabulary):
             sums = [torch.zeros_like(total[columns], dtype=kind) for total in parameters]
             for part in chunks.of_rows(index.numel()):
@@ -115,7 +115,7 @@ class _OnlineSoftmax:
         row, column = self.block.targets_within(columns)
         self.target[row] = z[row, column]
         z[row, column] = -torch.inf
-        z -= _finite_or_zero(self.maximum)[:, None]
+        z -= finite_or_zero(self.maximum)[:, None]
         if self.weighted is None:
             e = z.exp_()
         else:
@@ -131,7 +131,7 @@ class _OnlineSoftmax:
 
     def _rebase(self, maximum: Tensor) -> None:
         """Makes a new maximum the reference of all sums."""
-        shift = _finite_or_zero(self.maximum) - _finite_or_zero(maximum)
+        shift = finite_or_zero(self.maximum) - finite_or_zero(maximum)
         factor = torch.where(self.maximum.isneginf(), torch.zeros_like(shift), shift.exp())
         if self.weighted is not None:
             self.weighted = factor * (self.weighted + self.others * shift)
@@ -149,7 +149,7 @@ class _OnlineSoftmax:
 
     def write(self, index: Tensor, out: RowStatistics) -> None:
         """Writes the statistics of all rows to `index` of the outputs."""
-        base = _finite_or_zero(self.maximum)
+        base = finite_or_zero(self.maximum)
         relative = self.target - base
         e = torch.where(self.present, relative.exp(), 0)
         total = self.others + e
@@ -172,7 +172,7 @@ class _OnlineSoftmax:
         """(1 - p_t) dz_t/dhidden - Σ_{v≠t} p_v dz_v/dhidden; zero without a target of this weight."""
         assert self.pull is not None, "the call had no jacobian"
         block = self.block
-        e = (self.target - _finite_or_zero(self.maximum)).exp()
+        e = (self.target - finite_or_zero(self.maximum)).exp()
         total = self.others + e
         target = block.targets.clamp(max=block.vocabulary - 1)
         of_target = block.weight[target].to(e.dtype)
@@ -185,13 +185,13 @@ class _OnlineSoftmax:
         return torch.where(self.present[:, None], jacobian, 0)
 
 
-def _finite_or_zero(maximum: Tensor) -> Tensor:
+def finite_or_zero(maximum: Tensor) -> Tensor:
     """A maximum that may be subtracted: -inf - -inf would not be a number."""
     return torch.where(maximum.isneginf(), torch.zeros_like(maximum), maximum)
 
 
 @contextmanager
-def _exact_bf16_products(call: HeadCall) -> Iterator[None]:
+def exact_bf16_products(call: HeadCall) -> Iterator[None]:
     """Lets oneDNN multiply bfloat16 values held in float32 at bfloat16 speed, with a float32 result.
 
     A bfloat16 matmul would round its output, the logits, to bfloat16. Here the operands of the logit product

@@ -111,7 +111,11 @@ def _launch(
     else:
         loss = replace(loss, max_completion_length=loss.max_completion_length or 1)  # else known at a step
         packed: dict[str, Any] = {"sequence_ids": ids, "group_ids": ids, "num_sequences": 1}
-        packed["ref_logprobs"] = row if loss.needs_reference else None
+        if loss.needs_exact_kl:
+            bias_of_it = None if bias is None else bias.detach()
+            packed |= {"ref_hidden": hidden.detach(), "ref_weight": weight.detach(), "ref_bias": bias_of_it}
+        elif loss.needs_reference:
+            packed["ref_logprobs"] = row
         for old, sampler in product((None, row), (row,) if loss.needs_sampler else (None, row)):
             packed |= {"old_logprobs": old, "sampler_logprobs": sampler}
             found = linear_grpo_loss(

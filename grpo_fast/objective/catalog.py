@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 Settings = dict[str, Any]  # values by key of the configuration, such as "loss.beta"
 Aggregation = Literal["sequence_mean", "token_mean", "constant_length", "sequence_sum"]
 RatioLevel = Literal["token", "sequence", "sequence_token", "product"]
-KLEstimator = Literal["k1", "k2", "k3"]
+KLEstimator = Literal["k1", "k2", "k3", "exact"]
 Bounds = tuple[float, float, float]  # as `LossConstants` has them: low, high, cap
 
 

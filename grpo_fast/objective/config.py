@@ -168,7 +168,9 @@ class GRPOLossConfig:
         0.0, "weight of the KL to the reference model; 0: no KL, and no reference model", ge=0
     )
     kl_estimator: KLEstimator | None = option(
-        None, "k1: log-ratio, k2: half its square, k3: unbiased and positive; null: the loss's, mostly k3"
+        None,
+        "k1: log-ratio, k2: half its square, k3: unbiased and positive, exact: the KL of the whole "
+        "distributions; null: the loss's, mostly k3",
     )
     kl_in_reward: bool = option(False, "the KL is taken from the reward instead of being a term of the loss")
     use_bias_correction_kl: bool = option(
@@ -265,6 +267,11 @@ class GRPOLossConfig:
         return self.beta > 0
 
     @property
+    def needs_exact_kl(self) -> bool:
+        """Whether `LossInputs.exact_kl` must be there, in place of `ref_logprobs`."""
+        return self.needs_reference and not self.is_custom and self.kl_kind == "exact"
+
+    @property
     def needs_entropy(self) -> bool:
         """Whether `LossInputs.entropy` must be there."""
         return self.entropy_coef != 0 or self.use_adaptive_entropy or self.top_entropy_quantile < 1
@@ -325,6 +332,12 @@ class GRPOLossConfig:
             raise ValueError(
                 f"value_loss_coef = {self.value_loss_coef}: there is no critic, the mean reward of a group "
                 "is the baseline; set it to 0, or leave it out"
+            )
+        if self.kl_estimator == "exact" and (self.kl_in_reward or self.use_bias_correction_kl):
+            given = "kl_in_reward" if self.kl_in_reward else "use_bias_correction_kl"
+            raise ValueError(
+                f"{given} = True reads the KL's estimate from one token, but kl_estimator = 'exact' makes "
+                f"none; set {given} = False, or kl_estimator to k1, k2 or k3"
             )
         if self.kl_in_reward and self.use_bias_correction_kl:
             raise ValueError(

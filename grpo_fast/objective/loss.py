@@ -59,7 +59,9 @@ def policy_loss(inputs: LossInputs, config: GRPOLossConfig, entropy_coef: float 
     inputs = _cleaned(inputs)
     tokens = _tokens(inputs, config)
     keep, entropy_mean = _kept(inputs, tokens, totals, config)
-    terms, surrogate, kl = token_terms(tokens, config, keep, inputs.ref_logprobs, inputs.policy_weights)
+    terms, surrogate, kl = token_terms(
+        tokens, config, keep, inputs.ref_logprobs, inputs.policy_weights, exact_kl=inputs.exact_kl
+    )
     weights = token_weights(config.aggregation_kind, tokens.segments, totals, config.max_completion_length)
     loss = (weights * terms).sum()
     if entropy_coef > 0:
@@ -74,6 +76,7 @@ def token_terms(
     ref_logprobs: Tensor | None,
     policy_weights: Tensor | None,
     kl_level: RatioLevel = "token",
+    exact_kl: Tensor | None = None,
 ) -> tuple[Tensor, Surrogate, Tensor | None]:
     """keep_t · c_t · surrogate_t + β · kl_t of each token, (N,), and the surrogate and the KL in it.
 
@@ -81,6 +84,7 @@ def token_terms(
         keep: (N,) bool; None: all.
         kl_level: of the ratio that corrects the KL. Each token's own, at whichever level the surrogate's is:
             DeepSeek-V3.2, arXiv 2512.02556, eq. 7.
+        exact_kl: (N,), in place of an estimate where the configuration says so.
     """
     surrogate = surrogate_of(config)(tokens, config)
     terms = surrogate.loss
@@ -90,9 +94,12 @@ def token_terms(
         terms = terms * policy_weights
     if keep is not None:
         terms = torch.where(keep, terms, 0)
-    if ref_logprobs is None:
+    if config.kl_kind == "exact":
+        kl = exact_kl
+    else:
+        kl = None if ref_logprobs is None else kl_estimate(tokens.logprobs, ref_logprobs, config.kl_kind)
+    if kl is None:
         return terms, surrogate, None
-    kl = kl_estimate(tokens.logprobs, ref_logprobs, config.kl_kind)
     if config.beta > 0 and not config.kl_in_reward:
         ratio = log_importance(tokens, kl_level).exp() if config.use_bias_correction_kl else 1
         terms = terms + config.beta * ratio * kl
@@ -133,7 +140,12 @@ def _load_custom(path: str) -> LossFunction:
 
 def _cleaned(inputs: LossInputs) -> LossInputs:
     """The inputs with zeros in place of what `loss_mask` leaves out."""
-    names = ("logprobs", "entropy", *(name for name, dtypes in TOKEN_COLUMNS.items() if dtypes is FLOATS))
+    names = (
+        "logprobs",
+        "entropy",
+        "exact_kl",
+        *(name for name, dtypes in TOKEN_COLUMNS.items() if dtypes is FLOATS),
+    )
     found = {name: getattr(inputs, name) for name in names}
     clean: dict[str, Any] = {
         name: torch.where(inputs.loss_mask, v, 0) for name, v in found.items() if v is not None
@@ -173,7 +185,13 @@ def _kept(
 
 
 def _check(inputs: LossInputs, config: GRPOLossConfig, entropy_coef: float) -> None:
-    if config.needs_reference and not config.kl_in_reward and inputs.ref_logprobs is None:
+    if config.needs_exact_kl and inputs.exact_kl is None:
+        raise ValueError(
+            f"exact_kl is None, but beta = {config.beta} weighs it; give linear_kl's divergence of the "
+            "tokens (linear_grpo_loss: ref_hidden and ref_weight), or another kl_estimator"
+        )
+    of_tokens = config.needs_reference and not (config.kl_in_reward or config.needs_exact_kl)
+    if of_tokens and inputs.ref_logprobs is None:
         raise ValueError(
             f"ref_logprobs is None, but beta = {config.beta} weighs a KL to the reference model; give its "
             "log-probabilities of the tokens, or set beta = 0"

@@ -45,6 +45,7 @@ class LossInputs:
     num_sequences: int  # S
     old_logprobs: Tensor | None = None  # (N,) float32; None: exactly on-policy, the ratio is one
     ref_logprobs: Tensor | None = None  # (N,) float32; needed when beta > 0
+    exact_kl: Tensor | None = None  # (N,) float32, differentiable: KL(π_θ ‖ π_ref); for kl_estimator "exact"
     sampler_logprobs: Tensor | None = None  # (N,) float32: what the sampler assigned when it drew the token
     entropy: Tensor | None = None  # (N,) float32, differentiable when the head was asked for it
     group_ids: Tensor | None = None  # (N,) int64 in [0, G): completions that share a baseline, in training

@@ -12,6 +12,7 @@ largest entry before rounding, and the products are multiplied back.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -122,6 +123,33 @@ def dense_backward(
         call: its operands have unit stride along H.
         columns: vocabulary entries per chunk; a multiple of `tile.columns`, or at least V.
     """
+    programs = program_count(call.hidden.device)
+
+    def fill(gradient: Tensor, start: int, width: int, inv_scale: Tensor | None) -> None:
+        logit_gradient_kernel[(programs,)](
+            **product_arguments(call, tile), targets=call.targets, coefficients=rows, inv_scale=inv_scale,
+            gradient_out=gradient, rows=call.hidden.shape[0], start=start, width=width, programs=programs,
+            gradient_stride=gradient.stride(0),
+        )  # fmt: skip
+
+    return dense_gradients(call, rows.coefficients, wanted, fill, columns=columns)
+
+
+def dense_gradients(
+    call: HeadCall,
+    coefficients: list[Tensor],
+    wanted: Wanted,
+    fill: Callable[[Tensor, int, int, Tensor | None], None],
+    *,
+    columns: int,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Contract logit gradients, a chunk of the vocabulary at a time, into dX, dW and dbias.
+
+    Args:
+        coefficients: (N,) each, of the logit gradients.
+        fill: writes the chunk of columns from `start`, of a `width` in whole 16s, times the inverse of the
+            scale of float16.
+    """
     hidden, weight, vocabulary = call.hidden, call.weight, call.vocabulary
     count = hidden.shape[0]
     of_hidden = hidden.new_zeros(hidden.shape, dtype=torch.float32) if wanted.hidden else None
@@ -133,19 +161,13 @@ def dense_backward(
         of_bias = new(call.bias)
     if count == 0:
         return of_hidden, of_weight, of_bias
-    scale = float16_scale(call, rows)
-    workspace, programs = row_aligned(count, min(columns, vocabulary), hidden), program_count(hidden.device)
-    arguments = product_arguments(call, tile) | {
-        "targets": call.targets, "coefficients": rows, "rows": count, "programs": programs,
-        "inv_scale": None if scale is None else scale.reciprocal(),
-    }  # fmt: skip
+    scale = float16_scale(call, coefficients)
+    inv_scale = None if scale is None else scale.reciprocal()
+    workspace = row_aligned(count, min(columns, vocabulary), hidden)
     for start in range(0, vocabulary, columns):
         part = slice(start, min(start + columns, vocabulary))
         gradient = workspace[:, : part.stop - start]
-        logit_gradient_kernel[(programs,)](
-            **arguments, gradient_out=gradient, start=start, width=-(-gradient.shape[1] // 16) * 16,
-            gradient_stride=gradient.stride(0),
-        )  # fmt: skip
+        fill(gradient, start, -(-gradient.shape[1] // 16) * 16, inv_scale)
         if of_hidden is not None:
             _accumulate(of_hidden, gradient, weight[part])
         if wanted.weight:
@@ -161,12 +183,10 @@ def dense_backward(
     return of_hidden, of_weight, of_bias
 
 
-def float16_scale(call: HeadCall, rows: LogitGradient) -> Tensor | None:
+def float16_scale(call: HeadCall, coefficients: list[Tensor]) -> Tensor | None:
     """() float32 power of two at or above the largest coefficient, or one; None where not in float16."""
     if call.hidden.dtype != torch.float16:
         return None
-    coefficients = [rows.mass, rows.target]
-    coefficients += [c for c in (rows.entropy_gradient, rows.mean) if c is not None]
     magnitude = torch.stack(coefficients).abs().amax(0) * call.logit_scale
     if call.inv_temperature is not None:
         magnitude = magnitude * call.inv_temperature

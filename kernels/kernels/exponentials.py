@@ -258,7 +258,7 @@ def kept_backward(
                 at_target[part], of_hidden[part], call.vocabulary, hidden.shape[1], weight.stride(0),
                 WIDTH=_WIDTH, num_warps=4,
             )  # fmt: skip
-    unit = float16_scale(call, rows)
+    unit = float16_scale(call, rows.coefficients)
     if unit is not None:
         scale, at_target = scale / unit, at_target / unit
     if wanted.weight or wanted.bias:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from torch import Tensor
 
-from grpo_fast import linear_cross_entropy, linear_logprob
+from grpo_fast import linear_cross_entropy, linear_kl, linear_logprob
 
 OUTPUTS = ("logprob", "entropy", "logsumexp", "mean_logit", "argmax_is_target", "log_sum_sq_probs")
 SPLIT = 130  # of 300: the shards need not be equal
@@ -46,6 +46,22 @@ def everything(group, rows: slice = slice(None)) -> list[Tensor]:
     return [*(getattr(out, name) for name in OUTPUTS), loss, *torch.autograd.grad(loss, leaves)]
 
 
+def divergences(group, rows: slice = slice(None)) -> list[Tensor]:
+    """Each direction, with the gradients of its weighted sum."""
+    hidden, weight, bias, targets = batch()
+    leaves = [t.clone().requires_grad_() for t in (hidden, weight[rows], bias[rows])]
+    reference = 0.7 * hidden + 0.3 * hidden.roll(1, 0), weight[rows].roll(1, 1)
+    found: list[Tensor] = []
+    for direction in ("reverse", "forward", "jsd"):
+        out = linear_kl(
+            leaves[0], leaves[1], targets != -100, *reference, bias=leaves[2], ref_bias=bias[rows], beta=0.3,
+            direction=direction, process_group=group,
+        )  # fmt: skip
+        loss = (out.divergence * torch.linspace(-1, 2, 14, dtype=torch.float64)).sum()
+        found += [out.divergence, *torch.autograd.grad(loss, leaves)]
+    return found
+
+
 def sure(group, rows: slice = slice(None)) -> list[Tensor]:
     """Log-probabilities of ever surer targets and the hidden gradient, in float32 where there is a group."""
     _, weight, _, targets = batch()
@@ -62,7 +78,7 @@ def main(rank: int, folder: str) -> None:
     store, patience = f"file://{folder}/store", timedelta(seconds=500)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=patience)
     group = dist.group.WORLD
-    found = everything(group, ROWS[rank]) + sure(group, ROWS[rank])
+    found = divergences(group, ROWS[rank]) + everything(group, ROWS[rank]) + sure(group, ROWS[rank])
     torch.save([t.detach() for t in found], f"{folder}/{rank}")
     dist.barrier()
     dist.destroy_process_group()
@@ -78,6 +94,9 @@ def test_each_rank_has_the_outputs_of_one_and_its_rows_of_the_gradients(tmp_path
     assert done.returncode == 0, done.stderr
     for rank, rows in enumerate(ROWS):
         *found, found_logprob, found_hidden = torch.load(tmp_path / str(rank))
+        for whole in divergences(None):
+            expected = whole if len(whole) == 14 else whole[rows]
+            torch.testing.assert_close(found.pop(0), expected.detach())
         for got, expected in zip(found, (*outputs, weight[rows], bias[rows]), strict=True):
             torch.testing.assert_close(got, expected.detach())
         works = logprob != 0

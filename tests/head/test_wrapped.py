@@ -15,7 +15,14 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import checkpoint as checkpoints
 
-from grpo_fast import GRPOLossConfig, StepTotals, linear_cross_entropy, linear_grpo_loss, linear_logprob
+from grpo_fast import (
+    GRPOLossConfig,
+    StepTotals,
+    linear_cross_entropy,
+    linear_grpo_loss,
+    linear_kl,
+    linear_logprob,
+)
 
 OUTPUTS = ("entropy", "logsumexp", "mean_logit", "argmax_is_target", "log_sum_sq_probs")
 CONFIG = GRPOLossConfig("grpo", beta=0.1, entropy_coef=0.01, top_entropy_quantile=0.8)
@@ -47,7 +54,13 @@ def policy_loss(hidden: Tensor, weight: Tensor, batch: dict[str, Any]) -> tuple[
     return out.loss, out
 
 
-FUNCTIONS = [logprob, one_statistic, cross_entropy, policy_loss]
+def kl(hidden: Tensor, weight: Tensor, batch: dict[str, Any]) -> tuple[Tensor, Any]:
+    mask, options = batch["targets"] > 5, {"temperature": batch["temperature"], "seed": batch["seed"]}
+    out = linear_kl(hidden, weight, mask, hidden.detach().flip(0), weight.detach(), **options)
+    return out.divergence.square().sum(), out
+
+
+FUNCTIONS = [logprob, one_statistic, cross_entropy, policy_loss, kl]
 
 
 class Head(nn.Module):
@@ -83,7 +96,8 @@ def selective(head: Head) -> Callable[..., tuple[Tensor, Any]]:
     save, compute = checkpoints.CheckpointPolicy.MUST_SAVE, checkpoints.CheckpointPolicy.PREFER_RECOMPUTE
 
     def policy(_context: object, operator: object, *_: object, **__: object) -> Any:
-        return save if operator is torch.ops.grpo_fast.head_forward.default else compute
+        heads = torch.ops.grpo_fast.head_forward.default, torch.ops.grpo_fast.divergence_forward.default
+        return save if operator in heads else compute
 
     contexts = partial(checkpoints.create_selective_checkpoint_contexts, policy)
     return checkpointed(head, context_fn=contexts)

@@ -24,7 +24,7 @@ from grpo_fast.kernels import TILE
 from torch import Tensor
 
 from grpo_fast.head import operator
-from grpo_fast.head.call import HeadCall, RowGradients, Wanted
+from grpo_fast.head.call import HeadCall, KLCall, RowGradients, Wanted
 from grpo_fast.head.fused_loss import loss_constants
 from grpo_fast.head.outputs import Certificate
 from grpo_fast.head.plan import Device
@@ -110,6 +110,27 @@ def step(
     return [each for each in (*call, row, *statistics, *gradients) if isinstance(each, Tensor)]
 
 
+def divergence_step(call: HeadCall, architecture: str, direction: str, *, one_weight: bool = False) -> None:
+    """Run `linear_kl`'s kernels forward and backward, to a reference of half the hidden size or to itself."""
+    from grpo_fast.head import accelerated_divergence
+
+    hidden, weight, vocabulary = call.hidden, call.weight, call.vocabulary
+    reference = hidden, weight
+    if not one_weight:
+        depth = hidden.shape[1] // 2
+        reference = meta(len(hidden), depth, dtype=hidden.dtype), meta(vocabulary, depth, dtype=hidden.dtype)
+    row = meta(len(hidden))
+    pair = KLCall(hidden, weight, call.bias, call.targets, *reference, call.bias, direction=direction)
+    pair = pair._replace(inv_temperature=call.inv_temperature, softcap=call.softcap, ref_softcap=call.softcap)
+    wanted = Wanted(True, True, call.bias is not None)
+    with (
+        mock.patch.object(Tensor, "is_cuda", True),
+        mock.patch.object(Tensor, "nonzero", lambda rows: meta(len(rows), 1, dtype=torch.int64)),
+    ):
+        rows = accelerated_divergence.forward(pair)
+        accelerated_divergence.backward(pair, rows, row, None, wanted)
+
+
 def policy_loss(options: dict[str, Any], tokens: int = 16_384, sequences: int = 64) -> None:
     """Launch the policy loss with these fields of its configuration."""
     from grpo_fast.kernels.policy_facts import PolicyBatch
@@ -167,6 +188,11 @@ def cases_of(architecture: str) -> dict[str, Callable[[], object]]:
             f"frozen body, {name}": partial(run, hidden=False),
             f"into a float32 gradient, {name}": partial(run, accumulate=True),
         }
+    for name in ("bfloat16", "float32", "bias, temperature, softcap"):
+        for direction in ("reverse", "forward", "jsd"):
+            pair = partial(divergence_step, head(**HEADS[name]), architecture, direction)
+            cases[f"{direction} KL, {name}"] = pair
+            cases[f"{direction} KL of one weight, {name}"] = partial(pair, one_weight=True)
     return cases | {f"policy loss, {name}": partial(policy_loss, options) for name, options in LOSSES.items()}
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_fast import linear_logprob
+from grpo_fast import linear_kl, linear_logprob
 from grpo_fast.head import operator, plan, tuning
 from grpo_fast.head.plan import Device
 from tests.conftest import EMULATED
@@ -175,3 +175,30 @@ def test_persistent_programs_reuse_their_ring_of_stages(monkeypatch, rng, name):
         monkeypatch.setattr(f"grpo_fast.kernels.{module}.program_count", lambda *_: programs)
 
     check(case, rng)
+
+
+@pytest.mark.parametrize(
+    ("direction", "one_weight", "dtype"),
+    [("reverse", False, BF16), ("reverse", True, F32), ("forward", True, BF16), ("jsd", False, BF16)],
+)
+def test_compiled_kernels_give_the_divergence_and_gradients_of_float64(rng, direction, one_weight, dtype):
+    normal = lambda *shape: torch.randn(*shape, generator=rng)  # noqa: E731
+    hidden, weight = 2 * normal(6, 64), normal(300, 64) / 8
+    other = (hidden + normal(6, 64), weight) if one_weight else (2 * normal(6, 40), normal(300, 40) / 6)
+    hidden, weight, ref_hidden, ref_weight = (t.to(dtype) for t in (hidden, weight, *other))
+    ref_weight = weight if one_weight else ref_weight
+    leaves = hidden.requires_grad_(), weight.requires_grad_()
+    mask = torch.arange(6) != 2
+
+    found = linear_kl(*leaves, mask, ref_hidden, ref_weight, direction=direction).divergence
+    gradients = torch.autograd.grad(found.sum(), leaves)
+
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    p = (exact[0] @ exact[1].T).softmax(1)
+    q = (ref_hidden.double() @ ref_weight.detach().double().T).softmax(1)
+    m = {"reverse": q, "forward": p, "jsd": (p + q) / 2}[direction]
+    ours, theirs = ((each * (each / m).log()).sum(1) for each in (p, q))
+    expected = {"reverse": ours, "forward": theirs, "jsd": (ours + theirs) / 2}[direction] * mask
+    torch.testing.assert_close(found.double(), expected, rtol=2e-5, atol=1e-6)
+    for got, each in zip(gradients, torch.autograd.grad(expected.sum(), exact), strict=True):
+        assert (got.double() - each).norm() <= (5e-3 if dtype == BF16 else 1e-5) * each.norm()

@@ -127,6 +127,23 @@ def test_the_kl_term_is_beta_times_the_mean_or_in_the_reward_instead(estimator, 
     torch.testing.assert_close(in_reward.metrics["kl"], outputs.metrics["kl"])
 
 
+def test_an_exact_kl_takes_the_place_of_its_estimate(make_batch):
+    inputs = make_batch().inputs()
+    kl = inputs.advantages.square().requires_grad_()
+    config = GRPOLossConfig(kl_estimator="exact")
+
+    outputs = policy_loss(replace(inputs, exact_kl=kl, ref_logprobs=None), replace(config, beta=0.3))
+
+    term = kl[inputs.loss_mask].mean()
+    torch.testing.assert_close(outputs.loss - policy_loss(inputs, config).loss, 0.3 * term)
+    torch.testing.assert_close(outputs.metrics["kl"], term.detach())
+    found, expected = (torch.autograd.grad(loss, kl)[0] for loss in (outputs.loss, 0.3 * term))
+    torch.testing.assert_close(found, expected)
+    for changes in ({"kl_in_reward": True}, {"use_bias_correction_kl": True}):
+        with pytest.raises(ValueError, match=next(iter(changes))):
+            replace(config, beta=0.3, **changes)
+
+
 @pytest.mark.parametrize("loss_type", ["dapo", "gspo"])
 def test_metrics_are_means_over_the_batches_and_the_loss_over_the_step(loss_type, make_batch):
     batch, config = make_batch(spread=0.3), GRPOLossConfig(loss_type, beta=0.1)
@@ -152,6 +169,7 @@ def test_policy_weights_multiply_the_policy_term_of_each_token(make_batch):
     ("changes", "missing"),
     [
         ({"beta": 0.1}, "ref_logprobs"),
+        ({"beta": 0.1, "kl_estimator": "exact"}, "exact_kl"),
         ({"entropy_coef": 0.1}, "entropy"),
         ({"use_adaptive_entropy": True}, "entropy"),
         ({"top_entropy_quantile": 0.2}, "entropy"),

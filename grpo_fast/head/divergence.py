@@ -1,0 +1,231 @@
+"""Divergences of two heads in plain torch: a block of rows at a time, any device, any float dtype.
+
+The logits of one block of rows exist, for both heads over the whole vocabulary: a gradient then costs one
+more product and no second pair of logit products. With d = log p - log q, the Kullback-Leibler divergence is
+
+    KL(p || q) = Σ p·(exp(-d) - 1 + d)
+
+because p and q both sum to one. Every term is at least zero, and an error of a log-sum-exp enters in second
+order only, where Σ p·d loses digits to cancellation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from grpo_fast.head.call import LOG_ZERO, HeadCall, HeadGradients, KLCall, RowDivergence, Wanted
+from grpo_fast.head.plan import Chunks, divergence_chunks, range_of
+from grpo_fast.head.reference import exact_bf16_products, finite_or_zero
+
+
+def forward(call: KLCall) -> tuple[RowDivergence, Tensor]:
+    """Every row's divergence, and (N, H) ddivergence/dhidden where the call has `jacobian`, else (0,)."""
+    rows = RowDivergence.allocate(call)
+    jacobian = call.hidden.new_zeros(call.hidden.shape if call.jacobian else 0, dtype=call.accumulator)
+    upstream = torch.ones_like(rows.divergence) if call.jacobian else None
+    for index, block, gradient in _blocks(call, call.mask, upstream, None, rows):
+        if call.jacobian:
+            jacobian[index] = _times_weight(gradient, block)
+    return rows, jacobian
+
+
+def backward(
+    call: KLCall,
+    rows: RowDivergence,
+    of_divergence: Tensor,
+    of_logsumexp: Tensor | None,
+    wanted: Wanted,
+) -> HeadGradients:
+    """Exact gradients from (N,) upstream gradients. Idle rows cost nothing."""
+    live = call.mask & ((of_divergence != 0) | (False if of_logsumexp is None else of_logsumexp != 0))
+    hidden = torch.zeros_like(call.hidden, memory_format=torch.contiguous_format) if wanted.hidden else None
+    kind = call.accumulator
+    weight = torch.zeros_like(call.weight, dtype=kind) if wanted.weight else None
+    bias = torch.zeros_like(call.bias, dtype=kind) if wanted.bias and call.bias is not None else None
+    for index, block, gradient in _blocks(call, live, of_divergence, of_logsumexp, rows, known=True):
+        if hidden is not None:
+            hidden[index] = _times_weight(gradient, block).to(hidden.dtype)
+        if weight is not None:
+            with exact_bf16_products(block):
+                weight.addmm_(gradient.t(), block.hidden.to(kind))
+        if bias is not None:
+            bias += gradient.sum(0)
+    parameters = (weight, call.weight), (bias, call.bias)
+    return HeadGradients(hidden, *(t if t is None or of is None else t.to(of.dtype) for t, of in parameters))
+
+
+def _blocks(
+    call: KLCall,
+    mask: Tensor,
+    of_divergence: Tensor | None,
+    of_logsumexp: Tensor | None,
+    rows: RowDivergence,
+    *,
+    known: bool = False,
+) -> Iterator[tuple[Tensor, HeadCall, Tensor]]:
+    """Rows of the mask a block at a time: which, the student's call, and dL/d(x·w + bias), (n, V).
+
+    Without an upstream gradient the last is undefined. The rows' results are filled, or `known`. The
+    block's logits are read a few rows at a time, which the caches hold.
+    """
+    chunks = _chunks(call.student)
+    for index in mask.nonzero().squeeze(1).split(chunks.rows):
+        block = call.rows(index)
+        student, reference = _logits(block.student), _logits(block.reference)
+        for some in range_of(index.numel(), chunks.cached_rows):
+            which = index[some]
+            given = of_divergence, of_logsumexp, rows.center if known else None
+            of_some = (None if each is None else each[which] for each in given)
+            found = _differentiated(block.rows(some), student[some], reference[some], *of_some)
+            for every, result in zip(rows, found, strict=True) if found is not None else ():
+                every[which] = result
+        if of_divergence is not None:
+            _of_products(student, block.student)
+        yield index, block.student, student
+
+
+def _differentiated(
+    call: KLCall,
+    logits: Tensor,
+    reference: Tensor,
+    of_divergence: Tensor | None,
+    of_logsumexp: Tensor | None,
+    center: Tensor | None,
+) -> RowDivergence | None:
+    """Results of n rows with (n, V) logits, unless the center is known; with an upstream gradient the
+    student's logits become dL/dlogits.
+    """
+    a, b, places = logits, reference, None
+    if call.topk is not None and call.topk < logits.shape[1]:
+        places = reference.topk(call.topk, dim=1).indices
+        a, b = _coarsened(logits, places), _coarsened(reference, places)
+    rest = a[:, -1:].clone()
+    p, q, d, *sums = distributions(a, b, call)
+    whole = call.logsumexp is None  # p sums to one
+    value, other, beta = d, q, call.beta
+    if call.direction == "jsd":  # log p - log m
+        value = torch.logaddexp(d.new_tensor(math.log1p(-beta)), math.log(beta) - d).neg_()
+        other = torch.lerp(p, q, beta)
+    found = None
+    if center is None:
+        forward = call.direction == "forward"
+        center = (divergence_terms(q, p, -d) if forward else divergence_terms(p, other, value)).sum(1)
+        divergence = center
+        if call.direction == "jsd":
+            divergence = (1 - beta) * center + beta * divergence_terms(q, other, value - d).sum(1)
+        found = RowDivergence(divergence, sums[0], sums[1], sums[2], center)
+    if of_divergence is None:
+        return found
+    if call.direction == "forward":
+        gradient = p - q
+    else:
+        if whole:
+            value -= center[:, None]
+        gradient = value.mul_(p)
+    if whole:
+        largest = p.argmax(1, keepdim=True)
+        # The entries add up to zero. Where p is nearly one, its own is a difference of numbers near one.
+        gradient.scatter_(1, largest, 0).scatter_(1, largest, -gradient.sum(1, keepdim=True))
+    gradient *= (1 - beta if call.direction == "jsd" else 1) * of_divergence[:, None]
+    if of_logsumexp is not None:
+        gradient += of_logsumexp[:, None] * p
+    if places is None:
+        logits.copy_(gradient)
+    else:
+        share = logits.sub_(finite_or_zero(rest)).exp_()  # of what is outside the top
+        share.mul_(gradient[:, -1:]).scatter_(1, places, gradient[:, :-1])
+    return found
+
+
+def _chunks(call: HeadCall) -> Chunks:
+    size = call.hidden.shape[1]
+    return divergence_chunks(call.hidden.device.type, call.vocabulary, size, call.accumulator)
+
+
+def _times_weight(gradient: Tensor, call: HeadCall) -> Tensor:
+    """(n, H) dL/dhidden of (n, V) dL/d(x·w + bias)."""
+    total = torch.zeros_like(call.hidden, dtype=gradient.dtype)
+    with exact_bf16_products(call):
+        for columns in _chunks(call).of_columns(call.vocabulary):
+            total.addmm_(gradient[:, columns], call.weight[columns].to(gradient.dtype))
+    return total
+
+
+def _of_products(gradient: Tensor, call: HeadCall) -> None:
+    """Multiply dL/dlogits by the slope of the logits, in place."""
+    with exact_bf16_products(call):
+        for columns in _chunks(call).of_columns(call.vocabulary) if not call.is_plain else ():
+            products = gradient[:, columns] if call.softcap is None else call.products(columns)
+            gradient[:, columns] *= call.slope(products)
+
+
+def _logits(call: HeadCall) -> Tensor:
+    """(n, V) of one head."""
+    logits = call.hidden.new_empty((call.hidden.shape[0], call.vocabulary), dtype=call.accumulator)
+    with exact_bf16_products(call):
+        for columns in _chunks(call).of_columns(call.vocabulary):
+            call.logits(columns, out=logits[:, columns])
+    return logits
+
+
+def _coarsened(logits: Tensor, places: Tensor) -> Tensor:
+    """(n, k + 1) logits of the places, which become -inf in place, and of all others together."""
+    chosen = logits.gather(1, places)
+    return torch.cat([chosen, logits.scatter_(1, places, -torch.inf).logsumexp(1, keepdim=True)], 1)
+
+
+class Distributions(NamedTuple):
+    """Two distributions over n rows: K outcomes each."""
+
+    p: Tensor  # (n, K) the student's
+    q: Tensor  # (n, K)
+    d: Tensor  # (n, K) log p - log q, finite where p is zero
+    logsumexp: Tensor  # (n,) of the logits behind p
+    ref_logsumexp: Tensor  # (n,) of those behind q
+    shift: Tensor  # (n,) their difference, to more digits
+
+
+def distributions(a: Tensor, b: Tensor, call: KLCall) -> Distributions:
+    """Of both (n, K) logits, which are overwritten; under `call.logsumexp` they are parts of larger ones."""
+    if call.logsumexp is not None and call.ref_logsumexp is not None:
+        lse, ref_lse = call.logsumexp, call.ref_logsumexp
+        shift = lse - ref_lse
+        p, q = ((z - whole[:, None]).exp_() for z, whole in ((a, lse), (b, ref_lse)))
+        d = a.sub_(b).sub_(shift[:, None])
+    else:
+        (p, maximum, log_sum), (q, ref_maximum, ref_log_sum) = _softmax(a), _softmax(b)
+        lse, ref_lse = (maximum + log_sum).squeeze(1), (ref_maximum + ref_log_sum).squeeze(1)
+        # Relative to the largest logit, so that large logits cancel before anything is rounded.
+        log_ratio = finite_or_zero(log_sum) - finite_or_zero(ref_log_sum)
+        shift = ((maximum - ref_maximum) + log_ratio).squeeze(1)
+        d = a.sub_(b).sub_(log_ratio)
+    d.nan_to_num_(nan=0.0, posinf=torch.inf, neginf=LOG_ZERO)
+    return Distributions(p, q, d, lse, ref_lse, shift)
+
+
+def _softmax(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(n, K) probabilities, (n, 1) maximum and log Σ exp(z - maximum) of logits that become relative to it.
+
+    A shard may hold nothing: its maximum is zero.
+    """
+    maximum = finite_or_zero(logits.amax(1, keepdim=True))
+    p = logits.sub_(maximum).exp()
+    total = p.sum(1, keepdim=True)
+    p /= torch.where(total == 0, 1, total)
+    return p, maximum, total.log()
+
+
+def divergence_terms(p: Tensor, q: Tensor, d: Tensor) -> Tensor:
+    """p·(exp(-d) - 1 + d), where q = p·exp(-d), which neither over- nor underflows; at least zero.
+
+    Below d = -1 it is p·(d - 1) + q. Of both forms each is zero in the other's range: a selection by a mask
+    takes a CPU longer than all of this.
+    """
+    near, beyond = d.clamp(min=-1), d.clamp(max=-1).add_(1)
+    terms = torch.expm1(-near).add_(near).mul_(p).addcmul_(p, beyond)
+    return terms.add_(q.sub(p, alpha=math.e).clamp_(min=0)).clamp_(min=0)

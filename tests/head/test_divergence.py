@@ -1,0 +1,324 @@
+"""The divergence of two heads against float64 logits, on each path."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, fields, replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from grpo_fast import GRPOLossConfig, linear_grpo_loss, linear_kl
+from grpo_fast.head import plan
+
+DIRECTIONS = ("reverse", "forward", "jsd")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Arguments of `linear_kl`."""
+
+    hidden: Tensor
+    weight: Tensor
+    mask: Tensor
+    ref_hidden: Tensor
+    ref_weight: Tensor
+    bias: Tensor | None = None
+    ref_bias: Tensor | None = None
+    temperature: float | Tensor = 1.0
+    ref_temperature: float | Tensor | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        return [t for t in (self.hidden, self.weight, self.bias) if t is not None and t.requires_grad]
+
+    def divergence(self, **options: Any) -> Tensor:
+        given = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "options"}
+        return linear_kl(**given, **self.options, **options).divergence
+
+    def to(self, dtype: torch.dtype) -> Pair:
+        def cast(value: Any) -> Any:
+            if not isinstance(value, Tensor) or value.dtype == torch.bool:
+                return value
+            return value.detach().to(dtype).requires_grad_(value.requires_grad)
+
+        return replace(self, **{f.name: cast(getattr(self, f.name)) for f in fields(self)})
+
+    def logprobs(self, side: str = "") -> Tensor:
+        """(..., V) from whole logits."""
+        get = lambda name: getattr(self, side + name)  # noqa: E731
+        option = lambda name: self.options.get(side + name)  # noqa: E731
+        z = get("hidden") @ get("weight").T
+        z = (z if get("bias") is None else z + get("bias")) * (option("logit_scale") or 1.0)
+        if cap := option("softcap"):
+            z = cap * torch.tanh(z / cap)
+        t = self.temperature if get("temperature") is None else get("temperature")
+        z = z / (t[..., None] if isinstance(t, Tensor) else t)
+        return z[..., : min(self.weight.shape[0], self.ref_weight.shape[0])].log_softmax(-1)
+
+    def expected(self, direction: str, beta: float = 0.5, topk: int | None = None) -> Tensor:
+        """From whole logits of its dtype."""
+        log_p, log_q = self.logprobs(), self.logprobs("ref_").detach()
+        if topk is not None:
+            best = log_q.topk(topk).indices
+
+            def coarse(logprobs: Tensor) -> Tensor:
+                rest = logprobs.scatter(-1, best, -torch.inf).logsumexp(-1, keepdim=True)
+                return torch.cat([logprobs.gather(-1, best), rest], -1)
+
+            log_p, log_q = coarse(log_p), coarse(log_q)
+        p, q = log_p.exp(), log_q.exp()
+        if direction == "jsd":
+            log_m = torch.logaddexp(log_p + math.log1p(-beta), log_q + math.log(beta))
+            terms = (1 - beta) * p * (log_p - log_m) + beta * q * (log_q - log_m)
+        else:
+            terms = p * (log_p - log_q) if direction == "reverse" else q * (log_q - log_p)
+        return torch.where(self.mask, terms.sum(-1), 0)
+
+
+@pytest.fixture
+def make_pair(rng: torch.Generator):
+    """Heads of different hidden sizes; every fourth row masked, and NaN in those of the student."""
+
+    def make(
+        rows: int = 13,
+        vocabulary: int = 300,
+        *,
+        padding: int = 0,
+        transformed: bool = False,
+        frozen: bool = False,
+        near: float | None = None,
+    ) -> Pair:
+        def normal(*size: int) -> Tensor:
+            return torch.randn(*size, generator=rng)
+
+        mask = torch.arange(rows) % 4 != 2
+        hidden, weight = 3 * normal(rows, 24), normal(vocabulary, 24) / 24**0.5
+        ref_hidden, ref_weight = 3 * normal(rows, 16), normal(vocabulary + padding, 16) / 4
+        if near is not None:
+            ref_hidden, ref_weight = hidden + near * normal(rows, 24), weight
+        options: dict[str, Any] = {}
+        if transformed:
+            scales = {"temperature": torch.rand(rows, generator=rng) + 0.5, "ref_temperature": 1.3}
+            biases = {"bias": normal(vocabulary), "ref_bias": normal(vocabulary + padding)}
+            biases["bias"].requires_grad_(not frozen)
+            caps = {"logit_scale": 0.75, "softcap": 4.0, "ref_logit_scale": 1.1, "ref_softcap": 5.0}
+            options = {**scales, **biases, "options": caps}
+        hidden[~mask] = torch.nan
+        hidden.requires_grad_()
+        return Pair(hidden, weight.requires_grad_(not frozen), mask, ref_hidden, ref_weight, **options)
+
+    return make
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+@pytest.mark.parametrize("shape", ["plain", "transformed", "padded", "topk", "one weight"])
+@pytest.mark.parametrize(
+    ("path", "dtype", "limit", "of_gradient"),
+    [
+        ("reference", torch.float64, 1e-11, 1e-11),
+        ("reference", torch.float32, 1e-5, 1e-5),
+        ("reference", torch.bfloat16, 1e-5, 2.5e-3),
+        ("hopper", torch.float32, 1e-5, 2e-5),
+        # The logit gradient is rounded, too.
+        ("hopper", torch.bfloat16, 1e-5, 4e-3),
+        ("hopper", torch.float16, 1e-5, 2.5e-3),
+    ],
+)
+def test_divergence_and_gradients_are_those_of_whole_logits_in_float64(
+    make_pair, rng, oracle, request, monkeypatch, direction, frozen, shape, path, dtype, limit, of_gradient
+):
+    monkeypatch.setattr(plan, "_DIVERGENCE_CHUNKS", 0)  # a row at a time
+    monkeypatch.setattr(plan, "_CPU_CHUNK_BYTES", 1)
+    pair = make_pair(
+        padding=10 if shape == "padded" else 0,
+        transformed=shape == "transformed",
+        frozen=frozen,
+        near=1.0 if shape == "one weight" else None,
+    )
+    pair = pair.to(dtype)
+    move = (lambda value: value) if path == "reference" else request.getfixturevalue(path)
+    pair = move(pair)
+    if shape == "one weight":
+        pair = replace(pair, ref_weight=pair.weight)
+    wide = pair.to(torch.float64)
+    options = {"direction": direction, "beta": 0.3, "topk": 5 if shape == "topk" else None}
+    upstream = move(torch.randn(pair.mask.shape, generator=rng, dtype=torch.float64))
+
+    found = pair.divergence(**options)
+    gradients = torch.autograd.grad((found * upstream).sum(), pair.leaves)
+
+    expected = wide.expected(**options)
+    torch.testing.assert_close(found.double(), expected, rtol=limit, atol=limit)
+    whole = torch.where(pair.mask[:, None], wide.hidden.detach(), 0).requires_grad_()
+    clean = replace(wide, hidden=whole)
+    exact = torch.autograd.grad((clean.expected(**options) * upstream).sum(), clean.leaves)
+    for got, want in zip(gradients, exact, strict=True):
+        assert oracle.relative(got, want) < of_gradient
+    assert not gradients[0][~pair.mask].any()
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("near", [0.0, 1e-4, 1e-2])
+@pytest.mark.parametrize("path", ["reference", "hopper"])
+def test_equal_and_nearly_equal_heads_are_apart_by_what_they_are(make_pair, request, direction, near, path):
+    pair = make_pair(64, near=near)
+    pair = pair if path == "reference" else request.getfixturevalue(path)(pair)
+
+    found = pair.divergence(direction=direction)
+
+    exact = pair.to(torch.float64).expected(direction)
+    assert (found >= 0).all()
+    if near == 0:
+        found.sum().backward()
+        assert not (found.any() or pair.hidden.grad.any() or pair.weight.grad.any())
+    assert ((found - exact).abs() <= (1e-5 * exact).clamp(min=1e-7)).all()
+
+
+def test_the_divergence_of_the_top_is_between_zero_and_the_whole(make_pair):
+    pair = make_pair(64)
+
+    found = [pair.divergence(topk=k) for k in (1, 10, 100, 300)]
+
+    for less, more in pairwise(found):
+        assert ((less >= 0) & (less <= more * (1 + 1e-5))).all()
+    torch.testing.assert_close(found[-1], pair.divergence())
+
+
+@pytest.mark.parametrize(("beta", "limit"), [(0.0, "forward"), (1.0, "reverse")])
+def test_a_mixture_of_one_head_alone_is_the_kl_that_trl_takes(make_pair, beta, limit):
+    pair = make_pair()
+
+    assert torch.equal(pair.divergence(direction="jsd", beta=beta), pair.divergence(direction=limit))
+
+
+@pytest.mark.parametrize("logits", [0, 30])
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_sure_rows_keep_their_digits(rng, direction, logits):
+    """Of rows whose products float32 holds exactly, by the margin of the likeliest entry: 1 to 80 nats."""
+    rows, words = 80, 300
+    small = lambda *shape: torch.randint(-8, 9, shape, generator=rng) / 8.0  # noqa: E731
+    best = torch.randperm(words, generator=rng)[:rows, None]
+    own = torch.zeros(words, rows).scatter_(0, best.T, 1.0)
+    weight = torch.cat([small(words, 7), torch.ones(words, 1), own], 1)
+    hidden = torch.cat([small(rows, 7), torch.full((rows, 1), float(logits)), torch.zeros(rows, rows)], 1)
+    z = (hidden @ weight.T).double()
+    others = z.scatter(1, best, -torch.inf).logsumexp(1)
+    height = torch.arange(1, 81) + others - z.gather(1, best)[:, 0]
+    hidden[:, 8:] = torch.diag((height * 2).round().float() / 2)
+    reference = hidden.clone()
+    reference[:, :7] += torch.randint(-2, 3, (rows, 7), generator=rng) / 16
+    reference[:, 8:] += torch.diag(torch.randint(-2, 3, (rows,), generator=rng) / 2)
+    hidden.requires_grad_()
+
+    found = linear_kl(
+        hidden, weight, torch.ones(rows).bool(), reference, weight, direction=direction
+    ).divergence
+    (gradient,) = torch.autograd.grad(found.sum(), hidden)
+
+    def logprobs(x: Tensor) -> Tensor:
+        z = x.detach().double() @ weight.double().T
+        z = z - z.gather(1, best)
+        return z - z.scatter(1, best, -torch.inf).logsumexp(1, keepdim=True).exp().log1p()
+
+    log_p, log_q = logprobs(hidden), logprobs(reference)
+    p, q, d = log_p.exp(), log_q.exp(), log_p - log_q
+    divergence = lambda p, d: (p * (torch.expm1(-d) + d)).sum(1, keepdim=True)  # noqa: E731
+    if direction == "jsd":
+        u = -torch.log1p(0.5 * torch.expm1(-d))
+        exact = 0.5 * (divergence(p, u) + divergence(q, u - d))
+        of_logits = 0.5 * p * (u - divergence(p, u))
+    elif direction == "reverse":
+        exact = divergence(p, d)
+        of_logits = p * (d - exact)
+    else:
+        exact, of_logits = divergence(q, -d), -p * torch.expm1(-d)
+    of_logits.scatter_(1, best, 0).scatter_(1, best, -of_logits.sum(1, keepdim=True))
+    error = (found.double() - exact[:, 0]).abs()
+    assert (error[:70] <= 1e-5 * exact[:70, 0]).all() and error.max() < 1e-7
+    of_hidden = of_logits @ weight.double()
+    assert ((gradient - of_hidden).norm(dim=1) <= 3e-5 * of_hidden.norm(dim=1))[:70].all()
+
+
+def test_a_row_without_overlap_is_infinite_and_the_others_are_not(make_pair):
+    pair = make_pair(frozen=True)
+    bias = torch.zeros(300)
+    bias[7] = -torch.inf
+
+    assert pair.divergence().isfinite().all()
+    assert replace(pair, bias=bias, ref_bias=bias).divergence().isfinite().all()
+    assert replace(pair, ref_bias=bias).divergence()[pair.mask].isinf().all()
+    assert replace(pair, bias=bias).divergence(direction="reverse").isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"direction": "backward"}, ValueError, "direction must be one of"),
+        ({"beta": 1.5}, ValueError, "beta must be in"),
+        ({"topk": 0}, ValueError, "topk must be an integer in"),
+        ({"topk": 400}, ValueError, "topk must be an integer in"),
+        ({"ref_temperature": -1.0}, ValueError, "ref_temperature must be positive"),
+        ({"ref_temperature": torch.full((13,), -1.0)}, ValueError, "ref_temperature must be positive"),
+        ({"ref_softcap": 0}, ValueError, "ref_softcap must be a positive"),
+        ({"seed": -1}, ValueError, "seed must be an integer"),
+        ({"mask": torch.ones(13)}, TypeError, "mask must be a tensor of bool"),
+        ({"mask": torch.ones(12).bool()}, ValueError, "mask must have shape"),
+        ({"ref_hidden": torch.ones(13, 15)}, ValueError, "ref_hidden must have shape"),
+        ({"ref_hidden": torch.ones(12, 16)}, ValueError, "ref_hidden must have shape"),
+        ({"ref_hidden": torch.ones(13, 16).requires_grad_()}, ValueError, r"give ref_hidden.detach\(\)"),
+        (
+            {"ref_weight": torch.ones(900, 16)},
+            ValueError,
+            "more than padding: give two heads",
+        ),
+        ({"ref_bias": torch.ones(299)}, ValueError, "ref_bias must have shape"),
+        ({"weight_grad": None}, TypeError, "weight_grad is no argument"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(make_pair, changes, error, words):
+    pair = make_pair()
+    given = {name: getattr(pair, name) for name in ("hidden", "weight", "mask", "ref_hidden", "ref_weight")}
+
+    with pytest.raises(error, match=words):
+        linear_kl(**given | changes)
+
+
+@pytest.mark.parametrize("transformed", [False, True])
+def test_a_policy_loss_takes_the_exact_kl_of_each_token(make_pair, rng, transformed):
+    pair = make_pair(transformed=transformed).to(torch.float64)
+    caps = {"logit_scale": 0.75, "softcap": 4.0} if transformed else {}
+    alike = {**caps, **{f"ref_{name}": value for name, value in caps.items()}}
+    pair = replace(pair, ref_temperature=None, options=alike)
+    hidden = torch.where(pair.mask[:, None], pair.hidden.detach(), 0).requires_grad_()
+    pair = replace(pair, hidden=hidden)
+    targets = torch.where(pair.mask, torch.randint(300, (13,), generator=rng), -100)
+    advantages = torch.randn(13, generator=rng, dtype=torch.float64)
+
+    def loss(beta: float, **reference: Any) -> Any:
+        return linear_grpo_loss(
+            pair.hidden, pair.weight, targets, advantages, sequence_ids=torch.arange(13) // 5,
+            config=GRPOLossConfig(beta=beta, kl_estimator="exact"), bias=pair.bias,
+            temperature=pair.temperature, **caps, **reference,
+        )  # fmt: skip
+
+    heads = {"ref_hidden": pair.ref_hidden, "ref_weight": pair.ref_weight, "ref_bias": pair.ref_bias}
+    found, without = loss(0.2, **heads), loss(0.0)
+
+    term = pair.expected("reverse")[pair.mask].mean()
+    torch.testing.assert_close(found.metrics["kl"], term.detach())
+    torch.testing.assert_close(found.loss - without.loss, 0.2 * term)
+    of_found, of_parts = (
+        torch.autograd.grad(total, pair.leaves) for total in (found.loss, without.loss + 0.2 * term)
+    )
+    torch.testing.assert_close(of_found, of_parts)
+    for given, name in (({}, "ref_hidden"), (heads | {"ref_logprobs": advantages}, "ref_logprobs")):
+        with pytest.raises(ValueError, match=name):
+            loss(0.2, **given)
+    with pytest.raises(ValueError, match="ref_hidden is not read with"):
+        loss(0.0, **heads)
