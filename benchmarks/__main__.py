@@ -8,18 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-REMOVED = {  # commands that are gone, and what replaces them
-    "smoke": "run accuracy",
-    "profile": "run kernels",
-    "quickstart": "run recipe",
-    "readme": "run tables",
-    "aot": "run `python tests/kernels/aot.py`",
-    "models": "docs/models.md lists the families that were compared",
-    "vllm": "docs/models.md lists the families that were compared",
-    **dict.fromkeys(["pack", "turns", "scaling", "crossover"], "benchmarks/results/tried.md has its figures"),
-    **dict.fromkeys(["rows", "report"], "read the JSON that --benchmark-json writes"),
-    "compare": "run pytest with --benchmark-compare",
-}
 USAGE = """usage: {program} BENCHMARK ... [options of pytest, pytest-benchmark and these benchmarks]
        {program} tables [--check]
 
@@ -35,12 +23,14 @@ def main(arguments: Sequence[str] | None = None, *, program: str = "python -m be
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     files = {path.stem.removeprefix("test_"): path for path in sorted(HERE.glob("test_*.py"))}
     if arguments[:1] == ["tables"]:
-        return _tables(arguments[1:])
+        from .pages import main as write_tables
+
+        return write_tables(arguments[1:])
     names = [word for word in arguments if word in files]
     unknown = [word for word in arguments[:1] if word not in files and not word.startswith("-")]
     if unknown and not Path(unknown[0].partition("::")[0]).exists():
-        hint = REMOVED.get(unknown[0], f"there are {', '.join(files)} and tables")
-        print(f"{program}: no benchmark {unknown[0]!r}: {hint}", file=sys.stderr)
+        known = f"there are {', '.join(files)} and tables (docs/removed.md has those that are gone)"
+        print(f"{program}: no benchmark {unknown[0]!r}: {known}", file=sys.stderr)
         return WRONG_USAGE
     if not names and not unknown:
         lines = (
@@ -65,16 +55,6 @@ def main(arguments: Sequence[str] | None = None, *, program: str = "python -m be
         f"--rootdir={HERE.parent}",
     ]
     return int(pytest.main([*usual, *words]))
-
-
-def _tables(arguments: Sequence[str]) -> int:
-    from .tables import main
-
-    try:
-        return main(arguments)
-    except ValueError as error:
-        print(f"benchmarks: {error}", file=sys.stderr)
-        return WRONG_USAGE
 
 
 if __name__ == "__main__":

@@ -50,12 +50,7 @@ LISTS = {  # options that take a list with commas: what of, and the values there
     "sizes": ("NAME=NUMBER for the sizes that a module lists", ()),
     "seed": ("of all random input (0); several for `recipe`", ()),
 }
-FORMS = {  # of numbers, and how they are shown
-    "shape": (r"[1-9]\d*x[1-9]\d*x[1-9]\d*", "NxHxV, numbers from 1"),
-    "turn": (r"\d+", "a number"),
-    "tokens": (r"[1-9]\d*", "a number from 1"),
-    "seed": (r"\d+", "a number from 0"),
-}
+FORMS = {"shape": r"[1-9]\d*x[1-9]\d*x[1-9]\d*", **dict.fromkeys(("turn", "tokens", "seed"), r"\d+")}
 ROWS, DEADLINE = pytest.StashKey[list[dict[str, Any]]](), pytest.StashKey[float]()
 
 
@@ -74,6 +69,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[ROWS] = []
     config.stash[DEADLINE] = time.monotonic() + 60 * config.getoption("minutes")
+    for name, form in FORMS.items():
+        for value in config.getoption(name):
+            if not re.fullmatch(form, value):
+                wanted = "NxHxV, sizes of the head" if name == "shape" else "a whole number"
+                raise pytest.UsageError(f"--{name} {value}: must be {wanted}")
     if not config.getoption("minutes") >= 0:
         raise pytest.UsageError(f"--minutes {config.getoption('minutes')}: must be at least 0")
     if config.getoption("device") == "cuda" and not ON_GPU:
@@ -91,10 +91,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         if name == "peer":
             values = chosen(config, values)
         elif given:
-            for value in given:
-                form, wanted = FORMS.get(name, (".*", f"one of {', '.join(allowed)}"))
-                if value not in allowed or not re.fullmatch(form, value):
-                    raise pytest.Collector.CollectError(f"--{name} {value}: must be {wanted}")
+            if wrong := [value for value in given if value not in allowed]:
+                wanted = ", ".join(allowed)
+                raise pytest.Collector.CollectError(f"--{name} {wrong[0]}: must be one of {wanted}")
             values = given
         metafunc.parametrize(name, values, scope="function" if name == "peer" else "session")
     _changes(config, getattr(module, "SIZES", {}))
@@ -171,7 +170,8 @@ def pytest_runtest_makereport(item: pytest.Function, call: pytest.CallInfo) -> A
         return report
     benchmark = item.funcargs.get("benchmark")
     info = benchmark.extra_info if benchmark else {}
-    info |= {"sizes": item.funcargs["sizes"]} if "sizes" in item.funcargs else {}
+    if "sizes" in item.funcargs:
+        info["sizes"] = item.funcargs["sizes"] | info.get("sizes", {})
     row = {"fullname": item.nodeid, "params": item.callspec.params, "extra_info": info}
     if report.passed and benchmark.stats:
         row["stats"] = benchmark.stats.as_dict()["stats"]
@@ -187,6 +187,7 @@ def pytest_runtest_makereport(item: pytest.Function, call: pytest.CallInfo) -> A
 def pytest_benchmark_update_machine_info(machine_info: dict[str, Any]) -> None:
     found = provenance()
     device = torch.cuda.get_device_name() if ON_GPU else found["device"]
+    machine_info.pop("node", None)  # records are published
     machine_info |= {"device": device, "versions": found["versions"] | registry.versions()}
 
 
@@ -257,11 +258,7 @@ def vendor(problems: Sequence[Problem]) -> Callable[[], None]:
 @pytest.fixture
 def peak_memory(benchmark: Any, device: torch.device) -> Callable[[Callable[[], object]], None]:
     """Note the bytes that torch's allocator hands out at the peak of a call, results included."""
-
-    def measure(call: Callable[[], object]) -> None:
-        benchmark.extra_info["peak_bytes"] = memory_of(call, device)
-
-    return measure
+    return lambda call: benchmark.extra_info.update(peak_bytes=memory_of(call, device))
 
 
 @pytest.fixture

@@ -99,14 +99,9 @@ def run_part(part: Part, minutes: float, out: Path) -> dict[str, object]:
     environment.pop("TRITON_INTERPRET", None)
     start = time.monotonic()
     with (out / f"{part.name}.log").open("w") as log:
-        child = subprocess.Popen(
-            [sys.executable if word == "python" else word for word in words],
-            cwd=ROOT,
-            env=environment,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        words = [sys.executable if word == "python" else word for word in words]
+        streams = {"stdout": log, "stderr": subprocess.STDOUT}
+        child = subprocess.Popen(words, cwd=ROOT, env=environment, start_new_session=True, **streams)
         try:
             code = child.wait(60 * minutes + TO_END)
             # Where a record was written a peer has failed, and its row says why.
@@ -139,11 +134,7 @@ def _has(need: str) -> bool:
 
 
 def run(parts: Sequence[Part], minutes: float, out: Path, again: bool = False) -> int:
-    """Run parts until all are done or the time is spent; return 1 where one failed or ran late.
-
-    Args:
-        again: repeat what an earlier call has done.
-    """
+    """Run parts until all are done or the time is spent; return 1 where one failed or ran late."""
     out.mkdir(parents=True, exist_ok=True)
     summary = out / "summary.json"
     found = json.loads(summary.read_text()) if summary.exists() else {}

@@ -61,26 +61,18 @@ class Moment:
         return earlier.event.elapsed_time(self.event) / 1e3
 
 
-class Elsewhere:
-    """A timer for what another process has timed: it stands still but where seconds are replayed."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def replay(self, benchmark: Any, seconds: Sequence[float]) -> None:
-        """Hand seconds to a benchmark that is marked with this timer."""
-        spent = iter(seconds)
-
-        def advance() -> None:
-            self.now += next(spent)
-
-        benchmark.pedantic(advance, rounds=len(seconds))
+_replayed = [0.0]
 
 
-ELSEWHERE = Elsewhere()
+def elsewhere() -> float:
+    """Return the time of a clock that stands still but where `replay` hands over seconds."""
+    return _replayed[0]
+
+
+def replay(benchmark: Any, seconds: Sequence[float]) -> None:
+    """Hand what another process has timed to a benchmark that is marked with the timer `elsewhere`."""
+    spent = iter(seconds)
+    benchmark.pedantic(lambda: _replayed.append(_replayed.pop() + next(spent)), rounds=len(seconds))
 
 
 class Stopwatch:
@@ -155,11 +147,10 @@ def in_a_process(
     Raises:
         Failure: the call failed, took longer than so many seconds, or its process died, as out of memory.
     """
-    on_gpu = device.type == "cuda"
+    on_gpu, deadline = device.type == "cuda", time.monotonic() + seconds
     # A fork starts at once, but cannot use a GPU that an import of its parent has looked for.
     context = multiprocessing.get_context("spawn" if on_gpu else "forkserver")
     before = highest = bytes_in_use(device)
-    deadline = time.monotonic() + seconds
     with ProcessPoolExecutor(1, mp_context=context) as pool:
         answer = pool.submit(_answer, call, arguments)
         while not wait([answer], _POLL).done and time.monotonic() < deadline:
@@ -170,23 +161,19 @@ def in_a_process(
     if late:
         raise Failure(SKIPPED, f"{NO_TIME}: took more than {seconds:g} s")
     try:
-        failure, result, grown = answer.result()
+        result, grown = answer.result()
     except BrokenProcessPool:
         raise Failure(OOM, f"{OOM}: the process died") from None
-    if failure is not None:
-        raise Failure(*failure)
     return result, highest - before if on_gpu else grown
 
 
-def _answer(call: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Any, Any, int]:
-    """Return a failure or None, the result, and the bytes by which this process grew."""
-    cpu = torch.device("cpu")
-    failure, result, before = None, None, bytes_in_use(cpu)
+def _answer(call: Callable[..., T], arguments: tuple[Any, ...]) -> tuple[T, int]:
+    """Return the result, and the bytes by which this process grew; what fails need not be picklable."""
+    before = bytes_in_use(torch.device("cpu"))
     try:
-        result = call(*arguments)
+        return call(*arguments), bytes_in_use(torch.device("cpu")) - before
     except Exception as error:
-        failure = failure_of(error)
-    return failure, result, bytes_in_use(cpu) - before
+        raise Failure(*failure_of(error)) from None
 
 
 def preload(*libraries: str) -> None:

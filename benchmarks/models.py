@@ -54,10 +54,6 @@ def architecture(name: str, layers: int | None = None) -> PretrainedConfig:
     return AutoConfig.for_model(family, **sizes | fewer, **ends, bos_token_id=None)
 
 
-def vocabulary_of(name: str) -> int:
-    return ARCHITECTURES[name][1]["vocab_size"]
-
-
 def make_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
     """Make a tokenizer with one token for each letter, a to z; other tokens read w26, w27, …
 

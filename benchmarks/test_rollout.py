@@ -32,7 +32,7 @@ SIZES = {  # on a GPU, on a CPU
 
 def test_rollout(peer, model, dtype, device, sizes, seed, in_turns, benchmark):
     lengths = models.draw_lengths(sizes["prompts"], 1, seed)
-    samples, _ = models.make_samples(lengths, 1, models.vocabulary_of(model), seed)
+    samples, _ = models.make_samples(lengths, 1, models.ARCHITECTURES[model][1]["vocab_size"], seed)
     prompts = [samples.prompt_of(row).tolist() for row in range(len(samples))]
     policy = models.make_policy(models.config_of(model, dtype, device), sizes.get("layers"), seed)
     config = RolloutConfig(

@@ -16,14 +16,14 @@ from statistics import median
 from string import ascii_lowercase
 
 import pytest
-import yaml
 
 from .conftest import DTYPE, ON_GPU
-from .measure import ELSEWHERE, give_back_memory, in_a_process, medians, preload
+from .measure import elsewhere, give_back_memory, in_a_process, medians, preload, replay
 from .models import ARCHITECTURES, config_of, make_policy
-from .trainers import TRAINERS
-from .updates import LOSS, share_of_digits
+from .trainers import train_ours, train_with_trl
+from .updates import share_of_digits
 
+TRAINERS = {"ours": train_ours, "TRL": train_with_trl}
 AXES = {
     "model": ["Qwen2.5-1.5B" if ON_GPU else "toy"],
     "dtype": [DTYPE],
@@ -46,57 +46,46 @@ CORRECTION = "token_truncate"  # of vLLM's completions: all of them are work for
 
 @pytest.fixture(scope="module")
 def recipe(model, dtype, engine, device, sizes, seed):
-    """A configuration with random weights and prompts, as a file."""
+    """A configuration with random weights and prompts, and its overrides."""
     if sizes["group"] < 2:
         pytest.fail(
             f"--sizes group={sizes['group']}: must be at least 2 to compare completions", pytrace=False
         )
-    preload("grpo_fast.run.build", "trl.trainer.grpo_trainer", TRAINERS["TRL"].__module__)
-    draw = random.Random(seed)
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+    preload("grpo_fast.run.build", "trl.trainer.grpo_trainer", train_with_trl.__module__)
+    draw, count = random.Random(seed), 16 * sizes["prompts"]
+    with tempfile.TemporaryDirectory() as folder:
         make_policy(config_of(model, dtype, device), sizes.get("layers"), seed).save_pretrained(folder)
         give_back_memory(device)
-        prompts = [
-            "".join(draw.choices(ascii_lowercase, k=sizes["prompt"])) for _ in range(16 * sizes["prompts"])
-        ]
-        (folder / "prompts.jsonl").write_text(
-            "".join(json.dumps({"prompt": text}) + "\n" for text in prompts)
-        )
-        loss = {
-            "loss_type": LOSS.loss_type,
-            "epsilon_low": LOSS.epsilon_low,
-            "epsilon_high": LOSS.epsilon_high,
-        }
-        config = {
-            "output_dir": str(folder / "run"),
+        prompts = ["".join(draw.choices(ascii_lowercase, k=sizes["prompt"])) for _ in range(count)]
+        rows = "".join(json.dumps({"prompt": text}) + "\n" for text in prompts)
+        (Path(folder) / "prompts.jsonl").write_text(rows)
+        given = {
+            "output_dir": f"{folder}/run",
             "seed": seed,
             "max_steps": 1 + sizes["steps"],
             "prompts_per_step": sizes["prompts"],
             "micro_batch_tokens": sizes["micro_batch_tokens"],
-            "model": {"path": name, "dtype": dtype, "device": device.type},
-            "dataset": {"source": str(folder / "prompts.jsonl"), "chat": False},
-            "rewards": [{"reward": f"{share_of_digits.__module__}:{share_of_digits.__name__}"}],
-            "rollout": {
-                "engine": engine,
-                "num_generations": sizes["group"],
-                "max_completion_length": sizes["completion"],
-            },
-            "loss": loss | ({"sampler_correction": CORRECTION} if engine == "vllm" else {}),
-            "advantage": {"skip_flat_groups": False},
-            "optimizer": {"learning_rate": 1e-6},
+            "model": f"{{path: {folder}, dtype: {dtype}, device: {device.type}}}",
+            "dataset.source": f"{folder}/prompts.jsonl",
+            "rewards": f"[{{reward: '{share_of_digits.__module__}:share_of_digits'}}]",
+            "rollout.engine": engine,
+            "rollout.num_generations": sizes["group"],
+            "rollout.max_completion_length": sizes["completion"],
+            **({"loss.sampler_correction": CORRECTION} if engine == "vllm" else {}),
         }
-        (folder / "config.yaml").write_text(yaml.safe_dump(config))
-        yield str(folder / "config.yaml")
+        yield (
+            str(Path(__file__).with_name("steps.yaml")),
+            [f"{name}={value}" for name, value in given.items()],
+        )
 
 
-@pytest.mark.benchmark(timer=ELSEWHERE)
+@pytest.mark.benchmark(timer=elsewhere)
 def test_train(peer, turn, recipe, sizes, device, benchmark):
     completions = sizes["prompts"] * sizes["group"]
     fitting = max(1, sizes["micro_batch_tokens"] // (sizes["prompt"] + sizes["completion"]))
     rows = max(n for n in range(1, completions + 1) if completions % n == 0 and n <= fitting)
-    found, taken = in_a_process(device, TRAINERS[peer], recipe, [], rows)
+    found, taken = in_a_process(device, TRAINERS[peer], *recipe, rows)
     seconds, phases = zip(*found["steps"][1:], strict=True)
-    ELSEWHERE.replay(benchmark, seconds)
+    replay(benchmark, seconds)
     tokens = completions * median(found["lengths"][1:])
     benchmark.extra_info |= {"phases": medians(phases), "peak_bytes": taken, "tokens": tokens}

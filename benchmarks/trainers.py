@@ -51,17 +51,11 @@ def train_ours(recipe: str, overrides: Sequence[str], *_: Any) -> dict[str, Any]
 def train_with_trl(
     recipe: str, overrides: Sequence[str], rows: int, our_head: bool = False
 ) -> dict[str, Any]:
-    """Train in this process.
-
-    Args:
-        recipe: a configuration of ours.
-        overrides: of its keys.
-        rows: completions of a micro-batch (`per_device_train_batch_size`).
-        our_head: TRL's trainer is patched to compute the LM head with ours.
+    """Train in this process, with micro-batches of so many rows, and perhaps with our head in TRL's trainer.
 
     Returns:
         `steps`, seconds and phases of each; `lengths`, mean tokens of a completion in each; `scores`,
-        evaluations with the seconds of training before them; `dtype`; and `peak_bytes` of the process.
+        evaluations with the seconds of training before them; and `peak_bytes` of the process.
 
     Raises:
         ValueError: the recipe asks for what TRL's trainer does not do alike.
@@ -83,7 +77,7 @@ def train_with_trl(
     loader, rewards = Loader(config), load_rewards(config.rewards)
     _, prompts = loader.training(config)
     policy, model, tokenizer = None, Path(config.model.path), loader.tokenizer
-    if config.rollout.engine != "vllm":
+    if not _uses_vllm(config):
         policy = load_policy(config.model.model_copy(update={"dtype": "float32"}))
         model, tokenizer = policy.model, policy.tokenizer
     watch, update, steps, scores = Stopwatch(torch.device(config.model.device)), ExitStack(), [], []
@@ -128,8 +122,7 @@ def train_with_trl(
         with patched() if our_head else nullcontext():
             trainer.train()
     lengths = [entry["completions/mean_length"] for entry in trainer.state.log_history if "loss" in entry]
-    found = {"steps": steps, "lengths": lengths, "scores": scores, "dtype": config.model.dtype}
-    return found | {"peak_bytes": bytes_in_use(watch.device)}
+    return {"steps": steps, "lengths": lengths, "scores": scores, "peak_bytes": bytes_in_use(watch.device)}
 
 
 def _evaluation(config: TrainConfig, policy: Any, rewards: Any, questions: Any) -> dict[str, Any]:
@@ -147,30 +140,34 @@ def _evaluation(config: TrainConfig, policy: Any, rewards: Any, questions: Any) 
 
 def _options(config: TrainConfig, rows: int) -> dict[str, Any]:
     """Return GRPOConfig's arguments."""
-    loss, optimizer, rollout = config.loss, config.optimizer, config.rollout
+    loss, optimizer, rollout, vllm = config.loss, config.optimizer, config.rollout, _uses_vllm(config)
     batch = config.prompts_per_step * rollout.num_generations
     if batch % rows:
         raise ValueError(f"--sizes rows={rows} must divide the {batch} completions of a step")
-    options = {
-        **{"max_steps": config.max_steps, "seed": config.seed, "beta": loss.beta},
+    return _given(config, "max_steps", "seed", "num_iterations") | {
+        **_given(rollout, "num_generations", "temperature", "top_p", "top_k", "max_completion_length"),
+        **_given(loss, "beta", "loss_type", "entropy_coef", "epsilon_high", epsilon="epsilon_low"),
+        **_given(loss, vllm_importance_sampling_mode="sampler_correction"),
+        **_given(optimizer, "learning_rate", "weight_decay", "warmup_steps", adam_epsilon="eps"),
+        **_given(config.advantage, "scale_rewards", mask_truncated_completions="mask_truncated"),
+        **{"min_p": rollout.min_p or None, "lr_scheduler_type": optimizer.schedule},
         **{"per_device_train_batch_size": rows, "gradient_accumulation_steps": batch // rows},
-        **{"num_generations": rollout.num_generations, "temperature": rollout.temperature},
-        **{"top_p": rollout.top_p, "top_k": rollout.top_k, "min_p": rollout.min_p or None},
-        **{"max_completion_length": rollout.max_completion_length, "num_iterations": config.num_iterations},
-        **{"loss_type": loss.loss_type, "entropy_coef": loss.entropy_coef},
-        **{"scale_rewards": config.advantage.scale_rewards, "gradient_checkpointing": False},
-        **{"learning_rate": optimizer.learning_rate, "weight_decay": optimizer.weight_decay},
-        **{"adam_beta1": optimizer.betas[0], "adam_beta2": optimizer.betas[1], "adam_epsilon": optimizer.eps},
-        **{"max_grad_norm": optimizer.max_grad_norm or 0.0, "lr_scheduler_type": optimizer.schedule},
-        **{"warmup_steps": optimizer.warmup_steps, "bf16": config.model.dtype == "bfloat16"},
-        **{"use_vllm": rollout.engine == "vllm", "vllm_mode": "colocate"},
-        "vllm_enable_sleep_mode": rollout.engine == "vllm" and config.model.device != "cpu",
-        "mask_truncated_completions": config.advantage.mask_truncated,
-        "use_cpu": config.model.device == "cpu",
+        **{"adam_beta1": optimizer.betas[0], "adam_beta2": optimizer.betas[1]},
+        **{"max_grad_norm": optimizer.max_grad_norm or 0.0, "bf16": config.model.dtype == "bfloat16"},
+        **{"use_cpu": config.model.device == "cpu", "gradient_checkpointing": False},
+        **{"use_vllm": vllm, "vllm_mode": "colocate"},
+        "vllm_enable_sleep_mode": vllm and config.model.device != "cpu",
     }
-    set_here = {"epsilon": loss.epsilon_low, "epsilon_high": loss.epsilon_high}
-    set_here["vllm_importance_sampling_mode"] = loss.sampler_correction
-    return options | {name: value for name, value in set_here.items() if value is not None}
+
+
+def _given(section: Any, *names: str, **renamed: str) -> dict[str, Any]:
+    """Return the keys of a section that are set, some under TRL's names."""
+    found = {of: getattr(section, name) for of, name in ({name: name for name in names} | renamed).items()}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _uses_vllm(config: TrainConfig) -> bool:
+    return config.rollout.engine == "vllm"
 
 
 def _require_translatable(config: TrainConfig) -> None:
@@ -179,18 +176,15 @@ def _require_translatable(config: TrainConfig) -> None:
     asked = {
         "algorithm": config.algorithm != "grpo",
         "model.lora": config.model.lora is not None,
-        "evaluation.dataset": config.evaluation.dataset is not None and rollout.engine == "vllm",
+        "evaluation.dataset": config.evaluation.dataset is not None and _uses_vllm(config),
         "minibatches": config.minibatches != 1,
         "stages": bool(config.stages),
-        "rollout.stop": bool(rollout.stop),
-        "rollout.tools": bool(rollout.tools),
-        "rollout.environment": rollout.environment is not None,
-        "rollout.function": rollout.function is not None,
+        **{
+            f"rollout.{name}": bool(getattr(rollout, name))
+            for name in ("stop", "tools", "environment", "function")
+        },
         "advantage": advantage.dynamic_sampling or advantage.soft_overlong or advantage.function,
         "loss.kl_in_reward": config.loss.kl_in_reward,
     }
     if names := [name for name, differs in asked.items() if differs]:
         raise ValueError(f"TRL's trainer is not given {', '.join(names)}; choose a recipe without")
-
-
-TRAINERS = {"ours": train_ours, "TRL": train_with_trl}

@@ -12,7 +12,6 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -24,7 +23,7 @@ from torch import Tensor
 from grpo_fast.config.policy import ModelConfig, OptimizerConfig
 from grpo_fast.head import linear_grpo_loss
 from grpo_fast.objective import GRPOLossConfig
-from grpo_fast.policy import PackedBatch, Policy, PolicyOptimizer, pack
+from grpo_fast.policy import PackedBatch, PolicyOptimizer, pack
 
 from . import models
 from .measure import Stopwatch
@@ -53,7 +52,7 @@ class Prepared:
 
 @dataclass
 class Update:
-    """What is updated on what; the model is made on first use."""
+    """What is updated on what."""
 
     model: ModelConfig  # its path is an architecture's name
     layers: int
@@ -63,16 +62,10 @@ class Update:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        vocabulary = models.vocabulary_of(self.model.path)
+        vocabulary = models.ARCHITECTURES[self.model.path][1]["vocab_size"]
         self.samples, self.totals = models.make_samples(self.lengths, self.group, vocabulary, self.seed)
-
-    @cached_property
-    def policy(self) -> Policy:
-        return models.make_policy(self.model, self.layers, self.seed)
-
-    @cached_property
-    def optimizer(self) -> PolicyOptimizer:
-        return PolicyOptimizer(self.policy.trainable(), _STILL, total_steps=1)
+        self.policy = models.make_policy(self.model, self.layers, self.seed)
+        self.optimizer = PolicyOptimizer(self.policy.trainable(), _STILL, total_steps=1)
 
     def prepared(
         self,
