@@ -35,7 +35,6 @@ TRAINABLE, FROZEN = "trainable", "frozen"
 MOST_ROUNDS = 25
 LISTS = {  # options that take a list with commas: what of, and the values there are where all modules agree
     "peer": ("words in the names of the implementations to measure", ()),
-    "without": ("words in the names of those to leave out", ()),
     "shape": ("sizes NxHxV of the head", ()),
     "rows": ("kinds of rows", KINDS),
     "loss": ("losses of the head", LOSSES),
@@ -100,15 +99,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def chosen(config: pytest.Config, names: Iterable[str]) -> list[str]:
-    """Return the names with a word of `--peer` in them, all where none is given, less those `--without`."""
-    names, found = list(names), {}
-    for option, usual in (("peer", [""]), ("without", [])):
-        words = [word.lower() for word in config.getoption(option) or usual]
-        found[option] = [name for name in names if any(word in name.lower() for word in words)]
-        if idle := [word for word in words if not any(word in name.lower() for name in names)]:
-            known = ", ".join(map(repr, names))
-            raise pytest.Collector.CollectError(f"--{option} {idle[0]}: in no name of {known}")
-    return [name for name in found["peer"] if name not in found["without"]]
+    """Return the names with a word of `--peer` in them, all where none is given."""
+    names, words = list(names), config.getoption("peer") or [""]
+    if idle := [word for word in words if not any(word.lower() in name.lower() for name in names)]:
+        known = ", ".join(map(repr, names))
+        raise pytest.Collector.CollectError(f"--peer {idle[0]}: in no name of {known}")
+    return [name for name in names if any(word.lower() in name.lower() for word in words)]
 
 
 def _changes(config: pytest.Config, sizes: dict[str, Any]) -> dict[str, float]:
@@ -127,7 +123,6 @@ def _changes(config: pytest.Config, sizes: dict[str, Any]) -> dict[str, float]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Refuse options that no chosen benchmark has, and let all take as long as they take."""
     names = {name for item in items for name in item.fixturenames}
-    names |= {"without"} if "peer" in names else set()
     names |= {"recipe", "reach", "set"} if "part" in names else set()
     for name in (*LISTS, "recipe", "reach", "set"):
         if items and config.getoption(name) and name not in names:

@@ -25,6 +25,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
+import yaml
 from packaging.requirements import Requirement
 
 from grpo_fast.config.paths import user_path
@@ -45,42 +46,13 @@ class Part(NamedTuple):
     needs: str = ""  # distributions, some with a bound on their version, and programs on the path
 
 
-_MIDDLE, _WIDE = "head --shape 16384x2048x151936", "head --shape 16384x4096x128256"
-_SMALL_SHAPES = "head --shape 16384x896x151936,16384x1536x151936"
-_PASSES = "--mode forward_backward,forward --weight trainable,frozen"
-_WORKERS = "-n 8" if importlib.util.find_spec("xdist") else ""  # most of the time goes into compiling
 # Verbose: the log says what was found. A file that needs what is not installed does not stop the others.
 _PYTEST = "python -m pytest -p no:cacheprovider -v -ra --tb=short --continue-on-collection-errors"
-_BOTH, _SMALL = "-m 'gpu or not gpu'", "-k '(pairs or row or small) and not hundred'"
-_CHECKED = "tests/kernels/test_sparse.py tests/kernels/test_select.py tests/head/test_stress.py"
-_TRL = "trl vllm<0.32"  # TRL asks for no newer one
-PARTS = (
-    Part("smoke", 1.8, "accuracy"),  # also the first compilation
-    Part("engine-large", 3, f"{_PYTEST} -m gpu tests/rollout/vllm/test_gpu.py -k billions", "pytest vllm"),
-    Part("train-ours", 3.5, "train --turn 1 --peer ours", "vllm datasets"),
-    Part("goals-2048", 1.3, f"{_MIDDLE} {_PASSES} --rows histogram,flat --peer ours"),
-    Part("goals-4096", 0.9, f"{_WIDE} {_PASSES} --rows histogram --peer ours"),
-    Part("goals-small", 1.2, f"{_SMALL_SHAPES} {_PASSES} --rows histogram --peer ours"),
-    Part("peers", 3, f"{_MIDDLE} {_PASSES} --rows histogram"),
-    Part("kernels", 2, "kernels"),
-    Part("peers-flat", 3, f"{_MIDDLE} {_PASSES} --rows flat"),
-    Part("peers-losses", 4, f"{_MIDDLE} --loss grpo,cross_entropy,dpo --rows histogram"),
-    Part("library", 1, "python setup.py -q build_ext --inplace", "setuptools"),
-    Part("tests", 5, f"{_PYTEST} {_BOTH} {_WORKERS} tests/head/test_paths.py tests/head/test_stress.py "
-         "tests/kernels --ignore=tests/kernels/test_aot.py", "pytest"),
-    *(Part(tool, 4, f"compute-sanitizer --tool {tool} --error-exitcode 9 {_PYTEST} {_BOTH} {_SMALL} "
-           f"--maxfail=3 {_CHECKED}", "pytest compute-sanitizer") for tool in ("memcheck", "racecheck")),
-    Part("bias", 2, "bias"),
-    Part("plan", 2, f"{_PYTEST} -m gpu tests/plan tests/policy tests/rollout --ignore=tests/rollout/vllm",
-         "pytest"),
-    Part("engine", 7, f"{_PYTEST} -m gpu tests/rollout/vllm -k 'not billions'", "pytest vllm"),
-    Part("train", 5, "train --turn 1", f"{_TRL} datasets"),
-    Part("train-64", 6, "train --sizes group=64 --turn 1", f"{_TRL} datasets"),
-    Part("group", 6, "group --model Qwen2.5-1.5B --sizes prompt=512,completion=2048", "datasets"),
-    Part("step", 5, "step"),
-    Part("rollout", 5, "rollout", "vllm"),
-)  # fmt: skip
-"""By value: whether head, engine and a step are right, the goals, the peers; what takes long comes last."""
+_WORKERS = "-n 8" if importlib.util.find_spec("xdist") else ""  # most of the time goes into compiling
+PARTS = [
+    Part(**part | {"command": part["command"].format(pytest=_PYTEST, workers=_WORKERS)})
+    for part in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+]
 
 
 def run_part(part: Part, minutes: float, out: Path) -> dict[str, object]:

@@ -46,6 +46,7 @@ def table(rows: Sequence[Row], brief: bool = False) -> tuple[str, list[list[str]
     found.sort(key=lambda line: line[0])
     heads = dict.fromkeys(head for _, line in found for head in line)
     heads = [head for head in heads if any(line.get(head) for _, line in found)]
+    heads.sort(key="remark".__eq__)  # to the end
     names = ["implementation" if head == "peer" else head.replace("_", " ") for head in heads]
     title = ", ".join(
         f"{axis.replace('_', ' ')} {axes[axis][0]}" for axis in axes if axis not in (*varying, "peer")

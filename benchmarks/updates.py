@@ -106,19 +106,11 @@ def prepare_ours(update: Update) -> Prepared:
         with watch.phase(FORWARD):
             hidden = policy.hidden_states(batch)
         with watch.phase(HEAD):
-            return linear_grpo_loss(
-                hidden,
-                head.weight.detach(),
-                batch.targets,
-                batch.columns["advantages"],
-                sequence_ids=batch.sequence_ids,
-                num_sequences=batch.num_sequences,
-                totals=update.totals,
-                config=LOSS,
-                entropy=True,
-                weight_grad=update.optimizer.gradient_of(head.weight),
-                **head.options,
-            ).loss
+            operands = hidden, head.weight.detach(), batch.targets, batch.columns["advantages"]
+            sequences = {"sequence_ids": batch.sequence_ids, "num_sequences": batch.num_sequences}
+            options = {"weight_grad": update.optimizer.gradient_of(head.weight), **head.options}
+            usual = {"totals": update.totals, "config": LOSS, "entropy": True}
+            return linear_grpo_loss(*operands, **sequences, **usual, **options).loss
 
     return update.prepared(policy.base_model.config._attn_implementation, batches, loss_of)
 
