@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("pytest_benchmark", reason="install pytest-benchmark")
-
 from benchmarks.__main__ import main
 
 Rows = dict[str, dict[str, Any]]

@@ -45,7 +45,6 @@ def test_the_command_of_every_part_is_one_that_exists(part, monkeypatch, capsys)
 
     assert all((gpu.ROOT / word).exists() for word in files)
     if words[0] not in ("python", "compute-sanitizer"):
-        pytest.importorskip("pytest_benchmark")
         monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
         given = [*words, "--device=cpu", "--minutes=1", "--collect-only", "-p", "no:faulthandler"]
         assert main(given) == 0 and "::test_" in capsys.readouterr().out
