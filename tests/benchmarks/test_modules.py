@@ -14,6 +14,7 @@ import yaml
 from benchmarks import test_bias, test_group, test_recipe, test_train
 from benchmarks.measure import Failure
 from benchmarks.models import ARCHITECTURES, make_policy
+from benchmarks.rows import rows_of
 from benchmarks.test_group import Probe, run_probe, search
 from benchmarks.trainers import train_with_trl
 from grpo_fast import cli
@@ -125,7 +126,7 @@ def test_sampled_gradients_are_unbiased_and_dropped_ones_add_up(tmp_path, monkey
     prompts = [f'{{"prompt": "{a}{b}"}}\n' for a in "abcd" for b in "abcdefgh"]
     (tmp_path / "prompts.jsonl").write_text("".join(prompts))
 
-    rows = test_bias.rows_of(str(tmp_path), str(tmp_path / "prompts.jsonl"), torch.device("cpu"), seed)
+    rows = rows_of(str(tmp_path), str(tmp_path / "prompts.jsonl"), torch.device("cpu"), seed)
     with sampling_without_kernels():
         few, many = (test_bias.Study(test_bias.draw(*rows, tokens, seed)) for tokens in (64, 1024))
         bias = few.bias(40)
@@ -157,7 +158,8 @@ def test_both_trainers_run_a_recipe_with_the_same_settings(run, toy, tmp_path, m
     pytest.importorskip("trl")
     monkeypatch.setattr(test_recipe, "in_a_process", lambda _, call, *given: (call(*given), 0))
     recipe, evaluation = tmp_path / "recipe.yaml", {**toy["evaluation"], "every": 1, "size": 5}
-    trained = {**toy, "max_steps": 2, "threads": 1, "evaluation": evaluation}
+    model = toy["model"] | {"device": "auto"}
+    trained = {**toy, "model": model, "max_steps": 2, "threads": 1, "evaluation": evaluation}
     recipe.write_text(yaml.safe_dump(trained | {"dataset": {**toy["dataset"], "chat": False}}))
     parts = ("--part=as it is,our head", "--seed=3", "--sizes=rows=12", "--reach=2")
 
