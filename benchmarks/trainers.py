@@ -71,8 +71,8 @@ def train_with_trl(
     from grpo_fast.rollout.types import Completion
     from grpo_fast.run.loader import Loader, use_threads
 
-    config = resolve_auto(load_config(recipe, overrides))
-    config.model.device = resolve_device(config.model.device).type
+    device = resolve_device(load_config(recipe, overrides).model.device)
+    config = resolve_auto(load_config(recipe, [*overrides, f"model.device={device.type}"]))
     _require_translatable(config)
     use_threads(config)
     torch.manual_seed(config.seed)
@@ -82,7 +82,7 @@ def train_with_trl(
     if not _uses_vllm(config):
         policy = load_policy(config.model.model_copy(update={"dtype": "float32"}))
         model, tokenizer = policy.model, policy.tokenizer
-    watch, update, steps, scores = Stopwatch(torch.device(config.model.device)), ExitStack(), [], []
+    watch, update, steps, scores = Stopwatch(device), ExitStack(), [], []
 
     def reward(completions: Sequence[str], completion_ids: Any, place: Any, **_: Any) -> list[float]:
         answers = zip(completion_ids, completions, strict=True)
