@@ -1,65 +1,60 @@
-"""`python -m benchmarks`, or `grpo-fast bench`: each command explains itself with --help."""
+"""`python -m benchmarks`, or `grpo-fast bench`: run pytest on the named benchmarks."""
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
-COMMANDS = {  # the module, and what `--help` says
-    "head": ("head", "time, memory and accuracy of the LM head, ours and the peers'"),
-    "accuracy": ("accuracy", "whether the head is right on this device, at the sizes it is used at"),
-    "kernels": ("kernels", "each kernel of ours in one forward and backward of the head"),
-    "step": ("step", "one policy update of a real architecture, ours and the peers'"),
-    "group": ("group", "the largest group whose update fits the memory"),
-    "rollout": ("rollout", "an engine's cycle: generate, sleep, sync, wake"),
-    "train": ("train", "whole training steps, our trainer and TRL's"),
-    "quickstart": ("quickstart", "held-out score of a recipe before and after, over several seeds"),
-    "bias": ("bias", "errors of a sampled and of a dropped gradient, against the tokens"),
-    "readme": ("readme", "write the tables of README.md and docs/ from the records"),
-}
-REMOVED = {  # commands that are gone, and what replaces them
-    "smoke": "run accuracy",
-    "profile": "run kernels",
-    "aot": "run `python tests/kernels/aot.py`",
-    "models": "docs/models.md lists the families that were compared",
-    "vllm": "docs/models.md lists the families that were compared",
-    **dict.fromkeys(["pack", "turns", "scaling", "crossover"], "benchmarks/results/tried.md has its figures"),
-    **dict.fromkeys(["rows", "compare", "report"], "read the JSON records, which --json writes"),
-}
-FAILURE, INTERRUPTED = 2, 130
+HERE = Path(__file__).resolve().parent
+USAGE = """usage: {program} BENCHMARK ... [options of pytest, pytest-benchmark and these benchmarks]
+       {program} tables [--check]
+
+{benchmarks}
+  tables    write the tables of README.md and docs/ from the records
+
+`{program} head --help` lists the options. `--benchmark-json FILE` writes a record."""
+WRONG_USAGE = 2
 
 
 def main(arguments: Sequence[str] | None = None, *, program: str = "python -m benchmarks") -> int:
-    """Run one command; the exit code is 0 done, 1 something found, 2 wrong usage, 130 Ctrl-C."""
+    """Run pytest; return its exit code: 0 measured, 1 something failed, 2 interrupted or wrong usage."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    parser = _parser(program, arguments[:1])
-    if gone := REMOVED.get(next(iter(arguments), "")):
-        parser.error(f"{arguments[0]} was removed: {gone}")
-    options = parser.parse_args(arguments)
+    files = {path.stem.removeprefix("test_"): path for path in sorted(HERE.glob("test_*.py"))}
+    if arguments[:1] == ["tables"]:
+        from .pages import main as write_tables
+
+        return write_tables(arguments[1:])
+    names = [word for word in arguments if word in files]
+    unknown = [word for word in arguments[:1] if word not in files and not word.startswith("-")]
+    if unknown and not Path(unknown[0].partition("::")[0]).exists():
+        known = f"there are {', '.join(files)} and tables (docs/removed.md has those that are gone)"
+        print(f"{program}: no benchmark {unknown[0]!r}: {known}", file=sys.stderr)
+        return WRONG_USAGE
+    if not names and not unknown:
+        lines = (
+            f"  {name:<9} {path.read_text().partition('.')[0].strip(chr(34))}" for name, path in files.items()
+        )
+        print(USAGE.format(program=program, benchmarks="\n".join(lines)))
+        return 0 if {"-h", "--help"} & {*arguments} else WRONG_USAGE
     try:
-        return options.handler(options)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return INTERRUPTED
-    except (ValueError, ImportError) as error:
-        print(f"benchmarks: {error}", file=sys.stderr)
-        return FAILURE
+        import pytest
 
-
-def _parser(program: str, chosen: Sequence[str]) -> argparse.ArgumentParser:
-    """Return the parser with the options of the chosen command; the others are not imported."""
-    parser = argparse.ArgumentParser(prog=program, description=__doc__.splitlines()[0])
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name, (module, summary) in COMMANDS.items():
-        command = commands.add_parser(name, help=summary)
-        if name in chosen:
-            found = importlib.import_module(f".{module}", __package__)
-            command.description = found.__doc__
-            found.add_arguments(command)
-            command.set_defaults(handler=found.main, kind=name)
-    return parser
+        importlib.import_module("pytest_benchmark")
+    except ImportError as error:
+        print(f"{program}: {error}: pip install 'grpo-fast[bench]'", file=sys.stderr)
+        return WRONG_USAGE
+    words = [str(files.get(word, word)) for word in arguments]
+    usual = [
+        "--import-mode=importlib",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        f"--rootdir={HERE.parent}",
+    ]
+    return int(pytest.main([*usual, *words]))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Measure what a GPU can answer, the most telling first: `python -m benchmarks.gpu --out DIR`.
 
 Each part is a process of its own with a time limit. A part that fails, breaks the device or runs late does
-not stop the next. `DIR/NAME.json` has the record of a part, `DIR/NAME.log` what it printed, and
-`DIR/summary.json` how each ended, with the tests that failed. The same command again goes on with the parts
-that have not run, then with those that failed; `--again` repeats those that are done, too.
+not stop the next. `DIR/NAME.json` has pytest-benchmark's record of a part, `DIR/NAME.log` what it printed,
+and `DIR/summary.json` how each ended, with the tests and peers that failed. The same command again goes on
+with the parts that have not run, then with those that failed; `--again` repeats those that are done, too.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
+import yaml
 from packaging.requirements import Requirement
 
 from grpo_fast.config.paths import user_path
-
-from .record import write_json
+from grpo_fast.record.files import write_whole
 
 ROOT = Path(__file__).resolve().parents[1]
 TO_END = 45.0  # seconds beyond a part's limit for its last measurement
@@ -43,77 +43,47 @@ class Part(NamedTuple):
     name: str
     minutes: float
     command: str
-    needs: str = (
-        ""  # distributions, with a bound on their version where there is one, and programs on the path
-    )
+    needs: str = ""  # distributions, some with a bound on their version, and programs on the path
 
 
-_HEAD = "head --tokens 16384 --vocab 151936"
-_MIDDLE, _WIDE = f"{_HEAD} --hidden 2048", "head --tokens 16384 --vocab 128256 --hidden 4096"
-_WORKERS = "-n 8" if importlib.util.find_spec("xdist") else ""  # most of the time goes into compiling
 # Verbose: the log says what was found. A file that needs what is not installed does not stop the others.
 _PYTEST = "python -m pytest -p no:cacheprovider -v -ra --tb=short --continue-on-collection-errors"
-_BOTH, _SMALL = "-m 'gpu or not gpu'", "-k '(pairs or row or small) and not hundred'"
-_CHECKED = "tests/kernels/test_sparse.py tests/kernels/test_select.py tests/head/test_stress.py"
-_TRL = "trl vllm<0.32"  # TRL asks for no newer one
-PARTS = (
-    Part("smoke", 1.8, "accuracy"),  # also the first compilation
-    Part("engine-large", 3, f"{_PYTEST} -m gpu tests/rollout/vllm/test_gpu.py -k billions", "pytest vllm"),
-    Part("train-ours", 3.5, "train --repeats 1 --impl ours", "vllm datasets"),
-    Part("goals-2048", 1.3, f"{_MIDDLE} --loss logprob --rows histogram flat --impl ours"),
-    Part("goals-4096", 0.9, f"{_WIDE} --loss logprob --rows histogram --impl ours"),
-    Part("goals-small", 1.2, f"{_HEAD} --hidden 896 1536 --loss logprob --rows histogram --impl ours"),
-    Part("peers", 3, f"{_MIDDLE} --loss logprob --rows histogram"),
-    Part("kernels", 2, "kernels"),
-    Part("peers-flat", 3, f"{_MIDDLE} --loss logprob --rows flat"),
-    Part("peers-losses", 4, f"{_MIDDLE} --loss grpo cross_entropy dpo --rows histogram --trainable"),
-    Part("library", 1, "python setup.py -q build_ext --inplace", "setuptools"),
-    Part("tests", 5, f"{_PYTEST} {_BOTH} {_WORKERS} tests/head/test_paths.py tests/head/test_stress.py "
-         "tests/kernels --ignore=tests/kernels/test_aot.py", "pytest"),
-    *(Part(tool, 4, f"compute-sanitizer --tool {tool} --error-exitcode 9 {_PYTEST} {_BOTH} {_SMALL} "
-           f"--maxfail=3 {_CHECKED}", "pytest compute-sanitizer") for tool in ("memcheck", "racecheck")),
-    Part("bias", 2, "bias"),
-    Part("plan", 2, f"{_PYTEST} -m gpu tests/plan tests/policy tests/rollout --ignore=tests/rollout/vllm",
-         "pytest"),
-    Part("engine", 7, f"{_PYTEST} -m gpu tests/rollout/vllm -k 'not billions'", "pytest vllm"),
-    Part("train", 5, "train --repeats 1", f"{_TRL} datasets"),
-    Part("train-64", 6, "train --group 64 --repeats 1", f"{_TRL} datasets"),
-    Part("group", 6, "group --model Qwen2.5-1.5B --prompt 512 --completion 2048 --impl ours TRL", "datasets"),
-    Part("step", 5, "step"),
-    Part("rollout", 5, "rollout", "vllm"),
-)  # fmt: skip
-"""By value: whether head, engine and a step are right, the goals, the peers; what takes long comes last."""
+_WORKERS = "-n 8" if importlib.util.find_spec("xdist") else ""  # most of the time goes into compiling
+PARTS = [
+    Part(**part | {"command": part["command"].format(pytest=_PYTEST, workers=_WORKERS)})
+    for part in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+]
 
 
 def run_part(part: Part, minutes: float, out: Path) -> dict[str, object]:
     """Run one part for so many minutes at most, and return how it ended."""
-    if absent := [need for need in part.needs.split() if not _has(need)]:
+    words, record = shlex.split(part.command), out / f"{part.name}.json"
+    ours = words[0] not in ("python", "compute-sanitizer")
+    needs = [*part.needs.split(), *["pytest-benchmark"] * ours]
+    if absent := [need for need in needs if not _has(need)]:
         return {"state": SKIPPED, "why": f"{', '.join(absent)} not installed"}
-    words = shlex.split(part.command)
-    if words[0] not in ("python", "compute-sanitizer"):
-        record = ["--minutes", f"{minutes:.2f}", "--json", str(out / f"{part.name}.json")]
-        words = ["python", "-m", "benchmarks", *words, *record]
+    if ours:
+        record.unlink(missing_ok=True)
+        saved = ["--minutes", f"{minutes:.2f}", "--benchmark-json", str(record), "--benchmark-quiet", "-ra"]
+        words = ["python", "-m", "benchmarks", *words, *saved]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": path}
     environment.pop("TRITON_INTERPRET", None)
     start = time.monotonic()
     with (out / f"{part.name}.log").open("w") as log:
-        child = subprocess.Popen(
-            [sys.executable if word == "python" else word for word in words],
-            cwd=ROOT,
-            env=environment,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        words = [sys.executable if word == "python" else word for word in words]
+        streams = {"stdout": log, "stderr": subprocess.STDOUT}
+        child = subprocess.Popen(words, cwd=ROOT, env=environment, start_new_session=True, **streams)
         try:
             code = child.wait(60 * minutes + TO_END)
-            state = FAILED if code else DONE
+            # Where a record was written a peer has failed, and its row says why.
+            state = FAILED if code and not record.exists() else DONE
         except subprocess.TimeoutExpired:
-            os.killpg(child.pid, signal.SIGKILL)  # all that it started
             code, state = None, LATE
-            with contextlib.suppress(subprocess.TimeoutExpired):  # a process that the device holds
-                code = child.wait(TO_DIE)
+            for end in (signal.SIGINT, signal.SIGKILL):  # pytest writes its record; then all that it started
+                with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                    os.killpg(child.pid, end)
+                    code = child.wait(TO_DIE)  # the device may hold a process
     found = {"state": state, "exit_code": code, "seconds": round(time.monotonic() - start, 1)}
     failures = failed_tests((out / f"{part.name}.log").read_text(errors="replace"))
     return found | ({"failures": failures} if failures else {})
@@ -136,11 +106,7 @@ def _has(need: str) -> bool:
 
 
 def run(parts: Sequence[Part], minutes: float, out: Path, again: bool = False) -> int:
-    """Run parts until all are done or the time is spent; return 1 where one failed or ran late.
-
-    Args:
-        again: repeat what an earlier call has done.
-    """
+    """Run parts until all are done or the time is spent; return 1 where one failed or ran late."""
     out.mkdir(parents=True, exist_ok=True)
     summary = out / "summary.json"
     found = json.loads(summary.read_text()) if summary.exists() else {}
@@ -153,7 +119,7 @@ def run(parts: Sequence[Part], minutes: float, out: Path, again: bool = False) -
         found[part.name] = {"state": SKIPPED, "why": "the time is spent"}
         if left > 0.1:
             found[part.name] = run_part(part, min(part.minutes, left), out)
-        write_json(summary, found)
+        write_whole(summary, json.dumps(found, indent=1).encode())
         print(f"{part.name:<14}", *found[part.name].values(), flush=True)
     return int(any(found[part.name]["state"] in (FAILED, LATE) for part in parts))
 

@@ -1,4 +1,4 @@
-"""Measure one call: its time and phases, its peak memory, and the status of its failure."""
+"""Measure one call: its time and phases, its peak memory, its process, and why it failed."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import gc
 import math
 import multiprocessing
 import os
+import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ from grpo_fast.plan.measure import peak_bytes
 from grpo_fast.policy.host_memory import bytes_in_use
 from grpo_fast.policy.out_of_memory import is_out_of_memory
 
-OK, SKIPPED, OOM, FAILED = "ok", "skipped", "oom", "failed"
+SKIPPED, OOM, FAILED = "skipped", "out of memory", "failed"
 NO_TIME = "no time left"
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else torch's profiler prints when it starts and stops
 _POLL = 0.02  # seconds
@@ -44,8 +45,34 @@ def failure_of(error: Exception) -> tuple[str, str]:
     if isinstance(error, Unsupported):
         return SKIPPED, str(error)
     if isinstance(error, MemoryError) or is_out_of_memory(error):
-        return OOM, ""
+        return OOM, OOM
     return FAILED, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+class Moment:
+    """A CUDA event on the current stream. The difference of two is in seconds, as pytest-benchmark asks."""
+
+    def __init__(self) -> None:
+        self.event = torch.cuda.Event(enable_timing=True)
+        self.event.record()
+
+    def __sub__(self, earlier: Moment) -> float:
+        self.event.synchronize()
+        return earlier.event.elapsed_time(self.event) / 1e3
+
+
+_replayed = [0.0]
+
+
+def elsewhere() -> float:
+    """Return the time of a clock that stands still but where `replay` hands over seconds."""
+    return _replayed[0]
+
+
+def replay(benchmark: Any, seconds: Sequence[float]) -> None:
+    """Hand what another process has timed to a benchmark that is marked with the timer `elsewhere`."""
+    spent = iter(seconds)
+    benchmark.pedantic(lambda: _replayed.append(_replayed.pop() + next(spent)), rounds=len(seconds))
 
 
 class Stopwatch:
@@ -67,12 +94,6 @@ class Stopwatch:
             self._open.pop()
             self._mark()
 
-    def time(self, call: Callable[[], object]) -> tuple[float, dict[str, float]]:
-        """Return the seconds of a call, and those of its phases."""
-        self.start()
-        call()
-        return self.stop()
-
     def start(self) -> None:
         self._open.clear()
         self._marks.clear()
@@ -89,6 +110,12 @@ class Stopwatch:
     def _mark(self) -> None:
         synchronize(self.device)
         self._marks.append((time.perf_counter(), self._open[-1] if self._open else None))
+
+
+def medians(samples: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the median of each phase; a repetition without a phase counts as zero."""
+    names = dict.fromkeys(name for sample in samples for name in sample)
+    return {name: statistics.median(sample.get(name, 0.0) for sample in samples) for name in names}
 
 
 def synchronize(device: torch.device) -> None:
@@ -120,11 +147,10 @@ def in_a_process(
     Raises:
         Failure: the call failed, took longer than so many seconds, or its process died, as out of memory.
     """
-    on_gpu = device.type == "cuda"
+    on_gpu, deadline = device.type == "cuda", time.monotonic() + seconds
     # A fork starts at once, but cannot use a GPU that an import of its parent has looked for.
     context = multiprocessing.get_context("spawn" if on_gpu else "forkserver")
     before = highest = bytes_in_use(device)
-    deadline = time.monotonic() + seconds
     with ProcessPoolExecutor(1, mp_context=context) as pool:
         answer = pool.submit(_answer, call, arguments)
         while not wait([answer], _POLL).done and time.monotonic() < deadline:
@@ -135,23 +161,19 @@ def in_a_process(
     if late:
         raise Failure(SKIPPED, f"{NO_TIME}: took more than {seconds:g} s")
     try:
-        failure, result, grown = answer.result()
+        result, grown = answer.result()
     except BrokenProcessPool:
-        raise Failure(OOM, "the process died") from None
-    if failure is not None:
-        raise Failure(*failure)
+        raise Failure(OOM, f"{OOM}: the process died") from None
     return result, highest - before if on_gpu else grown
 
 
-def _answer(call: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Any, Any, int]:
-    """Return a failure or None, the result, and the bytes by which this process grew."""
-    cpu = torch.device("cpu")
-    failure, result, before = None, None, bytes_in_use(cpu)
+def _answer(call: Callable[..., T], arguments: tuple[Any, ...]) -> tuple[T, int]:
+    """Return the result, and the bytes by which this process grew; what fails need not be picklable."""
+    before = bytes_in_use(torch.device("cpu"))
     try:
-        result = call(*arguments)
+        return call(*arguments), bytes_in_use(torch.device("cpu")) - before
     except Exception as error:
-        failure = failure_of(error)
-    return failure, result, bytes_in_use(cpu) - before
+        raise Failure(*failure_of(error)) from None
 
 
 def preload(*libraries: str) -> None:

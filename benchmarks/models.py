@@ -6,13 +6,12 @@ flat, so that a sparse backward takes its dense path. `python -m benchmarks head
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
 from string import ascii_lowercase
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -23,8 +22,6 @@ from grpo_fast.plan import SHAPES
 from grpo_fast.plan.measure import random_policy
 from grpo_fast.policy import Policy
 from grpo_fast.policy.load import resolve_attention
-
-from .session import by_device, positive
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerFast
@@ -42,19 +39,9 @@ ARCHITECTURES = SHAPES | {
 }
 
 
-def add_models(parser: argparse.ArgumentParser, cuda: list[str], cpu: list[str], cpu_layers: int) -> None:
-    """Add options for the architectures: those of a GPU, and those of a CPU with so many layers."""
-    models, layers = by_device(cuda, cpu), by_device(None, cpu_layers)
-    parser.add_argument("--model", nargs="+", choices=ARCHITECTURES, default=models, help="(%(default)s)")
-    help_of_layers = f"of each, at most (all; on a CPU {cpu_layers})"
-    parser.add_argument("--layers", type=positive, default=layers, help=help_of_layers)
-
-
-def chosen_models(options: argparse.Namespace) -> list[tuple[ModelConfig, dict[str, Any]]]:
-    """Return each, with all weights trained and no activation recomputed, and the start of its shape."""
-    kind = {"dtype": options.dtype, "device": options.device, "gradient_checkpointing": False}
-    layers = {name: architecture(name, options.layers).num_hidden_layers for name in options.model}
-    return [(ModelConfig(path=name, **kind), {"model": name, "layers": n}) for name, n in layers.items()]
+def config_of(model: str, dtype: str, device: torch.device) -> ModelConfig:
+    """Return a configuration with all weights trained and no activation recomputed."""
+    return ModelConfig(path=model, dtype=dtype, device=device.type, gradient_checkpointing=False)
 
 
 def architecture(name: str, layers: int | None = None) -> PretrainedConfig:
@@ -63,12 +50,8 @@ def architecture(name: str, layers: int | None = None) -> PretrainedConfig:
 
     family, sizes = ARCHITECTURES[name]
     ends = {"pad_token_id": sizes["vocab_size"] - 2, "eos_token_id": sizes["vocab_size"] - 1}
-    fewer = {} if layers is None else {"num_hidden_layers": min(layers, sizes["num_hidden_layers"])}
+    fewer = {"num_hidden_layers": min(layers, sizes["num_hidden_layers"])} if layers else {}
     return AutoConfig.for_model(family, **sizes | fewer, **ends, bos_token_id=None)
-
-
-def vocabulary_of(name: str) -> int:
-    return ARCHITECTURES[name][1]["vocab_size"]
 
 
 def make_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:

@@ -15,13 +15,9 @@ from torch import Tensor
 from .problem import Outcome, Problem, loss_of
 
 _CHUNK = 512  # rows of logits at a time
-LIMITS = {
-    "logprob": 0.1,  # largest, nats
-    "loss": 0.1,  # absolute
-    "hidden_gradient": 0.1,  # relative, Frobenius
-    "weight_gradient": 0.1,
-}
-"""Beyond these an implementation is wrong, not rounded: bfloat16 logits cost 3e-2 nats and 4e-2."""
+LIMITS = dict.fromkeys(("logprob", "loss", "hidden_gradient", "weight_gradient"), 0.1)
+"""Nats, an absolute error, and two relative ones of Frobenius norms. What is beyond is wrong, not rounded:
+bfloat16 logits cost 3e-2 nats and 4e-2."""
 
 
 class Wrong(Exception):
@@ -29,14 +25,10 @@ class Wrong(Exception):
 
 
 def require_right(errors: Mapping[str, float], limits: Mapping[str, float] = LIMITS) -> None:
-    """
-    Raises:
-        Wrong: an error is beyond its limit, or NaN.
-    """
+    """Raise Wrong where an error is beyond its limit, or NaN."""
     wrong = {name: error for name, error in errors.items() if not error <= limits[name]}
     if wrong:
-        texts = (f"{name.replace('_', ' ')} off by {error:.1e}" for name, error in wrong.items())
-        raise Wrong(", ".join(texts))
+        raise Wrong(", ".join(f"{name.replace('_', ' ')} off by {of:.1e}" for name, of in wrong.items()))
 
 
 @dataclass(frozen=True)
@@ -48,11 +40,7 @@ class Oracle:
     gradients: dict[str, Tensor]  # of "hidden" (N, H) and "weight" (V, H), where the problem asks for them
 
     def judge(self, problem: Problem, outcome: Outcome) -> dict[str, float]:
-        """Return errors by the names of `LIMITS`, where there is something to compare.
-
-        Raises:
-            ValueError: a result is missing or of another shape.
-        """
+        """Return errors by the names of `LIMITS`; raise ValueError where a result is missing or misshapen."""
         errors, found = {}, outcome.logprobs
         if found is not None:
             if found.shape != self.logprobs.shape:

@@ -6,7 +6,8 @@ metrics of our own. A batch is S equally long sequences.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +20,8 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 LOGPROB, GRPO, CROSS_ENTROPY, DPO = LOSSES = ("logprob", "grpo", "cross_entropy", "dpo")
 NAMES = {LOGPROB: "log-probabilities", GRPO: "GRPO", CROSS_ENTROPY: "cross-entropy", DPO: "DPO"}
 CLIP, KL_BETA, DPO_BETA = 0.2, 0.04, 0.1
-PRODUCT = "one product X Wᵀ"
+PRODUCT = "X Wᵀ"
+"""The reference of the head's times: one product by the vendor's library."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,29 @@ class Outcome:
 
 
 Run = Callable[[], Outcome]
+
+
+def call(run: Run, problem: Problem) -> Outcome:
+    """Run once, with gradients where the problem has a backward; those of the last time are dropped."""
+    problem.clear()
+    with torch.set_grad_enabled(problem.backward):
+        return run()
+
+
+def multiplication(operands: Sequence[tuple[Tensor, Tensor]]) -> Callable[[], None]:
+    """Return a function of one X Wᵀ a call, of each (N, H) and (V, H) in turn, in parts where it is huge."""
+    (x, w), *_ = operands
+    room = torch.cuda.mem_get_info(x.device)[0] // 8 if x.is_cuda else 1 << 28  # bytes
+    rows = max(1, min(len(x), room // (len(w) * x.element_size())))
+    out = x.new_empty(rows, len(w))
+    turns = itertools.cycle(operands)
+
+    def run() -> None:
+        x, w = next(turns)
+        for part in x.split(rows):
+            torch.mm(part, w.T, out=out[: len(part)])
+
+    return run
 
 
 def loss_of(problem: Problem, logprobs: Tensor) -> Tensor:

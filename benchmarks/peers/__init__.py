@@ -7,11 +7,11 @@ else with a `name` and a `prepare`, or a sequence of them.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import EntryPoint, entry_points
-from typing import TypeVar
+from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
 
 from torch import Tensor
 
@@ -21,9 +21,13 @@ from ..problem import CROSS_ENTROPY, NAMES, Problem, Run
 ENTRY_POINT_GROUP = "grpo_fast.benchmark_peers"
 MODULES = ("ours", "functions", "liger")
 
-__all__ = ["Peer", "Unsupported", "all_peers", "choose", "require_cuda", "require_loss"]
+PACKAGES = (
+    *("trl", "liger-kernel", "cut-cross-entropy", "verl", "quack-kernels", "unsloth-zoo", "flash-attn"),
+    "RL-Kernel",
+)
 
-T = TypeVar("T", str, "Peer")
+__all__ = ["Peer", "Unsupported", "all_peers", "peer_named", "require_cuda", "require_loss", "versions"]
+
 Function = Callable[[Tensor, Tensor, Tensor], Tensor]  # of hidden (N, H), weight (V, H) and targets (N,)
 
 
@@ -95,21 +99,17 @@ def all_peers() -> list[Peer]:
     return peers
 
 
-def choose(found: Sequence[T], wanted: Sequence[str] | None) -> list[T]:
-    """Return the names, or the peers, whose name contains one of the wanted words; all where none is given.
+def peer_named(name: str) -> Peer:
+    return next(peer for peer in all_peers() if peer.name == name)
 
-    Raises:
-        ValueError: a word that fits no name.
-    """
-    names = [item if isinstance(item, str) else item.name for item in found]
-    for word in wanted or ():
-        if not any(word.lower() in name.lower() for name in names):
-            known = ", ".join(map(repr, names))
-            raise ValueError(f"--impl {word!r} is part of no implementation's name; there are {known}")
-    words = [word.lower() for word in wanted or ("",)]
-    return [
-        item for item, name in zip(found, names, strict=True) if any(word in name.lower() for word in words)
-    ]
+
+def versions() -> dict[str, str]:
+    """Return the versions of the peers' packages that are installed."""
+    found = {}
+    for name in PACKAGES:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def _load(entry: EntryPoint) -> list[Peer]:

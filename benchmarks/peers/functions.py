@@ -10,6 +10,7 @@ import sys
 from functools import partial
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -68,7 +69,7 @@ def unsloth(problem: Problem) -> Run:
     for Unsloth's trainer. The first call imports the package for a bound on its chunks' memory; where it
     cannot, it takes 2 GiB, as large cards have anyway.
     """
-    function = _unsloth_function()
+    function = _file_of(UNSLOTH, UNSLOTH_FILE).fused_linear_logprobs
     sys.modules[UNSLOTH] = None
     try:
         with torch.no_grad():
@@ -85,16 +86,16 @@ def unsloth(problem: Problem) -> Run:
 
 
 @functools.cache
-def _unsloth_function() -> Function:
-    """Import the file once: it registers its operators with torch."""
-    package = find_spec(UNSLOTH)
-    path = Path(package.origin).parent / UNSLOTH_FILE if package else None
+def _file_of(package: str, file: str) -> ModuleType:
+    """Import one file of a package without the package, and once: it may register operators with torch."""
+    found = find_spec(package)
+    path = Path(found.origin).parent / file if found else None
     if path is None or not path.exists():
-        raise ImportError(f"No module named {UNSLOTH!r} with {UNSLOTH_FILE}")
-    spec = spec_from_file_location("grpo_fast_benchmarks_unsloth", path)
+        raise ImportError(f"No module named {package!r} with {file}")
+    spec = spec_from_file_location(f"grpo_fast_benchmarks_{package}", path)
     module = sys.modules[spec.name] = module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.fused_linear_logprobs
+    return module
 
 
 def verl() -> Function:
@@ -136,12 +137,21 @@ def quack_chunked(reduction: str) -> Function:
 
 
 def flash_attn() -> Function:
-    """Load the Triton cross-entropy on full logits, which writes their gradient over them."""
-    from flash_attn.ops.triton.cross_entropy import cross_entropy_loss
+    """Load the Triton cross-entropy on full logits, which writes their gradient over them.
 
+    Its file needs nothing of the package, which does not start without its CUDA library.
+    """
+    cross_entropy_loss = _file_of("flash_attn", "ops/triton/cross_entropy.py").cross_entropy_loss
     return lambda hidden, weight, targets: (
         -cross_entropy_loss(hidden @ weight.T, targets, inplace_backward=True)[0]
     )
+
+
+def rl_kernel() -> Function:
+    """Load RL-Kernel's streaming Triton operator. No package index has it; install it from its repository."""
+    from rl_engine.backends.shared.triton.logprob.linear_logp import TritonLinearLogpOp
+
+    return TritonLinearLogpOp()
 
 
 PEERS = (
@@ -158,4 +168,5 @@ PEERS = (
     of_logprobs("QuACK on full logits", quack, cuda=True),
     of_cross_entropy("QuACK chunked cross-entropy", quack_chunked, cuda=True, alone=True),
     of_logprobs("flash-attn on full logits", flash_attn, cuda=True),
+    of_logprobs("RL-Kernel Triton", rl_kernel, cuda=True),
 )

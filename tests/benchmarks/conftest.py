@@ -1,28 +1,35 @@
-"""Subcommands on a CPU, from the command line to the record."""
+"""The benchmarks on a CPU at tiny sizes: pytest within pytest."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks.__main__ import main
-from benchmarks.record import Measurement, Record, read
+
+Rows = dict[str, dict[str, Any]]
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Callable[..., Record]:
-    """The record of a subcommand with these arguments."""
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Rows]:
+    """The rows of a run by implementation; those of several settings by the ids of their parameters."""
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)  # else nothing is timed
+    monkeypatch.setattr("pytest_benchmark.plugin.get_cpu_info", dict)
 
-    def run(command: str, *arguments: str, code: int = 0) -> Record:
+    def run(*arguments: str, codes: tuple[int, ...] = (0,)) -> Rows:
         out = tmp_path / "record.json"
-        usual = ("--device", "cpu", "--dtype", "float32", "--minutes", "30", "--repeats", "3")
-        assert main([command, *usual, "--json", str(out), *arguments]) == code
-        return read(out)
+        bounds = ("--benchmark-max-time=0.01", "--benchmark-min-rounds=3", f"--benchmark-json={out}")
+        inner = ("-s", "-p", "no:faulthandler", "--device=cpu", *bounds)
+        assert main([*arguments, *inner]) in codes
+        if not out.exists():  # nothing was timed
+            return {}
+        record = json.loads(out.read_text())
+        rows = [*record["benchmarks"], *record["not_measured"]]
+        found = {row["params"]["peer"]: row for row in rows}
+        return found if len(found) == len(rows) else {row["fullname"].partition("[")[2]: row for row in rows}
 
     return run
-
-
-def by_name(record: Record) -> dict[str, Measurement]:
-    return {found.implementation: found for found in record.cells}

@@ -1,4 +1,4 @@
-"""The head benchmark on a CPU, in miniature: what becomes of each implementation."""
+"""The head benchmark: what becomes of each implementation."""
 
 from __future__ import annotations
 
@@ -8,26 +8,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import accuracy, head
-from benchmarks.measure import FAILED, OK, OOM, SKIPPED
-from benchmarks.peers import Peer
+from benchmarks import test_accuracy, test_head
+from benchmarks.peers import Peer, ours
 from benchmarks.peers.functions import full_logits, logprobs
-from benchmarks.problem import LOGPROB, LOSSES, PRODUCT, Outcome, Problem, Run, loss_of
-from tests.benchmarks.conftest import by_name
+from benchmarks.problem import LOSSES, Outcome, Problem, Run, loss_of
 
-TINY = ("--hidden", "32", "--vocab", "300", "--tokens", "48")
-ONE = ["--rows", "peaked", "--mode", "forward_backward", "--trainable", "--loss", "logprob"]
+ONE = ("--shape=48x32x300", "--rows=peaked", "--dtype=float32")
 FULL = Peer("torch full logits", full_logits)
 
 
 @pytest.fixture
 def only(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Replaces the implementations, and the sizes of `accuracy` by one small batch."""
-    monkeypatch.setitem(accuracy.SIZES, "cpu", (("peaked", 16, 24, 300),))
+    """Replaces the implementations."""
 
     def replaced(*found: Peer) -> None:
-        monkeypatch.setattr(head, "all_peers", lambda: list(found))
-        monkeypatch.setattr(accuracy, "PEERS", found)
+        for module in (test_head, test_accuracy):
+            monkeypatch.setitem(module.AXES, "peer", [peer.name for peer in found])
+        monkeypatch.setattr("benchmarks.peers.all_peers", lambda: list(found))
+        monkeypatch.setattr(ours, "PEERS", found)
 
     return replaced
 
@@ -53,22 +51,21 @@ def damaged(damage: Callable[[Tensor], Tensor], name: str = "wrong", *, loss_alo
     return Peer(name, prepare)
 
 
-def test_a_run_prints_a_table_and_writes_a_record_of_every_setting(run, capsys):
-    record = run("head", *TINY, "--rows", "flat", "peaked", "--impl", "ours", "torch full", "--loss", LOGPROB)
+def test_every_setting_has_a_row_with_its_ratio_memory_and_errors(run, capsys):
+    settings = ("--rows=flat,peaked", "--mode=forward_backward,forward", "--weight=trainable,frozen")
+    rows = run("head", "--shape=48x32x300", "--dtype=float32", "--peer=ours,torch full", *settings)
 
-    assert len({repr(cell.shape) for cell in record.cells}) == 6  # rows: forward, and backward of either head
-    skipped = {cell.implementation for cell in record.cells if cell.status != OK}
-    assert skipped == {"ours, tolerance 0, kept"}  # needs a GPU
-    trained = next(cell for cell in record.cells if cell.implementation == "ours")
-    assert len(trained.seconds) == 3 and trained.quartiles[0] <= trained.median <= trained.quartiles[1]
-    assert max(trained.accuracy[name] for name in ("logprob", "weight_gradient")) < 1e-4
-    assert trained.metrics["density"] == 1.0
-    assert trained.peak_bytes >= 4 * (48 * 32 + 300 * 32)  # its gradients
-    assert (record.kind, record.environment["versions"]["torch"]) == ("head", torch.__version__)
+    assert len(rows) == 8 * 4
+    told = {row["extra_info"].get("remark") for name, row in rows.items() if "kept" in name}
+    assert told == {"needs a CUDA device"}
+    row = rows["48x32x300-peaked-logprob-forward_backward-trainable-float32-ours]"]
+    info = row["extra_info"]
+    assert len(row["stats"]["data"]) >= 3 and info["reference"] == "X Wᵀ"
+    assert 0 < info["quartiles"][0] <= info["ratio"] <= info["quartiles"][1]
+    assert max(info["accuracy"].values()) < 1e-4 and info["metrics"]["density"] == 1.0
+    assert info["peak_bytes"] >= 4 * (48 * 32 + 300 * 32)  # its gradients
     printed = capsys.readouterr().out
-    assert (
-        "ours, tolerance 0" in printed and PRODUCT in printed and "skipped ours, tolerance 0, kept" in printed
-    )
+    assert "shape 48x32x300, loss logprob, dtype float32" in printed and "X Wᵀ" in printed
 
 
 def test_a_peer_that_fails_or_gives_too_little_says_how(run, only, capsys):
@@ -79,15 +76,15 @@ def test_a_peer_that_fails_or_gives_too_little_says_how(run, only, capsys):
         Peer("lazy", lambda problem: Outcome),
         FULL,
     )
-    found = by_name(run("head", *TINY, *ONE))
+    rows = run("head", *ONE, codes=(1,))
 
-    assert {name: one.status for name, one in found.items() if name != PRODUCT} == {
-        "absent": SKIPPED, "greedy": OOM, "short": FAILED, "lazy": FAILED, "torch full logits": OK
-    }  # fmt: skip
-    assert "log-probabilities of shape" in found["short"].reason
-    assert "hidden.grad" in found["lazy"].reason
-    printed = capsys.readouterr().out
-    assert found["short"].reason[:20] in printed and "skipped absent: not installed" in printed
+    told = {name: row["extra_info"].get("remark", "") for name, row in rows.items()}
+    assert told.pop("absent") == "not installed: No module named 'absent'"
+    assert told.pop("greedy") == "out of memory"
+    assert told.pop("short").startswith("failed: ValueError: log-probabilities of shape")
+    assert "hidden.grad" in told.pop("lazy")
+    assert told == {"torch full logits": ""} and rows["torch full logits"]["stats"]["median"] > 0
+    assert "not installed: No module named 'absent'" in capsys.readouterr().out
 
 
 def test_a_wrong_result_of_any_loss_is_refused_and_not_timed(run, only):
@@ -99,13 +96,14 @@ def test_a_wrong_result_of_any_loss_is_refused_and_not_timed(run, only):
         damaged(lambda loss: loss.detach() + 1.5 * (loss - loss.detach()), "gradient", loss_alone=True),
         FULL,
     )
-    record = run("head", *TINY, "--rows", "flat", "--mode", "forward_backward", "--trainable")
+    rows = run("head", "--shape=48x32x300", "--rows=flat", f"--loss={','.join(LOSSES)}", codes=(1,))
 
-    assert [cell.shape["loss"] for cell in record.cells if cell.implementation == "NaN"] == [*LOSSES]
-    for cell in record.cells:
-        right = cell.implementation in (FULL.name, PRODUCT)
-        assert (cell.status == OK) == bool(cell.seconds) == right, cell
-        assert right or (cell.reason.startswith("Wrong: ") and " off by " in cell.reason)
+    assert len(rows) == 6 * len(LOSSES)
+    for row in rows.values():
+        right = row["params"]["peer"] == FULL.name
+        remark = row["extra_info"].get("remark", "")
+        assert ("stats" in row) == right, row
+        assert right or (remark.startswith("failed: Wrong: ") and " off by " in remark)
 
 
 @pytest.mark.parametrize(
@@ -113,17 +111,12 @@ def test_a_wrong_result_of_any_loss_is_refused_and_not_timed(run, only):
     [
         (damaged(lambda found: found * (1 + 1e-2)), "hidden gradient off by 1.0e-02"),
         (damaged(lambda found: found * torch.nan), "logprob off by nan"),
-        (raising("greedy", torch.OutOfMemoryError("CUDA out of memory")), ""),
-        (raising("absent", ImportError("nothing to try")), "not installed"),
+        (raising("broken", ZeroDivisionError("why")), "ZeroDivisionError: why"),
+        (FULL, "8 passed"),
     ],
 )
-def test_accuracy_fails_on_a_wrong_result_and_where_nothing_was_right(run, only, peer, said):
+def test_accuracy_fails_on_a_wrong_result(run, only, capsys, peer, said):
     only(peer)
+    run("accuracy", "--dtype=float32", codes=(int(peer is not FULL),))
 
-    record = run("accuracy", code=1)
-
-    losses = [("logprob", True), ("logprob", False), ("grpo", True), ("cross_entropy", True)]
-    assert [(cell.shape["loss"], cell.shape["trainable"]) for cell in record.cells] == losses
-    assert all(said in cell.reason for cell in record.cells[:2])
-    only(FULL)
-    assert {cell.status for cell in run("accuracy").cells} == {OK}
+    assert said in capsys.readouterr().out

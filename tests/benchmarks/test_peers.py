@@ -14,17 +14,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.head import call
+from benchmarks import test_head
 from benchmarks.oracle import consult, require_right
-from benchmarks.peers import Peer, Unsupported, all_peers, choose, functions, liger
-from benchmarks.problem import LOSSES, MODES, Problem, Run, Setting
+from benchmarks.peers import Peer, Unsupported, all_peers, functions, liger, peer_named
+from benchmarks.problem import LOSSES, MODES, Problem, Run, Setting, call
 from benchmarks.rows import make_problem
-from tests.benchmarks.conftest import by_name
 
 CPU = torch.device("cpu")
 LIBRARIES = ("cut_cross_entropy", "flash_attn", "liger_kernel", "quack", "trl", "unsloth_zoo", "verl")
 SETTING = Setting("flat", 32, 24, 100, "forward_backward", True, "float32")
-SMALL = ("--hidden=24", "--vocab=100", "--tokens=32", "--rows=peaked", "--loss=logprob", "--trainable")
+SMALL = ("--shape=32x24x100", "--rows=peaked", "--dtype=float32")
 
 
 def test_without_any_peer_installed_ours_is_measured_and_the_others_say_why(run, monkeypatch):
@@ -35,11 +34,11 @@ def test_without_any_peer_installed_ours_is_measured_and_the_others_say_why(run,
     for module in (functions, liger):
         importlib.reload(module)
 
-    found = by_name(run("head", *SMALL, "--mode=forward_backward"))
+    rows = run("head", *SMALL)
 
-    assert found["ours"].status == "ok"
+    assert "stats" in rows["ours"]
     for name in ("TRL fused head", "Liger per-token"):
-        assert found[name].status == "skipped" and found[name].reason.startswith("not installed")
+        assert rows[name]["extra_info"]["remark"].startswith("not installed")
 
 
 def right(problem: Problem) -> Run:
@@ -62,12 +61,13 @@ def test_an_installed_distribution_adds_peers_and_its_mistakes_show(run, monkeyp
         return [EntryPoint(name, f"{__name__}:{of}", group) for name, of in offered.items()]
 
     monkeypatch.setattr("benchmarks.peers.entry_points", entry_points)
-    found = by_name(run("head", *SMALL, "--mode=forward_backward", "--impl", "plugged in", "broken"))
+    monkeypatch.setitem(test_head.AXES, "peer", [peer.name for peer in all_peers()])
+    rows = run("head", *SMALL, "--peer=plugged in,broken", codes=(1,))
 
-    assert found["plugged in"].status == found["plugged in, a class"].status == "ok"
-    assert found["plugged in"].accuracy["logprob"] < 1e-4
-    assert "no `prepare(problem)`" in found["broken too"].reason
-    assert found["broken"].status == "failed" and "NOT_THERE" in found["broken"].reason
+    assert rows["plugged in"]["extra_info"]["accuracy"]["logprob"] < 1e-4
+    assert "stats" in rows["plugged in, a class"]
+    assert "no `prepare(problem)`" in rows["broken too"]["extra_info"]["remark"]
+    assert "NOT_THERE" in rows["broken"]["extra_info"]["remark"]
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -129,7 +129,7 @@ def test_ligers_triton_losses_have_the_gradient_of_the_problem(monkeypatch, name
         monkeypatch.setattr(f"{module}.require_cuda", lambda problem: None)
     problem = make_problem(replace(SETTING, rows="peaked", loss=loss), CPU, seed)
 
-    errors = consult(problem).judge(problem, choose(all_peers(), [name])[0].prepare(problem)())
+    errors = consult(problem).judge(problem, peer_named(name).prepare(problem)())
 
     # on-policy its loss differs from the problem's
     assert set(errors) == {"hidden_gradient", "weight_gradient"} | ({"loss"} if loss != "logprob" else set())

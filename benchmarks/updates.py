@@ -1,19 +1,17 @@
-"""Measure one policy update of a real architecture, phase by phase, ours and TRL's.
+"""One policy update of a real architecture, ours and TRL's, and TRL's trainer on prompts.
 
 Weights are random, sequences have real lengths. `ours` does what the trainer does in one optimizer step:
 pack, forward to the last hidden states, fused head and loss, backward, optimizer. `TRL` is the loss of its
 GRPOTrainer on padded batches. The loss is DAPO's. The learning rate is so small that the weights stay, so
-that losses and gradient norms can be compared. Tokens per second count every sequence with its own prompt and
-without padding, for both.
+that losses and gradient norms can be compared. Tokens count every sequence with its own prompt and without
+padding, for both.
 """
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -25,23 +23,15 @@ from torch import Tensor
 from grpo_fast.config.policy import ModelConfig, OptimizerConfig
 from grpo_fast.head import linear_grpo_loss
 from grpo_fast.objective import GRPOLossConfig
-from grpo_fast.policy import PackedBatch, Policy, PolicyOptimizer, pack
+from grpo_fast.policy import PackedBatch, PolicyOptimizer, pack
 
 from . import models
-from .contest import Entrant, Prepared, measure_in_turns
 from .measure import Stopwatch
-from .peers import choose
-from .session import add_common_arguments, add_sizes, check_common, run_session, sizes_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
     from trl import GRPOTrainer
 
-SIZES = {
-    "prompts": (16, 1, "of the update"),
-    "group": (16, 4, "completions a prompt"),
-    "micro_batch_tokens": (16_384, 512, "of a forward and backward"),
-}
 OURS, TRL = IMPLEMENTATIONS = ("ours", "TRL")
 FORWARD, HEAD, BACKWARD, OPTIMIZER, PACK = "forward", "head and loss", "backward", "optimizer", "pack"
 LOSS = GRPOLossConfig(loss_type="dapo", epsilon_low=0.2, epsilon_high=0.28)
@@ -50,9 +40,19 @@ TRL_LOSS = {"loss_type": "dapo", "epsilon": 0.2, "epsilon_high": 0.28, "beta": 0
 _STILL = OptimizerConfig(learning_rate=1e-12)
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """An implementation that is ready to run."""
+
+    run: Callable[[], None]  # one update, with its phases marked on the watch
+    watch: Stopwatch
+    last: dict[str, float]  # tokens, loss and gradient norm of the last update
+    close: Callable[[], object] = lambda: None
+
+
 @dataclass
 class Update:
-    """What is updated on what; the model is made on first use."""
+    """What is updated on what."""
 
     model: ModelConfig  # its path is an architecture's name
     layers: int
@@ -62,16 +62,10 @@ class Update:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        vocabulary = models.vocabulary_of(self.model.path)
+        vocabulary = models.ARCHITECTURES[self.model.path][1]["vocab_size"]
         self.samples, self.totals = models.make_samples(self.lengths, self.group, vocabulary, self.seed)
-
-    @cached_property
-    def policy(self) -> Policy:
-        return models.make_policy(self.model, self.layers, self.seed)
-
-    @cached_property
-    def optimizer(self) -> PolicyOptimizer:
-        return PolicyOptimizer(self.policy.trainable(), _STILL, total_steps=1)
+        self.policy = models.make_policy(self.model, self.layers, self.seed)
+        self.optimizer = PolicyOptimizer(self.policy.trainable(), _STILL, total_steps=1)
 
     def prepared(
         self,
@@ -83,9 +77,9 @@ class Update:
         """Make an implementation from its micro-batches and the loss of each."""
         policy, optimizer = self.policy, self.optimizer
         # Loss and norm show that all implementations compute the same.
-        last = {"tokens": float(sum(map(sum, self.lengths)))}
+        last, watch = {"tokens": float(sum(map(sum, self.lengths)))}, Stopwatch(policy.device)
 
-        def run(watch: Stopwatch) -> None:
+        def run() -> None:
             policy.base_model.set_attn_implementation(attention)
             losses = []
             for batch in batches(watch):
@@ -97,7 +91,7 @@ class Update:
                 last["grad_norm"] = optimizer.step()
             last["loss"] = float(torch.stack(losses).sum())
 
-        return Prepared(run, last, close=close)
+        return Prepared(run, watch, last, close)
 
 
 def prepare_ours(update: Update) -> Prepared:
@@ -112,19 +106,11 @@ def prepare_ours(update: Update) -> Prepared:
         with watch.phase(FORWARD):
             hidden = policy.hidden_states(batch)
         with watch.phase(HEAD):
-            return linear_grpo_loss(
-                hidden,
-                head.weight.detach(),
-                batch.targets,
-                batch.columns["advantages"],
-                sequence_ids=batch.sequence_ids,
-                num_sequences=batch.num_sequences,
-                totals=update.totals,
-                config=LOSS,
-                entropy=True,
-                weight_grad=update.optimizer.gradient_of(head.weight),
-                **head.options,
-            ).loss
+            operands = hidden, head.weight.detach(), batch.targets, batch.columns["advantages"]
+            sequences = {"sequence_ids": batch.sequence_ids, "num_sequences": batch.num_sequences}
+            options = {"weight_grad": update.optimizer.gradient_of(head.weight), **head.options}
+            usual = {"totals": update.totals, "config": LOSS, "entropy": True}
+            return linear_grpo_loss(*operands, **sequences, **usual, **options).loss
 
     return update.prepared(policy.base_model.config._attn_implementation, batches, loss_of)
 
@@ -219,24 +205,3 @@ def trl_trainer(
 
 
 PREPARE = dict(zip(IMPLEMENTATIONS, (prepare_ours, prepare_trl), strict=True))
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_common_arguments(parser, minutes=8, repeats=9)
-    gpu = ["Qwen2.5-1.5B", "Qwen2.5-0.5B", "Qwen2.5-7B", "Llama-3.1-8B"]
-    models.add_models(parser, gpu, ["SmolLM2-135M"], cpu_layers=2)
-    add_sizes(parser, SIZES)
-
-
-def main(options: argparse.Namespace) -> int:
-    device = check_common(options)
-    names, sizes = choose(IMPLEMENTATIONS, options.impl), sizes_of(options, SIZES)
-    lengths = models.draw_lengths(options.prompts, options.group, options.seed)
-    bouts = []
-    for model, shape in models.chosen_models(options):
-        given = model, shape["layers"], lengths, options.group, options.micro_batch_tokens, options.seed
-        update = Update(*given)
-        shape |= {**sizes, "tokens": sum(map(sum, lengths)), "dtype": options.dtype}
-        entrants = [Entrant(name, partial(PREPARE[name], update)) for name in names]
-        bouts.append((shape, partial(measure_in_turns, shape, entrants, device)))
-    return run_session(options, bouts)

@@ -1,0 +1,131 @@
+"""`python -m benchmarks` and `grpo-fast bench`: their words, values that cannot be used, and the table."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+import benchmarks
+from benchmarks.__main__ import main
+from benchmarks.pages import filled
+from benchmarks.tables import DASH, TIMES, table
+from grpo_fast import cli
+
+SOURCES = Path(benchmarks.__file__).parent
+
+
+def test_without_a_benchmark_the_command_lists_them(capsys):
+    assert (main([]), main(["--help"]), main(["no-such"])) == (2, 0, 2)
+
+    captured = capsys.readouterr()
+    assert all(f"\n  {path.stem[5:]}" in captured.out for path in SOURCES.glob("test_*.py"))
+    assert "no benchmark 'no-such': there are accuracy" in captured.err
+
+
+def test_no_module_needs_the_name_it_has_in_a_checkout():
+    """Installed they are `grpo_fast.benchmarks`: `benchmarks` is too common a name."""
+    absolute = re.compile(r"^\s*(?:from|import) benchmarks\b", re.MULTILINE)
+
+    assert [file.name for file in SOURCES.rglob("*.py") if absolute.search(file.read_text())] == []
+
+
+def test_an_installation_that_lacks_something_says_what_to_do(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "pytest_benchmark", None)
+    assert main(["head"]) == 2 and "pip install 'grpo-fast[bench]'" in capsys.readouterr().err
+
+    class Missing:
+        def find_spec(self, name: str, *_: object) -> None:
+            if name == "grpo_fast.benchmarks":
+                raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    for name in ("grpo_fast.benchmarks", "grpo_fast.benchmarks.__main__"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Missing(), *sys.meta_path])
+    assert cli.main(["bench", "head"]) == 1 and "python -m benchmarks" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message", "codes"),
+    [
+        ("head --minutes -1", "--minutes -1.0: must be at least 0", (4,)),
+        ("head --peer nobody", "--peer nobody: in no name of 'ours'", (2,)),
+        ("head --shape 16x4", "--shape 16x4: must be NxHxV", (4,)),
+        ("head --rows odd", "--rows odd: must be one of histogram, peaked, flat, real", (2,)),
+        ("step --shape 1x1x1", "--shape: the chosen benchmarks have no such option", (4,)),
+        ("step --model gpt", "--model gpt: must be one of", (2,)),
+        ("train --sizes groups=3", "--sizes groups=3: must be NAME=NUMBER above 0, of layers, prompts", (2,)),
+        ("train --sizes group=1", "--sizes group=1: must be at least 2", (1,)),
+        ("head --rows real --shape 8x576x9 --peer torch", "take --shape 8x576x49152", (1,)),
+        ("head --minutes 0 --peer ours", "no time left", (0,)),
+        ("bias", "this needs a GPU", (0,)),
+    ],
+)
+def test_a_value_that_cannot_be_used_is_named(run, arguments, message, codes, capsys):
+    assert run(*arguments.split(), codes=codes) == {}
+
+    captured = capsys.readouterr()
+    assert message in captured.out + captured.err
+
+
+def row(peer: str, *seconds: float, turn: int = 0, **info: object) -> dict[str, object]:
+    params = {"shape": "64x8x100" if peer != "greedy" else "128x8x100", "weight": "frozen", "turn": turn}
+    stats = {"stats": {"data": [*seconds]}} if seconds else {}
+    return {"params": params | {"peer": peer}, "extra_info": info, **stats}
+
+
+VENDOR = {"reference": "X Wᵀ", "quartiles": [1.0, 2.0]}
+ROWS = [
+    row("slow", 0.005, ratio=3.0, tokens=30, phases={"a": 0.001}, **VENDOR),
+    row("fast", 0.004, ratio=1.5, peak_bytes=3 << 20, **VENDOR),
+    row("slow", 0.001, turn=1),
+    row("absent", remark="not installed"),
+    row("greedy", accuracy={"logprob": float("nan")}, remark="out of memory"),
+]
+
+
+def test_a_table_goes_by_the_ratio_and_has_turns_in_one_line_and_only_full_columns():
+    title, (heads, *lines) = table(ROWS)
+
+    found = [dict(zip(heads, line, strict=True)) for line in lines]
+    assert title == "weight frozen" and "dX" not in heads and table([]) == ("", [])
+    assert [one["implementation"] for one in found] == ["fast", "slow", "- a", "absent", "greedy"]
+    fast, slow, phase, _, greedy = found
+    assert (fast[f"{TIMES} X Wᵀ"], fast["MiB"], fast["shape"]) == ("1.50 [1.00, 2.00]", "3", "64x8x100")
+    assert (slow["ms"], slow["tokens/s"], phase["ms"]) == ("3.00", "10,000", "1.00")
+    assert (greedy["remark"], greedy["ms"], greedy["|Δlogp|"]) == ("out of memory", DASH, "nan")
+    assert [line[0] for line in table(ROWS, brief=True)[1]] == ["implementation", "fast", "slow"]
+
+
+@pytest.mark.parametrize(
+    ("text", "record", "named"),
+    [
+        ("before\n<!-- table: run -->\nby hand\n<!-- end -->\nafter\n", None, None),
+        ("<!-- table: other -->\n<!-- end -->\n", "{}", "other.json cannot be read"),
+        ("<!-- table: run -->\n", "{}", "has no `<!-- end -->`"),
+        ("<!-- table: run -->\n<!-- end -->\n", '{"schema": 2}', "run.json cannot be read as a record"),
+    ],
+)
+def test_tables_are_written_between_their_markers_from_records_alone(tmp_path, text, record, named):
+    page, machine = tmp_path / "README.md", {"device": "a machine", "versions": {"torch": "2.13.0"}}
+    about = {
+        "machine_info": machine,
+        "datetime": "2026-11-20T09:00",
+        "command": ["step", "--sizes", "group=2"],
+    }
+    (tmp_path / "run.json").write_text(record or json.dumps({"benchmarks": ROWS[:2], **about}))
+    page.write_text(text)
+
+    if named:
+        with pytest.raises(ValueError, match=named):
+            filled(page, tmp_path)
+        return
+    found = filled(page, tmp_path)
+    assert found.startswith("before\n<!-- table: run -->\n| implementation | ms | ")
+    origin = (
+        "torch 2.13.0 · 2026-11-20 · repeat: `python -m benchmarks step --sizes group=2` · [record](run.json)"
+    )
+    assert found.endswith(f"weight frozen · a machine · {origin}\n<!-- end -->\nafter\n")

@@ -1,0 +1,188 @@
+"""Each other benchmark on a CPU, in miniature, from the command line to the record."""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+import yaml
+
+from benchmarks import test_bias, test_group, test_recipe, test_train
+from benchmarks.measure import Failure
+from benchmarks.models import ARCHITECTURES, make_policy
+from benchmarks.rows import rows_of
+from benchmarks.test_group import Probe, run_probe, search
+from benchmarks.trainers import train_with_trl
+from grpo_fast import cli
+from grpo_fast.config.policy import ModelConfig
+from tests.head.selection import sampling_without_kernels
+
+TOY = ModelConfig(path="toy", dtype="float32", device="cpu")
+PROBE = Probe("ours", TOY, layers=1, prompt=4, completion=4, budget=1 << 34)
+
+
+def test_an_update_is_the_same_for_all_implementations(run):
+    pytest.importorskip("trl")
+    rows = run("step", "--model=toy", "--dtype=float32", "--sizes=prompts=2,group=2,micro_batch_tokens=300")
+
+    ours, trl = (rows[name]["extra_info"] for name in ("ours", "TRL"))
+    assert ours["reference"] == "TRL" and ours["ratio"] > 0 and "ratio" not in trl
+    # float32 sums in another order: 1e-6 relative, with three digits to spare.
+    assert trl["metrics"]["loss"] == pytest.approx(ours["metrics"]["loss"], rel=1e-3, abs=1e-6)
+    assert trl["metrics"]["grad_norm"] == pytest.approx(ours["metrics"]["grad_norm"], rel=1e-3)
+    assert trl["tokens"] == ours["tokens"] > 0
+    for info in (ours, trl):
+        assert {"forward", "head and loss", "backward", "optimizer"} <= set(info["phases"])
+        assert info["sizes"]["group"] == 2 and info["peak_bytes"] > 0
+
+
+def test_an_engines_cycle_is_timed_phase_by_phase(run):
+    rows = run(
+        "rollout", "--model=toy", "--dtype=float32", "--sizes=group=3,completion=4", "--peer=transformers"
+    )
+
+    info = rows["transformers"]["extra_info"]
+    assert set(info["phases"]) == {"generate", "sleep", "sync", "wake"}
+    assert 0 < info["tokens"] <= 2 * 3 * 4
+
+
+def test_whole_steps_of_both_trainers_take_turns(run, monkeypatch):
+    pytest.importorskip("trl")
+    monkeypatch.setattr(test_train, "in_a_process", lambda _, call, *given: (call(*given), 1 << 20))
+    sizes = "--sizes=prompts=2,group=2,prompt=4,completion=4,steps=2"
+    rows = run("train", "--model=toy", "--dtype=float32", "--engine=transformers", sizes, "--turn=1,2")
+
+    assert [name.split("-")[-2:] for name in rows] == [
+        ["1", "ours]"],
+        ["1", "TRL]"],
+        ["2", "ours]"],
+        ["2", "TRL]"],
+    ]
+    for row in rows.values():
+        info = row["extra_info"]
+        assert len(row["stats"]["data"]) == 2  # without the first step
+        assert info["peak_bytes"] == 1 << 20 and 0 < info["tokens"] <= 2 * 2 * 4
+        assert {"generate", "reward", "update"} <= set(info["phases"])
+        assert 0 < info["phases"]["generate"] < max(row["stats"]["data"])
+
+
+@pytest.fixture
+def searched(monkeypatch):
+    """What a search finds where so many completions fit, and the sizes that it tried."""
+
+    def searched(limit: int, largest: int = 1024, seconds: float = 60.0):
+        sizes: list[int] = []
+
+        def attempt(probe: Probe) -> int | None:
+            sizes.append(probe.size)
+            return 7 if probe.size <= limit else None
+
+        monkeypatch.setattr(test_group, "run_probe", attempt)
+        return search(PROBE, largest, time.monotonic() + seconds), sizes
+
+    return searched
+
+
+def test_the_largest_group_that_fits_is_found_in_few_tries(searched, seed):
+    limit = random.Random(seed).randint(2, 1024)
+
+    (fits, peak, remark), sizes = searched(limit)
+
+    assert (fits, peak, bool(remark)) == (limit, 7, limit == 1024)
+    assert len(sizes) == len({*sizes}) <= 20  # ten doublings, ten halvings
+    assert searched(limit=10**6, largest=24)[1] == [2, 4, 8, 16, 24]
+    for given, said in (({"limit": 1}, "not even two fit"), ({"limit": 9, "seconds": 0}, "no time left")):
+        with pytest.raises(Failure, match=said):
+            searched(**given)
+
+
+def test_exceeding_the_budget_is_the_outcome_of_a_try(monkeypatch):
+    monkeypatch.setattr(
+        test_group.measure, "in_a_process", lambda _, call, given, **__: (call(given), 1 << 20)
+    )
+    probe = replace(PROBE, size=2)
+
+    assert run_probe(probe) == 1 << 20
+    assert run_probe(replace(probe, budget=1 << 19)) is None
+
+
+def test_the_kernels_of_a_step_are_its_phases(run):
+    rows = run("kernels", "--shape=32x16x300", "--rows=peaked", "--dtype=float32")
+
+    for name in ("ours", "ours, tolerance 0"):
+        phases = [*rows[name]["extra_info"]["phases"]]
+        assert phases[-1] == "idle" and "aten::mm, 2 launches" in phases
+        assert rows[name]["extra_info"]["reference"] == "X Wᵀ"
+
+
+def test_sampled_gradients_are_unbiased_and_dropped_ones_add_up(tmp_path, monkeypatch, seed):
+    peaked = {"vocab_size": 4000, "initializer_range": 0.8}
+    monkeypatch.setitem(ARCHITECTURES, "peaked", ("llama", ARCHITECTURES["toy"][1] | peaked))
+    make_policy(TOY.model_copy(update={"path": "peaked"})).save_pretrained(tmp_path)
+    prompts = [f'{{"prompt": "{a}{b}"}}\n' for a in "abcd" for b in "abcdefgh"]
+    (tmp_path / "prompts.jsonl").write_text("".join(prompts))
+
+    rows = rows_of(str(tmp_path), str(tmp_path / "prompts.jsonl"), torch.device("cpu"), seed)
+    with sampling_without_kernels():
+        few, many = (test_bias.Study(test_bias.draw(*rows, tokens, seed)) for tokens in (64, 1024))
+        bias = few.bias(40)
+
+    assert 0 < few.density < 0.9 and 0.8 < bias < 1.25  # were they dropped, 40
+    errors = {
+        name: (few.errors(name)["behind"], many.errors(name)["behind"]) for name in test_bias.AXES["peer"]
+    }
+    assert errors["ours"][1] < 3 * errors["ours"][0]
+    assert errors["dropped"][1] > 3 * errors["ours"][1]
+
+
+def test_the_quickstarts_runs_are_commands_that_the_command_line_takes(monkeypatch, capsys):
+    def shown(command: list[str], check: bool) -> None:
+        assert command[:4] == [sys.executable, "-m", "grpo_fast", "train"] and check
+        assert cli.main(["train", "--print-config", *command[4:]]) == 0
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(test_recipe.subprocess, "run", shown)
+
+    with pytest.raises(KeyboardInterrupt):
+        test_recipe.run_ours("quickstart", ["seed=7", "max_steps=3"])
+
+    printed = capsys.readouterr().out
+    assert "seed: 7" in printed and "max_steps: 3" in printed
+
+
+def test_both_trainers_run_a_recipe_with_the_same_settings(run, toy, tmp_path, monkeypatch):
+    pytest.importorskip("trl")
+    monkeypatch.setattr(test_recipe, "in_a_process", lambda _, call, *given: (call(*given), 0))
+    recipe, evaluation = tmp_path / "recipe.yaml", {**toy["evaluation"], "every": 1, "size": 5}
+    model = toy["model"] | {"device": "auto"}
+    trained = {**toy, "model": model, "max_steps": 2, "threads": 1, "evaluation": evaluation}
+    recipe.write_text(yaml.safe_dump(trained | {"dataset": {**toy["dataset"], "chat": False}}))
+    parts = ("--part=as it is,our head", "--seed=3", "--sizes=rows=12", "--reach=2")
+
+    rows = run("recipe", f"--recipe={recipe}", *parts)
+
+    first, trl, patched = (rows[f"3-{name}]"] for name in ("as it is-ours", "as it is-TRL", "our head-TRL"))
+    assert "only" in rows["3-our head-ours]"]["extra_info"]["remark"]
+    # The same weights and questions, and the exact head of ours changes nothing of what TRL computes.
+    assert first["extra_info"]["before"]["score"] == trl["extra_info"]["before"]["score"]
+    assert trl["extra_info"]["after"]["score"] == patched["extra_info"]["after"]["score"]
+    for row in (first, trl, patched):
+        info = row["extra_info"]
+        assert [(score["step"], score["n"]) for score in info["scores"]] == [(0, 10), (1, 5), (2, 10)]
+        assert len(row["stats"]["data"]) == 2 and 0 < info["phases"]["generate"] < info["training"]
+        assert info["sizes"]["arithmetic"].startswith("float32") and info["remark"] == "2 not reached"
+        assert info["peak_bytes"] > 0
+
+
+def test_what_trl_does_not_do_alike_is_refused(toy, tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(toy | {"minibatches": 2}))
+
+    with pytest.raises(ValueError, match="not given minibatches"):
+        train_with_trl(str(recipe), [], 12)
+    with pytest.raises(ValueError, match="--sizes rows=7 must divide the 24 completions"):
+        train_with_trl(str(recipe), ["minibatches=1"], 7)
