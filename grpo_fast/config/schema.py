@@ -207,12 +207,6 @@ UNREAD: list[tuple[str, str, str, Callable[[TrainConfig], object]]] = [
     ("advantage", _ESTIMATORS, "beside advantage.function", lambda c: not c.method and c.advantage.function),
     ("", "groups adaptive_weights old_logprobs", _DISTILLS, lambda c: c.loss.distills),
     ("advantage", _ADVANTAGES, _DISTILLS, lambda c: c.loss.distills),
-    (
-        "reference",
-        "path",
-        "without a KL, whose weight is loss.beta",
-        lambda c: not any(stage.config.loss.needs_reference for stage in resolve_stages(c)),
-    ),
     ("loss", _KL, "without loss.beta, the weight of the KL", lambda c: not c.method and not c.loss.beta),
     (
         "loss",
@@ -255,14 +249,12 @@ CONTRADICTIONS: list[tuple[str, Callable[[TrainConfig], object]]] = [
         ),
     ),
     (
-        "reference.prompt_template is read by an exact KL alone, of completions of one turn: set method = "
-        "sdft, or loss.kl_estimator = exact with loss.beta; leave out rollout.tools, environment and "
-        "function, and distributed.mode = shard",
+        "reference.prompt_template is of completions of one turn, on ranks that each hold the model: leave "
+        "it out, or rollout.tools, environment and function, and distributed.mode = shard",
         lambda c: (
             c.reference.prompt_template
             and (
-                not any(stage.config.loss.compares_heads for stage in resolve_stages(c))
-                or c.rollout.has_turns
+                c.rollout.has_turns
                 or c.rollout.function
                 or c.dataset.is_taskset
                 or c.distributed.mode == "shard"

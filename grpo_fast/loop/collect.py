@@ -380,10 +380,13 @@ def describe(table: CompletionTable, part_names: Sequence[str]) -> dict[str, flo
     ids = [own.numpy().tobytes() for own in table.token_ids.split(table.lengths.tolist())]
     metrics = {}
     if part_names:
-        metrics = {"reward/mean": rewards.nanmean().item(), "reward/std": spread_within(rewards)}
+        metrics = {
+            "reward/mean": rewards.nanmean().item(),
+            "reward/std": spread_within(rewards),
+            "groups/flat": table.facts["flat"].double().mean().item(),
+        }
     if n > 1:
         unique = [(len({*ids[i : i + n]}) - 1) / (n - 1) for i in range(0, len(ids), n)]
-        metrics["groups/flat"] = table.facts["flat"].double().mean().item()
         metrics["groups/unique_completions"] = sum(unique) / len(unique)
     metrics |= {
         "completion/length_mean": lengths.mean().item(),

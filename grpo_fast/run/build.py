@@ -32,7 +32,7 @@ from grpo_fast.loop.annotate import Annotator
 from grpo_fast.loop.collect import check_loss_columns
 from grpo_fast.loop.context import TeacherContext
 from grpo_fast.loop.trainer import StageParts, Trainer
-from grpo_fast.objective import resolve_loss
+from grpo_fast.objective import GRPOLossConfig, resolve_loss
 from grpo_fast.objective.pairs import custom_loss
 from grpo_fast.policy import (
     Policy,
@@ -119,6 +119,7 @@ def build_grpo_trainer(config: TrainConfig, world: World, say: Say) -> Trainer:
     stages = resolve_stages(config)
     for stage in stages:
         resolve_loss(stage.config.loss)  # one of the user's own is found here, or refused before any work
+    require_reference_read(config, [stage.config.loss for stage in stages])
     needs_reference = any(stage.config.keeps_reference for stage in stages)
     if config.rollout.router_replay:
         require_replay(config.model, load_architecture(config.model))
@@ -209,6 +210,22 @@ def build_grpo_trainer(config: TrainConfig, world: World, say: Say) -> Trainer:
         )
         unless_built.pop_all()
     return trainer
+
+
+def require_reference_read(config: TrainConfig, losses: Sequence[GRPOLossConfig]) -> None:
+    """Raise ValueError for a section `reference` that no stage's loss reads, or reads otherwise."""
+    path, template = config.reference.path, config.reference.prompt_template
+    read = [loss for loss in losses if loss.needs_reference]
+    if path is not None and not read:
+        raise ValueError(
+            f"reference.path = {path!r} is not read without a KL: set loss.beta, its weight, or method = "
+            "opd, or leave it out"
+        )
+    if template is not None and not (read and all(loss.compares_heads for loss in read)):
+        raise ValueError(
+            f"reference.prompt_template = {template!r:.70} is read by an exact KL alone: set method = sdft, "
+            "or loss.kl_estimator = exact with loss.beta, or leave it out"
+        )
 
 
 def require_same_head(policy: Policy, config: TrainConfig) -> None:

@@ -167,8 +167,6 @@ def test_gkd_trains_on_given_completions_in_its_share_of_steps(distilled, toy, t
         assert len(table) == (24 if trainer.on_policy else 4)
         trainer.step += 1
     assert {*sampled} == {True, False} and trainer.train_step().metrics["divergence"] > 0
-    with pytest.raises(ValueError, match=r"'completion'.*dataset\.rename"):
-        distilled(method="gkd")
 
 
 @pytest.mark.parametrize(
@@ -234,6 +232,28 @@ def test_rewards_beside_a_teacher_are_logged_and_do_not_train(distilled, toy, se
         found.append([step.metrics["loss"] for step in steps])
     assert found[0] == found[1] and "reward/near_w7/mean" in steps[0].metrics
     assert trainer.evaluate().n == 10
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({}, r"reference\.path = .* is not read without a KL"),
+        (
+            {"loss": {"beta": 0.1}, "reference": {"prompt_template": "{prompt} w3"}},
+            r"prompt_template = .* exact KL alone",
+        ),
+        ({"method": "sdft"}, "names {completion}, which the row does not have"),
+        ({"method": "gkd"}, r"'completion'.*dataset\.rename"),
+    ],
+)
+def test_a_reference_that_cannot_be_read_is_refused_before_weights(
+    distilled, toy, monkeypatch, sections, said
+):
+    monkeypatch.setattr("grpo_fast.policy.load.load_whole", None)
+    if sections.get("method") == "sdft":
+        sections = {**sections, "reference": {}}
+    with pytest.raises(ValueError, match=said):
+        distilled(**{"method": None, "rewards": toy["rewards"], **sections})
 
 
 def test_another_vocabulary_is_refused_before_weights_are_loaded(distilled, tmp_path, monkeypatch):
