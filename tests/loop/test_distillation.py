@@ -223,6 +223,15 @@ def test_a_teacher_that_sees_more_is_the_policy_with_that_prompt(
     assert value == pytest.approx(expected, rel=1e-4) and value > 1e-4
 
 
+def test_a_teacher_in_4_bits_teaches_a_policy_of_whole_weights(distilled, teacher):
+    pytest.importorskip("bitsandbytes")
+    trainer = distilled(reference={"path": teacher, "quantization": "nf4"})
+    with trainer.policy.reference() as reference:
+        assert reference.quantized and not trainer.policy.quantized
+    metrics = trainer.train_step().metrics
+    assert metrics["divergence"] > 0 and metrics["grad_norm"] > 0
+
+
 def test_rewards_beside_a_teacher_are_logged_and_do_not_train(distilled, toy, seed):
     scored = {"rewards": toy["rewards"], "evaluation": toy["evaluation"]}
     found = []
