@@ -319,7 +319,7 @@ def save_llama(folder: Path, tokenizer: Any, **changes: Any) -> None:
     tokens = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        LlamaForCausalLM(LlamaConfig(**sizes, **tokens, **changes)).save_pretrained(folder)
+        LlamaForCausalLM(LlamaConfig(**{**sizes, **tokens, **changes})).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 

@@ -53,7 +53,7 @@ def plan(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     if args.calibrate and args.gpu is not None:
         raise ConfigError("plan", [Problem("--calibrate", "measures the device at hand; leave --gpu out")])
     device = replace(device_budget(args.gpu), ranks=args.gpus)
-    shape = shape_of(config.model, device.kind)
+    shape = shape_of(config.model, device.kind, config.reference)
     prompt_length = args.prompt_length or config.dataset.max_prompt_length
     if prompt_length is None:
         if args.config is None:

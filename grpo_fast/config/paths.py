@@ -13,7 +13,10 @@ if TYPE_CHECKING:
 
 _VARIABLE = re.compile(r"\$(?:\{(\w+)\}|([A-Za-z_]\w*))")
 # Keys by their places without list positions, at the top level and in the overrides of a stage.
-_DATA = ("model.path", "model.tokenizer", "dataset.source", "evaluation.dataset.source")
+_DATA = (
+    *("model.path", "model.tokenizer", "reference.path"),
+    *("dataset.source", "evaluation.dataset.source"),
+)
 _CODE = (
     *("dataset.transform", "evaluation.dataset.transform"),
     *("rewards.reward", "callbacks", "loss.loss_type", "advantage.function"),

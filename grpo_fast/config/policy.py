@@ -140,6 +140,57 @@ class ModelConfig(Section):
         return None if how is False or how == "auto" else how
 
 
+class ReferenceConfig(Section):
+    """The frozen model of the KL, which is the teacher of a distillation."""
+
+    path: str | None = Field(
+        None,
+        description="another model with the tokens of `model.path`, such as the teacher of `method: opd`; "
+        "null: the policy as it was loaded",
+    )
+    revision: str | None = Field(None, description="as `model.revision`")
+    quantization: Literal["nf4"] | None = Field(
+        None, description="nf4: its linear layers but the head in 4 bits, by bitsandbytes"
+    )
+
+    weights: Literal["loaded", "policy"] = Field(
+        "loaded", description="policy: the weights under training, at each step, with prompt_template"
+    )
+    prompt_template: str | None = Field(
+        None,
+        description="what the teacher reads in place of the user's last message: str.format over {prompt}, "
+        "the row's columns, {solution}, another completion of the prompt whose reward reaches "
+        "success_threshold, and {feedback}, which a reward logs by log_extra. Completions that have neither "
+        "of the two that it names do not train. null: what the policy reads",
+    )
+    success_threshold: float = Field(1.0, description="of {solution}: reward of a completion that succeeds")
+
+    @model_validator(mode="after")
+    def _reads_what_is_set(self) -> ReferenceConfig:
+        if self.path is None:
+            refuse_unread(self, ["revision", "quantization"], "without path, another model")
+        elif self.weights == "policy":
+            raise ValueError(
+                f"reference.path = {self.path!r} is another model than weights = 'policy' says: leave path "
+                "out, or set weights to loaded"
+            )
+        if self.weights == "policy" and self.prompt_template is None:
+            raise ValueError(
+                "reference.weights = 'policy' without prompt_template compares the policy with itself: give "
+                "a template with more than {prompt}, or set weights to loaded"
+            )
+        if "{solution" not in (self.prompt_template or ""):
+            refuse_unread(self, ["success_threshold"], "without {solution} in prompt_template")
+        return self
+
+    def model(self, policy: ModelConfig) -> ModelConfig:
+        """Return the section `model` of the reference; what it does not say is as the policy has it."""
+        own = self.model_dump(include={"path", "revision", "quantization"})
+        # Nothing of it trains. It has adapters by name only, without which 4 bits are refused.
+        own |= {"tokenizer": None, "chat_template": None, "lora": LoraConfig(r=1)}
+        return policy.model_copy(update=own)
+
+
 class RateBandConfig(BandConfig):
     """A factor of the scheduled learning rate that follows a metric of the steps."""
 

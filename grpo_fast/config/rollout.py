@@ -69,8 +69,15 @@ class RolloutConfig(Section):
         description="auto: vLLM where it is installed and the model on a GPU, else transformers; or one of "
         "your own, an `EngineKind` as `module:Class` or `path/to/file.py:Class`",
     )
-    num_generations: Annotated[int, Field(ge=2, le=2**16)] = Field(
-        8, description="completions of a prompt; `grpo-fast plan` prints the largest number that fits"
+    num_generations: Annotated[int, Field(ge=1, le=2**16)] = Field(
+        8,
+        description="completions of a prompt, at least 2 where they are compared; `grpo-fast plan` prints "
+        "the largest number that fits",
+    )
+    on_policy_share: Fraction = Field(
+        1.0,
+        description="of loss_type opd: share of the steps whose completions are sampled, GKD's lambda; "
+        "the others train on the data's column `completion`, one for each prompt",
     )
     max_completion_length: PositiveInt = Field(
         256, description="tokens; of all turns, what an environment writes included"

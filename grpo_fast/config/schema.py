@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Literal
@@ -20,7 +21,7 @@ from grpo_fast.config.evaluation import EvaluationConfig
 from grpo_fast.config.groups import AdaptiveWeightsConfig, AdvantageConfig, CurriculumConfig, GroupConfig
 from grpo_fast.config.methods import MethodName, with_method
 from grpo_fast.config.paths import user_path
-from grpo_fast.config.policy import ModelConfig, OptimizerConfig
+from grpo_fast.config.policy import ModelConfig, OptimizerConfig, ReferenceConfig
 from grpo_fast.config.preference import PreferenceConfig
 from grpo_fast.config.record import AlertsConfig, CheckpointConfig, HubConfig, LoggingConfig
 from grpo_fast.config.rewards import RewardConfig
@@ -90,9 +91,12 @@ class TrainConfig(Section):
         None, description="threads of the CPU; null: torch's choice"
     )
     model: ModelConfig
+    reference: ReferenceConfig = ReferenceConfig()
     dataset: DatasetConfig
     rewards: list[RewardConfig] = Field(
-        [], description="what grpo maximises; at least one, or a rollout.environment with get_reward"
+        [],
+        description="what grpo maximises; at least one, or a rollout.environment with get_reward. "
+        "loss_type opd needs none, and does not train on them",
     )
     rollout: RolloutConfig = RolloutConfig()
     memory: MemoryConfig = MemoryConfig()
@@ -137,6 +141,11 @@ class TrainConfig(Section):
         """Where epochs are given, max_steps is not known before the data is."""
         return {k: v for k, v in handler(self).items() if k != "max_steps" or self.epochs is None}
 
+    @property
+    def keeps_reference(self) -> bool:
+        """Whether a run holds another model, or other weights, than those under training."""
+        return self.loss.needs_reference and self.reference.weights == "loaded"
+
     def evaluation_schedule(self, questions: int) -> tuple[int, int | None]:
         """Return the steps between evaluations, 0 for none while training, and how many questions they use.
 
@@ -162,7 +171,7 @@ class TrainConfig(Section):
             draws_with_policy: whether the sampler's log-probabilities are the trainer's own.
         """
         loss = self.loss
-        if loss.sampler_correction is not None or loss.is_custom:
+        if loss.sampler_correction is not None or loss.is_custom or loss.distills:
             return self
         correction: SamplerCorrection = "token_truncate" if loss.weighs_sampler else "sequence_mask"
         if draws_with_policy or self.old_logprobs == "sampler" or self.rollout.truncations:
@@ -170,15 +179,24 @@ class TrainConfig(Section):
         return self.model_copy(update={"loss": replace(loss, sampler_correction=correction)})
 
 
+def _scores(config: TrainConfig) -> bool:
+    """Whether something rewards completions."""
+    return bool(config.rewards or config.rollout.environment or config.dataset.is_taskset)
+
+
 # What a run would not read, and whose value the user would wait for: section, keys, why, and when. A method's
 # own settings may go unread beside those that depart from it.
 _BY_ALGORITHM = "by algorithm = {0.algorithm!r}"
 _SAMPLING = (
-    "method rewards rollout memory advantage loss groups curriculum adaptive_weights stages num_iterations "
-    "minibatches old_logprobs"
+    "method reference rewards rollout memory advantage loss groups curriculum adaptive_weights stages "
+    "num_iterations minibatches old_logprobs"
 )
 _ESTIMATORS = "scale_rewards baseline multi_objective_aggregation"
 _KL = "kl_estimator kl_in_reward use_bias_correction_kl"
+_ADVANTAGES = (
+    f"{_ESTIMATORS} rescale_flat_groups skip_flat_groups dynamic_sampling soft_overlong function max_draws"
+)
+_DISTILLS = "by loss.loss_type = {0.loss.loss_type!r}, which reads no advantages"
 _ENTROPY = "entropy_target entropy_coef_min entropy_coef_max entropy_coef_delta"
 UNREAD: list[tuple[str, str, str, Callable[[TrainConfig], object]]] = [
     ("", _SAMPLING, _BY_ALGORITHM, lambda c: c.algorithm != "grpo"),
@@ -187,6 +205,8 @@ UNREAD: list[tuple[str, str, str, Callable[[TrainConfig], object]]] = [
     ("preference", "loss beta", _BY_ALGORITHM, lambda c: c.algorithm != "dpo"),
     ("preference", "ranking", _BY_ALGORITHM, lambda c: c.algorithm != "rank"),
     ("advantage", _ESTIMATORS, "beside advantage.function", lambda c: not c.method and c.advantage.function),
+    ("", "groups adaptive_weights old_logprobs", _DISTILLS, lambda c: c.loss.distills),
+    ("advantage", _ADVANTAGES, _DISTILLS, lambda c: c.loss.distills),
     ("loss", _KL, "without loss.beta, the weight of the KL", lambda c: not c.method and not c.loss.beta),
     (
         "loss",
@@ -204,11 +224,62 @@ UNREAD: list[tuple[str, str, str, Callable[[TrainConfig], object]]] = [
 CONTRADICTIONS: list[tuple[str, Callable[[TrainConfig], object]]] = [
     (
         "rewards all have weight = 0, so that no completion is better than another: give one a weight",
-        lambda c: c.rewards and not (c.rollout.environment or any(reward.weight for reward in c.rewards)),
+        lambda c: (
+            c.rewards
+            and not c.loss.distills
+            and not (c.rollout.environment or any(reward.weight for reward in c.rewards))
+        ),
     ),
     (
         "rewards is empty: give at least one, or a rollout.environment with a method get_reward",
-        lambda c: c.algorithm == "grpo" and not (c.rewards or c.rollout.environment or c.dataset.is_taskset),
+        lambda c: c.algorithm == "grpo" and not (c.loss.distills or _scores(c)),
+    ),
+    (
+        "rewards is empty, and curriculum and evaluation.dataset read scores: give a reward, which loss_type "
+        "= {0.loss.loss_type!r} only logs, or leave them out",
+        lambda c: c.loss.distills and not _scores(c) and (c.curriculum or c.evaluation.dataset),
+    ),
+    (
+        "rollout.on_policy_share = {0.rollout.on_policy_share:g} trains on given completions, which "
+        "loss.loss_type = opd alone does, without rollout.tools, environment or function: "
+        "leave it out, or set method = gkd",
+        lambda c: (
+            c.rollout.on_policy_share < 1
+            and (not c.loss.distills or c.rollout.has_turns or c.rollout.function or c.dataset.is_taskset)
+        ),
+    ),
+    (
+        "reference.prompt_template is of completions of one turn, on ranks that each hold the model: leave "
+        "it out, or rollout.tools, environment and function, and distributed.mode = shard",
+        lambda c: (
+            c.reference.prompt_template
+            and (
+                c.rollout.has_turns
+                or c.rollout.function
+                or c.dataset.is_taskset
+                or c.distributed.mode == "shard"
+            )
+        ),
+    ),
+    (
+        "reference.prompt_template has {{solution}} or {{feedback}}, which rewards give: give at least one "
+        "reward",
+        lambda c: (
+            {"{solution}", "{feedback}"} & {*re.findall(r"{\w+}", c.reference.prompt_template or "")}
+            and not c.rewards
+        ),
+    ),
+    (
+        "reference.prompt_template has {{solution}}, another completion of the prompt: raise "
+        "rollout.num_generations = {0.rollout.num_generations} to 2 or more, and leave out on_policy_share",
+        lambda c: (
+            "{solution}" in (c.reference.prompt_template or "")
+            and (c.rollout.num_generations == 1 or c.rollout.on_policy_share < 1)
+        ),
+    ),
+    (
+        "rollout.num_generations = 1 leaves nothing to compare a completion with: raise it to 2 or more",
+        lambda c: c.algorithm == "grpo" and c.rollout.num_generations == 1 and not c.loss.distills,
     ),
     (
         "rollout.router_replay = true: `verifiers:` does not hand on which experts were chosen, and compiled "
@@ -247,6 +318,11 @@ CONTRADICTIONS: list[tuple[str, Callable[[TrainConfig], object]]] = [
         "{0.groups.max_group_size} or groups.size_by = {0.groups.size_by}: lower the group size, or raise "
         "prompts_per_step",
         lambda c: c.groups.largest > c.prompts_per_step,
+    ),
+    (
+        "loss.loss_type = {0.loss.loss_type!r} has no teacher: set reference.path to a model, or "
+        "reference.prompt_template to what the policy reads as its own teacher",
+        lambda c: c.loss.distills and not (c.reference.path or c.reference.prompt_template),
     ),
     (
         "loss.kl_in_reward = true is a part of the reward, whose weight loss.beta is lost where "

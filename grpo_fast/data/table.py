@@ -167,6 +167,10 @@ class CompletionTable:
         """With these facts, (S, ...) each, beside or in place of others."""
         return self._same_rows(facts={**self.facts, **facts})
 
+    def with_objects(self, **objects: tuple[Any, ...]) -> CompletionTable:
+        """With these objects, S each, beside or in place of others."""
+        return self._same_rows(objects={**self.objects, **objects})
+
     def to(self, device: torch.device) -> CompletionTable:
         """With columns and inputs on a device."""
         columns, inputs = (
@@ -191,8 +195,8 @@ class CompletionTable:
 
     def by_group(self, fact: str) -> Tensor:
         """(G, n, ...) of groups that lie one after the other, n completions each."""
-        values = self.facts[fact]
-        return values.view(self.num_groups, -1, *values.shape[1:])
+        values, groups = self.facts[fact], self.num_groups
+        return values.view(groups, len(self) // max(1, groups), *values.shape[1:])
 
     def select(self, rows: Tensor | Sequence[int]) -> CompletionTable:
         """These completions with their prompts, in this order; groups keep their numbers."""

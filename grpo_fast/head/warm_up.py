@@ -106,7 +106,7 @@ def _launch(
         torch.autograd.grad(total, trained)
 
     row, ids = torch.zeros(rows, device=hidden.device), torch.zeros_like(targets)
-    if loss is None or loss.is_custom:
+    if loss is None or loss.is_custom or loss.distills:
         backward(linear_logprob(hidden, weight, targets, **given).logprob.sum())
     else:
         loss = replace(loss, max_completion_length=loss.max_completion_length or 1)  # else known at a step

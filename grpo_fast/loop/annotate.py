@@ -4,17 +4,42 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from grpo_fast.data.table import CompletionTable
 from grpo_fast.distributed.world import SINGLE_PROCESS, World
-from grpo_fast.head import HeadOutput, linear_logprob
+from grpo_fast.head import HeadOutput, HeadParameters, linear_logprob
+from grpo_fast.loop.context import CONTEXT, places_in, seen_by_teacher
 from grpo_fast.policy import PackedBatch, Policy
 from grpo_fast.policy.out_of_memory import MicroBatchBudget
 from grpo_fast.policy.packing import empty_batch, laid_out, units_of
 from grpo_fast.rollout.agreement import evaluation_mode
+
+
+@dataclass(frozen=True)
+class ReferenceStates:
+    """What the reference's distributions at N targets follow from."""
+
+    hidden: Tensor  # (N, H) of the reference
+    head: HeadParameters | None = None  # None: the policy's own, which is frozen
+
+    def operands(self, own: HeadParameters) -> dict[str, Any]:
+        """Return what a loss forms the reference's logits of.
+
+        Args:
+            own: the policy's head.
+        """
+        head = self.head or own
+        return {"ref_hidden": self.hidden, "ref_weight": head.weight, "ref_bias": head.bias}
+
+    def scaling(self, own: HeadParameters) -> dict[str, Any]:
+        """Return what `linear_kl` does to these logits."""
+        head = self.head or own
+        return {"ref_logit_scale": head.logit_scale, "ref_softcap": head.softcap}
 
 
 class Annotator:
@@ -47,6 +72,7 @@ class Annotator:
         self.budget = MicroBatchBudget(unit="", remedy=remedy, repeats=not policy.sharded)
         self.keep_groups(whole_groups)
         self._ready = ready
+        self.follows_policy = False  # whether the reference is the policy as it is now
 
     def keep_groups(self, whole: bool) -> None:
         """Keep each group in one micro-batch from here on, or split groups where that fits better."""
@@ -128,6 +154,43 @@ class Annotator:
         """(N,) float32 under the policy as it was loaded."""
         self._ready()
         return self.columns(table, of=self.policy.reference)[0]
+
+    @torch.no_grad()
+    def reference_states(self, batch: PackedBatch, table: CompletionTable) -> ReferenceStates:
+        """Return what an exact KL of the batch's targets reads of the reference. No logits are formed.
+
+        Args:
+            table: that the batch is of; with the object `context`, the reference sees that prompt.
+        """
+        self._ready()
+        follows = nullcontext(self.policy) if self.follows_policy else self.policy.reference()
+        with follows as reference, evaluation_mode(reference.model):
+
+            def work() -> ReferenceStates:
+                if CONTEXT in table.objects:
+                    hidden = self._states_in_context(reference, batch, table)
+                else:
+                    hidden = reference.hidden_states(batch)
+                if reference is self.policy:
+                    return ReferenceStates(hidden)
+                head = reference.head
+                # What is gathered here is gone when the policy computes.
+                return ReferenceStates(
+                    hidden, replace(head, weight=head.weight.clone()) if reference.sharded else head
+                )
+
+            return reference.run(work)
+
+    def _states_in_context(self, reference: Policy, batch: PackedBatch, table: CompletionTable) -> Tensor:
+        """(N, H) for the batch's targets after the teacher's prompts, in micro-batches of their own."""
+        rows = batch.rows.cpu()
+        seen, device = seen_by_teacher(table, rows), reference.device
+        shares = {"shares_prompts": reference.packs}
+        batches = laid_out(seen, max_tokens=self.micro_batch_tokens, device=device, **shares)
+        found = torch.cat([reference.hidden_states(one) for one in batches])
+        order = torch.cat([one.token_index for one in batches]).argsort()
+        targets = seen.mask.cumsum(0).sub(1)[places_in(seen, table, rows, batch)]
+        return found[order[targets.to(device)]]
 
     def head_outputs(self, policy: Policy, batch: PackedBatch, *outputs: str) -> HeadOutput:
         """(N,) float32 log-probabilities at the sampling temperature, and `outputs` besides."""

@@ -120,7 +120,7 @@ def score(
         [number for number, group in enumerate(completions) for _ in group],
         mask=[None if c.episode is None else c.episode.sampled for c in flat],
         facts={
-            "reward": result.total if weights is None else weighted_sum(result.table, weights),
+            "reward": weighted_sum(result.table, weights) if weights else result.total,
             "reward_table": result.table,
             "truncated": torch.tensor([completion.truncated for completion in flat]),
             "episode": torch.tensor([_episode(completion) for completion in flat], dtype=torch.float64),
@@ -318,12 +318,17 @@ def describe(table: CompletionTable, part_names: Sequence[str]) -> dict[str, flo
     rewards, lengths = table.by_group("reward"), table.num_targets.float().view(table.num_groups, -1)
     n = rewards.shape[1]
     ids = [own.numpy().tobytes() for own in table.token_ids.split(table.lengths.tolist())]
-    unique = [(len({*ids[i : i + n]}) - 1) / (n - 1) for i in range(0, len(ids), n)]
-    metrics = {
-        "reward/mean": rewards.nanmean().item(),
-        "reward/std": spread_within(rewards),
-        "groups/flat": table.facts["flat"].double().mean().item(),
-        "groups/unique_completions": sum(unique) / len(unique),
+    metrics = {}
+    if part_names:
+        metrics = {
+            "reward/mean": rewards.nanmean().item(),
+            "reward/std": spread_within(rewards),
+            "groups/flat": table.facts["flat"].double().mean().item(),
+        }
+    if n > 1:
+        unique = [(len({*ids[i : i + n]}) - 1) / (n - 1) for i in range(0, len(ids), n)]
+        metrics["groups/unique_completions"] = sum(unique) / len(unique)
+    metrics |= {
         "completion/length_mean": lengths.mean().item(),
         "completion/length_max": lengths.max().item(),
         "completion/truncated": table.facts["truncated"].double().mean().item(),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -34,15 +35,17 @@ from grpo_fast.loop.collect import (
     with_penalties,
 )
 from grpo_fast.loop.columns import EXTRA, with_loss_columns
+from grpo_fast.loop.context import CONTEXT, TeacherContext
 from grpo_fast.loop.evaluate import Evaluation, criterion, evaluate
 from grpo_fast.loop.update import PolicyUpdate
 from grpo_fast.policy import Policy, PolicyOptimizer
 from grpo_fast.policy.architecture import rounding_nats
 from grpo_fast.record.logs import Clock, SampleRecord
 from grpo_fast.rewards import RewardSet
-from grpo_fast.rollout import Engine, Rollout, generate_rollout, sampling_of
+from grpo_fast.rollout import Completion, Engine, Rollout, generate_rollout, sampling_of
 from grpo_fast.rollout.engines import ENGINES, draws_with_policy
 from grpo_fast.rollout.handover import DeviceHandover
+from grpo_fast.rollout.sampling import derive_seed
 
 # Spaced so that no two draws of any two steps, nor of runs with neighbouring seeds, share a seed.
 SEEDS_PER_RUN, SEEDS_PER_STEP = 10**9, 10**3
@@ -61,6 +64,8 @@ class StageParts:
     adaptive_weights: AdaptiveWeights | None = None
     toolsets: Toolsets | None = None
     rollout: Rollout = generate_rollout
+    context: TeacherContext | None = None  # of a teacher that sees more
+    given: Mapping[int, Completion] = field(default_factory=dict)  # the data's own, by its prompt's row
 
 
 class Trainer(Algorithm):
@@ -102,8 +107,9 @@ class Trainer(Algorithm):
         self.parts: dict[str, float] = {}  # weight of each part of the step's rewards, penalties included
         self.sampler_seen = False  # whether this process has compared completions with the policy
         self.evaluation = config.evaluation
-        deciding = eval_rewards.names[eval_rewards.position(config.evaluation.reward)]
-        self.criterion = criterion(deciding, config.evaluation.threshold)
+        if eval_rewards.names:
+            deciding = eval_rewards.names[eval_rewards.position(config.evaluation.reward)]
+            self.criterion = criterion(deciding, config.evaluation.threshold)
         self.evaluation_sampling = replace(
             sampling_of(config.rollout),
             max_completion_length=config.rollout.max_completion_length,
@@ -145,9 +151,11 @@ class Trainer(Algorithm):
             "groups": (
                 f"{plural(self.config.prompts_per_step, 'prompt')} a step, {rollout.num_generations} "
                 f"completions of each, at most {plural(rollout.max_completion_length, 'token')}, by "
-                f"{type(self.engine).__name__}{corrected}; rewards: {', '.join(self.rewards.names)}"
+                f"{type(self.engine).__name__}{corrected}; rewards: {', '.join(self.rewards.names) or 'none'}"
             )
         }
+        if self.config.reference.path is not None:
+            lines["teacher"] = f"{self.config.reference.path}, the reference of the KL"
         told = getattr(self.rollout_fn, "described", "")
         return lines | ({"rollout": told} if told else {})
 
@@ -156,6 +164,9 @@ class Trainer(Algorithm):
         self.advance()
 
     def learn(self, table: CompletionTable, clock: Clock) -> dict[str, float]:
+        if CONTEXT in table.objects:
+            seen = [row for row, context in enumerate(table.objects[CONTEXT]) if context is not None]
+            table = table.select(seen)
         trained, totals = to_train(table, self.config.advantage, self.config.loss)
         self.handover.to_trainer()
         if len(table) and not self.sampler_seen:  # before anything is learnt from them
@@ -254,17 +265,24 @@ class Trainer(Algorithm):
 
         tables = [*map(CompletionTable.from_tensors, self.world.gather_tensors("the rollout", work))]
         tables[self.world.rank] = own[0]
-        if self.world.size > 1 and (self.config.advantage.function or self.prompts.reads_texts):
+        context = self.stages[self.stage].context
+        if self.world.size > 1 and (
+            self.config.advantage.function or self.prompts.reads_texts or context is not None
+        ):
             objects = self.world.gather_from_all("the completions", lambda: own[0].objects)
             tables = [replace(table, objects=found) for table, found in zip(tables, objects, strict=True)]
         joined = CompletionTable.join(tables)
         if any(prompt.images for prompt in prompts):  # which every rank has, and none need send
             images = tuple(prompts[group].images for group in joined.groups.tolist())
-            joined = replace(joined, objects={**joined.objects, "images": images})
-        return joined
+            joined = joined.with_objects(images=images)
+        return joined if context is None else context.of(joined)
 
     def own_rollout(self, prompts: Sequence[Prompt], draw: int, clock: Clock) -> CompletionTable:
-        """What this rank has of a rollout."""
+        """What this rank has of a rollout, or of the data's own completions."""
+        if not self.on_policy:
+            given = self.stages[self.stage].given
+            with clock("reward"):
+                return score(prompts, [[given[prompt.index]] for prompt in prompts], self.rewards)
         seed = self.world.seed(self.config.seed * SEEDS_PER_RUN + self.step * SEEDS_PER_STEP + draw)
         self.handover.to_engine()
         read = self.config.old_logprobs == "sampler" or self.config.loss.reads_sampler
@@ -292,6 +310,12 @@ class Trainer(Algorithm):
             table = score(prompts, completions, self.rewards, weights=weights, precomputed=early.values())
             return with_loss_columns(table, self.config.loss.columns)
 
+    @property
+    def on_policy(self) -> bool:
+        """Whether this step's completions are sampled: GKD, arXiv:2306.13649, algorithm 1."""
+        drawn = random.Random(derive_seed(self.config.seed, self.step)).random()
+        return drawn < self.config.rollout.on_policy_share
+
     def grouped(self, prompts: Sequence[Prompt], table: CompletionTable, clock: Clock) -> CompletionTable:
         """One draw's table with the fact `baseline_group` (S,) where prompts may share a baseline.
 
@@ -312,6 +336,9 @@ class Trainer(Algorithm):
 
     def with_advantages(self, table: CompletionTable, clock: Clock) -> CompletionTable:
         """The table with its completions' advantages."""
+        if self.config.loss.distills and not (self.rewards.names and len(table) > table.num_groups):
+            rows = torch.zeros(len(table))
+            return table.with_facts(advantage=rows, flat=rows.bool())
         with clock("reward"):
             baselines = self.baselines(table) or None
             return with_advantages(table, self.config.advantage, self.reward_weights, baselines)

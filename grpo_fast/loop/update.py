@@ -14,12 +14,12 @@ from torch import Tensor
 from grpo_fast.config.schema import TrainConfig
 from grpo_fast.data.table import CompletionTable
 from grpo_fast.distributed.world import SINGLE_PROCESS, World
-from grpo_fast.head import GRPOLossOutput, linear_grpo_loss
-from grpo_fast.loop.annotate import Annotator
+from grpo_fast.head import GRPOLossOutput, HeadParameters, linear_grpo_loss, linear_kl
+from grpo_fast.loop.annotate import Annotator, ReferenceStates
 from grpo_fast.objective import GRPOLossConfig, StepTotals
 from grpo_fast.objective.metrics import sum_metrics
 from grpo_fast.objective.terms import EntropyController, kl_estimate
-from grpo_fast.objective.types import present
+from grpo_fast.objective.types import Segments, present, step_totals, token_weights
 from grpo_fast.policy import PackedBatch, Policy, PolicyOptimizer
 from grpo_fast.policy.experts import balance_loss
 from grpo_fast.policy.out_of_memory import optimizer_step
@@ -74,6 +74,7 @@ class PolicyUpdate:
         fewer = " or num_generations, set loss.whole_groups = false" if self.whole_groups else ""
         self.annotator.budget.remedy = f"lower rollout.max_completion_length{fewer}"
         self.annotator.temperature = config.rollout.temperature
+        self.annotator.follows_policy = config.reference.weights == "policy"
 
     @property
     def whole_groups(self) -> bool:
@@ -161,6 +162,8 @@ class PolicyUpdate:
         truncated distribution.
         """
         known: dict[str, Tensor | None] = {}
+        if self.config.loss.distills:
+            return table
         if self.config.old_logprobs == "sampler":
             known = {"old_logprobs": table.columns["sampler_logprobs"], "sampler_logprobs": None}
         else:
@@ -168,7 +171,8 @@ class PolicyUpdate:
                 known["sampler_logprobs"] = None
             if stale:
                 known["old_logprobs"] = self.annotator.columns(table)[0]
-        if self.config.loss.needs_reference and not self.config.loss.kl_in_reward:
+        loss = self.config.loss
+        if loss.needs_reference and not (loss.kl_in_reward or loss.compares_heads):
             known["ref_logprobs"] = self.annotator.reference_logprobs(table)
         return table.with_columns(**known)
 
@@ -201,10 +205,13 @@ class PolicyUpdate:
                 for number, batch in enumerate(batches):
                     place = self.world.step, turn, number, self.world.rank
                     seed = derive_seed(self.config.seed, *place)
+                    if self.loss.compares_heads:
+                        loss.keywords["reference"] = self.annotator.reference_states(batch, table)
                     out = self.policy.run(partial(loss, batch, seed=seed))
                     out.loss.backward()
                     shares.append(out.metrics | {"loss": out.loss.detach()})
-                    logprobs[batch.token_index] = present(out.logprobs)
+                    if out.logprobs is not None:
+                        logprobs[batch.token_index] = out.logprobs
                 if self.policy.routing is not None:
                     shares.append(self.policy.routing.differing())
         return table.columns.get("old_logprobs", logprobs), shares
@@ -275,18 +282,29 @@ def packed_loss(
     entropy_coef: float | None = None,
     optimizer: PolicyOptimizer | None = None,
     seed: int | None = None,
+    reference: ReferenceStates | None = None,
 ) -> GRPOLossOutput:
     """`linear_grpo_loss` of a micro-batch, entropy among its metrics; called within `Policy.run`.
+
+    A distillation is `divergence_loss` instead.
 
     Args:
         totals: what the losses of a step's micro-batches are divided by; none: the batch's own counts.
         entropy_coef: in place of the configuration's.
         optimizer: to whose gradient of the head the backward adds; none: to the parameter's own.
         seed: as `linear_grpo_loss` takes it.
+        reference: what an exact KL reads of the reference.
     """
     routed: list[Tensor] | None = None if policy.router_aux_loss is None else []
     hidden, head = policy.hidden_states(batch, routed=routed), policy.head
-    weight_grad = None if optimizer is None else optimizer.gradient_of(policy.head_weight)
+    if reference is not None and config is not None and config.distills:
+        out = divergence_loss(
+            hidden, head, batch, config, totals, reference, temperature=temperature, seed=seed
+        )
+        return with_balance_loss(out, policy, batch, routed, totals)
+    weight_grad = None
+    if optimizer is not None and reference is None:  # an exact KL hands its gradient to the optimizer's hook
+        weight_grad = optimizer.gradient_of(policy.head_weight)
     out = linear_grpo_loss(
         hidden,
         # Detached: a hook on it is the optimizer's own, which is not needed here.
@@ -304,8 +322,60 @@ def packed_loss(
         entropy=True,
         weight_grad=weight_grad,
         seed=seed,
+        **({} if reference is None else reference.operands(head)),
         **head.options,
     )
+    return with_balance_loss(out, policy, batch, routed, totals)
+
+
+def divergence_loss(
+    hidden: Tensor,
+    head: HeadParameters,
+    batch: PackedBatch,
+    config: GRPOLossConfig,
+    totals: StepTotals | None,
+    reference: ReferenceStates,
+    **options: Any,
+) -> GRPOLossOutput:
+    """Return the divergence to the reference over whole vocabularies, summed with the aggregation's weights.
+
+    GKD (Agarwal et al. 2023, arXiv:2306.13649), equations 2 to 4.
+
+    Args:
+        hidden: (N, H) of the policy, differentiable.
+        totals: as `packed_loss` takes it.
+        options: of `linear_kl`.
+    """
+    counted = torch.ones_like(batch.targets, dtype=torch.bool)
+    out = linear_kl(
+        hidden,
+        head.weight,
+        counted,
+        direction="jsd",
+        beta=config.jsd_beta,
+        **reference.operands(head),
+        **reference.scaling(head),
+        **options,
+        **head.options,
+    )
+    divergence = out.divergence
+    segments = Segments.of(batch.sequence_ids, counted, batch.num_sequences, divergence.dtype)
+    totals = totals or step_totals(counted, batch.num_sequences)
+    weights = token_weights(config.aggregation_kind, segments, totals, config.max_completion_length)
+    tokens = totals.num_tokens if totals.measured_tokens is None else totals.measured_tokens
+    means = token_weights("token_mean", segments, StepTotals(tokens, totals.num_sequences))
+    metrics = {"divergence": (means * divergence.detach()).sum()}
+    return GRPOLossOutput((weights * divergence).sum(), metrics, certificate=out.certificate)
+
+
+def with_balance_loss(
+    out: GRPOLossOutput,
+    policy: Policy,
+    batch: PackedBatch,
+    routed: list[Tensor] | None,
+    totals: StepTotals | None,
+) -> GRPOLossOutput:
+    """Add a mixture's load-balancing loss, where the policy asks for one, of a forward's router logits."""
     if routed is None:
         return out
     # Of a step's micro-batches, and ranks, a mean with their tokens as weights.

@@ -195,6 +195,16 @@ CATALOG: dict[str, LossFacts] = {
     "dppo_kl": _dppo("DPPO-Binary-KL, arXiv 2602.04879", surrogate="dppo_kl", epsilon=(0.05, 0.05)),
 }
 
+DISTILLATION: dict[str, LossFacts] = {
+    "opd": LossFacts(
+        "on-policy distillation, GKD, arXiv 2306.13649, eq. 4: no surrogate, the divergence to the reference",
+        aggregation="token_mean",
+        surrogate="",
+        fields=("jsd_beta",),
+    ),
+}
+"""Losses that read no advantages: the exact divergence of two distributions at each token."""
+
 METHODS: dict[str, Settings] = {
     **{name: {"loss.loss_type": name} | facts.sets | facts.estimator for name, facts in CATALOG.items()},
     # Lite PPO, arXiv 2508.08221: the group's mean, the batch's deviation, token-level loss; and ROLL's
@@ -221,6 +231,24 @@ METHODS: dict[str, Settings] = {
         "loss.entropy_coef_delta": 1e-4,
         "advantage.skip_flat_groups": True,
     },
+    # Section 2 of arXiv 2306.13649 has lambda and beta of every size; TRL's defaults are 0.5 and 0.5.
+    "opd": {"loss.loss_type": "opd", "loss.jsd_beta": 1.0},
+    # Section 3.1: the teacher's prompt; its weights there are a moving average of the policy's.
+    "sdft": {
+        "loss.loss_type": "opd",
+        "loss.jsd_beta": 1.0,
+        "reference.weights": "policy",
+        "reference.prompt_template": "{prompt}\n\nThis is an example for a response to the question:\n"
+        "{completion}\n\nNow answer with a response of your own, including the thinking process:\n",
+    },
+    "sdpo": {
+        "loss.loss_type": "opd",
+        "loss.jsd_beta": 1.0,
+        "reference.weights": "policy",
+        "reference.prompt_template": "{prompt}\n\nCorrect solution:\n\n{solution}\n\n"
+        "Correctly solve the original question.\n",
+    },
+    "gkd": {"loss.loss_type": "opd", "loss.jsd_beta": 0.5, "rollout.on_policy_share": 0.5},
 }
 """What each method sets over the defaults: every loss, and those that take another's surrogate."""
 
@@ -229,4 +257,5 @@ LOSS_TYPES = tuple(CATALOG)
 
 def loss_specific(names: Iterable[str] | None = None) -> frozenset[str]:
     """Fields of the configuration that not every loss reads, of these losses or of all."""
-    return frozenset[str]().union(*(CATALOG[name].fields for name in names or CATALOG))
+    rows = CATALOG | DISTILLATION
+    return frozenset[str]().union(*(rows[name].fields for name in names or rows))

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type
 
 from grpo_fast.objective.catalog import (
     CATALOG,
+    DISTILLATION,
     LOSS_TYPES,
     Aggregation,
     KLEstimator,
@@ -215,6 +216,13 @@ class GRPOLossConfig:
         2e-4, "kl_cov: share of tokens, highest covariance first, that are penalised", gt=0, le=1
     )
     kl_cov_coef: float = option(1.0, "kl_cov: weight of the penalty", gt=0)
+    jsd_beta: float = option(
+        1.0,
+        "opd: 1 is the reverse KL, KL(policy ‖ reference), 0 the forward KL, between them the generalized "
+        "Jensen-Shannon divergence, as TRL's `beta` of GKD and distillation",
+        ge=0,
+        le=1,
+    )
     dppo_ratio_max: float = option(20.0, "dppo: ceiling of the ratio that multiplies the gradient", gt=0)
 
     def __post_init__(self) -> None:
@@ -222,9 +230,10 @@ class GRPOLossConfig:
         object.__setattr__(self, "columns", tuple(self.columns))  # YAML's list equals the default
         if self.is_custom:
             self._check_custom()
-        elif self.loss_type not in CATALOG:
+        elif self.loss_type not in CATALOG | DISTILLATION:
+            known = ", ".join((*LOSS_TYPES, *DISTILLATION))
             raise ValueError(
-                f"loss_type = {self.loss_type!r} is unknown; choose one of {', '.join(LOSS_TYPES)}, or give "
+                f"loss_type = {self.loss_type!r} is unknown; choose one of {known}, or give "
                 "your own function as 'module:function'"
             )
         else:
@@ -239,7 +248,12 @@ class GRPOLossConfig:
     @property
     def facts(self) -> LossFacts:
         """The catalogue's row. A custom loss has none (KeyError)."""
-        return CATALOG[self.loss_type]
+        return CATALOG[self.loss_type] if self.loss_type in CATALOG else DISTILLATION[self.loss_type]
+
+    @property
+    def distills(self) -> bool:
+        """Whether the loss is the divergence to the reference alone, and reads no advantages."""
+        return self.loss_type in DISTILLATION
 
     @property
     def ratio_level(self) -> RatioLevel:
@@ -264,7 +278,12 @@ class GRPOLossConfig:
 
     @property
     def needs_reference(self) -> bool:
-        return self.beta > 0
+        return self.beta > 0 or self.distills
+
+    @property
+    def compares_heads(self) -> bool:
+        """Whether the loss reads the reference's hidden states and head, not its log-probabilities."""
+        return self.needs_exact_kl or self.distills
 
     @property
     def needs_exact_kl(self) -> bool:
@@ -296,6 +315,9 @@ class GRPOLossConfig:
         facts = self.facts
         refuse_unread(self, _CUSTOM, f"by loss_type = {self.loss_type!r}, only by a custom loss")
         unread = loss_specific().difference(facts.fields)
+        if self.distills:
+            read = {"loss_type", "aggregation", "max_completion_length", "value_loss_coef", *facts.fields}
+            unread = frozenset(f.name for f in fields(self)) - read
         refuse_unread(self, unread, f"by loss_type = {self.loss_type!r}")
         if facts.epsilon is not None:
             low, high = facts.epsilon if self.epsilon_low is None else (self.epsilon_low, self.epsilon_low)

@@ -185,6 +185,11 @@ def _kept(
 
 
 def _check(inputs: LossInputs, config: GRPOLossConfig, entropy_coef: float) -> None:
+    if config.distills:
+        raise ValueError(
+            f"loss_type = {config.loss_type!r} compares whole distributions, and a policy loss gets "
+            "log-probabilities of tokens; call grpo_fast.linear_kl, or train with `method: opd`"
+        )
     if config.needs_exact_kl and inputs.exact_kl is None:
         raise ValueError(
             f"exact_kl is None, but beta = {config.beta} weighs it; give linear_kl's divergence of the "

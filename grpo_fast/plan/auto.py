@@ -88,7 +88,7 @@ def resolve_auto(config: TrainConfig, run_dir: Path | None = None, *, ranks: int
     device = device_budget()
     device = replace(device, ranks=ranks, host=device.host // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     try:
-        shape = measured(config.model, shape_of(config.model, on.type), on)
+        shape = measured(config.model, shape_of(config.model, on.type, config.reference), on)
         found = []
         for divided in modes(config, ranks, whole=shape.quantized > 0):
             runs = (stage.config for stage in resolve_stages(divided))

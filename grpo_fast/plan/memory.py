@@ -132,13 +132,13 @@ def resident_bytes(setup: Setup) -> dict[str, int]:
     """
     config, shape, ranks = setup.config, setup.shape, setup.device.ranks
     of_weights = ranks if setup.sharded else 1
-    reference = config.loss.needs_reference and config.model.lora is None
+    reference = shape.reference or shape.bytes * (config.model.lora is None)
     return {
         "weights": shape.bytes // of_weights,
         "master": shape.master_bytes * (not config.optimizer.stochastic_rounding) // ranks,
         "gradients": shape.master_bytes // of_weights,
         "optimizer": int(ADAM_BYTES[config.optimizer.kind] * shape.trained) // ranks,
-        "reference": shape.bytes * reference // of_weights,
+        "reference": reference * config.keeps_reference // of_weights,
     }
 
 
@@ -242,7 +242,8 @@ def head_bytes(setup: Setup, targets: int) -> int:
     kernels = setup.device.has_triton and model.head != "reference"
     plan = plan_head(replace(setup.device, has_triton=kernels), work)
     # Hidden states, their gradient in float32, and a few numbers of a row.
-    rows = targets * (shape.hidden * (shape.itemsize + 4) + 60)
+    states = shape.itemsize * (1 + setup.config.loss.compares_heads) + 4  # those of the reference, too
+    rows = targets * (shape.hidden * states + 60)
     if plan.backend == "reference":
         height, columns = min(plan.chunks.rows, targets), min(plan.chunks.columns, shape.vocabulary)
         return rows + 4 * (3 * height * columns + (height + columns) * shape.hidden)

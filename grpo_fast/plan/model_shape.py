@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from grpo_fast.config.paths import local_path
-from grpo_fast.config.policy import ModelConfig
+from grpo_fast.config.policy import ModelConfig, ReferenceConfig
 from grpo_fast.plan.devices import TABLES
 from grpo_fast.policy.adapters import expert_adapters
 from grpo_fast.policy.architecture import (
@@ -84,6 +84,7 @@ class ModelShape:
     cache: tuple[tuple[int, int | None], ...]  # values of a token and sliding window of each attending layer
     states: int  # values of the recurrent states of a sequence
     positions: int | None  # that the model was made for; None: no limit
+    reference: int = 0  # bytes of a reference that is another model
     measured: float | None = None  # what layers keep as `measured_shape` found it, in multiples of `kept`
 
     @property
@@ -140,12 +141,15 @@ def model_config(
         ) from error
 
 
-def shape_of(model: ModelConfig, device: str) -> ModelShape:
-    """Return the shape of the model of a run on a device of this kind. Raises as `model_config` and
-    `model_shape`."""
+def shape_of(model: ModelConfig, device: str, reference: ReferenceConfig | None = None) -> ModelShape:
+    """Return the shape of the model of a run on a device of this kind, with the bytes of its reference where
+    that is another model. Raises as `model_config` and `model_shape`."""
     allowed = model.trust_remote_code
     config = model_config(model.path, revision=model.revision, trust_remote_code=allowed)
-    return model_shape(config, model.model_copy(update={"dtype": resolve_dtype(model.dtype, device)}))
+    shape = model_shape(config, model.model_copy(update={"dtype": resolve_dtype(model.dtype, device)}))
+    if reference is None or reference.path is None:
+        return shape
+    return replace(shape, reference=shape_of(reference.model(model), device).bytes)
 
 
 def random_model(

@@ -212,8 +212,9 @@ def _largest(setup: Setup, sizes: StepSizes, name: str, low: int, most: int, spa
 def too_large(search: Search) -> str:
     """Return the sentence for a run that does not fit: the missing bytes, and what makes room."""
     least, config, device = search.least(), search.config, search.device
+    both = f" with reference.path = {config.reference.path!r}" if search.shape.reference else ""
     return (
-        f"{config.model.path} does not fit {device.name}: {least.sizes.prompts} prompts with "
+        f"{config.model.path}{both} does not fit {device.name}: {least.sizes.prompts} prompts with "
         f"{least.sizes.generations} completions need {bytes_text(-least.free)} more than its "
         f"{bytes_text(device.total)}. What makes room, in this order: {', '.join(levers(search))}"
     )
@@ -233,7 +234,8 @@ def levers(search: Search) -> list[str]:
         "optimizer.stochastic_rounding=true": model.dtype != "float32"
         and not (lora or config.optimizer.stochastic_rounding),
         "model.dtype=bfloat16": model.dtype == "float32",
-        "loss.beta=0": config.loss.needs_reference and not lora,
+        "reference.quantization=nf4": search.shape.reference and config.reference.quantization is None,
+        "loss.beta=0": config.loss.beta and (search.shape.reference or not lora),
         "model.train_lm_head=false": trained and not lora,
         "model.lora={}": not lora,
         "model.quantization=nf4": dense and not search.shape.quantized,
@@ -269,7 +271,9 @@ def modes(config: TrainConfig, ranks: int, *, whole: bool) -> list[TrainConfig]:
         )
     open_modes = [mode]
     if mode == "auto":
-        open_modes = ["replicate"] if keeps or whole else ["replicate", "shard"]
+        open_modes = (
+            ["replicate"] if keeps or whole or config.reference.prompt_template else ["replicate", "shard"]
+        )
     return [with_values(config, {"distributed.mode": mode}) for mode in open_modes]
 
 

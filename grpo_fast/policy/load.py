@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +16,7 @@ from torch import nn
 
 from grpo_fast.config.distributed import DistributedConfig
 from grpo_fast.config.paths import user_path
-from grpo_fast.config.policy import ModelConfig
+from grpo_fast.config.policy import ModelConfig, ReferenceConfig
 from grpo_fast.data.images import ImageReader
 from grpo_fast.data.template import turn_ends
 from grpo_fast.distributed.world import SINGLE_PROCESS, World
@@ -57,6 +60,7 @@ def load_policy(
     config: ModelConfig,
     *,
     needs_reference: bool = False,
+    reference: ReferenceConfig | None = None,
     world: World = SINGLE_PROCESS,
     distributed: DistributedConfig = REPLICATE,
     router_replay: bool = False,
@@ -67,6 +71,7 @@ def load_policy(
         config: the run's `model` section.
         needs_reference: keep the policy as loaded for a KL term. Costs a second copy of the weights
             when fine-tuning fully, nothing with LoRA.
+        reference: the run's section; with a path, that model is the reference.
         world: the ranks that train together, all of which are here.
         distributed: the run's section, its `auto` resolved; of mode shard, each rank keeps rows of the
             weights.
@@ -89,6 +94,11 @@ def load_policy(
             f"and model.device is {device.type}; set it to true"
         )
     tokenizer = load_tokenizer(config)
+    other = None
+    if needs_reference and reference is not None and reference.path is not None:
+        other = reference.model(config)
+        with of_reference():
+            require_same_tokens(tokenizer, load_tokenizer(other), other.path)
     shards = world.size > 1 and distributed.mode == "shard"
     quantized = quantizes(config, architecture)
     if shards and quantized:
@@ -98,26 +108,19 @@ def load_policy(
         )
     home = torch.device("cpu") if shards else device  # from there each layer goes to its ranks by itself
     register()
-    model: Any = load_whole(
-        config.path,
-        resolve_source(config.path),
-        auto_class(architecture),
-        dtype=getattr(torch, config.dtype),
-        # Without documents it is transformers' SDPA, softcap and sinks besides.
-        attn_implementation=PACKED_ATTENTION if packing_obstacle(architecture) is None else None,
-        use_safetensors=True,
-        **origin_of(config),
-        **(loading_settings(config, home) if quantized else {}),
-    )
-    if not has_type(model.config):  # of a model's text alone, as Mllama's: nothing would load it
-        model.whole_config = architecture
-    model = cast_rest(model, getattr(torch, config.dtype)) if quantized else model.to(home)
+    model = _load_model(config, architecture, home)
     require_vocabulary(tokenizer, model, config.path)
     end_at_turns(model, tokenizer)
-    reference = None
-    if needs_reference and config.lora is None:
-        reference = copy.deepcopy(model).eval().requires_grad_(False)
-        apply_patches(reference, Setting(config, device, trains=False))
+    frozen: Any = None
+    if other is not None:
+        with of_reference():
+            frozen = _load_model(other, load_architecture(other), home)
+            require_vocabulary(tokenizer, frozen, other.path)
+    elif needs_reference and config.lora is None:
+        frozen = copy.deepcopy(model)
+    if frozen is not None:
+        frozen.eval().requires_grad_(False)
+        apply_patches(frozen, Setting(config, device, trains=False))
     trained = prepare_to_train(model, config)
     replay = RoutingReplay() if router_replay else None
     apply_patches(model, Setting(config, device, replay=replay))
@@ -126,7 +129,7 @@ def load_policy(
         tokenizer,
         attention=attention,
         packs=packs,
-        reference=reference,
+        reference=frozen,
         head_tolerance=config.head_tolerance,
         router_aux_loss=config.router_aux_loss,
         routing=replay,
@@ -148,6 +151,10 @@ def load_policy(
             logger.warning("model.packing = none is chosen: %s", packed)
     if problem is not None:
         raise ValueError(problem)
+    if other is not None:
+        with policy.reference() as own, of_reference():
+            if (problem := _problem(own, world)) is not None:
+                raise ValueError(problem)
     if replay is not None:
         if not policy.packs:
             raise ValueError(
@@ -156,6 +163,50 @@ def load_policy(
             )
         replay.verify(policy)
     return policy
+
+
+def _load_model(config: ModelConfig, architecture: PreTrainedConfig, home: torch.device) -> Any:
+    """Load the transformers model in the dtype of the configuration, not yet adapted or patched."""
+    dtype, quantized = getattr(torch, config.dtype), quantizes(config, architecture)
+    model: Any = load_whole(
+        config.path,
+        resolve_source(config.path),
+        auto_class(architecture),
+        dtype=dtype,
+        # Without documents it is transformers' SDPA, softcap and sinks besides.
+        attn_implementation=PACKED_ATTENTION if packing_obstacle(architecture) is None else None,
+        use_safetensors=True,
+        **origin_of(config),
+        **(loading_settings(config, home) if quantized else {}),
+    )
+    if not has_type(model.config):  # of a model's text alone, as Mllama's: nothing would load it
+        model.whole_config = architecture
+    return cast_rest(model, dtype) if quantized else model.to(home)
+
+
+@contextmanager
+def of_reference() -> Iterator[None]:
+    """Name the section `reference` in errors about its model."""
+    try:
+        yield
+    except (ValueError, ImportError) as error:
+        message = re.sub(r"\bmodel\.(path|quantization|revision)\b", r"reference.\1", str(error))
+        raise type(error)(message if "reference." in message else f"reference.path: {message}") from error
+
+
+def require_same_tokens(
+    tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, path: str
+) -> None:
+    """Raise ValueError where a number stands for another token in the tokenizer of `path`."""
+    own, others = ({i: text for text, i in one.get_vocab().items()} for one in (tokenizer, other))
+    differing = sorted(i for i in own.keys() | others.keys() if own.get(i) != others.get(i))
+    if differing:
+        first = differing[0]
+        raise ValueError(
+            f"reference.path = {path!r} has another vocabulary than model.path: {len(differing):,} of "
+            f"{max(len(own), len(others)):,} tokens differ, the first is {first}, {others.get(first)!r} for "
+            f"{own.get(first)!r}; give a model of the same family, with the same tokenizer"
+        )
 
 
 def end_at_turns(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -52,7 +52,7 @@ class Policy:
         attention: "sdpa" or one of `flash.PACKAGES`, of packed batches.
         packs: false: one completion a row, by the model's own attention; the tables it computes are laid out
             without shared prompts.
-        reference: a frozen copy; needless with LoRA, where the adapters are switched off instead.
+        reference: a frozen copy, or another model; without one, LoRA's adapters are switched off instead.
         head_tolerance: of the head's gradient, as `linear_logprob` takes it.
         router_aux_loss: coefficient of the load-balancing loss that an update adds; None: none.
         routing: sends tokens to the experts that a batch's inputs name, in all but the reference.
@@ -238,19 +238,19 @@ class Policy:
 
     @contextlib.contextmanager
     def reference(self) -> Iterator[Policy]:
-        """The policy as it was loaded, without gradients.
+        """The policy as it was loaded, or the other model that it is compared with, without gradients.
 
         Raises:
             RuntimeError: full fine-tuning, and the policy was loaded without a reference.
         """
         with torch.no_grad():
-            if self.has_adapters:
+            if self._reference is not None:
+                self._reference.packs = self.packs
+                yield self._reference
+            elif self.has_adapters:
                 own_routing = contextlib.nullcontext() if self.routing is None else self.routing.paused()
                 with cast("PeftModel", self.model).disable_adapter(), own_routing:
                     yield self
-            elif self._reference is not None:
-                self._reference.packs = self.packs
-                yield self._reference
             else:
                 raise RuntimeError("the policy has no reference; load it with needs_reference=True")
 

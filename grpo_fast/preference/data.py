@@ -32,6 +32,7 @@ class CompletionTokenizer:
         config: the dataset's settings; they decide the chat template's use as for the prompts.
         max_length: tokens a completion may have; None: any number.
         end_ids: tokens that end a turn, besides the tokenizer's end token.
+        limit: the key of `max_length`.
 
     Raises:
         ValueError: there is no end token.
@@ -43,7 +44,9 @@ class CompletionTokenizer:
         tokenizer: PreTrainedTokenizerBase,
         max_length: int | None,
         end_ids: Sequence[int],
+        limit: str = "preference.max_completion_length",
     ) -> None:
+        self._limit = limit
         self._render = Renderer(config, tokenizer)
         self._tokenizer = tokenizer
         self._max_length = max_length
@@ -68,7 +71,7 @@ class CompletionTokenizer:
         ids = ids[: 1 + next(i for i, token in enumerate(ids) if token in self._end_ids)]
         if self._max_length is not None and len(ids) > self._max_length:
             raise ValueError(
-                f"{field} has {len(ids)} tokens and preference.max_completion_length is {self._max_length}; "
+                f"{field} has {len(ids)} tokens and {self._limit} is {self._max_length}; "
                 "raise it, or remove the row"
             )
         return tuple(ids)
@@ -119,7 +122,7 @@ def load_comparisons(
 
 
 def _pair(prompt: Prompt, columns: Mapping[str, Any], complete: CompletionTokenizer) -> Comparison:
-    chosen, rejected = (complete(prompt, _column(columns, name), name) for name in ("chosen", "rejected"))
+    chosen, rejected = (complete(prompt, column(columns, name), name) for name in ("chosen", "rejected"))
     if chosen == rejected:
         raise ValueError("chosen and rejected are the same; remove the row")
     row = read_row(PairRow, columns)
@@ -127,8 +130,8 @@ def _pair(prompt: Prompt, columns: Mapping[str, Any], complete: CompletionTokeni
 
 
 def _labelled(prompt: Prompt, columns: Mapping[str, Any], complete: CompletionTokenizer) -> Comparison:
-    completion = complete(prompt, _column(columns, "completion"), "completion")
-    label = _column(columns, "label")
+    completion = complete(prompt, column(columns, "completion"), "completion")
+    label = column(columns, "label")
     if label not in (True, False):
         raise ValueError(f"label = {label!r} must be true (desirable) or false")
     row = read_row(PairRow, columns)
@@ -136,7 +139,7 @@ def _labelled(prompt: Prompt, columns: Mapping[str, Any], complete: CompletionTo
 
 
 def _ranked(prompt: Prompt, columns: Mapping[str, Any], complete: CompletionTokenizer) -> Comparison:
-    _column(columns, "group")
+    column(columns, "group")
     row = read_row(RankedGroup, columns)
     return Comparison(
         prompt,
@@ -164,7 +167,7 @@ def _reply(prompt: Prompt, messages: list[Message], field: str) -> str | None:
     return turns[-1]["content"]
 
 
-def _column(columns: Mapping[str, Any], name: str) -> Any:
+def column(columns: Mapping[str, Any], name: str) -> Any:
     if columns.get(name) is None:
         # In JSON lines a column may be there that this row lacks.
         held = [key for key, value in columns.items() if value is not None]

@@ -48,11 +48,14 @@ class Reward:
     environment: type | None = None  # which has given it in its episodes: nothing is called
 
 
-def load_rewards(configs: Sequence[RewardConfig], environments: Sequence[type] = ()) -> RewardSet:
+def load_rewards(
+    configs: Sequence[RewardConfig], environments: Sequence[type] = (), *, optional: bool = False
+) -> RewardSet:
     """The reward functions that the configuration names; a name that occurs again is numbered.
 
     Args:
         environments: the run's; each with a method `get_reward` is one more reward, of weight 1, as in TRL.
+        optional: there may be none.
 
     Raises:
         ValueError: an unknown name, or options that a reward does not take.
@@ -71,17 +74,17 @@ def load_rewards(configs: Sequence[RewardConfig], environments: Sequence[type] =
         seen[reward.name] += 1
         if seen[reward.name] > 1:
             rewards[place] = replace(reward, name=f"{reward.name}_{seen[reward.name]}")
-    return RewardSet(rewards)
+    return RewardSet(rewards, optional=optional)
 
 
 class RewardSet:
     """Scores completions. Plain functions are called one after the other, async ones all at once."""
 
-    def __init__(self, rewards: Sequence[Reward]) -> None:
-        """Raises ValueError for no reward, or two of one name."""
+    def __init__(self, rewards: Sequence[Reward], *, optional: bool = False) -> None:
+        """Raises ValueError for two rewards of one name, or for none unless they are `optional`."""
         self.rewards = tuple(rewards)
         self.names = tuple(reward.name for reward in rewards)
-        if not rewards:
+        if not rewards and not optional:
             raise ValueError(
                 "rewards is empty: nothing scores completions; give rewards=[{reward: NAME}], or a "
                 "rollout.environment with a method get_reward"
@@ -167,6 +170,8 @@ class RewardSet:
                 logger.warning("reward %r %s; skipped for %d completions", reward.name, failure, len(batch))
                 values[reward.name] = [math.nan] * len(batch)
                 skipped[reward.name] = str(failure)
+        if not self.rewards:  # of a loss that reads none
+            return RewardResult(torch.zeros(len(batch), 0), torch.zeros(len(batch)), Log(len(batch)), {})
         table = torch.tensor([values[name] for name in self.names], dtype=torch.float64).T.contiguous()
         if not skipped:
             self._report_unscored(table, batch)

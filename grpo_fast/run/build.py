@@ -17,7 +17,9 @@ from grpo_fast.config.lookup import choices
 from grpo_fast.config.schema import TrainConfig, at
 from grpo_fast.config.stages import Stage, resolve_stages, schedule_steps
 from grpo_fast.data import PromptDataset, PromptSampler
+from grpo_fast.data.files import row_named
 from grpo_fast.data.tasksets import library_prompts
+from grpo_fast.data.template import turn_ends
 from grpo_fast.data.text import hidden_tokens
 from grpo_fast.distributed.world import SINGLE_PROCESS, World
 from grpo_fast.environments import Toolsets, make_rollout
@@ -28,8 +30,9 @@ from grpo_fast.head import warm_up
 from grpo_fast.loop.algorithm import Algorithm
 from grpo_fast.loop.annotate import Annotator
 from grpo_fast.loop.columns import check_loss_columns
+from grpo_fast.loop.context import TeacherContext
 from grpo_fast.loop.trainer import StageParts, Trainer
-from grpo_fast.objective import resolve_loss
+from grpo_fast.objective import GRPOLossConfig, resolve_loss
 from grpo_fast.objective.pairs import custom_loss
 from grpo_fast.policy import (
     Policy,
@@ -41,7 +44,7 @@ from grpo_fast.policy.host_memory import waiting_on_host
 from grpo_fast.policy.load import load_architecture, require_replay, resolve_device
 from grpo_fast.policy.optimizer import needs_torchao
 from grpo_fast.preference.comparison import comparison_table, mismatched, summed_logprobs, with_order
-from grpo_fast.preference.data import load_comparisons
+from grpo_fast.preference.data import CompletionTokenizer, column, load_comparisons
 from grpo_fast.preference.trainer import PreferenceTrainer
 from grpo_fast.record.callbacks import Callbacks, load_callbacks
 from grpo_fast.record.hub import PushToHub
@@ -49,7 +52,7 @@ from grpo_fast.record.summary import METRICS, metric_of
 from grpo_fast.rewards import RewardError, RewardSet, load_rewards
 from grpo_fast.rewards.builtins.options import sought_texts
 from grpo_fast.rewards.types import ENVIRONMENTS
-from grpo_fast.rollout import chosen_engine, engine_kind, make_engine, require_engine
+from grpo_fast.rollout import Completion, chosen_engine, engine_kind, make_engine, require_engine
 from grpo_fast.run.alike import require_alike
 from grpo_fast.run.loader import Loader, use_threads
 
@@ -110,12 +113,14 @@ def build_grpo_trainer(config: TrainConfig, world: World, say: Say) -> Trainer:
     say(f"loading: the data, {config.dataset.source}")
     loader = Loader(config)  # first, so that a mistake in the data shows before weights load
     toolsets, held_out = loader.eval_toolsets, loader.held_out
-    eval_rewards = load_rewards(config.rewards, toolsets.classes if toolsets else ())
+    classes = toolsets.classes if toolsets else ()
+    eval_rewards = load_rewards(config.rewards, classes, optional=config.loss.distills)
     eval_rewards.position(config.evaluation.reward)  # refused before any work where there is no such reward
     stages = resolve_stages(config)
     for stage in stages:
         resolve_loss(stage.config.loss)  # one of the user's own is found here, or refused before any work
-    needs_reference = any(stage.config.loss.needs_reference for stage in stages)
+    require_reference_read(config, [stage.config.loss for stage in stages])
+    needs_reference = any(stage.config.keeps_reference for stage in stages)
     if config.rollout.router_replay:
         require_replay(config.model, load_architecture(config.model))
     if held_out is not None:
@@ -145,10 +150,13 @@ def build_grpo_trainer(config: TrainConfig, world: World, say: Say) -> Trainer:
     policy = load_policy(
         config.model,
         needs_reference=needs_reference,
+        reference=config.reference,
         world=world,
         distributed=config.distributed,
         router_replay=config.rollout.router_replay,
     )
+    if config.reference.path is not None and any(stage.config.loss.needs_exact_kl for stage in stages):
+        require_same_head(policy, config)
     for stage, part in zip(stages, parts, strict=True):
         warn_of_special_tokens(policy, stage.config, part.rewards)
     for stage in stages:  # before gradients and the optimizer take their memory
@@ -204,6 +212,33 @@ def build_grpo_trainer(config: TrainConfig, world: World, say: Say) -> Trainer:
     return trainer
 
 
+def require_reference_read(config: TrainConfig, losses: Sequence[GRPOLossConfig]) -> None:
+    """Raise ValueError for a section `reference` that no stage's loss reads, or reads otherwise."""
+    path, template = config.reference.path, config.reference.prompt_template
+    read = [loss for loss in losses if loss.needs_reference]
+    if path is not None and not read:
+        raise ValueError(
+            f"reference.path = {path!r} is not read without a KL: set loss.beta, its weight, or method = "
+            "opd, or leave it out"
+        )
+    if template is not None and not (read and all(loss.compares_heads for loss in read)):
+        raise ValueError(
+            f"reference.prompt_template = {template!r:.70} is read by an exact KL alone: set method = sdft, "
+            "or loss.kl_estimator = exact with loss.beta, or leave it out"
+        )
+
+
+def require_same_head(policy: Policy, config: TrainConfig) -> None:
+    """Raise ValueError where an exact KL in a policy loss would form other logits of the reference."""
+    with policy.reference() as reference:
+        own, other = ((h.logit_scale, h.softcap, h.bias is None) for h in (policy.head, reference.head))
+    if own != other:
+        raise ValueError(
+            f"reference.path = {config.reference.path!r} scales, caps or shifts logits otherwise than the "
+            "policy, which loss.kl_estimator = 'exact' does not take: set it to k3, or train by method = opd"
+        )
+
+
 def require_packed_and_whole(config: TrainConfig, world: World) -> None:
     """Raises ValueError for a setting that does not go with prompts that have images."""
     if config.distributed.mode == "shard" and world.size > 1:
@@ -211,6 +246,8 @@ def require_packed_and_whole(config: TrainConfig, world: World) -> None:
             "distributed.mode = 'shard' divides the vision tower's weights, which prompts with images need "
             "whole: set it to replicate"
         )
+    if config.reference.prompt_template is not None:
+        raise ValueError("reference.prompt_template is text, and the prompts have images: leave it out")
     if config.model.packing == "none":
         raise ValueError("model.packing = 'none' computes no prompts with images: leave it at auto")
 
@@ -323,7 +360,8 @@ def build_stage(stage: Stage, index: int, before: StageParts | None, loader: Loa
     if before and same("rewards", *TOOLS):
         rewards = before.rewards
     else:
-        rewards = load_rewards(config.rewards, toolsets.classes if toolsets else ())
+        classes = toolsets.classes if toolsets else ()
+        rewards = load_rewards(config.rewards, classes, optional=config.loss.distills)
     weights = None
     if before and same("rewards", "adaptive_weights", *TOOLS):
         weights = before.adaptive_weights
@@ -338,7 +376,29 @@ def build_stage(stage: Stage, index: int, before: StageParts | None, loader: Loa
         prompts = make_sampler(dataset, size, config.groups, config.curriculum, rewards.names, seed=seed)
     check_columns(rewards, dataset, toolsets)
     check_loss_columns(dataset, config.loss.columns)
-    return StageParts(stage, rewards, dataset, prompts, weights, toolsets)
+    given = given_completions(config, dataset, loader) if config.rollout.on_policy_share < 1 else {}
+    context = None
+    if config.reference.prompt_template is not None:
+        context = TeacherContext(config.reference, dataset, loader.tokenizer)
+    return StageParts(stage, rewards, dataset, prompts, weights, toolsets, given=given, context=context)
+
+
+def given_completions(config: TrainConfig, dataset: PromptDataset, loader: Loader) -> dict[int, Completion]:
+    """Return the data's own completion of each prompt, by its row.
+
+    Raises:
+        ValueError: a row without a completion, or with one that is longer than a rollout's.
+    """
+    key, tokenizer = "rollout.max_completion_length", loader.tokenizer
+    limit = config.rollout.max_completion_length
+    complete = CompletionTokenizer(dataset.config, tokenizer, limit, turn_ends(tokenizer), key)
+    found = {}
+    for prompt in dataset:
+        with row_named(dataset.config, prompt.index):
+            ids = complete(prompt, column(prompt.columns, "completion"), "completion")
+        text = str(tokenizer.decode(list(ids), skip_special_tokens=True))
+        found[prompt.index] = Completion(ids, None, text, truncated=False)
+    return found
 
 
 def check_columns(rewards: RewardSet, dataset: PromptDataset, toolsets: Toolsets | None) -> None:

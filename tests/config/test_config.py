@@ -100,13 +100,13 @@ def test_every_key_is_described_and_every_whole_number_bounded():
 
 def test_every_problem_is_listed_at_once_with_its_place_and_value(write):
     text = (
-        "model: {path: m, dtype: bfloat}\nrollout: {num_generations: 1}\nrewards: [{weight: 1}]\nfoo_bar: 3\n"
+        "model: {path: m, dtype: bfloat}\nrollout: {num_generations: 0}\nrewards: [{weight: 1}]\nfoo_bar: 3\n"
     )
     found = problems_of(write(text), ["optimizer.learning_rate=fast", "max_steps.x=1"])
 
     of_the_file = {"model.dtype", "rollout.num_generations", "rewards.0.reward", "dataset", "foo_bar"}
     assert set(found) == {*of_the_file, "optimizer.learning_rate", "max_steps"}
-    assert "rollout.num_generations = 1: should be " in found["rollout.num_generations"]
+    assert "rollout.num_generations = 0: should be " in found["rollout.num_generations"]
     assert found["dataset"] == "dataset: is required"
 
 
@@ -189,12 +189,12 @@ def test_a_word_and_a_number_that_may_be_text_are_warned_of(write, caplog):
 
 
 def test_recipes_and_losses_survive_a_round_trip_and_any_length(write):
-    configs = [load_config(recipe) for recipe in ("quickstart", "gsm8k", "dpo", "rank")]
+    configs = [load_config(recipe) for recipe in ("quickstart", "gsm8k", "distill", "dpo", "rank")]
     configs += [load_config(write(MINIMAL), [f"loss_type={loss_type}"]) for loss_type in LOSS_TYPES]
     for config in configs:
         path = write(dump_config(config))
         assert load_config(path) == load_config(path.parent) == config  # a run's directory stands for it
-    for recipe in ("quickstart", "gsm8k", "dpo", "rank"):
+    for recipe in ("quickstart", "gsm8k", "distill", "dpo", "rank"):
         for steps in (1, 3, 1000):
             assert load_config(recipe, [f"max_steps={steps}"]).optimizer.warmup_steps < steps
 

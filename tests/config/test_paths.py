@@ -49,12 +49,14 @@ def test_a_runs_paths_become_absolute_and_names_stay(home: Path, tmp_path: Path)
         rollout={"tools": ["~/t.py:f"], "environment": {"a": "e.py:E", "b": "p.e:E"}},
         callbacks=["c.py", "p.c:C", "near:C"],
         advantage={"function": "a.py:f"},
-        loss={"loss_type": "l.py:f"},
+        loss={"loss_type": "l.py:f", "beta": 0.1},
+        reference={"path": "m"},
         stages=stages,
         output_dir="runs/../x",
     )
     found = with_absolute_paths(config)
     here = str(tmp_path)
+    assert found.reference.path == f"{here}/m"
     assert (found.model.path, found.model.chat_template) == (f"{here}/m", f"{here}/t.jinja")
     assert found.dataset.source == f"{home}/gone.jsonl" and found.evaluation.dataset.source == "hub/id"
     assert found.dataset.transform == f"{here}/near.py:f"

@@ -142,6 +142,10 @@ def test_what_does_not_fit_is_told_what_makes_room(shape: ModelShape, run: Any) 
     by_hand = {"model": {"gradient_checkpointing": False}, "memory": {"offload": "none"}}
     plain, full = offered(), offered(**by_hand, loss={"beta": 0.1})
     lora = offered(model={"lora": {"r": 8}}, rollout={"vllm": {"lora_sync": "merged"}})
+    teacher = run(method="opd", reference={"path": "a/teacher"})
+    taught = Search(teacher, replace(shape, reference=1 << 30), gpu(1 << 20))
+    assert "reference.quantization=nf4" in levers(taught) and "loss.beta=0" not in levers(taught)
+    assert "with reference.path = 'a/teacher' does not fit H200" in too_large(taught)
     told = too_large(Search(run(), shape, gpu(1 << 20)))
     assert re.search(r"does not fit H200: 16 prompts .* more than its 1\.0 MiB.*a larger GPU$", told)
     assert "memory.offload=auto" not in plain and "model.lora={}" in plain
