@@ -38,7 +38,7 @@ ARGS = SimpleNamespace(
 )
 
 
-def gpt(ranks: int, sequence_parallel: bool, tied: bool) -> Any:
+def gpt(ranks: int, tied: bool) -> Any:
     from megatron.core.models.gpt import GPTModel, gpt_layer_specs
     from megatron.core.transformer import TransformerConfig
 
@@ -47,7 +47,6 @@ def gpt(ranks: int, sequence_parallel: bool, tied: bool) -> Any:
     config = TransformerConfig(
         **sizes,
         tensor_model_parallel_size=ranks,
-        sequence_parallel=sequence_parallel,
         use_cpu_initialization=True,
         hidden_dropout=0.0,
         attention_dropout=0.0,
@@ -58,7 +57,7 @@ def gpt(ranks: int, sequence_parallel: bool, tied: bool) -> Any:
     return GPTModel(config, spec, VOCABULARY, 32, share_embeddings_and_output_weights=tied)
 
 
-def scores(rank: int, ranks: int, sequence_parallel: bool, tied: bool, port: int, results: Any) -> None:
+def scores(rank: int, ranks: int, tied: bool, port: int, results: Any) -> None:
     """Compare on each rank, and keep the width of the logits with our head and the largest difference."""
     torch.cuda.current_device = lambda: torch.device("cpu")  # where Megatron puts its buffers
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
@@ -72,7 +71,7 @@ def scores(rank: int, ranks: int, sequence_parallel: bool, tied: bool, port: int
 
         CudaRNGStatesTracker.fork = lambda *_, **__: nullcontext()  # nothing here is random
         mpu.initialize_model_parallel(tensor_model_parallel_size=ranks)
-        model = gpt(ranks, sequence_parallel, tied)
+        model = gpt(ranks, tied)
         generator = torch.Generator().manual_seed(5)
         tokens = torch.randint(VOCABULARY, (1, 12), generator=generator)
         weights = torch.randn(2, 12, generator=generator)
@@ -100,11 +99,11 @@ def scores(rank: int, ranks: int, sequence_parallel: bool, tied: bool, port: int
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize(("ranks", "sequence_parallel"), [(1, False), (2, False), (2, True)])
-def test_log_probabilities_entropies_and_gradients_are_the_hosts(ranks, sequence_parallel, tied, free_port):
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_log_probabilities_entropies_and_gradients_are_the_hosts(ranks, tied, free_port):
     with multiprocessing.get_context("spawn").Manager() as manager:
         results = manager.dict()
-        arguments = (ranks, sequence_parallel, tied, free_port, results)
+        arguments = (ranks, tied, free_port, results)
         multiprocessing.spawn(scores, arguments, nprocs=ranks)
         for widths, apart in results.values():
             assert widths == [VOCABULARY // ranks, 16]
