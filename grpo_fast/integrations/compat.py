@@ -12,14 +12,28 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Host:
-    """A library whose trainers the room serves, installed under the name it is imported by, with hyphens."""
+    """A library whose trainers the room serves."""
 
     versions: str  # that the adapter was tested with
     lost: str  # without the adapter
     names: Mapping[str, tuple[str, ...]]  # by module of the library
+    distribution: str = ""  # that pip installs; by default the name it is imported by, with hyphens
 
 
 HOSTS = {
+    "axolotl": Host(
+        ">=0.21,<0.22",
+        "Axolotl's GRPO trainers make whole logits",
+        {
+            "core.trainers.grpo.trainer": ("GRPOTrainer._full_logits_logps",),
+            "core.trainers.grpo.async_trainer": (
+                *("AsyncGRPOTrainer._get_per_token_logps_and_entropies",),
+                *("AsyncGRPOTrainer._get_per_token_logps_flattened",),
+                *("AsyncGRPOTrainer._get_per_token_logps_and_entropies_flattened",),
+                *("selective_log_softmax", "entropy_from_logits", "_fused_selective_log_softmax"),
+            ),
+        },
+    ),
     "nemo_rl": Host(
         ">=0.6,<0.8",
         "NeMo-RL trains on its own losses and chunked log-probabilities",
@@ -47,6 +61,35 @@ HOSTS = {
             "trainer.rl.loss": ("LossOutputs",),
         },
     ),
+    "skyrl": Host(
+        ">=0.4,<0.5",
+        "SkyRL's workers make whole logits, and its losses are its own",
+        {
+            "backends.skyrl_train.workers.model_wrapper": (
+                *("HFModelWrapper.forward", "logprobs_from_logits", "ulysses_pad_and_slice_inputs"),
+            ),
+            "backends.skyrl_train.utils.ppo_utils": ("PolicyLossRegistry", "apply_off_policy_correction"),
+        },
+    ),
+    "slime": Host(
+        ">=0.3.1,<0.4",
+        "slime scores tokens from whole logits",
+        {
+            "backends.megatron_utils.loss": (
+                *("calculate_log_probs_and_entropy", "get_log_probs_and_entropy"),
+            )
+        },
+    ),
+    "swift": Host(
+        ">=4.6,<4.7",
+        "ms-swift's GRPO trainer makes whole logits",
+        {
+            "rlhf_trainers.grpo_trainer": (
+                *("GRPOTrainer._get_logps_via_local_forward", "selective_log_softmax", "entropy_from_logits"),
+            ),
+        },
+        "ms-swift",
+    ),
     "trl": Host(
         ">=1.16,<1.17",
         "TRL's trainers score tokens by their own head",
@@ -58,6 +101,11 @@ HOSTS = {
                 "GRPOTrainer._compute_loss",
             ),
         },
+    ),
+    "unsloth_zoo": Host(
+        ">=2026.10.9,<2026.11",
+        "Unsloth's trainers score tokens by their own kernel",
+        {"fused_losses.fused_linear": ("fused_linear_logprobs",)},
     ),
     "verl": Host(
         ">=0.9,<0.10",
@@ -77,7 +125,8 @@ def private(library: str, module: str) -> Any:
     Raises:
         ImportError: the library is missing, of a version that is not known, or without one of the names.
     """
-    host, distribution = HOSTS[library], library.replace("_", "-")
+    host = HOSTS[library]
+    distribution = host.distribution or library.replace("_", "-")
     remedy = f"install '{distribution}{host.versions}', or a newer grpo-fast; until then {host.lost}"
     try:
         version = getattr(importlib.import_module(library), "__version__", None)

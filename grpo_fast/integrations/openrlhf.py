@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_fast.head import HeadParameters, linear_logprob
 from grpo_fast.integrations.compat import private
-from grpo_fast.integrations.host import Replacements, tapped_head
+from grpo_fast.integrations.host import Replacements, entropy_of, logprob_of, scores_for_logits
 from grpo_fast.integrations.losses import local_totals, padded_policy_loss, require_loss
 from grpo_fast.objective import GRPOLossConfig
 
@@ -61,35 +60,28 @@ def _actor_forward(actor: ModuleType, original: Any) -> Any:
         options = kwargs | {"return_logprobs": return_logprobs, "return_entropy": return_entropy}
         if action_mask is None and not return_logprobs:  # the caller wants the logits themselves
             return original(self, sequences, action_mask, *args, **options)
-        labels = torch.roll(sequences, shifts=-1, dims=1)  # (B, T), or (1, total) once packed
+        labels: list[Tensor] = []  # (1, total) once packed
         unpad = actor.unpad_and_slice_tensor
 
         def unpad_and_slice_tensor(*tensors: Any) -> tuple[Any, ...]:
-            nonlocal labels
             result = unpad(*tensors)
-            labels = result[2]
+            labels[:] = [result[2]]
             return result
 
-        def score(hidden: Tensor, head: HeadParameters) -> tuple[Tensor, Tensor | None]:
-            outputs = ("logprob", "entropy") if return_entropy else ("logprob",)
-            given = {"temperature": self.temperature, "outputs": outputs, **head.options}
-            out = linear_logprob(hidden, head.weight, labels, **given)
-            return out.logprob, out.entropy
-
-        with tapped_head(_unwrapped(self.model), score) as results, Replacements() as replacements:
-            # What the forward would make of its logits is known without them.
+        scores = scores_for_logits(
+            self.model,
+            self.temperature,
+            entropy=return_entropy,
+            entropy_grad=True,
+            targets=lambda: labels[0] if labels else None,
+        )
+        with scores, Replacements() as replacements:
             replacements.replace(actor, "unpad_and_slice_tensor", unpad_and_slice_tensor)
-            replacements.replace(actor, "log_probs_from_logits", lambda *_, **__: results[0][0])
-            replacements.replace(actor, "compute_entropy", lambda *_, **__: results[0][1])
+            replacements.replace(actor, "log_probs_from_logits", logprob_of)
+            replacements.replace(actor, "compute_entropy", entropy_of)
             return original(self, sequences, action_mask, *args, **options)
 
     return forward
-
-
-def _unwrapped(model: Any) -> Any:
-    """The transformers model inside DeepSpeed's engine and PEFT's wrapper."""
-    model = getattr(model, "module", model)
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def _policy_loss(

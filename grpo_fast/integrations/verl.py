@@ -8,7 +8,6 @@ on `linear_logprob`, and a loss of our catalogue is `actor.policy_loss.loss_mode
 from __future__ import annotations
 
 import functools
-import sys
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from grpo_fast.integrations.compat import private
-from grpo_fast.integrations.host import Replacements, logprob_and_entropy
+from grpo_fast.integrations.host import Replacements, logprob_and_entropy, rebind
 from grpo_fast.integrations.losses import local_totals, padded_policy_loss
 from grpo_fast.objective import GRPOLossConfig
 from grpo_fast.objective.catalog import CATALOG, LOSS_TYPES, Aggregation
@@ -44,8 +43,8 @@ def patch() -> None:
     kernel = private("verl", f"utils.kernel.{_KERNEL}")
     unpatch()
     theirs = getattr(kernel, _KERNEL)
-    _rebind(theirs, fused_linear_cross_entropy)
-    _patch.callback(_rebind, fused_linear_cross_entropy, theirs)
+    rebind("verl", theirs, fused_linear_cross_entropy)
+    _patch.callback(rebind, "verl", fused_linear_cross_entropy, theirs)
     _patch.replace(fused, "forward", _fused_linear_for_ppo)
     for name in LOSS_TYPES:
         losses[PREFIX + name] = functools.partial(_policy_loss, name)
@@ -163,13 +162,6 @@ def _fused_linear_for_ppo(
     """verl's `FusedLinearForPPO.forward`, same arguments; both results have the shape of `input_ids`."""
     labels = input_ids.to(torch.int64)
     return logprob_and_entropy(hidden_states, vocab_weights, labels, temperature=temperature)
-
-
-def _rebind(old: Any, new: Any) -> None:
-    """In every loaded module of verl that holds `old` as `linear_cross_entropy`."""
-    for name, module in list(sys.modules.items()):
-        if name.startswith("verl.") and vars(module).get(_KERNEL) is old:
-            setattr(module, _KERNEL, new)
 
 
 patch()

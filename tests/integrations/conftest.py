@@ -73,6 +73,6 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def no_host_stays_patched() -> Iterator[None]:
     """But verl, which is patched by an import."""
     yield
-    for host in ("trl.patch", "openrlhf", "prime_rl", "nemo_rl"):
+    for host in ("trl.patch", "openrlhf", "prime_rl", "nemo_rl", "skyrl", "slime", "unsloth"):
         if adapter := sys.modules.get(f"grpo_fast.integrations.{host}"):
             adapter.unpatch()

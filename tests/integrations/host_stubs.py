@@ -24,7 +24,12 @@ HEAVY = {
     "openrlhf": "deepspeed flash_attn ray bitsandbytes torchdata pylatexenc jsonlines aiohttp",
     "nemo_rl": "ray tensordict megatron decord zmq pynvml mlflow swanlab wandb prometheus_client hydra",
     "prime_rl": "torchtitan loguru wandb",
+    "slime": "ray sglang sglang_router",
+    "skyrl": "ray flash_attn hydra tensordict megatron cloudpathlib fastapi",
 }
+
+
+_PROJECTS = {"prime_rl": "../../pyproject.toml", "slime": "../setup.py"}  # with the version, from the package
 
 
 class _StubFinder:
@@ -78,12 +83,15 @@ def importable(host: str) -> Iterator[frozenset[str]]:
     with stubbed(*HEAVY[host].split()) as absent:
         if host == "nemo_rl":
             sys.modules["nemo_rl.models.policy"] = MagicMock()
+        if host in _PROJECTS:
+            found = importlib.import_module(host)
+            project = Path(found.__path__[0], _PROJECTS[host])
+            if project.is_file():  # of a checkout, which is not installed
+                version = re.search(r'^\s*version ?= ?"(.+)"', project.read_text(), re.MULTILINE)
+                found.__version__ = version[1]
         if host == "prime_rl":
             import prime_rl.trainer
 
-            project = Path(prime_rl.__path__[0]).parents[1] / "pyproject.toml"
-            if project.is_file():  # of a checkout, which is not installed
-                prime_rl.__version__ = re.search(r'^version = "(.+)"', project.read_text(), re.MULTILINE)[1]
             models = sys.modules["prime_rl.trainer.models"] = ModuleType("prime_rl.trainer.models")
             models.__path__ = [f"{path}/models" for path in prime_rl.trainer.__path__]
         try:

@@ -46,6 +46,20 @@ def test_a_private_name_that_is_gone_is_told_with_what_is_lost(some_host):
         private("some_host", "inner")
 
 
+@pytest.mark.parametrize("library", HOSTS)
+def test_an_unknown_version_of_each_host_is_refused_in_one_sentence(library, monkeypatch):
+    module = ModuleType(library)
+    module.__version__ = "0.0.1"
+    monkeypatch.setitem(sys.modules, library, module)
+    host, name = HOSTS[library], {"swift": "ms-swift"}.get(library, library.replace("_", "-"))
+    with pytest.raises(ImportError) as caught:
+        private(library, next(iter(host.names)))
+    assert str(caught.value) == (
+        f"{name} is version 0.0.1, which this adapter does not know: install '{name}{host.versions}', "
+        f"or a newer grpo-fast; until then {host.lost}"
+    )
+
+
 @pytest.mark.parametrize(
     ("absent", "loss", "kind", "named"),
     [
