@@ -69,7 +69,7 @@ SCALES: dict[str, Estimator] = {
     "mean": by_mean,
     "none": lambda advantages, _: advantages,
 }
-"""By the deviation of the group, of the batch, of all tokens about their mean; by the group's mean; or not."""
+"""By the deviation of the group, the batch or all tokens about their mean, by the group's mean, or not."""
 
 
 def deviation(values: Tensor) -> Tensor:
