@@ -7,7 +7,7 @@ ifneq ($(shell test -w "$$HOME" && echo yes),yes)
 export HOME := $(CURDIR)/$(VENV)/home
 endif
 
-.PHONY: train test test-compiled test-cuda-build test-latest test-hosts test-gpu package lint clean
+.PHONY: train test test-compiled test-cuda-build test-latest test-oldest test-hosts test-gpu package lint clean
 
 train: $(VENV)/.installed-train
 	$(VENV)/bin/grpo-fast train quickstart output_dir=runs/quickstart-$$(date +%Y%m%d-%H%M%S)
@@ -39,6 +39,16 @@ test-latest:  # with what pip takes today beside the newest vLLM, whose sources 
 	$(LATEST)/bin/python -m pip install --quiet --no-deps -r .ci/requirements/no-deps.txt
 	$(LATEST)/bin/python -m pip list
 	VLLM_SOURCES=$(LATEST)/vllm $(LATEST)/bin/python -m pytest -n 2 --dist worksteal $(TESTS)
+
+test-oldest: OLDEST := $(VENV)-oldest
+test-oldest: $(VENV)/.installed-test  # with the oldest transformers of the range, beside the locked set
+	$(PYTHON) -m venv --clear $(OLDEST)
+	$(OLDEST)/bin/python -m pip install --quiet \
+		$$(sed -n 's/.*"transformers>=\([0-9.]*\),.*/transformers==\1.*/p' pyproject.toml)
+	$(OLDEST)/bin/python -m pip uninstall --quiet --yes numpy
+	$(PY) -c "import site; print('import site; site.addsitedir(%r)' % site.getsitepackages()[0])" \
+		> $$($(OLDEST)/bin/python -c "import site; print(site.getsitepackages()[0])")/locked.pth
+	$(OLDEST)/bin/python -m pytest -n 2 --dist worksteal $(TESTS)
 
 test-hosts: TOOLS := $(VENV)-tools
 test-hosts:  # what pip would install beside the newest release of each trainer that takes our head
@@ -76,4 +86,4 @@ $(VENV)/.installed-test: $(VENV)/.installed-train .ci/requirements/test.txt .ci/
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-cuda $(VENV)-latest $(VENV)-tools build dist *.egg-info
+	rm -rf $(VENV) $(VENV)-cuda $(VENV)-latest $(VENV)-oldest $(VENV)-tools build dist *.egg-info

@@ -172,6 +172,7 @@ def told(name: str) -> dict[str, str]:
     ratio = {"reinforce": "none", "vespo": "product"}.get(facts.surrogate, loss.ratio_level)
     centred = "r - mean of the others" if made.baseline == "leave_one_out" else "r - mean"
     divided = {"group": f"({centred}) / std", "batch": f"({centred}) / batch std", "none": centred}
+    divided["mean"] = f"({centred}) / mean"
     advantages = divided.get(made.scale_rewards, f"{centred}, whitened over tokens")
     if made.multi_objective_aggregation == "normalize_then_sum":
         advantages = f"each reward {advantages}, summed, / batch std"

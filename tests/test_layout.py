@@ -155,6 +155,22 @@ def test_the_head_needs_torch_alone_and_the_trainer_says_how_to_get_it(checkout:
         assert len(shown.splitlines()) == 1 and command[0] in shown and remedy in shown
 
 
+def test_a_trainer_without_vllm_says_how_to_get_it_before_it_loads_weights(checkout: Path, tmp_path: Path):
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    needed = re.findall(r'"([\w-]+)', re.search(r"^train = \[(.*?)^\]", project, re.M | re.S)[1])
+    python, packages = install(checkout, tmp_path, libraries=("torch", "numpy", "setuptools", *needed))
+    assert not any(packages.glob("vllm*"))
+    code = "from transformers import LlamaConfig; LlamaConfig(num_hidden_layers=1).save_pretrained('m')"
+    run(python, "-c", code, cwd=tmp_path)  # without weights
+    config = tmp_path / "config.yaml"
+    config.write_text("{model: {path: m}, dataset: {source: rows.jsonl}, rewards: [{reward: exact_match}]}")
+
+    shown = run(python, "-m", "grpo_fast", "train", config, "rollout.engine=vllm", cwd=tmp_path, code=1)
+
+    assert "Traceback" not in shown
+    assert "rollout.engine = 'vllm': vLLM is not installed: pip install" in shown.splitlines()[-1]
+
+
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the hub's package `kernels`."""

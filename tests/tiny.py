@@ -6,15 +6,19 @@ Sizes shrink by their usual names. One layer of each kind stays: whatever a conf
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
+from packaging.version import Version
 
 from grpo_fast.policy.vision import auto_class
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
+_INSTALLED = Version(version("transformers"))
 VOCABULARY = 128
 LAYERS = 2  # where nothing is listed for each layer
 MOST_PARAMETERS = 10_000_000
@@ -65,6 +69,19 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "zaya": {"num_experts_per_tok": 1},
 }
 """What the usual names do not say."""
+
+
+def since(version: str) -> pytest.MarkDecorator:
+    """Return a mark that skips what needs a newer transformers than the oldest of the range."""
+    return pytest.mark.skipif(Version(version) > _INSTALLED, reason=f"needs transformers {version} or newer")
+
+
+def require_family(kind: str) -> None:
+    """Skip a test of a model that transformers 5.17 has, and an older one that is installed does not."""
+    from transformers import CONFIG_MAPPING
+
+    if kind not in CONFIG_MAPPING and Version("5.17") > _INSTALLED:
+        pytest.skip(f"transformers {_INSTALLED} has no {kind}")
 
 
 def tiny_config(kind: str) -> PreTrainedConfig:

@@ -224,8 +224,9 @@ class AdvantageConfig(Section):
 
     scale_rewards: Scale = Field(
         "group",
-        description="whose standard deviation of rewards divides advantages; whiten: minus their mean over "
-        "the batch's tokens, divided by their deviation there (REINFORCE++-baseline)",
+        description="whose standard deviation of rewards divides advantages; mean: the group's mean reward "
+        "divides them, and no reward may be below 0 (MaxRL); whiten: minus their mean over the batch's "
+        "tokens, divided by their deviation there (REINFORCE++-baseline)",
     )
     baseline: Baseline = Field(
         "mean", description="what is taken from a reward: the group's mean, or the mean of the others (RLOO)"

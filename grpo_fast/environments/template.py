@@ -6,6 +6,7 @@ chat template writes between the end of the assistant's turn and the beginning o
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -76,6 +77,8 @@ class TurnTemplate:
         self._ends = {text: id for id, text in ends.items() if text}
         self.end_id = -1  # the token that ends a turn with calls
         self._format: dict[str, Any] | None = None  # of calls
+        if schemas and "tools" not in inspect.signature(type(tokenizer).parse_response).parameters:
+            raise ValueError("tools need transformers 5.15 or newer: pip install --upgrade transformers")
         try:
             if schemas:
                 self._try_out()

@@ -19,7 +19,7 @@ from grpo_fast.data.files import row_named
 from grpo_fast.data.render import Renderer
 from grpo_fast.data.table import CompletionTable
 from grpo_fast.data.types import Message, Prompt, text_of
-from grpo_fast.loop.collect import EXTRA
+from grpo_fast.loop.columns import EXTRA
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -237,7 +237,7 @@ class Trainer(Algorithm):
         chosen = drawn.select_groups(live[:wanted])
         if not len(chosen):
             return chosen, metrics
-        if config.scale_rewards in ("group", "none") and not (
+        if config.scale_rewards in ("group", "mean", "none") and not (
             config.scales_parts or config.rescale_flat_groups or config.function
         ):
             return chosen, metrics  # also where a baseline is shared with prompts that are left out

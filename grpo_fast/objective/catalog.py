@@ -33,6 +33,7 @@ class LossFacts:
     fused: Callable[[GRPOLossConfig], Bounds] | None = None  # of the kernel's branch of that name; None: none
     epsilon: tuple[float | None, float | None] | None = None  # (low, high) by default; None: no clipping
     absolute_ceiling: bool = False  # epsilon_high is the ceiling of the ratio itself
+    moves_without_advantage: bool = False  # a token without an advantage has a gradient
     weighs_sampler: bool = False  # the sampler's token ratios go into a sequence weight of its own
     fields: tuple[str, ...] = ()  # of the configuration, that not every loss reads
     choosable_levels: tuple[RatioLevel, ...] = ("token",)  # of the importance ratio; the first by default
@@ -57,6 +58,11 @@ def _plain_bounds(config: GRPOLossConfig) -> Bounds:
 def _sapo_bounds(config: GRPOLossConfig) -> Bounds:
     """Its two temperatures."""
     return config.sapo_temperature_neg, config.sapo_temperature_pos, 0.0
+
+
+def _dro_bounds(config: GRPOLossConfig) -> Bounds:
+    """The weight of its penalty, in the place of the cap."""
+    return 0.0, 0.0, config.dro_beta
 
 
 _RANGE = ("epsilon_low", "epsilon_high")
@@ -170,6 +176,23 @@ CATALOG: dict[str, LossFacts] = {
         "reinforce",
         fused=_plain_bounds,
         estimator={"advantage.baseline": "leave_one_out"} | _UNSCALED,
+    ),
+    "max_rl": LossFacts(
+        "MaxRL, arXiv 2602.02710: REINFORCE towards log E[reward], advantages over the group's mean reward",
+        aggregation="sequence_sum",
+        surrogate="reinforce",
+        fused=_plain_bounds,
+        estimator={"advantage.scale_rewards": "mean"},
+    ),
+    # The paper's square is of a whole completion; verl 0.9 and Tinker take that of each token.
+    "dro": LossFacts(
+        "DRO, arXiv 2405.19107, of each token as verl and Tinker have it",
+        aggregation="token_mean",
+        surrogate="dro",
+        fused=_dro_bounds,
+        moves_without_advantage=True,
+        fields=("dro_beta",),
+        estimator=_UNSCALED,
     ),
     # And recipe/dapo/7b_clip_cov.sh of PRIME-RL/Entropy-Mechanism-of-RL.
     "clip_cov": _clip(

@@ -225,6 +225,8 @@ class GRPOLossConfig:
     )
     dppo_ratio_max: float = option(20.0, "dppo: ceiling of the ratio that multiplies the gradient", gt=0)
 
+    dro_beta: float = option(0.05, "dro: weight of half the squared log-ratio to the old policy", gt=0)
+
     def __post_init__(self) -> None:
         check_fields(self)
         object.__setattr__(self, "columns", tuple(self.columns))  # YAML's list equals the default
@@ -297,9 +299,11 @@ class GRPOLossConfig:
 
     @property
     def reads_every_token(self) -> bool:
-        """Whether a token without an advantage may change the loss: by KL, entropy or covariance."""
+        """Whether a token without an advantage may change the loss: by KL, penalty, entropy or covariance."""
         in_loss = self.needs_reference and not self.kl_in_reward
-        return self.is_custom or in_loss or self.needs_entropy or "covariance" in self.facts.cuts
+        if self.is_custom or in_loss or self.needs_entropy:
+            return True
+        return self.facts.moves_without_advantage or "covariance" in self.facts.cuts
 
     @property
     def needs_sampler(self) -> bool:

@@ -48,6 +48,17 @@ def whitened(advantages: Tensor, of: GroupStatistics) -> Tensor:
     return shifted.where(of.valid, 0.0) * (variance + of.eps**2).rsqrt()
 
 
+def by_mean(advantages: Tensor, of: GroupStatistics) -> Tensor:
+    """Divide by the group's mean reward, as the gradient of log E[r] does. MaxRL, arXiv 2602.02710."""
+    rewards = of.rewards.where(of.valid, 0.0)
+    if (rewards < 0).any():
+        raise ValueError(
+            f"advantage.scale_rewards = 'mean' divides by a group's mean reward, and a reward is "
+            f"{rewards.min().item():g}: give rewards of at least 0, or set scale_rewards to group"
+        )
+    return advantages / (of.total(rewards) / of.count.clamp(min=1) + of.eps)
+
+
 BASELINES: dict[str, Estimator] = {"mean": lambda advantages, _: advantages, "leave_one_out": leave_one_out}
 """Of each completion: the group's mean, or the mean of the others. A row more is a word more."""
 
@@ -55,9 +66,10 @@ SCALES: dict[str, Estimator] = {
     "group": by_group,
     "batch": by_batch,
     "whiten": whitened,
+    "mean": by_mean,
     "none": lambda advantages, _: advantages,
 }
-"""By the deviation of the group, of the whole batch, of all tokens about their mean, or not at all."""
+"""By the deviation of the group, the batch or all tokens about their mean, by the group's mean, or not."""
 
 
 def deviation(values: Tensor) -> Tensor:

@@ -125,6 +125,13 @@ def reinforce(tokens: PolicyTokens, config: GRPOLossConfig) -> Surrogate:
     return Surrogate(-tokens.advantages * tokens.logprobs, tokens.log_ratio.detach().exp())
 
 
+def dro(tokens: PolicyTokens, config: GRPOLossConfig) -> Surrogate:
+    """−A · log π + dro_beta/2 · (log r)²: no clip, a quadratic penalty keeps the policy near the old one."""
+    log_ratio = tokens.log_ratio
+    loss = 0.5 * config.dro_beta * log_ratio.square() - tokens.advantages * tokens.logprobs
+    return Surrogate(loss, log_ratio.detach().exp())
+
+
 # ------------------------------------------------------------------------------------ Clip-Cov and KL-Cov
 # They keep the entropy up by changing the loss of the few tokens that would lower it most: those of high
 # covariance between advantage and log-probability. The tokens are chosen within the micro-batch.

@@ -11,6 +11,8 @@ from grpo_fast.objective.catalog import KLEstimator
 from grpo_fast.objective.config import GRPOLossConfig
 from grpo_fast.objective.types import Segments
 
+K3_LIMIT = 20.0  # nats, of log π_ref/π_θ; `kernels/policy_terms.py` has it, too
+
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) -> Tensor:
     """KL(π_θ ‖ π_ref) of each token's distribution, estimated from the token drawn.
@@ -22,7 +24,8 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) 
         ref_logprobs: (N,) log π_ref.
         estimator: with d = log π_θ − log π_ref: k1 = d, unbiased, but its gradient has zero mean in a loss
             unless importance-corrected; k2 = d²/2, biased, its gradient is the KL's on-policy;
-            k3 = e⁻ᵈ − 1 + d, unbiased and never negative.
+            k3 = e⁻ᵈ − 1 + d, unbiased and never negative. It takes −d as at most 20 (verl's bound): larger
+            numbers would overflow, and have no gradient.
 
     Returns:
         (N,), in nats.
@@ -33,7 +36,8 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) 
     if estimator == "k2":
         return 0.5 * difference.square()
     # expm1 keeps the digits that e⁻ᵈ − 1 loses where the two policies nearly agree.
-    return torch.expm1(-difference) + difference
+    bounded = (-difference).clamp(max=K3_LIMIT)
+    return torch.expm1(bounded) - bounded
 
 
 def sampler_weights(

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from packaging.version import Version
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _BESIDE_THE_LANGUAGE_MODEL = r"(?!.*\blanguage_model\.).*"  # names of modules, for peft
+_ROUTERS = Version("5.13")  # of transformers: a router reads its own bias
 _BASE = ".base_layer"  # in the name of what an adapter wraps
 
 
@@ -38,6 +40,7 @@ def add_lora(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
         ValueError: modules or parameters that the model does not have, or that cannot be adapted.
     """
     import peft
+    from transformers import __version__
 
     given = f"model.lora.target_modules = {config.target_modules!r}"
     if config.target_parameters:
@@ -79,6 +82,12 @@ def add_lora(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
         raise ValueError(
             f"{given} reaches the output head, whose weight the loss takes as it is; leave the head and an "
             "embedding tied to it out"
+        )
+    wraps = (getattr(part, "base_layer", None) for part in model.modules())
+    if any(hasattr(part, "e_score_correction_bias") for part in wraps) and Version(__version__) < _ROUTERS:
+        raise ValueError(
+            f"{given} reaches a router, whose bias transformers {__version__} then does not find; leave it "
+            f"out, or install transformers {_ROUTERS} or newer"
         )
     wrapped = {name for name, part in model.named_modules() if isinstance(part, peft.tuners.lora.LoraLayer)}
     if of_several := sorted(shared & wrapped):

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from packaging.version import Version
 from torch import Tensor, nn
 
 from grpo_fast.data.table import CompletionTable
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 _ATTENTION = ("full_attention", "sliding_attention")
 _RECURRENT = ("linear_attention", "conv", "hybrid", "hybrid_sliding")  # with a state, see `recurrent`
+_KEEPS_STATES = Version("5.17")  # of transformers: its caches return all that `recurrent.StateCache` keeps
 PACKED_LAYER_TYPES = frozenset([*_ATTENTION, *_RECURRENT, "mlp", "moe"])
 _OWN_TOKENIZER = "give the model its own tokenizer, or enlarge it by resize_token_embeddings and save it"
 
@@ -77,6 +79,8 @@ def has_type(config: PreTrainedConfig) -> bool:
 
 def packing_obstacle(config: PreTrainedConfig) -> str | None:
     """Return why the configuration rules out packing, or None; `verify_policy` checks the model itself."""
+    from transformers import __version__
+
     text, model = config.get_text_config(), model_class(config)
     kinds = {*(getattr(text, "layer_types", None) or ())}
     if getattr(text, "attention_chunk_size", None):
@@ -89,6 +93,8 @@ def packing_obstacle(config: PreTrainedConfig) -> str | None:
     names = vars(sys.modules[model.__module__])
     if "mamba_selective_scan" in names:
         return "no state can be given to its layers of Mamba 1"
+    if (recurrent or "apply_mask_to_padding_states" in names) and Version(__version__) < _KEEPS_STATES:
+        return f"transformers {__version__} does not return the states of its recurrent layers, as 5.17 does"
     if "ALL_ATTENTION_FUNCTIONS" not in names or not (model._supports_attention_backend or recurrent):
         return "it computes its attention by itself"
     return None

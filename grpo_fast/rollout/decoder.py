@@ -19,7 +19,7 @@ from grpo_fast.rollout.batch import Batch
 
 DROP_BELOW = 0.9  # finished rows leave the batch when fewer than this share of it still goes on
 WORTH_SHARING = 16  # tokens: a shorter common beginning is not worth a forward of its own
-_ARGUMENTS = {"attention_mask", "position_ids", "past_key_values", "logits_to_keep"}
+_ARGUMENTS = {"attention_mask", "position_ids", "logits_to_keep"}
 
 
 def reads_prompts_once(model: PreTrainedModel) -> bool:
@@ -27,7 +27,13 @@ def reads_prompts_once(model: PreTrainedModel) -> bool:
     config = model.config.get_text_config(decoder=True)
     kinds = {type(layer) for layer in DynamicCache(config=config).layers}
     takes = inspect.signature(model.forward).parameters
-    return kinds <= {DynamicLayer, DynamicSlidingWindowLayer} and takes.keys() >= _ARGUMENTS
+    plain = kinds <= {DynamicLayer, DynamicSlidingWindowLayer} and takes.keys() >= _ARGUMENTS
+    return plain and _cache_argument(model) in takes
+
+
+def _cache_argument(model: PreTrainedModel) -> str:
+    """Return the name of the forward's cache, `past_key_values` before transformers 5.24."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def decode(model: PreTrainedModel, batch: Batch) -> None:
@@ -51,6 +57,7 @@ class _Decoder:
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self.cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+        self.passed: Any = {_cache_argument(model): self.cache}
         self.positions = torch.empty(0)  # (B, 1) int64, of the last token of each row
         self.mask: Tensor | None = None  # (B, tokens) bool; None: nothing is padded
 
@@ -98,7 +105,7 @@ class _Decoder:
             input_ids=ids,
             position_ids=positions,
             attention_mask=self.mask,
-            past_key_values=self.cache,
+            **self.passed,
             use_cache=True,
             logits_to_keep=last,
         )

@@ -39,7 +39,7 @@ class PolicyBatch(NamedTuple):
 class LossConstants(NamedTuple):
     """Which loss, and its constants, as the kernels take them. Names and meanings are the objective's."""
 
-    surrogate: str  # "clip", "cispo", "sapo", "reinforce", "dppo_tv" or "dppo_kl"
+    surrogate: str  # "clip", "cispo", "sapo", "reinforce", "dro", "dppo_tv" or "dppo_kl"
     level: str  # of the ratio: "token", "sequence", "sequence_token" or "product"
     aggregation: str
     # clip: bounds of the log-ratio; cispo: of the ratio; dppo: of the divergence; sapo: temperatures for

@@ -62,6 +62,9 @@ def surrogate_term(logprob, old, log_ratio, advantage, low, high, cap, SURROGATE
         gate = tl.sigmoid(temperature * (ratio - 1.0))
         term = -gate * 4.0 / temperature * advantage
         slope = tl.where(log_ratio > 40.0, 0.0, -4.0 * gate * (1.0 - gate) * ratio * advantage)
+    elif SURROGATE == "dro":
+        term = 0.5 * cap * log_ratio * log_ratio - advantage * logprob
+        slope = cap * log_ratio - advantage
     else:
         if SURROGATE == "reinforce":
             weight = tl.full(logprob.shape, 1.0, tl.float32)
@@ -92,4 +95,5 @@ def kl_term(difference, KL: tl.constexpr):
     elif KL == "k2":
         return 0.5 * difference * difference, difference
     else:
-        return exp_beyond_linear(-difference), -expm1(-difference)
+        bounded = at_most(-difference, 20.0)
+        return exp_beyond_linear(bounded), tl.where(-difference > 20.0, 0.0, -expm1(bounded))

@@ -122,6 +122,12 @@ def test_every_loss_and_option_is_the_objectives(batch, name, options, changes):
     assert_same(replace(batch, **changes), config_of(name, **options))
 
 
+def test_k3_is_the_objectives_where_the_reference_is_far_away(batch):
+    far = batch.logprobs.detach() + torch.linspace(-60, 60, len(batch.logprobs)).to(batch.logprobs)
+
+    assert_same(replace(batch, ref_logprobs=far), config_of("grpo", beta=0.1))
+
+
 def test_sequences_may_come_in_any_order_strided_or_all_masked(batch):
     shuffled = torch.tensor([3, 5, 0, 1, 4, 2], device=batch.sequence_ids.device)
     strided = {

@@ -75,6 +75,10 @@ def reinforce(t: Any, a: float, c: Any) -> Tensor:
     return -a * t.new
 
 
+def dro(t: Any, a: float, c: Any) -> Tensor:
+    return -(a * t.new - c.dro_beta / 2 * (t.new - t.old) ** 2)
+
+
 def clip_cov(t: Any, a: float, c: Any) -> Tensor:
     return of_token(t, a, c) * ~t.held
 
@@ -159,6 +163,8 @@ LOSSES: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], dict[str, 
     ),
     "gpg": (reinforce, over_tokens, {}),
     "reinforce": (reinforce, sum_of_tokens, {}),
+    "max_rl": (reinforce, sum_of_tokens, {}),
+    "dro": (dro, over_tokens, {"dro_beta": 0.7}),
     "clip_cov": (
         clip_cov,
         over_tokens,
@@ -273,6 +279,11 @@ def by_group(rewards: Rows, *_: Rows) -> Rows:
     return [[a / (stdev(group) + 1e-4) for a in row] for row, group in rows]
 
 
+def by_mean(rewards: Rows, *_: Rows) -> Rows:
+    rows = zip(centred(rewards), rewards, strict=True)
+    return [[a / (fmean(group) + 1e-4) for a in row] for row, group in rows]
+
+
 def by_batch(rewards: Rows, *_: Rows) -> Rows:
     return [[a / (stdev(flat(rewards)) + 1e-4) for a in row] for row in centred(rewards)]
 
@@ -340,6 +351,8 @@ PAPERS: dict[str, tuple[Any, ...]] = {
     ),
     "gpg": ("gpg", gpg, {}),
     "reinforce": ("reinforce", leave_one_out, {}),
+    "max_rl": ("max_rl", by_mean, {}),
+    "dro": ("dro", centred, {"dro_beta": 0.05}),
     "clip_cov": (
         "clip_cov",
         by_group,
@@ -359,6 +372,7 @@ DRAWN_AGAIN = ("dapo", "cispo", "reinforce_plus_plus_baseline", "clip_cov", "kl_
 @pytest.mark.parametrize("method", METHODS)
 def test_a_methods_whole_update_is_its_papers(method, make_trainer, assert_same, monkeypatch, toy, rng):
     loss_type, estimator, constants, *others = PAPERS[method]
+    second = 0.5 if method == "max_rl" else -0.5  # the weight of the second reward; max_rl takes none below 0
     lengths = torch.randint(1, L_MAX + 1, (15,), generator=rng).tolist()
     ids = torch.arange(sum(lengths)).split(lengths)
 
@@ -372,7 +386,7 @@ def test_a_methods_whole_update_is_its_papers(method, make_trainer, assert_same,
     table = torch.randint(0, 8, (5, 3, 2), generator=rng).double() / 4
     table[:, :2] = torch.tensor([[0.0, 2.0], [3.0, 1.0]])
     table[2] = 0.5  # the one flat group
-    weighted = table @ torch.tensor([2.0, -0.5], dtype=torch.float64)
+    weighted = table @ torch.tensor([2.0, second], dtype=torch.float64)
 
     totals = flat(weighted.tolist())
     if method in ("dapo", "cispo"):  # the last fifth of the limit, in whole tokens, is punished softly
@@ -391,7 +405,7 @@ def test_a_methods_whole_update_is_its_papers(method, make_trainer, assert_same,
             rows[i] = rows[i] + sum(coefficient * of(t) for coefficient, of in others)
     expected = constants.get("aggregation", LOSSES[loss_type][1])(rows)
 
-    rewards = [toy["rewards"][0] | {"weight": 2.0}, {"reward": "tag_format", "weight": -0.5}]
+    rewards = [toy["rewards"][0] | {"weight": 2.0}, {"reward": "tag_format", "weight": second}]
     trainer = make_trainer(method=method, rewards=rewards)
     drawn_once = tables.CompletionTable.of(
         [(1,)] * 15,

@@ -42,6 +42,18 @@ def test_k3_keeps_its_digits_where_the_policies_nearly_agree():
     assert estimate.item() == pytest.approx(1e-8 / 2, rel=1e-3)
 
 
+@pytest.mark.parametrize("apart", [19.5, 30.0, 300.0])  # nats; e^300 is no float32
+def test_k3_is_finite_where_the_policies_are_far_apart_as_verls_is(apart):
+    logprob = torch.tensor(-apart, requires_grad=True)
+
+    estimate = kl_estimate(logprob, torch.tensor(0.0), "k3")
+    estimate.backward()
+
+    bounded = min(apart, 20.0)
+    assert estimate.item() == pytest.approx(math.expm1(bounded) - bounded, rel=1e-5)
+    assert logprob.grad.item() == pytest.approx(-math.expm1(apart) if apart < 20 else 0.0, rel=1e-5)
+
+
 def rows(batch: Any) -> list[list[tuple[float, float]]]:
     """(log π_old, log π_sampler) of the tokens that count, by completion."""
     return [

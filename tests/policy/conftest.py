@@ -43,6 +43,7 @@ CHANGES: dict[str, dict[str, Any]] = {  # of the sizes that `tests.tiny` gives a
 
 
 def small_config(family: str, **changes: object) -> Any:
+    tiny.require_family(family)
     usual = tiny.changes(AutoConfig.for_model(family))
     return AutoConfig.for_model(family, **{**usual, **SIZES, **CHANGES.get(family, {}), **changes})
 

@@ -20,6 +20,7 @@ from grpo_fast.policy.attention import PACKED_ATTENTION, register
 from grpo_fast.policy.layout import LEAST_FILLED, RowLayout, alike
 from grpo_fast.policy.load import resolve_packing
 from grpo_fast.policy.recurrent import fork_states, recurrent_mixers
+from tests.tiny import since
 
 from .conftest import VOCABULARY, batch_logprobs, make_samples, own_logprobs, save_model, small_config
 
@@ -55,7 +56,9 @@ def packed(policy: Policy, samples: CompletionTable) -> PackedBatch:
     return batch
 
 
-@pytest.mark.parametrize("family", [*DENSE, *HYBRIDS, *SINKS, *ROWS])
+@pytest.mark.parametrize(
+    "family", [*DENSE, *(pytest.param(family, marks=since("5.17")) for family in HYBRIDS), *SINKS, *ROWS]
+)
 def test_logprobs_and_gradients_are_those_of_each_sequence_alone(
     family: str, rng: torch.Generator, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -82,6 +85,7 @@ def test_logprobs_and_gradients_are_those_of_each_sequence_alone(
     assert all(p is None or not p.any() for p, q in pairs if q is None)
 
 
+@since("5.17")
 @pytest.mark.parametrize("limit", [[0.0, inf], [0.02, 0.05]])
 def test_time_steps_keep_to_the_limits_of_the_configuration(limit: list[float], tmp_path: Path) -> None:
     folder = save_model(tmp_path, "nemotron_h", time_step_limit=limit)
@@ -95,6 +99,7 @@ def test_time_steps_keep_to_the_limits_of_the_configuration(limit: list[float], 
         assert {mixer.time_step_limit for mixer in mixers} == {tuple(limit)}
 
 
+@since("5.17")
 def test_a_shared_prompt_is_computed_once_and_a_row_s_with_each_completion(rng: torch.Generator) -> None:
     prompt, lengths = 40, [20] * 6
     samples = CompletionTable.of(

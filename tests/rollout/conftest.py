@@ -56,10 +56,12 @@ ROUNDED += ["zamba2", "zaya", "minimax"]
 
 def made(family: str) -> PreTrainedModel:
     """A random model, peaked enough that sampling has a shape to get wrong, but where rounding would grow."""
-    from tests.tiny import tiny_config  # not beside the scripts that import this file
+    from tests.tiny import require_family, tiny_config  # not beside the scripts that import this file
 
     changes = {"initializer_range": 0.1 if family in ROUNDED else 0.3} | CHANGES.get(family, {})
-    config = tiny_config(changes.pop("model_type", family))
+    kind = changes.pop("model_type", family)
+    require_family(kind)
+    config = tiny_config(kind)
     config.update(TOKENS | changes)
     # transformers' SDPA leaves Gemma 2's softcap out
     eager = {"attn_implementation": "eager"} if family not in ("llama", "qwen3", "mistral", "gemma3") else {}

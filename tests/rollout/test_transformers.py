@@ -15,10 +15,11 @@ from grpo_fast.config.rollout import RolloutConfig
 from grpo_fast.policy import Policy
 from grpo_fast.rollout import Sampling, decoder, make_engine
 from grpo_fast.rollout.transformers import OwnCopyEngine, TransformersEngine
+from tests.tiny import since
 
 SYSTEM = (0, *range(3, 23))  # long enough to be worth reading once for all
 PLAIN = ["llama", "qwen3", "mistral", "gemma2", "gemma3", "diffllama", "deepseek_v3", "minicpm3", "hrm_text"]
-OTHER = ["qwen3_next", "qwen3_5_text", "olmo_hybrid", "kimi_linear", "bamba", "nemotron_h", "falcon_h1"]
+OTHER = ["qwen3_next", "qwen3_5_text", "olmo_hybrid", "kimi_linear", "bamba", "falcon_h1"]
 OTHER += ["lfm2", "zaya", "jamba", "mamba", "mamba2", "minimax", "xlstm", "deepseek_v4", "bloom"]
 SAMPLING = Sampling(max_completion_length=12, seed=7)
 GREEDY = replace(SAMPLING, temperature=0.0)
@@ -62,7 +63,7 @@ def as_policy(model) -> SimpleNamespace:
     return SimpleNamespace(base_model=model, device=model.device)
 
 
-@pytest.mark.parametrize("family", [*PLAIN, *OTHER])
+@pytest.mark.parametrize("family", [*PLAIN, *OTHER, pytest.param("nemotron_h", marks=since("5.17"))])
 @pytest.mark.parametrize("system", [(), SYSTEM], ids=["distinct", "common-beginning"])
 @pytest.mark.drawn(8)
 def test_logprobs_are_the_models_own_and_greedy_is_its_generate(
@@ -238,7 +239,7 @@ def test_a_model_that_cannot_be_sampled_is_refused_with_the_reason(model, engine
         engine_for(model).__enter__()
 
 
-@pytest.mark.parametrize("family", ["llama", "deepseek_v3", "lfm2"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("deepseek_v3", marks=since("5.13")), "lfm2"])
 def test_lora_adapters_take_part_at_once(family, family_model, seed, engine_for, largest_difference):
     lora = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
     adapted = peft.get_peft_model(family_model(family), lora)
