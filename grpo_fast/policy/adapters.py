@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _BESIDE_THE_LANGUAGE_MODEL = r"(?!.*\blanguage_model\.).*"  # names of modules, for peft
-_ROUTERS = Version("5.13")  # of transformers: a router reads its own bias
+_ROUTERS = Version("5.13")  # of transformers: a router reads its own weights, as DeepSeek's
 _BASE = ".base_layer"  # in the name of what an adapter wraps
 
 
@@ -83,11 +83,10 @@ def add_lora(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
             f"{given} reaches the output head, whose weight the loss takes as it is; leave the head and an "
             "embedding tied to it out"
         )
-    wraps = (getattr(part, "base_layer", None) for part in model.modules())
-    if any(hasattr(part, "e_score_correction_bias") for part in wraps) and Version(__version__) < _ROUTERS:
+    if Version(__version__) < _ROUTERS and any(map(_reads_router, model.modules())):
         raise ValueError(
-            f"{given} reaches a router, whose bias transformers {__version__} then does not find; leave it "
-            f"out, or install transformers {_ROUTERS} or newer"
+            f"{given} reaches a router, of which transformers {__version__} reads a weight without calling it; "
+            f"list the names of target_modules without 'gate', or install transformers {_ROUTERS} or newer"
         )
     wrapped = {name for name, part in model.named_modules() if isinstance(part, peft.tuners.lora.LoraLayer)}
     if of_several := sorted(shared & wrapped):
@@ -96,6 +95,13 @@ def add_lora(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
             "adapter of its own; leave it out, or set all-linear"
         )
     return adapted
+
+
+def _reads_router(block: nn.Module) -> bool:
+    """Whether a block of an older transformers reads a weight of its router that an adapter hides."""
+    base = getattr(getattr(block, "gate", None), "base_layer", None)
+    of_deepseek_v2 = isinstance(base, nn.Linear) and hasattr(block, "topk_method")
+    return of_deepseek_v2 or hasattr(base, "e_score_correction_bias")
 
 
 def _matched(given: str, text: str, model: nn.Module) -> str:

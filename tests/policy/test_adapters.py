@@ -4,28 +4,31 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_fast.config.policy import LoraConfig, ModelConfig
-from grpo_fast.policy import Policy
+from grpo_fast.policy import Policy, adapters
 from grpo_fast.policy.adapters import adapted_weights, merged
 from grpo_fast.policy.experts import is_expert
 from grpo_fast.policy.load import prepare_to_train
 from tests.policy.conftest import small_config
+from tests.tiny import since
 
 Load = Callable[..., Policy]
 MIXTURES = (
-    *("afmoe", "aria_text", "cohere2_moe", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe"),
-    *("flex_olmo", "gemma4_text", "glm4_moe", "glm4_moe_lite", "gpt_oss", "granitemoe", "granitemoeshared"),
-    *("jetmoe", "llama4_text", "minimax_m2", "mixtral", "nemotron_h", "olmoe", "phimoe", "qwen2_moe"),
-    *("qwen3_moe", "qwen3_next", "solar_open"),
+    *("afmoe", "aria_text", "cohere2_moe", "ernie4_5_moe", "flex_olmo", "gemma4_text", "gpt_oss"),
+    *("granitemoe", "granitemoeshared", "jetmoe", "llama4_text", "minimax_m2", "mixtral", "nemotron_h"),
+    *("olmoe", "phimoe", "qwen2_moe", "qwen3_moe", "qwen3_next"),
 )
+WITH_ROUTER = ("deepseek_v2", "deepseek_v3", "dots1", "glm4_moe", "glm4_moe_lite", "solar_open")
 
 
 def mixture(family: str, folder: Path, **lora: Any) -> Policy:
@@ -51,7 +54,9 @@ def logprobs(model: Any, ids: Tensor) -> Tensor:
     return model(input_ids=ids, use_cache=False).logits.log_softmax(-1)
 
 
-@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.parametrize(
+    "family", [*MIXTURES, *(pytest.param(family, marks=since("5.13")) for family in WITH_ROUTER)]
+)
 @pytest.mark.drawn(8)
 def test_experts_in_one_tensor_are_adapted_beside_the_attention_and_exported(
     folder_of: Callable[..., Path], tmp_path: Path, family: str, seed: int
@@ -72,6 +77,19 @@ def test_experts_in_one_tensor_are_adapted_beside_the_attention_and_exported(
     experts = {name for name, weight in weights.items() if weight.ndim == 3 and "conv" not in name}
     assert experts and experts < names and any(".q" in n or "attention" in n for n in names)
     assert dict(policy.named_weights()).keys() == weights.keys() > names
+
+
+@pytest.mark.parametrize("family", WITH_ROUTER)
+def test_a_router_of_which_a_weight_is_read_without_a_call_is_refused(
+    folder_of: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    if family != "deepseek_v2":  # whose old router alone is a linear layer
+        monkeypatch.setattr(adapters, "_ROUTERS", Version("99"))
+    elif Version(version("transformers")) >= adapters._ROUTERS:
+        pytest.skip("the router reads its own weight")
+    remedy = "list the names of target_modules without 'gate'"
+    with pytest.raises(ValueError, match=rf"'all-linear' reaches a router, .*; {remedy}, or install"):
+        mixture(family, folder_of("llama"), target_parameters=None)
 
 
 @pytest.mark.parametrize(("family", "by_itself"), [("qwen3_moe", True), ("gpt_oss", False)])
