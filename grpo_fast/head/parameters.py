@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 _SOFTCAPS = ("final_logit_softcapping", "output_logit_soft_cap")  # Gemma, xLSTM
+_FACTORS = ("logit_scale", "lm_head_multiplier", "output_multiplier")  # Cohere, Falcon-H1, Muse Glimmer
+_DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")  # Granite and MiniCPM, Inkling
 
 
 @dataclass(frozen=True)
@@ -75,10 +77,12 @@ def logit_softcap(config: PreTrainedConfig) -> float | None:
 
 
 def _logit_scale(config: PreTrainedConfig) -> float:
-    if (scale := getattr(config, "logit_scale", None)) is not None:  # Cohere
-        return float(scale)
-    scaling = getattr(config, "logits_scaling", None)  # Granite, MiniCPM
-    return 1.0 if scaling is None else 1.0 / float(scaling)
+    scale = 1.0
+    for name in (*_FACTORS, *_DIVISORS):
+        if (value := getattr(config, name, None)) is not None:
+            divides = name in _DIVISORS and config.model_type != "hyperclovax"  # which multiplies
+            scale *= 1.0 / float(value) if divides else float(value)
+    return scale
 
 
 def is_quantized(weight: Tensor | None) -> bool:

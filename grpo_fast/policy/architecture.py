@@ -39,7 +39,6 @@ _REFUSED = {
     "dbrx": "keeps the matrices of its experts below each other in one",
     "emu3": "is saved with its image tokenizer, without which its language model does not load again",
     **dict.fromkeys(["gemma4_assistant", "gemma4_unified_assistant"], _DRAFTER),
-    "hyperclovax": "multiplies its logits by logits_scaling, by which other models divide them",
     **dict.fromkeys(["inkling_mm_model", "inkling_text"], "scales its logits by logits_mup_width_multiplier"),
     "recurrent_gemma": "keeps its recurrent state in attributes of its layers, not in a cache",
     "reformer": "gives gradients only with dropout, of whole chunks, and with hashes at random",

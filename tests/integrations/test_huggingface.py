@@ -27,6 +27,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gemma2": {"head_dim": 8, "final_logit_softcapping": 2.0, "attn_implementation": "eager"},
     "cohere": {"logit_scale": 0.3},
     "granite": {"logits_scaling": 4.0},
+    "hyperclovax": {"logits_scaling": 4.0},
     "gpt2": {},
     "mixtral": {"num_local_experts": 2, "output_router_logits": True, "router_aux_loss_coef": 0.5},
 }

@@ -38,6 +38,8 @@ CHANGES: dict[str, dict[str, Any]] = {  # of the sizes that `tests.tiny` gives a
     "seed_oss": {"residual_dropout": 0.3},
     "mixtral": {"router_jitter_noise": 0.3},
     "phimoe": {"input_jitter_noise": 0.3},
+    "falcon_h1": {"lm_head_multiplier": 0.25},
+    "hyperclovax": {"logits_scaling": 0.5},
     "granite": {"logits_scaling": 3.0, "attention_multiplier": 0.4, "embedding_multiplier": 2.0},
 }
 

@@ -28,7 +28,7 @@ HYBRIDS = (
     *("qwen3_next", "qwen3_5_text", "olmo_hybrid", "kimi_linear", "bamba", "nemotron_h", "granitemoehybrid"),
     *("falcon_h1", "zamba2", "lfm2", "minimax"),
 )
-DENSE = ("llama", "qwen2", "qwen3", "gemma2", "gemma4_text", "cohere", "granite")
+DENSE = ("llama", "qwen2", "qwen3", "gemma2", "gemma4_text", "cohere", "granite", "hyperclovax")
 SINKS = ("gpt_oss", "granite_swa", "mimo_v2_flash")  # of attention: with experts, with a window, of wide keys
 ROWS = ("bloom", "falcon", "stablelm", "llama4_text", "jamba", "mamba2")
 
