@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import logging
 import re
 import time
@@ -236,7 +237,13 @@ def _problem(policy: Policy, world: World) -> str | None:
 
 
 def require_head(config: ModelConfig, device: torch.device) -> None:
-    """Raise ValueError where the head's kernels are asked for and none runs."""
+    """Raise ValueError where the head's kernels are asked for and none runs; warn where Triton is missing."""
+    missing = "Triton is not installed: pip install 'grpo-fast[triton]'"
+    without = device.type == "cuda" and importlib.util.find_spec("triton") is None
+    if without and config.head == "triton":
+        raise ValueError(f"model.head = 'triton': {missing}, or set it to auto")
+    if without and config.head == "auto":
+        logger.warning("model.head = 'auto' takes plain torch, since %s", missing)
     if config.head == "triton":
         backend = backend_on(device.type, device.index, getattr(torch, config.dtype))
         if backend != "triton":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -277,6 +278,22 @@ def test_what_a_device_is_not_or_does_not_have_is_refused(
     ):
         with pytest.raises(ValueError, match=problem):
             load("llama", **settings)
+
+
+def test_a_missing_triton_is_told_with_the_command_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    find, device = load_module.importlib.util.find_spec, torch.device("cuda")
+    monkeypatch.setattr("importlib.util.find_spec", lambda n, *a: None if n == "triton" else find(n, *a))
+    remedy = r"Triton is not installed: pip install 'grpo-fast\[triton\]'"
+
+    with pytest.raises(ValueError, match=rf"^model\.head = 'triton': {remedy}, or set it to auto$"):
+        load_module.require_head(ModelConfig(path="-", head="triton"), device)
+    load_module.require_head(ModelConfig(path="-", head="reference"), device)
+    assert not caplog.messages
+    load_module.require_head(ModelConfig(path="-"), device)
+    (warning,) = caplog.messages
+    assert re.search(remedy, warning)
 
 
 NVRM = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.129.03  Thu Oct 19 18:56:32 UTC 2023\n"
