@@ -85,8 +85,8 @@ def add_lora(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
         )
     if Version(__version__) < _ROUTERS and any(map(_reads_router, model.modules())):
         raise ValueError(
-            f"{given} reaches a router, of which transformers {__version__} reads a weight without calling "
-            f"it; list the names of target_modules without 'gate', or install transformers {_ROUTERS} or newer"
+            f"{given} reaches a router, whose weight or bias transformers {__version__} reads past its "
+            f"adapter; list target_modules without 'gate', or install transformers {_ROUTERS} or newer"
         )
     wrapped = {name for name, part in model.named_modules() if isinstance(part, peft.tuners.lora.LoraLayer)}
     if of_several := sorted(shared & wrapped):

@@ -87,7 +87,7 @@ def test_a_router_of_which_a_weight_is_read_without_a_call_is_refused(
         monkeypatch.setattr(adapters, "_ROUTERS", Version("99"))
     elif Version(version("transformers")) >= adapters._ROUTERS:
         pytest.skip("the router reads its own weight")
-    remedy = "list the names of target_modules without 'gate'"
+    remedy = "list target_modules without 'gate'"
     with pytest.raises(ValueError, match=rf"'all-linear' reaches a router, .*; {remedy}, or install"):
         mixture(family, folder_of("llama"), target_parameters=None)
 

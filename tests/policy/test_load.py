@@ -29,6 +29,7 @@ from grpo_fast.policy.load import (
     resolve_dtype,
     resolve_packing,
 )
+from grpo_fast.policy.vision import model_class
 from grpo_fast.rollout.agreement import evaluation_mode
 from tests import tiny
 
@@ -250,9 +251,10 @@ FLASH, SDPA = "flash_attention_2", "sdpa"
 def test_attention_is_chosen_for_device_dtype_and_model_or_refused(
     monkeypatch: pytest.MonkeyPatch, name, device, dtype, family, capability, chosen
 ) -> None:
+    arguments = (name, torch.device(device), dtype, AutoConfig.for_model(family))
+    model_class(arguments[-1])  # its first import asks torch for the GPU
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    arguments = (name, torch.device(device), dtype, AutoConfig.for_model(family))
 
     if chosen in (FLASH, SDPA):
         assert resolve_attention(*arguments) == chosen
