@@ -31,9 +31,12 @@ from packaging.requirements import Requirement
 from grpo_fast.config.paths import user_path
 from grpo_fast.record.files import write_whole
 
+from .measure import NO_TIME
+
 ROOT = Path(__file__).resolve().parents[1]
 TO_END = 45.0  # seconds beyond a part's limit for its last measurement
 TO_DIE = 10.0  # seconds for a killed part to leave the device
+BENCHMARK = ["python", "-m", "benchmarks"]
 DONE, FAILED, LATE, SKIPPED = "done", "failed", "out of time", "skipped"
 
 
@@ -65,7 +68,7 @@ def run_part(part: Part, minutes: float, out: Path) -> dict[str, object]:
     if ours:
         record.unlink(missing_ok=True)
         saved = ["--minutes", f"{minutes:.2f}", "--benchmark-json", str(record), "--benchmark-quiet", "-ra"]
-        words = ["python", "-m", "benchmarks", *words, *saved]
+        words = [*BENCHMARK, *words, *saved]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": path}
     environment.pop("TRITON_INTERPRET", None)
@@ -76,16 +79,18 @@ def run_part(part: Part, minutes: float, out: Path) -> dict[str, object]:
         child = subprocess.Popen(words, cwd=ROOT, env=environment, start_new_session=True, **streams)
         try:
             code = child.wait(60 * minutes + TO_END)
-            # Where a record was written a peer has failed, and its row says why.
-            state = FAILED if code and not record.exists() else DONE
+            # A peer that failed (1) is a row of the record. One that broke the device stopped the rest (2).
+            state = DONE if code == 0 or (code == 1 and record.exists()) else FAILED
         except subprocess.TimeoutExpired:
             code, state = None, LATE
             for end in (signal.SIGINT, signal.SIGKILL):  # pytest writes its record; then all that it started
                 with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
                     os.killpg(child.pid, end)
                     code = child.wait(TO_DIE)  # the device may hold a process
+    printed = (out / f"{part.name}.log").read_text(errors="replace")
+    state = LATE if state == DONE and ours and NO_TIME in printed else state  # some was not measured
     found = {"state": state, "exit_code": code, "seconds": round(time.monotonic() - start, 1)}
-    failures = failed_tests((out / f"{part.name}.log").read_text(errors="replace"))
+    failures = failed_tests(printed)
     return found | ({"failures": failures} if failures else {})
 
 
