@@ -1,7 +1,7 @@
 """Fixtures and options of the benchmarks, and the table that each run ends with.
 
-pytest-benchmark times, stores and compares. A module's `AXES` are its parameters and their usual values, its
-`SIZES` the numbers that `--sizes` changes. What is not measured becomes a row that says why.
+A module's `AXES` are its parameters and their usual values, its `SIZES` what `--sizes` changes. What is not
+measured becomes a row that says why.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from typing import Any
 import pytest
 import torch
 
+from grpo_fast.plan.measure import peak_bytes
 from grpo_fast.record.logs import provenance
 
 from . import peers as registry
-from .measure import FAILED, NO_TIME, Moment, Stopwatch, failure_of, give_back_memory, medians, memory_of
+from .measure import FAILED, NO_TIME, Moment, Stopwatch, failure_of, give_back_memory, medians
 from .oracle import Oracle, consult
 from .problem import DTYPES, FORWARD, LOSSES, MODES, Problem, Setting, multiplication
 from .rows import KINDS, make_problems
@@ -45,7 +46,6 @@ LISTS = {  # options that take a list with commas: what of, and the values there
     "engine": ("rollout engines", ("transformers", "vllm")),
     "tokens": ("numbers of tokens of `bias`", ()),
     "turn": ("turns of `train`", ()),
-    "part": ("settings of `recipe` to change one at a time", ()),
     "sizes": ("NAME=NUMBER for the sizes that a module lists", ()),
     "seed": ("of all random input (0); several for `recipe`", ()),
 }
@@ -127,7 +127,7 @@ def _changes(config: pytest.Config, sizes: dict[str, Any]) -> dict[str, float]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Refuse options that no chosen benchmark has, and let all take as long as they take."""
     names = {name for item in items for name in item.fixturenames}
-    names |= {"recipe", "set"} if "part" in names else set()
+    names |= {"recipe", "set"} if "test_recipe" in {item.originalname for item in items} else set()
     for name in (*LISTS, "recipe", "set"):
         if items and config.getoption(name) and name not in names:
             raise pytest.UsageError(f"--{name}: the chosen benchmarks have no such option")
@@ -265,7 +265,12 @@ def vendor(problems: Sequence[Problem]) -> Callable[[], None]:
 @pytest.fixture
 def peak_memory(benchmark: Any, device: torch.device) -> Callable[[Callable[[], object]], None]:
     """Note the bytes that torch's allocator hands out at the peak of a call, results included."""
-    return lambda call: benchmark.extra_info.update(peak_bytes=memory_of(call, device))
+
+    def note(call: Callable[[], object]) -> None:
+        give_back_memory(device)
+        benchmark.extra_info["peak_bytes"] = peak_bytes(lambda: None, lambda _: call(), device)
+
+    return note
 
 
 @pytest.fixture

@@ -1,9 +1,8 @@
 """Measure what a GPU can answer, the most telling first: `python -m benchmarks.gpu --out DIR`.
 
-Each part is a process of its own with a time limit. A part that fails, breaks the device or runs late does
-not stop the next. `DIR/NAME.json` has pytest-benchmark's record of a part, `DIR/NAME.log` what it printed,
-and `DIR/summary.json` how each ended, with the tests and peers that failed. The same command again goes on
-with the parts that have not run, then with those that failed; `--again` repeats those that are done, too.
+Each part is a process of its own with a time limit, and does not stop the next. `DIR/NAME.json` is its
+record, `DIR/NAME.log` its output, `DIR/summary.json` how each ended. The same command again goes on with the
+parts that have not run, then with those that failed; `--only` repeats those that are done, too.
 """
 
 from __future__ import annotations
@@ -134,11 +133,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
     parser.add_argument("--out", type=user_path, required=True, help="folder of the records and logs")
     parser.add_argument("--minutes", type=float, default=10.0, help="time budget of the whole command (10)")
-    parser.add_argument("--again", action="store_true", help="repeat parts that are done")
-    parser.add_argument("--only", nargs="+", choices=names, metavar="PART", help=f"of {', '.join(names)}")
+    parser.add_argument("--only", nargs="+", choices=names, metavar="PART", help=", ".join(names))
     options = parser.parse_args(arguments)
     chosen = [part for part in PARTS if part.name in (options.only or names)]
-    return run(chosen, options.minutes, options.out, options.again)
+    return run(chosen, options.minutes, options.out, again=bool(options.only))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """What the head is measured on: one setting, the tensors of one batch in it, and the losses it can end in.
 
-The losses are defined once, for the peers and the oracle, in plain torch, so that no peer pays for the
-metrics of our own. A batch is S equally long sequences.
+The losses are plain torch, the same for the peers and the oracle. A batch is S equally long sequences.
 """
 
 from __future__ import annotations
