@@ -1,7 +1,4 @@
-"""What the head is measured on: one setting, the tensors of one batch in it, and the losses it can end in.
-
-The losses are plain torch, the same for the peers and the oracle. A batch is S equally long sequences.
-"""
+"""What the head is measured on: a setting, a batch of S equally long sequences, and the losses."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Each kernel of the head in one forward and backward, under torch's profiler.
 
-The time is that of a step without the profiler. Its phases are the kernels, and `idle`, when none runs. On a
-CPU the kernels are torch's operations.
+The time is without the profiler. Its phases are the kernels, on a CPU torch's operations, and `idle`.
 """
 
 from __future__ import annotations
