@@ -75,7 +75,7 @@ def pytest_configure(config: pytest.Config) -> None:
                 raise pytest.UsageError(f"--{name} {value}: must be {wanted}")
     if not config.getoption("minutes") >= 0:
         raise pytest.UsageError(f"--minutes {config.getoption('minutes')}: must be at least 0")
-    if config.getoption("device") == "cuda" and not ON_GPU:
+    if config.getoption("device") == "cuda" and not torch.cuda.is_available():
         raise pytest.UsageError("--device cuda: torch sees no CUDA device; leave it out to run on the CPU")
     ON_GPU = _device(config).type == "cuda"
     DTYPE = "bfloat16" if ON_GPU else "float32"
@@ -210,7 +210,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 def _device(config: pytest.Config) -> torch.device:
-    return torch.device(config.getoption("device") or ("cuda" if ON_GPU else "cpu"))
+    return torch.device(config.getoption("device") or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 @pytest.fixture(scope="session")

@@ -40,8 +40,14 @@ def test_an_installation_that_lacks_something_says_what_to_do(monkeypatch, capsy
     monkeypatch.setitem(sys.modules, "pytest_benchmark", None)
     assert main(["head"]) == 2 and "pip install 'grpo-fast[bench]'" in capsys.readouterr().err
 
-    monkeypatch.delitem(sys.modules, "grpo_fast.benchmarks.__main__", raising=False)
-    monkeypatch.setitem(sys.modules, "grpo_fast.benchmarks", None)
+    class Missing:
+        def find_spec(self, name: str, *_: object) -> None:
+            if name == "grpo_fast.benchmarks":
+                raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    for name in ("grpo_fast.benchmarks", "grpo_fast.benchmarks.__main__"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Missing(), *sys.meta_path])
     assert cli.main(["bench", "head"]) == 1 and "python -m benchmarks" in capsys.readouterr().err
 
 
