@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -26,13 +27,13 @@ def main(arguments: Sequence[str] | None = None, *, program: str = "python -m be
         from .pages import main as write_tables
 
         return write_tables(arguments[1:])
-    names = [word for word in arguments if word in files]
-    unknown = [word for word in arguments[:1] if word not in files and not word.startswith("-")]
-    if unknown and not Path(unknown[0].partition("::")[0]).exists():
-        known = f"there are {', '.join(files)} and tables (docs/removed.md has those that are gone)"
-        print(f"{program}: no benchmark {unknown[0]!r}: {known}", file=sys.stderr)
-        return WRONG_USAGE
-    if not names and not unknown:
+    names = [*takewhile(lambda word: not word.startswith("-"), arguments)]
+    for name in names:
+        if name not in files and not Path(name.partition("::")[0]).exists():
+            known = f"there are {', '.join(files)} and tables (docs/removed.md has those that are gone)"
+            print(f"{program}: no benchmark {name!r}: {known}", file=sys.stderr)
+            return WRONG_USAGE
+    if not names:
         lines = (
             f"  {name:<9} {path.read_text().partition('.')[0].strip(chr(34))}" for name, path in files.items()
         )
@@ -45,15 +46,8 @@ def main(arguments: Sequence[str] | None = None, *, program: str = "python -m be
     except ImportError as error:
         print(f"{program}: {error}: pip install 'grpo-fast[bench]'", file=sys.stderr)
         return WRONG_USAGE
-    words = [str(files.get(word, word)) for word in arguments]
-    usual = [
-        "--import-mode=importlib",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:xdist",
-        f"--rootdir={HERE.parent}",
-    ]
+    words = [*(str(files.get(name, name)) for name in names), *arguments[len(names) :]]
+    usual = ["--import-mode=importlib", "-pno:cacheprovider", "-pno:xdist", f"--rootdir={HERE.parent}"]
     return int(pytest.main([*usual, *words]))
 
 

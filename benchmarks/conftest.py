@@ -1,7 +1,7 @@
 """Fixtures and options of the benchmarks, and the table that each run ends with.
 
-pytest-benchmark times, stores and compares. A module's `AXES` are its parameters and their usual values, its
-`SIZES` the numbers that `--sizes` changes. What is not measured becomes a row that says why.
+A module's `AXES` are its parameters and their usual values, its `SIZES` what `--sizes` changes. What is not
+measured becomes a row that says why.
 """
 
 from __future__ import annotations
@@ -11,16 +11,17 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 
+from grpo_fast.plan.measure import peak_bytes
 from grpo_fast.record.logs import provenance
 
 from . import peers as registry
-from .measure import FAILED, NO_TIME, Moment, Stopwatch, failure_of, give_back_memory, medians, memory_of
+from .measure import FAILED, NO_TIME, Moment, Stopwatch, failure_of, give_back_memory, medians
 from .oracle import Oracle, consult
 from .problem import DTYPES, FORWARD, LOSSES, MODES, Problem, Setting, multiplication
 from .rows import KINDS, make_problems
@@ -45,7 +46,6 @@ LISTS = {  # options that take a list with commas: what of, and the values there
     "engine": ("rollout engines", ("transformers", "vllm")),
     "tokens": ("numbers of tokens of `bias`", ()),
     "turn": ("turns of `train`", ()),
-    "part": ("settings of `recipe` to change one at a time", ()),
     "sizes": ("NAME=NUMBER for the sizes that a module lists", ()),
     "seed": ("of all random input (0); several for `recipe`", ()),
 }
@@ -61,11 +61,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--device", choices=("cpu", "cuda"), help="CUDA where there is one, unless given")
     group.addoption("--minutes", type=float, default=float("inf"), help="start no measurement after so many")
     group.addoption("--recipe", help="what `recipe` trains (quickstart)")
-    group.addoption("--reach", type=float, help="`recipe`: show the time of training to this held-out score")
     group.addoption("--set", action="append", default=[], metavar="KEY=VALUE", help="`recipe`: an override")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    global ON_GPU, DTYPE  # the modules, imported later, have their usual values by these
     config.stash[ROWS] = []
     config.stash[DEADLINE] = time.monotonic() + 60 * config.getoption("minutes")
     for name, form in FORMS.items():
@@ -75,8 +75,10 @@ def pytest_configure(config: pytest.Config) -> None:
                 raise pytest.UsageError(f"--{name} {value}: must be {wanted}")
     if not config.getoption("minutes") >= 0:
         raise pytest.UsageError(f"--minutes {config.getoption('minutes')}: must be at least 0")
-    if config.getoption("device") == "cuda" and not ON_GPU:
+    if config.getoption("device") == "cuda" and not torch.cuda.is_available():
         raise pytest.UsageError("--device cuda: torch sees no CUDA device; leave it out to run on the CPU")
+    ON_GPU = _device(config).type == "cuda"
+    DTYPE = "bfloat16" if ON_GPU else "float32"
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -112,10 +114,12 @@ def _changes(config: pytest.Config, sizes: dict[str, Any]) -> dict[str, float]:
     found = {}
     for text in config.getoption("sizes") if sizes else ():
         name, _, value = text.partition("=")
-        if name not in sizes or not re.fullmatch(r"[1-9]\d*|\d*\.\d*[1-9]\d*", value):
+        whole = all(isinstance(usual, int) for usual in sizes.get(name, ()))
+        number = value if re.fullmatch(r"\d+" if whole else r"\d+\.?\d*|\.\d+", value) else 0
+        if name not in sizes or not float(number):
             wanted = f"NAME=NUMBER above 0, of {', '.join(sizes)}"
             raise pytest.Collector.CollectError(f"--sizes {text}: must be {wanted}")
-        found[name] = float(value) if "." in value else int(value)
+        found[name] = int(number) if whole else float(number)
     return found
 
 
@@ -123,8 +127,8 @@ def _changes(config: pytest.Config, sizes: dict[str, Any]) -> dict[str, float]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Refuse options that no chosen benchmark has, and let all take as long as they take."""
     names = {name for item in items for name in item.fixturenames}
-    names |= {"recipe", "reach", "set"} if "part" in names else set()
-    for name in (*LISTS, "recipe", "reach", "set"):
+    names |= {"recipe", "set"} if "test_recipe" in {item.originalname for item in items} else set()
+    for name in (*LISTS, "recipe", "set"):
         if items and config.getoption(name) and name not in names:
             raise pytest.UsageError(f"--{name}: the chosen benchmarks have no such option")
     for item in items:
@@ -134,24 +138,30 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.benchmark(timer=Moment))
 
 
-def pytest_runtest_setup(item: pytest.Item) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Any:
     if time.monotonic() >= item.config.stash[DEADLINE]:
         pytest.skip(NO_TIME)
+    return (yield from _without_traceback(item))
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Any:
+    return (yield from _without_traceback(pyfuncitem))
+
+
+def _without_traceback(item: pytest.Item) -> Iterator[None]:
     """Skip what cannot run here and fail what is wrong, without its traceback: it would hold the memory."""
     try:
         return (yield)
     except Exception as error:
         status, reason = failure_of(error)
-        if status == FAILED and pyfuncitem.config.getoption("verbose") > 0:
+        if status == FAILED and item.config.getoption("verbose") > 0:
             raise
     try:
-        give_back_memory(_device(pyfuncitem.config))
+        give_back_memory(_device(item.config))
     except RuntimeError as error:
-        pyfuncitem.session.shouldstop = f"the device takes no more work: {error}"
+        item.session.shouldstop = f"the device takes no more work: {error}"
     if status == FAILED:
         pytest.fail(reason, pytrace=False)
     pytest.skip(reason)
@@ -188,7 +198,7 @@ def pytest_benchmark_update_machine_info(machine_info: dict[str, Any]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_benchmark_update_json(config: pytest.Config, output_json: dict[str, Any]) -> None:
-    output_json["command"] = sys.argv[1:]
+    output_json["command"] = sys.argv[2 if sys.argv[1:2] == ["bench"] else 1 :]
     output_json["not_measured"] = [row for row in config.stash[ROWS] if "stats" not in row]
 
 
@@ -200,7 +210,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 def _device(config: pytest.Config) -> torch.device:
-    return torch.device(config.getoption("device") or ("cuda" if ON_GPU else "cpu"))
+    return torch.device(config.getoption("device") or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 @pytest.fixture(scope="session")
@@ -218,7 +228,9 @@ def seed(pytestconfig: pytest.Config) -> int:
 def sizes(request: pytest.FixtureRequest, device: torch.device) -> dict[str, Any]:
     """The module's `SIZES` on this device, with the changes of `--sizes`, less those that are 0."""
     usual = {name: on[device.type == "cpu"] for name, on in request.module.SIZES.items()}
-    return {name: size for name, size in (usual | _changes(request.config, usual)).items() if size}
+    return {
+        name: size for name, size in (usual | _changes(request.config, request.module.SIZES)).items() if size
+    }
 
 
 @pytest.fixture(scope="session")
@@ -253,7 +265,12 @@ def vendor(problems: Sequence[Problem]) -> Callable[[], None]:
 @pytest.fixture
 def peak_memory(benchmark: Any, device: torch.device) -> Callable[[Callable[[], object]], None]:
     """Note the bytes that torch's allocator hands out at the peak of a call, results included."""
-    return lambda call: benchmark.extra_info.update(peak_bytes=memory_of(call, device))
+
+    def note(call: Callable[[], object]) -> None:
+        give_back_memory(device)
+        benchmark.extra_info["peak_bytes"] = peak_bytes(lambda: None, lambda _: call(), device)
+
+    return note
 
 
 @pytest.fixture

@@ -1,9 +1,8 @@
 """Measure what a GPU can answer, the most telling first: `python -m benchmarks.gpu --out DIR`.
 
-Each part is a process of its own with a time limit. A part that fails, breaks the device or runs late does
-not stop the next. `DIR/NAME.json` has pytest-benchmark's record of a part, `DIR/NAME.log` what it printed,
-and `DIR/summary.json` how each ended, with the tests and peers that failed. The same command again goes on
-with the parts that have not run, then with those that failed; `--again` repeats those that are done, too.
+Each part is a process of its own with a time limit, and does not stop the next. `DIR/NAME.json` is its
+record, `DIR/NAME.log` its output, `DIR/summary.json` how each ended. The same command again goes on with the
+parts that have not run, then with those that failed; `--only` repeats those that are done, too.
 """
 
 from __future__ import annotations
@@ -31,9 +30,12 @@ from packaging.requirements import Requirement
 from grpo_fast.config.paths import user_path
 from grpo_fast.record.files import write_whole
 
+from .measure import NO_TIME
+
 ROOT = Path(__file__).resolve().parents[1]
 TO_END = 45.0  # seconds beyond a part's limit for its last measurement
 TO_DIE = 10.0  # seconds for a killed part to leave the device
+BENCHMARK = ["python", "-m", "benchmarks"]
 DONE, FAILED, LATE, SKIPPED = "done", "failed", "out of time", "skipped"
 
 
@@ -65,7 +67,7 @@ def run_part(part: Part, minutes: float, out: Path) -> dict[str, object]:
     if ours:
         record.unlink(missing_ok=True)
         saved = ["--minutes", f"{minutes:.2f}", "--benchmark-json", str(record), "--benchmark-quiet", "-ra"]
-        words = ["python", "-m", "benchmarks", *words, *saved]
+        words = [*BENCHMARK, *words, *saved]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": path}
     environment.pop("TRITON_INTERPRET", None)
@@ -76,16 +78,18 @@ def run_part(part: Part, minutes: float, out: Path) -> dict[str, object]:
         child = subprocess.Popen(words, cwd=ROOT, env=environment, start_new_session=True, **streams)
         try:
             code = child.wait(60 * minutes + TO_END)
-            # Where a record was written a peer has failed, and its row says why.
-            state = FAILED if code and not record.exists() else DONE
+            # A peer that failed (1) is a row of the record. One that broke the device stopped the rest (2).
+            state = DONE if code == 0 or (code == 1 and record.exists()) else FAILED
         except subprocess.TimeoutExpired:
             code, state = None, LATE
             for end in (signal.SIGINT, signal.SIGKILL):  # pytest writes its record; then all that it started
                 with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
                     os.killpg(child.pid, end)
                     code = child.wait(TO_DIE)  # the device may hold a process
+    printed = (out / f"{part.name}.log").read_text(errors="replace")
+    state = LATE if state == DONE and ours and NO_TIME in printed else state  # some was not measured
     found = {"state": state, "exit_code": code, "seconds": round(time.monotonic() - start, 1)}
-    failures = failed_tests((out / f"{part.name}.log").read_text(errors="replace"))
+    failures = failed_tests(printed)
     return found | ({"failures": failures} if failures else {})
 
 
@@ -129,11 +133,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
     parser.add_argument("--out", type=user_path, required=True, help="folder of the records and logs")
     parser.add_argument("--minutes", type=float, default=10.0, help="time budget of the whole command (10)")
-    parser.add_argument("--again", action="store_true", help="repeat parts that are done")
-    parser.add_argument("--only", nargs="+", choices=names, metavar="PART", help=f"of {', '.join(names)}")
+    parser.add_argument("--only", nargs="+", choices=names, metavar="PART", help=", ".join(names))
     options = parser.parse_args(arguments)
     chosen = [part for part in PARTS if part.name in (options.only or names)]
-    return run(chosen, options.minutes, options.out, options.again)
+    return run(chosen, options.minutes, options.out, again=bool(options.only))
 
 
 if __name__ == "__main__":

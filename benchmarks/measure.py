@@ -12,12 +12,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
 
-from grpo_fast.plan.measure import peak_bytes
 from grpo_fast.policy.host_memory import bytes_in_use
 from grpo_fast.policy.out_of_memory import is_out_of_memory
 
@@ -79,37 +77,36 @@ class Stopwatch:
     """Times a call and the phases marked in it by the wall clock. Each mark waits for the device."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._open: list[str] = []  # phases, the innermost last
-        self._marks: list[tuple[float, str | None]] = []  # a moment, and the innermost phase from then on
+        self.device, self._last = device, 0.0
+        self._phase: str | None = None
+        self._seconds: dict[str | None, float] = {}
+
+    def start(self) -> None:
+        self._phase = None
+        self._mark()
+        self._seconds.clear()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Count what runs inside for `name`, without inner phases; it decorates functions, too."""
-        self._open.append(name)
         self._mark()
+        outer, self._phase = self._phase, name
         try:
             yield
         finally:
-            self._open.pop()
             self._mark()
-
-    def start(self) -> None:
-        self._open.clear()
-        self._marks.clear()
-        self._mark()
+            self._phase = outer
 
     def stop(self) -> tuple[float, dict[str, float]]:
+        """Return the seconds since the start, and those of each phase."""
         self._mark()
-        phases: dict[str, float] = {}
-        for (begin, name), (end, _) in pairwise(self._marks):
-            if name is not None:
-                phases[name] = phases.get(name, 0.0) + end - begin
-        return self._marks[-1][0] - self._marks[0][0], phases
+        return sum(self._seconds.values()), {name: of for name, of in self._seconds.items() if name}
 
     def _mark(self) -> None:
         synchronize(self.device)
-        self._marks.append((time.perf_counter(), self._open[-1] if self._open else None))
+        now = time.perf_counter()
+        self._seconds[self._phase] = self._seconds.get(self._phase, 0.0) + now - self._last
+        self._last = now
 
 
 def medians(samples: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -121,12 +118,6 @@ def medians(samples: Sequence[Mapping[str, float]]) -> dict[str, float]:
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def memory_of(call: Callable[[], object], device: torch.device) -> int:
-    """Return the bytes that torch's allocator hands out at the peak of a call, beyond what it held before."""
-    give_back_memory(device)
-    return peak_bytes(lambda: None, lambda _: call(), device)
 
 
 def give_back_memory(device: torch.device) -> None:
@@ -148,7 +139,7 @@ def in_a_process(
         Failure: the call failed, took longer than so many seconds, or its process died, as out of memory.
     """
     on_gpu, deadline = device.type == "cuda", time.monotonic() + seconds
-    # A fork starts at once, but cannot use a GPU that an import of its parent has looked for.
+    # A fork cannot use a GPU that an import of its parent has looked for.
     context = multiprocessing.get_context("spawn" if on_gpu else "forkserver")
     before = highest = bytes_in_use(device)
     with ProcessPoolExecutor(1, mp_context=context) as pool:

@@ -1,7 +1,6 @@
 """What a step works on: real architectures with random weights, and sequences of real lengths.
 
-The cost of a step depends on shapes, not on what was learned, except for the head: rows of a random model are
-flat, so that a sparse backward takes its dense path. `python -m benchmarks head` has rows of trained models.
+Rows of a random model are flat, so that a sparse backward takes its dense path.
 """
 
 from __future__ import annotations
@@ -27,16 +26,9 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
 LENGTHS = Path(__file__).with_name("lengths_gsm8k.json")
-ARCHITECTURES = SHAPES | {
-    "toy": (
-        "llama",
-        {
-            **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512},
-            **{"hidden_size": 64, "intermediate_size": 128, "tie_word_embeddings": True},
-            "max_position_embeddings": 32_768,
-        },
-    )
-}
+_TOY = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512}
+_TOY |= {"hidden_size": 64, "intermediate_size": 128, "tie_word_embeddings": True}
+ARCHITECTURES = SHAPES | {"toy": ("llama", _TOY | {"max_position_embeddings": 32_768})}
 
 
 def config_of(model: str, dtype: str, device: torch.device) -> ModelConfig:

@@ -1,7 +1,6 @@
 """Write the tables of README.md and docs/ from the records.
 
-A record is pytest-benchmark's JSON. Between `<!-- table: NAME -->` and `<!-- end -->` of a page stands the
-table of `results/NAME.json`. `python -m benchmarks tables` writes them; `--check` only compares.
+Between `<!-- table: NAME -->` and `<!-- end -->` stands the table of pytest-benchmark's `results/NAME.json`.
 """
 
 from __future__ import annotations

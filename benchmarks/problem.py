@@ -1,8 +1,4 @@
-"""What the head is measured on: one setting, the tensors of one batch in it, and the losses it can end in.
-
-The losses are defined once, for the peers and the oracle, in plain torch, so that no peer pays for the
-metrics of our own. A batch is S equally long sequences.
-"""
+"""What the head is measured on: a setting, a batch of S equally long sequences, and the losses."""
 
 from __future__ import annotations
 

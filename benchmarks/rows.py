@@ -1,8 +1,7 @@
 """Rows of a batch.
 
-`flat` ones have logits of standard deviation 1. `peaked` ones have 2.5, and their target raised by 10 to 25.
-`histogram` ones are made to have as many live tiles as rows of Qwen2.5-Coder-1.5B. `real` ones are those of
-SmolLM2-135M's own answers, sampled with replacement, with its head.
+`flat` ones have logits of standard deviation 1, `peaked` ones 2.5 and a raised target, `histogram` ones as
+many live tiles as rows of Qwen2.5-Coder-1.5B. `real` ones are of SmolLM2-135M's answers, with its head.
 """
 
 from __future__ import annotations
@@ -33,9 +32,8 @@ _HIGHEST_PEAK, _BISECTIONS = 80.0, 16
 _CANDIDATES, _MEAN_GAP = 5, 3.0  # raised entries of a row, and nats from one to the next on average
 _MODEL_SPREAD, _TILE_SHARE = 4.0, 0.25
 """Of the other logits of a row made to match a model: standard deviation, and the part of their variance that
-the entries of a tile have in common. Chosen on 320 rows of Qwen2.5-Coder-1.5B: with 2.5 and none, as many
-tiles hold a probability above 1e-5, but 28-32 % instead of 11 % one above 1e-6, and the certified backward
-visits 8-15 % instead of 2 %."""
+the entries of a tile have in common. Chosen on 320 rows of Qwen2.5-Coder-1.5B: 11 % of the tiles hold a
+probability above 1e-6; with 2.5 and none it would be 28 to 32 %."""
 _NEAR, _FAR, _FAR_SHARE = 0.1, 0.4, 0.1
 """Log-ratios of the policy to the old one: at most `_NEAR`, or `_FAR` either way for a share of the tokens.
 In between lies the clip; rounding must not decide on which side of it a token is."""
@@ -176,10 +174,9 @@ def _with_live_tiles(
 ) -> tuple[Tensor, Tensor]:
     """Raise a few entries of each row until as many tiles are live as wanted, and sample targets on-policy.
 
-    As many entries are raised as tiles are wanted, at most `_CANDIDATES`. They keep random distances below
-    the likeliest one, sums of exponential gaps. With a single raised entry its probability would be almost
-    one, the gradient almost nothing, and an error relative to it large. The logits of base + height·peaks are
-    z + height·u, so a row's height is found by bisection on two products: the higher, the fewer live tiles.
+    As many entries are raised as tiles are wanted, at most `_CANDIDATES`, at distances of exponential gaps.
+    A single one would have almost all probability, and almost no gradient. The logits of base + height·peaks
+    are z + height·u: a row's height is found by bisection, the higher, the fewer live tiles.
     """
     hidden, targets = torch.empty_like(noise), torch.empty_like(wanted)
     vocabulary = weight.float().T

@@ -1,10 +1,8 @@
 """Errors of a sampled and of a dropped gradient, relative to the exact one, against the number of tokens.
 
-Of dX, dW, and a weight behind the head: the hidden states and one constant times dX. That weight sums over
-tokens, so errors on the same side add up. `ours` samples the pairs of a token and a tile below a threshold,
-at the default tolerance; `dropped` leaves all of those out. Rows are of answers that the model samples.
-The `bias` of `ours` is n·|mean error|² / mean |error|² of dX over n draws of one batch: 1 where draws are
-unbiased, n where they all err alike.
+Of dX, dW, and a weight behind the head, which sums over tokens, so that errors on the same side add up.
+`ours` samples the pairs of a token and a tile below a threshold; `dropped` leaves all of those out. The
+`bias` of `ours` is n·|mean error|² / mean |error|² of dX over n draws: 1 where unbiased, at most n.
 """
 
 from __future__ import annotations

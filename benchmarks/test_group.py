@@ -1,9 +1,8 @@
 """The largest group whose update fits, found by trying.
 
-A group is one prompt with n completions of full length, in one forward and backward; micro-batches smaller
-than a group would fit any. Each try is two updates with their optimizer steps, in a process of its own: n
-doubles until memory runs out, then the interval is halved. Bytes are those of model, optimizer and update. On
-a CPU `memory` limits by how much a process may grow, libraries included. On CUDA the allocator refuses.
+A group is one prompt with n completions of full length, in one forward and backward. Each try is two updates
+in a process of its own: n doubles until memory runs out, then the interval is halved. Bytes are those of
+model, optimizer and update. On a CPU `memory` limits by how much a process may grow, libraries included.
 """
 
 from __future__ import annotations
@@ -76,7 +75,6 @@ def _try(probe: Probe) -> int | None:
     prepared = updates.PREPARE[probe.implementation](update)
     for _ in range(2):
         prepared.run()
-    prepared.close()
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 

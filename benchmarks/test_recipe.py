@@ -1,10 +1,8 @@
 """Held-out score of a recipe before and after training, over several seeds, with times.
 
-`--peer ours,TRL` trains it with TRL's GRPOTrainer, too: each run in its own process, in turns, with the same
-weights, prompts, rewards and settings. `--part` changes one setting at a time, so that the differences
-between runs show where the time goes. `--set evaluation.every=5 --reach 0.4` shows the time to that score.
-
-`ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2` emulates a CPU without AVX-512.
+Each run has a process of its own, with the same weights, prompts, rewards and settings for both trainers.
+`our head` is TRL's with our head. With `--set evaluation.every=5` the record has the time of training to each
+score. `ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2` emulates a CPU without AVX-512.
 """
 
 from __future__ import annotations
@@ -25,27 +23,12 @@ from grpo_fast.plan import resolve_auto
 from grpo_fast.record.files import read_jsonl
 from grpo_fast.record.logs import EVALUATIONS_FILE, TIMINGS_FILE
 
-from .measure import Unsupported, elsewhere, in_a_process, medians, replay
-from .trainers import train_with_trl
+from .measure import elsewhere, in_a_process, medians, replay
+from .trainers import last_of, train_with_trl
 
-OURS, TRL = "ours", "TRL"
+OURS, TRL, OUR_HEAD = IMPLEMENTATIONS = "ours", "TRL", "our head"
 PHASES = ("generate", "reward", "logprobs", "update")
-AS_IT_IS, OUR_HEAD = "as it is", "our head"
-PARTS: dict[str, tuple[Sequence[str], Sequence[str]]] = {
-    AS_IT_IS: ((OURS, TRL), ()),
-    "float32": ((OURS, TRL), ("model.dtype=float32",)),
-    "bfloat16": ((OURS, TRL), ("model.dtype=bfloat16",)),
-    "head trained": ((OURS, TRL), ("model.train_lm_head=true",)),
-    "head frozen": ((OURS, TRL), ("model.train_lm_head=false",)),
-    "flat groups trained": ((OURS,), ("advantage.skip_flat_groups=false",)),
-    "padded": ((OURS,), ("model.packing=none", "advantage.skip_flat_groups=false")),
-    OUR_HEAD: ((TRL,), ()),
-}
-"""Who trains each part, and the overrides of the recipe. TRL never skips flat groups."""
-
-
-AXES = {"seed": ["0", "1", "2"], "part": [AS_IT_IS], "peer": (OURS, TRL)}
-ALLOWED = {"part": PARTS}
+AXES = {"seed": ["0", "1", "2"], "peer": IMPLEMENTATIONS}
 SIZES = {"rows": (32, 32)}  # completions of a micro-batch of TRL's
 
 
@@ -62,21 +45,18 @@ def run_ours(recipe: str, overrides: Sequence[str]) -> dict[str, Any]:
 
 
 @pytest.mark.benchmark(timer=elsewhere)
-def test_recipe(peer, part, seed, sizes, device, pytestconfig, benchmark):
-    trainers, changes = PARTS[part]
-    if peer not in trainers:
-        raise Unsupported(f"{part!r} is a setting of {' and '.join(trainers)} only")
+def test_recipe(peer, seed, sizes, device, pytestconfig, benchmark):
     recipe, overrides = pytestconfig.getoption("recipe") or "quickstart", pytestconfig.getoption("set")
     usual = resolve_auto(load_config(recipe, overrides))
     if usual.evaluation.dataset is None:
         raise ValueError(f"{recipe} has no held-out questions: set evaluation.dataset.source")
     # The same dtype for all runs.
-    given = recipe, [*overrides, f"model.dtype={usual.model.dtype}", *changes, f"seed={seed}"]
+    given = recipe, last_of([*overrides, f"model.dtype={usual.model.dtype}", f"seed={seed}"])
     start = time.perf_counter()
     if peer == OURS:
         run = run_ours(*given)
     else:
-        run, _ = in_a_process(device, train_with_trl, *given, sizes["rows"], part == OUR_HEAD)
+        run, _ = in_a_process(device, train_with_trl, *given, sizes["rows"], peer == OUR_HEAD)
     wall = time.perf_counter() - start  # of loading, evaluations, checkpoint and report, too
     seconds, phases = zip(*run["steps"], strict=True)
     whole = [one for one in run["scores"] if one["n"] == run["scores"][0]["n"]]
@@ -94,8 +74,3 @@ def test_recipe(peer, part, seed, sizes, device, pytestconfig, benchmark):
         "whole_command": wall,
         "peak_bytes": run["peak_bytes"],
     }
-    if (score := pytestconfig.getoption("reach")) is not None:
-        times = [one["seconds"] for one in run["scores"] if (one["score"] or 0) >= score]
-        benchmark.extra_info["remark"] = f"{score:g} " + (
-            f"after {times[0]:.3g} s" if times else "not reached"
-        )

@@ -1,7 +1,6 @@
 """A rollout engine's cycle: generate, sleep, sync, wake.
 
-Weights are random, so that almost no completion ends before the limit. Prompts have real lengths. Tokens per
-second are those of the whole cycle.
+Almost no completion of random weights ends before the limit. Tokens per second are those of the whole cycle.
 """
 
 from __future__ import annotations
@@ -15,11 +14,10 @@ from . import models
 from .conftest import DTYPE, ON_GPU
 from .measure import Stopwatch
 
-ENGINES = ("transformers", "vllm")
 AXES = {
     "model": ("Qwen2.5-1.5B", "Qwen2.5-0.5B") if ON_GPU else ("SmolLM2-135M",),
     "dtype": [DTYPE],
-    "peer": ENGINES,
+    "peer": ("transformers", "vllm"),
 }
 ALLOWED = {"model": models.ARCHITECTURES}
 SIZES = {  # on a GPU, on a CPU

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 
 from .conftest import DTYPE, ON_GPU, chosen
 from .models import ARCHITECTURES, config_of, draw_lengths
-from .updates import IMPLEMENTATIONS, PREPARE, TRL, Prepared, Update
+from .updates import IMPLEMENTATIONS, PREPARE, TRL, Update
 
 AXES = {
     "model": ("Qwen2.5-1.5B", "Qwen2.5-0.5B", "Qwen2.5-7B", "Llama-3.1-8B") if ON_GPU else ("SmolLM2-135M",),
@@ -27,16 +29,8 @@ def prepared(model, dtype, device, sizes, seed):
     """Prepare an implementation once; all share one model."""
     lengths = draw_lengths(sizes["prompts"], sizes["group"], seed)
     given = lengths, sizes["group"], sizes["micro_batch_tokens"], seed
-    update, found = Update(config_of(model, dtype, device), sizes.get("layers"), *given), {}
-
-    def prepare(name: str) -> Prepared:
-        if name not in found:
-            found[name] = PREPARE[name](update)
-        return found[name]
-
-    yield prepare
-    for one in found.values():
-        one.close()
+    update = Update(config_of(model, dtype, device), sizes.get("layers"), *given)
+    return cache(lambda name: PREPARE[name](update))
 
 
 def test_step(peer, prepared, peak_memory, in_turns, benchmark, pytestconfig):

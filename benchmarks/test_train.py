@@ -1,9 +1,8 @@
 """Whole training steps, phase by phase, of our trainer and of TRL's.
 
-Both start from the same random weights and prompts, train on what they sample, and use the same engine. They
-take turns of a few steps, each turn in a process of its own, since vLLM's sleeping memory serves one engine
-per process. The first step of each turn warms up and does not count. Learning is not compared: the
-completions have the longest length, the reward counts digits.
+Both start from the same random weights and prompts and use the same engine. They take turns of a few steps,
+each turn in a process of its own, since vLLM's sleeping memory serves one engine per process. The first step
+of each turn warms up and does not count. The reward counts digits.
 """
 
 from __future__ import annotations
@@ -48,9 +47,7 @@ CORRECTION = "token_truncate"  # of vLLM's completions: all of them are work for
 def recipe(model, dtype, engine, device, sizes, seed):
     """A configuration with random weights and prompts, and its overrides."""
     if sizes["group"] < 2:
-        pytest.fail(
-            f"--sizes group={sizes['group']}: must be at least 2 to compare completions", pytrace=False
-        )
+        raise ValueError(f"--sizes group={sizes['group']}: must be at least 2 to compare completions")
     preload("grpo_fast.run.build", "trl.trainer.grpo_trainer", train_with_trl.__module__)
     draw, count = random.Random(seed), 16 * sizes["prompts"]
     with tempfile.TemporaryDirectory() as folder:

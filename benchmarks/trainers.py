@@ -1,13 +1,11 @@
 """Train a configuration of ours with our trainer, or with TRL's GRPOTrainer on the same terms.
 
-TRL gets the model, its frozen parts included, from our loader in float32; `model.dtype: bfloat16` becomes
-TRL's autocast. With vLLM TRL loads it itself. Our rewards score TRL's completions. Our engine and rewards
-score the held-out questions of both trainers, outside the time of training.
+Our loader gives TRL the model in float32; `model.dtype: bfloat16` becomes TRL's autocast. With vLLM TRL loads
+it. Our rewards score TRL's completions, and our engine both trainers' held-out questions.
 """
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
@@ -72,7 +70,7 @@ def train_with_trl(
     from grpo_fast.run.loader import Loader, use_threads
 
     device = resolve_device(load_config(recipe, overrides).model.device)
-    config = resolve_auto(load_config(recipe, [*overrides, f"model.device={device.type}"]))
+    config = resolve_auto(load_config(recipe, last_of([*overrides, f"model.device={device.type}"])))
     _require_translatable(config)
     use_threads(config)
     torch.manual_seed(config.seed)
@@ -114,17 +112,21 @@ def train_with_trl(
     for text, prompt in zip(texts, prompts, strict=True):
         if tuple(tokenizer(text).input_ids) != tuple(prompt.token_ids):
             raise ValueError(f"TRL would read other tokens than we do: {text!r}")
-    with tempfile.TemporaryDirectory() as folder:
-        given = {"columns": {"place": [*range(len(prompts))]}, "reward": reward, **_options(config, rows)}
-        trainer = trl_trainer(folder, model, tokenizer, prompts=texts, **given)
-        trainer.add_callback(Clock())
-        for name, phase in _TRL_PHASES.items():
-            setattr(trainer, name, watch.phase(phase)(getattr(trainer, name)))
-        evaluate()
-        with patched() if our_head else nullcontext():
-            trainer.train()
+    given = {"columns": {"place": [*range(len(prompts))]}, "reward": reward, **_options(config, rows)}
+    trainer = trl_trainer(model, tokenizer, prompts=texts, **given)
+    trainer.add_callback(Clock())
+    for name, phase in _TRL_PHASES.items():
+        setattr(trainer, name, watch.phase(phase)(getattr(trainer, name)))
+    evaluate()
+    with patched() if our_head else nullcontext():
+        trainer.train()
     lengths = [entry["completions/mean_length"] for entry in trainer.state.log_history if "loss" in entry]
     return {"steps": steps, "lengths": lengths, "scores": scores, "peak_bytes": bytes_in_use(watch.device)}
+
+
+def last_of(overrides: Sequence[str]) -> list[str]:
+    """Return the overrides with the last of each key only."""
+    return [*{text.partition("=")[0]: text for text in overrides}.values()]
 
 
 def _evaluation(config: TrainConfig, policy: Any, rewards: Any, questions: Any) -> dict[str, Any]:

@@ -1,10 +1,8 @@
 """One policy update of a real architecture, ours and TRL's, and TRL's trainer on prompts.
 
-Weights are random, sequences have real lengths. `ours` does what the trainer does in one optimizer step:
-pack, forward to the last hidden states, fused head and loss, backward, optimizer. `TRL` is the loss of its
-GRPOTrainer on padded batches. The loss is DAPO's. The learning rate is so small that the weights stay, so
-that losses and gradient norms can be compared. Tokens count every sequence with its own prompt and without
-padding, for both.
+`ours` does what the trainer does in one optimizer step. `TRL` is the loss of its GRPOTrainer on padded
+batches. The loss is DAPO's. The learning rate is so small that the weights stay: losses and gradient norms
+can be compared. Tokens count every sequence with its own prompt and without padding, for both.
 """
 
 from __future__ import annotations
@@ -47,7 +45,6 @@ class Prepared:
     run: Callable[[], None]  # one update, with its phases marked on the watch
     watch: Stopwatch
     last: dict[str, float]  # tokens, loss and gradient norm of the last update
-    close: Callable[[], object] = lambda: None
 
 
 @dataclass
@@ -72,7 +69,6 @@ class Update:
         attention: str,
         batches: Callable[[Stopwatch], Sequence[Any]],
         loss_of: Callable[[Any, Stopwatch], Tensor],
-        close: Callable[[], object] = lambda: None,
     ) -> Prepared:
         """Make an implementation from its micro-batches and the loss of each."""
         policy, optimizer = self.policy, self.optimizer
@@ -91,7 +87,7 @@ class Update:
                 last["grad_norm"] = optimizer.step()
             last["loss"] = float(torch.stack(losses).sum())
 
-        return Prepared(run, watch, last, close)
+        return Prepared(run, watch, last)
 
 
 def prepare_ours(update: Update) -> Prepared:
@@ -119,7 +115,7 @@ def prepare_trl(update: Update) -> Prepared:
     """Take the loss of a GRPOTrainer around the same model, which never trains itself."""
     from transformers.utils import is_flash_attn_2_available
 
-    policy, batches, folder = update.policy, _padded(update), tempfile.TemporaryDirectory()
+    policy, batches = update.policy, _padded(update)
     options = {
         **TRL_LOSS,
         "per_device_train_batch_size": 2,
@@ -128,7 +124,7 @@ def prepare_trl(update: Update) -> Prepared:
         "gradient_checkpointing": False,  # as in the model of both
         "use_cpu": policy.device.type == "cpu",
     }
-    trainer = trl_trainer(folder.name, policy.model, policy.tokenizer, prompts=("a",), **options)
+    trainer = trl_trainer(policy.model, policy.tokenizer, prompts=("a",), **options)
     trainer.current_gradient_accumulation_steps = len(batches)
     layers = policy.base_model.base_model
     forward = layers.forward
@@ -139,14 +135,11 @@ def prepare_trl(update: Update) -> Prepared:
 
     flash = is_flash_attn_2_available() and policy.head.weight.element_size() == 2
     attention = "flash_attention_2" if flash else "sdpa"
-    return update.prepared(attention, lambda _: batches, loss_of, close=folder.cleanup)
+    return update.prepared(attention, lambda _: batches, loss_of)
 
 
 def _padded(update: Update) -> list[dict[str, Tensor]]:
-    """Return TRL's inputs: prompts padded on the left, completions on the right, to the longest of all.
-
-    A micro-batch has as many sequences as its budget holds.
-    """
+    """Return TRL's inputs: prompts padded on the left, completions on the right, to the longest of all."""
     table = update.samples
     tensors = {"advantages": table.columns["advantages"][table.offsets[:-1]]}
     for part, side, of_row in (("prompt", "left", table.prompt_of), ("completion", "right", table.tokens_of)):
@@ -167,7 +160,6 @@ def share_of_digits(completions: list[str], **_: Any) -> list[float]:
 
 
 def trl_trainer(
-    folder: str,
     model: PreTrainedModel | Path,
     tokenizer: PreTrainedTokenizerBase | None = None,
     *,
@@ -178,9 +170,7 @@ def trl_trainer(
 ) -> GRPOTrainer:
     """Make a GRPOTrainer that writes and prints nothing; `options` are GRPOConfig's.
 
-    `columns` of the dataset are what `reward` is given besides the completions.
-
-    A model that is given as a folder is loaded in float32, with its tokenizer.
+    `columns` of the dataset reach `reward`. A model in a folder is loaded in float32, with its tokenizer.
     """
     from datasets import Dataset
     from datasets.table import InMemoryTable
@@ -193,7 +183,7 @@ def trl_trainer(
     trainer = GRPOTrainer(
         model=str(model) if isinstance(model, Path) else model,
         reward_funcs=reward,
-        args=GRPOConfig(output_dir=folder, **usual | options),
+        args=GRPOConfig(output_dir=tempfile.gettempdir(), **usual | options),
         # With a fingerprint, because some versions of pyarrow cannot be hashed.
         train_dataset=Dataset(
             InMemoryTable.from_pydict({"prompt": prompts, **columns}), fingerprint="prompts"

@@ -1,7 +1,6 @@
 """The implementations of the head: ours, the peers', and those that installed packages offer.
 
-A package adds its own by an entry point of the group `grpo_fast.benchmark_peers`. It names a `Peer`, anything
-else with a `name` and a `prepare`, or a sequence of them.
+An entry point names a `Peer`, anything else with a `name` and a `prepare`, or a sequence of them.
 """
 
 from __future__ import annotations
@@ -20,14 +19,10 @@ from ..problem import CROSS_ENTROPY, NAMES, Problem, Run
 
 ENTRY_POINT_GROUP = "grpo_fast.benchmark_peers"
 MODULES = ("ours", "functions", "liger")
-
-PACKAGES = (
-    *("trl", "liger-kernel", "cut-cross-entropy", "verl", "quack-kernels", "unsloth-zoo", "flash-attn"),
-    "RL-Kernel",
-)
+PACKAGES = ["trl", "liger-kernel", "cut-cross-entropy", "verl", "quack-kernels", "unsloth-zoo", "flash-attn"]
+PACKAGES += ["RL-Kernel"]
 
 __all__ = ["Peer", "Unsupported", "all_peers", "peer_named", "require_cuda", "require_loss", "versions"]
-
 Function = Callable[[Tensor, Tensor, Tensor], Tensor]  # of hidden (N, H), weight (V, H) and targets (N,)
 
 

@@ -49,10 +49,7 @@ def trl() -> Function:
 
 
 def cut_cross_entropy(reduction: str, *, preset: str) -> Function:
-    """Load Apple's, whose gradients are filtered, exact, or summed by Kahan's rule.
-
-    The presets came after 25.1.1, the newest release of the package index, which is exact without its filter.
-    """
+    """Load Apple's. Release 25.1.1 has no presets, and is exact without its filter."""
     from cut_cross_entropy import LinearCrossEntropyImpl, linear_cross_entropy
 
     if preset.upper() in LinearCrossEntropyImpl.__members__:
@@ -63,11 +60,9 @@ def cut_cross_entropy(reduction: str, *, preset: str) -> Function:
 
 
 def unsloth(problem: Problem) -> Run:
-    """Run only: its license is the AGPL.
+    """Import its file without its package, which would patch transformers for the whole process.
 
-    Its file is imported without its package, which would patch transformers for the whole process and asks
-    for Unsloth's trainer. The first call imports the package for a bound on its chunks' memory; where it
-    cannot, it takes 2 GiB, as large cards have anyway.
+    The first call imports the package for a bound on its chunks' memory; where it cannot, it takes 2 GiB.
     """
     function = _file_of(UNSLOTH, UNSLOTH_FILE).fused_linear_logprobs
     sys.modules[UNSLOTH] = None
@@ -99,13 +94,7 @@ def _file_of(package: str, file: str) -> ModuleType:
 
 
 def verl() -> Function:
-    """Load verl's, which always forms the entropy too.
-
-    verl does not start without Ray. Where that is missing, its packages are replaced by empty ones.
-    """
-    for name in () if find_spec("ray") else ("verl", "verl.utils"):
-        if name not in sys.modules and (package := find_spec(name)) is not None:
-            sys.modules[name] = module_from_spec(package)
+    """Load verl's, which always forms the entropy too."""
     from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy
 
     options = 1.0, "none", None  # temperature, reduction, process group
@@ -137,10 +126,7 @@ def quack_chunked(reduction: str) -> Function:
 
 
 def flash_attn() -> Function:
-    """Load the Triton cross-entropy on full logits, which writes their gradient over them.
-
-    Its file needs nothing of the package, which does not start without its CUDA library.
-    """
+    """Import the file of the Triton cross-entropy: the package does not start without its CUDA library."""
     cross_entropy_loss = _file_of("flash_attn", "ops/triton/cross_entropy.py").cross_entropy_loss
     return lambda hidden, weight, targets: (
         -cross_entropy_loss(hidden @ weight.T, targets, inplace_backward=True)[0]

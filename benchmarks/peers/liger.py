@@ -1,7 +1,6 @@
 """Liger: its chunked GRPO and DPO, its cross-entropies, and its Triton GRPO on full logits.
 
-The GRPO losses and DPO return no log-probabilities, so that only their gradients are judged. On-policy GRPO
-has a ratio of one: its loss is another number than the policy gradient's, with the same gradient.
+GRPO and DPO return no log-probabilities. On-policy GRPO's loss is another number with the same gradient.
 """
 
 from __future__ import annotations
@@ -80,10 +79,7 @@ def load_per_token() -> Function:
 
 
 def prepare_grpo_on_logits(problem: Problem) -> Run:
-    """Prepare the Triton loss, which takes logits of one position more than there are targets.
-
-    It writes their gradient over them.
-    """
+    """Prepare the Triton loss, which takes logits of one more position than targets, and overwrites them."""
     require_loss(problem, LOGPROB, GRPO)
     require_cuda(problem)
     from liger_kernel.transformers.grpo_loss import triton_grpo_loss

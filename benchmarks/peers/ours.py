@@ -1,7 +1,4 @@
-"""grpo_fast with the default tolerance, exact, and exact with what the forward keeps.
-
-GRPO and cross-entropy run by their fused functions, the other losses from log-probabilities.
-"""
+"""grpo_fast with the default tolerance, exact, and exact with what the forward keeps."""
 
 from __future__ import annotations
 

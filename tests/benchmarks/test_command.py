@@ -1,16 +1,19 @@
-"""`python -m benchmarks` and `grpo-fast bench`: their words, values that cannot be used, and the table."""
+"""`python -m benchmarks`, `grpo-fast bench` and `python -m benchmarks.gpu`: what they take, run and print."""
 
 from __future__ import annotations
 
 import json
 import re
+import shlex
 import sys
 from pathlib import Path
 
 import pytest
 
 import benchmarks
+from benchmarks import gpu
 from benchmarks.__main__ import main
+from benchmarks.gpu import DONE, FAILED, LATE, SKIPPED, Part
 from benchmarks.pages import filled
 from benchmarks.tables import DASH, TIMES, table
 from grpo_fast import cli
@@ -19,11 +22,11 @@ SOURCES = Path(benchmarks.__file__).parent
 
 
 def test_without_a_benchmark_the_command_lists_them(capsys):
-    assert (main([]), main(["--help"]), main(["no-such"])) == (2, 0, 2)
+    assert (main([]), main(["--help"]), main(["head", "no-such"])) == (2, 0, 2)
 
     captured = capsys.readouterr()
     assert all(f"\n  {path.stem[5:]}" in captured.out for path in SOURCES.glob("test_*.py"))
-    assert "no benchmark 'no-such': there are accuracy" in captured.err
+    assert "no benchmark 'no-such': there are bias" in captured.err
 
 
 def test_no_module_needs_the_name_it_has_in_a_checkout():
@@ -58,9 +61,16 @@ def test_an_installation_that_lacks_something_says_what_to_do(monkeypatch, capsy
         ("step --shape 1x1x1", "--shape: the chosen benchmarks have no such option", (4,)),
         ("step --model gpt", "--model gpt: must be one of", (2,)),
         ("train --sizes groups=3", "--sizes groups=3: must be NAME=NUMBER above 0, of layers, prompts", (2,)),
+        ("train --sizes group=2.5", "--sizes group=2.5: must be NAME=NUMBER above 0", (2,)),
         ("train --sizes group=1", "--sizes group=1: must be at least 2", (1,)),
+        ("group --sizes memory=1.0 --minutes 0 --peer ours", "no time left", (0,)),
         ("head --rows real --shape 8x576x9 --peer torch", "take --shape 8x576x49152", (1,)),
-        ("head --minutes 0 --peer ours", "no time left", (0,)),
+        ("head --minutes 0 --peer ours -k head", "no time left", (0,)),
+        (
+            "head --benchmark-disable --peer tolerance --shape 63x20x301 --rows flat",
+            "1 passed, 1 skipped",
+            (0,),
+        ),
         ("bias", "this needs a GPU", (0,)),
     ],
 )
@@ -105,17 +115,13 @@ def test_a_table_goes_by_the_ratio_and_has_turns_in_one_line_and_only_full_colum
     [
         ("before\n<!-- table: run -->\nby hand\n<!-- end -->\nafter\n", None, None),
         ("<!-- table: other -->\n<!-- end -->\n", "{}", "other.json cannot be read"),
-        ("<!-- table: run -->\n", "{}", "has no `<!-- end -->`"),
+        ("<!-- table: run -->\n", "", "has no `<!-- end -->`"),
         ("<!-- table: run -->\n<!-- end -->\n", '{"schema": 2}', "run.json cannot be read as a record"),
     ],
 )
 def test_tables_are_written_between_their_markers_from_records_alone(tmp_path, text, record, named):
     page, machine = tmp_path / "README.md", {"device": "a machine", "versions": {"torch": "2.13.0"}}
-    about = {
-        "machine_info": machine,
-        "datetime": "2026-11-20T09:00",
-        "command": ["step", "--sizes", "group=2"],
-    }
+    about = {"machine_info": machine, "datetime": "2026-11-20T09:00", "command": ["step", "--seed", "2"]}
     (tmp_path / "run.json").write_text(record or json.dumps({"benchmarks": ROWS[:2], **about}))
     page.write_text(text)
 
@@ -125,7 +131,52 @@ def test_tables_are_written_between_their_markers_from_records_alone(tmp_path, t
         return
     found = filled(page, tmp_path)
     assert found.startswith("before\n<!-- table: run -->\n| implementation | ms | ")
-    origin = (
-        "torch 2.13.0 · 2026-11-20 · repeat: `python -m benchmarks step --sizes group=2` · [record](run.json)"
-    )
+    origin = "torch 2.13.0 · 2026-11-20 · repeat: `python -m benchmarks step --seed 2` · [record](run.json)"
     assert found.endswith(f"weight frozen · a machine · {origin}\n<!-- end -->\nafter\n")
+
+
+def test_a_failing_a_late_and_a_missing_part_leave_the_others_alone(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(gpu, "TO_END", 0.0)
+    parts = [
+        Part("fails", 1, "python -c \"print('tests/a.py::test_b[x y] FAILED [ 5%]'); raise SystemExit(3)\""),
+        Part("late", 0.05, "python -c 'import time; time.sleep(600)'"),
+        Part("absent", 1, "python", "no-such-tool torch<2"),
+        Part("works", 1, "python -c pass"),
+    ]
+
+    code = gpu.run(parts, 5.0, tmp_path)
+
+    found = json.loads((tmp_path / "summary.json").read_text())
+    states = {"fails": FAILED, "late": LATE, "absent": SKIPPED, "works": DONE}
+    assert {name: one["state"] for name, one in found.items()} == states
+    assert (found["fails"]["exit_code"], found["absent"]["why"]) == (3, "no-such-tool, torch<2 not installed")
+    assert found["fails"]["failures"] == ["tests/a.py::test_b[x y]"]
+    assert code == 1 and "works          done" in capfd.readouterr().out
+
+    again = [Part("fails", 1, "python -c pass"), Part("works", 1, "python -c 'raise SystemExit(1)'")]
+    assert gpu.run(again, 5.0, tmp_path) == 0 and "works          done before" in capfd.readouterr().out
+    assert gpu.run(again, 5.0, tmp_path, again=True) == 1
+
+
+@pytest.mark.parametrize(("code", "state"), [(0, LATE), (1, LATE), (2, FAILED)])
+def test_a_part_is_done_when_the_whole_of_it_was_measured(code, state, tmp_path, monkeypatch):
+    """A device that a peer has broken stops the run, whose exit code is then 2."""
+    script = "import sys; open(sys.argv[-3], 'w'); print('no time left'); sys.exit(int(sys.argv[1]))"
+    monkeypatch.setattr(gpu, "BENCHMARK", ["python", "-c", script])
+    part = Part("head", 1, f"{code} --")
+
+    assert gpu.run_part(part, 1, tmp_path)["state"] == state
+    monkeypatch.setattr(gpu, "BENCHMARK", ["python", "-c", script.replace("no time left", "")])
+    assert gpu.run_part(part, 1, tmp_path)["state"] == (FAILED if code == 2 else DONE)
+
+
+@pytest.mark.parametrize("part", gpu.PARTS, ids=lambda part: part.name)
+def test_the_command_of_every_part_is_one_that_exists(part, monkeypatch, capsys):
+    words = shlex.split(part.command)
+    files = [word for word in words if word.startswith(("tests/", "setup"))]
+
+    assert all((gpu.ROOT / word).exists() for word in files)
+    if words[0] not in ("python", "compute-sanitizer"):
+        monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
+        given = [*words, "--device=cpu", "--minutes=1", "--collect-only", "-p", "no:faulthandler"]
+        assert main(given) == 0 and "::test_" in capsys.readouterr().out
