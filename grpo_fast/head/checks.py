@@ -48,6 +48,7 @@ _TENSORS = {
     "weight_grad": (FLOATS, "(V, H) as weight"),
     "mask": ((torch.bool,), "True where a token counts, of hidden's leading dimensions"),
     "ref_hidden": (FLOATS, "(..., H'), the tokens of hidden and H' as in ref_weight"),
+    "ref_weight": (FLOATS, "(V, H')"),
     **{name: (dtypes, _TOKEN) for name, dtypes in TOKEN_COLUMNS.items()},
 }
 """What a tensor holds, and which shape it has."""
@@ -160,7 +161,9 @@ def kl_call(
     check_numbers(most=1, beta=beta)
     _check("hidden", hidden)
     _check("mask", mask, hidden.shape[:-1], hidden.device)
+    _check("ref_hidden", ref_hidden)
     _check("ref_hidden", ref_hidden, (*mask.shape, *ref_hidden.shape[-1:]), hidden.device)
+    _check("ref_weight", ref_weight)
     if ref_hidden.requires_grad and torch.is_grad_enabled():
         raise ValueError("ref_hidden requires grad, but gets no gradient here: give ref_hidden.detach()")
     targets = torch.where(mask, 0, IGNORE_INDEX)
@@ -209,6 +212,8 @@ def check_exact_kl(
     options: Mapping[str, Any],
 ) -> None:
     """Raise ValueError unless the exact KL's reference is given where it is read, and there alone."""
+    if config.distills:
+        raise ValueError(f"loss_type={config.loss_type!r} is no policy loss: call linear_kl")
     others = {"ref_logprobs": columns["ref_logprobs"], "weight_grad": options.get("weight_grad")}
     for name, given in (others if config.needs_exact_kl else reference).items():
         if given is not None:

@@ -184,7 +184,7 @@ class Distributions(NamedTuple):
 
     p: Tensor  # (n, K) the student's
     q: Tensor  # (n, K)
-    d: Tensor  # (n, K) log p - log q, finite where p is zero
+    d: Tensor  # (n, K) log p - log q, as `weighable_` makes it
     logsumexp: Tensor  # (n,) of the logits behind p
     ref_logsumexp: Tensor  # (n,) of those behind q
     shift: Tensor  # (n,) their difference, to more digits
@@ -204,8 +204,18 @@ def distributions(a: Tensor, b: Tensor, call: KLCall) -> Distributions:
         log_ratio = finite_or_zero(log_sum) - finite_or_zero(ref_log_sum)
         shift = ((maximum - ref_maximum) + log_ratio).squeeze(1)
         d = a.sub_(b).sub_(log_ratio)
-    d.nan_to_num_(nan=0.0, posinf=torch.inf, neginf=LOG_ZERO)
-    return Distributions(p, q, d, lse, ref_lse, shift)
+    return Distributions(p, q, weighable_(d, call.direction, p, q), lse, ref_lse, shift)
+
+
+def weighable_(d: Tensor, direction: str, p: Tensor, q: Tensor) -> Tensor:
+    """Make log p - log q finite, in place, except where it makes the divergence infinite.
+
+    That is where the distribution that weighs it has mass and the other has none.
+    """
+    weight = {"reverse": p, "forward": q}.get(direction)
+    above = torch.inf if direction == "reverse" else -LOG_ZERO
+    d.nan_to_num_(nan=0.0, posinf=above, neginf=-torch.inf if direction == "forward" else LOG_ZERO)
+    return d if weight is None else d.masked_fill_(weight == 0, 0)
 
 
 def _softmax(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
-from grpo_fast.head.call import LOG_ZERO, ROW_IGNORED, HeadCall, KLCall, RowStatistics, Shard
-from grpo_fast.head.divergence import divergence_terms
+from grpo_fast.head.call import ROW_IGNORED, HeadCall, KLCall, RowStatistics, Shard
+from grpo_fast.head.divergence import divergence_terms, weighable_
 from grpo_fast.head.divergence_operator import row_divergence
 from grpo_fast.head.operator import head_statistics
 from grpo_fast.head.outputs import Certificate
@@ -88,8 +88,8 @@ def parallel_divergence(call: KLCall, shard: Shard) -> tuple[Tensor, Certificate
             each.detach() - _whole_logsumexp(each, group) for each in (local.logsumexp, local.ref_logsumexp)
         )
         p, q = log_p.exp(), log_q.exp()
-        d = (log_p - log_q).nan_to_num(nan=0.0, posinf=torch.inf, neginf=LOG_ZERO)
-        within = local.divergence.detach()
+        d = weighable_(log_p - log_q, call.direction, p, q)
+        within = torch.where((p if call.direction == "reverse" else q) == 0, 0, local.divergence.detach())
         if call.direction == "reverse":
             total = _all_reduce(p * within + divergence_terms(p, q, d), ReduceOp.SUM, group)
             factors = p, p * (within + d - total)

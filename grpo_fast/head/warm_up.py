@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from grpo_fast.head.api import linear_grpo_loss, linear_logprob
+from grpo_fast.head.api import linear_grpo_loss, linear_kl, linear_logprob
 from grpo_fast.head.operator import backend_on, kernels_failed, use_kernels
 from grpo_fast.head.parameters import HeadParameters
 from grpo_fast.head.self_check import check_kernels
@@ -95,6 +95,8 @@ def _launch(
     if bias is not None and head.bias is not None and head.bias.requires_grad:
         trained.append(bias.requires_grad_())
     into = None
+    if loss is not None and loss.compares_heads:  # whose gradient of the weight is autograd's
+        weight_grad = None
     if head.weight.requires_grad and weight_grad is not None:
         into = torch.zeros_like(weight, dtype=weight_grad)
     elif head.weight.requires_grad:
@@ -106,14 +108,19 @@ def _launch(
         torch.autograd.grad(total, trained)
 
     row, ids = torch.zeros(rows, device=hidden.device), torch.zeros_like(targets)
-    if loss is None or loss.is_custom or loss.distills:
+    of_reference: dict[str, Any] = {"ref_hidden": hidden.detach(), "ref_weight": weight.detach()}
+    of_reference["ref_bias"] = None if bias is None else bias.detach()
+    if loss is not None and loss.distills:
+        pair: dict[str, Any] = {"temperature": temperature, **head.options, "bias": bias, **of_reference}
+        pair |= {"ref_logit_scale": head.logit_scale, "ref_softcap": head.softcap, "direction": "jsd"}
+        backward(linear_kl(hidden, weight, targets >= 0, beta=loss.jsd_beta, **pair).divergence.sum())
+    elif loss is None or loss.is_custom:
         backward(linear_logprob(hidden, weight, targets, **given).logprob.sum())
     else:
         loss = replace(loss, max_completion_length=loss.max_completion_length or 1)  # else known at a step
         packed: dict[str, Any] = {"sequence_ids": ids, "group_ids": ids, "num_sequences": 1}
         if loss.needs_exact_kl:
-            bias_of_it = None if bias is None else bias.detach()
-            packed |= {"ref_hidden": hidden.detach(), "ref_weight": weight.detach(), "ref_bias": bias_of_it}
+            packed |= of_reference
         elif loss.needs_reference:
             packed["ref_logprobs"] = row
         for old, sampler in product((None, row), (row,) if loss.needs_sampler else (None, row)):

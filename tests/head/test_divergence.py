@@ -252,7 +252,18 @@ def test_a_row_without_overlap_is_infinite_and_the_others_are_not(make_pair):
 
     assert pair.divergence().isfinite().all()
     assert replace(pair, bias=bias, ref_bias=bias).divergence().isfinite().all()
-    assert replace(pair, ref_bias=bias).divergence()[pair.mask].isinf().all()
+    sides = "bias", "ref_bias"
+    without, ref_without = replace(pair, bias=bias), replace(pair, ref_bias=bias)
+    assert ref_without.divergence()[pair.mask].isinf().all()
+    assert without.divergence(direction="forward")[pair.mask].isinf().all()
+    for of, direction in ((ref_without, "forward"), (ref_without, "jsd"), (without, "jsd")):
+        biases = {side: None if (b := getattr(of, side)) is None else b.clamp(min=-200) for side in sides}
+        nearly = replace(of, **biases).divergence(direction=direction)
+        torch.testing.assert_close(of.divergence(direction=direction), nearly)
+    # What underflows has no mass.
+    sure = torch.zeros(300).index_fill_(0, torch.tensor([9]), 300.0)
+    assert replace(pair, bias=sure, ref_bias=bias).divergence().isfinite().all()
+    assert replace(pair, bias=bias, ref_bias=sure).divergence(direction="forward").isfinite().all()
     assert replace(pair, bias=bias).divergence(direction="reverse").isfinite().all()
 
 
@@ -269,6 +280,8 @@ def test_a_row_without_overlap_is_infinite_and_the_others_are_not(make_pair):
         ({"seed": -1}, ValueError, "seed must be an integer"),
         ({"mask": torch.ones(13)}, TypeError, "mask must be a tensor of bool"),
         ({"mask": torch.ones(12).bool()}, ValueError, "mask must have shape"),
+        ({"ref_hidden": None}, TypeError, "ref_hidden must be a tensor of"),
+        ({"ref_weight": None}, TypeError, "ref_weight must be a tensor of"),
         ({"ref_hidden": torch.ones(13, 15)}, ValueError, "ref_hidden must have shape"),
         ({"ref_hidden": torch.ones(12, 16)}, ValueError, "ref_hidden must have shape"),
         ({"ref_hidden": torch.ones(13, 16).requires_grad_()}, ValueError, r"give ref_hidden.detach\(\)"),

@@ -53,8 +53,9 @@ def divergences(group, rows: slice = slice(None)) -> list[Tensor]:
     reference = 0.7 * hidden + 0.3 * hidden.roll(1, 0), weight[rows].roll(1, 1)
     found: list[Tensor] = []
     for direction in ("reverse", "forward", "jsd"):
+        own = leaves[2] if direction == "reverse" else leaves[2].nan_to_num(neginf=0.0)
         out = linear_kl(
-            leaves[0], leaves[1], targets != -100, *reference, bias=leaves[2], ref_bias=bias[rows], beta=0.3,
+            leaves[0], leaves[1], targets != -100, *reference, bias=own, ref_bias=bias[rows], beta=0.3,
             direction=direction, process_group=group,
         )  # fmt: skip
         loss = (out.divergence * torch.linspace(-1, 2, 14, dtype=torch.float64)).sum()
