@@ -94,14 +94,18 @@ def _shared_products(
 def _bregman(p, q, d):
     """p·(exp(-d) - 1 + d), where q = p·exp(-d); at least zero, and a NaN stays one."""
     terms = tl.where(d > -1.0, p * exp_beyond_linear(-d), p * (d - 1.0) + q)
+    terms = tl.where(p == 0.0, q, terms)  # whatever d is
     return tl.where(terms < 0.0, 0.0, terms)
 
 
 @triton.jit
-def _difference(z, ref_z, difference):
-    """log p - log q, finite where p is zero."""
-    absent = z == float("-inf")
-    return tl.where(absent, tl.where(ref_z == float("-inf"), 0.0, -500.0), difference)
+def _difference(z, ref_z, difference, DIRECTION: tl.constexpr):
+    """log p - log q, finite except where it makes the divergence infinite."""
+    below: tl.constexpr = float("-inf") if DIRECTION == "forward" else -500.0
+    above: tl.constexpr = float("inf") if DIRECTION == "reverse" else 500.0
+    absent, ref_absent = z == float("-inf"), ref_z == float("-inf")
+    found = tl.where(ref_absent, above, difference)
+    return tl.where(absent, tl.where(ref_absent, 0.0, below), found)
 
 
 @triton.jit
@@ -196,7 +200,7 @@ def divergence_kernel(
             p, maximum, log_total, lse = _softmax(z)
             q, ref_maximum, ref_log_total, ref_lse = _softmax(ref_z)
             apart = (z - maximum[:, None]) - (ref_z - ref_maximum[:, None])
-            d = _difference(z, ref_z, apart - (log_total - ref_log_total)[:, None])
+            d = _difference(z, ref_z, apart - (log_total - ref_log_total)[:, None], DIRECTION)
             tl.store(out.lse + at, lse, mask=live)
             tl.store(out.ref_lse + at, ref_lse, mask=live)
             if DIRECTION == "forward":
@@ -209,7 +213,7 @@ def divergence_kernel(
             shift = tl.load(of_rows.shift + row, mask=live, other=0.0)
             p = tl.exp(z - lse[:, None])
             q = tl.exp(ref_z - ref_lse[:, None])
-            d = _difference(z, ref_z, (z - ref_z) - shift[:, None])
+            d = _difference(z, ref_z, (z - ref_z) - shift[:, None], DIRECTION)
             if gradient_out is None:
                 u = _over_mixture(d, beta)
                 m = p + beta * (q - p)
@@ -222,7 +226,7 @@ def divergence_kernel(
                 if DIRECTION == "forward":
                     gradient = p - q
                 elif DIRECTION == "reverse":
-                    gradient = p * (d - center)
+                    gradient = tl.where(p == 0.0, 0.0, p * (d - center))
                 else:
                     gradient = (1.0 - beta) * p * (_over_mixture(d, beta) - center)
                 gradient *= tl.load(of_rows.of_divergence + row, mask=live, other=0.0)[:, None]
