@@ -55,7 +55,7 @@ class TeacherContext:
                     if name not in known:
                         raise ValueError(
                             f"reference.prompt_template names {{{name}}}, which the row does not have: "
-                            f"{choices(name, known)}"
+                            f"{choices(name, known)} (rename a column with dataset.rename)"
                         )
         self.tokens(dataset[0], dict.fromkeys(FOUND, ""))
 
