@@ -164,14 +164,16 @@ class Trainer(Algorithm):
         self.advance()
 
     def learn(self, table: CompletionTable, clock: Clock) -> dict[str, float]:
+        metrics = {}
         if CONTEXT in table.objects:
             seen = [row for row, context in enumerate(table.objects[CONTEXT]) if context is not None]
+            metrics["completion/taught"] = len(seen) / max(1, len(table))
             table = table.select(seen)
         trained, totals = to_train(table, self.config.advantage, self.config.loss)
         self.handover.to_trainer()
         if len(table) and not self.sampler_seen:  # before anything is learnt from them
             self.sampler_seen = self.require_own_completions(table)
-        return self.update.run(trained, totals, clock)
+        return metrics | self.update.run(trained, totals, clock)
 
     def timings(self, table: CompletionTable, seconds: float) -> dict[str, float]:
         found = self.handover.timings()

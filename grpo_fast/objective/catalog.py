@@ -220,7 +220,7 @@ CATALOG: dict[str, LossFacts] = {
 
 DISTILLATION: dict[str, LossFacts] = {
     "opd": LossFacts(
-        "on-policy distillation, GKD, arXiv 2306.13649, section 3: no surrogate, the divergence to the reference",
+        "on-policy distillation, GKD, arXiv 2306.13649: no surrogate, the divergence to the reference",
         aggregation="token_mean",
         surrogate="",
         fields=("jsd_beta",),

@@ -203,7 +203,7 @@ def test_a_teacher_that_sees_more_is_the_model_with_that_prompt(
         seed=seed,
         **sections,
     )
-    trainer.train_step()
+    assert 0 < trainer.train_step().metrics["completion/taught"] <= 1
     table, _ = trainer.collect(Clock())
     contexts, decode = table.objects["context"], trainer.policy.tokenizer.decode
     texts = [completion.text for completion in table.objects["completion"]]
@@ -261,6 +261,7 @@ def test_rewards_beside_a_teacher_are_logged_and_do_not_train(distilled, toy, se
             r"prompt_template = .* exact KL alone",
         ),
         ({"method": "sdft"}, "names {completion}, which the row does not have"),
+        ({"method": "sdft", "reference": {"prompt_template": "{prompt} {"}}, "no format string .* twice"),
         ({"method": "gkd"}, r"'completion'.*dataset\.rename"),
     ],
 )
@@ -269,7 +270,7 @@ def test_a_reference_that_cannot_be_read_is_refused_before_weights(
 ):
     monkeypatch.setattr("grpo_fast.policy.load.load_whole", None)
     if sections.get("method") == "sdft":
-        sections = {**sections, "reference": {}}
+        sections = {"reference": {}, **sections}
     with pytest.raises(ValueError, match=said):
         distilled(**{"method": None, "rewards": toy["rewards"], **sections})
 
