@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
-from itertools import chain
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 from grpo_fast.config.data import DatasetConfig
@@ -96,6 +96,7 @@ def preview(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         with_advantages,
         with_penalties,
     )
+    from grpo_fast.loop.context import CONTEXT, TeacherContext
     from grpo_fast.plan import resolve_auto
 
     require_engine(config.rollout)
@@ -122,10 +123,17 @@ def preview(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         if parts.step is not None:
             print(f"{KL} is 0 here: preview loads no reference model; training takes beta times the KL")
     weights = part_weights(parts.rewards.names, parts.rewards.weights, penalties)
-    table = with_advantages(with_penalties(table, penalties), config.advantage, parts.rewards.weights)
+    tokenizer = parts.policy.tokenizer
+    if not config.loss.distills:
+        table = with_advantages(with_penalties(table, penalties), config.advantage, parts.rewards.weights)
+    elif config.reference.prompt_template is not None:
+        table = TeacherContext(config.reference, parts.questions, tokenizer).of(table)
+    contexts = iter(table.objects.get(CONTEXT, ()))
     for group in groups_of(table):
-        rendered = str(parts.policy.tokenizer.decode(list(group.prompt.token_ids)))
-        print(group_text(group, weights, rendered))
+        print(group_text(group, weights, str(tokenizer.decode(list(group.prompt.token_ids)))))
+        for number, ids in enumerate(islice(contexts, len(group.completions)), 1):
+            seen = "nothing more, so this completion trains nothing" if ids is None else tokenizer.decode(ids)
+            print(f"the teacher of completion {number} reads\n{_block(str(seen))}")
     return 0
 
 
@@ -207,7 +215,8 @@ class Parts:
         config = with_absolute_paths(config)
         dataset = config.evaluation.dataset if held_out else None
         toolsets = load_toolsets(config.rollout, dataset or config.dataset)
-        rewards = load_rewards(config.rewards, toolsets.classes if toolsets else ())
+        optional = config.loss.distills and not held_out
+        rewards = load_rewards(config.rewards, toolsets.classes if toolsets else (), optional=optional)
         rewards.position(config.evaluation.reward)  # refused before any work where there is no such reward
         if (folder := user_path(source)).is_dir() and config_path(source).name == CONFIG_FILE:
             policy, step = trained_policy(config, *locate(folder))
@@ -267,16 +276,18 @@ def group_text(group: Group, weights: Mapping[str, float], rendered_prompt: str)
             for (name, weight), value in named
         )
         size = f"{plural(completion.num_sampled, 'token')}{', truncated' * completion.truncated}"
-        lines.append(f"completion {number}: reward {reward_text(reward)} ({parts}), {size}")
+        scored = f"reward {reward_text(reward)} ({parts}), " if row else ""
+        lines.append(f"completion {number}: {scored}{size}")
         if completion.episode is None:
             lines.append(_block(completion.text))
         for who, what in spoken(completion.episode.messages) if completion.episode else ():
             lines += [f"  {who}", _block(what)]
     from grpo_fast.groups.advantages import spread_within
 
-    spread = f"standard deviation {spread_within(group.rewards[None]):.3f}"
-    verdict = "all rewards are equal, so this group trains nothing" if group.flat else spread
-    lines.append(f"group: mean reward {reward_text(group.rewards.nanmean().item())}, {verdict}")
+    if len(group.rewards) > 1 and weights:
+        spread = f"standard deviation {spread_within(group.rewards[None]):.3f}"
+        verdict = "all rewards are equal, so this group trains nothing" if group.flat else spread
+        lines.append(f"group: mean reward {reward_text(group.rewards.nanmean().item())}, {verdict}")
     return "\n".join(lines) + "\n"
 
 

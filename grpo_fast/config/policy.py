@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from string import Formatter
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -179,9 +180,21 @@ class ReferenceConfig(Section):
                 "reference.weights = 'policy' without prompt_template compares the policy with itself: give "
                 "a template with more than {prompt}, or set weights to loaded"
             )
-        if "{solution" not in (self.prompt_template or ""):
+        if "solution" not in self.fields:
             refuse_unread(self, ["success_threshold"], "without {solution} in prompt_template")
         return self
+
+    @property
+    def fields(self) -> list[str]:
+        """The names in braces of the template; raises ValueError where it is no format string."""
+        try:
+            parsed = [*Formatter().parse(self.prompt_template or "")]
+        except ValueError as error:
+            raise ValueError(
+                f"reference.prompt_template = {self.prompt_template!r:.70} is no format string ({error}): "
+                "write a brace of the text itself twice"
+            ) from None
+        return [name for _, name, _, _ in parsed if name is not None]
 
     def model(self, policy: ModelConfig) -> ModelConfig:
         """Return the section `model` of the reference; what it does not say is as the policy has it."""

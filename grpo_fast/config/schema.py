@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Literal
@@ -264,16 +263,13 @@ CONTRADICTIONS: list[tuple[str, Callable[[TrainConfig], object]]] = [
     (
         "reference.prompt_template has {{solution}} or {{feedback}}, which rewards give: give at least one "
         "reward",
-        lambda c: (
-            {"{solution}", "{feedback}"} & {*re.findall(r"{\w+}", c.reference.prompt_template or "")}
-            and not c.rewards
-        ),
+        lambda c: {"solution", "feedback"} & {*c.reference.fields} and not c.rewards,
     ),
     (
         "reference.prompt_template has {{solution}}, another completion of the prompt: raise "
         "rollout.num_generations = {0.rollout.num_generations} to 2 or more, and leave out on_policy_share",
         lambda c: (
-            "{solution}" in (c.reference.prompt_template or "")
+            "solution" in c.reference.fields
             and (c.rollout.num_generations == 1 or c.rollout.on_policy_share < 1)
         ),
     ),

@@ -318,13 +318,10 @@ def describe(table: CompletionTable, part_names: Sequence[str]) -> dict[str, flo
     rewards, lengths = table.by_group("reward"), table.num_targets.float().view(table.num_groups, -1)
     n = rewards.shape[1]
     ids = [own.numpy().tobytes() for own in table.token_ids.split(table.lengths.tolist())]
-    metrics = {}
-    if part_names:
-        metrics = {
-            "reward/mean": rewards.nanmean().item(),
-            "reward/std": spread_within(rewards),
-            "groups/flat": table.facts["flat"].double().mean().item(),
-        }
+    metrics = {"reward/mean": rewards.nanmean().item()} if part_names else {}
+    if "flat" in table.facts:  # completions are compared
+        metrics["reward/std"] = spread_within(rewards)
+        metrics["groups/flat"] = table.facts["flat"].double().mean().item()
     if n > 1:
         unique = [(len({*ids[i : i + n]}) - 1) / (n - 1) for i in range(0, len(ids), n)]
         metrics["groups/unique_completions"] = sum(unique) / len(unique)

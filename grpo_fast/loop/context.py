@@ -7,7 +7,6 @@ more in its context, asked about the completions that the student sampled withou
 from __future__ import annotations
 
 from collections.abc import Mapping
-from string import Formatter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,7 +45,7 @@ class TeacherContext:
     ) -> None:
         self.template = str(config.prompt_template)
         self.threshold = config.success_threshold
-        self.fields = [name for _, name, _, _ in Formatter().parse(self.template) if name is not None]
+        self.fields = config.fields
         self._render, self._tokenizer = Renderer(dataset.config, tokenizer), tokenizer
         for prompt in dataset:
             known = ["prompt", *FOUND, *(name for name, v in prompt.columns.items() if v is not None)]
@@ -55,7 +54,7 @@ class TeacherContext:
                     if name not in known:
                         raise ValueError(
                             f"reference.prompt_template names {{{name}}}, which the row does not have: "
-                            f"{choices(name, known)}"
+                            f"{choices(name, known)} (rename a column with dataset.rename)"
                         )
         self.tokens(dataset[0], dict.fromkeys(FOUND, ""))
 

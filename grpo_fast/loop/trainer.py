@@ -164,14 +164,16 @@ class Trainer(Algorithm):
         self.advance()
 
     def learn(self, table: CompletionTable, clock: Clock) -> dict[str, float]:
+        metrics = {}
         if CONTEXT in table.objects:
             seen = [row for row, context in enumerate(table.objects[CONTEXT]) if context is not None]
+            metrics["completion/taught"] = len(seen) / max(1, len(table))
             table = table.select(seen)
         trained, totals = to_train(table, self.config.advantage, self.config.loss)
         self.handover.to_trainer()
         if len(table) and not self.sampler_seen:  # before anything is learnt from them
             self.sampler_seen = self.require_own_completions(table)
-        return self.update.run(trained, totals, clock)
+        return metrics | self.update.run(trained, totals, clock)
 
     def timings(self, table: CompletionTable, seconds: float) -> dict[str, float]:
         found = self.handover.timings()
@@ -220,7 +222,7 @@ class Trainer(Algorithm):
             prompts += (asked := self.prompts.next())
             draws.append(self.grouped(asked, self.rollout(asked, draw, clock), clock))
             drawn = self.with_advantages(CompletionTable.join(draws), clock)
-            if (~drawn.by_group("flat")[:, 0]).sum() >= wanted:
+            if config.dynamic_sampling and (~drawn.by_group("flat")[:, 0]).sum() >= wanted:
                 break
         before_penalties, penalties = drawn, self.penalties(drawn, clock)
         self.parts = part_weights(self.rewards.names, self.reward_weights, penalties)
@@ -336,9 +338,8 @@ class Trainer(Algorithm):
 
     def with_advantages(self, table: CompletionTable, clock: Clock) -> CompletionTable:
         """The table with its completions' advantages."""
-        if self.config.loss.distills and not (self.rewards.names and len(table) > table.num_groups):
-            rows = torch.zeros(len(table))
-            return table.with_facts(advantage=rows, flat=rows.bool())
+        if self.config.loss.distills:
+            return table.with_facts(advantage=torch.zeros(len(table)))
         with clock("reward"):
             baselines = self.baselines(table) or None
             return with_advantages(table, self.config.advantage, self.reward_weights, baselines)

@@ -339,7 +339,7 @@ def divergence_loss(
 ) -> GRPOLossOutput:
     """Return the divergence to the reference over whole vocabularies, summed with the aggregation's weights.
 
-    GKD (Agarwal et al. 2023, arXiv:2306.13649), equations 2 to 4.
+    GKD (Agarwal et al. 2023, arXiv:2306.13649), section 3.
 
     Args:
         hidden: (N, H) of the policy, differentiable.

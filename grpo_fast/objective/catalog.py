@@ -220,7 +220,7 @@ CATALOG: dict[str, LossFacts] = {
 
 DISTILLATION: dict[str, LossFacts] = {
     "opd": LossFacts(
-        "on-policy distillation, GKD, arXiv 2306.13649, eq. 4: no surrogate, the divergence to the reference",
+        "on-policy distillation, GKD, arXiv 2306.13649: no surrogate, the divergence to the reference",
         aggregation="token_mean",
         surrogate="",
         fields=("jsd_beta",),
@@ -254,23 +254,23 @@ METHODS: dict[str, Settings] = {
         "loss.entropy_coef_delta": 1e-4,
         "advantage.skip_flat_groups": True,
     },
-    # Section 2 of arXiv 2306.13649 has lambda and beta of every size; TRL's defaults are 0.5 and 0.5.
     "opd": {"loss.loss_type": "opd", "loss.jsd_beta": 1.0},
-    # Section 3.1: the teacher's prompt; its weights there are a moving average of the policy's.
+    # Both papers find the policy's own current weights unstable as the teacher, and frozen ones stable.
+    # Version 2, section 3: the results are of the forward KL.
     "sdft": {
         "loss.loss_type": "opd",
-        "loss.jsd_beta": 1.0,
-        "reference.weights": "policy",
+        "loss.jsd_beta": 0.0,
         "reference.prompt_template": "{prompt}\n\nThis is an example for a response to the question:\n"
         "{completion}\n\nNow answer with a response of your own, including the thinking process:\n",
     },
+    # Section 2.3: the Jensen-Shannon divergence. Table 2: the prompt.
     "sdpo": {
         "loss.loss_type": "opd",
-        "loss.jsd_beta": 1.0,
-        "reference.weights": "policy",
+        "loss.jsd_beta": 0.5,
         "reference.prompt_template": "{prompt}\n\nCorrect solution:\n\n{solution}\n\n"
         "Correctly solve the original question.\n",
     },
+    # The paper takes lambda and beta of every size; these are TRL's defaults.
     "gkd": {"loss.loss_type": "opd", "loss.jsd_beta": 0.5, "rollout.on_policy_share": 0.5},
 }
 """What each method sets over the defaults: every loss, and those that take another's surrogate."""

@@ -80,6 +80,8 @@ def resolve_source(path: str) -> str:
         )
     elif not (folder / "config.json").is_file():
         problem = "a folder without config.json; give one saved by save_pretrained"
+        if (folder / "checkpoints").is_dir():
+            problem = f"the folder of a run; give OUT of `grpo-fast export {path} OUT`"
     elif not any(folder.glob("*.safetensors")):
         problem = "a folder without *.safetensors; save it as safetensors: pickled weights are not read"
     if problem is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -172,11 +173,15 @@ def test_gkd_trains_on_given_completions_in_its_share_of_steps(distilled, toy, t
 @pytest.mark.parametrize(
     ("method", "template", "sections"),
     [
-        ("sdft", "{prompt} w9 {completion}", {"model": {"lora": {"r": 2}}}),
+        (
+            "sdft",
+            "{prompt} w9 {completion}",
+            {"model": {"lora": {"r": 2}}, "reference": {"weights": "policy"}},
+        ),
         ("sdpo", "{prompt} w9 {solution} {feedback}", {"reference": {"success_threshold": 0.3}}),
     ],
 )
-def test_a_teacher_that_sees_more_is_the_policy_with_that_prompt(
+def test_a_teacher_that_sees_more_is_the_model_with_that_prompt(
     distilled, toy, tmp_path, seed, method, template, sections
 ):
     rows = [*map(json.loads, Path(toy["dataset"]["source"]).read_text().splitlines())]
@@ -198,7 +203,7 @@ def test_a_teacher_that_sees_more_is_the_policy_with_that_prompt(
         seed=seed,
         **sections,
     )
-    trainer.train_step()
+    assert 0 < trainer.train_step().metrics["completion/taught"] <= 1
     table, _ = trainer.collect(Clock())
     contexts, decode = table.objects["context"], trainer.policy.tokenizer.decode
     texts = [completion.text for completion in table.objects["completion"]]
@@ -215,11 +220,14 @@ def test_a_teacher_that_sees_more_is_the_policy_with_that_prompt(
     kept, totals = to_train(table.select(seen), trainer.config.advantage, trainer.config.loss)
     trainer.update.configure(trainer.config.model_copy(update={"micro_batch_tokens": 40}))
     value, _ = gradients(trainer, kept, totals)
-    model, lengths = trainer.policy.base_model, kept.lengths.tolist()
+    policy, lengths = trainer.policy, kept.lengths.tolist()
+    own = trainer.config.reference.weights == "policy"
     with torch.no_grad():
-        p = distributions(model, contexts_of(kept), lengths, 1.0)
+        p = distributions(policy.base_model, contexts_of(kept), lengths, 1.0)
         asked = [[*c, *kept.tokens_of(i).tolist()] for i, c in enumerate(kept.objects["context"])]
-        expected = divergences(p, distributions(model, asked, lengths, 1.0), 1.0).mean().item()
+        with nullcontext(policy) if own else policy.reference() as teacher:
+            q = distributions(teacher.base_model, asked, lengths, 1.0)
+        expected = divergences(p, q, trainer.config.loss.jsd_beta).mean().item()
     assert value == pytest.approx(expected, rel=1e-4) and value > 1e-4
 
 
@@ -240,6 +248,7 @@ def test_rewards_beside_a_teacher_are_logged_and_do_not_train(distilled, toy, se
         steps = [trainer.train_step() for _ in range(2)]
         found.append([step.metrics["loss"] for step in steps])
     assert found[0] == found[1] and "reward/near_w7/mean" in steps[0].metrics
+    assert not {"groups/flat", "reward/std"} & steps[0].metrics.keys()  # alerts would call them no signal
     assert trainer.evaluate().n == 10
 
 
@@ -252,6 +261,7 @@ def test_rewards_beside_a_teacher_are_logged_and_do_not_train(distilled, toy, se
             r"prompt_template = .* exact KL alone",
         ),
         ({"method": "sdft"}, "names {completion}, which the row does not have"),
+        ({"method": "sdft", "reference": {"prompt_template": "{prompt} {"}}, "no format string .* twice"),
         ({"method": "gkd"}, r"'completion'.*dataset\.rename"),
     ],
 )
@@ -260,7 +270,7 @@ def test_a_reference_that_cannot_be_read_is_refused_before_weights(
 ):
     monkeypatch.setattr("grpo_fast.policy.load.load_whole", None)
     if sections.get("method") == "sdft":
-        sections = {**sections, "reference": {}}
+        sections = {"reference": {}, **sections}
     with pytest.raises(ValueError, match=said):
         distilled(**{"method": None, "rewards": toy["rewards"], **sections})
 
