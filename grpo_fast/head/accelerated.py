@@ -111,7 +111,7 @@ def backward(
         of_rows = LogitGradient.of(call, statistics, gradients)
         kept = SavedExp(saved.exponentials, saved.share)
         return HeadGradients(*kept_backward(call, of_rows, wanted, kept))
-    if plan.backward == "sparse" and call.hidden.shape[0] and not capturing(call.hidden):
+    if plan.backward == "sparse":
         coefficients = row_coefficients(call, statistics, gradients)
         result = sampled_backward(call, coefficients, saved.tile_lse, plan, wanted, certificate)
         if result is not None:
@@ -123,7 +123,7 @@ def backward(
 def _dense(call: HeadCall, of_rows: LogitGradient, plan: HeadPlan, wanted: Wanted) -> HeadGradients:
     """Exact, over the rows with a gradient; in a captured graph over all rows, for nobody can be asked."""
     chosen, like, index = call, call.hidden, None
-    if capturing(like):
+    if _capturing(like):
         # What an ignored row holds is anything, and zero times NaN is not zero.
         chosen = call._replace(hidden=like.masked_fill(~of_rows.live()[:, None], 0))
     else:
@@ -148,7 +148,9 @@ def sampled_backward(
     certificate: Certificate,
     divergence: Divergence | None = None,
 ) -> HeadGradients | None:
-    """From the pairs that are kept; None where they are too many. Fill the certificate.
+    """From the pairs that are kept; None where they are too many or nobody can be asked for their number.
+
+    Fills the certificate.
 
     Args:
         call: its operands have unit stride along H.
@@ -156,6 +158,8 @@ def sampled_backward(
         divergence: as `sparse_backward` takes it.
     """
     (rows, tiles), config = tile_lse.shape, plan.sparse
+    if rows == 0 or _capturing(tile_lse):
+        return None
     live = select_live(call, coefficients, tile_lse, tolerance=plan.tolerance)
     room = _read_later(live.row_ends[-1])
 
@@ -197,5 +201,5 @@ def with_unit_stride(call: HeadCall) -> HeadCall:
     return call._replace(hidden=hidden, weight=weight, bias=bias)
 
 
-def capturing(tensor: Tensor) -> bool:
+def _capturing(tensor: Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from grpo_fast.head.accelerated import capturing, sampled_backward, with_unit_stride
+from grpo_fast.head.accelerated import sampled_backward, with_unit_stride
 from grpo_fast.head.call import (
     LOG_ZERO,
     HeadGradients,
@@ -111,7 +111,7 @@ def backward(
     # A part of a larger divergence is relative to nothing: what it lacks comes with the log-sum-exp.
     center = rows.center if call.logsumexp is None else torch.zeros_like(rows.center)
     of_rows = (*rows[1:4], center, of_divergence, of_logsumexp)
-    if saved.tile_share.numel() and of_logsumexp is None and not capturing(call.hidden):
+    if saved.tile_share.numel() and of_logsumexp is None:
         result = _sampled(call, DivergenceRows(*of_rows), wanted, saved, certificate, plan)
         if result is not None:
             return result

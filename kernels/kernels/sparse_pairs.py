@@ -92,12 +92,16 @@ def pair_gradients(operands: SparseOperands) -> Tensor:
     hidden, weight = call.hidden, call.weight
     gradients = hidden.new_empty((pairs.capacity, TILE))
     # A bias, a softcap, an entropy, another head, and rows not known to be aligned need the registers of half
-    # a block.
+    # a block; another head with one of them, or a mixture, those of a whole multiprocessor.
     given = operands.divergence
-    sides = [(hidden, weight)] + ([] if given is None else [given.pair.reference[:2]])
+    heads = [call] if given is None else [*given.pair[:2]]
+    sides = [(head.hidden, head.weight) for head in heads]
     sizes = [n for x, w in sides for n in (x.shape[1], x.stride(0), w.stride(0), x.data_ptr(), w.data_ptr())]
     aligned = all(size % 16 == 0 for size in sizes)
     whole = aligned and call.bias is None and call.softcap is None and rows.entropy is None and given is None
+    bounded = aligned
+    if given is not None and aligned:
+        bounded = given.pair.direction != "jsd" and all(head.is_plain and head.bias is None for head in heads)
     steps = dict.fromkeys(("REF_DEPTH", "REF_EVEN", "REF_PRECISION"))
     if given is not None:
         steps = given.pair.reference_steps(config.pair_depth * hidden.element_size())
@@ -110,7 +114,7 @@ def pair_gradients(operands: SparseOperands) -> Tensor:
         TILE=TILE, PRECISION=precision(hidden.dtype), BLOCK=config.pair_rows, PARTS=1 if whole else 2,
         DEPTH=config.pair_depth, EVEN_DEPTH=hidden.shape[1] % config.pair_depth == 0,
         num_warps=config.pair_warps, num_stages=config.pair_stages,
-        **register_bound(config.pair_registers if aligned else None), **steps,
+        **register_bound(config.pair_registers if bounded else None), **steps,
         **operands.reference_arguments(),
     )  # fmt: skip
     return gradients

@@ -382,7 +382,7 @@ def test_a_captured_backward_asks_nobody_and_is_exact(crowded, oracle, monkeypat
     with torch.no_grad():
         call.hidden[call.targets == -100] = torch.nan
     out = linear_logprob(call.hidden, call.weight, call.targets)
-    monkeypatch.setattr(accelerated, "capturing", lambda tensor: True)
+    monkeypatch.setattr(accelerated, "_capturing", lambda tensor: True)
     monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: pytest.fail("a number was asked for"))
 
     found = oracle.gradients(call, {"logprob": out.logprob}, ones)

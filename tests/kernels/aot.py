@@ -115,7 +115,7 @@ def on_device(
         mock.patch.object(operator, "device_facts", lambda kind, index: device),
         mock.patch.object(Tensor, "is_cuda", True),  # products take half precision
         mock.patch.object(Tensor, "nonzero", lambda rows: ask(meta(len(rows), 1, dtype=torch.int64))),
-        mock.patch.object(accelerated, "capturing", lambda _: False),
+        mock.patch.object(accelerated, "_capturing", lambda _: False),
         mock.patch.object(accelerated, "_read_later", lambda _: lambda: ask(pairs)),
     ):
         yield
