@@ -189,12 +189,14 @@ def test_divergence_and_gradients_are_those_of_whole_logits_in_float64(
 @pytest.mark.drawn(1)
 def test_the_mean_over_draws_is_exact_and_the_error_is_as_certified(make_pair, rng, hopper, direction, shape):
     near = 1.0 if shape == "one weight" else None
-    pair = hopper(make_pair(8, 1000, transformed=shape == "transformed", near=near))
+    pair = hopper(make_pair(6, 700, transformed=shape == "transformed", near=near))
     if near:
         pair = replace(pair, ref_weight=pair.weight)
-    upstream = hopper(torch.randn(8, generator=rng))
+    if pair.options:  # a softcap below the log-sum-exp keeps all pairs
+        pair = replace(pair, options=pair.options | {"softcap": 40.0, "ref_softcap": 30.0})
+    upstream = hopper(torch.randn(6, generator=rng))
     options: dict[str, Any] = {"direction": direction, "beta": 0.3}
-    draws, tolerance = 16, 16.0
+    draws, tolerance = 12, 24.0
     exact = torch.autograd.grad((pair.divergence(**options, tolerance=0.0) * upstream).sum(), pair.leaves)
     out = linear_kl(**pair.arguments, **options, tolerance=tolerance)
 
@@ -212,7 +214,7 @@ def test_the_mean_over_draws_is_exact_and_the_error_is_as_certified(make_pair, r
         square = error.flatten(1).square().sum(1).mean()
         assert square > 0 and not error[0].isnan().any()
         # One is expected; what is left out on one side alone would make it as many as there are draws.
-        assert draws * error.mean(0).square().sum() / square < 7.5
+        assert draws * error.mean(0).square().sum() / square < 7
     density, of_hidden, of_weight, _ = out.certificate.values.tolist()
     assert density < 1 and 0 < of_weight < of_hidden <= tolerance * (1 + 1e-4)
     norm = (pair.tile_sizes(direction, 0.3, upstream).sum(1) / 2).norm() * BF16_ROUNDING
