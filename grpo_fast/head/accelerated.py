@@ -29,13 +29,14 @@ from grpo_fast.head.call import (
 from grpo_fast.head.outputs import Certificate
 from grpo_fast.head.plan import HeadPlan
 from grpo_fast.kernels import TILE
-from grpo_fast.kernels.coefficients import row_coefficients
+from grpo_fast.kernels.coefficients import RowCoefficients, row_coefficients
 from grpo_fast.kernels.dense import dense_backward, row_aligned
 from grpo_fast.kernels.exponentials import SavedExp, kept_backward, normalise
 from grpo_fast.kernels.finalise import row_results
 from grpo_fast.kernels.forward import gather_rows, tile_statistics
 from grpo_fast.kernels.select import select_live
 from grpo_fast.kernels.sparse import sparse_backward
+from grpo_fast.kernels.two_heads import Divergence
 
 
 def allocate_saved(call: HeadCall, plan: HeadPlan) -> SavedForBackward:
@@ -110,8 +111,11 @@ def backward(
         of_rows = LogitGradient.of(call, statistics, gradients)
         kept = SavedExp(saved.exponentials, saved.share)
         return HeadGradients(*kept_backward(call, of_rows, wanted, kept))
-    if plan.backward == "sparse" and call.hidden.shape[0] and not _capturing(call.hidden):
-        return _sparse(call, statistics, gradients, saved.tile_lse, plan, wanted, certificate)
+    if plan.backward == "sparse":
+        coefficients = row_coefficients(call, statistics, gradients)
+        result = sampled_backward(call, coefficients, saved.tile_lse, plan, wanted, certificate)
+        if result is not None:
+            return result
     certificate.fill_exact()
     return _dense(call, LogitGradient.of(call, statistics, gradients), plan, wanted)
 
@@ -135,23 +139,32 @@ def _dense(call: HeadCall, of_rows: LogitGradient, plan: HeadPlan, wanted: Wante
     return result._replace(hidden=hidden)
 
 
-def _sparse(
+def sampled_backward(
     call: HeadCall,
-    statistics: RowStatistics,
-    gradients: RowGradients,
+    coefficients: RowCoefficients,
     tile_lse: Tensor,
     plan: HeadPlan,
     wanted: Wanted,
     certificate: Certificate,
-) -> HeadGradients:
-    """From the pairs that are kept, or exactly where that would be too many."""
+    divergence: Divergence | None = None,
+) -> HeadGradients | None:
+    """From the pairs that are kept; None where they are too many or nobody can be asked for their number.
+
+    Fills the certificate.
+
+    Args:
+        call: its operands have unit stride along H.
+        tile_lse: as `select_live` takes it.
+        divergence: as `sparse_backward` takes it.
+    """
     (rows, tiles), config = tile_lse.shape, plan.sparse
-    coefficients = row_coefficients(call, statistics, gradients)
+    if rows == 0 or _capturing(tile_lse):
+        return None
     live = select_live(call, coefficients, tile_lse, tolerance=plan.tolerance)
     room = _read_later(live.row_ends[-1])
 
     def form(capacity: int) -> HeadGradients:
-        options = {"capacity": capacity, "config": config}
+        options = {"capacity": capacity, "config": config, "divergence": divergence}
         return HeadGradients(
             *sparse_backward(call, coefficients, live, wanted, certificate.values, **options)
         )
@@ -160,10 +173,7 @@ def _sparse(
     result = form(usual)
     if (pairs := room()) > usual:
         del result
-        if pairs > most:
-            certificate.fill_exact()
-            return _dense(call, LogitGradient.of(call, statistics, gradients), plan, wanted)
-        result = form(pairs)
+        return None if pairs > most else form(pairs)
     return result
 
 

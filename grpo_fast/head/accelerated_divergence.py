@@ -1,6 +1,8 @@
 """Divergences of two heads on a CUDA device: the kernels, and the bookkeeping around them.
 
-Both directions ask the host for the rows with work, as cuBLAS must know its sizes.
+The forward and the exact backward ask the host for the rows with work, as cuBLAS must know its sizes. The
+sparse backward is that of `accelerated`. What it selects by is the l1 norm of each tile's logit gradient, at
+most: the forward knows it, up to the upstream gradient of the row.
 """
 
 from __future__ import annotations
@@ -8,40 +10,91 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from grpo_fast.head.accelerated import with_unit_stride
-from grpo_fast.head.call import HeadGradients, KLCall, RowDivergence, Wanted
-from grpo_fast.head.divergence import distributions, divergence_terms
-from grpo_fast.head.plan import Workload, dense_columns
-from grpo_fast.kernels import TILE
-from grpo_fast.kernels.divergence import (
-    DivergenceRows,
-    HeadPair,
-    TileDivergence,
-    divergence_gradients,
-    tile_divergence,
+from grpo_fast.head.accelerated import sampled_backward, with_unit_stride
+from grpo_fast.head.call import (
+    LOG_ZERO,
+    HeadGradients,
+    KLCall,
+    RowDivergence,
+    RowGradients,
+    RowStatistics,
+    SavedDivergence,
+    Wanted,
 )
+from grpo_fast.head.divergence import distributions, divergence_terms
+from grpo_fast.head.outputs import Certificate
+from grpo_fast.head.plan import HeadPlan, Workload, dense_columns
+from grpo_fast.kernels import TILE
+from grpo_fast.kernels.coefficients import row_coefficients
+from grpo_fast.kernels.dense import row_aligned
+from grpo_fast.kernels.divergence import TileDivergence, divergence_gradients, tile_divergence
+from grpo_fast.kernels.two_heads import Divergence, DivergenceRows, HeadPair
 
 _FOLDED_ROWS = 4096  # whose tiles are folded at a time: a few numbers each
 
 
-def forward(call: KLCall) -> RowDivergence:
-    """Every row's divergence, zero for masked rows."""
-    rows, index = RowDivergence.allocate(call), call.mask.nonzero().squeeze(1)
+def allocate_saved(call: KLCall, plan: HeadPlan) -> SavedDivergence:
+    """What `forward` keeps, not yet filled."""
+    saved = SavedDivergence.empty(call._replace(jacobian=False))
+    if plan.backward == "dense":
+        return saved
+    rows, tiles = call.hidden.shape[0], -(-call.weight.shape[0] // TILE)
+    share = row_aligned(rows, tiles, call.hidden, torch.float32)
+    return saved._replace(tile_share=share, size=torch.zeros_like(share[:, 0]))
+
+
+def forward(call: KLCall, plan: HeadPlan) -> tuple[RowDivergence, SavedDivergence]:
+    """Every row's divergence, zero for masked rows, and what the backward reads."""
+    rows, saved = RowDivergence.allocate(call), allocate_saved(call, plan)
+    index, sparse = call.mask.nonzero().squeeze(1), plan.backward == "sparse"
     if not index.numel():
-        return rows
+        return rows, saved
     block = call.rows(index)
-    pair = _pair(block)
+    pair, is_jsd = _pair(block), block.direction == "jsd"
     if block.logsumexp is None or block.ref_logsumexp is None:
-        found = _folded(tile_divergence(pair), block)
+        tiles = tile_divergence(pair, deviation=sparse and not is_jsd)
+        found = _folded(tiles, block)
     else:
         shift = block.logsumexp - block.ref_logsumexp
         found = RowDivergence(shift, block.logsumexp, block.ref_logsumexp, shift, shift)
-    if call.direction == "jsd":
-        parts = tile_divergence(pair, DivergenceRows(*found[1:4]))
+    if is_jsd:
+        parts = tile_divergence(pair, DivergenceRows(*found[1:4]), deviation=sparse)
         found = found._replace(divergence=parts.lse.sum(1), center=parts.ref_lse.sum(1))
+        if sparse:
+            tiles = parts._replace(lse=tiles.lse)
     for every, of_work in zip(rows, found, strict=True):
         every[index] = of_work
-    return rows
+    if sparse:
+        for some in torch.arange(index.numel(), device=index.device).split(_FOLDED_ROWS):
+            of_some = TileDivergence(*(part[some] for part in tiles if part is not None))
+            share, size = _sizes(of_some, RowDivergence(*(each[some] for each in found)), block)
+            saved.tile_share[index[some]], saved.size[index[some]] = share, size
+    return rows, saved
+
+
+def _sizes(tiles: TileDivergence, rows: RowDivergence, call: KLCall) -> tuple[Tensor, Tensor]:
+    """(n, T) and (n,) of `SavedDivergence`, of rows and their tiles.
+
+    Args:
+        tiles: of "jsd" with Σ p·u in place of the divergence, and the deviation of u.
+    """
+    behind = tiles.lse - rows.logsumexp[:, None]
+    p = behind.exp()
+    if call.direction == "jsd":
+        total = (1 - call.beta) * (tiles.divergence - p * rows.center[:, None])
+        within = (1 - call.beta) * tiles.deviation
+    else:
+        q = (tiles.ref_lse - rows.ref_logsumexp[:, None]).exp()
+        if call.direction == "forward":
+            total, within = p - q, torch.minimum(p, q) * tiles.deviation
+        else:
+            d = (tiles.lse - tiles.ref_lse) - rows.shift[:, None]
+            d = d.nan_to_num_(nan=0.0, posinf=torch.inf, neginf=LOG_ZERO)
+            total = p * (d + tiles.divergence - rows.divergence[:, None])
+            within = p * tiles.deviation
+    total = total.abs()
+    size = torch.maximum(total, within - total).sum(1)
+    return ((total + within) / size[:, None]).log() + rows.logsumexp[:, None], size
 
 
 def backward(
@@ -50,13 +103,21 @@ def backward(
     of_divergence: Tensor,
     of_logsumexp: Tensor | None,
     wanted: Wanted,
+    saved: SavedDivergence,
+    certificate: Certificate,
+    plan: HeadPlan,
 ) -> HeadGradients:
-    """Exact gradients."""
-    live = call.mask & ((of_divergence != 0) | (False if of_logsumexp is None else of_logsumexp != 0))
-    index = live.nonzero().squeeze(1)
+    """Gradients; fills the certificate."""
     # A part of a larger divergence is relative to nothing: what it lacks comes with the log-sum-exp.
     center = rows.center if call.logsumexp is None else torch.zeros_like(rows.center)
     of_rows = (*rows[1:4], center, of_divergence, of_logsumexp)
+    if saved.tile_share.numel() and of_logsumexp is None:
+        result = _sampled(call, DivergenceRows(*of_rows), wanted, saved, certificate, plan)
+        if result is not None:
+            return result
+        certificate.fill_exact()
+    live = call.mask & ((of_divergence != 0) | (False if of_logsumexp is None else of_logsumexp != 0))
+    index = live.nonzero().squeeze(1)
     chosen = DivergenceRows(*(None if t is None else t[index] for t in of_rows))  # type: ignore[arg-type]
     columns = dense_columns(Workload(index.numel(), call.weight.shape[0], call.hidden.dtype), TILE)
     result = HeadGradients(*divergence_gradients(_pair(call.rows(index)), chosen, wanted, columns=columns))
@@ -66,6 +127,28 @@ def backward(
     return result._replace(hidden=hidden)
 
 
+def _sampled(
+    call: KLCall,
+    of_rows: DivergenceRows,
+    wanted: Wanted,
+    saved: SavedDivergence,
+    certificate: Certificate,
+    plan: HeadPlan,
+) -> HeadGradients | None:
+    """The selection is given a row whose probabilities are the tiles' shares of its gradient's norm."""
+    upstream, lse = of_rows.of_divergence, of_rows.logsumexp
+    assert upstream is not None
+    size = torch.where(upstream == 0, 0, upstream * saved.size)
+    nothing = lse.new_empty(0)
+    statistics = RowStatistics(torch.zeros_like(lse), lse, *5 * (nothing,))
+    pair = _pair(call)
+    coefficients = row_coefficients(pair.student, statistics, RowGradients(None, size))
+    divergence = Divergence(pair, of_rows._replace(of_divergence=upstream.contiguous()))
+    return sampled_backward(
+        pair.student, coefficients, saved.tile_share, plan, wanted, certificate, divergence
+    )
+
+
 def _pair(call: KLCall) -> HeadPair:
     return HeadPair(*map(with_unit_stride, (call.student, call.reference)), call.direction, call.beta)
 
@@ -73,8 +156,8 @@ def _pair(call: KLCall) -> HeadPair:
 def _folded(tiles: TileDivergence, call: KLCall) -> RowDivergence:
     """The chain rule of the KL over the tiles."""
     found = []
-    for lse, ref_lse, within in zip(*(part.split(_FOLDED_ROWS) for part in tiles), strict=True):
-        whole = distributions(lse, ref_lse, call._replace(logsumexp=None))
+    for lse, ref_lse, within in zip(*(part.split(_FOLDED_ROWS) for part in tiles[:3]), strict=True):
+        whole = distributions(lse.clone(), ref_lse.clone(), call._replace(logsumexp=None))
         p, q, d = whole[:3]
         if call.direction == "forward":
             terms = divergence_terms(q, p, -d).addcmul_(q, within)

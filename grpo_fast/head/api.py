@@ -178,7 +178,8 @@ def linear_kl(
             `ref_softcap` are the reference's.
         topk: compare the reference's k likeliest entries, and all others together as one outcome (arXiv
             2608.14728). It is at most the whole divergence, and at least zero. None: all entries.
-        tolerance, seed: as `linear_logprob` takes them; the gradient is exact at every tolerance.
+        tolerance, seed: as `linear_logprob` takes them. The unit, what rounding costs, is estimated from half
+            the l1 norm of each token's logit gradient. With `topk` or a process_group the gradient is exact.
         process_group: ranks that each hold a contiguous part of the vocabulary's rows, in rank order, the
             same part of both heads. Hidden gradients are summed. Not with `topk`.
 

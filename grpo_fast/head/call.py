@@ -185,6 +185,8 @@ class KLCall(NamedTuple):
     beta: float = 0.5  # of "jsd"
     topk: int | None = None
     jacobian: bool = False  # the forward prepares ddivergence/dhidden
+    tolerance: float | None = None  # of the backward
+    seed: int | None = None  # of what the backward draws
 
     @classmethod
     def of(cls, student: HeadCall, reference: HeadCall, entries: int, **others: Any) -> KLCall:
@@ -210,7 +212,8 @@ class KLCall(NamedTuple):
     @property
     def student(self) -> HeadCall:
         transform = self.bias, self.inv_temperature, self.logit_scale, self.softcap
-        return HeadCall(self.hidden, self.weight, self.targets, *transform)
+        drawn: dict[str, Any] = {"tolerance": self.tolerance, "seed": self.seed}
+        return HeadCall(self.hidden, self.weight, self.targets, *transform, **drawn)
 
     @property
     def reference(self) -> HeadCall:
@@ -243,6 +246,22 @@ class RowDivergence(NamedTuple):
     def allocate(cls, call: KLCall) -> RowDivergence:
         kind, rows = call.accumulator, call.targets.numel()
         return cls(*(call.hidden.new_zeros(rows, dtype=kind) for _ in cls._fields))
+
+
+class SavedDivergence(NamedTuple):
+    """What the forward of a divergence keeps for its backward; empty where its path has no use for it."""
+
+    jacobian: Tensor  # (N, H) ddivergence/dhidden
+    # For a sparse backward, float32. A masked row holds anything in the first.
+    tile_share: Tensor  # (N, T) log of the share of the gradient's l1 norm that a tile has, plus `logsumexp`
+    size: Tensor  # (N,) the l1 norm of ddivergence/dlogits, at most
+
+    @classmethod
+    def empty(cls, call: KLCall) -> SavedDivergence:
+        """Zeros for the jacobian where it is wanted."""
+        shape = call.hidden.shape if call.jacobian else 0
+        jacobian = call.hidden.new_zeros(shape, dtype=call.accumulator)
+        return cls(jacobian, *(call.hidden.new_empty(0, dtype=torch.float32) for _ in range(2)))
 
 
 class RowStatistics(NamedTuple):

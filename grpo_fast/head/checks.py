@@ -193,7 +193,10 @@ def kl_call(
     if torch.float64 in (student.hidden.dtype, reference.hidden.dtype):
         sides = student, reference
         student, reference = (c._replace(hidden=c.hidden.double(), weight=c.weight.double()) for c in sides)
-    facts = {"direction": direction, "beta": float(beta), "topk": topk, "jacobian": shard is None}
+    facts: dict[str, Any] = {
+        "direction": direction, "beta": float(beta), "topk": topk, "jacobian": shard is None,
+        "tolerance": student.tolerance if shard is None else 0.0, "seed": student.seed,
+    }  # fmt: skip
     return KLCall.of(student, reference, entries, **facts), shard
 
 

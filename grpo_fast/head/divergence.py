@@ -18,20 +18,27 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_fast.head.call import LOG_ZERO, HeadCall, HeadGradients, KLCall, RowDivergence, Wanted
+from grpo_fast.head.call import (
+    LOG_ZERO,
+    HeadCall,
+    HeadGradients,
+    KLCall,
+    RowDivergence,
+    SavedDivergence,
+    Wanted,
+)
 from grpo_fast.head.plan import Chunks, divergence_chunks, range_of
 from grpo_fast.head.reference import exact_bf16_products, finite_or_zero
 
 
-def forward(call: KLCall) -> tuple[RowDivergence, Tensor]:
-    """Every row's divergence, and (N, H) ddivergence/dhidden where the call has `jacobian`, else (0,)."""
-    rows = RowDivergence.allocate(call)
-    jacobian = call.hidden.new_zeros(call.hidden.shape if call.jacobian else 0, dtype=call.accumulator)
+def forward(call: KLCall) -> tuple[RowDivergence, SavedDivergence]:
+    """Every row's divergence, and ddivergence/dhidden where the call has `jacobian`."""
+    rows, saved = RowDivergence.allocate(call), SavedDivergence.empty(call)
     upstream = torch.ones_like(rows.divergence) if call.jacobian else None
     for index, block, gradient in _blocks(call, call.mask, upstream, None, rows):
         if call.jacobian:
-            jacobian[index] = _times_weight(gradient, block)
-    return rows, jacobian
+            saved.jacobian[index] = _times_weight(gradient, block)
+    return rows, saved
 
 
 def backward(

@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from grpo_fast.head import divergence
-from grpo_fast.head.call import HeadGradients, KLCall, RowDivergence, Wanted, schema_of
+from grpo_fast.head.call import HeadGradients, KLCall, RowDivergence, SavedDivergence, Wanted, schema_of
 from grpo_fast.head.checks import check_values, of_reference
-from grpo_fast.head.operator import backend_on, refuse_second_derivative
+from grpo_fast.head.operator import backend_on, plan_of, refuse_second_derivative
 from grpo_fast.head.outputs import Certificate
 
 _NUM_CALL, _NUM_ROWS = len(KLCall._fields), len(RowDivergence._fields)
+_NUM_RESULTS = _NUM_ROWS + len(SavedDivergence._fields)
 _NUM_OPERANDS = KLCall._fields.index("logit_scale")  # tensors that a backward reads
 _CALL = schema_of(KLCall)
 
@@ -32,30 +33,34 @@ def row_divergence(call: KLCall) -> tuple[RowDivergence, Certificate]:
 @torch.library.custom_op(
     "grpo_fast::divergence_forward",
     mutates_args=(),
-    schema=f"({_CALL}) -> ({', '.join(['Tensor'] * (_NUM_ROWS + 2))})",
+    schema=f"({_CALL}) -> ({', '.join(['Tensor'] * (_NUM_RESULTS + 1))})",
     tags=(torch.Tag.cudagraph_unsafe,),
 )
 def _forward(*arguments: Any) -> tuple[Tensor, ...]:
     call = KLCall(*arguments)
-    device, jacobian = call.hidden.device, call.hidden.new_empty(0, dtype=call.accumulator)
+    device = call.hidden.device
     check_values(call.student)
     of_reference(check_values, call.reference)
     with torch.cuda.device_of(call.hidden), torch.autocast(device.type, enabled=False):
         if _runs_kernels(call):
             from grpo_fast.head import accelerated_divergence
 
-            rows = accelerated_divergence.forward(call)
+            rows, saved = accelerated_divergence.forward(call, plan_of(call.student))
         else:
-            rows, jacobian = divergence.forward(call)
-    return (*rows, jacobian, Certificate.pending(device).values)
+            rows, saved = divergence.forward(call)
+    return (*rows, *saved, Certificate.pending(device).values)
 
 
 @_forward.register_fake
 def _forward_fake(*arguments: Any) -> tuple[Tensor, ...]:
     call = KLCall(*arguments)
-    kept = call.hidden.shape if call.jacobian and not _runs_kernels(call) else 0
-    jacobian = call.hidden.new_empty(kept, dtype=call.accumulator)
-    return (*RowDivergence.allocate(call), jacobian, call.hidden.new_empty(4, dtype=torch.float32))
+    if _runs_kernels(call):
+        from grpo_fast.head import accelerated_divergence
+
+        saved = accelerated_divergence.allocate_saved(call, plan_of(call.student, aligned=True))
+    else:
+        saved = SavedDivergence.empty(call)
+    return (*RowDivergence.allocate(call), *saved, call.hidden.new_empty(4, dtype=torch.float32))
 
 
 @torch.library.custom_op(
@@ -67,23 +72,24 @@ def _forward_fake(*arguments: Any) -> tuple[Tensor, ...]:
 )
 def _backward(*arguments: Any) -> tuple[Tensor, ...]:
     call, wanted = KLCall(*arguments[:_NUM_CALL]), Wanted(*arguments[-3:])
-    of_divergence, of_logsumexp, (*rows, jacobian) = arguments[_NUM_CALL:-3]
+    of_divergence, of_logsumexp, kept = arguments[_NUM_CALL:-3]
+    rows, saved = RowDivergence(*kept[:_NUM_ROWS]), SavedDivergence(*kept[_NUM_ROWS:])
     certificate = Certificate.pending(call.hidden.device)
     with torch.cuda.device_of(call.hidden), torch.autocast(call.hidden.device.type, enabled=False):
-        if jacobian.numel():
+        certificate.fill_exact()
+        if saved.jacobian.numel():
             factor = torch.where(call.mask, of_divergence, 0)[:, None]
             # Where nothing comes back, the jacobian may be NaN.
-            scaled = (jacobian * factor).masked_fill_(factor == 0, 0).to(call.hidden.dtype)
+            scaled = (saved.jacobian * factor).masked_fill_(factor == 0, 0).to(call.hidden.dtype)
             made = HeadGradients(scaled, None, None)
         elif _runs_kernels(call):
             from grpo_fast.head import accelerated_divergence
 
             made = accelerated_divergence.backward(
-                call, RowDivergence(*rows), of_divergence, of_logsumexp, wanted
+                call, rows, of_divergence, of_logsumexp, wanted, saved, certificate, plan_of(call.student)
             )
         else:
-            made = divergence.backward(call, RowDivergence(*rows), of_divergence, of_logsumexp, wanted)
-    certificate.fill_exact()
+            made = divergence.backward(call, rows, of_divergence, of_logsumexp, wanted)
     # An operator returns tensors: what was not asked for is empty.
     return (
         *(call.hidden.new_empty(0) if gradient is None else gradient for gradient in made),
@@ -110,10 +116,10 @@ def _runs_kernels(call: KLCall) -> bool:
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *rows, jacobian, ctx.certificate = output
+    *kept, ctx.certificate = output
     ctx.others = inputs[_NUM_OPERANDS:]
-    ctx.save_for_backward(*inputs[:_NUM_OPERANDS], *rows, jacobian)
-    ctx.mark_non_differentiable(*rows[2:], jacobian, ctx.certificate)
+    ctx.save_for_backward(*inputs[:_NUM_OPERANDS], *kept)
+    ctx.mark_non_differentiable(*kept[2:], ctx.certificate)
     ctx.set_materialize_grads(False)
 
 

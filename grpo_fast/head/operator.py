@@ -125,7 +125,7 @@ def _head_backward(*arguments: Any) -> tuple[Tensor, ...]:
     statistics, saved = RowStatistics(*arguments[-2]), SavedForBackward(*arguments[-1])
     certificate = Certificate.pending(call.hidden.device)
     of_entropy, of_mean = gradients.entropy is not None, gradients.mean_logit is not None
-    plan = _plan(call, entropy_gradient=of_entropy, mean_gradient=of_mean)
+    plan = plan_of(call, entropy_gradient=of_entropy, mean_gradient=of_mean)
     with torch.cuda.device_of(call.hidden), torch.autocast(call.hidden.device.type, enabled=False):
         if saved.jacobian.numel():
             result = scaled_jacobian(call, gradients, saved.jacobian)
@@ -221,10 +221,10 @@ _head_forward.register_autograd(_backward, setup_context=_setup_context)
 
 def _plan_forward(call: HeadCall, *, aligned: bool | None = None) -> HeadPlan:
     facts = {"extra_statistics": call.extra_statistics, "keep": call.keep, "jacobian": call.jacobian}
-    return _plan(call, aligned=aligned, **facts)
+    return plan_of(call, aligned=aligned, **facts)
 
 
-def _plan(call: HeadCall, *, aligned: bool | None = None, **facts: Any) -> HeadPlan:
+def plan_of(call: HeadCall, *, aligned: bool | None = None, **facts: Any) -> HeadPlan:
     """The plan, with facts of the call named as `Workload` names them; `aligned` is read off the weight."""
     device = call.hidden.device
     work = Workload(

@@ -21,6 +21,7 @@ from .select import ActivePairs
 from .sparse_pairs import SparseOperands, pair_gradients
 from .sparse_rows import hidden_gradient, keep_entries
 from .sparse_weight import bias_gradient, weight_gradient
+from .two_heads import Divergence
 
 if TYPE_CHECKING:
     from grpo_fast.head.call import HeadCall, Wanted
@@ -37,6 +38,7 @@ def sparse_backward(
     *,
     capacity: int,
     config: SparseConfig,
+    divergence: Divergence | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """dX, dW and dbias of Σ g·logprob (and what else went into `rows`) from at most `capacity` kept pairs.
 
@@ -45,9 +47,10 @@ def sparse_backward(
     Args:
         call: its operands have unit stride along H.
         live: from `select_live` of the same batch.
+        divergence: is differentiated in place of Σ g·logprob; `rows` and `live` are then of its gradient.
         certificate: (4,) float32, filled as `certify` does.
     """
-    operands = SparseOperands.of(call, rows, live, list_pairs(live, capacity, config), config)
+    operands = SparseOperands.of(call, rows, live, list_pairs(live, capacity, config), config, divergence)
     gradients = pair_gradients(operands)
     weight = bias = hidden = small = None
     if wanted.weight:

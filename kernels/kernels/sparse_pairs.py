@@ -30,6 +30,7 @@ from .product import (
     untransform_gradient,
 )
 from .select import ActivePairs
+from .two_heads import Divergence, Head, both_products, divergence_gradient
 
 if TYPE_CHECKING:
     from grpo_fast.head.call import HeadCall
@@ -46,11 +47,18 @@ class SparseOperands:
     live: ActivePairs
     pairs: Pairs
     config: SparseConfig
+    divergence: Divergence | None  # what is differentiated; None: what `rows` says
     unit: Tensor | None  # (1,) float32 power of two: factor of the stored logit gradients; None: one
 
     @classmethod
     def of(
-        cls, call: HeadCall, rows: RowCoefficients, live: ActivePairs, pairs: Pairs, config: SparseConfig
+        cls,
+        call: HeadCall,
+        rows: RowCoefficients,
+        live: ActivePairs,
+        pairs: Pairs,
+        config: SparseConfig,
+        divergence: Divergence | None,
     ) -> SparseOperands:
         """float16 ends at 6e-8: there the largest gradient is brought near 2^13, so that a probability of
         1e-6 stays normal.
@@ -65,7 +73,17 @@ class SparseOperands:
             largest = torch.maximum((size * rows.slope).nan_to_num(0, 0).amax(), drawn)
             exponent = torch.floor(13 - torch.log2(largest.clamp(min=2.0**-100))).clamp(-100, 100)
             unit = torch.exp2(exponent).reshape(1)
-        return cls(call, rows, live, pairs, config, unit)
+        return cls(call, rows, live, pairs, config, divergence, unit)
+
+    def reference_arguments(self) -> dict[str, object]:
+        """What kernels take of the head that the divergence is from."""
+        if self.divergence is None:
+            return dict.fromkeys(("reference", "of_rows", "beta", "DIRECTION", "SHARED"))
+        pair = self.divergence.pair
+        return {
+            "reference": Head.of(pair.reference), "of_rows": self.divergence.rows, "beta": pair.beta,
+            "DIRECTION": pair.direction, "SHARED": pair.is_shared,
+        }  # fmt: skip
 
 
 def pair_gradients(operands: SparseOperands) -> Tensor:
@@ -73,10 +91,20 @@ def pair_gradients(operands: SparseOperands) -> Tensor:
     call, rows, pairs, config = operands.call, operands.rows, operands.pairs, operands.config
     hidden, weight = call.hidden, call.weight
     gradients = hidden.new_empty((pairs.capacity, TILE))
-    # A bias, a softcap, an entropy, and rows not known to be aligned need the registers of half a block.
-    sizes = hidden.shape[1], hidden.stride(0), weight.stride(0), hidden.data_ptr(), weight.data_ptr()
+    # A bias, a softcap, an entropy, another head, and rows not known to be aligned need the registers of half
+    # a block; another head with one of them, or a mixture, those of a whole multiprocessor.
+    given = operands.divergence
+    heads = [call] if given is None else [*given.pair[:2]]
+    sides = [(head.hidden, head.weight) for head in heads]
+    sizes = [n for x, w in sides for n in (x.shape[1], x.stride(0), w.stride(0), x.data_ptr(), w.data_ptr())]
     aligned = all(size % 16 == 0 for size in sizes)
-    whole = aligned and call.bias is None and call.softcap is None and rows.entropy is None
+    whole = aligned and call.bias is None and call.softcap is None and rows.entropy is None and given is None
+    bounded = aligned
+    if given is not None and aligned:
+        bounded = given.pair.direction != "jsd" and all(head.is_plain and head.bias is None for head in heads)
+    steps = dict.fromkeys(("REF_DEPTH", "REF_EVEN", "REF_PRECISION"))
+    if given is not None:
+        steps = given.pair.reference_steps(config.pair_depth * hidden.element_size())
     _pair_gradients[(program_count(hidden.device, config.pair_programs),)](
         transform=Transform.of(call),
         hidden=hidden, weight=weight, masses=operands.live.masses, pairs=pairs, gradients=gradients,
@@ -86,7 +114,8 @@ def pair_gradients(operands: SparseOperands) -> Tensor:
         TILE=TILE, PRECISION=precision(hidden.dtype), BLOCK=config.pair_rows, PARTS=1 if whole else 2,
         DEPTH=config.pair_depth, EVEN_DEPTH=hidden.shape[1] % config.pair_depth == 0,
         num_warps=config.pair_warps, num_stages=config.pair_stages,
-        **register_bound(config.pair_registers if aligned else None),
+        **register_bound(config.pair_registers if bounded else None), **steps,
+        **operands.reference_arguments(),
     )  # fmt: skip
     return gradients
 
@@ -100,6 +129,9 @@ def _pair_gradients(
     pairs,  # `Pairs`
     gradients,  # (capacity, TILE), written
     unit,  # (1,) float32 or None
+    reference,  # `Head` or None, as the next
+    of_rows,  # `DivergenceRows`
+    beta,
     rows,
     vocabulary,
     hidden_size,
@@ -111,6 +143,11 @@ def _pair_gradients(
     PARTS: tl.constexpr,
     DEPTH: tl.constexpr,
     EVEN_DEPTH: tl.constexpr,
+    DIRECTION: tl.constexpr,
+    SHARED: tl.constexpr,
+    REF_DEPTH: tl.constexpr,
+    REF_EVEN: tl.constexpr,
+    REF_PRECISION: tl.constexpr,
 ):
     """One block of gathered rows of one tile at a time. Persistent."""
     PAIR_ROWS: tl.constexpr = BLOCK // PARTS
@@ -124,21 +161,33 @@ def _pair_gradients(
         row = tl.load(pairs.rows + index, mask=valid, other=0)
         column = tile * TILE + tl.arange(0, TILE)
 
-        products = gathered_products(
-            hidden + row.to(tl.int64)[:, None] * hidden_stride,
-            # Columns past the end read the last row of the weight: nobody reads their gradients.
-            weight + tl.minimum(column, vocabulary - 1).to(tl.int64)[None, :] * weight_stride,
-            hidden_size, DEPTH, EVEN_DEPTH, PRECISION,
-        )  # fmt: skip
+        x = hidden + row.to(tl.int64)[:, None] * hidden_stride
+        # Columns past the end read the last row of the weight: nobody reads their gradients.
+        within = tl.minimum(column, vocabulary - 1).to(tl.int64)
+        w = weight + within[None, :] * weight_stride
+        if reference is None:
+            products = gathered_products(x, w, hidden_size, DEPTH, EVEN_DEPTH, PRECISION)
+        else:
+            products, ref_products = both_products(
+                x, w, hidden_size, reference, row, within, SHARED, DEPTH, REF_DEPTH, EVEN_DEPTH, REF_EVEN,
+                PRECISION, REF_PRECISION,
+            )  # fmt: skip
         place = tl.load(pairs.places + index, mask=valid, other=0)
         scale = tl.load(pairs.scales + place, mask=valid, other=0.0)
         h, e = None, None
         if masses.entropy_gradient is not None:
             h, e = tl.load(masses.entropy + row), scale * tl.load(masses.entropy_gradient + row)
-        gradient = logit_gradient(
-            products, transform, tl.load(masses.logsumexp + row), scale * tl.load(masses.mass + row),
-            tl.load(masses.target + row), h, e, tl.load(masses.targets + row), row, column, rows, vocabulary,
-        )  # fmt: skip
+        if reference is None:
+            gradient = logit_gradient(
+                products, transform, tl.load(masses.logsumexp + row), scale * tl.load(masses.mass + row),
+                tl.load(masses.target + row), h, e, tl.load(masses.targets + row), row, column, rows,
+                vocabulary,
+            )  # fmt: skip
+        else:
+            gradient = scale[:, None] * divergence_gradient(
+                products, ref_products, transform, reference.transform, of_rows, beta, row, column, rows,
+                vocabulary, DIRECTION,
+            )  # fmt: skip
         if unit is not None:
             gradient *= tl.load(unit)
         place = gradients + place.to(tl.int64) * TILE

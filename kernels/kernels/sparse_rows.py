@@ -23,6 +23,7 @@ from . import SEGMENT, TILE
 from .hashing import entry_seed, mix, row_seed, spread
 from .product import Transform
 from .sparse_pairs import SparseOperands, logit_gradient
+from .two_heads import divergence_gradient
 
 
 def keep_entries(operands: SparseOperands, gradients: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -63,9 +64,15 @@ def hidden_gradient(operands: SparseOperands, slots: Tensor, kept: Tensor, least
     hidden, weight = call.hidden, call.weight
     gradient = torch.empty_like(hidden, memory_format=torch.contiguous_format)
     count, depth = hidden.shape
-    block = triton.next_power_of_2(depth)
+    block, ref_block = triton.next_power_of_2(depth), None
+    entry_bytes = block * weight.element_size()
+    if operands.divergence is not None:
+        other = operands.divergence.pair.reference.weight
+        ref_block = triton.next_power_of_2(other.shape[1])
+        entry_bytes += 0 if operands.divergence.pair.is_shared else ref_block * other.element_size()
     # Above 8,192 columns a thread's part of three rows in float32 is more than its registers: some spill.
-    in_flight = min(config.row_bytes // (config.row_entries * block * weight.element_size()), 3)
+    in_flight = min(config.row_bytes // (config.row_entries * entry_bytes), 3)
+    most_warps = 16 if torch.version.hip else 32
     if count:
         _hidden_gradient[(2 * count,)](
             transform=Transform.of(call),
@@ -73,8 +80,9 @@ def hidden_gradient(operands: SparseOperands, slots: Tensor, kept: Tensor, least
             slots=_slots(slots), kept=kept, segments=kept.shape[1], gradient=gradient, rows=count,
             vocabulary=weight.shape[0], depth=depth, hidden_stride=hidden.stride(0),
             weight_stride=weight.stride(0), TILE=TILE, SEGMENT=SEGMENT, BLOCK=block,
-            ENTRIES=config.row_entries, STAGES=in_flight + 1, LONG=_LONG,
-            num_warps=min(max(block // config.row_width, 1), 16 if torch.version.hip else 32),
+            REF_BLOCK=ref_block, ENTRIES=config.row_entries, STAGES=in_flight + 1, LONG=_LONG,
+            num_warps=min(max(max(block, ref_block or 0) // config.row_width, 1), most_warps),
+            **operands.reference_arguments(),
         )  # fmt: skip
     return gradient
 
@@ -162,6 +170,9 @@ def _hidden_gradient(
     kept,  # (N, segments) int32
     segments,
     gradient,  # (N, H), written
+    reference,  # `Head` or None, as the next
+    of_rows,  # `DivergenceRows`
+    beta,
     rows,
     vocabulary,
     depth,
@@ -170,6 +181,9 @@ def _hidden_gradient(
     TILE: tl.constexpr,
     SEGMENT: tl.constexpr,
     BLOCK: tl.constexpr,
+    REF_BLOCK: tl.constexpr,
+    DIRECTION: tl.constexpr,
+    SHARED: tl.constexpr,
     ENTRIES: tl.constexpr,
     STAGES: tl.constexpr,
     LONG: tl.constexpr,
@@ -186,6 +200,11 @@ def _hidden_gradient(
     x = tl.load(hidden + row.to(tl.int64) * hidden_stride + h, mask=inside & (count > 0), other=0.0)
     x = x.to(tl.float32)[None, :]
     this = row + tl.arange(0, 1)
+    if reference is not None:
+        ref_h = tl.arange(0, REF_BLOCK)
+        ref_inside = ref_h < reference.hidden_size
+        ref_x = reference.hidden + row.to(tl.int64) * reference.hidden_stride + ref_h
+        ref_x = tl.load(ref_x, mask=ref_inside & (count > 0), other=0.0).to(tl.float32)[None, :]
     lse, mass = tl.load(masses.logsumexp + this), tl.load(masses.mass + this)
     of_target, target = tl.load(masses.target + this), tl.load(masses.targets + this)
     total = tl.zeros((ENTRIES, BLOCK), dtype=tl.float32)
@@ -202,13 +221,26 @@ def _hidden_gradient(
             column = tile * TILE + slot % TILE
             w = weight + column.to(tl.int64)[:, None] * weight_stride + h[None, :]
             w = tl.load(w, mask=present[:, None] & inside[None, :], other=0.0).to(tl.float32)
-            uncertain, e = None, None
-            if masses.entropy_gradient is not None:
-                uncertain, e = tl.load(masses.entropy + this), tl.load(masses.entropy_gradient + this)
-            value = logit_gradient(
-                tl.sum(w * x, axis=1)[None, :], transform, lse, mass, of_target, uncertain, e, target, this,
-                column, rows, vocabulary,
-            )  # fmt: skip
+            product = tl.sum(w * x, axis=1)[None, :]
+            if reference is None:
+                uncertain, e = None, None
+                if masses.entropy_gradient is not None:
+                    uncertain, e = tl.load(masses.entropy + this), tl.load(masses.entropy_gradient + this)
+                value = logit_gradient(
+                    product, transform, lse, mass, of_target, uncertain, e, target, this, column, rows,
+                    vocabulary,
+                )  # fmt: skip
+            else:
+                ref_w = w
+                if not SHARED:
+                    at = column.to(tl.int64)[:, None] * reference.weight_stride + ref_h[None, :]
+                    ref_w = tl.load(
+                        reference.weight + at, mask=present[:, None] & ref_inside[None, :], other=0.0
+                    ).to(tl.float32)
+                value = divergence_gradient(
+                    product, tl.sum(ref_w * ref_x, axis=1)[None, :], transform, reference.transform, of_rows,
+                    beta, this, column, rows, vocabulary, DIRECTION,
+                )  # fmt: skip
             value = scale * tl.reshape(value, (ENTRIES,))
             counted = tl.where(value < 0.0, -least, least)
             small = (tl.abs(value) < least) & (column != tl.sum(target))

@@ -9,10 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from grpo_fast.kernels import BF16_ROUNDING, TILE
 from torch import Tensor
 
 from grpo_fast import GRPOLossConfig, linear_grpo_loss, linear_kl
 from grpo_fast.head import plan
+from grpo_fast.head.checks import kl_call
+from grpo_fast.head.operator import plan_of
+from tests.head.conftest import QUICK
 
 DIRECTIONS = ("reverse", "forward", "jsd")
 
@@ -36,9 +40,13 @@ class Pair:
     def leaves(self) -> list[Tensor]:
         return [t for t in (self.hidden, self.weight, self.bias) if t is not None and t.requires_grad]
 
-    def divergence(self, **options: Any) -> Tensor:
+    @property
+    def arguments(self) -> dict[str, Any]:
         given = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "options"}
-        return linear_kl(**given, **self.options, **options).divergence
+        return given | self.options
+
+    def divergence(self, **options: Any) -> Tensor:
+        return linear_kl(**self.arguments, **options).divergence
 
     def to(self, dtype: torch.dtype) -> Pair:
         def cast(value: Any) -> Any:
@@ -60,7 +68,18 @@ class Pair:
         z = z / (t[..., None] if isinstance(t, Tensor) else t)
         return z[..., : min(self.weight.shape[0], self.ref_weight.shape[0])].log_softmax(-1)
 
-    def expected(self, direction: str, beta: float = 0.5, topk: int | None = None) -> Tensor:
+    def tile_sizes(self, direction: str, beta: float, upstream: Tensor) -> Tensor:
+        """(N, T) float64 Σ|dL/d(x·w)| over each tile."""
+        eye = torch.eye(self.weight.shape[0], dtype=torch.float64, device=self.weight.device)
+        wide = self.to(torch.float64)
+        products = torch.where(self.mask[:, None], (wide.hidden @ wide.weight.T).detach(), 0).requires_grad_()
+        whole = replace(wide, hidden=products, weight=eye).expected(direction, beta)
+        (gradient,) = torch.autograd.grad((whole * upstream).sum(), products)
+        return torch.stack([tile.abs().sum(1) for tile in gradient.split(TILE, 1)], 1)
+
+    def expected(
+        self, direction: str, beta: float = 0.5, topk: int | None = None, tolerance: float | None = None
+    ) -> Tensor:
         """From whole logits of its dtype."""
         log_p, log_q = self.logprobs(), self.logprobs("ref_").detach()
         if topk is not None:
@@ -147,7 +166,8 @@ def test_divergence_and_gradients_are_those_of_whole_logits_in_float64(
     if shape == "one weight":
         pair = replace(pair, ref_weight=pair.weight)
     wide = pair.to(torch.float64)
-    options = {"direction": direction, "beta": 0.3, "topk": 5 if shape == "topk" else None}
+    topk = 5 if shape == "topk" else None
+    options = {"direction": direction, "beta": 0.3, "topk": topk, "tolerance": 0.0}
     upstream = move(torch.randn(pair.mask.shape, generator=rng, dtype=torch.float64))
 
     found = pair.divergence(**options)
@@ -161,6 +181,76 @@ def test_divergence_and_gradients_are_those_of_whole_logits_in_float64(
     for got, want in zip(gradients, exact, strict=True):
         assert oracle.relative(got, want) < of_gradient
     assert not gradients[0][~pair.mask].any()
+
+
+@pytest.mark.parametrize(
+    ("direction", "shape"), [("reverse", "one weight"), ("forward", "plain"), ("jsd", "transformed")]
+)
+@pytest.mark.drawn(1)
+def test_the_mean_over_draws_is_exact_and_the_error_is_as_certified(make_pair, rng, hopper, direction, shape):
+    near = 1.0 if shape == "one weight" else None
+    pair = hopper(make_pair(6, 700, transformed=shape == "transformed", near=near))
+    if near:
+        pair = replace(pair, ref_weight=pair.weight)
+    if pair.options:  # a softcap below the log-sum-exp keeps all pairs
+        pair = replace(pair, options=pair.options | {"softcap": 40.0, "ref_softcap": 30.0})
+    upstream = hopper(torch.randn(6, generator=rng))
+    options: dict[str, Any] = {"direction": direction, "beta": 0.3}
+    draws, tolerance = 12, 24.0
+    exact = torch.autograd.grad((pair.divergence(**options, tolerance=0.0) * upstream).sum(), pair.leaves)
+    out = linear_kl(**pair.arguments, **options, tolerance=tolerance)
+
+    found = []
+    for draw in (*range(draws), 0):  # the size of the upstream gradient salts the draws anew
+        given = upstream * 2.0**draw
+        of_draw = torch.autograd.grad((out.divergence * given).sum(), pair.leaves, retain_graph=True)
+        found.append([gradient / 2.0**draw for gradient in of_draw])
+
+    assert all(map(torch.equal, found.pop(), found[0]))
+    errors = [
+        torch.stack([f - e for f in each]) for e, each in zip(exact, zip(*found, strict=True), strict=True)
+    ]
+    for error in errors:
+        square = error.flatten(1).square().sum(1).mean()
+        assert square > 0 and not error[0].isnan().any()
+        # One is expected; what is left out on one side alone would make it as many as there are draws.
+        assert draws * error.mean(0).square().sum() / square < 7
+    density, of_hidden, of_weight, _ = out.certificate.values.tolist()
+    assert density < 1 and 0 < of_weight < of_hidden <= tolerance * (1 + 1e-4)
+    norm = (pair.tile_sizes(direction, 0.3, upstream).sum(1) / 2).norm() * BF16_ROUNDING
+    for error, certified, largest in zip(
+        errors, (of_hidden, of_weight), (pair.weight, pair.hidden[pair.mask]), strict=False
+    ):
+        measured = error.flatten(1).square().sum(1).mean().sqrt()
+        assert measured <= 1.3 * certified * norm * largest.norm(dim=1).max()
+
+
+@pytest.mark.parametrize("near", [None, 0.01], ids=["far", "near"])
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_what_a_tiles_gradient_can_hold_is_bounded_within_three_times(make_pair, hopper, direction, near):
+    from grpo_fast.head import accelerated_divergence
+
+    pair = hopper(make_pair(8, 700, near=near))
+    call, _ = kl_call(**pair.arguments, direction=direction, beta=0.3)
+    rows, saved = accelerated_divergence.forward(call, plan_of(call.student))
+
+    exact = pair.tile_sizes(direction, 0.3, torch.ones_like(rows.divergence).double())[pair.mask]
+    share = (saved.tile_share - rows.logsumexp[:, None]).exp()[pair.mask].double()
+    bound, size = share * saved.size[pair.mask, None], saved.size[pair.mask].double()
+    assert ((bound >= exact * (1 - 1e-3) - 1e-7) & (bound <= 3 * exact * (1 + 1e-3) + 1e-6)).all()
+    assert ((size <= exact.sum(1) * (1 + 1e-3)) & (3 * size >= exact.sum(1))).all()
+
+
+def test_a_gradient_of_too_many_pairs_is_exact(make_pair, hopper, sparse_sizes):
+    sparse_sizes(**QUICK, usual_density=0.01, most_density=0.01, least_pairs=1)
+    pair = hopper(make_pair(8))
+    exact = torch.autograd.grad(pair.divergence(tolerance=0.0).sum(), pair.leaves)
+
+    out = linear_kl(**pair.arguments)
+    found = torch.autograd.grad(out.divergence.sum(), pair.leaves)
+
+    assert all(map(torch.equal, found, exact))
+    assert out.certificate.values.tolist() == [1, 0, 0, 1]
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)

@@ -82,16 +82,35 @@ def step(
     """
     from grpo_fast.head import accelerated
 
-    gfx = architecture if architecture.startswith("gfx") else ""
-    capability = (0, 0) if gfx else divmod(int(architecture[3:]), 10)
-    device = Device("cuda", capability, SHARED_MEMORY[architecture], has_triton=True, gfx=gfx)
     row = meta(len(call.targets))
     upstream = RowGradients(*(4 if everything else 1) * [row])
     into = meta(*call.weight.shape) if accumulate else None
     wanted = Wanted(hidden, weight, weight and call.bias is not None, into)
-    pairs = round(DENSITY * len(call.targets) * -(-call.vocabulary // TILE))
     call = call._replace(tolerance=0.0 if exact else None, keep=keep, jacobian=not (everything or weight))
     call = call._replace(**dict.fromkeys(STATISTICS, everything))
+    with on_device(architecture, call, ask):
+        plan = operator._plan_forward(call)
+        statistics, saved = accelerated.forward(call, plan)
+        if plan.jacobian:
+            gradients = operator.scaled_jacobian(call, upstream, saved.jacobian)
+        else:
+            plan = operator.plan_of(call, entropy_gradient=everything, mean_gradient=everything)
+            pending = Certificate.pending(row.device)
+            gradients = accelerated.backward(call, statistics, upstream, wanted, saved, pending, plan)
+    return [each for each in (*call, row, *statistics, *gradients) if isinstance(each, Tensor)]
+
+
+@contextmanager
+def on_device(
+    architecture: str, call: HeadCall, ask: Callable[[Any], Any] = lambda answer: answer
+) -> Iterator[None]:
+    """Let meta tensors take the path of a GPU; `ask` is called with each value that the host reads."""
+    from grpo_fast.head import accelerated
+
+    gfx = architecture if architecture.startswith("gfx") else ""
+    capability = (0, 0) if gfx else divmod(int(architecture[3:]), 10)
+    device = Device("cuda", capability, SHARED_MEMORY[architecture], has_triton=True, gfx=gfx)
+    pairs = round(DENSITY * len(call.targets) * -(-call.vocabulary // TILE))
     with (
         mock.patch.object(operator, "device_facts", lambda kind, index: device),
         mock.patch.object(Tensor, "is_cuda", True),  # products take half precision
@@ -99,18 +118,12 @@ def step(
         mock.patch.object(accelerated, "_capturing", lambda _: False),
         mock.patch.object(accelerated, "_read_later", lambda _: lambda: ask(pairs)),
     ):
-        plan = operator._plan_forward(call)
-        statistics, saved = accelerated.forward(call, plan)
-        if plan.jacobian:
-            gradients = operator.scaled_jacobian(call, upstream, saved.jacobian)
-        else:
-            plan = operator._plan(call, entropy_gradient=everything, mean_gradient=everything)
-            pending = Certificate.pending(row.device)
-            gradients = accelerated.backward(call, statistics, upstream, wanted, saved, pending, plan)
-    return [each for each in (*call, row, *statistics, *gradients) if isinstance(each, Tensor)]
+        yield
 
 
-def divergence_step(call: HeadCall, architecture: str, direction: str, *, one_weight: bool = False) -> None:
+def divergence_step(
+    call: HeadCall, architecture: str, direction: str, *, one_weight: bool = False, exact: bool = False
+) -> None:
     """Run `linear_kl`'s kernels forward and backward, to a reference of half the hidden size or to itself."""
     from grpo_fast.head import accelerated_divergence
 
@@ -122,13 +135,13 @@ def divergence_step(call: HeadCall, architecture: str, direction: str, *, one_we
     row = meta(len(hidden))
     pair = KLCall(hidden, weight, call.bias, call.targets, *reference, call.bias, direction=direction)
     pair = pair._replace(inv_temperature=call.inv_temperature, softcap=call.softcap, ref_softcap=call.softcap)
+    pair = pair._replace(tolerance=0.0 if exact else None)
     wanted = Wanted(True, True, call.bias is not None)
-    with (
-        mock.patch.object(Tensor, "is_cuda", True),
-        mock.patch.object(Tensor, "nonzero", lambda rows: meta(len(rows), 1, dtype=torch.int64)),
-    ):
-        rows = accelerated_divergence.forward(pair)
-        accelerated_divergence.backward(pair, rows, row, None, wanted)
+    with on_device(architecture, call):
+        plan = operator.plan_of(pair.student)
+        rows, saved = accelerated_divergence.forward(pair, plan)
+        pending = Certificate.pending(row.device)
+        accelerated_divergence.backward(pair, rows, row, None, wanted, saved, pending, plan)
 
 
 def policy_loss(options: dict[str, Any], tokens: int = 16_384, sequences: int = 64) -> None:
@@ -191,8 +204,11 @@ def cases_of(architecture: str) -> dict[str, Callable[[], object]]:
     for name in ("bfloat16", "float32", "bias, temperature, softcap"):
         for direction in ("reverse", "forward", "jsd"):
             pair = partial(divergence_step, head(**HEADS[name]), architecture, direction)
-            cases[f"{direction} KL, {name}"] = pair
-            cases[f"{direction} KL of one weight, {name}"] = partial(pair, one_weight=True)
+            cases |= {
+                f"{direction} KL, {name}": pair,
+                f"{direction} KL of one weight, {name}": partial(pair, one_weight=True),
+                f"exact {direction} KL, {name}": partial(pair, exact=True),
+            }
     return cases | {f"policy loss, {name}": partial(policy_loss, options) for name, options in LOSSES.items()}
 
 

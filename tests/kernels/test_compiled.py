@@ -177,11 +177,14 @@ def test_persistent_programs_reuse_their_ring_of_stages(monkeypatch, rng, name):
     check(case, rng)
 
 
+@pytest.mark.parametrize("tolerance", [0.0, 2.5])
 @pytest.mark.parametrize(
     ("direction", "one_weight", "dtype"),
     [("reverse", False, BF16), ("reverse", True, F32), ("forward", True, BF16), ("jsd", False, BF16)],
 )
-def test_compiled_kernels_give_the_divergence_and_gradients_of_float64(rng, direction, one_weight, dtype):
+def test_compiled_kernels_give_the_divergence_and_gradients_of_float64(
+    rng, direction, one_weight, dtype, tolerance
+):
     normal = lambda *shape: torch.randn(*shape, generator=rng)  # noqa: E731
     hidden, weight = 2 * normal(6, 64), normal(300, 64) / 8
     other = (hidden + normal(6, 64), weight) if one_weight else (2 * normal(6, 40), normal(300, 40) / 6)
@@ -190,7 +193,8 @@ def test_compiled_kernels_give_the_divergence_and_gradients_of_float64(rng, dire
     leaves = hidden.requires_grad_(), weight.requires_grad_()
     mask = torch.arange(6) != 2
 
-    found = linear_kl(*leaves, mask, ref_hidden, ref_weight, direction=direction).divergence
+    options: dict[str, Any] = {"direction": direction, "tolerance": tolerance}
+    found = linear_kl(*leaves, mask, ref_hidden, ref_weight, **options).divergence
     gradients = torch.autograd.grad(found.sum(), leaves)
 
     exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
@@ -201,4 +205,5 @@ def test_compiled_kernels_give_the_divergence_and_gradients_of_float64(rng, dire
     expected = {"reverse": ours, "forward": theirs, "jsd": (ours + theirs) / 2}[direction] * mask
     torch.testing.assert_close(found.double(), expected, rtol=2e-5, atol=1e-6)
     for got, each in zip(gradients, torch.autograd.grad(expected.sum(), exact), strict=True):
-        assert (got.double() - each).norm() <= (5e-3 if dtype == BF16 else 1e-5) * each.norm()
+        limit = 2e-2 if tolerance else 5e-3 if dtype == BF16 else 1e-5
+        assert (got.double() - each).norm() <= limit * each.norm()
