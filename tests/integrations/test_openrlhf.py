@@ -101,7 +101,7 @@ def test_log_probabilities_entropies_and_gradients_are_the_hosts(
 
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-5)
     _, output = actor(**batch, return_output=True)
-    assert output.logits.shape[-1] == 0
+    assert output.logits.shape[-1] == 1  # a score of each token, and no logits
 
 
 @pytest.mark.parametrize("wanted", ["return_logprobs", "return_output"])
