@@ -189,12 +189,12 @@ def test_divergence_and_gradients_are_those_of_whole_logits_in_float64(
 @pytest.mark.drawn(1)
 def test_the_mean_over_draws_is_exact_and_the_error_is_as_certified(make_pair, rng, hopper, direction, shape):
     near = 1.0 if shape == "one weight" else None
-    pair = hopper(make_pair(6, 700, transformed=shape == "transformed", near=near))
+    pair = hopper(make_pair(24, 700, transformed=shape == "transformed", near=near))
     if near:
         pair = replace(pair, ref_weight=pair.weight)
     if pair.options:  # a softcap below the log-sum-exp keeps all pairs
         pair = replace(pair, options=pair.options | {"softcap": 40.0, "ref_softcap": 30.0})
-    upstream = hopper(torch.randn(6, generator=rng))
+    upstream = hopper(torch.randn(24, generator=rng))
     options: dict[str, Any] = {"direction": direction, "beta": 0.3}
     draws, tolerance = 12, 24.0
     exact = torch.autograd.grad((pair.divergence(**options, tolerance=0.0) * upstream).sum(), pair.leaves)

@@ -193,7 +193,7 @@ def test_a_teacher_takes_its_own_room_and_the_policy_as_teacher_none(
     sections = {"memory": {"offload": "none"}, "rollout": {"num_generations": 8}}
     setups = (
         setup(shape, device_budget("H200"), method="opd", reference={"path": "-"}, **sections),
-        setup(shape, device_budget("H200"), method="sdpo", **sections),
+        setup(shape, device_budget("H200"), method="sdpo", reference={"weights": "policy"}, **sections),
     )
     taught, own = (step_bytes(each, UPDATE)["update"].get("reference", 0) for each in setups)
     assert alone.bytes <= taught < 1.1 * alone.bytes and own == 0
