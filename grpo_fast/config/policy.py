@@ -153,7 +153,6 @@ class ReferenceConfig(Section):
     quantization: Literal["nf4"] | None = Field(
         None, description="nf4: its linear layers but the head in 4 bits, by bitsandbytes"
     )
-
     weights: Literal["loaded", "policy"] = Field(
         "loaded", description="policy: the weights under training, at each step, with prompt_template"
     )

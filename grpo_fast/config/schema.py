@@ -183,6 +183,11 @@ def _scores(config: TrainConfig) -> bool:
     return bool(config.rewards or config.rollout.environment or config.dataset.is_taskset)
 
 
+def _is_episode(config: TrainConfig) -> bool:
+    """Whether a completion is more than what the engine samples in one turn."""
+    return bool(config.rollout.has_turns or config.rollout.function or config.dataset.is_taskset)
+
+
 # What a run would not read, and whose value the user would wait for: section, keys, why, and when. A method's
 # own settings may go unread beside those that depart from it.
 _BY_ALGORITHM = "by algorithm = {0.algorithm!r}"
@@ -242,23 +247,12 @@ CONTRADICTIONS: list[tuple[str, Callable[[TrainConfig], object]]] = [
         "rollout.on_policy_share = {0.rollout.on_policy_share:g} trains on given completions, which "
         "loss.loss_type = opd alone does, without rollout.tools, environment or function: "
         "leave it out, or set method = gkd",
-        lambda c: (
-            c.rollout.on_policy_share < 1
-            and (not c.loss.distills or c.rollout.has_turns or c.rollout.function or c.dataset.is_taskset)
-        ),
+        lambda c: c.rollout.on_policy_share < 1 and (not c.loss.distills or _is_episode(c)),
     ),
     (
         "reference.prompt_template is of completions of one turn, on ranks that each hold the model: leave "
         "it out, or rollout.tools, environment and function, and distributed.mode = shard",
-        lambda c: (
-            c.reference.prompt_template
-            and (
-                c.rollout.has_turns
-                or c.rollout.function
-                or c.dataset.is_taskset
-                or c.distributed.mode == "shard"
-            )
-        ),
+        lambda c: c.reference.prompt_template and (_is_episode(c) or c.distributed.mode == "shard"),
     ),
     (
         "reference.prompt_template has {{solution}} or {{feedback}}, which rewards give: give at least one "

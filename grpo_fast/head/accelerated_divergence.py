@@ -12,7 +12,6 @@ from torch import Tensor
 
 from grpo_fast.head.accelerated import sampled_backward, with_unit_stride
 from grpo_fast.head.call import (
-    LOG_ZERO,
     HeadGradients,
     KLCall,
     RowDivergence,
@@ -21,7 +20,7 @@ from grpo_fast.head.call import (
     SavedDivergence,
     Wanted,
 )
-from grpo_fast.head.divergence import distributions, divergence_terms
+from grpo_fast.head.divergence import distributions, divergence_terms, weighable_
 from grpo_fast.head.outputs import Certificate
 from grpo_fast.head.plan import HeadPlan, Workload, dense_columns
 from grpo_fast.kernels import TILE
@@ -88,8 +87,7 @@ def _sizes(tiles: TileDivergence, rows: RowDivergence, call: KLCall) -> tuple[Te
         if call.direction == "forward":
             total, within = p - q, torch.minimum(p, q) * tiles.deviation
         else:
-            d = (tiles.lse - tiles.ref_lse) - rows.shift[:, None]
-            d = d.nan_to_num_(nan=0.0, posinf=torch.inf, neginf=LOG_ZERO)
+            d = weighable_((tiles.lse - tiles.ref_lse) - rows.shift[:, None], call.direction, p, q)
             total = p * (d + tiles.divergence - rows.divergence[:, None])
             within = p * tiles.deviation
     total = total.abs()
@@ -116,8 +114,7 @@ def backward(
         if result is not None:
             return result
         certificate.fill_exact()
-    live = call.mask & ((of_divergence != 0) | (False if of_logsumexp is None else of_logsumexp != 0))
-    index = live.nonzero().squeeze(1)
+    index = call.live(of_divergence, of_logsumexp).nonzero().squeeze(1)
     chosen = DivergenceRows(*(None if t is None else t[index] for t in of_rows))  # type: ignore[arg-type]
     columns = dense_columns(Workload(index.numel(), call.weight.shape[0], call.hidden.dtype), TILE)
     result = HeadGradients(*divergence_gradients(_pair(call.rows(index)), chosen, wanted, columns=columns))

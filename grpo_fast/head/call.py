@@ -220,6 +220,11 @@ class KLCall(NamedTuple):
         transform = self.ref_bias, self.ref_inv_temperature, self.ref_logit_scale, self.ref_softcap
         return HeadCall(self.ref_hidden, self.ref_weight, self.targets, *transform)
 
+    def live(self, of_divergence: Tensor, of_logsumexp: Tensor | None) -> Tensor:
+        """(N,) bool: rows that count and to which a gradient comes back."""
+        live = of_divergence != 0
+        return self.mask & (live if of_logsumexp is None else live | (of_logsumexp != 0))
+
     def rows(self, which: RowIndex) -> KLCall:
         """The same call for a selection of its rows."""
         return self._replace(

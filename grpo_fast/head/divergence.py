@@ -49,7 +49,7 @@ def backward(
     wanted: Wanted,
 ) -> HeadGradients:
     """Exact gradients from (N,) upstream gradients. Idle rows cost nothing."""
-    live = call.mask & ((of_divergence != 0) | (False if of_logsumexp is None else of_logsumexp != 0))
+    live = call.live(of_divergence, of_logsumexp)
     hidden = torch.zeros_like(call.hidden, memory_format=torch.contiguous_format) if wanted.hidden else None
     kind = call.accumulator
     weight = torch.zeros_like(call.weight, dtype=kind) if wanted.weight else None

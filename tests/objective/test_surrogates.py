@@ -17,7 +17,7 @@ from grpo_fast.data import Prompt
 from grpo_fast.data import table as tables
 from grpo_fast.loop.collect import to_train
 from grpo_fast.objective import GRPOLossConfig, LossInputs, policy_loss
-from grpo_fast.objective.catalog import CATALOG, LOSS_TYPES, METHODS
+from grpo_fast.objective.catalog import CATALOG, DISTILLATION, LOSS_TYPES, METHODS
 from grpo_fast.record.logs import Clock
 
 L_MAX = 8  # dr_grpo's constant; the limit of a completion in tokens
@@ -366,11 +366,12 @@ PAPERS: dict[str, tuple[Any, ...]] = {
     "intellect_2": ("dapo", by_group, clip(0.2, 0.2, delta=4.0), (0.001, k3), (-0.001, entropy)),
     "skywork_or1": ("dapo", by_group, clip(0.2, 0.2), (-1e-4, entropy)),
 }
-DISTILLED = ("opd", "sdft", "sdpo", "gkd")  # in tests/loop/test_distillation.py
+# tests/loop/test_distillation.py has the others.
+OF_ADVANTAGES = [name for name, keys in METHODS.items() if keys.get("loss.loss_type") not in DISTILLATION]
 DRAWN_AGAIN = ("dapo", "cispo", "reinforce_plus_plus_baseline", "clip_cov", "kl_cov", "intellect_2")
 
 
-@pytest.mark.parametrize("method", [name for name in METHODS if name not in DISTILLED])
+@pytest.mark.parametrize("method", OF_ADVANTAGES)
 def test_a_methods_whole_update_is_its_papers(method, make_trainer, assert_same, monkeypatch, toy, rng):
     loss_type, estimator, constants, *others = PAPERS[method]
     second = 0.5 if method == "max_rl" else -0.5  # the weight of the second reward; max_rl takes none below 0
