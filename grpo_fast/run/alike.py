@@ -6,8 +6,7 @@ import hashlib
 import importlib.util
 import logging
 import re
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from grpo_fast.config.record import CONFIG_FILE
 from grpo_fast.config.schema import TrainConfig
 from grpo_fast.config.secrets import masked
 from grpo_fast.config.section import short
-from grpo_fast.config.tree import differences
+from grpo_fast.config.tree import differences, with_leaves
 from grpo_fast.distributed.world import World
 from grpo_fast.record.checkpoint import Checkpoint, CheckpointError, CheckpointStore
 from grpo_fast.record.files import read_jsonl
@@ -29,8 +28,8 @@ from grpo_fast.record.report import REPORT_FILE
 
 logger = logging.getLogger(__name__)
 
-# What a resumed run may set differently and still be the same run: what the device of today decides, what
-# only decides whether a call that fails or hangs ends it, and the learning rate, for one that has diverged.
+# Keys that a resumed run may change: what follows from the device, what only decides whether a failing or
+# hanging call ends the run, and the learning rate, for a run that has diverged.
 CHANGEABLE = (
     *("output_dir", "max_steps", "threads", "checkpoint", "logging", "alerts", "callbacks", "hub"),
     *("memory", "distributed", "model.head", "rollout.max_batch_tokens", "rollout.tool_timeout"),
@@ -42,7 +41,7 @@ _IMPORT_PATH = re.compile(r"([A-Za-z_][\w.]*|.+\.py):[A-Za-z_]\w*")
 
 
 def require_alike(world: World, what: str, own: Callable[[], Mapping[str, Any]]) -> None:
-    """Raise ValueError where a rank has another tree than rank 0; the message names it and a difference."""
+    """Raise ValueError where a rank's tree differs from rank 0's; the message names the first difference."""
     if world.size == 1:
         return
     first, *others = world.gather_from_all(what, own)
@@ -58,28 +57,27 @@ def require_alike(world: World, what: str, own: Callable[[], Mapping[str, Any]])
 def find_checkpoint(
     run_dir: Path, store: CheckpointStore, config: TrainConfig, resume: str | None, code: Mapping[str, str]
 ) -> tuple[Checkpoint | None, list[str]]:
-    """Return the checkpoint to continue from, and a sentence for each key that has changed since.
+    """Return the checkpoint to continue from, or None, and a sentence for each key that has changed since.
 
-    A new run has no checkpoint. Neither has a run that was stopped before its first, which may go on with any
-    configuration. A warning names each file of code that has changed.
+    A new run has none. A run that stopped before its first checkpoint has none, and may change any setting.
 
     Raises:
-        CheckpointError: the folder holds another run, or none; the message names the remedy.
+        CheckpointError: the folder holds no run or another one; the message names the remedy.
     """
-    earlier = run_dir / CONFIG_FILE
-    steps = max((record["step"] for record in read_jsonl(run_dir / METRICS_FILE)), default=0)
     if resume is None:
         return None, []
+    earlier = run_dir / CONFIG_FILE
     if not earlier.exists():
         raise CheckpointError(
             f"output_dir = {str(run_dir)!r} holds no run to resume; start it without --resume, or name the "
             "folder that the run has been moved to in the place of its configuration"
         )
-    own_word = {"model.trust_remote_code": config.model.trust_remote_code}
-    before = with_absolute_paths(load_config(run_dir, own_word))
+    trusted = {"model.trust_remote_code": config.model.trust_remote_code}
+    before = with_absolute_paths(load_config(run_dir, trusted))
     newest = resume == "latest" or Path(resume).resolve() == run_dir.resolve()
     checkpoint = store.load_latest() if newest else store.load(resume)
     if checkpoint is None:
+        steps = max((record["step"] for record in read_jsonl(run_dir / METRICS_FILE)), default=0)
         if steps > before.checkpoint.every > 0 or (steps and (run_dir / REPORT_FILE).exists()):
             raise CheckpointError(
                 f"{run_dir / METRICS_FILE} has {steps} steps, and {store.root} no checkpoint of them, of "
@@ -93,30 +91,31 @@ def find_checkpoint(
             f"max_steps = {config.max_steps}, and {checkpoint.path} has more: raise max_steps, or resume "
             "from an earlier checkpoint"
         )
-    # Another secret is no other run: the saved one is hidden.
+    # Masked, as the saved file hides secrets: another secret does not make another run.
     trees = (masked(one.model_dump(mode="json"), variables=False) for one in (before, config))
-    differing = [*differences(*trees)]
-    changes = {key: f"{key} was {short(old)}, is {short(new)}" for key, old, new in differing}
-    same = {key for key, old, new in differing if is_changeable(key) or _has_moved(old, new)}
-    if refused := [text for key, text in changes.items() if key not in same]:
+    changes: list[str] = []
+    refused: list[str] = []
+    for key, old, new in differences(*trees):
+        allowed = is_changeable(key) or _has_moved(old, new)
+        (changes if allowed else refused).append(f"{key} was {short(old)}, is {short(new)}")
+    if refused:
         raise CheckpointError(
             f"the run in {str(run_dir)!r} was started with another configuration ({'; '.join(refused)}): "
             f"resume it with its own ({earlier}), or start a new run in another output_dir"
         )
-    _report_lost_steps(run_dir / METRICS_FILE, checkpoint)
     saved = checkpoint.state.get("code", {})
     for place in (place for place in code if saved.get(place, code[place]) != code[place]):
         logger.warning("%s has changed since %s was saved; the run goes on with it", place, checkpoint.path)
-    return checkpoint, [text for key, text in changes.items() if key != "output_dir"]
+    return checkpoint, [change for change in changes if not change.startswith("output_dir was")]
 
 
 def is_changeable(key: str) -> bool:
-    """Return whether a resumed run may have another value of a dotted key, also in a stage."""
+    """Return whether a resumed run may change a dotted key, also in a stage."""
     return f"{without_positions(key).removeprefix('stages.overrides.')}.".startswith(_CHANGEABLE)
 
 
 def _has_moved(old: Any, new: Any) -> bool:
-    """Return whether a file or folder is at another path now: the old one is gone, and has the same name."""
+    """Return whether a file or folder was moved: the old path is gone, and the new one has its name."""
     if not (isinstance(old, str) and isinstance(new, str) and old.startswith("/")):
         return False
     before, now = (path.rpartition(":")[0] if ".py:" in path else path for path in (old, new))
@@ -124,37 +123,20 @@ def _has_moved(old: Any, new: Any) -> bool:
     return same and Path(now).exists() and not Path(before).exists()
 
 
-def _report_lost_steps(metrics: Path, checkpoint: Checkpoint) -> None:
-    """Warn where the run's metrics do not have each step up to the checkpoint once."""
-    counts = Counter(record["step"] for record in read_jsonl(metrics))
-    lost = [step for step in range(checkpoint.step + 1) if not counts[step]]
-    twice = [step for step, count in counts.items() if count > 1 and step <= checkpoint.step]
-    for what, steps in {"lacks": lost, "has more than once": twice}.items():
-        if steps:
-            listed = f"{', '.join(map(str, steps[:5]))}{', ...' if len(steps) > 5 else ''}"
-            logger.warning(
-                "%s %s %d of the %d steps that %s was saved after (%s): its curves and report are wrong "
-                "there; bring the file back",
-                *(metrics, what, len(steps), checkpoint.step + 1, checkpoint.path.name, listed),
-            )
-
-
-def code_digests(tree: Any) -> dict[str, str]:
+def code_digests(tree: Mapping[str, Any]) -> dict[str, str]:
     """Return the SHA-256 of each file that an import path in the tree names, by its module or path.
 
-    The files that these import in turn are not read. Loading reports a file that does not exist.
+    Files that these import in turn are not read, and files that do not exist are left out.
     """
-    paths = (_IMPORT_PATH.fullmatch(text) for text in _texts(tree))
-    found = {path[1]: _code_file(path[1]) for path in paths if path}
-    return {place: hashlib.sha256(file.read_bytes()).hexdigest() for place, file in found.items() if file}
+    places: list[str] = []
 
+    def note(leaf: Any) -> None:
+        if found := _IMPORT_PATH.fullmatch(str(leaf)):
+            places.append(found[1])
 
-def _texts(tree: Any) -> Iterator[str]:
-    if isinstance(tree, str):
-        yield tree
-    elif isinstance(tree, Mapping | list):
-        for item in tree.values() if isinstance(tree, Mapping) else tree:
-            yield from _texts(item)
+    with_leaves(tree, note)
+    files = {place: _code_file(place) for place in places}
+    return {place: hashlib.sha256(file.read_bytes()).hexdigest() for place, file in files.items() if file}
 
 
 def _code_file(place: str) -> Path | None:
@@ -162,7 +144,7 @@ def _code_file(place: str) -> Path | None:
     if place.endswith(".py"):
         file = user_path(place)
         return file if file.is_file() else None
-    with suppress(Exception, SystemExit):  # a user's package is imported on the way
+    with suppress(Exception, SystemExit):  # this imports a user's package
         with importing_from(Path.cwd()):
             spec = importlib.util.find_spec(place)
         if spec is not None and str(spec.origin).endswith(".py"):
