@@ -1,4 +1,4 @@
-"""Write down what a run does. A resumed run continues each file where its checkpoint left it.
+"""Write a run's files. A resumed run continues each file where its checkpoint left it.
 
 | file | one line is | same bytes after kill and resume |
 |---|---|---|
@@ -22,7 +22,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from errno import ENOENT
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -50,38 +49,36 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SampleRecord:
-    """A completion as it is shown to a person."""
+    """One line of `samples.jsonl`."""
 
-    group: int  # of the step's batch; completions of one prompt have the same
+    group: int  # within the step; completions of one prompt share it
     question: str | Sequence[Message]  # the prompt as the rewards see it: text, or a conversation
-    prompt: str  # as the model is given it
+    prompt: str  # as the model reads it
     completion: str
-    rewards: Mapping[str, float | None]  # by function, then penalties; None where not applicable
-    reward: float  # the sum of the parts that apply, each times its weight
+    rewards: Mapping[str, float | None]  # of each function, then penalties; None where not applicable
+    reward: float  # weighted sum of the applicable parts
     advantage: float  # mean over the tokens
-    truncated: bool  # stopped by max_completion_length
+    truncated: bool  # by max_completion_length
     num_tokens: int  # that the model wrote
     weights: Mapping[str, float] = field(default_factory=dict)  # of each part of `rewards`
-    extra: Mapping[str, Any] = field(default_factory=dict)  # what rewards logged beside, by column
-    messages: Sequence[Message] | None = None  # the completion, where tools or an environment take part
+    extra: Mapping[str, Any] = field(default_factory=dict)  # columns that rewards logged
+    messages: Sequence[Message] | None = None  # the completion, with tools or an environment
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step did."""
+    """The outcome of one step."""
 
     metrics: dict[str, float]
-    timings: dict[str, float]  # what depends on the clock or the machine
+    timings: dict[str, float]  # values that depend on the clock or the machine
     samples: Sequence[SampleRecord] = ()
 
 
 class RunLogs:
-    """A run's files, and the mirrors that the configuration asks for.
+    """A run's files and its mirrors.
 
-    The files hold every step that is logged; `logging.every` thins the mirrors.
-
-    Raises:
-        OSError: `run_dir` cannot be written; of all methods: the disk is full.
+    The files have every step; `logging.every` thins only the mirrors. All methods raise OSError where
+    `run_dir` cannot be written or the disk is full.
     """
 
     def __init__(self, run_dir: Path, config: LoggingConfig) -> None:
@@ -96,7 +93,7 @@ class RunLogs:
     def metrics(
         self, step: int, metrics: Mapping[str, float], timings: Mapping[str, float] | None = None
     ) -> None:
-        """Write one step. What depends on the clock or the machine belongs in `timings`."""
+        """Write one step. Values that depend on the clock or the machine belong in `timings`."""
         metrics, timings = ({name: float(n) for name, n in (of or {}).items()} for of in (metrics, timings))
         self._append(METRICS_FILE, {"step": step, **metrics})
         if timings:
@@ -112,44 +109,34 @@ class RunLogs:
     def evaluation(
         self, step: int, name: str, score: float, interval: Interval, n: int, criterion: str = ""
     ) -> None:
-        """Write a score: `interval` is (low, high), `n` counts questions; one `name` is one curve.
+        """Write a score of `n` questions; scores of one `name` are one curve.
 
         Args:
-            criterion: what the score is the share of, such as `exact_match>=1`.
+            criterion: when an answer is right, such as `exact_match>=1`.
         """
         record = {"step": step, "name": name, "score": score, "interval": interval, "n": n}
         record |= {"criterion": criterion} if criterion else {}
         self._append(EVALUATIONS_FILE, record)
 
-    def require(self) -> None:
-        """Raise FileNotFoundError where something has removed a file of the run."""
-        for name in FILES:
-            if not (path := self._run_dir / name).exists():
-                remedy = "bring it back and resume the run, or start it anew"
-                raise FileNotFoundError(ENOENT, f"was removed while the run went on; {remedy}", str(path))
-
-    def _append(self, name: str, *records: Mapping[str, Any]) -> None:
-        self.require()
-        append_jsonl(self._run_dir / name, *records)
-
     def alert(self, alert: Alert) -> None:
         self._append(ALERTS_FILE, vars(alert))
 
+    def _append(self, name: str, *records: Mapping[str, Any]) -> None:
+        append_jsonl(self._run_dir / name, *records)
+
     def rewind(self, step: int) -> None:
-        """Go back to a step that a resumed run goes on from, to -1 in a new one."""
+        """Remove the records after a step; a new run rewinds to -1."""
         for name in FILES:
             rewind_jsonl(self._run_dir / name, step)
 
     def sync(self) -> None:
-        """Flush all that is there to the disk itself, as a checkpoint needs."""
-        if not self._run_dir.exists():
-            self.require()
-        for name in FILES:
-            if (path := self._run_dir / name).exists():
+        """Flush the files to disk, before a checkpoint."""
+        for path in (self._run_dir / name for name in FILES):
+            if path.exists():
                 sync(path)
 
     def _mirror(self, method: str, *arguments: Any) -> None:
-        """Call each mirror; one that fails costs a warning, never the run."""
+        """Call each mirror; one that fails is dropped with a warning."""
         for mirror in list(self._mirrors):
             try:
                 getattr(mirror, method)(*arguments)
@@ -163,7 +150,7 @@ class RunLogs:
 
 
 def held_out_outcome(run_dir: Path) -> str | None:
-    """Return the held-out score before → after, or None while there are not both."""
+    """Return the held-out score before → after, or None until both are there."""
     scores = [one for one in read_jsonl(run_dir / EVALUATIONS_FILE) if one["name"] == "held-out"]
     scores = [one for one in scores if one["score"] is not None]
     if len(scores) < 2:
@@ -173,7 +160,7 @@ def held_out_outcome(run_dir: Path) -> str | None:
 
 
 class Clock:
-    """Where the seconds of a step go, by phase."""
+    """The seconds of a step by phase."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -195,12 +182,12 @@ PACKAGES = (
 
 
 def provenance() -> dict[str, Any]:
-    """One start of a run: UTC time, command line, Python, operating system, device, package versions."""
+    """Return the UTC time, command line, Python, operating system, device and package versions."""
     versions = {}
     for name in PACKAGES:
         with suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
-    versions["torch"] = torch.__version__  # the build as well, as in 2.13.0+cpu
+    versions["torch"] = torch.__version__  # with its build, as in 2.13.0+cpu
     device = f"CPU, {torch.get_num_threads()} threads"
     if torch.cuda.is_available():
         device = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"

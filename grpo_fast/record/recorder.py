@@ -101,13 +101,13 @@ class Recorder:
 
     def begin(self) -> None:
         """Score the held-out questions before the first step."""
-        self.callbacks.tell("on_train_begin", self.trainer.step, self.config, self.trainer.policy)
+        self.callbacks.call("on_train_begin", self.trainer.step, self.config, self.trainer.policy)
         if self.trainer.step == 0:
             evaluated = self.evaluate(None)
             self.logs.metrics(0, evaluated)
             self.watch(evaluated)
             if evaluated:
-                self.callbacks.tell("on_evaluate", 0, evaluated)
+                self.callbacks.call("on_evaluate", 0, evaluated)
         self.capture()
 
     def record(self, result: StepResult) -> None:
@@ -127,9 +127,9 @@ class Recorder:
             self.logs.metrics(step, metrics, timings)
         self.display.update(step, metrics, timings)
         self.watch(metrics)
-        self.callbacks.tell("on_step_end", step, {**metrics, **timings})
+        self.callbacks.call("on_step_end", step, {**metrics, **timings})
         if evaluated:
-            self.callbacks.tell("on_evaluate", step, evaluated)
+            self.callbacks.call("on_evaluate", step, evaluated)
         self.capture()
         if config.checkpoint.every and step % config.checkpoint.every == 0:
             try:
@@ -176,7 +176,7 @@ class Recorder:
     def save(self) -> Path:
         """Write a checkpoint of the captured step and call the callbacks; raise as the store does."""
         path = self._write_checkpoint()
-        self.callbacks.tell("on_save", self.captured, path)
+        self.callbacks.call("on_save", self.captured, path)
         return path
 
     def _write_checkpoint(self) -> Path:
@@ -189,7 +189,6 @@ class Recorder:
     def save_last(self) -> None:
         if self.trainer.step not in (0, self.saved):
             self.save()
-        self.logs.require()
 
     def finish(self, signal: Signals | None) -> None:
         """Print the outcome and write the report of a run that is saved; `signal` stopped it early."""
@@ -204,7 +203,7 @@ class Recorder:
             self.say(f"no report: {error}; `grpo-fast report {self.run_dir}` writes it")
         if self.saved:
             self.say(f"model: `grpo-fast export {self.run_dir} OUT` writes it for transformers and vLLM")
-        self.callbacks.tell("on_train_end", self.trainer.step, stopped_by)
+        self.callbacks.call("on_train_end", self.trainer.step, stopped_by)
 
     def rescue(self, error: BaseException, mid_step: bool) -> None:
         """Save the last finished step after an error, unless an update has begun to change its weights."""
