@@ -1,4 +1,4 @@
-"""Callbacks: objects of the user's that are called at the moments of a run, and may end it."""
+"""Call a user's callbacks during a run; a callback may end the run."""
 
 from __future__ import annotations
 
@@ -20,44 +20,44 @@ logger = logging.getLogger(__name__)
 
 
 class Callback:
-    """Derive from this class and write the moments that you want; each does nothing here.
+    """Derive from this class and override the methods that you need.
 
-    The trainer calls them one after the other in its own process and thread. A step's metrics are written
-    before its moments come. An error in a callback ends the run; the step is saved.
+    The trainer calls the callbacks in order, in its own process and thread, after it has written the step's
+    metrics. An error in a callback ends the run; the step is saved.
     """
 
     def on_train_begin(self, step: int, config: TrainConfig, policy: Policy) -> None:
-        """The first step comes next; `step` steps are done, which is more than 0 in a resumed run."""
+        """Run before the first step; in a resumed run `step` is above 0."""
 
     def on_step_end(self, step: int, metrics: Mapping[str, float]) -> bool | None:
-        """A step is done; return True to end the run. `metrics`: as in metrics.jsonl and timings.jsonl."""
+        """Run after each step, with its metrics and timings; return True to end the run."""
 
     def on_evaluate(self, step: int, metrics: Mapping[str, float]) -> bool | None:
-        """The held-out questions are scored; return True to end the run. `metrics`: `eval/score` and more."""
+        """Run after each evaluation, with `eval/score` and more; return True to end the run."""
 
     def on_save(self, step: int, folder: Path) -> None:
-        """A checkpoint is saved in `folder`."""
+        """Run after each checkpoint, which is in `folder`."""
 
     def on_train_end(self, step: int, stopped_by: str | None) -> None:
-        """The run is saved and reported. `stopped_by`: a signal's or callback's name; None at max_steps."""
+        """Run at the end. `stopped_by` names the signal or callback; None at max_steps."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs, as JSON; saved with every checkpoint."""
+        """Return the state as JSON; saved with every checkpoint."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take what `state_dict` returned; called before `on_train_begin` of a resumed run."""
+        """Restore the state; called before `on_train_begin` of a resumed run."""
 
 
 MOMENTS = [name for name in vars(Callback) if name.startswith("on_")]
 
 
 class CallbackError(RuntimeError):
-    """A callback raised, or returned something else than a bool; the message names its file and line."""
+    """A callback raised, or did not return a bool or None; the message names its file and line."""
 
 
 class Callbacks:
-    """The callbacks of a run, called in their order."""
+    """The callbacks of a run, in order."""
 
     def __init__(self, callbacks: Sequence[Callback] = ()) -> None:
         self.stopped_by: str | None = None  # the callback that ended the run
@@ -67,8 +67,8 @@ class Callbacks:
             number = sum(type(other).__name__ == name for other in self._named.values())
             self._named[f"{name}_{number + 1}" if number else name] = callback
 
-    def tell(self, moment: str, *arguments: Any) -> None:
-        """Call a moment of each callback."""
+    def call(self, moment: str, *arguments: Any) -> None:
+        """Call a method of each callback, and note the last that asked to end the run."""
         for name in self._named:
             answer = self._call(name, moment, *arguments)
             if answer not in (None, True, False):
@@ -78,12 +78,12 @@ class Callbacks:
                 self.stopped_by = name
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states that are not empty, by name."""
+        """Return the non-empty states by name."""
         states = {name: self._call(name, "state_dict") for name in self._named}
         return {name: state for name, state in states.items() if state}
 
     def load_state_dict(self, states: Mapping[str, dict[str, Any]]) -> None:
-        """Restore the states; warn of one whose callback is no longer there."""
+        """Restore the states; warn of a state without a callback."""
         for name, state in states.items():
             if name in self._named:
                 self._call(name, "load_state_dict", state)
@@ -100,12 +100,12 @@ class Callbacks:
 
 
 def load_callbacks(paths: Sequence[str]) -> list[Callback]:
-    """Return the callbacks that the configuration names; a class is called without arguments.
+    """Load the callbacks at import paths; a class is called without arguments.
 
     Raises:
-        ValueError: a path leads to something else, or the callback has a moment that does not exist.
+        ValueError: it is not a callback, or has an unknown `on_` method.
     """
-    found = []
+    callbacks = []
     for path in paths:
         value = load_object(path, "callbacks")
         try:
@@ -118,5 +118,5 @@ def load_callbacks(paths: Sequence[str]) -> list[Callback]:
             if name.startswith("on_") and name not in MOMENTS:
                 known = choices(name, MOMENTS)
                 raise ValueError(f"callbacks: {path!r} has {name}, which is no moment: {known}")
-        found.append(callback)
-    return found
+        callbacks.append(callback)
+    return callbacks

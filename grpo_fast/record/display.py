@@ -1,4 +1,4 @@
-"""Show a run's progress: a line for each step; on a terminal a short one, with a progress bar below."""
+"""Show a run's progress: a line for each step; on a terminal a short line above a progress bar."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import logging
 import os
 import re
 import sys
-import textwrap
 from collections import deque
 from collections.abc import Callable, Mapping
 from statistics import fmean
@@ -19,19 +18,19 @@ from grpo_fast.record.summary import FIGURES, Interval, duration_text
 
 logger = logging.getLogger(__name__)
 
-LINE = 160  # characters of a step's line
+LINE = 160  # characters of a step's line on a terminal
 RECENT = 20  # steps whose mean duration gives the remaining time
 
 Numbers = Mapping[str, float]
 
 
 class Display:
-    """Progress of a run, as a context manager. A metric that the run does not have is left out.
+    """Progress of a run, as a context manager. Metrics that the run does not have are left out.
 
     Args:
         total_steps: optimizer steps of the whole run.
         console: where to write; the default is standard output.
-        start_step: steps that an earlier process of a resumed run has done.
+        start_step: steps done before a resume.
         verbose: print every metric of a step.
     """
 
@@ -61,26 +60,21 @@ class Display:
         numbers, left = {**metrics, **timings}, ""
         if self._durations and step < self._total:
             left = duration_text((self._total - step) * fmean(self._durations))
-        whole = not self._console.is_terminal
-        if whole and self._verbose:
+        if self._verbose:
             every = (f"{name}={value:.4g}" for name, value in sorted(numbers.items()))
             self.message(" ".join([f"step={step}/{self._total}", *every]))
         else:
-            self.message(step_line(step, self._total, left, numbers, whole=whole))
-        if self._verbose and not whole:
-            words = " ".join(f"{name}={value:.4g}" for name, value in sorted(numbers.items()))
-            options: Any = {"initial_indent": "  ", "subsequent_indent": "  ", "break_on_hyphens": False}
-            self.message(textwrap.fill(words, LINE, break_long_words=False, **options))
+            self.message(step_line(step, self._total, left, numbers, whole=not self._console.is_terminal))
         self._bar.update(self._task, completed=step, description=left and f"{left} left")
 
     def evaluation(self, step: int, score: float, interval: Interval, n: int, criterion: str = "") -> None:
-        """Show a held-out score, as `RunLogs.evaluation` writes it."""
+        """Show a held-out score; the arguments are those of `RunLogs.evaluation`."""
         bounds = "low={:.4g} high={:.4g}".format(*interval)
         right = f" right={criterion}" if criterion else ""
         self.message(f"evaluation step={step}/{self._total} score={score:.4g} {bounds} n={n}{right}")
 
     def rollout(self, tokens: int, finished: int, total: int) -> None:
-        """Show on a terminal how many of `total` completions have ended, and the tokens decoded so far."""
+        """Show on a terminal how many of `total` completions are finished, and the tokens decoded so far."""
         self._bar.update(self._task, description=f"{finished} of {total} completions, {tokens:,} tokens")
 
     def message(self, text: str) -> None:
@@ -92,8 +86,8 @@ def step_line(step: int, total: int, left: str, numbers: Numbers, *, whole: bool
     """Return `key=value` words in ASCII.
 
     Args:
-        whole: all rewards and figures by the names of metrics.jsonl, for a file. Otherwise by their words:
-            rewards, then other figures that are not zero, while they fit a terminal's line.
+        whole: all rewards and figures under their names in metrics.jsonl. Otherwise short words for a
+            terminal: rewards, then figures that are not zero, as many as fit.
     """
     words = [f"step={step}/{total}", *([f"eta={left}"] if left else [])]
     heads = {"reward/mean": "reward", "reward/std": "reward_std"}
@@ -113,7 +107,7 @@ def step_line(step: int, total: int, left: str, numbers: Numbers, *, whole: bool
 
 
 class Output:
-    """Standard output that a run can lose: its terminal is closed, or its reader is gone."""
+    """Standard output that may go away: its terminal is closed, or its reader has ended."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -122,13 +116,13 @@ class Output:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        self._or_without(self._stream.write, text)
+        self._try(self._stream.write, text)
         return len(text)
 
     def flush(self) -> None:
-        self._or_without(self._stream.flush)
+        self._try(self._stream.flush)
 
-    def _or_without(self, call: Callable[..., Any], *arguments: str) -> None:
+    def _try(self, call: Callable[..., Any], *arguments: str) -> None:
         try:
             call(*arguments)
         except OSError as error:

@@ -1,4 +1,4 @@
-"""A run's folder: held by one process, with JSON lines that survive a kill and files replaced as a whole."""
+"""Lock a run's folder, append JSON lines that survive a kill, and replace files atomically."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class RunInUse(RuntimeError):
 
 @contextmanager
 def locked_run_dir(run_dir: Path) -> Iterator[None]:
-    """Make a run's folder, and hold it against every other process, also of other hosts.
+    """Make a run's folder and lock it against other processes, also of other hosts.
 
-    The operating system's lock on `run.lock` ends with its process; the file keeps the last holder's name.
+    The lock ends with its process. The file `run.lock` names the last holder.
 
     Raises:
         RunInUse: another process holds it; the message names host, process and start.
@@ -49,7 +49,7 @@ def locked_run_dir(run_dir: Path) -> Iterator[None]:
         except OSError as error:
             logger.warning("%s cannot be locked (%s): a second process is not kept out", run_dir, error)
         path.write_text(f"process {os.getpid()} on host {socket.gethostname()}, started {started}\n")
-        sync(path)  # for other hosts
+        sync(path)  # so that other hosts see it
     except OSError as error:
         raise OSError(f"cannot write to {run_dir}: {error}; choose another output_dir") from error
     try:
@@ -59,7 +59,7 @@ def locked_run_dir(run_dir: Path) -> Iterator[None]:
 
 
 def sync(path: Path) -> None:
-    """Flush a file, or a folder's entries, to the disk."""
+    """Flush a file, or a folder's entries, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -68,7 +68,7 @@ def sync(path: Path) -> None:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Replace a file at once: a reader finds the old content or the new one, also after a power cut.
+    """Replace a file atomically: readers find the old or the new content, also after a power cut.
 
     Raises:
         OSError: the disk is full, or the folder cannot be written to; the error names the file.
@@ -84,19 +84,19 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def append_jsonl(path: Path, *records: Mapping[str, Any]) -> None:
-    """Append records as lines; equal records are equal bytes.
+    """Append records as lines; equal records give equal bytes.
 
     Raises:
-        OSError: the disk is full or the file cannot be opened. A line that is torn then is read as none.
+        OSError: the disk is full or the file cannot be opened; readers ignore a torn last line.
     """
     lines = []
-    for record in records:  # NumPy's scalars become numbers; NaN and infinity, which JSON lacks, null
+    for record in records:  # NumPy scalars become numbers; NaN and infinity, which JSON lacks, become null
         plain = json.dumps(record, default=lambda scalar: scalar.item())
         finite = json.loads(plain, parse_constant=lambda _: None)
         lines.append(json.dumps(finite, ensure_ascii=False) + "\n")
     try:
         with path.open("ab") as file:
-            # A lone surrogate has no UTF-8; as a backslash escape it is valid JSON and reads back the same.
+            # UTF-8 has no lone surrogates; as backslash escapes they are valid JSON and read back the same.
             file.write("".join(lines).encode("utf-8", "backslashreplace"))
     except OSError as error:
         message = f"cannot append to it ({error.strerror}); make room and resume the run"
@@ -104,7 +104,7 @@ def append_jsonl(path: Path, *records: Mapping[str, Any]) -> None:
 
 
 def rewind_jsonl(path: Path, step: float = math.inf) -> None:
-    """Make the file, and cut off an unfinished last line and later steps; raise as `read_jsonl`."""
+    """Create the file, or remove an unfinished last line and later steps; raise as `read_jsonl` does."""
     path.touch()
     *lines, torn = path.read_bytes().split(b"\n")
     if torn:
@@ -114,7 +114,7 @@ def rewind_jsonl(path: Path, step: float = math.inf) -> None:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a file, without an unfinished last line; an absent file has none.
+    """Return the records of a file without an unfinished last line; a missing file has none.
 
     Raises:
         ValueError: another line is not a JSON object.

@@ -1,4 +1,4 @@
-"""Push a run's model to the Hugging Face Hub when the run has ended."""
+"""Push a run's model to the Hugging Face Hub at the end of the run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ tags: [grpo_fast]
 
 
 class PushToHub(Callback):
-    """Create the repository at the start, and upload the model at the end unless a signal stopped the run.
+    """Create the repository at the start; upload the model at the end, unless a signal stopped the run.
 
     Raises:
         ValueError: the hub cannot be reached, or refuses the repository.
@@ -39,7 +39,7 @@ class PushToHub(Callback):
         self.push, self.api = config.push, HfApi(library_name="grpo_fast")
         try:
             self.api.create_repo(config.push, private=config.private, exist_ok=True)
-        except Exception as error:  # also what the HTTP library raises without a network
+        except Exception as error:  # of the hub's client or of its HTTP library
             remedy = "set HF_TOKEN to a token that may write there, or leave out the section hub"
             raise ValueError(f"hub.push = {config.push!r}: {error}; {remedy}") from error
 
@@ -53,11 +53,11 @@ class PushToHub(Callback):
             print(f"{stopped_by}: not pushed to {self.push}; {later}")
             return
         outcome = held_out_outcome(Path(run)) or "No held-out score was measured."
-        told = {"base": self.config.model.path, "step": step, "outcome": outcome}
         try:
             with tempfile.TemporaryDirectory() as folder:
                 self.policy.save_pretrained(folder)
-                card = CARD.format(**told, config=dump_config(self.config))
+                fields = {"base": self.config.model.path, "step": step, "outcome": outcome}
+                card = CARD.format(**fields, config=dump_config(self.config))
                 (Path(folder) / "README.md").write_text(card, encoding="utf-8")
                 done = self.api.upload_folder(repo_id=self.push, folder_path=folder)
             print(f"pushed: {done.commit_url}")

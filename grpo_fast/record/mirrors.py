@@ -29,20 +29,22 @@ class TensorBoard:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        # One event for all: `add_scalar` writes one for each.
+        # One event for all; `add_scalar` would write one each.
         values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
         self._open(step)._get_file_writer().add_summary(Summary(value=values), step)
         self._open(step).flush()
 
     def table(self, step: int, rows: Rows) -> None:
         text = yaml.safe_dump(rows, sort_keys=False, allow_unicode=True, width=1000)
-        self._open(step).add_text("samples", indent(text, "    "), step)  # indented, no text is markup
+        self._open(step).add_text(
+            "samples", indent(text, "    "), step
+        )  # indented, so that nothing is markup
 
     def _open(self, step: int) -> Any:
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
-            # A killed run may have shown steps that are now run again; purge_step hides them.
+            # purge_step hides steps that a killed run has written, and that run again now.
             self._writer = SummaryWriter(str(self._dir), purge_step=step if self._dir.exists() else None)
         return self._writer
 
@@ -52,7 +54,7 @@ class TensorBoard:
 
 
 class Wandb:
-    """A run of Weights & Biases; a resumed run continues it by the id that the run's folder keeps."""
+    """A run of Weights & Biases; a resumed run continues it by the id in the run's folder."""
 
     library = "wandb"
 
@@ -66,7 +68,7 @@ class Wandb:
 
     def _start(self, run_dir: Path, run_id: str, **settings: Any) -> None:
         self._run = self._service.init(name=run_dir.name, id=run_id, dir=str(run_dir), **settings)
-        # W&B's own step only grows and drops what a resumed run logs again, hence an axis of ours.
+        # W&B's own step must not go back, as in a resumed run, hence an axis of ours.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
@@ -82,7 +84,7 @@ class Wandb:
 
 
 class Trackio(Wandb):
-    """A run of trackio, which has W&B's functions and knows runs by their names."""
+    """A run of trackio, whose functions are W&B's, and which identifies runs by name."""
 
     library = "trackio"
 
@@ -94,11 +96,11 @@ class Trackio(Wandb):
 
 
 KINDS: dict[str, type[Any]] = {"tensorboard": TensorBoard, "wandb": Wandb, "trackio": Trackio}
-"""By library, which is also the key in the section `logging`."""
+"""Mirrors by library; the libraries are keys of the section `logging`."""
 
 
 def require_mirrors(config: LoggingConfig) -> None:
-    """Raise ModuleNotFoundError, before the model is loaded, for a mirror whose library is missing."""
+    """Raise ModuleNotFoundError for a mirror whose library is missing."""
     for library in (name for name in KINDS if getattr(config, name)):
         try:
             import_module(library)
@@ -109,7 +111,7 @@ def require_mirrors(config: LoggingConfig) -> None:
 
 
 def table_of(samples: Sequence[SampleRecord]) -> Rows:
-    """Return a row for each completion, its rewards in columns of their own."""
+    """Return a row for each completion, with a column for each reward."""
     rows = []
     for sample in samples:
         prompt, completion = (

@@ -1,4 +1,4 @@
-"""The arguments of TRL's GRPOTrainer as those of `grpo_fast.train`."""
+"""Translate the arguments of TRL's GRPOTrainer to those of `grpo_fast.train`."""
 
 from __future__ import annotations
 
@@ -15,22 +15,27 @@ from grpo_fast.config.keys import ConfigError, Problem
 from grpo_fast.config.tree import with_leaves
 
 logger = logging.getLogger(__name__)
-# Carried though TRL's default: ours may be another.
+# Read even where they are TRL's defaults, since ours may differ.
 ALWAYS = (*BATCH, "num_generations", "output_dir", "seed", "use_cpu", "save_steps", "bnb_4bit_quant_type")
-ARGUMENTS = ("reward_funcs", "reward_processing_classes", "optimizers", "rollout_func")  # beside `args`
+ARGUMENTS = ("reward_funcs", "reward_processing_classes", "optimizers", "rollout_func")  # next to `args`
+
+
+def refused(name: str, problem: str, value: Any = ...) -> ConfigError:
+    """Return the error of one setting of a Python call."""
+    return ConfigError("train", [Problem(name, problem, value)])
 
 
 def trl_places(args: Any, settings: dict[str, Any]) -> Places:
-    """Return our keys for a GRPOConfig and other arguments of TRL's trainer, by the table of `convert`.
+    """Return our keys for a GRPOConfig and further arguments of TRL's trainer, by the table of `convert`.
 
-    What only changes how TRL works is logged.
+    Settings that have no effect here are logged.
 
     Args:
-        args: a GRPOConfig, which is read by its fields, so that TRL need not be installed; or a mapping.
-        settings: the call's, functions by name; further arguments of TRL's trainer are taken out of it.
+        args: a GRPOConfig, read by its fields, so that TRL need not be installed; or a mapping.
+        settings: those of the call, with functions by name; further arguments of TRL's trainer are removed.
 
     Raises:
-        ConfigError: arguments without an equivalent that would change the result.
+        ConfigError: an argument that would change the result has no equivalent.
     """
     fields = set_in(args)
     document = fields | {name: settings.pop(name) for name in ARGUMENTS if name in settings}
@@ -46,9 +51,8 @@ def trl_places(args: Any, settings: dict[str, Any]) -> Places:
     idle = [row for row in conversion.rows if row.outcome == "not applicable"]
     idle = [row for row in idle if row.value is not None and row.key != "hub_token"]
     for reason in dict.fromkeys(row.reason for row in idle):
-        logger.warning(
-            "not used: %s (%s)", ", ".join(str(row) for row in idle if row.reason == reason), reason
-        )
+        named = ", ".join(str(row) for row in idle if row.reason == reason)
+        logger.warning("not used: %s (%s)", named, reason)
     return conversion.given
 
 
@@ -69,16 +73,16 @@ def _plain(settings: Any) -> dict[str, Any]:
         return dict(settings)
     if dataclasses.is_dataclass(settings):
         return {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
-    raise ConfigError("train", [Problem("args", f"is a {type(settings).__name__}; give a GRPOConfig")])
+    raise refused("args", f"is a {type(settings).__name__}; give a GRPOConfig")
 
 
 def _plain_leaf(leaf: Any) -> Any:
-    """A dtype of torch as files have it."""
+    """Return a torch dtype as files have it, and any other leaf unchanged."""
     return str(leaf).removeprefix("torch.") if type(leaf).__name__ == "dtype" else leaf
 
 
 def _of_defaults(kind: Any) -> Any:
-    """Return an object of defaults: TRL's own computes some, and refuses bfloat16 on some CPUs."""
+    """Return an object with the defaults: TRL computes some, and refuses bfloat16 on some CPUs."""
     for arguments in ({}, {"use_cpu": True}, {"bf16": False}):
         try:
             return kind(**arguments)

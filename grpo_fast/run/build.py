@@ -1,4 +1,4 @@
-"""From a configuration to the parts of a run, at step 0. All is checked before the first step."""
+"""Build and check the parts of a run from its configuration, at step 0."""
 
 from __future__ import annotations
 
@@ -34,12 +34,7 @@ from grpo_fast.loop.context import TeacherContext
 from grpo_fast.loop.trainer import StageParts, Trainer
 from grpo_fast.objective import GRPOLossConfig, resolve_loss
 from grpo_fast.objective.pairs import custom_loss
-from grpo_fast.policy import (
-    Policy,
-    PolicyOptimizer,
-    load_policy,
-    longest_sequence,
-)
+from grpo_fast.policy import Policy, PolicyOptimizer, load_policy, longest_sequence
 from grpo_fast.policy.host_memory import waiting_on_host
 from grpo_fast.policy.load import load_architecture, require_replay, resolve_device
 from grpo_fast.policy.optimizer import needs_torchao
@@ -57,20 +52,18 @@ from grpo_fast.run.alike import require_alike
 from grpo_fast.run.loader import Loader, use_threads
 
 logger = logging.getLogger(__name__)
-TOOLS = ("rollout.tools", "rollout.environment")  # what prompts tell of, and rewards are given
-# Spaced so that no two stages, nor runs with neighbouring seeds, draw in one order.
-SEEDS_PER_STAGE = 10**9
-NOT_OF_A_STEP = ("eval/", "time/", "memory/", "tokens_per_second")  # metrics that come after its update
-
+TOOLS = ("rollout.tools", "rollout.environment")  # keys that prompts and rewards depend on
+SEEDS_PER_STAGE = 10**9  # so that neither two stages nor runs with neighboring seeds share an order
+NOT_OF_A_STEP = ("eval/", "time/", "memory/", "tokens_per_second")  # metrics that follow a step's update
 
 Say = Callable[[str], None]
 
 
 def build_trainer(config: TrainConfig, world: World = SINGLE_PROCESS, say: Say = lambda _: None) -> Algorithm:
-    """Every part that the configuration names, at step 0.
+    """Build every part that the configuration names, at step 0.
 
     Args:
-        say: shows what is being loaded.
+        say: prints what is being loaded.
 
     Raises:
         ValueError: settings that contradict the model, the data, the rewards or the tokenizer.
@@ -78,15 +71,11 @@ def build_trainer(config: TrainConfig, world: World = SINGLE_PROCESS, say: Say =
     """
     use_threads(config)
     torch.manual_seed(config.seed)
-    needs_torchao(config.optimizer)  # refused before any work where it is missing
-    for stage in resolve_stages(config):
-        band = stage.config.optimizer.band
-        known = [name for name in METRICS if not name.startswith(NOT_OF_A_STEP)]
+    needs_torchao(config.optimizer)  # raises before any work where it is missing
+    for band in (stage.config.optimizer.band for stage in resolve_stages(config)):
         if band is not None and (metric_of(band.metric) is None or band.metric.startswith(NOT_OF_A_STEP)):
-            raise ValueError(
-                f"optimizer.band.metric = {band.metric!r} is no metric of an update: "
-                f"{choices(band.metric, known)}"
-            )
+            known = choices(band.metric, [name for name in METRICS if not name.startswith(NOT_OF_A_STEP)])
+            raise ValueError(f"optimizer.band.metric = {band.metric!r} is no metric of an update: {known}")
     if config.algorithm == "grpo":
         return build_grpo_trainer(config, world, say)
     if world.size > 1:
@@ -98,7 +87,7 @@ def build_trainer(config: TrainConfig, world: World = SINGLE_PROCESS, say: Say =
 
 
 def build_callbacks(config: TrainConfig) -> Callbacks:
-    """Raises ValueError for a callback that cannot be made, or a hub that will not take the model."""
+    """Load the callbacks; raise ValueError for one that cannot be made, or a hub that refuses the model."""
     hub = [] if config.hub is None else [PushToHub(config.hub)]
     return Callbacks([*load_callbacks(config.callbacks), *hub])
 
@@ -111,14 +100,14 @@ def build_grpo_trainer(config: TrainConfig, world: World, say: Say) -> Trainer:
             "'shard' none has it: leave hub out, and push what `grpo-fast export` writes of the run"
         )
     say(f"loading: the data, {config.dataset.source}")
-    loader = Loader(config)  # first, so that a mistake in the data shows before weights load
+    loader = Loader(config)  # first, so that errors in the data come before weights are loaded
     toolsets, held_out = loader.eval_toolsets, loader.held_out
     classes = toolsets.classes if toolsets else ()
     eval_rewards = load_rewards(config.rewards, classes, optional=config.loss.distills)
-    eval_rewards.position(config.evaluation.reward)  # refused before any work where there is no such reward
+    eval_rewards.position(config.evaluation.reward)  # raises where there is no such reward
     stages = resolve_stages(config)
     for stage in stages:
-        resolve_loss(stage.config.loss)  # one of the user's own is found here, or refused before any work
+        resolve_loss(stage.config.loss)  # raises where a custom loss is not found
     require_reference_read(config, [stage.config.loss for stage in stages])
     needs_reference = any(stage.config.keeps_reference for stage in stages)
     if config.rollout.router_replay:
@@ -131,20 +120,19 @@ def build_grpo_trainer(config: TrainConfig, world: World, say: Say) -> Trainer:
     parts = build_stages(stages, loader)
     sources = {f"stage {i}": part.dataset for i, part in enumerate(parts, 1)}
     sources |= {} if held_out is None else {"evaluation": held_out}
-    here = f"{Path.cwd()}/"  # which may be another folder on each rank
-    named = {
-        f"dataset.source = {of.config.source.removeprefix(here)!r}, {name}": of
-        for name, of in sources.items()
+    here = f"{Path.cwd()}/"  # which may differ between ranks
+    digests = {
+        f"dataset.source = {dataset.config.source.removeprefix(here)!r}, {name}": dataset.digest
+        for name, dataset in sources.items()
     }
-    digests = {name: of.digest for name, of in named.items()}
     require_alike(world, "the data", lambda: digests)
     prompts = [*(held_out or ()), *chain.from_iterable(part.dataset for part in parts)]
     device = resolve_device(config.model.device) if world.size == 1 else world.device
-    shown = any(prompt.images for prompt in prompts)
-    if shown:
+    images = any(prompt.images for prompt in prompts)
+    if images:
         require_packed_and_whole(config, world)
     engine_kind(chosen_engine(config.rollout, device)).suits(
-        load_architecture(config.model), on_gpu=device.type == "cuda", images=shown
+        load_architecture(config.model), on_gpu=device.type == "cuda", images=images
     )
     say(f"loading: the model, {config.model.path}")
     policy = load_policy(
@@ -159,8 +147,7 @@ def build_grpo_trainer(config: TrainConfig, world: World, say: Say) -> Trainer:
         require_same_head(policy, config)
     for stage, part in zip(stages, parts, strict=True):
         warn_of_special_tokens(policy, stage.config, part.rewards)
-    for stage in stages:  # before gradients and the optimizer take their memory
-        warm_up_head(policy, stage.config)
+        warm_up_head(policy, stage.config)  # before gradients and the optimizer take their memory
     rollout_of = partial(make_rollout, tokenizer=loader.tokenizer, end_ids=policy.eos_token_ids)
     parts = tuple(
         replace(
@@ -179,13 +166,12 @@ def build_grpo_trainer(config: TrainConfig, world: World, say: Say) -> Trainer:
     longest = longest_sequence(policy, chain(ids, library_prompts(datasets)), completion)
     with ExitStack() as unless_built:
         say("loading: the rollout engine")
-        # The engine starts without the reference on the device, as it later generates.
+        # The engine starts as it later generates: without the reference on the device.
         with waiting_on_host(policy.reference_weights().values(), device):
             engine = unless_built.enter_context(
                 make_engine(config.rollout, policy, max_length=longest, world=world)
             )
-            # Its memory is that of masters, gradients and a resumed state until the first rollout.
-            engine.sleep()
+            engine.sleep()  # master weights, gradients and a resumed state use its memory until the rollout
         optimizer = PolicyOptimizer(
             policy.trainable(),
             config.optimizer,
@@ -213,7 +199,7 @@ def build_grpo_trainer(config: TrainConfig, world: World, say: Say) -> Trainer:
 
 
 def require_reference_read(config: TrainConfig, losses: Sequence[GRPOLossConfig]) -> None:
-    """Raise ValueError for a section `reference` that no stage's loss reads, or reads otherwise."""
+    """Raise ValueError for keys of `reference` that no stage's loss reads."""
     path, template = config.reference.path, config.reference.prompt_template
     read = [loss for loss in losses if loss.needs_reference]
     if path is not None and not read:
@@ -229,7 +215,7 @@ def require_reference_read(config: TrainConfig, losses: Sequence[GRPOLossConfig]
 
 
 def require_same_head(policy: Policy, config: TrainConfig) -> None:
-    """Raise ValueError where an exact KL in a policy loss would form other logits of the reference."""
+    """Raise ValueError where the reference's head computes logits differently, for an exact KL."""
     with policy.reference() as reference:
         own, other = ((h.logit_scale, h.softcap, h.bias is None) for h in (policy.head, reference.head))
     if own != other:
@@ -240,7 +226,7 @@ def require_same_head(policy: Policy, config: TrainConfig) -> None:
 
 
 def require_packed_and_whole(config: TrainConfig, world: World) -> None:
-    """Raises ValueError for a setting that does not go with prompts that have images."""
+    """Raise ValueError for settings that do not support prompts with images."""
     if config.distributed.mode == "shard" and world.size > 1:
         raise ValueError(
             "distributed.mode = 'shard' divides the vision tower's weights, which prompts with images need "
@@ -253,39 +239,36 @@ def require_packed_and_whole(config: TrainConfig, world: World) -> None:
 
 
 def warn_of_special_tokens(policy: Policy, config: TrainConfig, rewards: RewardSet) -> None:
-    """Log which special or end tokens `rollout.stop` and the rewards wait for, and whether they see them."""
+    """Warn of special and end tokens that `rollout.stop` and the rewards search for."""
     hidden = set(hidden_tokens(policy.tokenizer, policy.eos_token_ids).values())
     sought = {f"reward {one.name!r}": "\n".join(sought_texts(one.function)) for one in rewards.rewards}
     sought["rollout.stop"] = "\n".join(config.rollout.stop)
+    cut = "is cut from the text of completions, so the reward never sees it: write its tags otherwise"
     for token in policy.tokenizer.added_tokens_decoder.values():
-        counts = token.special or token.content in hidden
-        for place in [place for place, text in sought.items() if counts and token.content in text]:
-            kind = "a special token" if token.special else "an end token"
-            unseen = token.content in hidden and place != "rollout.stop"
-            meaning = (
-                "is cut from the text of completions, so the reward never sees it: write its tags otherwise"
-                if unseen
-                else "is found as one token"
-            )
+        if not (token.special or token.content in hidden):
+            continue
+        kind = "a special token" if token.special else "an end token"
+        for place in (place for place, text in sought.items() if token.content in text):
+            seen = token.content not in hidden or place == "rollout.stop"
+            meaning = "is found as one token" if seen else cut
             logger.warning("%s: %r is %s of the tokenizer and %s", place, token.content, kind, meaning)
 
 
 def warm_up_head(policy: Policy, config: TrainConfig) -> None:
-    """Check and compile what the first step launches."""
-    options = {"loss": config.loss, "temperature": config.rollout.temperature}
-    if config.algorithm != "grpo":
-        options = {}
+    """Check and compile the kernels of the first step."""
+    options: Any = {"implementation": config.model.head, "weight_grad": torch.float32}
+    if config.algorithm == "grpo":
+        options |= {"loss": config.loss, "temperature": config.rollout.temperature}
     if policy.head_weight.is_cuda:
-        how: Any = {"implementation": config.model.head, "weight_grad": torch.float32} | options
-        policy.run(lambda: warm_up(policy.head, **how))
+        policy.run(lambda: warm_up(policy.head, **options))
 
 
 def build_preference_trainer(config: TrainConfig, say: Say = lambda _: None) -> PreferenceTrainer:
-    """Compute the reference's log-probabilities first, so that its model need not be in memory."""
+    """Build the trainer, with the reference's log-probabilities, so that its model need not stay in memory."""
     section, ranks = config.preference, config.algorithm == "rank"
     say(f"loading: the data, {config.dataset.source}")
     for name in (name for name in section.loss.loss_types if ":" in name):
-        custom_loss(name)  # found, or refused before any work
+        custom_loss(name)  # raises where it is not found
     loader = Loader(config)
     _, prompts = loader.training(config)
     check_loss_columns(prompts, section.loss.columns, "preference.loss.columns")
@@ -316,8 +299,7 @@ def build_preference_trainer(config: TrainConfig, say: Say = lambda _: None) -> 
         for row in range(len(table))
     )
     policy.fix_rope(longest_sequence(policy, sequences))
-    tokens = int(config.micro_batch_tokens)
-    annotator = Annotator(policy, micro_batch_tokens=tokens, whole_groups=True)
+    annotator = Annotator(policy, micro_batch_tokens=int(config.micro_batch_tokens), whole_groups=True)
     if (section.ranking if ranks else section.loss).needs_reference:
         tables = [table.with_facts(ref_logprob=summed_logprobs(table, annotator)) for table in tables]
     return PreferenceTrainer(
@@ -332,12 +314,11 @@ def build_preference_trainer(config: TrainConfig, say: Say = lambda _: None) -> 
 
 
 def build_stages(stages: Sequence[Stage], loader: Loader) -> tuple[StageParts, ...]:
-    """Return what each stage trains with; all before the first step, so that mistakes show at once."""
+    """Build the parts of every stage before the first step, so that errors come at once."""
     parts: list[StageParts] = []
     for index, stage in enumerate(stages):
         try:
-            before = parts[-1] if parts else None
-            parts.append(build_stage(stage, index, before, loader))
+            parts.append(build_stage(stage, index, parts[-1] if parts else None, loader))
         except ValueError as error:
             raise (ValueError(f"stage {stage.name!r}: {error}") if stage.name else error) from error
     return tuple(parts)
@@ -346,7 +327,7 @@ def build_stages(stages: Sequence[Stage], loader: Loader) -> tuple[StageParts, .
 def build_stage(stage: Stage, index: int, before: StageParts | None, loader: Loader) -> StageParts:
     """Return a stage's rewards, their weights and its prompts.
 
-    Where its settings are those of the stage before, they are the same objects, with the state they have.
+    Objects whose settings equal those of the stage before are shared with it, with their state.
     """
     config = stage.config
 
@@ -367,7 +348,7 @@ def build_stage(stage: Stage, index: int, before: StageParts | None, loader: Loa
         weights = before.adaptive_weights
     elif config.adaptive_weights is not None:
         weights = AdaptiveWeights(config.adaptive_weights, rewards.names, rewards.weights)
-    # Pass rates are of the rewards that they were measured by.
+    # Pass rates hold for the rewards that measured them.
     measured_by = () if config.curriculum is None else ("rewards",)
     if before and same("dataset", "groups", "curriculum", "prompts_per_step", *measured_by, *TOOLS):
         prompts = before.prompts
@@ -384,28 +365,27 @@ def build_stage(stage: Stage, index: int, before: StageParts | None, loader: Loa
 
 
 def given_completions(config: TrainConfig, dataset: PromptDataset, loader: Loader) -> dict[int, Completion]:
-    """Return the data's own completion of each prompt, by its row.
+    """Return the dataset's completion of each prompt, by its row.
 
     Raises:
-        ValueError: a row without a completion, or with one that is longer than a rollout's.
+        ValueError: a row without a completion, or with one beyond `rollout.max_completion_length`.
     """
     key, tokenizer = "rollout.max_completion_length", loader.tokenizer
     limit = config.rollout.max_completion_length
     complete = CompletionTokenizer(dataset.config, tokenizer, limit, turn_ends(tokenizer), key)
-    found = {}
+    completions = {}
     for prompt in dataset:
         with row_named(dataset.config, prompt.index):
             ids = complete(prompt, column(prompt.columns, "completion"), "completion")
         text = str(tokenizer.decode(list(ids), skip_special_tokens=True))
-        found[prompt.index] = Completion(ids, None, text, truncated=False)
-    return found
+        completions[prompt.index] = Completion(ids, None, text, truncated=False)
+    return completions
 
 
 def check_columns(rewards: RewardSet, dataset: PromptDataset, toolsets: Toolsets | None) -> None:
-    """Raises RewardError for a reward that asks for what the run has not, ValueError for such a `reset`."""
+    """Raise RewardError, or ValueError for an environment's `reset`, for a column that the run lacks."""
     first = dataset[0].columns
-    instances = toolsets.of(first).instances if toolsets else None
-    if instances is not None:
+    if toolsets and (instances := toolsets.of(first).instances) is not None:
         instances.check_reset({*first, "prompt"} - {ENVIRONMENT_COLUMN})
     environments = (ENVIRONMENTS,) if toolsets and toolsets.classes else ()
     rewards.check_columns([*first, *environments], dataset)

@@ -1,4 +1,4 @@
-"""Trained weights out of a run: found, loaded into a policy, written for transformers and vLLM."""
+"""Export a run's trained weights for transformers and vLLM."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from grpo_fast.record.checkpoint import CheckpointStore
 def export_run(
     source: str | Path, out: str | Path, *, adapter: bool = False, trust_remote_code: bool = False
 ) -> Path:
-    """Write a run's newest model, or one checkpoint's, with its tokenizer; return the folder.
+    """Write the newest model of a run, or of one checkpoint, with its tokenizer; return the folder.
 
     Args:
-        adapter: write LoRA's adapter alone. Else it is merged.
-        trust_remote_code: run the Python code of the model's repository, where the run did. The run's own
-            file does not decide it: another person may have written that.
+        adapter: write only the LoRA adapter. Otherwise it is merged.
+        trust_remote_code: run the Python code of the model's repository. The run's own file cannot set it,
+            since another person may have written that file.
 
     Raises:
         ValueError: `out` is a GGUF file, or there is no adapter.
         FileNotFoundError: `source` is neither a run nor a checkpoint of one.
         FileExistsError: `out` holds files already.
-        OSError: it cannot be written; nothing is left of it.
+        OSError: `out` cannot be written; nothing is left of it.
     """
     out = user_path(out, "OUT")
     if out.suffix == ".gguf":
@@ -43,8 +43,8 @@ def export_run(
     run_dir, checkpoint = locate(user_path(source, "RUN"))
     unfinished = out.with_name(f"{out.name}.tmp")
     try:
-        shutil.rmtree(unfinished, ignore_errors=True)  # of an export that was killed
-        unfinished.mkdir(parents=True)  # what cannot be written shows before weights are read
+        shutil.rmtree(unfinished, ignore_errors=True)  # a killed export left it
+        unfinished.mkdir(parents=True)  # fails before weights are read where nothing can be written
         config = load_config(run_dir, {"model.trust_remote_code": trust_remote_code})
         policy, _ = trained_policy(config, run_dir, checkpoint)
         (policy.save_adapter if adapter else policy.save_pretrained)(unfinished)
@@ -57,7 +57,7 @@ def export_run(
 
 
 def locate(source: Path) -> tuple[Path, Path | None]:
-    """(run's directory, checkpoint's directory); the latter is None for a whole run.
+    """Return (run's folder, checkpoint's folder or None for a whole run).
 
     Raises:
         FileNotFoundError: no run's configuration lies in `source` or above it.

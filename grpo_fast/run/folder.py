@@ -1,4 +1,4 @@
-"""Which folder a run gets: a new one next to another run's, that one emptied, or its newest to resume."""
+"""Choose a run's folder: a new one next to another run's, the same one emptied, or the newest to resume."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from grpo_fast.record.logs import FILES, METRICS_FILE
 from grpo_fast.record.mirrors import KINDS
 from grpo_fast.record.report import REPORT_FILE
 
-NEWEST_FILE = "newest_run"  # in a run's folder: the name of the one next to it that was started last
+NEWEST_FILE = "newest_run"  # names, in the folder that was asked for, the run next to it that started last
 
 
 def hold_folder(stack: ExitStack, asked: Path, resume: str | None, *, overwrite: bool) -> Path:
     """Lock a run's folder while the stack is open, and return it.
 
     Args:
-        asked: `output_dir`. Where it holds a run, a new one gets `asked-2`, `asked-3` and so on.
-        resume: "latest" takes the newest of these, a checkpoint's path the folder that it lies in, and the
-            path of `asked` that one.
+        asked: `output_dir`. Where it holds a run, a new run gets `asked-2`, `asked-3` and so on.
+        resume: "latest" takes the newest of these, a checkpoint's path its own folder, and the path of
+            `asked` that folder.
         overwrite: take `asked`, whose run `delete_run` deletes once the new one can start.
 
     Raises:
@@ -32,13 +32,11 @@ def hold_folder(stack: ExitStack, asked: Path, resume: str | None, *, overwrite:
         OSError: the folder cannot be written to.
     """
     if resume is not None:
-        newest = asked / NEWEST_FILE
-        run_dir = asked
+        run_dir, newest, of_checkpoint = asked, asked / NEWEST_FILE, Path(resume).parent.parent
         if resume == "latest" and newest.is_file():
             last = asked.with_name(newest.read_text(encoding="utf-8").strip())
             run_dir = last if (last / CONFIG_FILE).is_file() else asked
-        of_checkpoint = Path(resume).parent.parent
-        if resume != "latest" and of_checkpoint.name.startswith(f"{asked.name}-"):
+        elif resume != "latest" and of_checkpoint.name.startswith(f"{asked.name}-"):
             run_dir = of_checkpoint
         stack.enter_context(locked_run_dir(run_dir))
         return run_dir
@@ -60,7 +58,7 @@ def hold_folder(stack: ExitStack, asked: Path, resume: str | None, *, overwrite:
 
 
 def delete_run(run_dir: Path, config: TrainConfig) -> None:
-    """Delete the files of the run in a folder, if there is one, but for inputs that `config` reads."""
+    """Delete the run in a folder, if there is one, except inputs that `config` reads."""
     if not (run_dir / CONFIG_FILE).is_file():
         return
     for name in (CONFIG_FILE, NEWEST_FILE, REPORT_FILE, *FILES, *(f"{kind}_id" for kind in KINDS)):
@@ -72,6 +70,6 @@ def delete_run(run_dir: Path, config: TrainConfig) -> None:
 
 
 def _is_used(run_dir: Path) -> bool:
-    """Return whether a run in the folder has made a step: one that was stopped before may start again."""
+    """Return whether a run in the folder has made a step; one that stopped before may start again."""
     steps = any(record["step"] for record in read_jsonl(run_dir / METRICS_FILE))
     return steps or bool(CheckpointStore(run_dir / CHECKPOINTS_DIR).paths())

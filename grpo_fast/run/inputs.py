@@ -1,6 +1,6 @@
 """Name the objects of a Python call, so that a configuration can refer to them.
 
-A configuration has `module:name@python` for a function or an object, and `dataset@python` for rows. The same
+A configuration has `module:name@python` for a function or object, and `dataset@python` for rows. The same
 call gives the same names, so a resumed run finds its objects when the call is repeated.
 """
 
@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from grpo_fast.config.data import DatasetConfig
-from grpo_fast.config.keys import ConfigError, Problem
 from grpo_fast.config.lookup import FROM_PYTHON
 from grpo_fast.config.schema import TrainConfig
 from grpo_fast.config.section import short
 from grpo_fast.record.callbacks import Callback
+from grpo_fast.run.arguments import refused
 from grpo_fast.run.loaded import Loaded
 
 
@@ -29,21 +29,21 @@ class Inputs:
         self.loaded = Loaded()
 
     def plain(self, value: Any) -> Any:
-        """Return a setting as a file would have it: paths as text, functions and objects by name."""
+        """Return a setting as a file has it: paths as text, functions and objects by name."""
         if isinstance(value, Mapping):
             return {str(key): self.plain(item) for key, item in value.items()}
         if isinstance(value, list | tuple):
             return [self.plain(item) for item in value]
         if isinstance(value, Path):
             return str(value)
-        known = value if isinstance(value, type) else type(value)
-        if "TrainerCallback" in (kind.__name__ for kind in known.__mro__):
+        kind = value if isinstance(value, type) else type(value)
+        if "TrainerCallback" in (base.__name__ for base in kind.__mro__):
             remedy = "derive from grpo_fast.Callback, whose on_step_end gets a step's metrics"
-            raise _refused("callbacks", f"has transformers' TrainerCallback {known.__name__}: {remedy}")
+            raise refused("callbacks", f"has transformers' TrainerCallback {kind.__name__}: {remedy}")
         return self.name(value) if callable(value) or isinstance(value, Callback) else value
 
     def name(self, value: Any) -> str:
-        """Return the name of a function, a class or an object of one; each object has its own."""
+        """Return the name of a function, class or object; each object has its own."""
         known = value
         while isinstance(known, partial):
             known = known.func
@@ -63,41 +63,36 @@ class Inputs:
     def rewards(self, value: Any) -> list[Any]:
         entries = value if isinstance(value, list | tuple) else [value]
         if models := [type(one).__name__ for one in entries if hasattr(one, "state_dict")]:
-            remedy = (
-                "rewards here are functions: call the model inside one, (prompts, completions, **columns)"
-            )
-            raise _refused("rewards", f"has a model, {models[0]}; {remedy}")
+            remedy = "rewards here are functions: call it inside one, (prompts, completions, **columns)"
+            raise refused("rewards", f"has a model, {models[0]}; {remedy}")
         return [one if isinstance(one, Mapping) else {"reward": one} for one in entries]
 
     def reward_funcs(self, value: Any) -> list[Any]:
-        """Return functions or names, whose weights are `reward_weights`."""
+        """Return functions or names; `reward_weights` has their weights."""
         entries = self.rewards(value)
         if any(entry.keys() != {"reward"} for entry in entries):
-            raise _refused(
-                "reward_funcs", "has sections; give them as rewards, or functions and reward_weights"
-            )
+            remedy = "give them as rewards, or functions and reward_weights"
+            raise refused("reward_funcs", f"has sections; {remedy}")
         return [entry["reward"] for entry in entries]
 
     def dataset(self, value: Any, key: str = "dataset") -> dict[str, Any]:
-        """Return the section; rows have a name in it."""
+        """Return the section, with a name in the place of rows."""
         if _is_splits(value):
-            raise _refused(key, f"is several splits: give one of {', '.join(map(repr, value))}")
+            raise refused(key, f"is several splits: give one of {', '.join(map(repr, value))}")
         section = dict(value) if isinstance(value, Mapping) else {"source": value}
         source = section.get("source", "")
         if not isinstance(source, str | Path):
             if not isinstance(source, Iterable):
-                raise _refused(key, f"is a {type(source).__name__}: give rows, a file or a hub id")
+                raise refused(key, f"is a {type(source).__name__}: give rows, a file or a hub id")
             section["source"] = f"{key}{FROM_PYTHON}"
             self.objects[section["source"]] = source
         return section
 
     def read(self, config: TrainConfig) -> None:
-        """Read each object's rows once: of a stream, which may have no end, as many as the run needs."""
+        """Read each object's rows once; from a stream, which may be endless, only those the run needs."""
         sizes: dict[str, dict[str, int | None]] = {}  # of each object, by section
-        for key, section in {
-            "dataset": config.dataset,
-            "evaluation.dataset": config.evaluation.dataset,
-        }.items():
+        sections = {"dataset": config.dataset, "evaluation.dataset": config.evaluation.dataset}
+        for key, section in sections.items():
             if section is not None and section.source in self.objects:
                 sizes.setdefault(section.source, {})[key] = section.size
         for source, wanted in sizes.items():
@@ -115,19 +110,19 @@ class Inputs:
 
 
 def _of_stream(rows: Any, wanted: Mapping[str, int | None], config: TrainConfig) -> int:
-    """Return how many rows the sections need of a stream; without a size, training those of all steps."""
+    """Return how many rows of a stream the sections need: those of all steps where training has no size."""
     sizes = []
     for key, size in wanted.items():
         if size is None and (config.epochs or key != "dataset"):
             remedy = f"{key}.size" if key != "dataset" else "max_steps, or dataset.size"
             kind = type(rows).__name__
-            raise _refused(key, f"is a stream ({kind}), whose length is not known; set {remedy}")
+            raise refused(key, f"is a stream ({kind}), whose length is not known; set {remedy}")
         sizes.append(size or config.max_steps * config.prompts_per_step)
     return max(sizes)
 
 
 def _is_splits(value: Any) -> bool:
-    """Return whether a mapping is no section, but rows by name."""
+    """Return whether a mapping holds rows by split rather than a section."""
     if not isinstance(value, Mapping) or value.keys() & {*DatasetConfig.model_fields, "dataset"}:
         return False
     return bool(value) and all(
@@ -136,17 +131,13 @@ def _is_splits(value: Any) -> bool:
 
 
 def _rows(rows: Iterable[Any], key: str) -> list[dict[str, Any]]:
-    """Return rows with NumPy's arrays and numbers as Python's."""
+    """Return rows with NumPy arrays and numbers as Python's."""
     plain = []
     for index, row in enumerate(rows):
         if not isinstance(row, Mapping):
             remedy = "a row is a dict of columns; a pandas DataFrame gives them by to_dict('records')"
-            raise _refused(f"{key}[{index}]", f"is a {type(row).__name__} ({short(row)}): {remedy}")
+            raise refused(f"{key}[{index}]", f"is a {type(row).__name__} ({short(row)}): {remedy}")
         plain.append({k: v.tolist() if hasattr(v, "tolist") else v for k, v in row.items()})
     if not plain:
-        raise _refused(key, "has no rows")
+        raise refused(key, "has no rows")
     return plain
-
-
-def _refused(key: str, problem: str) -> ConfigError:
-    return ConfigError("train", [Problem(key, problem)])

@@ -1,4 +1,4 @@
-"""What a run reads before its model: the tokenizer, the tools, and the prompts to train on and to score."""
+"""Load what a run reads before its model: the tokenizer, the tools, and the prompts."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ logger = logging.getLogger(__name__)
 class Loader:
     """The tokenizer, the held-out prompts (None without `evaluation.dataset`) and their tools.
 
-    Evaluation and stages with the same tools share the instances: a server has sessions for those of a step,
-    and not for several times as many.
+    Evaluation and stages with the same tools share the instances: a server has enough sessions for one step.
     """
 
     def __init__(self, config: TrainConfig) -> None:
@@ -36,14 +35,14 @@ class Loader:
             self.held_out = load_held_out(dataset, self.tokenizer, schemas, self.images)
 
     def toolsets(self, rollout: RolloutConfig, dataset: DatasetConfig) -> Toolsets | None:
-        """Return the tools of a rollout on a dataset, made once."""
+        """Return the tools of a rollout on a dataset, loaded once."""
         tasks = dataset if dataset.source.startswith(VERIFIERS) else None
         asked = (rollout.tools, rollout.environment, rollout.function, tasks)
-        for before, toolsets in self._known:
-            if before == asked:
+        for known, toolsets in self._known:
+            if known == asked:
                 return toolsets
-        self._known.append((asked, load_toolsets(rollout, dataset)))
-        return self._known[-1][1]
+        self._known.append((asked, toolsets := load_toolsets(rollout, dataset)))
+        return toolsets
 
     def training(self, config: TrainConfig) -> tuple[Toolsets | None, PromptDataset]:
         """Return the tools of a stage, and its prompts without the held-out questions."""
@@ -52,27 +51,27 @@ class Loader:
         dataset = load_prompts(config.dataset, self.tokenizer, schemas, self.images)
         if self.held_out is not None:
             plays = toolsets is not None and bool(toolsets.classes)
-            generated = config.dataset.source.startswith(PREFIX)  # whose prompts say all of a row
+            generated = config.dataset.source.startswith(PREFIX)  # its prompts are unique per row
             dataset = exclude_overlap(dataset, self.held_out, by_columns=plays and not generated)
         return toolsets, dataset
 
 
 def use_threads(config: TrainConfig) -> None:
-    """Let torch use as many CPU threads as the configuration says."""
+    """Set the number of torch's CPU threads."""
     if config.threads:
         torch.set_num_threads(config.threads)
 
 
 def with_steps(config: TrainConfig) -> TrainConfig:
-    """Return the configuration with `max_steps` for its `epochs`, by the prompts that are left to train on.
+    """Return the configuration with `max_steps` in place of `epochs`, from the number of prompts.
 
     Raises:
-        Exception: as the data's loading.
+        Exception: as loading the data does.
     """
     if config.epochs is None:
         return config
     _, prompts = Loader(config).training(config)
-    # 1.1 x 10 is a little more than 11 in floating point.
+    # 1.1 x 10 is slightly more than 11 in floating point.
     steps = ceil(round(config.epochs * len(prompts) / config.prompts_per_step, 9))
     counted = f"{plural(len(prompts), 'prompt')}, {config.prompts_per_step} a step"
     logger.warning("epochs = %g: max_steps = %d, for %s", config.epochs, steps, counted)

@@ -1,4 +1,4 @@
-"""The loop of a run, from its first step or its checkpoint's to the last."""
+"""Run the training loop from the first step, or from a checkpoint, to the last step."""
 
 from __future__ import annotations
 
@@ -18,23 +18,22 @@ def train(
     display: bool = True,
     loaded: Loaded | None = None,
 ) -> RunOutcome:
-    """Train to the last step, or to the end of the step in which a SIGINT, SIGTERM or SIGHUP comes.
+    """Train to the last step, or finish the current step after a SIGINT, SIGTERM or SIGHUP.
 
     Args:
         config: the whole run.
         resume: "latest" continues from the newest intact checkpoint in `config.output_dir`, or in the folder
-            next to it that was started last; a path from it.
-        overwrite: delete a run in `config.output_dir`; else a new one gets a folder next to it.
+            next to it that started last; a path continues from that checkpoint.
+        overwrite: delete the run in `config.output_dir`; otherwise a new run gets a folder next to it.
         display: show progress; the files of the run are written either way.
         loaded: the model and the tokenizer of a Python call.
 
     Raises:
         RunInUse: another process trains in the directory.
         OSError: the directory cannot be written to.
-        CheckpointError: the directory holds another run, or has no intact checkpoint; the message names the
-            remedy.
-        ValueError: the configuration contradicts the model or the data. Raised before any training.
-        Exception: as a step raised it, after the last finished step was saved where that is possible.
+        CheckpointError: the directory holds another run, or no intact checkpoint; it names the remedy.
+        ValueError: the configuration contradicts the model or the data; raised before any training.
+        Exception: any error of a step, after the last finished step was saved where that is possible.
     """
     options: Any = {"overwrite": overwrite, "display": display, "loaded": loaded or Loaded()}
     with exits_are_errors(), prepared(config, resume, **options) as run:

@@ -1,4 +1,4 @@
-"""The lines at a run's start: what is trained, on what and where."""
+"""The first lines of a run: the model, the data, the groups, the method and the schedule."""
 
 from __future__ import annotations
 
@@ -12,33 +12,29 @@ from grpo_fast.loop.algorithm import Algorithm
 
 
 def opening_lines(config: TrainConfig, trainer: Algorithm) -> list[str]:
-    """Return a few lines that begin with a name: model, data, the algorithm's own, method and run."""
+    """Return the lines, each after its name: model, data, the algorithm's own, method and run."""
     policy, world, dataset = trainer.policy, trainer.world, trainer.prompts.dataset
     total = sum(p.numel() for p in policy.model.parameters())
     trained = sum(p.numel() for p in policy.trainable().values())
-    cuda = policy.device.type == "cuda"
-    threads = plural(torch.get_num_threads(), "thread")
-    where = torch.cuda.get_device_name(policy.device) if cuda else f"CPU, {threads}"
+    where = f"CPU, {plural(torch.get_num_threads(), 'thread')}"
+    if policy.device.type == "cuda":
+        where = torch.cuda.get_device_name(policy.device)
     if world.size > 1:
         where = f"{world.size} ranks ({config.distributed.mode}), each on {where}"
     dtype = str(policy.base_model.dtype).removeprefix("torch.")
     data = getattr(dataset, "described", plural(len(dataset), "prompt"))
-    if held_out := trainer.held_out:
-        every, size = config.evaluation_schedule(len(held_out))
-        scored = f"every {plural(every, 'step') if every > 1 else 'step'}" if every else "before and after"
-        if every and size and size < len(held_out):
-            scored += f" on the first {size}, before and after on all"
-        if every and config.evaluation.every is None:
-            scored += ", by default, as it adds at most 10 % to the completions (evaluation.every=0: never)"
-        right = f"right: {trainer.criterion}, " if trainer.criterion else ""
-        data += f"; held out, {right}scored {scored}: {getattr(held_out, 'described', len(held_out))}"
+    if trainer.held_out:
+        data += f"; held out, {_evaluations(config, trainer)}"
     stages = resolve_stages(config)
     methods = dict.fromkeys(text for stage in stages if (text := describe_method(stage.config)))
     every = config.checkpoint.every
-    saves = f"a checkpoint every {every} steps and at the end" if every else "one checkpoint, at the end"
-    saves = "a checkpoint every step" if every == 1 else saves
-    named = ", ".join(stage.name for stage in stages if stage.name)
-    named = f" in the stages {named}" if named else ""
+    saves = (
+        f"a checkpoint every {plural(every, 'step')} and at the end"
+        if every
+        else "one checkpoint, at the end"
+    )
+    names = ", ".join(stage.name for stage in stages if stage.name)
+    named = f" in the stages {names}" if names else ""
     lines = {
         "model": f"{config.model.path}: {total:,} parameters, {trained:,} trained; {dtype} on {where}",
         "data": data,
@@ -47,3 +43,15 @@ def opening_lines(config: TrainConfig, trainer: Algorithm) -> list[str]:
         "run": f"{config.output_dir}: {plural(config.max_steps, 'step')}{named}; {saves}",
     }
     return [f"{name:<7} {text}" for name, text in lines.items()]
+
+
+def _evaluations(config: TrainConfig, trainer: Algorithm) -> str:
+    """Return when the held-out questions are scored, and on how many."""
+    every, size = config.evaluation_schedule(len(trainer.held_out))
+    scored = f"every {plural(every, 'step')}" if every else "before and after"
+    if every and size and size < len(trainer.held_out):
+        scored += f" on the first {size}, before and after on all"
+    if every and config.evaluation.every is None:
+        scored += ", by default, as it adds at most 10 % to the completions (evaluation.every=0: never)"
+    right = f"right: {trainer.criterion}, " if trainer.criterion else ""
+    return f"{right}scored {scored}: {getattr(trainer.held_out, 'described', len(trainer.held_out))}"

@@ -1,4 +1,4 @@
-"""Around the loop of a run: its ranks, its folder, its checkpoint, and what becomes of it."""
+"""Prepare and finish a run: its ranks, its folder, its checkpoint and its signals."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ class RunOutcome:
     """A run that has trained and saved."""
 
     run_dir: Path
-    stopped_by: Signals | None  # before its last step
+    stopped_by: Signals | None  # the signal that ended it before its last step
 
 
 @dataclass
 class PreparedRun:
-    """A run whose next step may come. What one rank meets, all leave for."""
+    """A run that is ready for its next step. An error on one rank ends the run on all."""
 
     run_dir: Path
     trainer: Algorithm
     recorder: Recorder
     world: World
-    signals: list[Signals]  # that came
+    signals: list[Signals]  # received so far
     loaded: Loaded
     stopped_by: Signals | None = None
 
@@ -64,17 +64,17 @@ class PreparedRun:
             self.recorder.begin()
 
     def goes_on(self) -> bool:
-        """Whether there is another step, and no signal nor callback stops the run."""
+        """Return whether there is another step, and no signal or callback on any rank stops the run."""
         if self.trainer.step >= self.recorder.config.max_steps:
             return False
         self.world.step = self.trainer.step + 1
-        asks = self.recorder.callbacks
-        heard = self.world.gather_from_all("the start", lambda: (self.signals[:1], asks.stopped_by))
-        self.stopped_by = next((first for received, _ in heard for first in received), None)
-        return not (self.stopped_by or any(asked for _, asked in heard))
+        callbacks = self.recorder.callbacks
+        ranks = self.world.gather_from_all("the start", lambda: (self.signals[:1], callbacks.stopped_by))
+        self.stopped_by = next((first for received, _ in ranks for first in received), None)
+        return not (self.stopped_by or any(callback for _, callback in ranks))
 
     def finish(self) -> RunOutcome:
-        """Save, free the device, and let rank 0 do alone what takes as long as it takes."""
+        """Save, free the device, and let rank 0 write the report and call the callbacks."""
         with self.world.all_succeed("the last checkpoint"):
             self.recorder.save_last()
         self.loaded.give_back(self.trainer.policy)
@@ -89,21 +89,24 @@ class PreparedRun:
 def prepared(
     config: TrainConfig, resume: str | None, *, overwrite: bool, display: bool, loaded: Loaded
 ) -> Iterator[PreparedRun]:
-    """A run as `train` is asked for it, everything checked, built and restored. Raises as `train`."""
+    """Check, build and restore everything that a run needs; raise as `train` does."""
     given, config = config, with_absolute_paths(config)
     asked = Path(config.output_dir)
-    asked = asked if asked.name not in ("", "..") else asked.resolve()  # `..` has no name to number
+    asked = asked if asked.name not in ("", "..") else asked.resolve()  # `..` cannot be numbered
     with ExitStack() as stack:
         reading = stack.enter_context(ExitStack())
         reading.enter_context(rows_read_once())
-        world = stack.enter_context(joined_ranks(config))
+        device, timeout = resolve_device(config.model.device), timedelta(minutes=config.distributed.timeout)
+        if device.type == "cuda":
+            expand_segments()  # before CUDA starts
+        world = stack.enter_context(joined(device, timeout, config.distributed.heartbeat_timeout))
         if world.from_main("the run's folder", partial(world.was_started, asked)):
             resume = "latest"
         hold = partial(hold_folder, stack, asked, resume, overwrite=overwrite)
         number = world.from_main("the run's folder", lambda: hold().name.removeprefix(asked.name))
         run_dir = asked.with_name(f"{asked.name}{number}")
         require_one_folder(world, run_dir)
-        require_alike_ranks(world, given, resume)  # whose hosts may have the same files in other folders
+        require_alike_ranks(world, given, resume)  # as written: hosts may have the files in other folders
         code = code_digests(config.model_dump(mode="json"))
         config = config.model_copy(update={"output_dir": str(run_dir)})
         stack.callback(loaded.undo)
@@ -115,7 +118,7 @@ def prepared(
         find = partial(find_checkpoint, run_dir, store, config, resume, code)
         checkpoint, changes = world.from_main("the checkpoint", find)
         own_dir = run_dir
-        if not world.is_main:  # rank 0's are the run's files: what the others write, nobody keeps
+        if not world.is_main:  # only rank 0 writes the run's files
             own_dir = Path(stack.enter_context(TemporaryDirectory(prefix="grpo-fast-rank-")))
             quiet = {"output_dir": str(own_dir), "logging": LoggingConfig(), "callbacks": [], "hub": None}
             config, display = config.model_copy(update=quiet), False
@@ -127,11 +130,11 @@ def prepared(
         with world.all_succeed("the model and the data"):
             say = partial(print, file=sys.stderr, flush=True) if display else lambda _: None
             trainer = build_trainer(config, world, say)
-        reading.close()  # the prompts have what is needed of the rows
+        reading.close()  # the prompts hold all that is needed of the rows
         stack.enter_context(trainer)
         if checkpoint is not None:
             restore(trainer, checkpoint)
-        if overwrite and resume is None:  # torchrun may have started the new run's ranks again
+        if overwrite and resume is None:  # not when torchrun has restarted the new run
             delete_run(own_dir, config)
         loaded.settle()
         write_whole(own_dir / CONFIG_FILE, dump_config(config).encode())
@@ -152,19 +155,9 @@ def prepared(
         yield PreparedRun(run_dir, trainer, recorder, world, signals, loaded)
 
 
-@contextmanager
-def joined_ranks(config: TrainConfig) -> Iterator[World]:
-    device = resolve_device(config.model.device)
-    if device.type == "cuda":
-        expand_segments()  # before CUDA starts
-    waits = timedelta(minutes=config.distributed.timeout)
-    with joined(device, waits, config.distributed.heartbeat_timeout) as world:
-        yield world
-
-
 def require_one_folder(world: World, run_dir: Path) -> None:
-    """Raises CheckpointError where ranks see different folders under one name."""
-    lock = run_dir / LOCK_FILE  # of other ranks' hosts, it may not be there
+    """Raise CheckpointError where ranks see different folders under one name."""
+    lock = run_dir / LOCK_FILE
     if len({*world.gather_from_all("the run's lock", lambda: lock.exists() and lock.read_text())}) > 1:
         raise CheckpointError(
             f"output_dir = {str(run_dir)!r} is not the same folder on all ranks; name one on a file "
@@ -173,7 +166,7 @@ def require_one_folder(world: World, run_dir: Path) -> None:
 
 
 def require_alike_ranks(world: World, config: TrainConfig, resume: str | None) -> None:
-    """Raise as `require_alike` where ranks have other settings or code."""
+    """Raise as `require_alike` where ranks have different settings or code."""
     asked = config.model_dump(mode="json", exclude={"output_dir"}) | {"resume": resume}
     require_alike(world, "the configuration", lambda: asked)
     with world.all_succeed("the code"):
@@ -182,8 +175,8 @@ def require_alike_ranks(world: World, config: TrainConfig, resume: str | None) -
 
 
 def restore(trainer: Algorithm, checkpoint: Checkpoint) -> None:
-    """Go on where the checkpoint was saved."""
-    trainer.optimizer.load_state_tensors(  # which exchanges rows when all ranks have read theirs
+    """Load a checkpoint into the trainer."""
+    trainer.optimizer.load_state_tensors(  # ranks exchange rows once all have read theirs
         checkpoint.tensors,
         lambda into: trainer.world.gather_from_all("the checkpoint", partial(checkpoint.load, into)),
     )
@@ -195,10 +188,10 @@ def restore(trainer: Algorithm, checkpoint: Checkpoint) -> None:
 
 @contextmanager
 def noting_signals() -> Iterator[list[Signals]]:
-    """SIGINTs, SIGTERMs and SIGHUPs that came: at the first a run finishes its step, saves and leaves.
+    """Collect SIGINT, SIGTERM and SIGHUP: after the first, a run finishes its step, saves and ends.
 
-    The first is answered on stderr. A second SIGINT interrupts at once. Only a process's main thread hears of
-    signals, and one that `nohup` started of no SIGHUP.
+    The first is acknowledged on stderr. A second SIGINT interrupts at once. Only the main thread gets
+    signals, and a process under `nohup` keeps ignoring SIGHUP.
     """
     received: list[Signals] = []
 
@@ -207,13 +200,13 @@ def noting_signals() -> Iterator[list[Signals]]:
             raise KeyboardInterrupt
         received.append(Signals(number))
         again = "; interrupt again to leave at once with the last finished step" if number == SIGINT else ""
-        with suppress(RuntimeError, OSError):  # stderr is being written to, or its terminal is gone
+        with suppress(RuntimeError, OSError):  # stderr is busy, or its terminal is gone
             print(f"\n{Signals(number).name}: the step is finished and saved first{again}", file=sys.stderr)
 
-    heard = [] if threading.current_thread() is not threading.main_thread() else [SIGINT, SIGTERM]
-    if heard and signal.getsignal(SIGHUP) is not signal.SIG_IGN:
-        heard.append(SIGHUP)
-    previous = {number: signal.signal(number, note) for number in heard}
+    handled = [SIGINT, SIGTERM] if threading.current_thread() is threading.main_thread() else []
+    if handled and signal.getsignal(SIGHUP) is not signal.SIG_IGN:
+        handled.append(SIGHUP)
+    previous = {number: signal.signal(number, note) for number in handled}
     try:
         yield received
     finally:

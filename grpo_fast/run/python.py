@@ -1,4 +1,4 @@
-"""Training from Python: objects where a configuration file has names, and a run's folder as an object."""
+"""Train from Python with objects in the place of names, and open a run's folder as an object."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pathlib import Path
 from signal import SIGINT
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from grpo_fast.config.keys import ConfigError, Problem
 from grpo_fast.config.load import load_config
 from grpo_fast.config.lookup import given
 from grpo_fast.config.paths import user_path
@@ -25,7 +24,7 @@ from grpo_fast.record.files import read_jsonl
 from grpo_fast.record.logs import EVALUATIONS_FILE, METRICS_FILE, TIMINGS_FILE, held_out_outcome
 from grpo_fast.record.report import write_report
 from grpo_fast.rollout import Completion, generate_rollout, make_engine, sampling_of
-from grpo_fast.run.arguments import trl_places
+from grpo_fast.run.arguments import refused, trl_places
 from grpo_fast.run.export import trained_policy
 from grpo_fast.run.inputs import Inputs
 from grpo_fast.run.loaded import lora_section
@@ -59,47 +58,47 @@ def train(
     peft_config: Any = None,
     **settings: Any,
 ) -> Run:
-    """Train a model; `grpo-fast train` with objects where it has names.
+    """Train a model as `grpo-fast train` does, with objects in the place of names.
 
-    An interruption finishes the step, saves it and raises KeyboardInterrupt; the same call with `resume=True`
-    goes on, and `Run(output_dir)` opens what there is.
+    An interruption finishes and saves the step, and raises KeyboardInterrupt. The same call with
+    `resume=True` continues, and `Run(output_dir)` opens the run.
 
     Args:
-        config: a YAML file, a run's folder or a shipped recipe, which the rest goes over.
+        config: a YAML file, a run's folder or a shipped recipe; the other arguments override it.
         model: a folder, a hub id, the section `model`, or a loaded model of transformers or peft. A loaded
-            one is written to `output_dir/inputs/model`, which a resumed run reads, and gets the trained
-            weights at the end.
-        dataset: rows (dicts of columns, or a `datasets.Dataset`), a file or hub id, or the section
-            `dataset`, whose `source` may be rows.
+            model is written to `output_dir/inputs/model`, and gets the trained weights at the end.
+        dataset: rows (dicts of columns, or a `datasets.Dataset`), a file, a hub id, or the section `dataset`,
+            whose `source` may be rows.
         rewards: a function, `(prompts, completions, **columns) -> list[float | None]`, a callable object, a
             built-in's name, or an entry `{"reward": any of these, "weight": ..., "options": ...}`; or a list.
-        evaluation: held-out rows, file or hub id; or the section `evaluation`, whose `dataset` may be any of
-            these. It is read as `dataset` is, but for what it sets itself.
+        evaluation: held-out rows, a file, a hub id, or the section `evaluation`, whose `dataset` may be any
+            of these. Keys that it does not set are those of `dataset`.
         callbacks: objects or classes derived from `grpo_fast.Callback`, or import paths.
-        resume: True goes on from the newest checkpoint in `output_dir`, a path from that one.
-        overwrite: delete the run in `output_dir`. By default another run's folder stays, and this run's is
+        resume: True continues from the newest checkpoint in `output_dir`, a path from that checkpoint.
+        overwrite: delete the run in `output_dir`. By default it stays, and this run's folder is
             `output_dir-2` and so on.
         display: show progress.
         args: a GRPOConfig of TRL: every field is translated, logged as not used, or refused. With it or
-            `train_dataset`, TRL's defaults are used, and prompts of text reach the model as they are.
-        train_dataset, eval_dataset, reward_funcs: TRL's names of `dataset`, `evaluation` and `rewards`.
+            `train_dataset`, TRL's defaults apply, and text prompts reach the model unchanged.
+        train_dataset: TRL's name for `dataset`.
+        eval_dataset: TRL's name for `evaluation`.
+        reward_funcs: TRL's name for `rewards`.
         processing_class: a loaded tokenizer or processor, used in place of the model's.
         peft_config: a LoraConfig of peft.
-        settings: further keys of the configuration, sections as dicts, `**{"optimizer.betas": ...}`, TRL's
-            names: as in a file. A key that takes an import path takes a function.
+        settings: further keys of the configuration as in a file: sections as dicts,
+            `**{"optimizer.betas": ...}`, TRL's names. A key that takes an import path also takes a function.
 
     Raises:
         ConfigError: settings or rows that cannot be used; it lists every problem.
-        KeyboardInterrupt, SystemExit: a signal stopped it; the last finished step is saved.
-        Exception: as `grpo-fast train` reports it.
+        KeyboardInterrupt, SystemExit: a signal stopped the run; the last finished step is saved.
+        Exception: any error of the run.
     """
     inputs = Inputs()
     from_trl = args is not None or train_dataset is not None
     dataset = one_of("dataset", dataset, train_dataset)
     evaluation = one_of("evaluation", evaluation, eval_dataset)
     if from_trl and config is not None:
-        problem = "goes without TRL's args and train_dataset; leave them out"
-        raise ConfigError("train", [Problem("config", problem, config)])
+        raise refused("config", "goes without TRL's args and train_dataset; leave them out", config)
     inputs.loaded.tokenizer, inputs.loaded.resumes = processing_class, bool(resume)
     if model is not None:
         settings["model"] = inputs.model(model)
@@ -124,10 +123,10 @@ def train(
     whole = load_config(base, settings)
     inputs.read(whole)
     if resume and overwrite:
-        raise ConfigError("train", [Problem("overwrite", "goes without resume; keep one")])
+        raise refused("overwrite", "goes without resume; keep one")
     checkpoint = "latest" if resume is True else str(resume) if resume else None
     if resume is True and config is not None and user_path(config, "config").is_dir():
-        checkpoint = whole.output_dir  # this folder, not the newest next to it
+        checkpoint = whole.output_dir  # not the newest folder next to it
     with given(inputs.objects):
         ended = train_as_configured(
             whole, resume=checkpoint, overwrite=overwrite, display=display, loaded=inputs.loaded
@@ -140,20 +139,19 @@ def train(
     return Run(ended.run_dir, trust_remote_code=whole.model.trust_remote_code)
 
 
-def one_of(name: str, *given: Any) -> Any:
-    """Return the value that is given under one of its names."""
-    found = [value for value in given if value is not None]
-    if len(found) > 1:
-        raise ConfigError("train", [Problem(name, "is given twice, here and under TRL's name; keep one")])
-    return found[0] if found else None
+def one_of(name: str, ours: Any, theirs: Any) -> Any:
+    """Return the value that is given under our name or under TRL's."""
+    if ours is not None and theirs is not None:
+        raise refused(name, "is given twice, here and under TRL's name; keep one")
+    return theirs if ours is None else ours
 
 
 class Run:
-    """A run's folder, while the run goes on and afterwards.
+    """A run's folder, during the run and afterwards.
 
     Args:
         folder: the run's output_dir.
-        trust_remote_code: run the Python code of the model's repository, where the run did.
+        trust_remote_code: run the Python code of the model's repository.
 
     Raises:
         FileNotFoundError: the folder holds no run.
@@ -167,13 +165,13 @@ class Run:
 
     @property
     def metrics(self) -> pandas.DataFrame:
-        """A row for each step from 0, a column for each metric and timing."""
+        """Metrics and timings: a row for each step from 0, a column for each name."""
         metrics, timings = self._table(METRICS_FILE), self._table(TIMINGS_FILE)
         return metrics.set_index("step").join(timings.set_index("step")) if len(timings) else metrics
 
     @property
     def evaluations(self) -> pandas.DataFrame:
-        """A row for each held-out score: `step`, `name`, `score`, `interval` (95 %), `n` questions."""
+        """Held-out scores, a row each: `step`, `name`, `score`, `interval` (95 %), `n` questions."""
         return self._table(EVALUATIONS_FILE)
 
     @cached_property
@@ -187,7 +185,7 @@ class Run:
 
     @property
     def report(self) -> Path:
-        """The run as an HTML page, written anew."""
+        """The run as an HTML page, written at each access."""
         return write_report(self.folder)
 
     def __repr__(self) -> str:
@@ -208,45 +206,44 @@ class Run:
 
 
 class TrainedPolicy:
-    """A trained model, with LoRA peft's around it, and its tokenizer."""
+    """A trained model (with LoRA, peft's wrapper) and its tokenizer."""
 
     def __init__(self, policy: Policy, config: TrainConfig) -> None:
         self.model, self.tokenizer = policy.model, policy.tokenizer
         self._policy, self._config = policy, config
 
     def generate(self, prompts: Sequence[str | list[Message]], **sampling: Any) -> list[Completion]:
-        """One completion for each prompt: `[c.text for c in policy.generate(["6 + 31 ="])]`.
+        """Return one completion of each prompt: `[c.text for c in policy.generate(["6 + 31 ="])]`.
 
         Args:
-            prompts: text or conversations, made ready as the run's dataset is, system prompt included.
+            prompts: text or conversations, rendered as the run's dataset, system prompt included.
             sampling: `max_completion_length`, `temperature`, `top_p`, `top_k`, `min_p`, `stop`, `seed`; by
-                default as the run's evaluation, which is greedy.
+                default those of the run's evaluation, which is greedy.
 
         Raises:
             TypeError: an unknown setting.
-            ValueError: prompts that are none, or a setting out of range.
+            ValueError: malformed prompts, or a setting out of range.
         """
         if isinstance(prompts, str) or any(isinstance(prompt, Mapping) for prompt in prompts):
             raise ValueError(f"prompts = {short(prompts)} is one prompt; give a list of prompts")
-        config = self._config
-        drawn = sampling_of(config.rollout, config.seed)
-        drawn = replace(drawn, **{"temperature": config.evaluation.temperature} | sampling)
-        as_they_are: dict[str, Any] = {"prompt_template": None, "rename": {}, "max_prompt_length": None}
-        for_messages = {"source": "generate(prompts)"}
-        dataset = config.dataset.model_copy(update=as_they_are | for_messages)
+        if not prompts:
+            return []
+        config, images = self._config, self._policy.image_reader
+        settings = {"temperature": config.evaluation.temperature} | sampling
+        as_given = {"prompt_template": None, "rename": {}, "max_prompt_length": None}
+        dataset = config.dataset.model_copy(update=as_given | {"source": "generate(prompts)"})
         rows = [{dataset.prompt_column: prompt} for prompt in prompts]
-        questions = (
-            prompts_of(rows, dataset, self.tokenizer, images=self._policy.image_reader) if rows else ()
-        )
-        ours = config.rollout.model_copy(update={"engine": "transformers"})
-        with make_engine(ours, self._policy) as engine:
-            return [group[0] for group in generate_rollout(engine, questions, 1, drawn)]
+        questions = prompts_of(rows, dataset, self.tokenizer, images=images)
+        chosen = replace(sampling_of(config.rollout, config.seed), **settings)
+        rollout = config.rollout.model_copy(update={"engine": "transformers"})
+        with make_engine(rollout, self._policy) as engine:
+            return [group[0] for group in generate_rollout(engine, questions, 1, chosen)]
 
     def save_pretrained(self, folder: str | Path, *, adapter: bool = False) -> None:
-        """Write model and tokenizer, adapters merged, for transformers and vLLM.
+        """Write model and tokenizer for transformers and vLLM, adapters merged.
 
         Args:
-            adapter: write the adapter alone, for peft.
+            adapter: write only the adapter, for peft.
 
         Raises:
             ValueError: the run has no adapter.

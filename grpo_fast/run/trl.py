@@ -1,4 +1,4 @@
-"""The names of TRL's and Unsloth's scripts: `GRPOTrainer`, `GRPOConfig` and `FastLanguageModel`."""
+"""Run scripts of TRL and Unsloth: `GRPOTrainer`, `GRPOConfig` and `FastLanguageModel`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NO_EFFECT = ("max_seq_length", "fast_inference", "max_lora_rank", "gpu_memory_ut
 
 
 class GRPOConfig:
-    """The arguments of TRL's GRPOConfig by name, for scripts without TRL; TRL's own class serves as well."""
+    """TRL's GRPOConfig for scripts without TRL; TRL's class works as well."""
 
     def __init__(self, output_dir: str = "trainer_output", **arguments: Any) -> None:
         self.__dict__.update(arguments, output_dir=output_dir)
@@ -29,7 +29,7 @@ class GRPOConfig:
 
 
 class GRPOTrainer:
-    """The trainer of a TRL script, by `grpo_fast.train`; arguments and errors as there."""
+    """TRL's trainer on `grpo_fast.train`, with the same arguments and errors."""
 
     def __init__(
         self,
@@ -42,15 +42,9 @@ class GRPOTrainer:
         **others: Any,
     ) -> None:
         self.args = GRPOConfig() if args is None else args
-        self._arguments = {
-            **{
-                "model": model,
-                "reward_funcs": reward_funcs,
-                "args": self.args,
-                "train_dataset": train_dataset,
-            },
-            **{"eval_dataset": eval_dataset, "processing_class": processing_class, **others},
-        }
+        self._arguments: dict[str, Any] = {"model": model, "reward_funcs": reward_funcs, "args": self.args}
+        self._arguments |= {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
+        self._arguments |= {"processing_class": processing_class, **others}
         self._run: Run | None = None
 
     def train(self, resume_from_checkpoint: bool | str | Path | None = None) -> Run:
@@ -78,32 +72,24 @@ class GRPOTrainer:
         return self.run.policy.tokenizer
 
     def save_model(self, output_dir: str | Path | None = None) -> None:
-        """Write the trained model, of LoRA the adapter alone; by default into the run's folder."""
+        """Write the trained model, or the adapter of a LoRA run; by default into the run's folder."""
         adapter = self.run.config.model.lora is not None
         self.run.policy.save_pretrained(output_dir or self.run.folder, adapter=adapter)
 
     def push_to_hub(self, *_: Any, **__: Any) -> None:
-        """Do nothing where `args` has pushed the run already.
-
-        Raises:
-            ValueError: it has not.
-        """
+        """Do nothing where `args` has pushed the run, else raise ValueError."""
         if self.run.config.hub is None:
             raise ValueError("args.push_to_hub is not set: set it, and args.hub_model_id to owner/name")
 
 
 class FastLanguageModel:
-    """Unsloth's loader for a script without Unsloth: a model is the section `model`, loaded by the run."""
+    """Unsloth's loader for scripts without Unsloth; a model is the section `model`, which the run loads."""
 
     @staticmethod
     def from_pretrained(
         model_name: str, *, load_in_4bit: bool = False, dtype: Any = None, **others: Any
     ) -> tuple[dict[str, Any], PreTrainedTokenizerBase]:
-        """Return a model that `train` loads, and its tokenizer.
-
-        Raises:
-            TypeError: an option without an equivalent.
-        """
+        """Return a model for `train`, and its tokenizer; raise TypeError for an unknown option."""
         from grpo_fast.config.policy import ModelConfig
         from grpo_fast.policy import load_tokenizer
 
@@ -111,7 +97,7 @@ class FastLanguageModel:
         section: dict[str, Any] = {"path": model_name}
         if dtype is not None:
             section["dtype"] = str(dtype).removeprefix("torch.")
-        tokenizer = load_tokenizer(ModelConfig(**section))  # 4 bits are refused without get_peft_model's LoRA
+        tokenizer = load_tokenizer(ModelConfig(**section))  # 4 bits need get_peft_model's LoRA
         return section | {"quantization": "nf4" if load_in_4bit else None}, tokenizer
 
     @staticmethod
@@ -119,7 +105,7 @@ class FastLanguageModel:
         model: dict[str, Any],
         r: int = 16,
         target_modules: Sequence[str] | str = "all-linear",
-        lora_alpha: float = 16,
+        lora_alpha: Any = 16,
         lora_dropout: float = 0,
         use_gradient_checkpointing: Any = "auto",
         **others: Any,
@@ -127,27 +113,26 @@ class FastLanguageModel:
         """Return the model with LoRA.
 
         Raises:
-            TypeError: an option without an equivalent.
-            ConfigError: an option of peft without one.
+            TypeError: an unknown option.
+            ConfigError: an option of peft without an equivalent.
         """
         import torch
         from peft import LoraConfig
 
         kept = {name: others.pop(name) for name in ("bias", "use_rslora") if name in others}
         _leave(others)
-        modules = target_modules if isinstance(target_modules, str) else list(target_modules)
-        alpha: Any = lora_alpha
-        adapters = LoraConfig(
-            r=r, lora_alpha=alpha, lora_dropout=lora_dropout, target_modules=modules, **kept
-        )
-        recomputes = use_gradient_checkpointing
-        if recomputes == "unsloth":
-            recomputes = "offload" if torch.cuda.is_available() else True  # a CPU has nothing to offload to
-        return {**model, "lora": lora_section(adapters), "gradient_checkpointing": recomputes}
+        kept |= {"target_modules": target_modules if isinstance(target_modules, str) else [*target_modules]}
+        adapters = LoraConfig(r=r, lora_alpha=lora_alpha, lora_dropout=lora_dropout, **kept)
+        checkpointing = use_gradient_checkpointing
+        if checkpointing == "unsloth":
+            checkpointing = (
+                "offload" if torch.cuda.is_available() else True
+            )  # a CPU has nothing to offload to
+        return {**model, "lora": lora_section(adapters), "gradient_checkpointing": checkpointing}
 
 
 def _leave(options: dict[str, Any]) -> None:
-    """Log options that have no effect here; raise TypeError for others that ask for something."""
+    """Log options that have no effect here; raise TypeError for unknown options that are set."""
     if unknown := [name for name, value in options.items() if name not in NO_EFFECT and value]:
         raise TypeError(f"{', '.join(unknown)}: FastLanguageModel has no such option here; leave it out")
     if idle := [name for name in options if name in NO_EFFECT]:
