@@ -24,6 +24,8 @@ REMOVED: dict[str, str] = {
     "normalize_then_sum gives all rewards one spread",
     "distributed.head": "was removed: mode shard always gathers the head; leave it out",
     "model.attention=flex_attention": "was removed: auto takes flash-attention where it fits, else sdpa",
+    "preference.beta.gap_gain": "was removed: preference.beta.band moves beta by the reward gap",
+    "preference.beta.gap_smoothing": "was removed with preference.beta.gap_gain; leave it out",
     "preference.reference_cache": "was removed: each start computes the reference's log-probabilities anew",
     "rollout.num_generations=auto": "was removed: the default is 8, and `grpo-fast plan` prints the largest "
     "number that fits",

@@ -7,15 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from grpo_fast.config.section import (
-    BandConfig,
-    Fraction,
-    FromMapping,
-    NotNegative,
-    Positive,
-    PositiveInt,
-    Section,
-)
+from grpo_fast.config.section import BandConfig, FromMapping, Positive, PositiveInt, Section
 from grpo_fast.objective.comparisons import PreferenceLossConfig, RankingLossConfig
 
 
@@ -26,10 +18,6 @@ class BetaConfig(Section):
         "constant", description="the way from loss.beta to final, over max_steps"
     )
     final: Positive | None = Field(None, description="beta of the last step")
-    gap_gain: NotNegative = Field(
-        0.0, description="how much beta follows the gap of chosen over rejected rewards; 0: not at all"
-    )
-    gap_smoothing: Fraction = Field(0.9, description="share of the old in the running mean of the gaps")
     band: BandConfig | None = Field(
         None,
         description="beta follows `rewards/margins`, the reward gap of the step before; null: not at all",
@@ -44,14 +32,10 @@ class BetaConfig(Section):
                 f"schedule = {self.schedule!r} and final = {self.final} contradict each other: linear and "
                 "cosine lead to a final beta, constant to none"
             )
-        if (self.gap_gain or self.band) and (self.min is None or self.max is None):
-            mover = "band" if self.band else f"gap_gain = {self.gap_gain}"
-            raise ValueError(f"{mover} lets beta move freely; bound it with min and max")
-        if self.band and (self.gap_gain or self.schedule != "constant"):
-            raise ValueError(
-                f"band moves beta, and so does gap_gain = {self.gap_gain} or schedule = {self.schedule!r}; "
-                "keep one"
-            )
+        if self.band and (self.min is None or self.max is None):
+            raise ValueError("band lets beta move freely; bound it with min and max")
+        if self.band and self.schedule != "constant":
+            raise ValueError(f"band moves beta, and so does schedule = {self.schedule!r}; keep one")
         if self.min is not None and self.max is not None and self.min > self.max:
             raise ValueError(f"min = {self.min} exceeds max = {self.max}; swap them")
         return self

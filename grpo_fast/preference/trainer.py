@@ -1,8 +1,7 @@
-"""Training on fixed completions of known worth: preferences and ranked groups.
+"""Train on fixed completions: preference pairs, labelled completions and ranked groups.
 
-The loop of all algorithms: a step's groups are drawn from a table that is there, nothing is generated, and
-the loss compares the log-probabilities of whole completions. Those of the reference are a fact of the table
-before the first step, so its model is not in memory.
+A step samples groups from a table, and the loss compares the log-probabilities of whole completions. Those of
+the reference are computed before the first step, so that its model is not in memory.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from grpo_fast.config.preference import BetaConfig
@@ -43,19 +41,17 @@ if TYPE_CHECKING:
     from grpo_fast.config.schema import TrainConfig
 
 StepLoss = Callable[[CompletionTable, Tensor], LossOutputs]
-"""Some of a step's groups and the (S,) log-probabilities of their completions, in order, to their share of
-the step's loss."""
+"""Takes groups of a step and the log-probabilities (S,) of their completions; returns their share of the loss."""
 
 
 class PreferenceTrainer(Algorithm):
-    """The state of a run, and the verbs that change it.
+    """Training on pairs, labelled completions or ranked groups.
 
     Args:
-        config: the run's.
-        annotator: of the policy, which keeps the completions of a prompt together.
-        prompts: draws what a step compares.
-        comparisons: the completions of every prompt, a group each, in the order of the prompts' dataset.
-        mismatched: for KTO each prompt with a completion that is not its own.
+        annotator: keeps the completions of a prompt in one micro-batch.
+        prompts: samples what a step compares.
+        comparisons: a group for each prompt, in the order of the prompts' dataset.
+        mismatched: for KTO, each prompt with another prompt's completion.
         held_out: groups for evaluation, each with an order to agree with.
     """
 
@@ -78,7 +74,7 @@ class PreferenceTrainer(Algorithm):
         self.held_out = range(0 if held_out is None else held_out.num_groups)
         self.groups = {prompt.index: number for number, prompt in enumerate(prompts.dataset)}
         self.drawn: list[int] = []  # the groups of the step
-        self.ranks = config.algorithm == "rank"  # groups, instead of pairs or labelled completions
+        self.ranks = config.algorithm == "rank"  # ranked groups rather than pairs or labelled completions
         beta = present(self.preference.loss.beta)
         self.beta = BetaController(beta, self.preference.beta, total_steps=config.max_steps)
 
@@ -87,12 +83,10 @@ class PreferenceTrainer(Algorithm):
         return {"groups": f"{plural(self.config.prompts_per_step, kind)} a step"}
 
     def collect(self, clock: Clock) -> tuple[CompletionTable, dict[str, float]]:
-        """The groups that the step compares."""
         self.drawn = [self.groups[prompt.index] for prompt in self.prompts.next()]
         return self.comparisons.select_groups(self.drawn), {}
 
     def learn(self, table: CompletionTable, clock: Clock) -> dict[str, float]:
-        """The gradient of the step's groups in micro-batches that fit, then the step."""
         beta = self.beta.value(self.step)
         with clock("logprobs"):
             loss = self.step_loss(table, beta)
@@ -106,11 +100,11 @@ class PreferenceTrainer(Algorithm):
                 metrics["grad_norm"] = optimizer_step(self.optimizer)
         if not self.ranks:
             metrics["beta"] = beta
-            self.beta.observe(metrics["rewards/margins"] / beta, beta)
+            self.beta.observe(metrics["rewards/margins"])
         return metrics
 
     def step_loss(self, table: CompletionTable, beta: float) -> StepLoss:
-        """The loss of a step, with its counts, its beta and, for KTO, its reference point."""
+        """Return the loss of a step, with its counts, its beta and, for KTO, its reference point."""
         if self.ranks:
             config, total = self.preference.ranking, table.num_groups
             return lambda some, logprobs: ranking_loss(ranked_inputs(some, logprobs, total), config)
@@ -124,16 +118,16 @@ class PreferenceTrainer(Algorithm):
     def gradient(
         self, table: CompletionTable, loss: StepLoss, batches: Sequence[PackedBatch]
     ) -> tuple[list[dict[str, Tensor]], bool]:
-        """Backward through every micro-batch: their shares of the metrics, and whether any has a gradient.
+        """Run backward over every micro-batch.
 
-        The losses of the micro-batches add up; groups that are all ties have no gradient.
+        Returns:
+            Their shares of the metrics, and whether any has a gradient: groups that are all ties have none.
         """
-        self.optimizer.zero_grad()  # of an attempt that failed
-        parts = [table.select(batch.rows.sort().values) for batch in batches]
+        self.optimizer.zero_grad()  # of a failed attempt
         shares, learns = [], False
-        for number, (part, batch) in enumerate(zip(parts, batches, strict=True)):
+        for number, batch in enumerate(batches):
             seed = derive_seed(self.config.seed, self.step, number)
-            out = loss(part, self.logprobs(batch, seed))
+            out = loss(table.select(batch.rows.sort().values), self.logprobs(batch, seed))
             if out.loss.requires_grad:
                 out.loss.backward()
                 learns = True
@@ -141,10 +135,9 @@ class PreferenceTrainer(Algorithm):
         return shares, learns
 
     def logprobs(self, batch: PackedBatch, seed: int) -> Tensor:
-        """(S,) log-probability of every completion in the order of the table, with gradient where enabled."""
-        head, weight_grad = self.policy.head, None
-        if torch.is_grad_enabled():
-            weight_grad = self.optimizer.gradient_of(head.weight)
+        """Return the (S,) log-probability of each completion in table order, differentiable."""
+        head = self.policy.head
+        weight_grad = self.optimizer.gradient_of(head.weight)
         tokens = linear_logprob(
             self.policy.hidden_states(batch),
             head.weight if weight_grad is None else head.weight.detach(),
@@ -158,20 +151,17 @@ class PreferenceTrainer(Algorithm):
 
     def timings(self, table: CompletionTable, seconds: float) -> dict[str, float]:
         tokens = int(table.lengths.sum() + table.prompt_offsets.diff()[table.prompts.unique()].sum())
-        return {
-            "tokens_per_second": tokens / seconds,
-            "memory/peak_bytes": bytes_in_use(self.policy.device),
-        }
+        peak = bytes_in_use(self.policy.device)
+        return {"tokens_per_second": tokens / seconds, "memory/peak_bytes": peak}
 
     def evaluate(self, size: int | None = None) -> RankingEvaluation:
-        """How log-probabilities order the held-out completions, or those of the first `size` prompts."""
+        """Compare the order of the log-probabilities of held-out completions with that of their grades."""
         table = present(self.compared).select_groups(self.held_out[:size])
         logprobs = summed_logprobs(table, self.annotator)
         config = self.preference.ranking if self.ranks else self.preference.loss
         return RankingEvaluation(table, logprobs, config.averaged)
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-able; what a resumed run needs besides the optimizer's tensors."""
         return {
             "prompts": self.prompts.state_dict(),
             "beta": self.beta.state_dict(),
@@ -185,54 +175,38 @@ class PreferenceTrainer(Algorithm):
 
 
 class BetaController:
-    """Beta for each step, with a state that resumes exactly.
+    """The beta of each step, with a state that resumes exactly.
 
-    The schedule leads from `start` at the first step to `config.final` at the last. With `gap_gain` α its β₀
-    becomes β = (1 + α (g − g₀)) β₀, kept within [min, max], where g is the mean log-ratio gap of chosen over
-    rejected times β₀, and g₀ the running mean of the gaps before it (β-DPO, arXiv 2407.08639, batch-level
-    calibration). The gap is that of the step before: a step's own is known only after its last micro-batch.
-    With `band` beta moves by a share of itself while the reward gap, which is in units of beta, is outside.
+    The schedule leads from `start` at the first step to `config.final` at the last. With `band`, beta rises
+    or falls by a share while the reward gap of the step before is outside the band.
 
     Args:
-        start: the beta of the loss's configuration.
-        config: the run's `preference.beta` section.
-        total_steps: optimiser steps of the whole run.
+        start: beta of the loss's configuration.
+        total_steps: optimizer steps of the whole run.
     """
 
     def __init__(self, start: float, config: BetaConfig, *, total_steps: int) -> None:
-        self._start = start
-        self._config = config
-        self._total_steps = total_steps
-        self._excess = 0.0  # of the last step's gap over the running mean before it, in log-ratio
-        self._running: float | None = None  # smoothed gap, in log-ratio
+        self._start, self._config, self._total_steps = start, config, total_steps
         self._factor = 1.0  # of `start`, by the band
 
     def value(self, step: int) -> float:
-        """The beta of the step with this index, from 0."""
+        """Return the beta of the step with this index, from 0."""
         config, beta = self._config, self._start * self._factor
         if config.final is not None:
             progress = min(1.0, step / max(1, self._total_steps - 1))
             if config.schedule == "cosine":
                 progress = 0.5 * (1.0 - math.cos(math.pi * progress))
             beta += (config.final - beta) * progress
-        beta *= 1.0 + config.gap_gain * beta * self._excess
         return max(config.min or 0.0, min(beta, config.max or math.inf))
 
-    def observe(self, gap: float, beta: float) -> None:
-        """Take in a finished step's mean log-ratio gap, chosen minus rejected, and the step's beta."""
-        config = self._config
-        if config.band is not None:
-            low, high = present(config.min) / self._start, present(config.max) / self._start
-            self._factor = config.band.moved(self._factor, gap * beta, low, high)
-        running = gap if self._running is None else self._running
-        smoothing = config.gap_smoothing
-        self._excess = gap - running
-        self._running = smoothing * running + (1 - smoothing) * gap
+    def observe(self, gap: float) -> None:
+        """Move beta by a finished step's reward gap, `rewards/margins`."""
+        if (band := self._config.band) is not None:
+            low, high = (present(bound) / self._start for bound in (self._config.min, self._config.max))
+            self._factor = band.moved(self._factor, gap, low, high)
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-able."""
-        return {"excess": self._excess, "running": self._running, "factor": self._factor}
+        return {"factor": self._factor}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._excess, self._running = state["excess"], state["running"]
-        self._factor = state.get("factor", 1.0)
+        self._factor = state["factor"]

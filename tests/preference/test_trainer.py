@@ -125,7 +125,7 @@ def test_a_step_after_out_of_memory_equals_one_of_small_micro_batches(
 
 
 @pytest.mark.parametrize(
-    "beta", [{"schedule": "cosine", "final": 0.5, "gap_gain": 0.6}, {"band": {"below": 9.0, "above": 9.0}}]
+    "beta", [{"schedule": "cosine", "final": 0.5}, {"band": {"below": 9.0, "above": 9.0}}]
 )
 def test_a_resumed_run_is_the_one_that_was_not_stopped(beta, make_run, tmp_path):
     beta = beta | {"min": 0.01, "max": 1.0}
