@@ -1,1 +1,1 @@
-"""The loop of all algorithms: completions are collected, an update is made of them."""
+"""The training loop: collect completions, update the policy, evaluate."""

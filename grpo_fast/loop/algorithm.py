@@ -1,4 +1,4 @@
-"""The one loop of all algorithms: a step's completions are collected, learnt from, and told of."""
+"""The training loop shared by all algorithms: rollout, update, metrics."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 
 class Algorithm(ABC):
-    """The state of a run. An algorithm says what a step's completions are and how they are learnt from."""
+    """The state of a run. Subclasses collect a step's completions and update the policy on them."""
 
     config: TrainConfig  # of the run, or of its stage
-    engine: Engine | None = None  # what generates, where anything does
-    held_out: Sequence[Any] = ()  # what an evaluation is of
+    engine: Engine | None = None
+    held_out: Sequence[Any] = ()  # the questions or groups of an evaluation
     criterion: str = ""  # when an answer to one of them is right
 
     def __init__(
@@ -43,11 +43,11 @@ class Algorithm(ABC):
         self.prompts = prompts
         self.world = world
         self.step = 0
-        self.on_progress: Callable[[int, int, int], None] | None = None  # told how every generation goes
-        self.held = ExitStack()  # what ends with the run
+        self.on_progress: Callable[[int, int, int], None] | None = None  # gets every generation's progress
+        self.held = ExitStack()  # closed at the end of the run
 
     def train_step(self) -> StepResult:
-        """One step of the loop."""
+        """Run one step."""
         self.begin()
         clock = Clock()
         with clock("step"):
@@ -62,39 +62,39 @@ class Algorithm(ABC):
 
     @abstractmethod
     def described(self) -> dict[str, str]:
-        """What a user reads of a step before the first, each line by its name."""
+        """Return lines on what a step does, by name, for the run's opening."""
 
     def begin(self) -> None:
-        """Before a step: what is drawn in it follows from it."""
+        """Prepare a step, whose random numbers depend on its number."""
         self.world.begin(self.step + 1, self.config.seed)
 
     @abstractmethod
     def collect(self, clock: Clock) -> tuple[CompletionTable, dict[str, float]]:
-        """The step's completions with what is known of them, and metrics of it."""
+        """Return the step's completions and their metrics."""
 
     @abstractmethod
     def learn(self, table: CompletionTable, clock: Clock) -> dict[str, float]:
-        """Change the policy; metrics of the change."""
+        """Update the policy on the completions, and return metrics."""
 
     @abstractmethod
     def timings(self, table: CompletionTable, seconds: float) -> dict[str, float]:
-        """What else a step took, of `seconds` in all."""
+        """Return timings of a step that took `seconds`."""
 
     def samples(self, table: CompletionTable) -> list[SampleRecord]:
-        """Completions for a person to read."""
+        """Return completions for samples.jsonl."""
         return []
 
     @abstractmethod
     def evaluate(self, size: int | None = None) -> Any:
-        """A score with its `interval`, the `n` it is of, and `metrics` beside it."""
+        """Return a score with its `interval`, its number of questions `n`, and `metrics`."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """JSON-able; what a resumed run needs besides the weights and the optimizer."""
+        """Return, as JSON, the state besides the weights and the optimizer."""
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """What `state_dict` has given."""
+        """Restore the state."""
 
     def __enter__(self) -> Algorithm:
         return self

@@ -1,4 +1,4 @@
-"""Columns of a table that a forward without gradients gives: log-probabilities and entropies."""
+"""Compute log-probabilities, entropies and reference states of a table without gradients."""
 
 from __future__ import annotations
 
@@ -22,36 +22,31 @@ from grpo_fast.rollout.agreement import evaluation_mode
 
 @dataclass(frozen=True)
 class ReferenceStates:
-    """What the reference's distributions at N targets follow from."""
+    """Hidden states and head that give the reference's logits at N targets."""
 
-    hidden: Tensor  # (N, H) of the reference
-    head: HeadParameters | None = None  # None: the policy's own, which is frozen
+    hidden: Tensor  # (N, H)
+    head: HeadParameters | None = None  # None: the policy's head
 
-    def operands(self, own: HeadParameters) -> dict[str, Any]:
-        """Return what a loss forms the reference's logits of.
-
-        Args:
-            own: the policy's head.
-        """
-        head = self.head or own
+    def operands(self, policy_head: HeadParameters) -> dict[str, Any]:
+        """Return the arguments of a loss that computes the reference's logits."""
+        head = self.head or policy_head
         return {"ref_hidden": self.hidden, "ref_weight": head.weight, "ref_bias": head.bias}
 
-    def scaling(self, own: HeadParameters) -> dict[str, Any]:
-        """Return what `linear_kl` does to these logits."""
-        head = self.head or own
+    def scaling(self, policy_head: HeadParameters) -> dict[str, Any]:
+        """Return the further arguments of `linear_kl`."""
+        head = self.head or policy_head
         return {"ref_logit_scale": head.logit_scale, "ref_softcap": head.softcap}
 
 
 class Annotator:
-    """Passes over a table in micro-batches that fit, again and again in smaller ones until the memory holds
-    them.
+    """Passes over a table in micro-batches, which become smaller until they fit the memory.
 
     Args:
-        micro_batch_tokens: input tokens of a micro-batch, while the memory holds them.
-        temperature: of the distribution that log-probabilities are of.
-        whole_groups: completions that are compared with one another are in one micro-batch.
-        ready: waits for the reference's weights, where they were away.
-        world: the ranks that compute together, each its own table.
+        micro_batch_tokens: input tokens of a micro-batch, if they fit.
+        temperature: of the distribution of the log-probabilities.
+        whole_groups: keep completions that share a baseline in one micro-batch.
+        ready: waits for the reference's weights after an offload.
+        world: the ranks that compute together, each with its own table.
     """
 
     def __init__(
@@ -72,22 +67,22 @@ class Annotator:
         self.budget = MicroBatchBudget(unit="", remedy=remedy, repeats=not policy.sharded)
         self.keep_groups(whole_groups)
         self._ready = ready
-        self.follows_policy = False  # whether the reference is the policy as it is now
+        self.follows_policy = False  # the reference is the current policy
 
     def keep_groups(self, whole: bool) -> None:
-        """Keep each group in one micro-batch from here on, or split groups where that fits better."""
+        """Set whether each group stays in one micro-batch."""
         self.whole_groups = whole
         self.budget.unit = "one group with its prompts" if whole else "one completion with its prompt"
 
     @property
     def micro_batch_tokens(self) -> int:
-        """Tokens of a micro-batch now."""
+        """Input tokens of a micro-batch, lowered after running out of memory."""
         return self.budget.tokens(self.configured)
 
     def attempts(
         self, table: CompletionTable
     ) -> Iterator[tuple[AbstractContextManager[None], tuple[PackedBatch, ...]]]:
-        """`MicroBatchBudget.attempts` with the table's micro-batches of each attempt."""
+        """Yield each attempt of `MicroBatchBudget.attempts` with its micro-batches."""
 
         def cut() -> tuple[tuple[PackedBatch, ...], int, int]:
             batches = self.packed(table)
@@ -96,26 +91,21 @@ class Annotator:
         return self.budget.attempts(cut)
 
     def packed(self, table: CompletionTable) -> tuple[PackedBatch, ...]:
-        """Micro-batches of today's budget with the table's columns: one at least, and as many on every rank
-        where a forward is one of all ranks."""
+        """Return the micro-batches with the table's columns: at least one, equally many on sharded ranks."""
         key = (self.micro_batch_tokens, self.whole_groups, self.policy.packs)
         if key not in table.layouts:
-            device = self.policy.device
-            batches = []
-            if len(table):
-                batches = laid_out(
-                    table, max_tokens=key[0], device=device, whole_groups=key[1], shares_prompts=key[2]
-                )
+            device, (tokens, whole, shares) = self.policy.device, key
+            options: Any = {"max_tokens": tokens, "whole_groups": whole, "shares_prompts": shares}
+            batches = laid_out(table, device=device, **options) if len(table) else []
             count = max(1, len(batches))
             if self.policy.sharded:
                 count = max(self.world.gather_from_all("the micro-batches", lambda: count))
-            if count > len(batches):
-                batches += [empty_batch(table, device)] * (count - len(batches))
-            table.layouts[key] = batches
+            missing = count - len(batches)
+            table.layouts[key] = batches + ([empty_batch(table, device)] * missing if missing else [])
         return tuple(batch.with_columns(table) for batch in table.layouts[key])
 
     def _longest(self, table: CompletionTable) -> int:
-        """Input tokens of what is never split."""
+        """Return the input tokens of the largest unit that is never split."""
         if not len(table):
             return 1
         if self.whole_groups:
@@ -129,12 +119,13 @@ class Annotator:
         *outputs: str,
         of: Callable[[], AbstractContextManager[Policy]] | None = None,
     ) -> list[Tensor]:
-        """(N,) float32 of each head output, by default the log-probabilities; 0 for what the model did not
-        write. LoRA's dropout is off, as in the engine.
+        """Compute (N,) float32 head outputs, by default log-probabilities, with LoRA's dropout off.
+
+        Tokens that the model did not write have 0.
 
         Args:
             outputs: of `linear_logprob`.
-            of: makes the model current that is asked, the reference say; none: the policy.
+            of: a context of the model to use, such as the reference; by default the policy.
         """
         names, device = outputs or ("logprob",), self.policy.device
         for attempt, batches in self.attempts(table):
@@ -151,16 +142,16 @@ class Annotator:
         return found
 
     def reference_logprobs(self, table: CompletionTable) -> Tensor:
-        """(N,) float32 under the policy as it was loaded."""
+        """Compute the reference's log-probabilities, (N,) float32."""
         self._ready()
         return self.columns(table, of=self.policy.reference)[0]
 
     @torch.no_grad()
     def reference_states(self, batch: PackedBatch, table: CompletionTable) -> ReferenceStates:
-        """Return what an exact KL of the batch's targets reads of the reference. No logits are formed.
+        """Compute the reference's states at the batch's targets, for an exact KL, without logits.
 
         Args:
-            table: that the batch is of; with the object `context`, the reference sees that prompt.
+            table: the batch's table; with the object `context`, the reference sees that prompt.
         """
         self._ready()
         follows = nullcontext(self.policy) if self.follows_policy else self.policy.reference()
@@ -174,37 +165,30 @@ class Annotator:
                 if reference is self.policy:
                     return ReferenceStates(hidden)
                 head = reference.head
-                # What is gathered here is gone when the policy computes.
-                return ReferenceStates(
-                    hidden, replace(head, weight=head.weight.clone()) if reference.sharded else head
-                )
+                if reference.sharded:  # the gathered weight is freed after this
+                    head = replace(head, weight=head.weight.clone())
+                return ReferenceStates(hidden, head)
 
             return reference.run(work)
 
     def _states_in_context(self, reference: Policy, batch: PackedBatch, table: CompletionTable) -> Tensor:
-        """(N, H) for the batch's targets after the teacher's prompts, in micro-batches of their own."""
+        """Compute (N, H) states at the batch's targets after the teacher's prompts."""
         rows = batch.rows.cpu()
         seen, device = seen_by_teacher(table, rows), reference.device
-        shares = {"shares_prompts": reference.packs}
-        batches = laid_out(seen, max_tokens=self.micro_batch_tokens, device=device, **shares)
-        found = torch.cat([reference.hidden_states(one) for one in batches])
+        options: Any = {"max_tokens": self.micro_batch_tokens, "shares_prompts": reference.packs}
+        batches = laid_out(seen, device=device, **options)
+        states = torch.cat([reference.hidden_states(one) for one in batches])
         order = torch.cat([one.token_index for one in batches]).argsort()
         targets = seen.mask.cumsum(0).sub(1)[places_in(seen, table, rows, batch)]
-        return found[order[targets.to(device)]]
+        return states[order[targets.to(device)]]
 
     def head_outputs(self, policy: Policy, batch: PackedBatch, *outputs: str) -> HeadOutput:
-        """(N,) float32 log-probabilities at the sampling temperature, and `outputs` besides."""
+        """Compute (N,) float32 log-probabilities at the sampling temperature, and further `outputs`."""
         names = tuple(dict.fromkeys(("logprob", *outputs)))
 
         def work() -> HeadOutput:
             hidden, head = policy.hidden_states(batch), policy.head
-            return linear_logprob(
-                hidden,
-                head.weight,
-                batch.targets,
-                temperature=self.temperature,
-                outputs=names,
-                **head.options,
-            )
+            options: Any = {"temperature": self.temperature, "outputs": names, **head.options}
+            return linear_logprob(hidden, head.weight, batch.targets, **options)
 
         return policy.run(work)

@@ -1,7 +1,8 @@
-"""Completions drawn and scored, rewards compared, advantages given: functions from a table to a table."""
+"""Generate and score completions, and compute advantages, totals and metrics of a table."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,30 +28,30 @@ from grpo_fast.objective import GRPOLossConfig, StepTotals
 from grpo_fast.objective.types import KNOWN_COLUMNS
 from grpo_fast.rewards import EarlyScores, RewardSet, weighted_sum
 from grpo_fast.rewards.types import Scored
-from grpo_fast.rollout.types import Completion, Engine, Rollout, Sampling, as_asked, generate_rollout
+from grpo_fast.rollout.types import Completion, Engine, Episode, Rollout, Sampling, as_asked, generate_rollout
 
 T = TypeVar("T")
-Progress = Callable[[int, int, int], None]  # tokens decoded, completions ended, completions in all
+Progress = Callable[[int, int, int], None]  # tokens decoded, completions finished, completions in all
 OVERLONG, KL = "soft_overlong", "kl"  # parts of the reward that training adds
 EPISODE = ("turns", "tool_calls", "tool_failures", "tools_given_up", "environment_seconds")
-"""What the fact `episode` (S, 5) holds; NaN for a completion of one turn without an environment."""
+"""Columns of the fact `episode` (S, 5); NaN for a completion of one turn without an environment."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """A prompt, its n completions, and what they earned from F reward functions: for a function of a user."""
+    """A prompt, its n completions and their F rewards, for a user's function."""
 
     prompt: Prompt
     completions: tuple[Completion, ...]
-    rewards: Tensor  # (n,) float32, the weighted total
-    reward_table: Tensor  # (n, F) float32, NaN where a function does not apply; then a column each penalty
+    rewards: Tensor  # (n,) float32, weighted sums
+    reward_table: Tensor  # (n, F) float32, NaN where a function does not apply; then a column per penalty
     extra: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # columns that rewards logged, n values
-    flat: bool = False  # all rewards equal: nothing to learn
+    flat: bool = False  # all rewards are equal
 
 
 @dataclass
 class RolloutWatch:
-    """Beside a rollout: rewards of complete groups, and the display."""
+    """Observes a rollout: starts to score complete groups, and reports progress."""
 
     on_progress: Progress | None = None
     scores: EarlyScores | None = None
@@ -74,10 +75,10 @@ def generate(
     rollout: Rollout = generate_rollout,
     progress: Progress | None = None,
 ) -> tuple[list[list[Completion]], EarlyScores]:
-    """`n` completions of each prompt, and the rewards that were begun meanwhile."""
+    """Generate `n` completions of each prompt, and score complete groups meanwhile."""
     scores = EarlyScores(rewards, prompts)
     watch = RolloutWatch(progress, scores)
-    watch.progress(0, 0, n * len(prompts))  # the prefill counts
+    watch.progress(0, 0, n * len(prompts))  # during the prefill
     try:
         return rollout(engine, prompts, n, sampling, observer=watch), scores
     except BaseException:
@@ -93,21 +94,21 @@ def score(
     weights: Sequence[float] | None = None,
     precomputed: Mapping[str, Scored] = MappingProxyType({}),
 ) -> CompletionTable:
-    """What G prompts with n completions each earned; their environments have then done their part.
+    """Score G prompts with n completions each.
 
     Args:
-        weights: of the F reward functions in place of their own.
+        weights: replace those of the F reward functions.
         precomputed: values of reward functions that have been called already, by name.
 
     Returns:
-        The table with the column `sampler_logprobs` where the sampler told them, the facts `reward` (S,),
-        `reward_table` (S, F; NaN where a function does not apply), `truncated` (S,) and `episode`, and the
-        objects `prompt` (as it was asked) and `completion`; and the columns of the rollout's own.
+        The table with the column `sampler_logprobs` where the rollout returned them; the facts `reward` (S,),
+        `reward_table` (S, F; NaN where a function does not apply), `truncated` (S,) and `episode`; the
+        objects `prompt` (with an environment's opening) and `completion`; and the rollout's custom columns.
     """
     result = rewards.score_completions(prompts, completions, precomputed=precomputed)
     flat = [completion.without_environment() for group in completions for completion in group]
     asked = [as_asked(p, c) for p, group in zip(prompts, completions, strict=True) for c in group]
-    told = _all_or_none("log-probabilities", [completion.logprobs for completion in flat])
+    logprobs = _all_or_none("log-probabilities", [completion.logprobs for completion in flat])
     experts = _all_or_none("experts", [c.experts for group in completions for c in group])
     names = {frozenset(completion.columns) for completion in flat}
     if len(names) > 1:
@@ -123,15 +124,14 @@ def score(
             "reward": weighted_sum(result.table, weights) if weights else result.total,
             "reward_table": result.table,
             "truncated": torch.tensor([completion.truncated for completion in flat]),
-            "episode": torch.tensor([_episode(completion) for completion in flat], dtype=torch.float64),
+            "episode": torch.tensor(
+                [_episode(completion.episode) for completion in flat], dtype=torch.float64
+            ),
         },
         inputs={} if experts is None else {EXPERTS: experts},
-        objects={
-            "prompt": asked,
-            "completion": flat,
-            **{EXTRA + name: values for name, values in result.log.extra.items()},
-        },
-        sampler_logprobs=told,
+        objects={"prompt": asked, "completion": flat}
+        | {EXTRA + name: values for name, values in result.log.extra.items()},
+        sampler_logprobs=logprobs,
         **{name: [completion.columns[name] for completion in flat] for name in flat[0].columns},
     )
     logged = {n: torch.tensor(v, dtype=torch.float64) for n, v in result.log.metrics.items()}
@@ -139,16 +139,15 @@ def score(
 
 
 def _all_or_none(what: str, values: Sequence[T | None]) -> list[T] | None:
-    """The values of all completions; None where none has one."""
+    """Return the values of all completions, or None where none has one."""
     given = [value for value in values if value is not None]
     if given and len(given) < len(values):
         raise ValueError(f"{what} are None for some completions only; give them for all, or for none")
     return given or None
 
 
-def _episode(completion: Completion) -> tuple[float, ...]:
-    told = completion.episode
-    return tuple(float("nan") if told is None else getattr(told, name) for name in EPISODE)
+def _episode(episode: Episode | None) -> list[float]:
+    return [math.nan if episode is None else float(getattr(episode, name)) for name in EPISODE]
 
 
 def with_advantages(
@@ -157,17 +156,16 @@ def with_advantages(
     weights: Sequence[float],
     baseline_groups: Sequence[int] | None = None,
 ) -> CompletionTable:
-    """With the facts `advantage` (S,) and `flat` (S,): all rewards of the group equal, nothing to learn.
+    """Add the facts `advantage` (S,) and `flat` (S,), true where all rewards of the group are equal.
 
-    A user's function may give each token its own: then they are a column, `advantages`, and the fact is their
-    mean.
+    Advantages per token of a user's function become the column `advantages`, and the fact is their mean.
 
     Args:
-        weights: of the F reward functions; read where each reward is scaled by itself.
-        baseline_groups: for each group a number, the same where they share a baseline; None: nobody does.
+        weights: of the F reward functions; used where each reward is scaled separately.
+        baseline_groups: a number for each group, equal where groups share a baseline; None: none do.
 
     Raises:
-        ValueError: the configured advantage function returns something of the wrong shape.
+        ValueError: the configured advantage function returns a wrong shape.
     """
     if config.scales_parts:
         by_group = table.facts["reward_table"].view(table.num_groups, -1, len(weights))
@@ -191,25 +189,25 @@ def with_advantages(
 
 
 def _own_advantages(table: CompletionTable, path: str) -> CompletionTable:
-    """With the advantages that a user's function gives; flat where all of a group are zero."""
+    """Add the advantages of a user's function; a group is flat where all of its advantages are zero."""
     rewards = table.by_group("reward")
     n = rewards.shape[1]
     given = load_callable(path, "advantage.function")(groups_of(table), rewards)
     if len(given) != len(rewards):
         raise ValueError(f"advantage.function = {path!r} returned {len(given)} groups for {len(rewards)}")
-    tokens: list[list[float]] = []
+    tokens: list[float] = []
     for row, lengths in zip(given, table.lengths.view(-1, n).tolist(), strict=True):
-        found = [len(a) if isinstance(a, (list, tuple)) else m for a, m in zip(row, lengths, strict=False)]
-        if len(row) != n or found != lengths:
+        per_token = [
+            [*a] if isinstance(a, (list, tuple)) else [a] * length
+            for a, length in zip(row, lengths, strict=False)
+        ]
+        if len(row) != n or (found := [*map(len, per_token)]) != lengths:
             raise ValueError(
                 f"advantage.function = {path!r} returned {found} values for completions of {lengths} tokens; "
                 "give each completion a number, or a list with one for each of its tokens"
             )
-        tokens += [
-            [*map(float, a)] if isinstance(a, (list, tuple)) else [float(a)] * length
-            for a, length in zip(row, lengths, strict=True)
-        ]
-    column = torch.tensor([*chain.from_iterable(tokens)])
+        tokens += map(float, chain.from_iterable(per_token))
+    column = torch.tensor(tokens)
     rows = table.spread(torch.arange(len(table)))
     means = torch.zeros(len(table)).index_add(0, rows, column) / table.lengths
     live = torch.zeros(len(table), dtype=torch.bool).index_fill(0, rows[column != 0], True)
@@ -218,33 +216,21 @@ def _own_advantages(table: CompletionTable, path: str) -> CompletionTable:
 
 
 def groups_of(table: CompletionTable) -> list[Group]:
-    """The table as a function of a user sees it. All rows are this rank's."""
+    """Return the table's groups for a user's function."""
     rewards = table.by_group("reward")
-    n = rewards.shape[1]
     parts = parts_of(table).view(*rewards.shape, -1)
-
-    def objects(name: str, group: int) -> tuple[Any, ...]:
-        return table.objects[name][n * group : n * (group + 1)]
-
-    return [
-        Group(
-            prompt=objects("prompt", number)[0],
-            completions=objects("completion", number),
-            rewards=rewards[number],
-            reward_table=parts[number],
-            extra={
-                name.removeprefix(EXTRA): objects(name, number)
-                for name in table.objects
-                if name.startswith(EXTRA)
-            },
-            flat="flat" in table.facts and bool(table.facts["flat"][n * number]),
-        )
-        for number in range(len(rewards))
-    ]
+    groups, n = [], rewards.shape[1]
+    for number in range(len(rewards)):
+        objects = {name: of[n * number : n * (number + 1)] for name, of in table.objects.items()}
+        extra = {name.removeprefix(EXTRA): of for name, of in objects.items() if name.startswith(EXTRA)}
+        flat = "flat" in table.facts and bool(table.facts["flat"][n * number])
+        prompt, completions = objects["prompt"][0], objects["completion"]
+        groups.append(Group(prompt, completions, rewards[number], parts[number], extra, flat))
+    return groups
 
 
 def overlong_penalties(table: CompletionTable, limit: int, share: float) -> Tensor:
-    """(S,) soft length penalty: rises from 0 to 1 over the last `share` of `limit` tokens.
+    """Compute the (S,) soft length penalty, from 0 to 1 over the last `share` of `limit` tokens.
 
     DAPO (Yu et al. 2025, arXiv:2503.14476), equation 13.
     """
@@ -253,9 +239,9 @@ def overlong_penalties(table: CompletionTable, limit: int, share: float) -> Tens
 
 
 def with_penalties(table: CompletionTable, penalties: Mapping[str, Tensor]) -> CompletionTable:
-    """Subtract penalties (S,) from the reward; the fact `penalty_table` (S, P) has them, negated.
+    """Subtract penalties (S,) from the reward, and add them negated as the fact `penalty_table` (S, P).
 
-    A completion that no reward applies to has no penalty either.
+    Completions without a reward have no penalty.
     """
     if not penalties:
         return table
@@ -265,16 +251,15 @@ def with_penalties(table: CompletionTable, penalties: Mapping[str, Tensor]) -> C
 
 
 def parts_of(table: CompletionTable) -> Tensor:
-    """(S, F + P): what the functions gave and the penalties, which add up to the reward by their weights."""
-    return torch.cat(
-        [table.facts[name] for name in ("reward_table", "penalty_table") if name in table.facts], 1
-    )
+    """Return (S, F + P): the rewards and penalties, whose weighted sum is the reward."""
+    parts = [table.facts[name] for name in ("reward_table", "penalty_table") if name in table.facts]
+    return torch.cat(parts, 1)
 
 
 def part_weights(
     names: Sequence[str], weights: Sequence[float], penalties: Iterable[str]
 ) -> dict[str, float]:
-    """Return the weight of each column of `parts_of`; a penalty with the name of a reward is numbered."""
+    """Return the weight of each column of `parts_of`; penalties that share a reward's name are numbered."""
     parts = dict(zip(names, weights, strict=True))
     for penalty in penalties:
         taken = sum(re.fullmatch(rf"{penalty}(_\d+)?", name) is not None for name in parts)
@@ -285,15 +270,15 @@ def part_weights(
 def to_train(
     table: CompletionTable, config: AdvantageConfig, loss: GRPOLossConfig
 ) -> tuple[CompletionTable, StepTotals]:
-    """The update's completions with the column `advantages`, and the counts that its loss is divided by.
+    """Return the update's completions with the column `advantages`, and the counts of its loss.
 
-    A group without spread has no policy gradient. Where it is skipped it stays in the counts, so that the
-    policy gradient is the same; a KL in the loss or an entropy bonus then acts on the other groups only.
+    Groups with zero reward variance have no policy gradient. Skipped groups still count, so that the policy
+    gradient is the same; a KL in the loss or an entropy bonus then acts on the other groups only.
     """
     if not len(table):
         return table, StepTotals(num_tokens=0, num_sequences=0)
     skips = config.skip_flat_groups
-    if skips is None:  # whitened, a flat group's advantages are not zero
+    if skips is None:  # whitening gives flat groups advantages
         skips = not loss.reads_every_token and config.scale_rewards != "whiten"
     counted = ~(table.facts["truncated"] & config.mask_truncated)
     kept = counted & ~table.facts["flat"] if skips else counted
@@ -314,10 +299,10 @@ def to_train(
 
 
 def describe(table: CompletionTable, part_names: Sequence[str]) -> dict[str, float]:
-    """Metrics of a step's groups."""
+    """Compute the metrics of a step's groups."""
     rewards, lengths = table.by_group("reward"), table.num_targets.float().view(table.num_groups, -1)
     n = rewards.shape[1]
-    ids = [own.numpy().tobytes() for own in table.token_ids.split(table.lengths.tolist())]
+    ids = [row.numpy().tobytes() for row in table.token_ids.split(table.lengths.tolist())]
     metrics = {"reward/mean": rewards.nanmean().item()} if part_names else {}
     if "flat" in table.facts:  # completions are compared
         metrics["reward/std"] = spread_within(rewards)

@@ -1,4 +1,4 @@
-"""The columns that a custom loss reads: checked before training, and put beside a step's completions."""
+"""Check the columns that a custom loss reads, and add them to a step's completions."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from grpo_fast.data.table import CompletionTable
 from grpo_fast.objective.types import KNOWN_COLUMNS
 from grpo_fast.rewards.types import column_names
 
-EXTRA = "extra/"  # before the names of columns that rewards have logged
-LOSS_COLUMN = "column/"  # before the names of `loss.columns`, as facts
+EXTRA = "extra/"  # prefix of columns that rewards logged
+LOSS_COLUMN = "column/"  # prefix of `loss.columns` as facts
 
 
 def check_loss_columns(dataset: PromptDataset, names: Iterable[str], key: str = "loss.columns") -> None:
-    """Raise ValueError where a column that a custom loss reads has no place, or is no number in some row.
+    """Raise ValueError for a column with a reserved name, or with a row that has no number.
 
-    One of `loss.columns` that no row has is to be logged by a reward: `with_loss_columns` looks for it.
+    A column of `loss.columns` that no row has must come from a reward; `with_loss_columns` looks for it.
     """
     held = column_names(dataset)
     for name in names:
@@ -37,7 +37,7 @@ def check_loss_columns(dataset: PromptDataset, names: Iterable[str], key: str = 
 
 
 def finite_number(value: Any, what: str, known: Iterable[str]) -> float:
-    """A value of a column that a loss reads; raises ValueError for anything but a finite number."""
+    """Return a column's value, or raise ValueError where it is not a finite number."""
     if not isinstance(value, int | float) or not math.isfinite(value):
         name = what.rpartition(" ")[2]
         raise ValueError(
@@ -48,19 +48,17 @@ def finite_number(value: Any, what: str, known: Iterable[str]) -> float:
 
 
 def with_loss_columns(table: CompletionTable, names: Iterable[str]) -> CompletionTable:
-    """With the facts (S,) that `loss.columns` names: of each completion's prompt, or logged by a reward.
+    """Add the facts (S,) that `loss.columns` names, from each completion's prompt or a reward's log.
 
     Raises:
-        ValueError: a column that neither the data nor a reward has, or a logged value that is no number.
+        ValueError: neither the data nor a reward has the column, or a logged value is not a number.
     """
     facts = {}
-    for name in names:
-        if name in table.columns:  # the rollout's own, of each token
-            continue
-        rows = [prompt.columns for prompt in table.objects["prompt"]]
-        values = [row.get(name) for row in rows]
-        logged = [key.removeprefix(EXTRA) for key in table.objects if key.startswith(EXTRA)]
-        known = [*dict.fromkeys(key for row in rows for key in row), *logged]
+    prompts = table.objects["prompt"]
+    logged = [key.removeprefix(EXTRA) for key in table.objects if key.startswith(EXTRA)]
+    known = [*dict.fromkeys(key for prompt in prompts for key in prompt.columns), *logged]
+    for name in (name for name in names if name not in table.columns):  # the rollout has those per token
+        values = [prompt.columns.get(name) for prompt in prompts]
         if all(value is None for value in values):
             if name not in logged:
                 raise ValueError(
@@ -68,8 +66,9 @@ def with_loss_columns(table: CompletionTable, names: Iterable[str]) -> Completio
                     f"reward with log_extra({name!r}, values): {choices(name, known)}"
                 )
             values = [*table.objects[EXTRA + name]]
-        numbers = []
-        for index, value in zip([prompt.index for prompt in table.objects["prompt"]], values, strict=True):
-            numbers.append(finite_number(value, f"row {index}, loss.columns: {name}", known))
+        numbers = [
+            finite_number(value, f"row {prompt.index}, loss.columns: {name}", known)
+            for prompt, value in zip(prompts, values, strict=True)
+        ]
         facts[LOSS_COLUMN + name] = torch.tensor(numbers)
     return table.with_facts(**facts)

@@ -1,7 +1,7 @@
-"""What a teacher sees beside a prompt: a demonstration, or a completion of the same prompt that succeeded.
+"""Build a teacher's prompts, with a demonstration or a successful completion of the same prompt.
 
-SDFT (arXiv:2601.19897) and SDPO (arXiv:2601.20802) distill a model from itself. The teacher is the model with
-more in its context, asked about the completions that the student sampled without it.
+SDFT (arXiv:2601.19897) and SDPO (arXiv:2601.20802) distill a model from itself: the teacher is the model with
+more context, scoring completions that the student sampled without it.
 """
 
 from __future__ import annotations
@@ -25,19 +25,15 @@ if TYPE_CHECKING:
 
     from grpo_fast.data import PromptDataset
 
-CONTEXT = "context"  # the object: tokens of the teacher's prompt; None where it sees no more than the policy
-FOUND = ("solution", "feedback")  # fields that a rollout gives; all others are columns of the data
+CONTEXT = "context"  # the object: tokens of the teacher's prompt; None where it equals the policy's
+FOUND = ("solution", "feedback")  # template fields from the rollout; all others are columns of the data
 
 
 class TeacherContext:
-    """Makes the teacher's prompt of each completion.
-
-    Args:
-        config: the run's section; it has a `prompt_template`.
-        dataset: its prompts.
+    """Builds the teacher's prompt of each completion from `reference.prompt_template`.
 
     Raises:
-        ValueError: a row has no column of a field's name, or makes no prompt.
+        ValueError: a row lacks a column that the template names, or cannot be rendered.
     """
 
     def __init__(
@@ -59,24 +55,21 @@ class TeacherContext:
         self.tokens(dataset[0], dict.fromkeys(FOUND, ""))
 
     def tokens(self, prompt: Prompt, found: Mapping[str, str]) -> tuple[int, ...]:
-        """Return the teacher's prompt: the user's last message, as the template has it."""
+        """Return the teacher's prompt, in which the template replaces the user's last message."""
         asked = prompt.prompt
         turns: list[Message] = [] if isinstance(asked, str) else [dict(turn) for turn in asked]
         last = next((turn for turn in reversed(turns) if turn["role"] == "user"), None)
-        own = asked if isinstance(asked, str) else "" if last is None else text_of(last["content"])
-        values = {**prompt.columns, **found, "prompt": own}
-        said = self.template.format(**{name: _text(values[name]) for name in self.fields})
+        question = asked if isinstance(asked, str) else "" if last is None else text_of(last["content"])
+        values = {**prompt.columns, **found, "prompt": question}
+        filled = self.template.format(**{name: _text(values[name]) for name in self.fields})
         if last is not None:
-            last["content"] = said
-        text = self._render.text(turns or said, prompt.columns)
+            last["content"] = filled
+        text = self._render.text(turns or filled, prompt.columns)
         ids = self._tokenizer(text, add_special_tokens=not self._render.chat, verbose=False)["input_ids"]
         return tuple(ids)
 
     def of(self, table: CompletionTable) -> CompletionTable:
-        """Return the table with the object `context` of each completion.
-
-        One whose `solution` and `feedback` the template names, and that has neither, has None.
-        """
+        """Add the object `context`; None where the template names only fields that the rollout lacks."""
         rewards, groups = table.facts["reward"].tolist(), table.groups.tolist()
         completions, logged = table.objects["completion"], table.objects.get(f"{EXTRA}feedback")
         successes: dict[int, list[int]] = {}
@@ -97,18 +90,14 @@ class TeacherContext:
 
 
 def _text(value: Any) -> str:
-    """A column as text; of a conversation its last message."""
+    """Return a column as text; a conversation's is its last message."""
     if isinstance(value, list) and value and isinstance(value[-1], Mapping):
         value = text_of(value[-1].get("content") or "")
     return str(value)
 
 
 def seen_by_teacher(table: CompletionTable, rows: Tensor) -> CompletionTable:
-    """Return completions of a table after the teacher's prompts. Equal prompts are shared.
-
-    Args:
-        rows: (S,) int64 on the CPU.
-    """
+    """Return the completions of some rows (S,) after the teacher's prompts."""
     places = rows.tolist()
     return CompletionTable.of(
         [table.objects[CONTEXT][row] for row in places],
@@ -118,7 +107,7 @@ def seen_by_teacher(table: CompletionTable, rows: Tensor) -> CompletionTable:
 
 
 def places_in(seen: CompletionTable, table: CompletionTable, rows: Tensor, batch: Any) -> Tensor:
-    """Return (N,) int64: which token of `seen` each target of a batch of `table` is."""
+    """Return, as (N,) int64, the token of `seen` that each target of the batch is."""
     sequence = batch.sequence_ids.cpu()
     shift = seen.offsets[:-1] - table.offsets[rows]
     return (batch.token_index.cpu() + shift[sequence]).to(torch.int64)

@@ -1,4 +1,4 @@
-"""The loop of GRPO: sample prompts, complete each several times, score, compare within a prompt, update."""
+"""The GRPO loop: sample prompts, generate a group of completions each, score, compute advantages, update."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ from grpo_fast.rollout.engines import ENGINES, draws_with_policy
 from grpo_fast.rollout.handover import DeviceHandover
 from grpo_fast.rollout.sampling import derive_seed
 
-# Spaced so that no two draws of any two steps, nor of runs with neighbouring seeds, share a seed.
+# Spaced so that neither rollouts of different steps nor runs with neighboring seeds share a seed.
 SEEDS_PER_RUN, SEEDS_PER_STEP = 10**9, 10**3
-COMPARED = 64  # completions of the first step, at most, that are compared with the policy
-COMPARE_EVERY = 10  # steps between those that ask for log-probabilities of the sampler only to compare them
+COMPARED = 64  # the most completions of the first step that are compared with the policy
+COMPARE_EVERY = 10  # steps between those whose engine log-probabilities are only compared with the policy's
 
 
 @dataclass(frozen=True)
 class StageParts:
-    """A stage, its rewards and its prompts. What it leaves as it was is the object of the stage before."""
+    """A stage with its rewards and prompts. It shares objects that do not change with the stage before."""
 
     stage: Stage
     rewards: RewardSet
@@ -64,20 +64,20 @@ class StageParts:
     adaptive_weights: AdaptiveWeights | None = None
     toolsets: Toolsets | None = None
     rollout: Rollout = generate_rollout
-    context: TeacherContext | None = None  # of a teacher that sees more
-    given: Mapping[int, Completion] = field(default_factory=dict)  # the data's own, by its prompt's row
+    context: TeacherContext | None = None  # of a teacher with a longer prompt
+    given: Mapping[int, Completion] = field(default_factory=dict)  # completions of the data, by row
 
 
 class Trainer(Algorithm):
-    """Group-relative policy optimisation: what the loop collects is drawn, scored and compared.
+    """Group-relative policy optimization.
 
     Args:
-        config: the run's; evaluation goes by it in every stage.
-        stages: at least one; each brings the configuration, rewards and prompts that it trains with.
-        eval_rewards: the rewards of evaluation, the same in every stage.
-        eval_rollout_fn: the rollout of evaluation, the same in every stage.
-        world: the ranks that train together. Each answers and scores its share of a step's prompts; then all
-            have all groups, and what follows is the same everywhere up to the update.
+        config: the run's, which also holds for the evaluation in every stage.
+        stages: at least one.
+        eval_rewards: rewards of the evaluation.
+        eval_rollout_fn: rollout of the evaluation.
+        world: the ranks that train together. Each generates and scores its share of a step's prompts; then
+            all have all groups, and compute the same up to the update.
     """
 
     def __init__(
@@ -104,8 +104,8 @@ class Trainer(Algorithm):
         self.eval_rollout_fn = eval_rollout_fn
         self.held_out = held_out
         self.run_steps = config.max_steps
-        self.parts: dict[str, float] = {}  # weight of each part of the step's rewards, penalties included
-        self.sampler_seen = False  # whether this process has compared completions with the policy
+        self.parts: dict[str, float] = {}  # weights of the step's rewards and penalties
+        self.sampler_seen = False  # this process has compared completions with the policy
         self.evaluation = config.evaluation
         if eval_rewards.names:
             deciding = eval_rewards.names[eval_rewards.position(config.evaluation.reward)]
@@ -117,12 +117,12 @@ class Trainer(Algorithm):
             seed=world.seed(config.seed),
         )
         for rollout in (eval_rollout_fn, *(parts.rollout for parts in stages)):
-            self.held.callback(getattr(rollout, "close", lambda: None))  # what environments hold
+            self.held.callback(getattr(rollout, "close", lambda: None))  # of environments
         self.held.enter_context(engine)
         self.enter(0)
 
     def enter(self, index: int) -> None:
-        """Go on with a stage's configuration, rewards and prompts."""
+        """Start a stage."""
         parts = self.stages[index]
         self.stage = index
         self.config = parts.stage.config.with_sampler(draws_with_policy=draws_with_policy(self.engine.name))
@@ -136,7 +136,7 @@ class Trainer(Algorithm):
         self.optimizer.configure(self.config.optimizer, total_steps=total_steps)
 
     def advance(self) -> None:
-        """Enter the stage that the coming step belongs to, where it is another one."""
+        """Start the stage of the next step, if it is another one."""
         due = stage_at([parts.stage for parts in self.stages], self.step)
         if due == self.stage:
             return
@@ -147,17 +147,18 @@ class Trainer(Algorithm):
     def described(self) -> dict[str, str]:
         rollout, correction = self.config.rollout, self.config.loss.sampler_correction
         corrected = "" if correction in (None, "none") else f", corrected by {correction}"
+        groups = (
+            f"{plural(self.config.prompts_per_step, 'prompt')} a step, {rollout.num_generations} "
+            f"completions of each, at most {plural(rollout.max_completion_length, 'token')}, by "
+            f"{type(self.engine).__name__}{corrected}; rewards: {', '.join(self.rewards.names) or 'none'}"
+        )
+        teacher = self.config.reference.path
         lines = {
-            "groups": (
-                f"{plural(self.config.prompts_per_step, 'prompt')} a step, {rollout.num_generations} "
-                f"completions of each, at most {plural(rollout.max_completion_length, 'token')}, by "
-                f"{type(self.engine).__name__}{corrected}; rewards: {', '.join(self.rewards.names) or 'none'}"
-            )
+            "groups": groups,
+            "teacher": "" if teacher is None else f"{teacher}, the reference of the KL",
+            "rollout": getattr(self.rollout_fn, "described", ""),
         }
-        if self.config.reference.path is not None:
-            lines["teacher"] = f"{self.config.reference.path}, the reference of the KL"
-        told = getattr(self.rollout_fn, "described", "")
-        return lines | ({"rollout": told} if told else {})
+        return {name: text for name, text in lines.items() if text}
 
     def begin(self) -> None:
         super().begin()
@@ -171,7 +172,7 @@ class Trainer(Algorithm):
             table = table.select(seen)
         trained, totals = to_train(table, self.config.advantage, self.config.loss)
         self.handover.to_trainer()
-        if len(table) and not self.sampler_seen:  # before anything is learnt from them
+        if len(table) and not self.sampler_seen:  # before the first update
             self.sampler_seen = self.require_own_completions(table)
         return metrics | self.update.run(trained, totals, clock)
 
@@ -187,12 +188,12 @@ class Trainer(Algorithm):
         return self.pick_samples(table, self.config.logging.samples)
 
     def require_own_completions(self, table: CompletionTable) -> bool:
-        """Whether there is nothing more to compare; False where the sampler has told no log-probabilities.
+        """Compare the first completions' log-probabilities with the policy's; return whether that is done.
 
-        A user's own rollout may bring others, and those of a truncated distribution have other probabilities.
+        Custom rollouts and truncated distributions have other log-probabilities, and are not compared.
 
         Raises:
-            ValueError: this process's first completions are not of the policy that it trains.
+            ValueError: the completions come from another policy.
         """
         rollout, switched_off = self.config.rollout, self.config.alerts.sampler_drift is None
         if switched_off or rollout.function is not None or rollout.truncations:
@@ -207,12 +208,12 @@ class Trainer(Algorithm):
         raise ValueError(
             f"the first completions are of another policy: rollout.engine = {engine!r} and the trainer are "
             f"{difference:.2g} nats a token apart, where {allowed:g} is rounding in {model.dtype}; set "
-            f"rollout.engine to {others}, or model.attention to "
-            "another, or, where it is meant so, alerts.sampler_drift to null"
+            f"rollout.engine to {others}, or model.attention to another, or, where it is meant so, "
+            "alerts.sampler_drift to null"
         )
 
     def collect(self, clock: Clock) -> tuple[CompletionTable, dict[str, float]]:
-        """One batch of groups; with dynamic sampling (DAPO, arXiv:2503.14476) only those with spread."""
+        """Collect a batch of groups; with dynamic sampling (DAPO, arXiv:2503.14476) only non-flat groups."""
         config = self.config.advantage
         wanted = self.config.prompts_per_step
         prompts: list[Prompt] = []
@@ -233,21 +234,19 @@ class Trainer(Algorithm):
         )
         if not config.dynamic_sampling:
             return drawn, metrics
-        # A penalty makes no group worth training that the rewards left flat.
+        # By the rewards alone: a penalty must not make a flat group train.
         live = (~before_penalties.by_group("flat")[:, 0]).nonzero()[:, 0].tolist()
         metrics |= {"groups/drawn": len(prompts), "groups/missing": max(0, wanted - len(live))}
         chosen = drawn.select_groups(live[:wanted])
         if not len(chosen):
             return chosen, metrics
-        if config.scale_rewards in ("group", "mean", "none") and not (
-            config.scales_parts or config.rescale_flat_groups or config.function
-        ):
-            return chosen, metrics  # also where a baseline is shared with prompts that are left out
-        # Again, for a deviation of the batch is that of the groups that train.
-        return self.with_advantages(chosen, clock), metrics
+        by_batch = config.scales_parts or config.rescale_flat_groups or config.function
+        if by_batch or config.scale_rewards not in ("group", "mean", "none"):
+            chosen = self.with_advantages(chosen, clock)  # over the groups that train
+        return chosen, metrics
 
     def penalties(self, table: CompletionTable, clock: Clock) -> dict[str, Tensor]:
-        """(S,) each: what is subtracted from the rewards for length and for KL."""
+        """Compute the (S,) penalties for length and KL, which are subtracted from the rewards."""
         penalties, limit = {}, self.config.rollout.max_completion_length
         if self.config.advantage.soft_overlong is not None:
             penalties[OVERLONG] = overlong_penalties(table, limit, self.config.advantage.soft_overlong)
@@ -258,29 +257,28 @@ class Trainer(Algorithm):
         return penalties
 
     def rollout(self, prompts: Sequence[Prompt], draw: int, clock: Clock) -> CompletionTable:
-        """Completions of each prompt, and what they earned."""
-        own: list[CompletionTable] = []
+        """Generate and score completions of each prompt, on all ranks."""
+        local: list[CompletionTable] = []
 
         def work() -> dict[str, Tensor]:
-            own.append(self.own_rollout(self.world.share(prompts), draw, clock))
-            return own[0].tensors()
+            local.append(self.local_rollout(self.world.share(prompts), draw, clock))
+            return local[0].tensors()
 
         tables = [*map(CompletionTable.from_tensors, self.world.gather_tensors("the rollout", work))]
-        tables[self.world.rank] = own[0]
+        tables[self.world.rank] = local[0]
         context = self.stages[self.stage].context
-        if self.world.size > 1 and (
-            self.config.advantage.function or self.prompts.reads_texts or context is not None
-        ):
-            objects = self.world.gather_from_all("the completions", lambda: own[0].objects)
-            tables = [replace(table, objects=found) for table, found in zip(tables, objects, strict=True)]
+        reads_texts = self.config.advantage.function or self.prompts.reads_texts or context is not None
+        if self.world.size > 1 and reads_texts:
+            objects = self.world.gather_from_all("the completions", lambda: local[0].objects)
+            tables = [replace(table, objects=texts) for table, texts in zip(tables, objects, strict=True)]
         joined = CompletionTable.join(tables)
-        if any(prompt.images for prompt in prompts):  # which every rank has, and none need send
+        if any(prompt.images for prompt in prompts):  # every rank has them already
             images = tuple(prompts[group].images for group in joined.groups.tolist())
             joined = joined.with_objects(images=images)
         return joined if context is None else context.of(joined)
 
-    def own_rollout(self, prompts: Sequence[Prompt], draw: int, clock: Clock) -> CompletionTable:
-        """What this rank has of a rollout, or of the data's own completions."""
+    def local_rollout(self, prompts: Sequence[Prompt], draw: int, clock: Clock) -> CompletionTable:
+        """Generate and score this rank's completions, or score those of the data."""
         if not self.on_policy:
             given = self.stages[self.stage].given
             with clock("reward"):
@@ -288,21 +286,14 @@ class Trainer(Algorithm):
         seed = self.world.seed(self.config.seed * SEEDS_PER_RUN + self.step * SEEDS_PER_STEP + draw)
         self.handover.to_engine()
         read = self.config.old_logprobs == "sampler" or self.config.loss.reads_sampler
-        asked = read or self.step % COMPARE_EVERY == 0
-        sampling = replace(self.sampling, seed=seed, logprobs=asked)
+        logprobs = read or self.step % COMPARE_EVERY == 0
+        sampling = replace(self.sampling, seed=seed, logprobs=logprobs)
         n = self.config.rollout.num_generations
         weights = None if self.adaptive_weights is None else self.adaptive_weights.weights
         self.rewards.step, self.rewards.max_steps = self.step, self.run_steps
+        options: Any = {"rollout": self.rollout_fn, "progress": self.on_progress}
         with clock("generate"):
-            completions, early = generate(
-                self.engine,
-                prompts,
-                n,
-                sampling,
-                self.rewards,
-                rollout=self.rollout_fn,
-                progress=self.on_progress,
-            )
+            completions, early = generate(self.engine, prompts, n, sampling, self.rewards, **options)
         if self.config.rollout.router_replay and any(c.experts is None for g in completions for c in g):
             raise ValueError(
                 "rollout.router_replay = true, and the rollout's completions do not tell their experts: hand "
@@ -314,14 +305,14 @@ class Trainer(Algorithm):
 
     @property
     def on_policy(self) -> bool:
-        """Whether this step's completions are sampled: GKD, arXiv:2306.13649, algorithm 1."""
-        drawn = random.Random(derive_seed(self.config.seed, self.step)).random()
-        return drawn < self.config.rollout.on_policy_share
+        """This step's completions are sampled from the policy: GKD, arXiv:2306.13649, algorithm 1."""
+        number = random.Random(derive_seed(self.config.seed, self.step)).random()
+        return number < self.config.rollout.on_policy_share
 
     def grouped(self, prompts: Sequence[Prompt], table: CompletionTable, clock: Clock) -> CompletionTable:
-        """One draw's table with the fact `baseline_group` (S,) where prompts may share a baseline.
+        """Add the fact `baseline_group` (S,) where prompts may share a baseline.
 
-        The main rank forms the groups, since a user's function may give each rank another answer.
+        Rank 0 forms the groups, since a user's function may not return the same on each rank.
         """
         if not self.config.groups.shares_baselines:
             return table
@@ -330,14 +321,14 @@ class Trainer(Algorithm):
         return table.with_facts(**{BASELINE: torch.tensor(numbers)[table.groups]})
 
     def baselines(self, table: CompletionTable) -> list[int]:
-        """For each prompt the number of its baseline; empty where no prompts share one."""
+        """Return the number of each prompt's baseline, or nothing where no prompts share one."""
         if BASELINE not in table.facts:
             return []
         numbers = table.by_group(BASELINE)[:, 0].tolist()
         return with_enough(numbers, self.config.groups.min_group_size)
 
     def with_advantages(self, table: CompletionTable, clock: Clock) -> CompletionTable:
-        """The table with its completions' advantages."""
+        """Add the advantages."""
         if self.config.loss.distills:
             return table.with_facts(advantage=torch.zeros(len(table)))
         with clock("reward"):
@@ -346,13 +337,13 @@ class Trainer(Algorithm):
 
     @property
     def reward_weights(self) -> tuple[float, ...]:
-        """Of the reward functions, in force now."""
+        """Current weights of the reward functions."""
         return (self.adaptive_weights or self.rewards).weights
 
     def update_curriculum_and_weights(
         self, prompts: Sequence[Prompt], table: CompletionTable
     ) -> dict[str, float]:
-        """Let the sampler and the reward weights learn from what was earned; their metrics are of before."""
+        """Update curriculum and reward weights by the step's rewards; return the metrics from before."""
         metrics = self.prompts.metrics(prompts, self.baselines(table), table)
         if len(self.stages) > 1:
             metrics["stage"] = self.stage
@@ -363,38 +354,30 @@ class Trainer(Algorithm):
         return metrics
 
     def evaluate(self, size: int | None = None) -> Evaluation:
-        """Score of the held-out prompts, or of the first `size` of them."""
+        """Score the held-out prompts, or the first `size` of them."""
         self.handover.to_engine()
-        questions, watch = self.held_out[:size], RolloutWatch(self.on_progress)
-        config, sampling = self.evaluation, self.evaluation_sampling
-        self.eval_rewards.step, self.eval_rewards.max_steps = self.step, self.run_steps
-        return evaluate(
-            self.engine,
-            questions,
-            self.eval_rewards,
-            config,
-            sampling,
-            world=self.world,
-            rollout=self.eval_rollout_fn,
-            observer=watch,
-        )
+        rewards, config, sampling = self.eval_rewards, self.evaluation, self.evaluation_sampling
+        rewards.step, rewards.max_steps = self.step, self.run_steps
+        options: Any = {"rollout": self.eval_rollout_fn, "observer": RolloutWatch(self.on_progress)}
+        questions = self.held_out[:size]
+        return evaluate(self.engine, questions, rewards, config, sampling, world=self.world, **options)
 
     def pick_samples(self, table: CompletionTable, groups: int) -> list[SampleRecord]:
-        """Every completion of the first group and the first of each other, for a person to read."""
+        """Return every completion of the first group, and the first of each other group."""
         n = len(table) // max(1, table.num_groups)
         rows = [row for row in range(min(groups, table.num_groups) * n) if row < n or row % n == 0]
 
-        def own() -> dict[int, SampleRecord]:
-            here = table.objects.get("completion", ())
-            return {row: self.sample(table, row) for row in rows if here[row] is not None}
+        def local() -> dict[int, SampleRecord]:
+            completions = table.objects.get("completion", ())
+            return {row: self.sample(table, row) for row in rows if completions[row] is not None}
 
-        found: dict[int, SampleRecord] = {}
-        for records in self.world.gather_from_all("the samples", own):
-            found |= records
-        return [found[row] for row in rows]
+        samples: dict[int, SampleRecord] = {}
+        for records in self.world.gather_from_all("the samples", local):
+            samples |= records
+        return [samples[row] for row in rows]
 
     def sample(self, table: CompletionTable, row: int) -> SampleRecord:
-        """A completion of this rank."""
+        """Return the record of a completion of this rank."""
         facts = {name: values[row] for name, values in table.facts.items()} | {"parts": parts_of(table)[row]}
         objects = {name: values[row] for name, values in table.objects.items()}
         completion, asked = objects["completion"], objects["prompt"]
@@ -414,7 +397,6 @@ class Trainer(Algorithm):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-able; what a resumed run needs besides the weights and the optimizer."""
         return {
             "stage": self.stage,
             "prompts": self.prompts.state_dict(),

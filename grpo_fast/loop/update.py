@@ -1,4 +1,4 @@
-"""The update: optimiser steps over one rollout's completions, in micro-batches that fit the memory."""
+"""Update the policy: optimizer steps on one rollout, in micro-batches that fit the memory."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ from grpo_fast.record.logs import Clock
 from grpo_fast.rollout.sampling import derive_seed
 
 AUX_LOSS = "router_aux_loss"
-"""The metric of a mixture's load-balancing loss, before its coefficient."""
+"""Metric of the load-balancing loss of a mixture of experts, before its coefficient."""
 
 Minibatch = tuple[CompletionTable, StepTotals]
-"""This rank's completions of one optimiser step, and the counts of all ranks that its loss is divided by."""
+"""This rank's completions of one optimizer step, and the counts of all ranks that its loss is divided by."""
 
 
 class PolicyUpdate:
-    """Optimiser steps over completions. Out of memory, a gradient is computed again in smaller micro-batches.
+    """Optimizer steps on completions. After running out of memory, a gradient is repeated in smaller parts.
 
-    Tables, their groups and totals are those of all ranks; each computes a part of them.
+    Tables, groups and totals are those of all ranks; each rank computes its share.
 
     Args:
-        config: the run's, or its stage's; `configure` changes it.
-        ready: waits for the reference's weights, where they were away.
-        world: the ranks that train together, as the optimizer has them.
+        config: of the run or its stage; `configure` changes it.
+        ready: waits for the reference's weights after an offload.
+        world: the ranks that train together.
     """
 
     def __init__(
@@ -57,13 +57,13 @@ class PolicyUpdate:
         self.policy = policy
         self.optimizer = optimizer
         self.config = config
-        tokens = int(config.micro_batch_tokens)  # `auto` has become a number
+        tokens = int(config.micro_batch_tokens)
         self.annotator = Annotator(policy, micro_batch_tokens=tokens, ready=ready, world=world)
         self.entropy_controller = EntropyController.of(config.loss)
         self.configure(config)
 
     def configure(self, config: TrainConfig) -> None:
-        """Go on with a stage's configuration; another loss has an entropy controller of its own."""
+        """Take a stage's configuration; another loss gets a new entropy controller."""
         if config.loss != self.config.loss:
             self.entropy_controller = EntropyController.of(config.loss)
         self.config, self.loss = config, config.loss
@@ -78,7 +78,7 @@ class PolicyUpdate:
 
     @property
     def whole_groups(self) -> bool:
-        """Whether the loss sees all completions of a group at once."""
+        """The loss reads all completions of a group at once."""
         return self.loss.is_custom and self.loss.whole_groups
 
     @property
@@ -88,41 +88,40 @@ class PolicyUpdate:
 
     @property
     def entropy_coef(self) -> float:
-        """The coefficient of the entropy bonus in the coming optimizer step."""
-        return (
-            self.entropy_controller.active_coef if self.loss.use_adaptive_entropy else self.loss.entropy_coef
-        )
+        """Coefficient of the entropy bonus in the next optimizer step."""
+        adaptive = self.loss.use_adaptive_entropy
+        return self.entropy_controller.active_coef if adaptive else self.loss.entropy_coef
 
     def run(self, table: CompletionTable, totals: StepTotals, clock: Clock) -> dict[str, float]:
-        """`num_iterations` epochs of optimiser steps over one rollout; their mean metrics.
+        """Run `num_iterations` epochs of optimizer steps on one rollout, and return their mean metrics.
 
         Raises:
-            torch.OutOfMemoryError: not even the longest completion alone fits.
+            torch.OutOfMemoryError: the longest completion does not fit by itself.
         """
         if not len(table):
             return {"update/skipped": 1.0, "learning_rate": self.optimizer.learning_rate}
         minibatches = self.split(table, totals)
         with clock("logprobs"):
-            for i, (own, counts) in enumerate(minibatches):
+            for i, (part, counts) in enumerate(minibatches):
                 with self.world.all_succeed("the log-probabilities"):
                     stale = i > 0 or (self.config.num_iterations > 1 and self._drops_out)
-                    minibatches[i] = (self.with_fixed_logprobs(own, stale=stale), counts)
+                    minibatches[i] = (self.with_fixed_logprobs(part, stale=stale), counts)
         steps = []
         with clock("update"):
             for turn, i in enumerate([*range(len(minibatches))] * self.config.num_iterations):
-                own, counts = minibatches[i]
+                part, counts = minibatches[i]
                 # Before the first update the policy is the old one, with the dropout of its forward: ratio 1.
                 current = turn == 0 and self.config.old_logprobs != "sampler"
                 with self.world.all_succeed("the gradient"):
-                    given = own.with_columns(old_logprobs=None) if current else own
+                    given = part.with_columns(old_logprobs=None) if current else part
                     old_logprobs, shares = self.gradient(given, counts, turn)
-                known = own.columns.get("old_logprobs", old_logprobs)
-                minibatches[i] = (own.with_columns(old_logprobs=known), counts)
+                known = part.columns.get("old_logprobs", old_logprobs)
+                minibatches[i] = (part.with_columns(old_logprobs=known), counts)
                 steps.append(self.step(shares))
         return {name: fmean(step[name] for step in steps) for name in steps[0]} | {"update/skipped": 0.0}
 
     def split(self, table: CompletionTable, totals: StepTotals) -> list[Minibatch]:
-        """Minibatches of whole groups, each with its share of the counts; metrics count what is in it."""
+        """Split a table into minibatches of whole groups, each with its share of the counts."""
         keys = table.compared if self.whole_groups else table.groups
         groups = keys.unique()
         parts = min(self.config.minibatches, len(groups))
@@ -141,25 +140,20 @@ class PolicyUpdate:
         return minibatches
 
     def local(self, table: CompletionTable) -> CompletionTable:
-        """This rank's completions of a table, with the fact `row`, their row among those of all ranks.
-
-        What is known of their tokens goes to the device here, once, and stays there.
-        """
-        own = table.with_facts(row=torch.arange(len(table)))
+        """Return this rank's completions on the device, with the fact `row`, their row among all ranks'."""
+        local = table.with_facts(row=torch.arange(len(table)))
         if self.world.size > 1:
-            policy = self.policy
-            ranks, costs = self.world.size, policy.token_costs
-            sets = assign_to_ranks(table, ranks, costs, policy.packs, self.whole_groups)
-            own = own.select(sets[self.world.rank])
-        return own.to(self.policy.device)
+            costs, packs = self.policy.token_costs, self.policy.packs
+            sets = assign_to_ranks(table, self.world.size, costs, packs, self.whole_groups)
+            local = local.select(sets[self.world.rank])
+        return local.to(self.policy.device)
 
     def with_fixed_logprobs(self, table: CompletionTable, stale: bool = False) -> CompletionTable:
-        """With old and reference log-probabilities, each only where the loss needs it.
+        """Add old and reference log-probabilities, where the loss needs them.
 
-        The policy moves before a `stale` minibatch's turn, so its old log-probabilities are computed now,
-        without LoRA's dropout; the first one's are those of its own first forward, where nothing drops out.
-        The sampler's log-probabilities leave the table where they are the old ones themselves, or those of a
-        truncated distribution.
+        The policy moves before a `stale` minibatch's update, so its old log-probabilities are computed now,
+        without LoRA's dropout; those of the first minibatch come from its first forward. The rollout engine's
+        log-probabilities are removed where they are the old ones, or those of a truncated distribution.
         """
         known: dict[str, Tensor | None] = {}
         if self.config.loss.distills:
@@ -179,14 +173,14 @@ class PolicyUpdate:
     def gradient(
         self, table: CompletionTable, totals: StepTotals, turn: int = 0
     ) -> tuple[Tensor, list[dict[str, Tensor]]]:
-        """The gradient of a step, whose micro-batches' losses add up.
+        """Compute the gradient of an optimizer step, summed over micro-batches.
 
         Args:
-            turn: number of the optimizer step since the rollout. What the head draws differs between turns.
+            turn: number of the optimizer step since the rollout, for the head's random seed.
 
         Returns:
-            The old log-probabilities (N,): the table's, or where it has none the policy's, as the first
-            update's are. And each micro-batch's share of the metrics.
+            The old log-probabilities (N,): the table's, or else the policy's. And each micro-batch's share of
+            the metrics.
         """
         loss = partial(
             packed_loss,
@@ -199,12 +193,11 @@ class PolicyUpdate:
         )
         for attempt, batches in self.annotator.attempts(table):
             with attempt:
-                self.optimizer.zero_grad()  # of an attempt that failed
+                self.optimizer.zero_grad()  # of a failed attempt
                 logprobs = torch.zeros(len(table.token_ids), device=self.policy.device)
                 shares = []
                 for number, batch in enumerate(batches):
-                    place = self.world.step, turn, number, self.world.rank
-                    seed = derive_seed(self.config.seed, *place)
+                    seed = derive_seed(self.config.seed, self.world.step, turn, number, self.world.rank)
                     if self.loss.compares_heads:
                         loss.keywords["reference"] = self.annotator.reference_states(batch, table)
                     out = self.policy.run(partial(loss, batch, seed=seed))
@@ -217,7 +210,7 @@ class PolicyUpdate:
         return table.columns.get("old_logprobs", logprobs), shares
 
     def step(self, shares: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
-        """The optimiser's step with the gradient at hand; its metrics from the micro-batches' shares."""
+        """Step the optimizer, and sum the metrics over micro-batches and ranks."""
         learning_rate, entropy_coef = self.optimizer.learning_rate, self.entropy_coef
         with self.world.at("the optimizer"):
             grad_norm = optimizer_step(self.optimizer)
@@ -232,36 +225,38 @@ class PolicyUpdate:
         return metrics
 
     def sampler_difference(self, table: CompletionTable) -> float | None:
-        """Mean nats a token between log-probabilities of sampler and policy; None: the sampler told none."""
+        """Return the mean difference between the engine's and the policy's log-probabilities, nats per token.
+
+        None where the engine returned none.
+        """
         if "sampler_logprobs" not in table.columns:
             return None
-        own = self.local(table)
+        local = self.local(table)
 
         def differences() -> tuple[float, int]:
-            (logprobs,) = self.annotator.columns(own)
-            apart = (logprobs - own.columns["sampler_logprobs"])[own.mask.to(logprobs.device)].abs()
+            (logprobs,) = self.annotator.columns(local)
+            apart = (logprobs - local.columns["sampler_logprobs"])[local.mask.to(logprobs.device)].abs()
             return apart.double().sum().item(), len(apart)
 
-        found = self.world.gather_from_all("the sampler's log-probabilities", differences)
-        return sum(total for total, _ in found) / sum(tokens for _, tokens in found)
+        sums = self.world.gather_from_all("the sampler's log-probabilities", differences)
+        return sum(total for total, _ in sums) / sum(tokens for _, tokens in sums)
 
     def kl_penalties(self, table: CompletionTable) -> Tensor:
-        """(S,) float32 on the CPU: beta times the KL to the reference, summed over each completion."""
-        own, loss = self.local(table), self.config.loss
+        """Compute beta times the KL to the reference, summed over each completion: (S,) on the CPU."""
+        local, loss = self.local(table), self.config.loss
 
         def penalties() -> dict[str, Tensor]:
-            (logprobs,) = self.annotator.columns(own)
-            ref_logprobs = self.annotator.reference_logprobs(own)
+            (logprobs,) = self.annotator.columns(local)
+            ref_logprobs = self.annotator.reference_logprobs(local)
             kl = loss.beta * kl_estimate(logprobs, ref_logprobs, loss.kl_estimator or "k1")
-            return {"rows": own.facts["row"], "penalties": own.sums(kl).cpu()}
+            return {"rows": local.facts["row"], "penalties": local.sums(kl).cpu()}
 
         whole = torch.zeros(len(table))
-        for found in self.world.gather_tensors("the KL to the reference", penalties):
-            whole[found["rows"]] = found["penalties"]
+        for part in self.world.gather_tensors("the KL to the reference", penalties):
+            whole[part["rows"]] = part["penalties"]
         return whole
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-able."""
         return {
             "entropy_controller": self.entropy_controller.state_dict(),
             "micro_batch_limit": self.annotator.budget.limit,
@@ -284,16 +279,13 @@ def packed_loss(
     seed: int | None = None,
     reference: ReferenceStates | None = None,
 ) -> GRPOLossOutput:
-    """`linear_grpo_loss` of a micro-batch, entropy among its metrics; called within `Policy.run`.
-
-    A distillation is `divergence_loss` instead.
+    """Compute a micro-batch's `linear_grpo_loss`, or its divergence to a teacher, within `Policy.run`.
 
     Args:
-        totals: what the losses of a step's micro-batches are divided by; none: the batch's own counts.
-        entropy_coef: in place of the configuration's.
-        optimizer: to whose gradient of the head the backward adds; none: to the parameter's own.
-        seed: as `linear_grpo_loss` takes it.
-        reference: what an exact KL reads of the reference.
+        totals: counts that the losses of a step are divided by; by default those of the batch.
+        entropy_coef: replaces the configuration's.
+        optimizer: its gradient of the head accumulates the backward; by default the parameter's `grad` does.
+        reference: states of the reference for an exact KL.
     """
     routed: list[Tensor] | None = None if policy.router_aux_loss is None else []
     hidden, head = policy.hidden_states(batch, routed=routed), policy.head
@@ -303,11 +295,11 @@ def packed_loss(
         )
         return with_balance_loss(out, policy, batch, routed, totals)
     weight_grad = None
-    if optimizer is not None and reference is None:  # an exact KL hands its gradient to the optimizer's hook
+    if optimizer is not None and reference is None:  # an exact KL uses the optimizer's hook instead
         weight_grad = optimizer.gradient_of(policy.head_weight)
     out = linear_grpo_loss(
         hidden,
-        # Detached: a hook on it is the optimizer's own, which is not needed here.
+        # Detached, since the optimizer's hook on it is not needed here.
         head.weight if weight_grad is None else head.weight.detach(),
         batch.targets,
         batch.columns["advantages"],
@@ -337,13 +329,12 @@ def divergence_loss(
     reference: ReferenceStates,
     **options: Any,
 ) -> GRPOLossOutput:
-    """Return the divergence to the reference over whole vocabularies, summed with the aggregation's weights.
+    """Compute the divergence to the reference over whole vocabularies, weighted by the aggregation.
 
     GKD (Agarwal et al. 2023, arXiv:2306.13649), section 3.
 
     Args:
         hidden: (N, H) of the policy, differentiable.
-        totals: as `packed_loss` takes it.
         options: of `linear_kl`.
     """
     counted = torch.ones_like(batch.targets, dtype=torch.bool)
@@ -375,10 +366,10 @@ def with_balance_loss(
     routed: list[Tensor] | None,
     totals: StepTotals | None,
 ) -> GRPOLossOutput:
-    """Add a mixture's load-balancing loss, where the policy asks for one, of a forward's router logits."""
+    """Add the load-balancing loss of a mixture of experts, if the policy has one."""
     if routed is None:
         return out
-    # Of a step's micro-batches, and ranks, a mean with their tokens as weights.
+    # Over a step's micro-batches and ranks this is the mean weighted by tokens.
     share = 1.0 if totals is None else len(batch.targets) / (totals.measured_tokens or totals.num_tokens)
     balance = balance_loss(policy.base_model, routed) * share
     loss = out.loss + present(policy.router_aux_loss) * balance.to(out.loss)

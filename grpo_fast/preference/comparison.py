@@ -1,4 +1,4 @@
-"""A prompt with completions of known worth, as a row of data and in the table, and what the losses take."""
+"""Comparisons: completions of a prompt with grades, as rows and as a table, and the inputs of the losses."""
 
 from __future__ import annotations
 
@@ -21,51 +21,46 @@ from grpo_fast.objective.ranking import RankedInputs
 
 @dataclass(frozen=True)
 class Comparison:
-    """A row of data: a pair (the chosen first), one completion with a label, or a ranked group of n."""
+    """A pair (the chosen first), one completion with a label, or a ranked group; n completions in all."""
 
     prompt: Prompt
-    completion_ids: tuple[tuple[int, ...], ...]  # n, the end token included
-    grades: tuple[float, ...]  # n: higher is better, equal is a tie
-    margin: float = 0.0  # what the better one's reward must be ahead by
-    weight: float = 1.0  # factor of its loss
-    columns: Mapping[str, float] = field(default_factory=dict)  # what a custom loss reads
+    completion_ids: tuple[tuple[int, ...], ...]  # n, with the end token
+    grades: tuple[float, ...]  # n, higher is better, equal is a tie
+    margin: float = 0.0  # minimum gap between the rewards
+    weight: float = 1.0  # factor of the loss
+    columns: Mapping[str, float] = field(default_factory=dict)  # for a custom loss
     group_type: str | None = None
-    behaviour_logprobs: tuple[float | None, ...] = ()  # n, of the policy that wrote them, summed
+    behaviour_logprobs: tuple[float | None, ...] = ()  # n sums, under the policy that wrote the completions
 
 
 def comparison_table(comparisons: Iterable[Comparison]) -> CompletionTable:
-    """Each comparison is a group, in order.
+    """Return the table with a group for each comparison, in order.
 
     Returns:
-        Facts of each completion: `grade` (float64), `behaviour_logprob` (NaN where the data do not say), and
-        its group's `margin`, `weight` and columns under `column/NAME`; objects: its group's `group_type`.
+        Facts of each completion: `grade` (float64), `behaviour_logprob` (NaN where unknown), and its group's
+        `margin`, `weight` and columns under `column/NAME`; objects: its group's `group_type`.
     """
-    rows = [
-        (number, comparison, ids, grade, logprob)
-        for number, comparison in enumerate(comparisons)
-        for ids, grade, logprob in zip(
-            comparison.completion_ids,
-            comparison.grades,
-            comparison.behaviour_logprobs or (None,) * len(comparison.grades),
-            strict=True,
-        )
+    groups = [*comparisons]
+    rows = [(number, group) for number, group in enumerate(groups) for _ in group.grades]
+    logprobs = [
+        math.nan if logprob is None else logprob
+        for group in groups
+        for logprob in group.behaviour_logprobs or (None,) * len(group.grades)
     ]
-    told = [math.nan if logprob is None else logprob for *_, logprob in rows]
+    facts = {
+        "grade": torch.tensor([grade for group in groups for grade in group.grades], dtype=torch.float64),
+        "behaviour_logprob": torch.tensor(logprobs),
+        "margin": torch.tensor([group.margin for _, group in rows]),
+        "weight": torch.tensor([group.weight for _, group in rows]),
+    }
+    for name in groups[0].columns if groups else ():
+        facts[LOSS_COLUMN + name] = torch.tensor([group.columns[name] for _, group in rows])
     return CompletionTable.of(
-        [comparison.prompt.token_ids for _, comparison, *_ in rows],
-        [ids for _, _, ids, *_ in rows],
-        [number for number, *_ in rows],
-        facts={
-            "grade": torch.tensor([grade for *_, grade, _ in rows], dtype=torch.float64),
-            "behaviour_logprob": torch.tensor(told),
-            "margin": torch.tensor([comparison.margin for _, comparison, *_ in rows]),
-            "weight": torch.tensor([comparison.weight for _, comparison, *_ in rows]),
-            **{
-                LOSS_COLUMN + name: torch.tensor([comparison.columns[name] for _, comparison, *_ in rows])
-                for name in (rows[0][1].columns if rows else ())
-            },
-        },
-        objects={"group_type": [comparison.group_type for _, comparison, *_ in rows]},
+        [group.prompt.token_ids for _, group in rows],
+        [ids for group in groups for ids in group.completion_ids],
+        [number for number, _ in rows],
+        facts=facts,
+        objects={"group_type": [group.group_type for _, group in rows]},
     )
 
 
@@ -79,19 +74,18 @@ def mismatched(comparisons: Sequence[Comparison]) -> CompletionTable:
         raise ValueError(
             "kto needs at least two rows: its reference point pairs prompts with others' completions"
         )
-    others = [*comparisons[1:], comparisons[0]]
-    pairs = zip(comparisons, others, strict=True)
-    return comparison_table(replace(own, completion_ids=other.completion_ids) for own, other in pairs)
+    pairs = zip(comparisons, [*comparisons[1:], comparisons[0]], strict=True)
+    return comparison_table(replace(row, completion_ids=other.completion_ids) for row, other in pairs)
 
 
 def with_order(table: CompletionTable) -> CompletionTable:
-    """The groups that have an order: one whose grades all tie agrees with every order.
+    """Return the groups that have an order, in which not all grades tie.
 
     Raises:
-        ValueError: none is left.
+        ValueError: there are none.
     """
     grades = table.facts["grade"].split(group_sizes(table))
-    ordered = [number for number, own in enumerate(grades) if len(own.unique()) > 1]
+    ordered = [number for number, group in enumerate(grades) if len(group.unique()) > 1]
     if not ordered:
         raise ValueError(
             "evaluation.dataset: all responses of every group tie; there is no order to agree with"
@@ -100,17 +94,17 @@ def with_order(table: CompletionTable) -> CompletionTable:
 
 
 def summed_logprobs(table: CompletionTable, annotator: Annotator) -> Tensor:
-    """Return (S,) log-probabilities of whole completions under the policy as it is, on the CPU."""
+    """Return the (S,) log-probabilities of whole completions under the current policy, on the CPU."""
     return table.sums(annotator.columns(table)[0].cpu())
 
 
 def group_sizes(table: CompletionTable) -> list[int]:
-    """Completions of each group; a group's are contiguous."""
+    """Return the number of completions of each group, whose completions are contiguous."""
     return table.groups.unique_consecutive(return_counts=True)[1].tolist()
 
 
 def preference_totals(table: CompletionTable) -> PreferenceTotals:
-    """Counts over the comparisons of a step."""
+    """Return the counts over the comparisons of a step."""
     desirable = table.facts["grade"] > 0
     chosen = int(desirable.sum())
     return PreferenceTotals(chosen, len(table) - chosen, int(table.lengths[desirable].sum()))
@@ -119,11 +113,10 @@ def preference_totals(table: CompletionTable) -> PreferenceTotals:
 def preference_inputs(
     table: CompletionTable, logprobs: Tensor, totals: PreferenceTotals, kl: Tensor | None = None
 ) -> PreferenceInputs:
-    """Pairs, or for KTO single completions.
+    """Return the inputs of the loss of pairs, or of single completions for KTO.
 
     Args:
-        table: P of them.
-        logprobs: (S,) of all their completions, in order.
+        logprobs: (S,) of the table's completions, in order.
         totals: of the whole step.
         kl: () KTO's reference point.
     """
@@ -138,7 +131,7 @@ def preference_inputs(
     reference = table.facts.get("ref_logprob")
     ref_chosen, ref_rejected = (None, None) if reference is None else split(reference)
     margins, _ = split(table.facts["margin"])
-    weights = split(table.facts["weight"])  # of a pair both are the same
+    weights = split(table.facts["weight"])  # equal within a pair
     plain = bool((table.facts["weight"] == 1).all())
     return PreferenceInputs(
         chosen_logprobs=chosen,
@@ -160,7 +153,7 @@ def preference_inputs(
 
 
 def ranked_inputs(table: CompletionTable, logprobs: Tensor, total_groups: int) -> RankedInputs:
-    """Groups of any sizes; arguments as of `preference_inputs`, `total_groups` of the whole step."""
+    """Return the inputs of the loss of ranked groups; `total_groups` is the number of the whole step."""
     device, sizes = logprobs.device, group_sizes(table)
     padded = pad_sequence([*table.facts["grade"].split(sizes)], True, math.nan)
     given = padded.isfinite()

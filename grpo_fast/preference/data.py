@@ -1,8 +1,4 @@
-"""Datasets in, tokenised comparisons out: pairs, labelled completions or ranked groups; see `rows`.
-
-With `preference.answers` the completions of `dpo` (but not KTO) and of `rank` are made from the row's answer
-instead. The held-out set of a KTO run holds pairs.
-"""
+"""Tokenize datasets of pairs, labelled completions or ranked groups; `rows` describes the columns."""
 
 from __future__ import annotations
 
@@ -26,13 +22,13 @@ if TYPE_CHECKING:
 
 
 class CompletionTokenizer:
-    """Tokenises the completions of one dataset's prompts, each with the token that ends its turn.
+    """Tokenizes the completions of one dataset's prompts, each with the token that ends its turn.
 
     Args:
-        config: the dataset's settings; they decide the chat template's use as for the prompts.
-        max_length: tokens a completion may have; None: any number.
-        end_ids: tokens that end a turn, besides the tokenizer's end token.
-        limit: the key of `max_length`.
+        config: the dataset's settings; the chat template is used as for the prompts.
+        max_length: the most tokens of a completion; None for no limit.
+        end_ids: tokens that end a turn, in addition to the tokenizer's end token.
+        limit: the configuration key of `max_length`, for errors.
 
     Raises:
         ValueError: there is no end token.
@@ -57,7 +53,7 @@ class CompletionTokenizer:
             )
 
     def __call__(self, prompt: Prompt, completion: str | list[Message], field: str) -> tuple[int, ...]:
-        """Up to the first end token: sampling stops there, whatever the template writes after it.
+        """Return the tokens up to the first end token, where sampling stops.
 
         Raises:
             ValueError: the completion is malformed or too long; the message names `field`.
@@ -87,18 +83,17 @@ def load_comparisons(
     end_ids: Sequence[int] = (),
     held_out: bool = False,
 ) -> list[Comparison]:
-    """Return the comparison of each loaded prompt.
+    """Return the comparison of each prompt, with completions from its columns or from `preference.answers`.
 
     Args:
-        prompts: as `load_prompts` gives them, whatever columns they have.
-        preference: with `ranks` (`algorithm: rank`, rather than `dpo`) decides what a row is.
-        seed: of the wrong answers that `preference.answers` draws.
-        end_ids: tokens that end a turn, besides the tokenizer's end token.
-        held_out: for evaluation, where KTO too is judged on pairs.
+        ranks: rows are ranked groups (`algorithm: rank`) rather than pairs or labelled completions.
+        seed: of the wrong answers of `preference.answers`.
+        end_ids: tokens that end a turn, in addition to the tokenizer's end token.
+        held_out: for evaluation, where KTO also reads pairs.
 
     Raises:
-        ValueError: a row that is malformed, or that holds what the loss has no place for; the message names
-            the row, the field and the remedy.
+        ValueError: a row is malformed, or has a value that the loss does not use; the message names the row,
+            the field and the remedy.
     """
     complete = CompletionTokenizer(prompts.config, tokenizer, preference.max_completion_length, end_ids)
     labelled = not ranks and not preference.loss.paired and not held_out
@@ -114,9 +109,8 @@ def load_comparisons(
             if not ranks and not held_out:
                 numbers = {name: float(columns[name]) for name in preference.loss.columns}
                 comparison = replace(comparison, columns=numbers)
-            # At the start rather than at the first step that meets such a row.
             if comparison.margin and not ranks and not held_out:
-                preference.loss.check_margins()
+                preference.loss.check_margins()  # here rather than at the first step with such a row
         comparisons.append(comparison)
     return comparisons
 
@@ -152,7 +146,7 @@ def _ranked(prompt: Prompt, columns: Mapping[str, Any], complete: CompletionToke
 
 
 def _reply(prompt: Prompt, messages: list[Message], field: str) -> str | None:
-    """The assistant's reply in a conversation that may repeat the prompt's turns before it."""
+    """Return the assistant's reply in a conversation that may repeat the prompt's turns."""
     if not isinstance(messages, list) or not all(isinstance(message, Mapping) for message in messages):
         raise ValueError(f"{field} = {short(messages)} must be text or a list of messages")
     text = prompt.prompt
@@ -168,8 +162,8 @@ def _reply(prompt: Prompt, messages: list[Message], field: str) -> str | None:
 
 
 def column(columns: Mapping[str, Any], name: str) -> Any:
+    """Return a column of a row, whose missing columns are null."""
     if columns.get(name) is None:
-        # In JSON lines a column may be there that this row lacks.
         held = [key for key, value in columns.items() if value is not None]
         raise ValueError(
             f"the row has no {name!r}: {choices(name, held)} (rename a column with dataset.rename)"

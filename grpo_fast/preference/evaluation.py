@@ -1,4 +1,4 @@
-"""How well scores order the responses of a group: Kendall's τ-b, pairwise and top-1 accuracy, consistency."""
+"""Measure how well scores order the responses of a group: Kendall's τ-b, accuracies, consistency."""
 
 from __future__ import annotations
 
@@ -17,31 +17,28 @@ from grpo_fast.record.summary import Interval, mean_interval
 
 
 def kendall_tau_b(a: Sequence[float], b: Sequence[float]) -> float:
-    """Kendall's τ-b (1945, Biometrika 33, p. 239): ties in either sequence leave its denominator.
-
-    Zero when one of them is all ties: it agrees with no order.
-    """
+    """Compute Kendall's τ-b (1945, Biometrika 33, p. 239); zero where one sequence is all ties."""
     of_a, of_b = _orders(a), _orders(b)
     free = sum(map(abs, of_a)) * sum(map(abs, of_b))
     return sum(x * y for x, y in zip(of_a, of_b, strict=True)) / math.sqrt(free) if free else 0.0
 
 
 def pairwise_accuracy(grades: Sequence[float], scores: Sequence[float]) -> float:
-    """Share of the pairs of different grade that the scores order the same way; equal scores count a half."""
+    """Compute the share of pairs of different grade that the scores order alike; ties count a half."""
     pairs = zip(_orders(grades), _orders(scores), strict=True)
     return fmean(0.5 + 0.5 * wanted * found for wanted, found in pairs if wanted)
 
 
 def top1_accuracy(grades: Sequence[float], scores: Sequence[float]) -> float:
-    """Whether the highest score has the highest grade; among equal highest scores, the share that has."""
+    """Return 1 if the highest score has the highest grade, or the share of tied highest scores that has."""
     best, highest = max(grades), max(scores)
     return fmean(grade == best for grade, score in zip(grades, scores, strict=True) if score == highest)
 
 
 def position_accuracy(grades: Sequence[float], scores: Sequence[float]) -> float:
-    """Share of the positions of the order that hold a response of the right grade.
+    """Compute the share of positions with a response of the right grade.
 
-    Of responses with equal scores each is as likely in any of their positions.
+    Responses with equal scores are equally likely in any of their positions.
     """
     orders = zip(sorted(grades, reverse=True), sorted(scores, reverse=True), strict=True)
     return fmean(
@@ -52,11 +49,11 @@ def position_accuracy(grades: Sequence[float], scores: Sequence[float]) -> float
 
 @dataclass(frozen=True)
 class RankingEvaluation:
-    """Agreement of log-probabilities with the grades of G groups, in none of which all grades tie."""
+    """Agreement of log-probabilities with the grades of groups, in none of which all grades tie."""
 
     table: CompletionTable
     logprobs: Tensor  # (S,) of each completion, summed over its tokens
-    averaged: bool  # whether `score` compares log-probabilities per token
+    averaged: bool  # `score` compares log-probabilities per token
 
     @property
     def n(self) -> int:
@@ -73,17 +70,16 @@ class RankingEvaluation:
 
     @property
     def interval(self) -> Interval:
-        """95 % confidence interval of `score`: groups are the independent units, not pairs."""
+        """95 % confidence interval of `score`, whose independent units are groups."""
         low, high = mean_interval(self._measure(pairwise_accuracy, self.averaged))
         return max(0.0, low), min(1.0, high)
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Every measure for summed (`sum`) and length-normalised (`mean`) log-probability, and by group type.
+        """Every measure for summed (`sum`) and length-normalized (`mean`) log-probabilities, and by type.
 
-        `consistency/TYPE` is one less the standard deviation of the pairwise accuracy over the groups of a
-        type: 1 when the policy ranks all of them equally well; a type of one group has none. `consistency` is
-        the same over the types' means, where there are several.
+        `consistency/TYPE` is 1 minus the standard deviation of the pairwise accuracy over a type's groups, if
+        there are several. `consistency` is the same over the types' means.
         """
         found = {}
         for kind, averaged in (("sum", False), ("mean", True)):
@@ -106,11 +102,11 @@ class RankingEvaluation:
         return found
 
     def _measure(self, measure: Measure, averaged: bool) -> list[float]:
-        """Of the grades and the scores of each group."""
+        """Apply a measure to the grades and scores of each group."""
         scores = self.logprobs / self.table.lengths if averaged else self.logprobs
         sizes = group_sizes(self.table)
         rows = zip(self.table.facts["grade"].split(sizes), scores.split(sizes), strict=True)
-        return [measure(grades.tolist(), own.tolist()) for grades, own in rows]
+        return [measure(grades.tolist(), group.tolist()) for grades, group in rows]
 
 
 Measure = Callable[[Sequence[float], Sequence[float]], float]
@@ -123,5 +119,5 @@ MEASURES: dict[str, Measure] = {
 
 
 def _orders(values: Sequence[float]) -> list[int]:
-    """Of every two values 1 where the first is larger, -1 where it is smaller, 0 where they are equal."""
+    """Return for each two values 1 where the first is larger, -1 where it is smaller, else 0."""
     return [(a > b) - (a < b) for a, b in combinations(values, 2)]

@@ -1,4 +1,4 @@
-"""Rows of data: pairs, labelled completions, ranked groups; and groups made of a right answer.
+"""Read rows of pairs, labelled completions and ranked groups, or make groups from a right answer.
 
 | algorithm | a row |
 |---|---|
@@ -29,7 +29,7 @@ M = TypeVar("M", bound=BaseModel)
 
 
 class _RowModel(BaseModel):
-    """Keys that are null count as absent: Arrow gives all rows all keys."""
+    """A row; null counts as absent, since Arrow gives all rows all keys."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -40,21 +40,21 @@ class _RowModel(BaseModel):
 
 
 class PairRow(_RowModel):
-    """What a pair or a labelled completion may hold besides its texts."""
+    """Optional columns of a pair or a labelled completion."""
 
-    margin: Number = 0.0  # what the chosen reward must be ahead by
+    margin: Number = 0.0  # minimum gap between the rewards
     weight: Weight = 1.0  # factor of the loss
 
 
 class RankedResponse(_RowModel):
-    """A response, and its rank or its score: the same one in a whole group, equal values are ties."""
+    """A response with a rank or a score, the same of the two in the whole group; equal values are ties."""
 
     model_config = ConfigDict(extra="forbid")
 
     response: str
     rank: Annotated[Number, Field(ge=1)] | None = None  # 1 is best
     score: Number | None = None  # higher is better
-    logprob: Annotated[Number, Field(le=0)] | None = None  # under the policy that wrote it, summed
+    logprob: Annotated[Number, Field(le=0)] | None = None  # summed, under the policy that wrote it
 
     @field_validator("response")
     @classmethod
@@ -80,7 +80,7 @@ class RankedGroup(_RowModel):
     """The responses to one prompt."""
 
     group: Annotated[list[RankedResponse], Field(min_length=2)]
-    group_type: str | None = None  # evaluation reports each type of its own
+    group_type: str | None = None  # evaluation reports each type
     weight: Weight = 1.0  # factor of the group's loss
 
     @model_validator(mode="after")
@@ -98,11 +98,7 @@ class RankedGroup(_RowModel):
 
 
 def read_row(model: type[M], row: Mapping[str, Any]) -> M:
-    """A row of data as `model`.
-
-    Raises:
-        ValueError: names the field and its value, and says what is expected.
-    """
+    """Validate a row of data; raise ValueError with the field, its value and what is expected."""
     try:
         return model.model_validate(row)
     except ValidationError as error:
@@ -114,13 +110,13 @@ def read_row(model: type[M], row: Mapping[str, Any]) -> M:
 
 
 def answers(prompt: Prompt, config: AnswersConfig, seed: int) -> list[dict[str, Any]]:
-    """The right answer and `config.wrong` plausible wrong ones, graded by nearness; one seed, one group.
+    """Return the right answer and `config.wrong` plausible wrong ones, reproducible by the seed.
 
     Returns:
-        `response` and `score` of each, the right one first.
+        `response` and `score` of each, the right one first; the score is minus the distance from it.
 
     Raises:
-        ValueError: the row has no such column, or its value is no whole number.
+        ValueError: the row has no such column, or its value is not a whole number.
     """
     if config.column not in prompt.columns:
         problem = f"is no column: {choices(config.column, prompt.columns)}"
@@ -141,10 +137,7 @@ def answers(prompt: Prompt, config: AnswersConfig, seed: int) -> list[dict[str, 
 
 
 def plausible_errors(right: int, n: int, rng: random.Random) -> list[int]:
-    """`n` different numbers that careless arithmetic gives for `right`.
-
-    Slips by one or two, a lost or extra carry, swapped digits, a turned sign.
-    """
+    """Return `n` different errors: off by one or two, a lost carry, swapped digits, the wrong sign."""
     slips = {right + step for step in (-20, -11, -10, -9, -2, -1, 1, 2, 9, 10, 11, 20)}
     digits = str(abs(right))
     if len(digits) > 1:

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from grpo_fast.config.schema import TrainConfig
 
 StepLoss = Callable[[CompletionTable, Tensor], LossOutputs]
-"""Takes groups of a step and the log-probabilities (S,) of their completions; returns their share of the loss."""
+"""Maps groups of a step and the log-probabilities (S,) of their completions to their share of the loss."""
 
 
 class PreferenceTrainer(Algorithm):

@@ -1,8 +1,8 @@
 """Warn during a run of reward hacking, collapse, divergence and drift, with what to try.
 
 An alert is raised once, when its figure crosses its threshold, and again only after the figure has recovered.
-Figures are means over the last `window` steps, so that one odd step raises nothing. An evaluation and a step's
-difference from the rollout engine count at once, and so does a loss that is not finite.
+Figures are means over the last `window` steps, so that one odd step raises nothing. Evaluations, a step's
+difference from the rollout engine, and a loss that is not finite count at once.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Save checkpoints that survive a kill at any moment, and refuse those that the disk has damaged.
+"""Save checkpoints that survive a kill at any moment, and detect damaged ones.
 
 A checkpoint is a folder `step-00000012` with safetensors files, `state.json`, and `manifest.json`, which has
-the size and SHA-256 of each. Every rank writes its own rows by torch's distributed checkpoints; any number of
-ranks reads them. A save writes into `step-00000012.tmp`, flushes it and renames it, so that a folder with
+the size and SHA-256 of each. Every rank writes its rows with torch's distributed checkpoints; any number of
+ranks can read them. A save writes into `step-00000012.tmp`, flushes it and renames it, so that a folder with
 its final name is complete.
 """
 
@@ -27,7 +27,6 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata
 
 from grpo_fast.config.paths import user_path
 from grpo_fast.distributed.shards import local
@@ -41,21 +40,21 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 FORMAT = 2
 MANIFEST, STATE = "manifest.json", "state.json"
-FILE = 2**32  # bytes of tensors in a file, about; the host holds a file twice while it is written
+FILE = 2**32  # approximate bytes of tensors in a file; the host holds a file twice while it is written
 FINAL = re.compile(r"step-\d{8,}")
-PARTIAL = ".tmp"  # suffix: being written or deleted
+PARTIAL = ".tmp"  # suffix of a folder that is being written or deleted
 
 
 class CheckpointError(Exception):
-    """A checkpoint cannot be kept or found where it was asked for."""
+    """A checkpoint cannot be saved or found."""
 
 
 class CheckpointSaveError(CheckpointError):
-    """A save failed and left nothing behind. Earlier checkpoints are intact, so training may go on."""
+    """A save failed and left nothing behind. Earlier checkpoints are intact, so training can continue."""
 
 
 class DamagedCheckpoint(CheckpointError):
-    """A checkpoint is not what was saved."""
+    """A checkpoint's files are not as they were saved."""
 
 
 @dataclass(frozen=True)
@@ -68,30 +67,18 @@ class Checkpoint:
     state: Mapping[str, Any]  # JSON
 
     def load(self, wanted: Mapping[str, Tensor]) -> None:
-        """Fill tensors that have names and shapes of saved ones; of a DTensor, read only this rank's rows."""
-        reader = _Reader(self.path)
+        """Fill tensors by name; of a DTensor, read only this rank's rows."""
         with _as_raised():
-            dcp.load(dict(wanted), storage_reader=reader, no_dist=True)
-
-
-class _Reader(HuggingFaceStorageReader):
-    """Reads the metadata before DCP asks for them, as DCP hides errors of that in an AssertionError."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(str(path))
-        self._read = super().read_metadata()
-
-    def read_metadata(self) -> Metadata:
-        return self._read
+            dcp.load(dict(wanted), storage_reader=HuggingFaceStorageReader(str(self.path)), no_dist=True)
 
 
 class CheckpointStore:
     """The checkpoints of one run, in one folder.
 
     Args:
-        root: holds the checkpoints; made by the first save.
-        keep: checkpoints to keep. None opens the store to read only.
-        world: the ranks, which open it, save and rewind together. They share a file system.
+        root: the folder of the checkpoints; the first save makes it.
+        keep: how many checkpoints to keep. None opens the store for reading only.
+        world: the ranks, which open the store, save and rewind together on a shared file system.
     """
 
     def __init__(self, root: Path, keep: int | None = None, world: World = SINGLE_PROCESS) -> None:
@@ -104,17 +91,16 @@ class CheckpointStore:
         return self._named("")
 
     def rewind(self, step: int) -> None:
-        """Delete the checkpoints of later steps, which a run that is resumed at this one writes anew."""
+        """Delete the checkpoints of later steps."""
         self._lead(lambda: self._delete(path for path in self.paths() if step_of(path) > step))
 
     def save(self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> Path:
         """Write a checkpoint, then delete those beyond `keep`.
 
         Args:
-            step: optimizer steps done, more than of any that is saved.
-            tensors: of any dtype, device and stride, no two of them the same memory: DTensors, or the same on
-                every rank.
-            state: whatever else, as JSON; rank 0's is saved.
+            step: optimizer steps done, more than in any saved checkpoint.
+            tensors: of any dtype, device and stride, without shared memory: DTensors, or equal on every rank.
+            state: JSON; rank 0's is saved.
 
         Raises:
             CheckpointSaveError: the disk is full or cannot be written.
@@ -178,9 +164,9 @@ class CheckpointStore:
         return Checkpoint(path, step_of(path), tensors, json.loads((path / STATE).read_bytes()))
 
     def _named(self, suffix: str) -> list[Path]:
-        """Return the folders of steps that have this suffix, oldest first."""
-        found = self.root.iterdir() if self.root.is_dir() else ()
-        return sorted((p for p in found if p.suffix == suffix and FINAL.fullmatch(p.stem)), key=step_of)
+        """Return the folders of steps with this suffix, oldest first."""
+        names = self.root.iterdir() if self.root.is_dir() else ()
+        return sorted((p for p in names if p.suffix == suffix and FINAL.fullmatch(p.stem)), key=step_of)
 
     def _write(self, path: Path, tensors: Mapping[str, Tensor], state: bytes) -> None:
         folder = path.with_suffix(PARTIAL)
@@ -194,12 +180,12 @@ class CheckpointStore:
             group, alone = self.world.objects, self.world.size == 1
             with _as_raised():
                 dcp.save(contiguous, storage_writer=writer, process_group=group, no_dist=alone)
-            own = folder.glob(f"shard-{self.world.rank + 1:05d}-*")  # as DCP names them
-            return {file.name: fingerprint(file) for file in own}
+            shards = folder.glob(f"shard-{self.world.rank + 1:05d}-*")  # DCP's names for this rank
+            return {file.name: fingerprint(file) for file in shards}
 
         def complete() -> None:
             write_whole(folder / STATE, state)
-            files = {STATE: fingerprint(folder / STATE)} | {n: f for own in written for n, f in own.items()}
+            files = {STATE: fingerprint(folder / STATE)} | {n: f for rank in written for n, f in rank.items()}
             manifest = {"format": FORMAT, "step": step_of(path), "files": files}
             write_whole(folder / MANIFEST, json.dumps(manifest, indent=1).encode())
             sync(folder)
@@ -213,43 +199,42 @@ class CheckpointStore:
             self._lead(self._clean)
 
     def _agreed(self, work: Callable[[], T]) -> list[T]:
-        """Return every rank's result, or raise on every rank the OSError of the first that had one."""
+        """Return every rank's result, or raise on every rank the first OSError."""
 
-        def tried() -> T | OSError:
+        def result_or_error() -> T | OSError:
             try:
                 return work()
             except OSError as error:
                 vars(error).setdefault("rank", self.world.rank)
                 return error
 
-        found: list[Any] = self.world.gather_from_all("the checkpoint", tried)
-        for result in found:
-            if isinstance(result, OSError):
-                raise result
-        return found
+        results: list[Any] = self.world.gather_from_all("the checkpoint", result_or_error)
+        if errors := [result for result in results if isinstance(result, OSError)]:
+            raise errors[0]
+        return results
 
     def _lead(self, work: Callable[[], T]) -> T:
-        """Let rank 0 work, and return its result on all ranks."""
-        found: list[Any] = self._agreed(work if self.world.is_main else lambda: None)
-        return found[0]
+        """Run `work` on rank 0, and return its result on all ranks."""
+        results: list[Any] = self._agreed(work if self.world.is_main else lambda: None)
+        return results[0]
 
     def _delete(self, paths: Iterable[Path]) -> None:
         for path in paths:
-            # Renamed first: a kill in the middle must not leave half a checkpoint under a final name.
+            # Renamed first, so that a kill leaves no incomplete checkpoint under a final name.
             shutil.rmtree(path.rename(path.with_suffix(PARTIAL)))
 
     def _clean(self) -> None:
-        """Drop what a kill left half-written or half-deleted."""
+        """Delete folders that a kill left incomplete."""
         for path in self._named(PARTIAL):
             shutil.rmtree(path)
 
 
 def verify(path: Path) -> list[str]:
-    """Return the names of a checkpoint's files, each of the size and SHA-256 it was saved with.
+    """Check the size and SHA-256 of a checkpoint's files, and return their names.
 
     Raises:
-        DamagedCheckpoint: a file of which that is not true; the message names it.
-        CheckpointError: the checkpoint was written by another version.
+        DamagedCheckpoint: a file is missing or altered; the message names it.
+        CheckpointError: another version wrote the checkpoint.
     """
     damaged = f"checkpoint {path} is damaged"
     try:
@@ -277,7 +262,7 @@ def verify(path: Path) -> list[str]:
 
 @contextmanager
 def _as_raised() -> Iterator[None]:
-    """Raise DCP's errors as they were raised, and hide its warning that one process is not distributed."""
+    """Raise the causes of DCP's errors, and hide its warning that one process is not distributed."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

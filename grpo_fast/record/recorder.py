@@ -1,4 +1,4 @@
-"""What happens to a run beside its steps: each is written down, shown and saved, and safe when one fails."""
+"""Log, show and checkpoint a run's steps, and save the last finished step after an error."""
 
 from __future__ import annotations
 
@@ -34,16 +34,15 @@ if TYPE_CHECKING:
 
 
 class Recorder:
-    """Logs, checkpoints, alerts and the display of a run; a context in which the steps run.
+    """Logs, checkpoints, alerts and display of a run, as the context of its steps on every rank.
 
-    Left by an error, it saves the last finished step if the weights are still those of that step. Each rank
-    of the store's world has a recorder, and all leave together.
+    On an error it saves the last finished step, if the weights are still those of that step.
 
     Args:
-        code: what the rewards and the like were loaded from, by `code_digests`.
+        code: the hashes of the user's code, by `code_digests`.
 
     Raises:
-        Diverged: for a FloatingPointError of a step, on any rank; it names what is left of the run.
+        Diverged: a step raised FloatingPointError on any rank; the message names where to continue.
     """
 
     def __init__(
@@ -88,15 +87,15 @@ class Recorder:
                 return
             kinds = [isinstance(error, one) for one in (FloatingPointError, Diverged, CheckpointError)]
             try:
-                with self.world.all_succeed("the error") as found:
-                    found.append((*kinds, self.trainer.optimizer.mid_step))
+                with self.world.all_succeed("the error") as ranks:
+                    ranks.append((*kinds, self.trainer.optimizer.mid_step))
             except RankError as lost:
                 self.say(f"{type(error).__name__}, and step {self.trainer.step} cannot be saved: {lost}")
                 return
-            not_finite, bad_gradient, of_the_disk, mid_step = map(any, zip(*found, strict=True))
+            not_finite, bad_gradient, of_the_disk, mid_step = map(any, zip(*ranks, strict=True))
             if not_finite:
                 raise self.diverged(error, bad_gradient, mid_step) from error
-            if not of_the_disk:  # a CheckpointError says itself what is intact
+            if not of_the_disk:  # a CheckpointError names what is intact
                 self.rescue(error, mid_step)
 
     def begin(self) -> None:
@@ -111,7 +110,7 @@ class Recorder:
         self.capture()
 
     def record(self, result: StepResult) -> None:
-        """Write and show a finished step; score the held-out questions and save where that is due."""
+        """Write and show a finished step, and run the evaluation and the save that are due."""
         step, config, timings = self.trainer.step, self.config, result.timings
         last = step == config.max_steps
         every, size = config.evaluation_schedule(len(self.trainer.held_out))
@@ -157,10 +156,10 @@ class Recorder:
         return scored | {f"eval/{k}": v for k, v in evaluation.metrics.items()}
 
     def capture(self) -> None:
-        """Keep what a checkpoint holds besides the weights and the optimizer's tensors, between two steps.
+        """Copy the state of a checkpoint besides its tensors, between two steps.
 
-        The coming step changes prompts and random states long before it changes a weight. Until it does, this
-        and the tensors are a checkpoint of the step before.
+        The next step changes prompts and random states long before it changes a weight. Until then, this copy
+        and the tensors are a checkpoint of the last step.
         """
         state = {
             "optimizer": self.trainer.optimizer.state(),
@@ -170,7 +169,7 @@ class Recorder:
             "code": self.code,
             "rng": capture_rng(),
         }
-        # A copy of what changes, at every step; JSON, which takes far longer, is for checkpoints.
+        # By pickle, as JSON takes far longer, and this runs at every step.
         self.captured, self.state = self.trainer.step, pickle.dumps(state)
 
     def save(self) -> Path:
@@ -191,7 +190,7 @@ class Recorder:
             self.save()
 
     def finish(self, signal: Signals | None) -> None:
-        """Print the outcome and write the report of a run that is saved; `signal` stopped it early."""
+        """Print the outcome and write the report, after the last save; `signal` stopped the run early."""
         stopped_by = signal.name if signal else self.callbacks.stopped_by
         if stopped_by:
             safe = f"saved at step {self.saved}" if self.saved else "nothing is trained yet"
@@ -199,14 +198,14 @@ class Recorder:
         self.say(held_out_outcome(self.run_dir) or f"step {self.trainer.step} of {self.config.max_steps}")
         try:
             self.say(f"report: {write_report(self.run_dir)}")
-        except (OSError, ValueError) as error:  # of the page alone: the run is done and saved
+        except (OSError, ValueError) as error:  # the run is saved nevertheless
             self.say(f"no report: {error}; `grpo-fast report {self.run_dir}` writes it")
         if self.saved:
             self.say(f"model: `grpo-fast export {self.run_dir} OUT` writes it for transformers and vLLM")
         self.callbacks.call("on_train_end", self.trainer.step, stopped_by)
 
     def rescue(self, error: BaseException, mid_step: bool) -> None:
-        """Save the last finished step after an error, unless an update has begun to change its weights."""
+        """Save the last finished step after an error, unless the update has changed its weights."""
         trainer, problem = self.trainer, type(error).__name__
         if mid_step:
             last = "there is no checkpoint yet" if self.saved is None else f"the last is of step {self.saved}"
@@ -215,7 +214,7 @@ class Recorder:
         try:
             if trainer.policy.device.type == "cuda":
                 torch.cuda.synchronize(trainer.policy.device)
-            if self.captured != trainer.step:  # the step was finished, but not written down
+            if self.captured != trainer.step:  # the step is finished, and its record has failed
                 self.capture()
             if trainer.step not in (0, self.saved):
                 self.say(f"{problem}: saving step {trainer.step}; interrupt to leave without")
@@ -227,10 +226,9 @@ class Recorder:
                 self.say(f"{problem}: step {trainer.step} is safe; continue with --resume")
 
     def diverged(self, error: BaseException, bad_gradient: bool, mid_step: bool) -> Diverged:
-        """Return the error of a run whose numbers are no longer finite; it names where to go on from.
+        """Return the error of a run whose values are not finite, with the checkpoint to continue from.
 
-        The checkpoint of the last step is offered only if the failed step had updated the weights already:
-        otherwise its own weights give NaN.
+        That is the last step's only if the failed step had updated the weights; else its weights give NaN.
         """
         step = self.trainer.step
         lower = f"a lower optimizer.learning_rate ({self.trainer.optimizer.learning_rate:.3g} now)"
@@ -244,7 +242,7 @@ class Recorder:
             left = f"continue from the newest checkpoint before, --resume {good[-1]}, with {lower}"
         else:
             left = f"there is no checkpoint from before: start anew with checkpoint.every and {lower}"
-            if step and bad_gradient and not mid_step:  # the weights are still those of the last step
+            if step and bad_gradient and not mid_step:  # the weights are those of the last step
                 with suppress(CheckpointSaveError, Diverged):
                     left += f"; `grpo-fast export {self._write_checkpoint()} OUT` writes step {step}"
         return Diverged(f"the run diverged after step {step}: {error}; {left}")

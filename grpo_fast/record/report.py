@@ -1,4 +1,4 @@
-"""Write a run, or several compared, as one HTML page from the runs' folders. The page works offline."""
+"""Write a run, or a comparison of several, as one HTML page that works offline."""
 
 from __future__ import annotations
 
@@ -23,39 +23,37 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 REPORT_FILE, COMPARISON_FILE = "report.html", "comparison.html"
-SAMPLED_STEPS, CHARACTERS = 12, 4000  # how many steps' samples the page shows, and how much of each text
-BUCKETS = 200  # points of a curve; a longer run is drawn as means in a band from minimum to maximum
+SAMPLED_STEPS, CHARACTERS = 12, 4000  # the most steps with samples, and characters of a text
+BUCKETS = 200  # points of a curve; longer runs are drawn as means in a band from minimum to maximum
 LARGEST = 1e30  # larger values are not drawn
-UNITS = {"%": (", %", 100.0), "bytes": (", GiB", 2.0**-30)}  # what follows a title, and the factor
+UNITS = {"%": (", %", 100.0), "bytes": (", GiB", 2.0**-30)}  # the title's end, and the factor
 STYLE: Any = {"svg.fonttype": "none", "svg.hashsalt": "grpo_fast", "font.size": 9, "text.parse_math": False}
 STYLE |= {"axes.grid": True, "grid.alpha": 0.3, "axes.spines.top": False, "axes.spines.right": False}
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A run's files as far as they go."""
+    """The records of a run's folder."""
 
     name: str  # the folder
     config: Mapping[str, Any]
     config_text: str
     outcome: str | None  # the held-out score before and after
     files: Mapping[str, Sequence[dict[str, Any]]]
-    values: DataFrame  # a row for each step, a column for each metric; `low` and `high` begin names of bands
-    samples: Sequence[dict[str, Any]]  # of the steps that are shown, the best completion of a prompt first
+    values: DataFrame  # a row per step, a column per metric; a band's columns begin with `low` and `high`
+    samples: Sequence[dict[str, Any]]  # of the steps that are shown, best completion of a prompt first
 
 
 def write_report(*run_dirs: Path, to: Path | None = None) -> Path:
-    """Write one page of a run, or of several compared, and return its path.
-
-    Works at any time: while a run goes on, after it was killed, and at its end.
+    """Write the page of a run, or of a comparison, and return its path; the runs need not have ended.
 
     Args:
         run_dirs: the runs' folders, at least one.
-        to: the page; by default `report.html` in the folder of the one run, `comparison.html` here.
+        to: the page; by default `report.html` in the run's folder, `comparison.html` here for several.
 
     Raises:
-        FileNotFoundError: one of `run_dirs` holds nothing of a run.
-        ValueError: one of its files is damaged other than by an unfinished last line.
+        FileNotFoundError: one of `run_dirs` does not hold a run.
+        ValueError: a file is damaged, other than by an unfinished last line.
         OSError: the page cannot be written.
     """
     from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -99,7 +97,7 @@ def read_run(run_dir: Path) -> RunRecord:
 
 
 def values_of(records: Mapping[str, Sequence[dict[str, Any]]]) -> DataFrame:
-    """Return a row for each step with all that is drawn: metrics, timings, held-out scores and bands."""
+    """Return a row per step with the metrics, timings, held-out scores and bands of the charts."""
     import pandas
 
     rows: dict[int, dict[str, float]] = {}
@@ -116,10 +114,7 @@ def values_of(records: Mapping[str, Sequence[dict[str, Any]]]) -> DataFrame:
 
 
 def charts(runs: Sequence[RunRecord]) -> list[tuple[str, str]]:
-    """Return (title, SVG) of all figures that were measured.
-
-    Metrics of one title share a chart; of several runs, each metric has a chart with a line for each run.
-    """
+    """Return (title, SVG) of all charts: one for each title, or for each metric of several runs."""
     names = sorted({name for run in runs for name in run.values})
     records = [record for run in runs for record in run.files[logs.EVALUATIONS_FILE]]
     criteria = dict.fromkeys(str(record["criterion"]) for record in records if record.get("criterion"))
@@ -141,7 +136,7 @@ def charts(runs: Sequence[RunRecord]) -> list[tuple[str, str]]:
 
 
 def draw(runs: Sequence[RunRecord], names: Sequence[str], factor: float) -> str:
-    """Return an SVG of some metrics of one run, or of one metric of several runs; alerts are red."""
+    """Draw metrics of one run, or one metric of several runs, as SVG; alerts are red lines."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -176,7 +171,7 @@ def draw(runs: Sequence[RunRecord], names: Sequence[str], factor: float) -> str:
 
 
 def compared(configs: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
-    """Return each key whose values differ between the runs, but for the folder, and each run's value."""
+    """Return each key that differs between the runs, except `output_dir`, and each run's value."""
     known = [config for config in configs if config]
     keys = dict.fromkeys(key for config in known for key, _, _ in differences(known[0], config))
     rows = [(key, [value_at(config, key) for config in configs]) for key in keys if key != "output_dir"]

@@ -1,4 +1,4 @@
-"""Numbers and texts as a person reads them: intervals, percentages, rewards, durations, bytes, excerpts."""
+"""Format scores, intervals, durations, bytes and excerpts, and describe the metrics."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Interval = tuple[float, float]  # (low, high)
 
 
 class Metric(BaseModel):
-    """A metric or timing that a run writes; metrics.yaml explains the fields."""
+    """A metric or timing; metrics.yaml explains the fields."""
 
     name: str
     meaning: str
@@ -39,14 +39,14 @@ class Metric(BaseModel):
 
 _TABLE = files("grpo_fast.record").joinpath("metrics.yaml").read_text(encoding="utf-8")
 METRICS = {name: Metric(name=name, **fields) for name, fields in yaml.safe_load(_TABLE).items()}
-"""Every name that metrics.jsonl and timings.jsonl may have; NAME stands for any text."""
+"""Every name in metrics.jsonl and timings.jsonl; NAME stands for any text."""
 
 FIGURES = tuple(metric for metric in METRICS.values() if metric.title)
-"""What the report draws and a step's line shows, the most useful first."""
+"""Metrics in the report and in a step's line, the most useful first."""
 
 
 def metric_of(name: str) -> Metric | None:
-    """Return what is known of a written name."""
+    """Return the metric of a name in a file."""
     if name in METRICS:
         return METRICS[name]
     patterns = ((re.escape(known).replace("NAME", ".+"), known) for known in METRICS if "NAME" in known)
@@ -54,11 +54,10 @@ def metric_of(name: str) -> Metric | None:
 
 
 def mean_interval(values: Sequence[float]) -> Interval:
-    """95 % confidence interval (low, high) of the mean of independent values.
+    """Compute the 95 % confidence interval (low, high) of the mean of independent values.
 
-    Values that are all 0 or 1 are a proportion and get the score interval of Wilson (1927, JASA 22,
-    p. 209), which stays inside [0, 1] and is honest at 0 % and 100 %. Other values get the normal
-    interval; a single one tells nothing about its spread and gets (-inf, inf).
+    Values that are all 0 or 1 are a proportion and get the score interval of Wilson (1927, JASA 22, p. 209).
+    Other values get the normal interval; a single value gets (-inf, inf).
 
     Raises:
         ValueError: no values.
@@ -70,10 +69,10 @@ def mean_interval(values: Sequence[float]) -> Interval:
     mean = fmean(values)
     if all(value in (0, 1) for value in values):
         scale = 1 + z * z / n
-        centre = (mean + z * z / (2 * n)) / scale
+        center = (mean + z * z / (2 * n)) / scale
         half = z / scale * math.sqrt(mean * (1 - mean) / n + z * z / (4 * n * n))
-        # At 0 and 1 the bounds are exactly 0 and 1; rounding must not say otherwise.
-        return (0.0 if mean == 0 else centre - half), (1.0 if mean == 1 else centre + half)
+        # Without rounding the bounds are exactly 0 and 1 at means of 0 and 1.
+        return (0.0 if mean == 0 else center - half), (1.0 if mean == 1 else center + half)
     if n == 1:
         return -math.inf, math.inf
     half = z * stdev(values) / math.sqrt(n)
@@ -81,33 +80,28 @@ def mean_interval(values: Sequence[float]) -> Interval:
 
 
 def score_text(score: float, interval: Sequence[float | None] | None = None) -> str:
-    """A share in per cent with its interval: `49.0 % [43.4, 54.6]`."""
+    """Format a share as a percentage with its interval: `49.0 % [43.4, 54.6]`."""
     text = f"{100 * score:.1f} %"
     bounds = [100 * bound for bound in interval or () if bound is not None and math.isfinite(bound)]
     return f"{text} [{bounds[0]:.1f}, {bounds[1]:.1f}]" if len(bounds) == 2 else text
 
 
 def before_after(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
-    """Of two lines of `evaluations.jsonl`: `21.7 % [17.4, 26.7] → 49.0 % [43.4, 54.6], +27.3 points (300
-    questions, 95 % intervals)`."""
+    """Format two evaluations: `21.7 % [17.4, 26.7] → 49.0 % [43.4, 54.6], +27.3 points (…)`."""
     questions = f"{before['n']} and " * (before["n"] != after["n"]) + plural(after["n"], "question")
     scores = " → ".join(score_text(one["score"], one["interval"]) for one in (before, after))
     gain = f"{100 * (after['score'] - before['score']):+.1f} points"
-    if (margin := difference_margin(before, after)) and margin >= abs(after["score"] - before["score"]):
-        gain += f", no clear difference (its interval is ±{100 * margin:.1f})"
+    bounds = (*before["interval"], *after["interval"])
+    if all(bound is not None and math.isfinite(bound) for bound in bounds):
+        # Half the interval of the difference of two independent scores.
+        margin = math.hypot((bounds[1] - bounds[0]) / 2, (bounds[3] - bounds[2]) / 2)
+        if margin and margin >= abs(after["score"] - before["score"]):
+            gain += f", no clear difference (its interval is ±{100 * margin:.1f})"
     return f"{scores}, {gain} ({questions}, {100 * CONFIDENCE:.0f} % intervals)"
 
 
-def difference_margin(before: Mapping[str, Any], after: Mapping[str, Any]) -> float | None:
-    """Half the interval of the difference of two independent scores; None where an interval is unknown."""
-    bounds = [bound for one in (before, after) for bound in one["interval"]]
-    if any(bound is None or not math.isfinite(bound) for bound in bounds):
-        return None
-    return math.hypot(*((high - low) / 2 for low, high in (before["interval"], after["interval"])))
-
-
 def duration_text(seconds: float) -> str:
-    """`350ms`, `12.3s`, `8m21s`, `3h05m`, `2d04h`."""
+    """Format seconds: `350ms`, `12.3s`, `8m21s`, `3h05m`, `2d04h`."""
     if seconds < 1:
         return f"{1000 * seconds:.0f}ms"
     if seconds < 59.95:
@@ -123,12 +117,12 @@ def duration_text(seconds: float) -> str:
 
 
 def bytes_text(count: float) -> str:
-    """`1.5 GiB`, `12.0 MiB`, `512 B`."""
+    """Format bytes: `1.5 GiB`, `12.0 MiB`, `512 B`."""
     return ByteSize(count).human_readable(separator=" ")
 
 
 def excerpt(text: str, most: int) -> str:
-    """A text of at most `most` characters: three quarters of them from its beginning, a quarter its end."""
+    """Shorten a text to `most` characters: three quarters from its start, a quarter from its end."""
     if len(text) <= most:
         return text
     left_out = f"\n\n[… {len(text) - most:,} characters left out; samples.jsonl has them …]\n\n"
