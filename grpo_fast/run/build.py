@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from grpo_fast.config.data import DatasetConfig
 from grpo_fast.config.lookup import choices
 from grpo_fast.config.schema import TrainConfig, at
 from grpo_fast.config.stages import Stage, resolve_stages, schedule_steps
@@ -47,7 +48,7 @@ from grpo_fast.record.summary import METRICS, metric_of
 from grpo_fast.rewards import RewardError, RewardSet, load_rewards
 from grpo_fast.rewards.builtins.options import sought_texts
 from grpo_fast.rewards.types import ENVIRONMENTS
-from grpo_fast.rollout import Completion, chosen_engine, engine_kind, make_engine, require_engine
+from grpo_fast.rollout import Completion, Rollout, chosen_engine, engine_kind, make_engine, require_engine
 from grpo_fast.run.alike import require_alike
 from grpo_fast.run.loader import Loader, use_threads
 
@@ -148,37 +149,30 @@ def build_grpo_trainer(config: TrainConfig, world: World, say: Say) -> Trainer:
     for stage, part in zip(stages, parts, strict=True):
         warn_of_special_tokens(policy, stage.config, part.rewards)
         warm_up_head(policy, stage.config)  # before gradients and the optimizer take their memory
-    rollout_of = partial(make_rollout, tokenizer=loader.tokenizer, end_ids=policy.eos_token_ids)
+
+    def rollout_of(config: TrainConfig, dataset: DatasetConfig, toolsets: Toolsets | None) -> Rollout:
+        options: Any = {"tokenizer": loader.tokenizer, "end_ids": policy.eos_token_ids}
+        chat = dataset.chat_template_kwargs
+        return make_rollout(config.rollout, toolsets, chat_options=chat, **options)
+
+    configs = [stage.config for stage in stages]
     parts = tuple(
-        replace(
-            part,
-            rollout=rollout_of(
-                part.stage.config.rollout,
-                part.toolsets,
-                chat_options=part.stage.config.dataset.chat_template_kwargs,
-            ),
-        )
-        for part in parts
+        replace(part, rollout=rollout_of(own, own.dataset, part.toolsets))
+        for part, own in zip(parts, configs, strict=True)
     )
     ids = (prompt.token_ids for prompt in prompts)
     datasets = [config.evaluation.dataset, *(part.dataset.config for part in parts)]
-    completion = max(c.rollout.max_completion_length for c in (config, *(stage.config for stage in stages)))
+    completion = max(one.rollout.max_completion_length for one in (config, *configs))
     longest = longest_sequence(policy, chain(ids, library_prompts(datasets)), completion)
     with ExitStack() as unless_built:
         say("loading: the rollout engine")
         # The engine starts as it later generates: without the reference on the device.
         with waiting_on_host(policy.reference_weights().values(), device):
-            engine = unless_built.enter_context(
-                make_engine(config.rollout, policy, max_length=longest, world=world)
-            )
+            engine = make_engine(config.rollout, policy, max_length=longest, world=world)
+            unless_built.enter_context(engine)
             engine.sleep()  # master weights, gradients and a resumed state use its memory until the rollout
-        optimizer = PolicyOptimizer(
-            policy.trainable(),
-            config.optimizer,
-            total_steps=schedule_steps(stages, 0),
-            on_host=config.memory.offload,
-            world=world,
-        )
+        options: Any = {"total_steps": schedule_steps(stages, 0), "on_host": config.memory.offload}
+        optimizer = PolicyOptimizer(policy.trainable(), config.optimizer, world=world, **options)
         trainer = Trainer(
             config,
             policy=policy,
@@ -186,11 +180,7 @@ def build_grpo_trainer(config: TrainConfig, world: World, say: Say) -> Trainer:
             optimizer=optimizer,
             stages=parts,
             eval_rewards=eval_rewards,
-            eval_rollout_fn=rollout_of(
-                config.rollout,
-                toolsets,
-                chat_options=(config.evaluation.dataset or config.dataset).chat_template_kwargs,
-            ),
+            eval_rollout_fn=rollout_of(config, config.evaluation.dataset or config.dataset, toolsets),
             held_out=held_out or (),
             world=world,
         )
@@ -264,7 +254,7 @@ def warm_up_head(policy: Policy, config: TrainConfig) -> None:
 
 
 def build_preference_trainer(config: TrainConfig, say: Say = lambda _: None) -> PreferenceTrainer:
-    """Build the trainer, with the reference's log-probabilities, so that its model need not stay in memory."""
+    """Build the trainer with the reference's log-probabilities, whose model then leaves the memory."""
     section, ranks = config.preference, config.algorithm == "rank"
     say(f"loading: the data, {config.dataset.source}")
     for name in (name for name in section.loss.loss_types if ":" in name):
