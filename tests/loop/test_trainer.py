@@ -1,4 +1,4 @@
-"""The loop: what a step draws, what completions earn, what is learnt from it."""
+"""The training loop: sampling, rewards, penalties, dynamic sampling, samples."""
 
 from __future__ import annotations
 
@@ -160,22 +160,6 @@ def test_dynamic_sampling_draws_until_the_batch_has_no_flat_group(make_trainer, 
         assert (metrics["groups/drawn"], metrics["groups/missing"]) == (drawn, 0)
 
 
-def test_performance_groups_reach_the_advantages(make_trainer, monkeypatch):
-    trainer = make_trainer(prompts_per_step=8, groups={"strategy": "performance", "min_group_size": 3})
-    monkeypatch.setattr(
-        type(trainer.world), "from_main", lambda *given: formed.append(given[2]()) or formed[-1]
-    )
-    formed: list[list[int]] = []
-    table, metrics = trainer.collect(Clock())
-    rewards = table.by_group("reward")
-    order = rewards.mean(1).argsort().tolist()
-    for group in (order[:4], order[4:]):
-        together = rewards[group].flatten()
-        expected = (rewards[group] - together.mean()) / (together.std() + 1e-4)
-        torch.testing.assert_close(table.by_group("advantage")[group], expected, rtol=1e-3, atol=1e-4)
-    assert len(formed) == 1 and metrics["groups/number"] == 2 and metrics["groups/size_mean"] == 4
-
-
 def test_dynamic_sampling_stops_at_its_bound_and_reports_missing_groups(make_trainer, own):
     trainer = make_trainer(
         rewards=[{"reward": own("never")}], advantage={"dynamic_sampling": True, "max_draws": 2}
@@ -217,19 +201,6 @@ def test_a_kl_in_the_reward_takes_each_completions_sum_from_its_reward(make_trai
         kl = logprob(trainer, ids, start) - logprob(before, ids, start)
         expected = table.facts["reward_table"][row].sum() - 0.5 * kl
         assert table.facts["reward"][row].item() == pytest.approx(expected.item(), abs=1e-4)
-
-
-def test_a_users_function_gives_each_token_its_advantage(make_trainer, own):
-    trainer = make_trainer(advantage={"function": own("last_token")})
-    table, _ = trainer.collect(Clock())
-    chosen, _ = to_train(table, trainer.config.advantage, trainer.config.loss)
-    rewards = table.by_group("reward")
-    live = ~table.by_group("flat")[:, 0]
-    expected = (rewards - rewards.mean(1, keepdim=True))[live].flatten()
-    last = chosen.offsets[1:] - 1
-    torch.testing.assert_close(chosen.columns["advantages"][last], expected)
-    others = torch.ones_like(chosen.mask).index_fill(0, last, False)
-    assert not chosen.columns["advantages"][others].any()
 
 
 @pytest.mark.parametrize("function", [True, False])

@@ -32,23 +32,15 @@ def make_run(toy: dict[str, Any], tmp_path: Path, seed: int) -> Callable[..., Tr
                 {"prompt": prompt, "group": group(), "group_type": f"type {len(prompt) % 2}"}
                 for prompt in prompts
             ]
-        if kto:
-            labels = [draw.random() < 0.5 for _ in prompts]
-            return [
-                {"prompt": prompt, "completion": phrase(draw, good if label else bad), "label": label}
-                for prompt, label in zip(prompts, labels, strict=True)
-            ]
-        # Of equal length: a summed log-probability cannot tell a good word from a bad one and an end.
-        lengths = [draw.randint(1, 5) for _ in prompts]
-        return [
-            {
-                "prompt": prompt,
-                "chosen": phrase(draw, good, n),
-                "rejected": phrase(draw, bad, n),
-                "quality": draw.random(),
-            }
-            for prompt, n in zip(prompts, lengths, strict=True)
-        ]
+        made = []
+        for prompt in prompts:
+            label, n = draw.random() < 0.5, draw.randint(1, 5)
+            if kto:
+                row = {"completion": phrase(draw, good if label else bad), "label": label}
+            else:  # of equal length: summed log-probabilities compare words, not lengths
+                row = {"chosen": phrase(draw, good, n), "rejected": phrase(draw, bad, n)}
+            made.append({"prompt": prompt, "quality": draw.random(), **row})
+        return made
 
     def group() -> list[dict[str, Any]]:
         """Graded by the number of good words, of three; ragged, often with ties."""

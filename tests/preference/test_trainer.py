@@ -17,6 +17,7 @@ from grpo_fast.loop.annotate import Annotator
 from grpo_fast.objective import PairScores
 from grpo_fast.preference.comparison import summed_logprobs
 from grpo_fast.preference.trainer import PreferenceTrainer
+from grpo_fast.record.files import read_jsonl
 from grpo_fast.record.logs import Clock
 from grpo_fast.run import train
 from grpo_fast.run.build import build_preference_trainer, build_trainer
@@ -70,22 +71,14 @@ def test_micro_batches_and_the_heads_gradient_in_place_change_nothing(
     assert split_metrics == pytest.approx(metrics, rel=1e-3, abs=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "preference", "metric"),
-    [("dpo", KTO, "rewards/margins"), ("rank", {}, "ranking/pairwise_accuracy")],
-)
-def test_training_lifts_the_held_out_score(algorithm, preference, metric, make_run):
-    config = make_run(algorithm, preference, max_steps=12, size=96, optimizer={"learning_rate": 8e-3})
+def test_training_by_kto_lifts_the_held_out_score(make_run):
+    config = make_run("dpo", KTO, max_steps=12, size=96, optimizer={"learning_rate": 8e-3})
     run_dir = train(config, display=False).run_dir
-    lines = [json.loads(line) for line in (run_dir / "evaluations.jsonl").read_text().splitlines()]
-    assert [line["name"] for line in lines] == ["held-out", "held-out"]
-    print(f"{lines[0]['score']:.3f} -> {lines[1]['score']:.3f}")
-    # Chance is a half.
-    assert lines[1]["score"] > max(0.85, lines[0]["score"] + 0.2)
-    steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert steps[-1][metric] > steps[1][metric]
+    before, after = read_jsonl(run_dir / "evaluations.jsonl")
+    assert after["score"] > max(0.85, before["score"] + 0.2)  # chance is a half
+    steps = read_jsonl(run_dir / "metrics.jsonl")
+    assert steps[-1]["rewards/margins"] > steps[1]["rewards/margins"]
     assert {"eval/ranking/sum/kendall_tau", "eval/ranking/mean/top1_accuracy"} <= steps[-1].keys()
-    assert (run_dir / "report.html").exists()
 
 
 @pytest.mark.parametrize(
@@ -141,7 +134,7 @@ def test_a_resumed_run_is_the_one_that_was_not_stopped(beta, make_run, tmp_path)
     train(config, resume="latest", display=False)
 
     assert (run_dir / "metrics.jsonl").read_text() == whole
-    steps = [json.loads(line) for line in whole.splitlines()[-4:]]
+    steps = read_jsonl(run_dir / "metrics.jsonl")[-4:]
     assert len({step["beta"] for step in steps}) == 4
     assert [step["learning_rate/factor"] for step in steps] == pytest.approx([1.1**n for n in range(4)])
 

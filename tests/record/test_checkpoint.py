@@ -141,9 +141,7 @@ def test_the_newest_intact_checkpoint_is_taken(store, damaged, taken):
     assert held(store) == ["1", "2", "3"]
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("master.weight", math.nan), ("exp_avg.weight", math.inf), ("master.bias", -math.inf)]
-)
+@pytest.mark.parametrize(("name", "value"), [("master.weight", math.nan), ("exp_avg.weight", -math.inf)])
 def test_what_is_not_finite_is_not_saved(store, name, value):
     tensors = tensors_of(4)
     tensors[name][-1] = value
@@ -218,16 +216,6 @@ def test_a_broken_disk_or_an_interruption_fails_one_save(store, monkeypatch, mom
     assert held(store) == ["1", "2"]
     save(store, 3)
     assert_is(store.load_latest(), 3)
-
-
-def test_a_load_that_fails_raises_the_error_of_its_file(store, monkeypatch):
-    save(store, 1)
-    found = store.load_latest()
-    broken = Mock(side_effect=OSError(errno.EIO, "broken", SHARDS[0]))
-    monkeypatch.setattr(checkpoint_module.HuggingFaceStorageReader, "read_metadata", broken)
-
-    with pytest.raises(OSError, match=f"broken: '{SHARDS[0]}'"):
-        assert_is(found, 1)
 
 
 def test_a_write_that_the_system_cuts_short_fails_one_save(store):

@@ -18,12 +18,9 @@ from grpo_fast.record.logs import RunLogs, SampleRecord
 from grpo_fast.record.mirrors import require_mirrors
 
 SERVICES = pytest.mark.parametrize("name", ["wandb", "trackio"])
-RIGHT = SampleRecord(
-    0, "2 + 2", "2 + 2 |", "<b>4</b>\nyes", {"exact": 1.0, "format": None}, 0.9, 0.5, False, 5
-)
-WRONG = SampleRecord(
-    0, "2 + 2", "2 + 2 |", "broken \udc80", {"exact": 0.0, "format": 1.0}, 0.1, -0.5, True, 9
-)
+ASKED = (0, "2 + 2", "2 + 2 |")
+RIGHT = SampleRecord(*ASKED, "<b>4</b>\nyes", {"exact": 1.0, "format": None}, 0.9, 0.5, False, 5)
+WRONG = SampleRecord(*ASKED, "broken \udc80", {"exact": 0.0, "format": 1.0}, 0.1, -0.5, True, 9)
 COLUMNS = ["group", "prompt", "completion", "exact", "format", "reward", "advantage", "tokens", "truncated"]
 
 

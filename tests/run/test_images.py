@@ -45,17 +45,10 @@ def test_preferences_with_images_are_refused(settings: dict[str, Any], no_weight
         grpo_fast.train(**settings | {"algorithm": "dpo", "dataset": pairs})
 
 
-def test_rows_without_packing_are_refused(settings: dict[str, Any], no_weights: None) -> None:
-    settings["model"]["packing"] = "none"
-    with pytest.raises(ValueError, match=r"model\.packing = 'none' computes no prompts with images"):
-        grpo_fast.train(**settings)
-
-
 @pytest.mark.parametrize(
     ("images", "installed", "message"),
     [
         (True, True, "an image see only what is before them, and gemma3 all of it: set rollout.engine"),
-        (True, False, "torchvision for models of type gemma3, with images or without: pip install"),
         (False, False, "torchvision for models of type gemma3, with images or without: pip install"),
         (False, True, "weights were read"),
     ],
@@ -78,13 +71,22 @@ def test_what_vllm_cannot_be_shown_is_refused(
         grpo_fast.train(**settings | {"rollout.engine": "vllm"})
 
 
-def test_ranks_with_parts_of_the_weights_are_refused() -> None:
-    config = TrainConfig.model_construct()
-    object.__setattr__(config, "distributed", config.distributed.model_copy(update={"mode": "shard"}))
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"distributed": {"mode": "shard"}}, r"distributed\.mode = 'shard' divides the vision tower"),
+        (
+            {"model": {"path": "m", "packing": "none"}},
+            r"model\.packing = 'none' computes no prompts with images",
+        ),
+    ],
+)
+def test_settings_that_do_not_support_images_are_refused(changes: dict[str, Any], said: str) -> None:
+    sections = {"model": {"path": "m"}, "dataset": {"source": "d"}, "rewards": [{"reward": "length"}]}
     world = World.__new__(World)
     world.size = 2
-    with pytest.raises(ValueError, match=r"distributed\.mode = 'shard' divides the vision tower's weights"):
-        require_packed_and_whole(config, world)
+    with pytest.raises(ValueError, match=said):
+        require_packed_and_whole(TrainConfig(**sections | changes), world)
 
 
 def test_a_trained_model_answers_prompts_with_images(settings: dict[str, Any]) -> None:

@@ -45,15 +45,3 @@ def test_a_run_is_scored_every_tenth_where_that_is_cheap(toy):
     assert schedule(24, evaluation={"every": 0}) == (0, None)
     assert schedule(500, evaluation={"every": 7, "size": 50}) == (7, 50)
     assert "scored every 10 steps, by default" in lines_of(TrainConfig(**toy | {"max_steps": 100}))["data"]
-
-
-def test_a_run_on_preferences_begins_with_its_comparisons(toy, tmp_path):
-    rows = tmp_path / "pairs.jsonl"
-    rows.write_text('{"prompt": "w2", "chosen": "w3", "rejected": "w4"}\n' * 4)
-    kept = {key: toy[key] for key in ("model", "micro_batch_tokens")}
-    config = TrainConfig(**kept, algorithm="dpo", dataset={"source": str(rows)}, prompts_per_step=2)
-
-    lines = lines_of(config)
-
-    assert "16,288 parameters" in lines["model"] and "4 prompts" in lines["data"]
-    assert "2 comparisons a step" in lines["groups"]

@@ -225,16 +225,6 @@ def test_the_same_call_gives_each_object_the_same_name_of_its_own():
     assert [first.objects[name] for name in names] == objects
 
 
-def test_a_users_loss_is_an_object_too(call, tmp_path: Path):
-    def mine(inputs: grpo_fast.LossInputs) -> grpo_fast.LossOutputs:
-        own = inputs.logprobs[inputs.loss_mask]
-        return grpo_fast.LossOutputs(-own.mean(), {"mine": own.detach().mean()})
-
-    trained = grpo_fast.train(**call | {"output_dir": tmp_path / "run", "max_steps": 1, "loss_type": mine})
-
-    assert trained.metrics["mine"].notna().sum() == 1
-
-
 def test_held_out_rows_are_read_as_the_datasets_are():
     inputs = Inputs()
     settings = {"model": {"path": "m"}, "rewards": [{"reward": "length"}]}

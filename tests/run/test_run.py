@@ -7,12 +7,10 @@ import multiprocessing
 import os
 import pty
 import random
-import re
 import shutil
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,11 +20,9 @@ import torch
 import yaml
 from torch.distributed import TCPStore
 
-import grpo_fast
 from grpo_fast.cli import main
 from grpo_fast.config.load import load_config
 from grpo_fast.config.schema import TrainConfig
-from grpo_fast.head import reference
 from grpo_fast.loop.trainer import Trainer
 from grpo_fast.record.checkpoint import CheckpointError, CheckpointStore
 from grpo_fast.record.files import read_jsonl
@@ -35,7 +31,6 @@ from grpo_fast.run import train
 from grpo_fast.run.export import trained_policy
 from grpo_fast.run.loader import with_steps
 
-FRAMES = 13  # of ours from the command to the kernel
 FORK = multiprocessing.get_context("fork")  # a process of its own without imports of its own
 
 
@@ -256,21 +251,6 @@ def test_a_new_run_leaves_another_ones_folder_alone(toy, run_dir: Path, capsys):
     assert steps_of(run_dir) == [0, 1, 2, 3] and not fourth.exists()
 
 
-def test_few_frames_lie_between_the_command_and_the_heads_forward(toy, tmp_path, monkeypatch):
-    package, forward, stacks = Path(grpo_fast.__file__).parent, reference.forward, []
-
-    def seen(*args: Any, **options: Any) -> Any:
-        frames = [frame.f_code for frame, _ in traceback.walk_stack(sys._getframe())]
-        stacks.append([code.co_name for code in frames if package in Path(code.co_filename).parents][::-1])
-        return forward(*args, **options)
-
-    monkeypatch.setattr(reference, "forward", seen)
-    assert main(["train", config_file(toy, tmp_path / "run", max_steps=1, evaluation={})]) == 0
-    to_gradient = stacks[-1]
-    assert to_gradient[:4] == ["main", "train", "train", "train_step"]
-    assert len(to_gradient) + 1 <= FRAMES, to_gradient  # the forward, in the kernel's stead, is one
-
-
 @pytest.mark.parametrize(
     ("changes", "resume", "said"),
     [
@@ -311,23 +291,17 @@ def test_a_quantised_base_and_8_bit_states_resume_to_the_bit(assert_equal_runs, 
 
 def test_a_resumed_run_says_from_where_and_what_has_changed(toy, run_dir: Path, capsys):
     changes = {"max_steps": 3, "optimizer": {"learning_rate": 1e-3}, "evaluation": toy["evaluation"]}
+    changes |= {"rewards": [{**toy["rewards"][0], "on_error": "skip"}], "rollout": {"max_batch_tokens": 900}}
 
     train(in_process(toy, run_dir, **changes), resume="latest")
 
     said = " ".join(capsys.readouterr().out.split())
     assert f"resumed after step 2 from {run_dir / 'checkpoints' / 'step-00000002'}" in said
-    assert "max_steps was 2, is 3; optimizer.learning_rate was 0.003, is 0.001" in said
+    assert "max_steps was 2, is 3" in said and "optimizer.learning_rate was 0.003, is 0.001" in said
+    assert "rewards.0.on_error was 'fail', is 'skip'" in said
     assert steps_of(run_dir) == [0, 1, 2, 3]
     train(in_process(toy, run_dir, **changes), resume="latest")
     assert "all steps are done, raise max_steps" in " ".join(capsys.readouterr().out.split())
-
-
-def test_a_run_goes_on_with_what_only_decides_whether_it_survives(toy, run_dir: Path, capsys):
-    survival = {"rewards.0.timeout": 9.0, "rewards.0.on_error": "skip", "rollout.max_batch_tokens": 900}
-    command = [f"{key}={value}" for key, value in survival.items()]
-    assert main(["train", str(run_dir), "max_steps=3", "--resume", *command]) == 0
-    assert "rewards.0.on_error was 'fail', is 'skip'" in " ".join(capsys.readouterr().out.split())
-    assert steps_of(run_dir) == [0, 1, 2, 3]
 
 
 def test_a_run_goes_on_where_its_data_has_been_moved_to(toy, run_dir: Path, tmp_path: Path):
@@ -388,9 +362,7 @@ def made(row):
 """
 
 
-def test_a_transform_is_called_once_a_row_and_an_edited_one_named(
-    toy, tmp_path: Path, monkeypatch, caplog, capsys
-):
+def test_a_transform_is_called_once_a_row(toy, tmp_path: Path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     code, calls = tmp_path / "own.py", tmp_path / "calls"
     code.write_text(COUNTING)
@@ -410,9 +382,6 @@ def test_a_transform_is_called_once_a_row_and_an_edited_one_named(
     assert main(["train", file]) == 0
     assert calls.read_text() == ".." * 2  # though the epochs are counted first
     assert load_config(tmp_path / "run").dataset.transform == f"{code}:made"
-    code.write_text(f"{COUNTING}# edited\n")
-    assert main(["train", file, "--resume"]) == 0
-    assert f"{code} has changed since" in caplog.text
     (tmp_path / "other.py").write_text(COUNTING)
     assert main(["train", file, "--resume", "dataset.transform=other.py:made"]) == 1
     assert "dataset.transform was" in capsys.readouterr().err

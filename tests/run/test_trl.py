@@ -163,12 +163,6 @@ def test_adapters_of_a_loaded_peft_model_are_trained_in_place(script):
         grpo_fast.train(**call)
 
 
-def test_conversations_reach_rewards_as_in_trl(script, playing_toy):
-    rows = [{"prompt": [{"role": "user", "content": f"w{1 + i % 4}"}], "start": i} for i in range(8)]
-    run = grpo_fast.train(**script | {"model": playing_toy["model"]["path"], "train_dataset": rows})
-    assert run.config.dataset.chat == "messages" and list(run.metrics.index) == [0, 1, 2]
-
-
 @pytest.mark.parametrize(
     ("rows", "settings", "templated"),
     [
@@ -284,11 +278,3 @@ def test_what_a_run_cannot_take_of_trl_is_refused_by_name(script, changes: dict[
     with pytest.raises(ConfigError, match=problem):
         grpo_fast.train(**script | changes)
     assert not Path("out").exists()
-
-
-def test_a_folder_of_save_to_disk_is_read_by_its_split(script, capsys):
-    script.pop("train_dataset").save_to_disk("saved")
-    run = grpo_fast.train(**script, train_dataset="saved", max_steps=1)
-    assert list(run.metrics.index) == [0, 1]
-    with pytest.raises(ValueError, match="is one dataset without splits"):
-        grpo_fast.train(**script, train_dataset={"source": "saved", "split": "test"})
