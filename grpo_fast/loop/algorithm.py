@@ -47,7 +47,6 @@ class Algorithm(ABC):
         self.held = ExitStack()  # closed at the end of the run
 
     def train_step(self) -> StepResult:
-        """Run one step."""
         self.begin()
         clock = Clock()
         with clock("step"):

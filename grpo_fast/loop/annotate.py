@@ -28,12 +28,10 @@ class ReferenceStates:
     head: HeadParameters | None = None  # None: the policy's head
 
     def operands(self, policy_head: HeadParameters) -> dict[str, Any]:
-        """Return the arguments of a loss that computes the reference's logits."""
         head = self.head or policy_head
         return {"ref_hidden": self.hidden, "ref_weight": head.weight, "ref_bias": head.bias}
 
     def scaling(self, policy_head: HeadParameters) -> dict[str, Any]:
-        """Return the further arguments of `linear_kl`."""
         head = self.head or policy_head
         return {"ref_logit_scale": head.logit_scale, "ref_softcap": head.softcap}
 
@@ -43,10 +41,8 @@ class Annotator:
 
     Args:
         micro_batch_tokens: input tokens of a micro-batch, if they fit.
-        temperature: of the distribution of the log-probabilities.
         whole_groups: keep completions that share a baseline in one micro-batch.
         ready: waits for the reference's weights after an offload.
-        world: the ranks that compute together, each with its own table.
     """
 
     def __init__(
@@ -70,7 +66,6 @@ class Annotator:
         self.follows_policy = False  # the reference is the current policy
 
     def keep_groups(self, whole: bool) -> None:
-        """Set whether each group stays in one micro-batch."""
         self.whole_groups = whole
         self.budget.unit = "one group with its prompts" if whole else "one completion with its prompt"
 
@@ -119,12 +114,10 @@ class Annotator:
         *outputs: str,
         of: Callable[[], AbstractContextManager[Policy]] | None = None,
     ) -> list[Tensor]:
-        """Compute (N,) float32 head outputs, by default log-probabilities, with LoRA's dropout off.
-
-        Tokens that the model did not write have 0.
+        """Compute (N,) float32 head outputs without LoRA's dropout; tokens the model did not write have 0.
 
         Args:
-            outputs: of `linear_logprob`.
+            outputs: of `linear_logprob`; by default log-probabilities.
             of: a context of the model to use, such as the reference; by default the policy.
         """
         names, device = outputs or ("logprob",), self.policy.device
@@ -148,11 +141,7 @@ class Annotator:
 
     @torch.no_grad()
     def reference_states(self, batch: PackedBatch, table: CompletionTable) -> ReferenceStates:
-        """Compute the reference's states at the batch's targets, for an exact KL, without logits.
-
-        Args:
-            table: the batch's table; with the object `context`, the reference sees that prompt.
-        """
+        """Compute the reference's states at the batch's targets, after the table's `context` if any."""
         self._ready()
         follows = nullcontext(self.policy) if self.follows_policy else self.policy.reference()
         with follows as reference, evaluation_mode(reference.model):

@@ -101,9 +101,9 @@ def score(
         precomputed: values of reward functions that have been called already, by name.
 
     Returns:
-        The table with the column `sampler_logprobs` where the rollout returned them; the facts `reward` (S,),
-        `reward_table` (S, F; NaN where a function does not apply), `truncated` (S,) and `episode`; the
-        objects `prompt` (with an environment's opening) and `completion`; and the rollout's custom columns.
+        The table with the column `sampler_logprobs` and custom columns where the rollout has them; the facts
+        `reward` (S,), `reward_table` (S, F; NaN where a function does not apply), `truncated` (S,) and
+        `episode`; and the objects `prompt` (with an environment's opening) and `completion`.
     """
     result = rewards.score_completions(prompts, completions, precomputed=precomputed)
     flat = [completion.without_environment() for group in completions for completion in group]
@@ -139,7 +139,6 @@ def score(
 
 
 def _all_or_none(what: str, values: Sequence[T | None]) -> list[T] | None:
-    """Return the values of all completions, or None where none has one."""
     given = [value for value in values if value is not None]
     if given and len(given) < len(values):
         raise ValueError(f"{what} are None for some completions only; give them for all, or for none")
@@ -163,9 +162,6 @@ def with_advantages(
     Args:
         weights: of the F reward functions; used where each reward is scaled separately.
         baseline_groups: a number for each group, equal where groups share a baseline; None: none do.
-
-    Raises:
-        ValueError: the configured advantage function returns a wrong shape.
     """
     if config.scales_parts:
         by_group = table.facts["reward_table"].view(table.num_groups, -1, len(weights))

@@ -48,11 +48,7 @@ def finite_number(value: Any, what: str, known: Iterable[str]) -> float:
 
 
 def with_loss_columns(table: CompletionTable, names: Iterable[str]) -> CompletionTable:
-    """Add the facts (S,) that `loss.columns` names, from each completion's prompt or a reward's log.
-
-    Raises:
-        ValueError: neither the data nor a reward has the column, or a logged value is not a number.
-    """
+    """Add the facts (S,) that `loss.columns` names, from each completion's prompt or a reward's log."""
     facts = {}
     prompts = table.objects["prompt"]
     logged = [key.removeprefix(EXTRA) for key in table.objects if key.startswith(EXTRA)]

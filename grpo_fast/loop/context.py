@@ -30,11 +30,7 @@ FOUND = ("solution", "feedback")  # template fields from the rollout; all others
 
 
 class TeacherContext:
-    """Builds the teacher's prompt of each completion from `reference.prompt_template`.
-
-    Raises:
-        ValueError: a row lacks a column that the template names, or cannot be rendered.
-    """
+    """Builds the teacher's prompt of each completion from `reference.prompt_template`."""
 
     def __init__(
         self, config: ReferenceConfig, dataset: PromptDataset, tokenizer: PreTrainedTokenizerBase

@@ -79,11 +79,7 @@ class Evaluation:
         return sum(len(row) >= k for row in self._applicable)
 
     def pass_at(self, k: int) -> float:
-        """Return the expected share of questions with a right answer among `k`.
-
-        Raises:
-            ValueError: no question has `k` answers that the deciding reward applies to.
-        """
+        """Return the expected share of questions with a right answer among `k`."""
         return fmean(self._pass_rates(k))
 
     def interval_at(self, k: int) -> Interval:
@@ -134,14 +130,7 @@ def evaluate(
     rollout: Rollout = generate_rollout,
     observer: RolloutObserver | None = None,
 ) -> Evaluation:
-    """Sample `config.num_samples` answers to each question, and score them.
-
-    Args:
-        engine: generates with its current weights.
-        rewards: all are computed; one decides.
-        sampling: several answers need a temperature.
-        world: the ranks that answer, each its share.
-        observer: gets the generation's progress.
+    """Sample `config.num_samples` answers to each question, and score them; one reward decides.
 
     Raises:
         ValueError: no questions, an unknown reward, several greedy answers, or a deciding reward that applies

@@ -71,13 +71,8 @@ class StageParts:
 class Trainer(Algorithm):
     """Group-relative policy optimization.
 
-    Args:
-        config: the run's, which also holds for the evaluation in every stage.
-        stages: at least one.
-        eval_rewards: rewards of the evaluation.
-        eval_rollout_fn: rollout of the evaluation.
-        world: the ranks that train together. Each generates and scores its share of a step's prompts; then
-            all have all groups, and compute the same up to the update.
+    Each rank generates and scores its share of a step's prompts; then all have all groups, and compute the
+    same up to the update. `config`, `eval_rewards` and `eval_rollout_fn` hold for every stage's evaluation.
     """
 
     def __init__(
@@ -122,7 +117,6 @@ class Trainer(Algorithm):
         self.enter(0)
 
     def enter(self, index: int) -> None:
-        """Start a stage."""
         parts = self.stages[index]
         self.stage = index
         self.config = parts.stage.config.with_sampler(draws_with_policy=draws_with_policy(self.engine.name))
@@ -191,9 +185,6 @@ class Trainer(Algorithm):
         """Compare the first completions' log-probabilities with the policy's; return whether that is done.
 
         Custom rollouts and truncated distributions have other log-probabilities, and are not compared.
-
-        Raises:
-            ValueError: the completions come from another policy.
         """
         rollout, switched_off = self.config.rollout, self.config.alerts.sampler_drift is None
         if switched_off or rollout.function is not None or rollout.truncations:

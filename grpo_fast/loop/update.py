@@ -38,11 +38,6 @@ class PolicyUpdate:
     """Optimizer steps on completions. After running out of memory, a gradient is repeated in smaller parts.
 
     Tables, groups and totals are those of all ranks; each rank computes its share.
-
-    Args:
-        config: of the run or its stage; `configure` changes it.
-        ready: waits for the reference's weights after an offload.
-        world: the ranks that train together.
     """
 
     def __init__(
@@ -93,11 +88,7 @@ class PolicyUpdate:
         return self.entropy_controller.active_coef if adaptive else self.loss.entropy_coef
 
     def run(self, table: CompletionTable, totals: StepTotals, clock: Clock) -> dict[str, float]:
-        """Run `num_iterations` epochs of optimizer steps on one rollout, and return their mean metrics.
-
-        Raises:
-            torch.OutOfMemoryError: the longest completion does not fit by itself.
-        """
+        """Run `num_iterations` epochs of optimizer steps on one rollout, and return their mean metrics."""
         if not len(table):
             return {"update/skipped": 1.0, "learning_rate": self.optimizer.learning_rate}
         minibatches = self.split(table, totals)
@@ -175,12 +166,8 @@ class PolicyUpdate:
     ) -> tuple[Tensor, list[dict[str, Tensor]]]:
         """Compute the gradient of an optimizer step, summed over micro-batches.
 
-        Args:
-            turn: number of the optimizer step since the rollout, for the head's random seed.
-
         Returns:
-            The old log-probabilities (N,): the table's, or else the policy's. And each micro-batch's share of
-            the metrics.
+            The old log-probabilities (N,): the table's, or else the policy's. And each micro-batch's metrics.
         """
         loss = partial(
             packed_loss,
@@ -225,10 +212,7 @@ class PolicyUpdate:
         return metrics
 
     def sampler_difference(self, table: CompletionTable) -> float | None:
-        """Return the mean difference between the engine's and the policy's log-probabilities, nats per token.
-
-        None where the engine returned none.
-        """
+        """Return the engine's mean error of a log-probability in nats, or None where it returned none."""
         if "sampler_logprobs" not in table.columns:
             return None
         local = self.local(table)

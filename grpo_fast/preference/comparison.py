@@ -65,11 +65,7 @@ def comparison_table(comparisons: Iterable[Comparison]) -> CompletionTable:
 
 
 def mismatched(comparisons: Sequence[Comparison]) -> CompletionTable:
-    """Return each prompt with the completion of the next row, for KTO's reference point.
-
-    Raises:
-        ValueError: there is no other row.
-    """
+    """Return each prompt with the completion of the next row, for KTO's reference point."""
     if len(comparisons) < 2:
         raise ValueError(
             "kto needs at least two rows: its reference point pairs prompts with others' completions"
@@ -79,11 +75,7 @@ def mismatched(comparisons: Sequence[Comparison]) -> CompletionTable:
 
 
 def with_order(table: CompletionTable) -> CompletionTable:
-    """Return the groups that have an order, in which not all grades tie.
-
-    Raises:
-        ValueError: there are none.
-    """
+    """Return the groups that have an order, in which not all grades tie."""
     grades = table.facts["grade"].split(group_sizes(table))
     ordered = [number for number, group in enumerate(grades) if len(group.unique()) > 1]
     if not ordered:
@@ -104,7 +96,6 @@ def group_sizes(table: CompletionTable) -> list[int]:
 
 
 def preference_totals(table: CompletionTable) -> PreferenceTotals:
-    """Return the counts over the comparisons of a step."""
     desirable = table.facts["grade"] > 0
     chosen = int(desirable.sum())
     return PreferenceTotals(chosen, len(table) - chosen, int(table.lengths[desirable].sum()))

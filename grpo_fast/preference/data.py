@@ -25,13 +25,9 @@ class CompletionTokenizer:
     """Tokenizes the completions of one dataset's prompts, each with the token that ends its turn.
 
     Args:
-        config: the dataset's settings; the chat template is used as for the prompts.
         max_length: the most tokens of a completion; None for no limit.
         end_ids: tokens that end a turn, in addition to the tokenizer's end token.
         limit: the configuration key of `max_length`, for errors.
-
-    Raises:
-        ValueError: there is no end token.
     """
 
     def __init__(
@@ -53,11 +49,7 @@ class CompletionTokenizer:
             )
 
     def __call__(self, prompt: Prompt, completion: str | list[Message], field: str) -> tuple[int, ...]:
-        """Return the tokens up to the first end token, where sampling stops.
-
-        Raises:
-            ValueError: the completion is malformed or too long; the message names `field`.
-        """
+        """Return the tokens up to the first end token, where sampling stops; errors name `field`."""
         text = completion if isinstance(completion, str) else _reply(prompt, completion, field)
         if not isinstance(text, str) or not text.strip():
             raise ValueError(f"{field} = {text!r} must be text that is not empty, or a list of messages")
@@ -87,13 +79,8 @@ def load_comparisons(
 
     Args:
         ranks: rows are ranked groups (`algorithm: rank`) rather than pairs or labelled completions.
-        seed: of the wrong answers of `preference.answers`.
         end_ids: tokens that end a turn, in addition to the tokenizer's end token.
         held_out: for evaluation, where KTO also reads pairs.
-
-    Raises:
-        ValueError: a row is malformed, or has a value that the loss does not use; the message names the row,
-            the field and the remedy.
     """
     complete = CompletionTokenizer(prompts.config, tokenizer, preference.max_completion_length, end_ids)
     labelled = not ranks and not preference.loss.paired and not held_out

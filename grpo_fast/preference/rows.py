@@ -110,14 +110,7 @@ def read_row(model: type[M], row: Mapping[str, Any]) -> M:
 
 
 def answers(prompt: Prompt, config: AnswersConfig, seed: int) -> list[dict[str, Any]]:
-    """Return the right answer and `config.wrong` plausible wrong ones, reproducible by the seed.
-
-    Returns:
-        `response` and `score` of each, the right one first; the score is minus the distance from it.
-
-    Raises:
-        ValueError: the row has no such column, or its value is not a whole number.
-    """
+    """Return `response` and `score` of the right answer and of `config.wrong` plausible wrong ones."""
     if config.column not in prompt.columns:
         problem = f"is no column: {choices(config.column, prompt.columns)}"
         raise ValueError(f"preference.answers.column = {config.column!r} {problem}")

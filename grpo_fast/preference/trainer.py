@@ -179,10 +179,6 @@ class BetaController:
 
     The schedule leads from `start` at the first step to `config.final` at the last. With `band`, beta rises
     or falls by a share while the reward gap of the step before is outside the band.
-
-    Args:
-        start: beta of the loss's configuration.
-        total_steps: optimizer steps of the whole run.
     """
 
     def __init__(self, start: float, config: BetaConfig, *, total_steps: int) -> None:

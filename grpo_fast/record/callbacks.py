@@ -100,11 +100,7 @@ class Callbacks:
 
 
 def load_callbacks(paths: Sequence[str]) -> list[Callback]:
-    """Load the callbacks at import paths; a class is called without arguments.
-
-    Raises:
-        ValueError: it is not a callback, or has an unknown `on_` method.
-    """
+    """Load the callbacks at import paths; a class is called without arguments."""
     callbacks = []
     for path in paths:
         value = load_object(path, "callbacks")

@@ -274,7 +274,6 @@ def _as_raised() -> Iterator[None]:
 
 
 def step_of(path: Path) -> int:
-    """Return the step in a checkpoint's name."""
     return int(path.stem.removeprefix("step-"))
 
 

@@ -68,11 +68,7 @@ def sync(path: Path) -> None:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Replace a file atomically: readers find the old or the new content, also after a power cut.
-
-    Raises:
-        OSError: the disk is full, or the folder cannot be written to; the error names the file.
-    """
+    """Replace a file atomically: readers find the old or the new content, also after a power cut."""
     unfinished = path.with_name(f"{path.name}.tmp")
     try:
         unfinished.write_bytes(content)
@@ -84,10 +80,10 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def append_jsonl(path: Path, *records: Mapping[str, Any]) -> None:
-    """Append records as lines; equal records give equal bytes.
+    """Append records as lines; equal records give equal bytes. Readers ignore a torn last line.
 
     Raises:
-        OSError: the disk is full or the file cannot be opened; readers ignore a torn last line.
+        OSError: the disk is full or the file cannot be opened.
     """
     lines = []
     for record in records:  # NumPy scalars become numbers; NaN and infinity, which JSON lacks, become null

@@ -27,11 +27,7 @@ tags: [grpo_fast]
 
 
 class PushToHub(Callback):
-    """Create the repository at the start; upload the model at the end, unless a signal stopped the run.
-
-    Raises:
-        ValueError: the hub cannot be reached, or refuses the repository.
-    """
+    """Create the repository at the start; upload the model at the end, unless a signal stopped the run."""
 
     def __init__(self, config: HubConfig) -> None:
         from huggingface_hub import HfApi

@@ -109,11 +109,7 @@ class RunLogs:
     def evaluation(
         self, step: int, name: str, score: float, interval: Interval, n: int, criterion: str = ""
     ) -> None:
-        """Write a score of `n` questions; scores of one `name` are one curve.
-
-        Args:
-            criterion: when an answer is right, such as `exact_match>=1`.
-        """
+        """Write a score of `n` questions by a criterion such as `exact_match>=1`; one `name` is one curve."""
         record = {"step": step, "name": name, "score": score, "interval": interval, "n": n}
         record |= {"criterion": criterion} if criterion else {}
         self._append(EVALUATIONS_FILE, record)

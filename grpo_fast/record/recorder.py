@@ -36,13 +36,8 @@ if TYPE_CHECKING:
 class Recorder:
     """Logs, checkpoints, alerts and display of a run, as the context of its steps on every rank.
 
-    On an error it saves the last finished step, if the weights are still those of that step.
-
-    Args:
-        code: the hashes of the user's code, by `code_digests`.
-
-    Raises:
-        Diverged: a step raised FloatingPointError on any rank; the message names where to continue.
+    On an error it saves the last finished step, if the weights are still those of that step. After a step's
+    FloatingPointError it raises Diverged, which names where to continue.
     """
 
     def __init__(

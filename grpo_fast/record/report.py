@@ -48,7 +48,6 @@ def write_report(*run_dirs: Path, to: Path | None = None) -> Path:
     """Write the page of a run, or of a comparison, and return its path; the runs need not have ended.
 
     Args:
-        run_dirs: the runs' folders, at least one.
         to: the page; by default `report.html` in the run's folder, `comparison.html` here for several.
 
     Raises:

@@ -58,9 +58,6 @@ def mean_interval(values: Sequence[float]) -> Interval:
 
     Values that are all 0 or 1 are a proportion and get the score interval of Wilson (1927, JASA 22, p. 209).
     Other values get the normal interval; a single value gets (-inf, inf).
-
-    Raises:
-        ValueError: no values.
     """
     if not values:
         raise ValueError("values is empty: an interval needs at least one value")

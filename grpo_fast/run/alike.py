@@ -60,9 +60,6 @@ def find_checkpoint(
     """Return the checkpoint to continue from, or None, and a sentence for each key that has changed since.
 
     A new run has none. A run that stopped before its first checkpoint has none, and may change any setting.
-
-    Raises:
-        CheckpointError: the folder holds no run or another one; the message names the remedy.
     """
     if resume is None:
         return None, []
@@ -124,10 +121,7 @@ def _has_moved(old: Any, new: Any) -> bool:
 
 
 def code_digests(tree: Mapping[str, Any]) -> dict[str, str]:
-    """Return the SHA-256 of each file that an import path in the tree names, by its module or path.
-
-    Files that these import in turn are not read, and files that do not exist are left out.
-    """
+    """Return the SHA-256 of each file that an import path in the tree names, by its module or path."""
     places: list[str] = []
 
     def note(leaf: Any) -> None:

@@ -28,14 +28,11 @@ def refused(name: str, problem: str, value: Any = ...) -> ConfigError:
 def trl_places(args: Any, settings: dict[str, Any]) -> Places:
     """Return our keys for a GRPOConfig and further arguments of TRL's trainer, by the table of `convert`.
 
-    Settings that have no effect here are logged.
+    Settings that have no effect here are logged; those that would change the result raise ConfigError.
 
     Args:
         args: a GRPOConfig, read by its fields, so that TRL need not be installed; or a mapping.
         settings: those of the call, with functions by name; further arguments of TRL's trainer are removed.
-
-    Raises:
-        ConfigError: an argument that would change the result has no equivalent.
     """
     fields = set_in(args)
     document = fields | {name: settings.pop(name) for name in ARGUMENTS if name in settings}

@@ -61,10 +61,7 @@ Say = Callable[[str], None]
 
 
 def build_trainer(config: TrainConfig, world: World = SINGLE_PROCESS, say: Say = lambda _: None) -> Algorithm:
-    """Build every part that the configuration names, at step 0.
-
-    Args:
-        say: prints what is being loaded.
+    """Build every part that the configuration names, at step 0; `say` prints what is being loaded.
 
     Raises:
         ValueError: settings that contradict the model, the data, the rewards or the tokenizer.
@@ -355,11 +352,7 @@ def build_stage(stage: Stage, index: int, before: StageParts | None, loader: Loa
 
 
 def given_completions(config: TrainConfig, dataset: PromptDataset, loader: Loader) -> dict[int, Completion]:
-    """Return the dataset's completion of each prompt, by its row.
-
-    Raises:
-        ValueError: a row without a completion, or with one beyond `rollout.max_completion_length`.
-    """
+    """Return the dataset's completion of each prompt, by its row."""
     key, tokenizer = "rollout.max_completion_length", loader.tokenizer
     limit = config.rollout.max_completion_length
     complete = CompletionTokenizer(dataset.config, tokenizer, limit, turn_ends(tokenizer), key)

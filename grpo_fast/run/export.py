@@ -57,11 +57,7 @@ def export_run(
 
 
 def locate(source: Path) -> tuple[Path, Path | None]:
-    """Return (run's folder, checkpoint's folder or None for a whole run).
-
-    Raises:
-        FileNotFoundError: no run's configuration lies in `source` or above it.
-    """
+    """Return (run's folder, checkpoint's folder or None for a whole run), or raise FileNotFoundError."""
     if (source / CONFIG_FILE).is_file():
         return source, None
     run_dir = source.parent.parent
@@ -73,11 +69,7 @@ def locate(source: Path) -> tuple[Path, Path | None]:
 
 
 def trained_policy(config: TrainConfig, run_dir: Path, checkpoint: Path | None = None) -> tuple[Policy, int]:
-    """The policy with the weights of one checkpoint of a run, by default the newest, and its step.
-
-    Raises:
-        FileNotFoundError: the run has no checkpoint yet.
-    """
+    """Load the policy with the weights of a checkpoint, by default the newest; return it and its step."""
     store = CheckpointStore(run_dir / CHECKPOINTS_DIR)
     found = store.load_latest() if checkpoint is None else store.load(checkpoint)
     if found is None:

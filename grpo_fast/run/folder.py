@@ -23,13 +23,8 @@ def hold_folder(stack: ExitStack, asked: Path, resume: str | None, *, overwrite:
 
     Args:
         asked: `output_dir`. Where it holds a run, a new run gets `asked-2`, `asked-3` and so on.
-        resume: "latest" takes the newest of these, a checkpoint's path its own folder, and the path of
-            `asked` that folder.
+        resume: "latest" takes the newest of these; a path takes the folder of that run or checkpoint.
         overwrite: take `asked`, whose run `delete_run` deletes once the new one can start.
-
-    Raises:
-        RunInUse: another process trains there.
-        OSError: the folder cannot be written to.
     """
     if resume is not None:
         run_dir, newest, of_checkpoint = asked, asked / NEWEST_FILE, Path(resume).parent.parent

@@ -52,11 +52,7 @@ class Loaded:
         self._written: list[Path] = []  # since `settle`
 
     def section(self, model: Any) -> dict[str, Any]:
-        """Return the section `model` of a transformers or peft model: its dtype, device and adapters.
-
-        Raises:
-            ConfigError: it is not such a model, or cannot be trained as it is.
-        """
+        """Return the section `model` of a transformers or peft model: its dtype, device and adapters."""
         if not (hasattr(model, "save_pretrained") and hasattr(model, "named_parameters")):
             raise refused("model", f"is a {type(model).__name__}: give a folder, a hub id or a loaded model")
         if len(devices := {weight.device for weight in model.parameters()}) != 1:
@@ -94,11 +90,7 @@ class Loaded:
         return Policy(self.model, self.tokenizer).quantized
 
     def keep(self, config: TrainConfig, *, fresh: bool) -> TrainConfig:
-        """Write the objects into the run's folder, and return the configuration with their paths.
-
-        Args:
-            fresh: replace what an earlier run wrote there; otherwise that is used.
-        """
+        """Write the objects into the run's folder, replacing an earlier run's if `fresh`; return their paths."""
         folder = Path(config.output_dir).absolute() / INPUTS_DIR
         changes: dict[str, str] = {}
         if self.model is not None:
@@ -165,11 +157,7 @@ class Loaded:
 
 
 def lora_section(given: Any, key: str = "peft_config") -> dict[str, Any]:
-    """Return the section `model.lora` of a LoraConfig of peft.
-
-    Raises:
-        ConfigError: another method, or options without an equivalent; it names each.
-    """
+    """Return the section `model.lora` of a LoraConfig of peft; raise ConfigError for other options."""
     kind = getattr(given.peft_type, "value", given.peft_type)
     if kind != "LORA":
         raise refused(key, f"is {kind}; adapters here are LoRA: give a LoraConfig")

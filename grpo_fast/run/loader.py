@@ -57,17 +57,12 @@ class Loader:
 
 
 def use_threads(config: TrainConfig) -> None:
-    """Set the number of torch's CPU threads."""
     if config.threads:
         torch.set_num_threads(config.threads)
 
 
 def with_steps(config: TrainConfig) -> TrainConfig:
-    """Return the configuration with `max_steps` in place of `epochs`, from the number of prompts.
-
-    Raises:
-        Exception: as loading the data does.
-    """
+    """Return the configuration with `max_steps` in place of `epochs`, from the number of prompts."""
     if config.epochs is None:
         return config
     _, prompts = Loader(config).training(config)

@@ -60,7 +60,6 @@ class PreparedRun:
     stopped_by: Signals | None = None
 
     def begin(self) -> None:
-        """Score the held-out questions before the first step."""
         with self.world.all_succeed("the beginning"):
             self.recorder.begin()
 
