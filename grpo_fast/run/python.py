@@ -93,44 +93,40 @@ def train(
         KeyboardInterrupt, SystemExit: a signal stopped the run; the last finished step is saved.
         Exception: any error of the run.
     """
+    if resume and overwrite:
+        raise refused("overwrite", "goes without resume; keep one")
     inputs = Inputs()
+    base: Any = config
+    inputs.loaded.tokenizer, inputs.loaded.resumes = processing_class, bool(resume)
     from_trl = args is not None or train_dataset is not None
-    dataset = one_of("dataset", dataset, train_dataset)
-    evaluation = one_of("evaluation", evaluation, eval_dataset)
     if from_trl and config is not None:
         raise refused("config", "goes without TRL's args and train_dataset; leave them out", config)
-    inputs.loaded.tokenizer, inputs.loaded.resumes = processing_class, bool(resume)
-    if model is not None:
-        settings["model"] = inputs.model(model)
+    one_of("rewards", rewards, reward_funcs)
+    for name, value, section in (
+        ("model", model, inputs.model),
+        ("dataset", one_of("dataset", dataset, train_dataset), inputs.dataset),
+        ("rewards", rewards, inputs.rewards),
+        ("reward_funcs", reward_funcs, inputs.reward_funcs),
+        ("evaluation", one_of("evaluation", evaluation, eval_dataset), inputs.evaluation),
+        ("callbacks", callbacks, inputs.plain),
+    ):
+        if value is not None:
+            settings[name] = section(value)
     if peft_config is not None:
         settings["model"] = {**settings.get("model", {}), "lora": lora_section(peft_config)}
-    if one_of("rewards", rewards, reward_funcs) is reward_funcs is not None:
-        settings["reward_funcs"] = inputs.reward_funcs(reward_funcs)
-    if dataset is not None:
-        settings["dataset"] = inputs.dataset(dataset)
-    if rewards is not None:
-        settings["rewards"] = inputs.rewards(rewards)
-    if evaluation is not None:
-        settings["evaluation"] = inputs.evaluation(evaluation)
-    if callbacks is not None:
-        settings["callbacks"] = callbacks
     settings = inputs.plain(settings)
-    base: Any = config
     if from_trl:
         base = trl_places({} if args is None else args, settings)
         if inputs.loaded.model is not None:
             base.pop("model.dtype", None)  # the loaded model's is used
     whole = load_config(base, settings)
     inputs.read(whole)
-    if resume and overwrite:
-        raise refused("overwrite", "goes without resume; keep one")
     checkpoint = "latest" if resume is True else str(resume) if resume else None
     if resume is True and config is not None and user_path(config, "config").is_dir():
         checkpoint = whole.output_dir  # not the newest folder next to it
+    options: Any = {"overwrite": overwrite, "display": display, "loaded": inputs.loaded}
     with given(inputs.objects):
-        ended = train_as_configured(
-            whole, resume=checkpoint, overwrite=overwrite, display=display, loaded=inputs.loaded
-        )
+        ended = train_as_configured(whole, resume=checkpoint, **options)
     if ended.stopped_by == SIGINT:
         opened = f"grpo_fast.Run({str(ended.run_dir)!r}) opens the run"
         raise KeyboardInterrupt(f"the last finished step is saved: resume=True goes on, {opened}")
@@ -176,11 +172,7 @@ class Run:
 
     @cached_property
     def policy(self) -> TrainedPolicy:
-        """The model of the newest checkpoint.
-
-        Raises:
-            FileNotFoundError: there is none yet.
-        """
+        """The model of the newest checkpoint; FileNotFoundError where there is none yet."""
         return TrainedPolicy(trained_policy(self.config, self.folder)[0], self.config)
 
     @property
@@ -240,13 +232,6 @@ class TrainedPolicy:
             return [group[0] for group in generate_rollout(engine, questions, 1, chosen)]
 
     def save_pretrained(self, folder: str | Path, *, adapter: bool = False) -> None:
-        """Write model and tokenizer for transformers and vLLM, adapters merged.
-
-        Args:
-            adapter: write only the adapter, for peft.
-
-        Raises:
-            ValueError: the run has no adapter.
-        """
+        """Write model and tokenizer for transformers and vLLM, with merged adapters, or only the adapter."""
         save = self._policy.save_adapter if adapter else self._policy.save_pretrained
         save(user_path(folder, "folder"))

@@ -53,11 +53,7 @@ class GRPOTrainer:
 
     @property
     def run(self) -> Run:
-        """The finished run.
-
-        Raises:
-            RuntimeError: `train` has not returned yet.
-        """
+        """The finished run; RuntimeError before `train` has returned."""
         if self._run is None:
             raise RuntimeError("call train() first")
         return self._run
@@ -110,12 +106,7 @@ class FastLanguageModel:
         use_gradient_checkpointing: Any = "auto",
         **others: Any,
     ) -> dict[str, Any]:
-        """Return the model with LoRA.
-
-        Raises:
-            TypeError: an unknown option.
-            ConfigError: an option of peft without an equivalent.
-        """
+        """Return the model with LoRA; raise TypeError or ConfigError for unsupported options."""
         import torch
         from peft import LoraConfig
 
@@ -123,11 +114,8 @@ class FastLanguageModel:
         _leave(others)
         kept |= {"target_modules": target_modules if isinstance(target_modules, str) else [*target_modules]}
         adapters = LoraConfig(r=r, lora_alpha=lora_alpha, lora_dropout=lora_dropout, **kept)
-        checkpointing = use_gradient_checkpointing
-        if checkpointing == "unsloth":
-            checkpointing = (
-                "offload" if torch.cuda.is_available() else True
-            )  # a CPU has nothing to offload to
+        if (checkpointing := use_gradient_checkpointing) == "unsloth":  # a CPU has nothing to offload to
+            checkpointing = "offload" if torch.cuda.is_available() else True
         return {**model, "lora": lora_section(adapters), "gradient_checkpointing": checkpointing}
 
 
