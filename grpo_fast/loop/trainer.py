@@ -89,9 +89,8 @@ class Trainer(Algorithm):
         world: World = SINGLE_PROCESS,
     ) -> None:
         self.handover = DeviceHandover(engine, policy, optimizer, config.memory)
-        self.update = PolicyUpdate(
-            policy, optimizer, stages[0].stage.config, self.handover.await_reference, world
-        )
+        first, ready = stages[0].stage.config, self.handover.await_reference
+        self.update = PolicyUpdate(policy, optimizer, first, ready, world)
         super().__init__(policy, optimizer, self.update.annotator, stages[0].prompts, world)
         self.engine: Engine = engine
         self.stages = stages
@@ -107,7 +106,6 @@ class Trainer(Algorithm):
             self.criterion = criterion(deciding, config.evaluation.threshold)
         self.evaluation_sampling = replace(
             sampling_of(config.rollout),
-            max_completion_length=config.rollout.max_completion_length,
             temperature=config.evaluation.temperature,
             seed=world.seed(config.seed),
         )
@@ -129,15 +127,6 @@ class Trainer(Algorithm):
         total_steps = schedule_steps([parts.stage for parts in self.stages], index)
         self.optimizer.configure(self.config.optimizer, total_steps=total_steps)
 
-    def advance(self) -> None:
-        """Start the stage of the next step, if it is another one."""
-        due = stage_at([parts.stage for parts in self.stages], self.step)
-        if due == self.stage:
-            return
-        self.enter(due)
-        if self.stages[due].stage.fresh_optimizer:
-            self.optimizer.reset_state()
-
     def described(self) -> dict[str, str]:
         rollout, correction = self.config.rollout, self.config.loss.sampler_correction
         corrected = "" if correction in (None, "none") else f", corrected by {correction}"
@@ -156,7 +145,11 @@ class Trainer(Algorithm):
 
     def begin(self) -> None:
         super().begin()
-        self.advance()
+        due = stage_at([parts.stage for parts in self.stages], self.step)
+        if due != self.stage:
+            self.enter(due)
+            if self.stages[due].stage.fresh_optimizer:
+                self.optimizer.reset_state()
 
     def learn(self, table: CompletionTable, clock: Clock) -> dict[str, float]:
         metrics = {}
@@ -177,9 +170,6 @@ class Trainer(Algorithm):
         if len(taken := taken[~taken.isnan()]):
             found["environment/seconds"] = taken.mean().item()
         return found
-
-    def samples(self, table: CompletionTable) -> list[SampleRecord]:
-        return self.pick_samples(table, self.config.logging.samples)
 
     def require_own_completions(self, table: CompletionTable) -> bool:
         """Compare the first completions' log-probabilities with the policy's; return whether that is done.
@@ -220,9 +210,8 @@ class Trainer(Algorithm):
         self.parts = part_weights(self.rewards.names, self.reward_weights, penalties)
         if penalties:
             drawn = self.with_advantages(with_penalties(drawn, penalties), clock)
-        metrics = describe(drawn, [*self.parts]) | self.update_curriculum_and_weights(
-            prompts, before_penalties
-        )
+        metrics = describe(drawn, [*self.parts])
+        metrics |= self.update_curriculum_and_weights(prompts, before_penalties)
         if not config.dynamic_sampling:
             return drawn, metrics
         # By the rewards alone: a penalty must not make a flat group train.
@@ -353,10 +342,11 @@ class Trainer(Algorithm):
         questions = self.held_out[:size]
         return evaluate(self.engine, questions, rewards, config, sampling, world=self.world, **options)
 
-    def pick_samples(self, table: CompletionTable, groups: int) -> list[SampleRecord]:
+    def samples(self, table: CompletionTable) -> list[SampleRecord]:
         """Return every completion of the first group, and the first of each other group."""
         n = len(table) // max(1, table.num_groups)
-        rows = [row for row in range(min(groups, table.num_groups) * n) if row < n or row % n == 0]
+        groups = min(self.config.logging.samples, table.num_groups)
+        rows = [row for row in range(groups * n) if row < n or row % n == 0]
 
         def local() -> dict[int, SampleRecord]:
             completions = table.objects.get("completion", ())
@@ -369,7 +359,6 @@ class Trainer(Algorithm):
 
     def sample(self, table: CompletionTable, row: int) -> SampleRecord:
         """Return the record of a completion of this rank."""
-        facts = {name: values[row] for name, values in table.facts.items()} | {"parts": parts_of(table)[row]}
         objects = {name: values[row] for name, values in table.objects.items()}
         completion, asked = objects["completion"], objects["prompt"]
         return SampleRecord(
@@ -377,10 +366,10 @@ class Trainer(Algorithm):
             question=asked.prompt,
             prompt=str(self.policy.tokenizer.decode(list(asked.token_ids))),
             completion=completion.text,
-            rewards=dict(zip(self.parts, facts["parts"].tolist(), strict=True)),
+            rewards=dict(zip(self.parts, parts_of(table)[row].tolist(), strict=True)),
             weights=self.parts,
-            reward=facts["reward"].item(),
-            advantage=facts["advantage"].item(),
+            reward=table.facts["reward"][row].item(),
+            advantage=table.facts["advantage"][row].item(),
             truncated=completion.truncated,
             num_tokens=completion.num_sampled,
             extra={name.removeprefix(EXTRA): v for name, v in objects.items() if name.startswith(EXTRA)},

@@ -59,7 +59,7 @@ class DamagedCheckpoint(CheckpointError):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """An intact checkpoint."""
+    """A checkpoint whose files are intact."""
 
     path: Path
     step: int
@@ -76,7 +76,6 @@ class CheckpointStore:
     """The checkpoints of one run, in one folder.
 
     Args:
-        root: the folder of the checkpoints; the first save makes it.
         keep: how many checkpoints to keep. None opens the store for reading only.
         world: the ranks, which open the store, save and rewind together on a shared file system.
     """
@@ -86,19 +85,19 @@ class CheckpointStore:
         if keep is not None:
             self._lead(self._clean)
 
-    def paths(self) -> list[Path]:
-        """Return the complete checkpoints, oldest first."""
-        return self._named("")
+    def paths(self, suffix: str = "") -> list[Path]:
+        """Return the complete checkpoints, or the folders of steps with a suffix, oldest first."""
+        names = self.root.iterdir() if self.root.is_dir() else ()
+        return sorted((p for p in names if p.suffix == suffix and FINAL.fullmatch(p.stem)), key=step_of)
 
     def rewind(self, step: int) -> None:
         """Delete the checkpoints of later steps."""
         self._lead(lambda: self._delete(path for path in self.paths() if step_of(path) > step))
 
     def save(self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> Path:
-        """Write a checkpoint, then delete those beyond `keep`.
+        """Write a checkpoint of a later step than any saved one, then delete those beyond `keep`.
 
         Args:
-            step: optimizer steps done, more than in any saved checkpoint.
             tensors: of any dtype, device and stride, without shared memory: DTensors, or equal on every rank.
             state: JSON; rank 0's is saved.
 
@@ -110,11 +109,10 @@ class CheckpointStore:
         for name in self._agreed(lambda: first_not_finite({n: local(t) for n, t in tensors.items()})):
             if name:
                 raise Diverged(f"{name} holds NaN or infinity")
-        path, content = self.root / f"step-{step:08d}", json.dumps(state).encode()
-        outdated = slice(0, -self.keep)
+        path, content, outdated = self.root / f"step-{step:08d}", json.dumps(state).encode(), -self.keep
         try:
             self._write(path, tensors, content)
-            self._lead(lambda: self._delete(self.paths()[outdated]))
+            self._lead(lambda: self._delete(self.paths()[:outdated]))
         except OSError as error:
             newest = next(reversed(self.paths()), None)
             kept = f"the newest checkpoint is {newest}" if newest else "there is no checkpoint"
@@ -126,18 +124,18 @@ class CheckpointStore:
         """Return the newest intact checkpoint, or None where there is none; warn of damaged newer ones.
 
         Raises:
-            DamagedCheckpoint: there are checkpoints and all are damaged.
+            DamagedCheckpoint: all checkpoints are damaged.
         """
         damaged: list[DamagedCheckpoint] = []
         for path in reversed(self.paths()):
             try:
-                found = self.load(path)
+                newest = self.load(path)
             except DamagedCheckpoint as error:
                 damaged.append(error)
                 continue
             for problem in damaged:
                 logger.warning("%s; %s is taken", problem, path)
-            return found
+            return newest
         if damaged:
             remedy = "start anew in another output_dir"
             raise DamagedCheckpoint(f"no checkpoint in {self.root} is intact; {remedy}. {damaged[0]}")
@@ -158,15 +156,10 @@ class CheckpointStore:
         verify(path)
         saved: dict[str, Any] = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
         tensors = {
-            name: torch.empty(found.size, dtype=found.properties.dtype, device="meta")
-            for name, found in saved.items()
+            name: torch.empty(like.size, dtype=like.properties.dtype, device="meta")
+            for name, like in saved.items()
         }
         return Checkpoint(path, step_of(path), tensors, json.loads((path / STATE).read_bytes()))
-
-    def _named(self, suffix: str) -> list[Path]:
-        """Return the folders of steps with this suffix, oldest first."""
-        names = self.root.iterdir() if self.root.is_dir() else ()
-        return sorted((p for p in names if p.suffix == suffix and FINAL.fullmatch(p.stem)), key=step_of)
 
     def _write(self, path: Path, tensors: Mapping[str, Tensor], state: bytes) -> None:
         folder = path.with_suffix(PARTIAL)
@@ -225,7 +218,7 @@ class CheckpointStore:
 
     def _clean(self) -> None:
         """Delete folders that a kill left incomplete."""
-        for path in self._named(PARTIAL):
+        for path in self.paths(PARTIAL):
             shutil.rmtree(path)
 
 

@@ -90,7 +90,7 @@ class Loaded:
         return Policy(self.model, self.tokenizer).quantized
 
     def keep(self, config: TrainConfig, *, fresh: bool) -> TrainConfig:
-        """Write the objects into the run's folder, over an earlier run's if `fresh`, and return their paths."""
+        """Write the objects into the run's folder, anew if `fresh`; return the configuration with paths."""
         folder = Path(config.output_dir).absolute() / INPUTS_DIR
         changes: dict[str, str] = {}
         if self.model is not None:

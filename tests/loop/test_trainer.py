@@ -244,7 +244,7 @@ def test_a_generation_tells_how_far_it_is(make_trainer):
 def test_samples_are_the_whole_first_group_and_one_of_each_other(make_trainer, seed):
     trainer = make_trainer(seed=seed, logging={"samples": 3})
     table, _ = trainer.collect(Clock())
-    samples, completions = trainer.pick_samples(table, 3), table.objects["completion"]
+    samples, completions = trainer.samples(table), table.objects["completion"]
     assert [sample.group for sample in samples] == [0] * 6 + [1, 2]
     assert [sample.completion for sample in samples[:6]] == [c.text for c in completions[:6]]
     assert [sample.advantage for sample in samples[:6]] == table.facts["advantage"][:6].tolist()
