@@ -1,14 +1,12 @@
-"""One process for the whole tree: Triton kernels run on the GPU where there is one, else interpreted.
+"""Choose how Triton's kernels run, correct its interpreter, and build toy models and runs.
 
-Triton reads the variable that chooses its interpreter while it is imported, so it is set here, before any
-test module. What needs the real compiler without a GPU (`tests/kernels/aot.py`) runs in a process of its own.
-`TRITON_INTERPRET=0` or `=1` in the environment overrides the choice. With `EMULATE=sm_90` Triton compiles for
-that architecture, and `tests/emulator` executes the PTX.
+Kernels run on the GPU where there is one, else interpreted. Triton reads TRITON_INTERPRET while it is imported,
+so it is set here; the environment may override it. With `EMULATE=sm_90` Triton compiles for that architecture,
+and `tests/emulator` executes the PTX.
 
-The interpreter holds bfloat16 as its bit pattern in uint16 and computes on those integers: products, sums and
-comparisons are silently wrong, and float32 is truncated instead of rounded. Its maximum keeps a NaN, where a
-GPU's takes the other number. The session-wide fixture below corrects Triton's interpreter builder;
-`tests/kernels/test_interpreter.py` holds it against torch.
+The interpreter computes on bfloat16's bit patterns as integers, which is silently wrong, and truncates float32.
+Its maximum keeps a NaN, where a GPU's takes the other number. A session-wide fixture corrects its builder;
+`tests/kernels/test_interpreter.py` compares it with torch.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ import pytest
 
 import grpo_fast  # noqa: F401  before torch: it sets how OpenMP's threads wait
 
-if "PYTEST_XDIST_WORKER" in os.environ:  # the others have a core each: threads of OpenMP would spin on theirs
+if "PYTEST_XDIST_WORKER" in os.environ:  # OpenMP's threads would spin on the other workers' cores
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
@@ -39,27 +37,27 @@ from hypothesis import HealthCheck, settings
 assert "triton" not in sys.modules, "Triton was imported before TRITON_INTERPRET was set"
 EMULATED = os.environ.get("EMULATE", "")
 os.environ.setdefault("TRITON_INTERPRET", "0" if EMULATED or torch.cuda.is_available() else "1")
-# Else torch takes what it compiled for other vector instructions (`ATEN_CPU_CAPABILITY`), which is wrong.
+# Separate caches, since torch would reuse code for other vector instructions (`ATEN_CPU_CAPABILITY`).
 compiled = f"torchinductor_{getpass.getuser()}_{torch.backends.cpu.get_cpu_capability()}"
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / compiled))
 
-# Scripts that tests start import this checkout, whatever is installed.
+# Scripts started by tests import this checkout.
 checkout = str(Path(__file__).resolve().parents[1])
 os.environ["PYTHONPATH"] = os.pathsep.join([checkout, *filter(None, [os.environ.get("PYTHONPATH")])])
 
-gc.disable()  # until all tests are collected: what they import stays
+gc.disable()  # until all tests are collected
 INTERPRETED = os.environ["TRITON_INTERPRET"] == "1"
 searched_modules = 0
 
-# A test says nothing of how fast the machine is, or of what else runs on it.
+# Tests must pass on a slow or busy machine.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 
 
 @pytest.hookimpl(trylast=True)  # after `-m` and `-k`
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of the cases of a test marked `drawn(n)` each run has n: several runs have all. `SAMPLE=8` takes 8."""
-    dice = random.Random(os.environ.get("PYTEST_XDIST_TESTRUNUID"))  # all workers draw the same
+    """Select n random cases of each test marked `drawn(n)`; `SAMPLE=8` selects 8 tests."""
+    dice = random.Random(os.environ.get("PYTEST_XDIST_TESTRUNUID"))  # the same on all workers
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         if INTERPRETED and item.get_closest_marker("drawn"):
@@ -81,7 +79,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
-    """Where kernels run: the GPU, or the CPU under the interpreter or the emulator."""
+    """Device of the kernels: the GPU, or the CPU under the interpreter or the emulator."""
     if not (INTERPRETED or EMULATED or torch.cuda.is_available()):
         pytest.skip("compiled kernels need a CUDA device: unset TRITON_INTERPRET to use the interpreter")
     return torch.device("cpu" if INTERPRETED or EMULATED else "cuda")
@@ -89,7 +87,7 @@ def device() -> torch.device:
 
 @pytest.fixture
 def seed() -> int:
-    """A fresh seed for every test, printed so that a failure can be repeated."""
+    """Fresh seed for every test, printed so that a failure can be repeated."""
     seed = int(torch.Generator().seed() % 2**31)
     print(f"seed {seed}")
     return seed
@@ -97,8 +95,12 @@ def seed() -> int:
 
 @pytest.fixture
 def rng(seed: int) -> torch.Generator:
-    """Of the test's seed."""
     return torch.Generator().manual_seed(seed)
+
+
+@pytest.fixture
+def dice(seed: int) -> random.Random:
+    return random.Random(seed)
 
 
 @pytest.fixture(autouse=True)
@@ -110,7 +112,7 @@ def only_tests_of_the_report_draw_charts(request: pytest.FixtureRequest, monkeyp
 
 @pytest.fixture(scope="session")
 def contents() -> Callable[[Any], dict[str, torch.Tensor]]:
-    """A checkpoint's tensors, whole."""
+    """Read all tensors of a checkpoint."""
 
     def read(checkpoint: Any) -> dict[str, torch.Tensor]:
         tensors = {name: torch.empty_like(like, device="cpu") for name, like in checkpoint.tensors.items()}
@@ -122,13 +124,13 @@ def contents() -> Callable[[Any], dict[str, torch.Tensor]]:
 
 @pytest.fixture
 def garbage_in_new_memory() -> Iterator[None]:
-    """Memory nobody has written holds NaN and huge integers, as what an allocator reuses may.
+    """Fill uninitialized memory with NaN and huge integers.
 
-    On a CPU, whose fresh pages are zero and would hide it, torch fills what `torch.empty` returns. On a GPU
-    that mode would choose other algorithms, so the memory that its allocator reuses is filled instead.
+    On a CPU torch fills what `torch.empty` returns. On a GPU that mode would choose other algorithms, so the
+    memory that its allocator reuses is filled instead.
     """
     if torch.cuda.is_available() and not INTERPRETED:
-        sizes = (1 << 26, *[1 << 17] * 32)  # of the allocator's large blocks, and of its small ones
+        sizes = (1 << 26, *[1 << 17] * 32)  # the allocator's large and small blocks
         filled = [torch.full((size,), torch.nan, device="cuda") for size in sizes]
         del filled
         yield
@@ -143,7 +145,7 @@ def garbage_in_new_memory() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def libraries_are_not_searched_for_garbage() -> None:
-    """A collection searches what a test made, and not torch and the peers, which takes up to a second."""
+    """Freeze imported libraries, so that a garbage collection does not take up to a second."""
     global searched_modules
     if len(sys.modules) > searched_modules + 50:
         searched_modules = len(sys.modules)
@@ -177,7 +179,7 @@ def arithmetic_of_a_gpu_in_the_interpreter() -> Iterator[None]:
         patch.setattr(builder, "create_minnumf", lambda self, *pair: self.binary_op(*pair, np.fmin))
         patch.setattr(builder, "create_splat", _splat)
         _patch_the_language_once_a_launch(interpreter, patch)
-        # It computes what an assertion would need that is never made, which takes a third of a kernel's time.
+        # It prepares an assertion that is never made, which takes a third of a kernel's time.
         patch.setattr(semantic.TritonSemantic, "binary_op_sanitize_overflow_impl", lambda *_: None)
         of_scalar = functools.cache(interpreter._get_np_dtype)
         patch.setattr(
@@ -189,7 +191,7 @@ def arithmetic_of_a_gpu_in_the_interpreter() -> Iterator[None]:
 
 
 def _patch_the_language_once_a_launch(interpreter: Any, patch: pytest.MonkeyPatch) -> None:
-    """Triton does so at every call of a device function, which takes half of a kernel's time."""
+    """Patch once per launch; Triton patches at every call of a device function, half of a kernel's time."""
     import triton.language as tl
 
     launch, patch_language = interpreter.GridExecutor.__call__, interpreter._patch_lang
@@ -216,7 +218,7 @@ def _patch_the_language_once_a_launch(interpreter: Any, patch: pytest.MonkeyPatc
 
 
 def _splat(builder: Any, kind: Any, scalar: Any) -> Any:
-    """A comparison's booleans stay booleans, as Triton 3.9 demands of a mask."""
+    """Keep a comparison's booleans, as Triton 3.9 demands of a mask."""
     return type(scalar)(np.full(kind.shape, scalar.data, dtype=scalar.data.dtype), scalar.dtype.scalar)
 
 
@@ -225,7 +227,7 @@ def bf16_to_float32(bits: np.ndarray) -> np.ndarray:
 
 
 def float32_to_bf16(values: np.ndarray) -> np.ndarray:
-    """Round to nearest even; a NaN stays one."""
+    """Round to nearest even, and keep NaN."""
     bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return (
@@ -234,7 +236,7 @@ def float32_to_bf16(values: np.ndarray) -> np.ndarray:
 
 
 def _correct_bf16(interpreter: Any, patch: pytest.MonkeyPatch) -> None:
-    """Every arithmetic method of the builder reads bfloat16 as float32 and rounds what it returns."""
+    """Let the builder's arithmetic read bfloat16 as float32, and round the results."""
     import triton.language as tl
 
     builder, Handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
@@ -246,7 +248,7 @@ def _correct_bf16(interpreter: Any, patch: pytest.MonkeyPatch) -> None:
         return Handle(bf16_to_float32(handle.data), tl.float32) if is_bf16(handle) else handle
 
     def narrow(handle: Any) -> Any:
-        # A comparison comes back as booleans under the operands' type: leave it.
+        # A comparison returns booleans under the operands' type.
         data = handle.data
         return Handle(float32_to_bf16(data) if data.dtype.kind == "f" else data, tl.bfloat16)
 
@@ -302,7 +304,7 @@ def _correct_bf16(interpreter: Any, patch: pytest.MonkeyPatch) -> None:
 
 
 def word_tokenizer(words: list[str], end: str) -> Any:
-    """A token for each of these words, which spaces divide; the first stands for all others."""
+    """Return a tokenizer of these words, separated by spaces; the first stands for all others."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -312,7 +314,7 @@ def word_tokenizer(words: list[str], end: str) -> Any:
 
 
 def save_llama(folder: Path, tokenizer: Any, **changes: Any) -> None:
-    """Write a tokenizer and a random model of its words; the same one each time."""
+    """Write a tokenizer and a random model, the same each time."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -325,7 +327,7 @@ def save_llama(folder: Path, tokenizer: Any, **changes: Any) -> None:
 
 @pytest.fixture(scope="session")
 def toy(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """A whole run in seconds, as TrainConfig takes it: a random model, rewarded for words near `w7`."""
+    """Settings of TrainConfig for a run in seconds: a random model, rewarded for words near `w7`."""
     folder = tmp_path_factory.mktemp("toy")
     tokenizer = word_tokenizer(["<unk>", "</s>", *(f"w{i}" for i in range(2, 24))], "</s>")
     save_llama(folder / "model", tokenizer, num_key_value_heads=2, tie_word_embeddings=True)
@@ -361,7 +363,7 @@ CALL = '<tool_call>{{"name": "guess", "arguments": {{"number": {}}}}}</tool_call
 
 @pytest.fixture(scope="session")
 def playing_toy(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """A random model in whose vocabulary a call is one token, so that it makes some."""
+    """Settings of a random model that calls tools, since a call is one token of its vocabulary."""
     from tokenizers import AddedToken
 
     folder, own = tmp_path_factory.mktemp("playing"), Path(__file__).parent / "environments" / "guess.py"
@@ -394,7 +396,7 @@ def playing_toy(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.fixture
 def make_trainer(toy: dict[str, Any]) -> Callable[..., Any]:
-    """Builds the trainer of the toy; sections given are merged into the toy's."""
+    """Build the toy's trainer; sections are merged into the toy's."""
     from grpo_fast.config.schema import TrainConfig
     from grpo_fast.run import build_trainer
 

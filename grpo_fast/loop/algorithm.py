@@ -47,6 +47,7 @@ class Algorithm(ABC):
         self.held = ExitStack()  # closed at the end of the run
 
     def train_step(self) -> StepResult:
+        """Run one step: rollout, update, metrics."""
         self.begin()
         clock = Clock()
         with clock("step"):

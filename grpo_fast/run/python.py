@@ -186,7 +186,7 @@ class Run:
         return ", ".join(filter(None, [done, held_out_outcome(self.folder)]))
 
     def _repr_html_(self) -> str:
-        """The report, in a notebook's cell."""
+        """Show the report in a notebook."""
         page = escape(self.report.read_text(encoding="utf-8"))
         style = "width: 100%; height: 720px; border: 0"
         return f'<p>{escape(repr(self))}</p><iframe srcdoc="{page}" style="{style}"></iframe>'

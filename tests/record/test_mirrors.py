@@ -54,7 +54,7 @@ def service(monkeypatch: pytest.MonkeyPatch) -> Mock:
 
 
 def logged(service: Mock) -> list[tuple[Any, Any]]:
-    """(what was logged, the step beside it)"""
+    """Return what was logged, each with its step."""
     calls = service.init.return_value.log.call_args_list
     return [(call.args[0], call.kwargs.get("step")) for call in calls]
 
