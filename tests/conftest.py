@@ -1,12 +1,12 @@
 """Choose how Triton's kernels run, correct its interpreter, and build toy models and runs.
 
-Kernels run on the GPU where there is one, else interpreted. Triton reads TRITON_INTERPRET while it is imported,
-so it is set here; the environment may override it. With `EMULATE=sm_90` Triton compiles for that architecture,
-and `tests/emulator` executes the PTX.
+Kernels run on the GPU where there is one, else interpreted. Triton reads TRITON_INTERPRET while it is
+imported, so it is set here; the environment may override it. With `EMULATE=sm_90` Triton compiles for that
+architecture, and `tests/emulator` executes the PTX.
 
-The interpreter computes on bfloat16's bit patterns as integers, which is silently wrong, and truncates float32.
-Its maximum keeps a NaN, where a GPU's takes the other number. A session-wide fixture corrects its builder;
-`tests/kernels/test_interpreter.py` compares it with torch.
+The interpreter computes on bfloat16's bit patterns as integers, which is silently wrong, and truncates
+float32. Its maximum keeps a NaN, where a GPU's takes the other number. A session-wide fixture corrects its
+builder; `tests/kernels/test_interpreter.py` compares it with torch.
 """
 
 from __future__ import annotations

@@ -158,9 +158,7 @@ def test_a_custom_loss_sees_whole_groups_and_columns(make_trainer, toy, tmp_path
         unknown.train_step()
 
 
-def test_a_completion_longer_than_a_micro_batch_trains_with_recomputation(
-    make_trainer, seed, monkeypatch
-) -> None:
+def test_a_completion_longer_than_a_micro_batch_trains_with_recomputation(make_trainer, seed, monkeypatch):
     """In one micro-batch of its own, its MLPs in tiles: the gradient is that of a batch with room for it."""
     monkeypatch.setattr("grpo_fast.policy.layers.TILE_TOKENS", 10)
     dice, results = random.Random(seed), []

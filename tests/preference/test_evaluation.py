@@ -48,7 +48,6 @@ def test_accuracies_leave_tied_grades_out_and_halve_tied_scores():
 
 
 def test_an_evaluation_reports_both_scores_and_consistency_by_type():
-    # Summed, the short wrong answer of the first wins; per token the long right one does.
     lengths, logprobs = ((12, 2), (2, 2)), torch.tensor([-6.0, -3.0, -1.0, -3.0])
     table = comparison_table(
         Comparison(Prompt(0, "p", (1,), {}), ((7,) * a, (7,) * b), (1.0, 0.0), group_type="sums")

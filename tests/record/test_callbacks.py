@@ -115,9 +115,7 @@ def test_moments_come_in_order_and_states_survive_a_resume(config, tmp_path: Pat
         ("Unsaveable", r"Unsaveable.state_dict raised TypeError: .*PosixPath", None),
     ],
 )
-def test_a_failing_callback_ends_the_run_with_its_line_and_a_save(
-    config, tmp_path: Path, name: str, message: str, step: int | None
-):
+def test_a_failing_callback_ends_the_run_with_its_line_and_a_save(config, tmp_path, name, message, step):
     with pytest.raises(CallbackError, match=message):
         train(config(name, "Diary"), display=False)
 
@@ -134,8 +132,6 @@ def test_a_failing_callback_ends_the_run_with_its_line_and_a_save(
         ("Nowhere", "has no 'Nowhere'"),
     ],
 )
-def test_what_is_no_callback_is_refused_before_the_model_is_loaded(
-    config, tmp_path: Path, name: str, message: str
-):
+def test_what_is_no_callback_is_refused_before_the_model_is_loaded(config, tmp_path, name, message):
     with pytest.raises(ValueError, match=message):
         train(config(name, model={"path": str(tmp_path / "no-model")}), display=False)

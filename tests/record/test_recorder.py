@@ -134,9 +134,7 @@ def test_amid_several_updates_nothing_is_saved(toy, tmp_path: Path, fail):
 @pytest.mark.parametrize(
     ("target", "error"), [(STEP, NAN), (FORWARD, FloatingPointError("the logits hold NaN"))]
 )
-def test_a_run_that_diverges_keeps_and_names_the_newest_checkpoint_before(
-    toy, tmp_path: Path, fail, target: str, error: FloatingPointError
-):
+def test_a_run_that_diverges_keeps_and_names_the_newest_checkpoint_before(toy, tmp_path, fail, target, error):
     run_dir = tmp_path / "run"
     said = fail(in_process(toy, run_dir, checkpoint={"every": 1, "keep": 2}), target, error)
     named = rf"after step 3: {error}; .*--resume {run_dir}\S*step-00000002, .*learning_rate \(0\.003 now"
@@ -146,9 +144,7 @@ def test_a_run_that_diverges_keeps_and_names_the_newest_checkpoint_before(
 
 
 @pytest.mark.parametrize("every", [1, 3])
-def test_infinite_weights_are_found_by_the_save_or_the_next_rollout(
-    toy, tmp_path: Path, monkeypatch, every: int
-):
+def test_infinite_weights_are_found_by_the_save_or_the_next_rollout(toy, tmp_path, monkeypatch, every):
     run_dir, step = tmp_path / "run", PolicyOptimizer.step
 
     def overflowing(self: PolicyOptimizer) -> float:
@@ -181,9 +177,7 @@ def test_a_run_that_diverges_without_a_checkpoint_can_be_exported(toy, tmp_path:
     assert (tmp_path / "out" / "model.safetensors").exists()
 
 
-def test_a_full_disk_costs_a_message_on_the_way_and_ends_the_last_save(
-    toy, tmp_path: Path, monkeypatch, capsys
-):
+def test_a_full_disk_costs_a_message_on_the_way_and_ends_the_last_save(toy, tmp_path, monkeypatch, capsys):
     write = FileSystem.create_stream
 
     def full(files: FileSystem, path: Path, mode: str) -> Any:

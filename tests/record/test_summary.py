@@ -7,8 +7,7 @@ import pytest
 from grpo_fast.record.summary import before_after, bytes_text, duration_text, mean_interval, score_text
 
 
-def test_a_proportion_gets_wilsons_interval() -> None:
-    # 81 of 263: Newcombe (1998, Statistics in Medicine 17, p. 857), table I, method 3.
+def test_a_proportion_gets_wilsons_interval():
     low, high = mean_interval([1.0] * 81 + [0.0] * 182)
 
     assert (round(low, 4), round(high, 4)) == (0.2553, 0.3662)

@@ -107,9 +107,7 @@ def run_dir(finished: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(finished, tmp_path / "run"))
 
 
-def test_a_run_killed_stopped_and_resumed_equals_a_whole_one(
-    assert_equal_runs, toy: dict[str, Any], tmp_path: Path, seed: int
-):
+def test_a_run_killed_stopped_and_resumed_equals_a_whole_one(assert_equal_runs, toy, tmp_path, seed):
     rng = random.Random(seed)
     config = {**toy, "threads": 1, "checkpoint": {"every": 1}}
     config["evaluation"] = {**toy["evaluation"], "every": 3, "size": 8}
@@ -399,9 +397,7 @@ def test_a_run_without_a_checkpoint_resumes_with_any_settings(toy, tmp_path: Pat
     assert steps_of(tmp_path / "run") == [0, 1, 2] and saved(tmp_path / "run").step == 2
 
 
-def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(
-    assert_equal_runs, toy, run_dir: Path, finished: Path
-):
+def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(assert_equal_runs, toy, run_dir, finished):
     damaged = run_dir / "checkpoints" / "step-00000002"
     (tensors,) = damaged.glob("*.safetensors")
     tensors.write_bytes(tensors.read_bytes()[:-1])

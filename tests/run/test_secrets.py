@@ -32,9 +32,7 @@ def judged(toy: dict[str, Any], tmp_path: Path) -> Path:
     return path
 
 
-def test_no_file_and_no_line_of_a_run_holds_a_secret(
-    judged: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-):
+def test_no_file_and_no_line_of_a_run_holds_a_secret(judged, tmp_path, monkeypatch, capfd):
     run, key = tmp_path / "run", "rewards.0.options.api_key"
     command = ["train", str(judged), f"output_dir={run}", f"{key}=sk-1234"]
     monkeypatch.setattr(sys, "argv", ["grpo-fast", *command])
@@ -59,9 +57,7 @@ def test_no_file_and_no_line_of_a_run_holds_a_secret(
     }
 
 
-def test_a_variable_of_the_environment_stands_for_a_secret(
-    judged: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-):
+def test_a_variable_of_the_environment_stands_for_a_secret(judged, tmp_path, monkeypatch, capfd):
     config = yaml.safe_load(judged.read_text())
     options = config["rewards"][0]["options"]
     options |= {"api_key": "${JUDGE_KEY}", "url": "${JUDGE_URL}", "headers": {"x_token": "${JUDGE_TOKEN}"}}
