@@ -222,7 +222,6 @@ def test_rewards_beside_a_teacher_are_logged_and_do_not_train(distilled, toy, se
             r"prompt_template = .* exact KL alone",
         ),
         ({"method": "sdft"}, "names {completion}, which the row does not have"),
-        ({"method": "sdft", "reference": {"prompt_template": "{prompt} {"}}, "no format string .* twice"),
         ({"method": "gkd"}, r"'completion'.*dataset\.rename"),
     ],
 )

@@ -227,18 +227,14 @@ def test_what_cannot_be_read_or_written_is_named(tmp_path: Path, capsys, monkeyp
     monkeypatch.chdir(tmp_path)
     damaged = {
         "metrics.jsonl": '{"step": 1}\n{"step": 2, "lo{"step": 3}\n',
-        "timings.jsonl": '{"reward/mean": 1}\n',
         "evaluations.jsonl": '{"step": 1, "name": "held-out", "score": "high", "interval": []}\n',
-        "samples.jsonl": '{"group": 1, "prompt": "2"}\n',
         "config.yaml": "model: {path\n",
     }
     for name, content in damaged.items():
-        folder = tmp_path / name.partition(".")[0]
-        folder.mkdir()
-        (folder / name).write_text(content)
-    table = [([name.partition(".")[0]], 1, name.partition(".")[0]) for name in damaged]
+        (tmp_path / f"damaged {name}").mkdir()
+        (tmp_path / f"damaged {name}" / name).write_text(content)
     for arguments, code, said in [
-        *table,
+        *(([f"damaged {name}"], 1, f"damaged {name}") for name in damaged),
         ([str(tmp_path)], 1, "holds no run"),
         ([run, "-o", "no/page.html"], 1, "no/page.html"),
         ([run, "--output", other], 1, other),

@@ -45,29 +45,11 @@ def test_preferences_with_images_are_refused(settings: dict[str, Any], no_weight
         grpo_fast.train(**settings | {"algorithm": "dpo", "dataset": pairs})
 
 
-@pytest.mark.parametrize(
-    ("images", "installed", "message"),
-    [
-        (True, True, "an image see only what is before them, and gemma3 all of it: set rollout.engine"),
-        (False, False, "torchvision for models of type gemma3, with images or without: pip install"),
-        (False, True, "weights were read"),
-    ],
-)
-def test_what_vllm_cannot_be_shown_is_refused(
-    images: bool,
-    installed: bool,
-    message: str,
-    settings: dict[str, Any],
-    no_weights: None,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_images_that_vllm_cannot_attend_to_are_refused(settings, no_weights, tmp_path, monkeypatch):
     monkeypatch.setattr("grpo_fast.rollout.vllm.kind.require_vllm", lambda: None)
-    monkeypatch.setattr("grpo_fast.rollout.vllm.settings.find_spec", lambda name: installed or None)
+    monkeypatch.setattr("grpo_fast.rollout.vllm.settings.find_spec", lambda name: name)
     settings["model"] = {"path": str(save_vision_model(tmp_path / "gemma3", "gemma3")), "device": "cpu"}
-    if not images:
-        settings["dataset"] = [{"prompt": "how many", "answer": "one"}] * 4
-    with pytest.raises((ValueError, ImportError, pytest.fail.Exception), match=message):
+    with pytest.raises(ValueError, match="an image see only what is before them, and gemma3 all of it"):
         grpo_fast.train(**settings | {"rollout.engine": "vllm"})
 
 
@@ -75,10 +57,7 @@ def test_what_vllm_cannot_be_shown_is_refused(
     ("changes", "said"),
     [
         ({"distributed": {"mode": "shard"}}, r"distributed\.mode = 'shard' divides the vision tower"),
-        (
-            {"model": {"path": "m", "packing": "none"}},
-            r"model\.packing = 'none' computes no prompts with images",
-        ),
+        ({"model": {"path": "m", "packing": "none"}}, r"model\.packing = 'none' computes no prompts"),
     ],
 )
 def test_settings_that_do_not_support_images_are_refused(changes: dict[str, Any], said: str) -> None:

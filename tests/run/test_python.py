@@ -160,9 +160,7 @@ def test_an_interrupted_call_raises_and_keeps_the_step(call, tmp_path: Path, num
         ({"dataset": {"source": [{"prompt": "w2"}], "promt_column": "p"}}, "mean dataset.prompt_column"),
         ({"evaluation": [1]}, r"evaluation.dataset\[0\]: is a int"),
         ({"rewards": [3]}, r"rewards\.0\.reward = 3: should be a valid string"),
-        ({"rewards": [{"reward": near_w7, "wieght": 1}]}, r"did you mean rewards\.0\.weight"),
         ({"rewards": lambda completions, answer: answer}, "evaluation: reward 'lambda' asks for 'answer'"),
-        ({"learning_rate": 1e-6, "optimizer": {"learning_rate": 1e-5}}, "given twice"),
         ({"overwrite": True, "resume": True}, "overwrite: goes without resume"),
     ],
 )
