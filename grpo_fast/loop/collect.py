@@ -197,7 +197,8 @@ def _own_advantages(table: CompletionTable, path: str) -> CompletionTable:
             [*a] if isinstance(a, (list, tuple)) else [a] * length
             for a, length in zip(row, lengths, strict=False)
         ]
-        if len(row) != n or (found := [*map(len, per_token)]) != lengths:
+        found = [len(values) for values in per_token]
+        if len(row) != n or found != lengths:
             raise ValueError(
                 f"advantage.function = {path!r} returned {found} values for completions of {lengths} tokens; "
                 "give each completion a number, or a list with one for each of its tokens"
