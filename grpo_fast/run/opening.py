@@ -16,9 +16,8 @@ def opening_lines(config: TrainConfig, trainer: Algorithm) -> list[str]:
     policy, world, dataset = trainer.policy, trainer.world, trainer.prompts.dataset
     total = sum(p.numel() for p in policy.model.parameters())
     trained = sum(p.numel() for p in policy.trainable().values())
-    where = f"CPU, {plural(torch.get_num_threads(), 'thread')}"
-    if policy.device.type == "cuda":
-        where = torch.cuda.get_device_name(policy.device)
+    cuda, threads = policy.device.type == "cuda", plural(torch.get_num_threads(), "thread")
+    where = torch.cuda.get_device_name(policy.device) if cuda else f"CPU, {threads}"
     if world.size > 1:
         where = f"{world.size} ranks ({config.distributed.mode}), each on {where}"
     dtype = str(policy.base_model.dtype).removeprefix("torch.")
@@ -26,23 +25,19 @@ def opening_lines(config: TrainConfig, trainer: Algorithm) -> list[str]:
     if trainer.held_out:
         data += f"; held out, {_evaluations(config, trainer)}"
     stages = resolve_stages(config)
-    methods = dict.fromkeys(text for stage in stages if (text := describe_method(stage.config)))
-    every = config.checkpoint.every
-    saves = (
-        f"a checkpoint every {plural(every, 'step')} and at the end"
-        if every
-        else "one checkpoint, at the end"
-    )
+    methods = dict.fromkeys(describe_method(stage.config) for stage in stages)
     names = ", ".join(stage.name for stage in stages if stage.name)
     named = f" in the stages {names}" if names else ""
+    every = config.checkpoint.every
+    saves = f"a checkpoint every {plural(every, 'step')} and" if every else "one checkpoint,"
     lines = {
         "model": f"{config.model.path}: {total:,} parameters, {trained:,} trained; {dtype} on {where}",
         "data": data,
         **trainer.described(),
-        **({"method": "; ".join(methods)} if methods else {}),
-        "run": f"{config.output_dir}: {plural(config.max_steps, 'step')}{named}; {saves}",
+        "method": "; ".join(filter(None, methods)),
+        "run": f"{config.output_dir}: {plural(config.max_steps, 'step')}{named}; {saves} at the end",
     }
-    return [f"{name:<7} {text}" for name, text in lines.items()]
+    return [f"{name:<7} {text}" for name, text in lines.items() if text]
 
 
 def _evaluations(config: TrainConfig, trainer: Algorithm) -> str:
