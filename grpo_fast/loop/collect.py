@@ -129,8 +129,11 @@ def score(
             ),
         },
         inputs={} if experts is None else {EXPERTS: experts},
-        objects={"prompt": asked, "completion": flat}
-        | {EXTRA + name: values for name, values in result.log.extra.items()},
+        objects={
+            "prompt": asked,
+            "completion": flat,
+            **{EXTRA + name: values for name, values in result.log.extra.items()},
+        },
         sampler_logprobs=logprobs,
         **{name: [completion.columns[name] for completion in flat] for name in flat[0].columns},
     )

@@ -222,7 +222,7 @@ class TrainedPolicy:
             return []
         config, images = self._config, self._policy.image_reader
         settings = {"temperature": config.evaluation.temperature} | sampling
-        as_given = {"prompt_template": None, "rename": {}, "max_prompt_length": None}
+        as_given: dict[str, Any] = {"prompt_template": None, "rename": {}, "max_prompt_length": None}
         dataset = config.dataset.model_copy(update=as_given | {"source": "generate(prompts)"})
         rows = [{dataset.prompt_column: prompt} for prompt in prompts]
         questions = prompts_of(rows, dataset, self.tokenizer, images=images)

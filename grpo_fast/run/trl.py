@@ -110,7 +110,7 @@ class FastLanguageModel:
         import torch
         from peft import LoraConfig
 
-        kept = {name: others.pop(name) for name in ("bias", "use_rslora") if name in others}
+        kept: dict[str, Any] = {name: others.pop(name) for name in ("bias", "use_rslora") if name in others}
         _leave(others)
         kept |= {"target_modules": target_modules if isinstance(target_modules, str) else [*target_modules]}
         adapters = LoraConfig(r=r, lora_alpha=lora_alpha, lora_dropout=lora_dropout, **kept)
