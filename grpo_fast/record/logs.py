@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
+from errno import ENOENT
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -117,7 +118,15 @@ class RunLogs:
     def alert(self, alert: Alert) -> None:
         self._append(ALERTS_FILE, vars(alert))
 
+    def require(self) -> None:
+        """Raise FileNotFoundError if a file of the run was removed during the run."""
+        for name in FILES:
+            if not (path := self._run_dir / name).exists():
+                remedy = "restore it and resume the run, or start a new run"
+                raise FileNotFoundError(ENOENT, f"was removed during the run; {remedy}", str(path))
+
     def _append(self, name: str, *records: Mapping[str, Any]) -> None:
+        self.require()
         append_jsonl(self._run_dir / name, *records)
 
     def rewind(self, step: int) -> None:
@@ -127,6 +136,8 @@ class RunLogs:
 
     def sync(self) -> None:
         """Flush the files to disk, before a checkpoint."""
+        if not self._run_dir.exists():
+            self.require()
         for path in (self._run_dir / name for name in FILES):
             if path.exists():
                 sync(path)

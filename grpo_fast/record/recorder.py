@@ -183,6 +183,7 @@ class Recorder:
     def save_last(self) -> None:
         if self.trainer.step not in (0, self.saved):
             self.save()
+        self.logs.require()
 
     def finish(self, signal: Signals | None) -> None:
         """Print the outcome and write the report, after the last save; `signal` stopped the run early."""

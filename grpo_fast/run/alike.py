@@ -6,6 +6,7 @@ import hashlib
 import importlib.util
 import logging
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -100,6 +101,7 @@ def find_checkpoint(
             f"the run in {str(run_dir)!r} was started with another configuration ({'; '.join(refused)}): "
             f"resume it with its own ({earlier}), or start a new run in another output_dir"
         )
+    _warn_of_lost_steps(run_dir / METRICS_FILE, checkpoint)
     saved = checkpoint.state.get("code", {})
     for place in (place for place in code if saved.get(place, code[place]) != code[place]):
         logger.warning("%s has changed since %s was saved; the run goes on with it", place, checkpoint.path)
@@ -118,6 +120,20 @@ def _has_moved(old: Any, new: Any) -> bool:
     before, now = (path.rpartition(":")[0] if ".py:" in path else path for path in (old, new))
     same = old.removeprefix(str(Path(before).parent)) == new.removeprefix(str(Path(now).parent))
     return same and Path(now).exists() and not Path(before).exists()
+
+
+def _warn_of_lost_steps(metrics: Path, checkpoint: Checkpoint) -> None:
+    counts = Counter(record["step"] for record in read_jsonl(metrics))
+    lost = [step for step in range(checkpoint.step + 1) if not counts[step]]
+    repeated = [step for step, count in counts.items() if count > 1 and step <= checkpoint.step]
+    for problem, steps in {"lacks": lost, "repeats": repeated}.items():
+        if steps:
+            listed = f"{', '.join(map(str, steps[:5]))}{', ...' if len(steps) > 5 else ''}"
+            logger.warning(
+                "%s %s %d of the %d steps before %s (%s): the run's curves and report are wrong there; "
+                "restore the file",
+                *(metrics, problem, len(steps), checkpoint.step + 1, checkpoint.path.name, listed),
+            )
 
 
 def code_digests(tree: Mapping[str, Any]) -> dict[str, str]:

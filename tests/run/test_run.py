@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import pty
 import random
+import re
 import shutil
 import signal
 import sys
@@ -28,6 +29,7 @@ from grpo_fast.record.checkpoint import CheckpointError, CheckpointStore
 from grpo_fast.record.files import read_jsonl
 from grpo_fast.rewards import RewardError
 from grpo_fast.run import train
+from grpo_fast.run.alike import find_checkpoint
 from grpo_fast.run.export import trained_policy
 from grpo_fast.run.loader import with_steps
 
@@ -317,23 +319,55 @@ def test_a_run_goes_on_where_its_data_has_been_moved_to(toy, run_dir: Path, tmp_
     assert train(config, resume="latest", display=False).stopped_by is None
 
 
-MOVES = """
-import os
+@pytest.mark.parametrize(
+    ("damage", "problem"),
+    [
+        (lambda lines: None, r"lacks 3 of the 3 steps .* \(0, 1, 2\)"),
+        (lambda lines: [], r"lacks 3 of the 3 steps"),
+        (lambda lines: [lines[0], lines[2]], r"lacks 1 of the 3 steps .* \(1\)"),
+        (lambda lines: [*lines, lines[1]], r"repeats 1 of the 3 steps .* \(1\)"),
+        (lambda lines: lines, None),
+    ],
+)
+def test_a_resumed_run_warns_of_steps_lost_from_its_metrics(toy, run_dir: Path, caplog, damage, problem):
+    metrics = run_dir / "metrics.jsonl"
+    lines = damage(metrics.read_text().splitlines(keepends=True))
+    metrics.unlink() if lines is None else metrics.write_text("".join(lines))
+    store, config = CheckpointStore(run_dir / "checkpoints"), load_config(run_dir)
+    found, _ = find_checkpoint(run_dir, store, config, "latest", {})
+    assert found is not None and bool(re.search(problem or "(?!)", caplog.text)) == bool(problem)
+
+
+REMOVES = """
+import os, shutil
 from grpo_fast import Callback
 class Mine(Callback):
     def on_train_begin(self, step, config, policy):
+        self.folder = config.output_dir
         os.chdir("/")
+    def on_step_end(self, step, metrics):
+        if step == 2:
+            {what}
 """
 
 
-def test_a_run_stays_in_its_folder_after_a_change_of_directory(toy, tmp_path: Path, monkeypatch):
+@pytest.mark.parametrize(
+    "what", ["os.remove(self.folder + '/metrics.jsonl')", "shutil.rmtree(self.folder)", "0"]
+)
+def test_a_run_stays_in_its_folder_and_ends_where_that_is_removed(
+    toy, tmp_path: Path, monkeypatch, capsys, what
+):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.py").write_text(MOVES)
+    (tmp_path / "mine.py").write_text(REMOVES.format(what=what))
     file = config_file(toy, tmp_path / "run", evaluation={}, callbacks=["mine.py:Mine"], max_steps=2)
-    assert main(["train", file, "output_dir=run"]) == 0
-    monkeypatch.chdir("/")
-    assert saved(tmp_path / "run").step == 2
-    assert load_config(tmp_path / "run").callbacks == [f"{tmp_path}/mine.py:Mine"]
+    code = main(["train", file, "output_dir=run"])
+    assert code == (0 if what == "0" else 1)
+    assert code == 0 or "was removed during the run" in capsys.readouterr().err
+    if what != "shutil.rmtree(self.folder)":
+        assert saved(tmp_path / "run").step == 2
+    if code == 0:
+        monkeypatch.chdir("/")
+        assert load_config(tmp_path / "run").callbacks == [f"{tmp_path}/mine.py:Mine"]
 
 
 def test_a_resumed_run_warns_of_code_that_has_changed(toy, tmp_path: Path, caplog, monkeypatch):
