@@ -153,9 +153,8 @@ class TurnTemplate:
         return text[:at], mark, text[at + len(mark) :]
 
     def _render(self, turns: list[Message], more: bool) -> str:
-        how: Any = {"tools": self._schemas, "options": self._options, "tries": True}
         try:
-            return render(self._tokenizer, turns, asks=more, **how)
+            return render(self._tokenizer, turns, tools=self._schemas, options=self._options, asks=more)
         except Exception as error:  # whatever a template raises
             roles = ", ".join(turn["role"] for turn in turns)
             raise ValueError(f"it refuses the roles {roles} ({error})") from error
