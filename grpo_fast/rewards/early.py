@@ -1,4 +1,4 @@
-"""Rewards that are called while other completions still decode."""
+"""Score groups while other completions still decode."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from grpo_fast.rollout.types import Completion
 
 
 class EarlyScores:
-    """Calls the functions marked `per_group` on each group as it completes, while others still decode.
+    """Call the functions marked `per_group` on each group as soon as its completions have ended.
 
-    One call after the other, but for functions without a timeout, whose calls overlap. A function that fails
-    drops out: it is called once more for the whole batch, like those that are not marked, so its error is
-    the one that it would have raised anyway.
+    Calls are sequential; only functions without a timeout overlap. A function that fails drops out and is
+    called again for the whole batch, like unmarked ones, so that its error is the same.
     """
 
     def __init__(self, rewards: RewardSet, prompts: Sequence[Prompt]) -> None:
@@ -30,16 +29,15 @@ class EarlyScores:
         self._running: list[tuple[str, int, Callable[[], Scored]]] = []
         self._due: queue.SimpleQueue[tuple[int, list[Completion]] | None] = queue.SimpleQueue()
         self._stopped = False
-        # A daemon: an interrupted run does not wait for a reward that hangs.
         self._thread = threading.Thread(target=self._work, name="early rewards", daemon=True)
         self._thread.start()
 
     def group_done(self, index: int, completions: list[Completion]) -> None:
-        """Every completion of prompt `index` has ended."""
+        """Score the group of prompt `index`, all completions of which have ended."""
         self._due.put((index, completions))
 
     def values(self) -> dict[str, Scored]:
-        """Wait for the calls under way, and return what each function gave for all completions."""
+        """Wait for the pending calls, and return the values of functions that have scored all groups."""
         self._due.put(None)
         self._thread.join()
         found = {}
@@ -53,7 +51,7 @@ class EarlyScores:
         return found
 
     def cancel(self) -> None:
-        """Score no further group."""
+        """Stop scoring."""
         self._stopped = True
         self._due.put(None)
 
