@@ -227,15 +227,9 @@ def exclude_overlap(
     """Return the training prompts that are not in the held-out set; `report.overlapping` counts the others.
 
     The comparison ignores case, spacing, Unicode form, system prompts and configured examples. With data of
-    reasoning-gym, it also ignores the order of words and symbols, as in `6 + 31` and `31 + 6`.
-
-    Args:
-        train: to take prompts out of.
-        held_out: the evaluation's prompts.
-        by_columns: compare the other columns, too, because environments read them.
-
-    Raises:
-        ValueError: nothing is left to train on.
+    reasoning-gym, it also ignores the order of words and symbols, as in `6 + 31` and `31 + 6`. `by_columns`
+    compares the other columns, too, for environments that read them.
+    Raises ValueError if nothing is left to train on.
     """
     any_order = any(part.config.source.startswith(PREFIX) for part in (train, held_out))
     taken = {_key(prompt, held_out, any_order, by_columns) for prompt in held_out}

@@ -52,11 +52,7 @@ class ImageReader:
         return self._load()
 
     def prompt(self, text: str, images: Sequence[Any]) -> tuple[tuple[int, ...], PromptImages]:
-        """Return a prompt's tokens, with one per feature of each image, and its images.
-
-        Raises:
-            ValueError: an image that cannot be read, or text without a placeholder for each.
-        """
+        """Return a prompt's tokens, with one per feature of each image, and its images."""
         digest = hashlib.sha256()
         for image in map(opened, images):
             digest.update(repr(image.size).encode() + image.tobytes())
@@ -77,12 +73,7 @@ class ImageReader:
 
 
 def opened(image: Any) -> Image:
-    """Open an image in RGB: of Pillow, a path, encoded bytes, or {bytes, path} as in `datasets`.
-
-    Raises:
-        ImportError: Pillow is not installed.
-        ValueError: another type, or Pillow cannot read it.
-    """
+    """Open an image in RGB: of Pillow, a path, encoded bytes, or {bytes, path}; or raise ValueError."""
     try:
         from PIL import Image as pillow
     except ImportError as error:
@@ -120,11 +111,7 @@ def beside(source: str, image: Any) -> Any:
 
 
 def row_images(row: Mapping[str, Any]) -> list[Any]:
-    """Return the images of a row's columns `image` and `images`.
-
-    Raises:
-        ValueError: both columns have images, or `images` is not a list.
-    """
+    """Return the images of a row's columns `image` and `images`, of which only one may have any."""
     one, several = row.get("image"), row.get("images")
     if one is not None and several:
         raise ValueError("the row has both an 'image' and 'images'; leave one of the columns empty")
@@ -134,14 +121,10 @@ def row_images(row: Mapping[str, Any]) -> list[Any]:
 
 
 def placed(turns: list[Message], images: Sequence[Any]) -> tuple[list[Message], list[Any]]:
-    """Return a row's conversation in parts, with a part for each image, and the images in their order.
+    """Return a row's conversation with a part for each image, and the images in their order.
 
-    Args:
-        turns: messages, whose parts may bring their images, as `{"type": "image", "image": ...}`.
-        images: of the columns, for parts that bring none.
-
-    Raises:
-        ValueError: the numbers of images and of their parts differ.
+    `images` are the columns'; parts may bring their own instead, as `{"type": "image", "image": ...}`.
+    Raises ValueError if the numbers of images and of their parts differ.
     """
     in_parts = [part for turn in turns for part in _parts(turn["content"]) if part["type"] == "image"]
     if own := [part["image"] for part in in_parts if "image" in part]:

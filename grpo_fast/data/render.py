@@ -41,11 +41,8 @@ class Renderer:
     ) -> None:
         """Check the settings against each other and the tokenizer; raise ValueError where they contradict.
 
-        Args:
-            config: the dataset's settings.
-            tokenizer: the model's.
-            tools: returns the JSON schemas of a row's tools. With tools, a row's prompt may be empty: its
-                environment may begin the conversation.
+        `tools` returns the JSON schemas of a row's tools. With tools, a row's prompt may be empty: its
+        environment may begin the conversation.
         """
         self.config = config
         self.tokenizer = tokenizer
@@ -77,12 +74,9 @@ class Renderer:
                 )
 
     def prompt_and_images(self, row: Mapping[str, Any]) -> tuple[str | list[Message], list[Any]]:
-        """Return a row's prompt as the rewards see it, and its images.
+        """Return a row's prompt as the rewards see it, and its images, or raise ValueError.
 
         Text stays text unless the row has tools or images. A conversation gets the configured turns in front.
-
-        Raises:
-            ValueError: the row has no valid prompt.
         """
         value, images = self._value(row), row_images(row)
         if isinstance(value, str):
@@ -102,15 +96,11 @@ class Renderer:
     def text(
         self, prompt: str | list[Message], row: Mapping[str, Any] = NO_ROW, *, first: bool = False
     ) -> str:
-        """Return a prompt's text for the tokenizer.
+        """Return a prompt's text for the tokenizer, with the tools of its row.
 
-        Args:
-            prompt: as `prompt_and_images` returns it.
-            row: the row's columns, from which its tools follow.
-            first: check what the template leaves out or repeats; for the first prompt of a dataset.
-
-        Raises:
-            ValueError: the template refuses the conversation, or leaves out configured text or the question.
+        With `first`, for the first prompt of a dataset, check what the template leaves out or writes twice.
+        Raises ValueError if the template refuses the conversation, or leaves out configured text or the
+        question.
         """
         if isinstance(prompt, str) and not self.chat:
             return prompt
@@ -208,12 +198,8 @@ class Renderer:
     def answer(self, prompt: str | list[Message], answer: str) -> str:
         """Return the text that follows the prompt when `answer` completes it, with the end of the turn.
 
-        Args:
-            prompt: as `prompt_and_images` returns it.
-            answer: the assistant's reply, or its rest if the prompt ends with the reply's beginning.
-
-        Raises:
-            ValueError: the template refuses the conversation, or changes the prompt once it is answered.
+        If the prompt ends with the beginning of a reply, `answer` is its rest. Raises ValueError if the
+        template refuses the conversation, or changes the prompt once it is answered.
         """
         if isinstance(prompt, str) and not self.chat:
             return answer

@@ -58,13 +58,7 @@ class PromptSampler:
     def metrics(
         self, prompts: Sequence[Prompt], numbers: Sequence[int], table: CompletionTable | None
     ) -> dict[str, float]:
-        """Return the sampler's metrics of a step.
-
-        Args:
-            prompts: of the step.
-            numbers: from `baseline_groups`; empty if no prompts share a baseline.
-            table: their scored completions, if known.
-        """
+        """Return metrics of a step's prompts, their `baseline_groups` and scored completions, if known."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:

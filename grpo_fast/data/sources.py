@@ -44,15 +44,9 @@ def rows_read_once() -> Iterator[None]:
 def read_rows(config: DatasetConfig, tokenizer: PreTrainedTokenizerBase | None = None) -> list[Row]:
     """Return the first `config.size` rows, transformed, then renamed; each row has every column.
 
-    Args:
-        config: the source, and what to do with its rows.
-        tokenizer: for a `config.transform` that takes one.
-
-    Raises:
-        FileNotFoundError: there is no such local file.
-        ImportError: reasoning-gym or verifiers is needed and not installed.
-        ValueError: the source cannot be read, is empty or shorter than `size`, has no such columns, or the
-            transform fails.
+    Raises FileNotFoundError for a missing file, ImportError for a missing library, and ValueError for a
+    source that cannot be read, is empty or shorter than `size`, or has no such columns, or for a failing
+    transform.
     """
     source, known, key = redacted(config.source), _READ.get({}), repr(config.model_dump(include=_READ_BY))
     if key in known:
@@ -172,17 +166,8 @@ def generate_rows(
     """Generate rows of `prompt`, `question`, `answer`, `metadata` and `entry`, which the scorer needs.
 
     Item i is sampled with seed + i, so two sets share items if their seeds are closer than their sizes. Space
-    seeds by millions, or see `exclude_overlap`.
-
-    Args:
-        task: its name in reasoning-gym.
-        seed: of item 0.
-        size: number of items; None: reasoning-gym's default.
-        options: the task's own configuration.
-
-    Raises:
-        ImportError: reasoning-gym is not installed.
-        ValueError: an unknown task or option, or a value that the task refuses.
+    seeds by millions, or see `exclude_overlap`. `size` is reasoning-gym's default if None.
+    Raises ValueError for an unknown task or option, or a value that the task refuses.
     """
     import_reasoning_gym()
     from reasoning_gym.factory import DATASETS, create_dataset

@@ -229,11 +229,7 @@ class CompletionTable:
 
     @staticmethod
     def join(tables: Sequence[CompletionTable]) -> CompletionTable:
-        """Concatenate tables; groups are numbered on.
-
-        Raises:
-            ValueError: one table lacks a column, a fact or an input of another.
-        """
+        """Concatenate tables, which need the same columns, facts and inputs; groups are numbered on."""
         if len(tables) == 1:
             return tables[0]
         for what in ("columns", "facts", "inputs"):

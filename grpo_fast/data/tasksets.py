@@ -19,12 +19,8 @@ COLUMN = "task"  # the library's data, from which a rollout makes the task
 def environment_config(config: DatasetConfig) -> EnvConfig:
     """Return the library's configuration of an environment, whose agents run on this machine.
 
-    By default an agent runs in a subprocess. Its harness is the taskset's or the chat loop `null`, because the
-    library's default, `bash`, executes what the model writes.
-
-    Raises:
-        ImportError: verifiers is not installed.
-        ValueError: an unknown environment or option.
+    By default an agent runs in a subprocess. Its harness is the taskset's or the chat loop `null`, because
+    the library's default, `bash`, executes what the model writes.
     """
     try:
         import verifiers.v1 as vf
@@ -57,8 +53,7 @@ def environment_config(config: DatasetConfig) -> EnvConfig:
 def task_rows(config: DatasetConfig) -> list[Row]:
     """Return a row for each task, with its prompt to display and the data for the rollout.
 
-    `dataset.options.select` is the library's `select`; `seed` shuffles, and `size` takes the first. Errors as
-    for `environment_config`, and for an infinite taskset without `size`.
+    `dataset.options.select` is the library's `select`; `seed` shuffles, and `size` takes the first.
     """
     environment = environment_config(config)
     import verifiers.v1 as vf

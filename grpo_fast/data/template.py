@@ -26,13 +26,8 @@ def render(
 ) -> str:
     """Apply the chat template to a conversation; raise whatever the template raises.
 
-    Args:
-        tokenizer: has the template.
-        turns: the messages.
-        tools: JSON schemas.
-        options: further variables of the template, `dataset.chat_template_kwargs`.
-        asks: begin the assistant's turn at the end.
-        begun: continue the last message.
+    `options` are further variables of the template. `asks` begins the assistant's turn at the end; `begun`
+    continues the last message.
     """
     return str(
         tokenizer.apply_chat_template(

@@ -30,11 +30,7 @@ GIVEN = {"tokenizer", "idx"}  # arguments that a transform may name
 def transformed(
     rows: Sequence[Row], config: DatasetConfig, tokenizer: PreTrainedTokenizerBase | None
 ) -> list[Row]:
-    """Return the rows with the columns that `dataset.transform` returns for a copy of each.
-
-    Raises:
-        ValueError: there is no such function, it fails, or it returns no columns.
-    """
+    """Return the rows with the columns that `dataset.transform` returns for a copy of each."""
     changed: list[Row] = []
     folder, due = os.getcwd(), time.monotonic() + 10
     try:

@@ -24,11 +24,7 @@ def make_rollout(
     end_ids: Sequence[int],
     chat_options: Mapping[str, Any] | None = None,
 ) -> Rollout:
-    """Make the run's rollout; `chat_options` are `dataset.chat_template_kwargs`.
-
-    Raises:
-        ValueError: tools, and a chat template that does not support them.
-    """
+    """Make the run's rollout; `chat_options` are `dataset.chat_template_kwargs`."""
     if config.function is not None:
         return function_rollout(config.function)
     if toolsets is None:

@@ -137,15 +137,7 @@ class Conversation:
 
 
 def joined_text(given: Any, what: str) -> str | None:
-    """Return text, or blocks of text joined; None for any other value.
-
-    Args:
-        given: what a tool or `reset` returned.
-        what: names it in the error.
-
-    Raises:
-        RuntimeError: a block is not text.
-    """
+    """Return text, or blocks of text joined; None for any other value of `what`, such as a tool's result."""
     if isinstance(given, str):
         return given
     if not (given and isinstance(given, list) and all(isinstance(b, dict) and "type" in b for b in given)):

@@ -89,17 +89,8 @@ class EpisodeRollout(CoroutineRollout):
     """The `Rollout` with tools and environments.
 
     Sampled tokens are kept as they are; results of calls are tokenized as the chat template writes them.
-    `max_completion_length` limits both together, with the text that `reset` adds to the prompt.
-
-    Args:
-        config: limits of turns and calls.
-        toolsets: the tools and environments.
-        tokenizer: the model's.
-        end_ids: tokens at which the engine ends a turn.
-        chat_options: variables of the chat template.
-
-    Raises:
-        ValueError: the chat template does not support tools.
+    `max_completion_length` limits both together, with the text that `reset` adds to the prompt. `end_ids` are
+    the tokens at which the engine ends a turn. Raises ValueError if the chat template does not support tools.
     """
 
     def __init__(
@@ -135,9 +126,7 @@ class EpisodeRollout(CoroutineRollout):
     async def play(self, prompt: Prompt, requests: Requests, sampling: Sampling) -> Completion:
         """Return one completion.
 
-        Raises:
-            RuntimeError: an environment's `reset` or `get_reward` fails.
-            ValueError: `reset` leaves no room for a completion.
+        Raises RuntimeError if an environment fails, ValueError if `reset` leaves no room for a completion.
         """
         toolset = self._toolsets.of(prompt.columns)
         template = self._templates[None if None in self._templates else prompt.columns[ENVIRONMENT_COLUMN]]

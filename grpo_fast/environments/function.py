@@ -13,9 +13,7 @@ from grpo_fast.rollout.types import Collector, Completion, Engine, Rollout, Roll
 def function_rollout(path: str) -> Rollout:
     """Make the `Rollout` of `rollout.function(engine, prompts, sampling)`, with each prompt n times.
 
-    Raises:
-        ValueError: the path leads to no function. The rollout raises it unless the function returns a valid
-            completion for each prompt.
+    It raises ValueError unless the function returns a valid completion for each prompt.
     """
     function = load_callable(path, "rollout.function")
 

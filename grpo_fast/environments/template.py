@@ -51,15 +51,9 @@ FORMATS: dict[str, dict[str, Any]] = {
 class TurnTemplate:
     """The continuation of a turn by a tokenizer's chat template, which is tested if there are tools.
 
-    Args:
-        tokenizer: has the template.
-        end_ids: tokens at which the engine ends a turn.
-        schemas: of the tools in the prompts.
-        options: variables of the template.
-
-    Raises:
-        ValueError: tools, and a template that does not show calls or results, does not end a turn with one of
-            `end_ids`, cannot be tokenized in parts, or writes calls in an unknown format.
+    `end_ids` are the tokens at which the engine ends a turn. Raises ValueError if the template does not show
+    calls or results, does not end a turn with one of `end_ids`, cannot be tokenized in parts, or writes calls
+    in an unknown format.
     """
 
     def __init__(
@@ -84,15 +78,7 @@ class TurnTemplate:
             raise ValueError(f"tools need a chat template with tool calls: {error}; {REMEDY}") from error
 
     def after(self, messages: Sequence[Message], *, cut_off: bool = False) -> tuple[int, ...]:
-        """Return the ids of messages that follow a turn, and of the next turn's beginning.
-
-        Args:
-            messages: such as results of the turn's calls.
-            cut_off: the turn has no end token yet.
-
-        Raises:
-            ValueError: the template does not show where the turn ends.
-        """
+        """Return the ids of messages after a turn, maybe `cut_off`, and of the next turn's beginning."""
         _, end, rest = self._going_on(messages)
         return tuple(self._ids(end + rest if cut_off else rest))
 

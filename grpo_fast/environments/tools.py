@@ -71,9 +71,7 @@ class Verifiers:
 def load_toolsets(config: RolloutConfig, dataset: DatasetConfig | None = None) -> Toolsets | None:
     """Load the tools of `rollout` or of the dataset, and make each environment once; None without any.
 
-    Raises:
-        ValueError: a tool or environment that cannot be loaded, a tool without types or docstring, two tools
-            of one name, an environment without `reset`, or `rollout.environment` with verifiers.
+    Raises ValueError for tools and environments that cannot be loaded or described to the model.
     """
     if dataset is not None and dataset.source.startswith(VERIFIERS):
         return _tasks_of_library(config, dataset)

@@ -99,16 +99,10 @@ def decoupled_advantages(
     total, and lets a reward of large spread dominate. The batch's mean is zero, so it is not subtracted.
 
     Args:
-        table: (G, n, F) float, NaN where a function does not apply to a completion.
-        weights: F numbers.
+        table: (G, n >= 2, F) float, NaN where a function does not apply to a completion.
+        weights: F numbers; a group is flat if every reward of non-zero weight is.
         eps: as for `group_advantages`.
         baseline_groups: as for `group_advantages`.
-
-    Returns:
-        A group is `flat` if every reward of non-zero weight is.
-
-    Raises:
-        ValueError: `table` is not (G, n >= 2, F), or there are not F weights.
     """
     if table.ndim != 3 or table.shape[-1] != len(weights):
         problem = f"table has shape {tuple(table.shape)} and there are {len(weights)} weights"

@@ -40,14 +40,7 @@ def scored_values(
     kept: Sequence[int],
     functions: Mapping[str, Callable[..., Any]],
 ) -> Tensor:
-    """Return a `SCORED` criterion's values of the `kept` groups, for `_distances`.
-
-    Args:
-        table: scored completions.
-        criterion: by reward or diversity.
-        kept: groups of the table.
-        functions: the user's functions by their paths.
-    """
+    """Return a `SCORED` criterion's values of the `kept` groups of a scored table, for `_distances`."""
     source = f"groups.criteria.by = {criterion.by!r}"
     if criterion.by == "reward":
         values = table.by_group("reward").nanmean(1)
@@ -95,12 +88,9 @@ def _distances(a: Tensor, b: Tensor) -> Tensor:
 def conversation_prefix(
     prompt: Prompt, prefix_turns: int | None, example_turns: int
 ) -> tuple[tuple[str, str], ...] | None:
-    """Return a prompt's first turns, which other prompts of its conversation share; None without any.
+    """Return a prompt's first `prefix_turns` turns (None: all but the last); None without any.
 
-    Args:
-        prompt: text has no turns.
-        prefix_turns: how many; None: all but the last.
-        example_turns: turns of the configured examples, which are skipped like a system message.
+    A system message and the turns of configured examples are skipped.
     """
     if isinstance(prompt.prompt, str):
         return None

@@ -33,17 +33,10 @@ NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
 def form_groups(
     prompts: Sequence[Prompt], config: GroupConfig, distance: Distance | None = None, example_turns: int = 0
 ) -> PromptGroups:
-    """Group a dataset as configured.
+    """Group a dataset as configured, by `distance` between positions or by keys.
 
-    Args:
-        prompts: N prompts.
-        config: strategy, sizes and threshold.
-        distance: between positions, for the strategies `semantic` and `combined`.
-        example_turns: turns of the configured examples in each conversation.
-
-    Raises:
-        ValueError: a strategy that does not fit the prompts, or a function that cannot be imported or returns
-            neither keys nor groups.
+    `example_turns` counts the turns of configured examples in each conversation. Raises ValueError for a
+    strategy that does not fit the prompts, or a function that fails to return keys or groups.
     """
     if config.strategy == "prompt":
         return [[position] for position in range(len(prompts))]
@@ -74,12 +67,8 @@ def cut(
 ) -> PromptGroups:
     """Cut prompts into groups of allowed sizes, in which `size_by.column` has one value.
 
-    Args:
-        prompts: N prompts.
-        config: sizes and threshold.
-        order: positions in the order of grouping; others stay alone. None: all, in their order.
-        distance: between positions, to cluster by; None: group by keys.
-        keys: of the N prompts; None: all equal.
+    They are clustered by `distance` between positions or, without it, grouped by `keys` (None: all equal).
+    Positions that are not in `order` stay alone.
     """
     column, sizes = config.sizes()
     order = range(len(prompts)) if order is None else order
@@ -110,11 +99,7 @@ def _clusters(own: Sequence[int], config: GroupConfig, distance: Distance) -> Pr
 
 
 def asked_after_scoring(function: Callable[..., Any], path: str) -> list[str]:
-    """Return the arguments of a user's function that groups after scoring; empty if it groups before.
-
-    Raises:
-        ValueError: the function has another parameter without a default.
-    """
+    """Return the arguments of a user's function that groups after scoring; empty if it groups before."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):  # a builtin may have no signature
@@ -192,10 +177,8 @@ def describe_groups(
 ) -> dict[str, float]:
     """Compute the metrics of a step's groups.
 
-    Args:
-        numbers: P, equal for prompts that share a baseline.
-        embeddings: (P, D) of the prompts.
-        table: their scored completions; None: not known yet.
+    `numbers` are equal for prompts that share a baseline; `embeddings` is (P, D); `table` has their scored
+    completions, if known.
     """
     owners = torch.tensor(numbers).unique(return_inverse=True)[1]
     groups = [(owners == number).nonzero()[:, 0] for number in range(int(owners.max()) + 1)]

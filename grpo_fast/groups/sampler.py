@@ -115,12 +115,7 @@ class GroupSampler(PromptSampler):
             self._order[place:] = self._arranged(f"{self.seed}/{epoch}/{due}", {*self._order[place:]})
 
     def baseline_groups(self, prompts: Sequence[Prompt], table: CompletionTable | None) -> list[int]:
-        """Return the group number of each prompt of the last batch.
-
-        Args:
-            prompts: of the batch.
-            table: their scored completions, for a phase that groups after scoring.
-        """
+        """Return the group number of each prompt of the last batch; a phase may read the scored table."""
         places = self._places(prompts)
         if not self.after_scoring:
             return [self._group_of[place] for place in places]

@@ -49,8 +49,9 @@ class Call:
 class Runner:
     """Start calls, and wait for each until its timeout.
 
-    A thread cannot be killed: a function that hangs keeps its daemon thread. No timeout interrupts C code that
-    holds the GIL, such as a pattern of `re` that backtracks; built-in rewards match by `config.patterns`.
+    A thread cannot be killed: a function that hangs keeps its daemon thread. No timeout interrupts C code
+    that holds the GIL, such as a pattern of `re` that backtracks; built-in rewards match by
+    `config.patterns`.
     """
 
     def __init__(self) -> None:
@@ -81,8 +82,7 @@ class Runner:
             self._busy[call.name] = call.future
             call.future.cancel()  # a coroutine ends when it awaits
             raise CallFailed(
-                f"did not return within its timeout of {call.timeout:g} seconds; raise it in rewards if the work "
-                "takes longer"
+                f"did not return within its timeout of {call.timeout:g} seconds; raise it in rewards"
             )
         error = call.future.exception()
         if error is None:

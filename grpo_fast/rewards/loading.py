@@ -17,9 +17,6 @@ def load_function(reward: str, options: Mapping[str, Any]) -> tuple[str, RewardF
     """Return a short name, the callable, and the options to pass at each call.
 
     Classes, such as the built-ins, are instantiated with the options; functions get them at each call.
-
-    Raises:
-        ValueError: no such built-in, module, file or function, or options that it does not take.
     """
     own = ":" in reward or reward.endswith(".py")
     target = load_callable(reward, "reward") if own else _builtin(reward)

@@ -53,13 +53,8 @@ def load_rewards(
 ) -> RewardSet:
     """Load the configured reward functions; repeated names are numbered.
 
-    Args:
-        configs: the section `rewards`.
-        environments: the run's classes; each `get_reward` is one more reward of weight 1, as in TRL.
-        optional: allow no reward.
-
-    Raises:
-        ValueError: an unknown name, or options that a reward does not take.
+    Each of the run's `environments` with a method `get_reward` adds a reward of weight 1, as in TRL. With
+    `optional` there may be no reward. Raises ValueError for an unknown name or option.
     """
     rewards = []
     for place, config in enumerate(configs):
@@ -97,11 +92,7 @@ class RewardSet:
         self.step, self.max_steps = 0, 0  # of the run, passed to functions as `trainer_state`
 
     def position(self, name: str | None) -> int:
-        """Return the index of the reward of that name, or written so in `rewards`; None: the first.
-
-        Raises:
-            ValueError: there is none.
-        """
+        """Return the index of the reward of that name, or written so in `rewards`; None: the first."""
         known = [*self.names, *(reward.written for reward in self.rewards)]
         if name is not None and name not in known:
             problem = f"is not among the rewards: {choices(name, self.names)}"
@@ -135,14 +126,8 @@ class RewardSet:
     ) -> RewardResult:
         """Score each prompt's completions; the result has a row per completion, group after group.
 
-        Args:
-            prompts: of the batch.
-            completions: a group for each prompt.
-            precomputed: values by function, from `EarlyScores`.
-
-        Raises:
-            RewardError: a function fails with `on_error: fail`, or none applies to any completion.
-            ValueError: there is no completion.
+        `precomputed` has the values of `EarlyScores`. Raises RewardError if a function fails with `on_error:
+        fail`, or if none applies to any completion.
         """
         batch = RewardBatch.of(prompts, completions, column_names(prompts))
         if not len(batch):
@@ -184,8 +169,7 @@ class RewardSet:
     ) -> Callable[[], Scored]:
         """Call one function on one group; the returned function waits for the values and the log.
 
-        Raises:
-            CallFailed, RewardError: the function fails, here or in the returned function.
+        Both raise CallFailed or RewardError if the function fails.
         """
         batch = RewardBatch.of([prompt], [completions], columns)
         call = self._start(reward, batch)

@@ -19,7 +19,8 @@ from grpo_fast.data.types import Message, Prompt
 from grpo_fast.rollout.types import Completion, as_asked
 
 # As in TRL: f(prompts, completions, completion_ids, environments, trainer_state, log_metric, log_extra,
-# **columns) -> one number or None per completion. A function gets the arguments that it names. It may be async.
+# **columns) -> one number or None per completion. A function gets the arguments that it names. It may be
+# async.
 RewardFunction = Callable[..., Any]
 ANSWER_COLUMN = "answer"
 ENVIRONMENTS = "environments"
@@ -120,16 +121,8 @@ class RewardBatch:
 
         As in Axolotl, `labels` is the answer column and `context` the dict of all columns. `begun` is the tag
         that each prompt ends with, such as `<think>`. Options override columns. Lists, dicts and arrays are
-        copied, so that a function cannot change the arguments of the next.
-
-        Args:
-            name: the reward's, for errors.
-            function: has the signature.
-            options: of the configuration.
-            extras: arguments that are not of the batch.
-
-        Raises:
-            RewardError: nothing provides a parameter without a default.
+        copied, so that a function cannot change the arguments of the next. Raises RewardError for a parameter
+        without a default that nothing provides.
         """
         everything: dict[str, Any] = {
             **self.columns,

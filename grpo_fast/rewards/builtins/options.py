@@ -114,10 +114,8 @@ def answer_pairs(
 def answers_of(value: Any) -> tuple[str, ...]:
     """Return the texts of a row's answer, each of which is right; none for None and NaN.
 
-    A list holds alternatives. A whole number that a source keeps as a float is right as `4` and as `4.0`.
-
-    Raises:
-        ValueError: a dict, bytes, a list of lists, or another object that is no answer.
+    A list holds alternatives. A whole number that a source stores as a float is right as `4` and as `4.0`.
+    Raises ValueError for a dict, bytes, a list of lists, or an object of another type.
     """
     value = value.tolist() if hasattr(value, "tolist") else value  # NumPy, torch
     several = (list, tuple, set)
