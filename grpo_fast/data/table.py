@@ -6,7 +6,7 @@ log-probability), a fact one per completion (reward). Packing, selection and exc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
@@ -74,15 +74,14 @@ class CompletionTable:
             ValueError: an empty prompt or completion, one without a sampled token, or lengths that differ.
         """
         of_each, tokens = [*map(tuple, prompts)], [*token_ids]
+        if () in of_each:
+            raise ValueError(f"prompts[{of_each.index(())}] is empty: nothing predicts the first token")
         places: dict[Any, int] = {}
         keys = [*zip(of_each if groups is None else groups, of_each, strict=True)]
         numbers = [places.setdefault(key, len(places)) for key in keys]
         lengths = np.fromiter(map(len, tokens), np.int64, len(tokens))
-        written = [None] * len(tokens) if mask is None else [*mask]
-        flat_mask = np.ones(int(lengths.sum()), bool)
-        if any(one is not None for one in written):
-            whole = [(True,) * len(t) if one is None else one for one, t in zip(written, tokens, strict=True)]
-            flat_mask = _flat("mask", whole, lengths, np.bool_)
+        masks = [None] * len(tokens) if mask is None else [*mask]
+        whole = [(True,) * len(t) if one is None else one for one, t in zip(masks, tokens, strict=True)]
         found = {n: _flat(n, v, lengths, np.float32) for n, v in columns.items() if v is not None}
         distinct = [prompt for _, prompt in places]
         table = CompletionTable(
@@ -92,7 +91,7 @@ class CompletionTable:
             groups=torch.tensor(numbers if groups is None else list(groups), dtype=torch.int64),
             token_ids=torch.from_numpy(_flat("token_ids", tokens, lengths, np.int64)),
             offsets=torch.from_numpy(offsets_of(lengths)),
-            mask=torch.from_numpy(flat_mask),
+            mask=torch.from_numpy(_flat("mask", whole, lengths, np.bool_)),
             columns={name: torch.from_numpy(values) for name, values in found.items()},
             facts={name: torch.as_tensor(values) for name, values in (facts or {}).items()},
             inputs={
@@ -101,16 +100,9 @@ class CompletionTable:
             },
             objects={name: tuple(values) for name, values in (objects or {}).items()},
         )
-        table.check()
-        return table
-
-    def check(self) -> None:
-        """Raise ValueError for an empty prompt, or a completion without a sampled token."""
-        if empty := np.flatnonzero(np.diff(self.prompt_offsets.numpy()) == 0).tolist():
-            first = int(np.flatnonzero(np.isin(self.prompts.numpy(), empty))[0])
-            raise ValueError(f"prompts[{first}] is empty: nothing predicts the first completion token")
-        if len(bad := (self.num_targets == 0).nonzero()):
+        if len(bad := (table.num_targets == 0).nonzero()):
             raise ValueError(f"token_ids[{int(bad[0])}] is empty or has no sampled token; leave it out")
+        return table
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -237,12 +229,16 @@ class CompletionTable:
             if lacking := sorted(set.union(*names) - set.intersection(*names)):
                 raise ValueError(f"{what} {lacking}: only some completions have them; give them for all")
 
-        def joined(values: Callable[[CompletionTable], Tensor]) -> Tensor:
-            return torch.cat([values(table) for table in tables])
+        def joined(name: str) -> Tensor:
+            return torch.cat([getattr(table, name) for table in tables])
 
-        def shifted(values: Callable[[CompletionTable], Tensor], sizes: Iterable[int]) -> Tensor:
+        def shifted(name: str, sizes: Iterable[int]) -> Tensor:
             before = torch.tensor([0, *sizes][: len(tables)]).cumsum(0)
-            return torch.cat([values(t) + start for t, start in zip(tables, before, strict=True)])
+            return torch.cat([getattr(t, name) + start for t, start in zip(tables, before, strict=True)])
+
+        def ends(name: str) -> Tensor:
+            sizes = torch.cat([getattr(table, name).diff() for table in tables])
+            return torch.from_numpy(offsets_of(sizes.numpy()))
 
         def by_name(part: str) -> dict[str, Tensor]:
             of_each: list[Mapping[str, Tensor]] = [getattr(table, part) for table in tables]
@@ -257,13 +253,13 @@ class CompletionTable:
             return tuple(value for t in tables for value in t.objects.get(name, (None,) * len(t)))
 
         return CompletionTable(
-            prompt_ids=joined(lambda t: t.prompt_ids),
-            prompt_offsets=torch.from_numpy(offsets_of(joined(lambda t: t.prompt_offsets.diff()).numpy())),
-            prompts=shifted(lambda t: t.prompts, [len(t.prompt_offsets) - 1 for t in tables]),
-            groups=shifted(lambda t: t.groups, [t.num_groups for t in tables]),
-            token_ids=joined(lambda t: t.token_ids),
-            offsets=torch.from_numpy(offsets_of(joined(lambda t: t.lengths).numpy())),
-            mask=joined(lambda t: t.mask),
+            prompt_ids=joined("prompt_ids"),
+            prompt_offsets=ends("prompt_offsets"),
+            prompts=shifted("prompts", [len(t.prompt_offsets) - 1 for t in tables]),
+            groups=shifted("groups", [t.num_groups for t in tables]),
+            token_ids=joined("token_ids"),
+            offsets=ends("offsets"),
+            mask=joined("mask"),
             columns=by_name("columns"),
             facts=by_name("facts"),
             inputs={name: inputs(name) for name in tables[0].inputs},

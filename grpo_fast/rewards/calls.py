@@ -42,7 +42,7 @@ class Call:
     name: str
     future: Future[Any]
     timeout: float | None
-    deadline: float  # on time.monotonic
+    started: float  # on time.monotonic
     log: Log | None = None
 
 
@@ -73,11 +73,11 @@ class Runner:
             future = asyncio.run_coroutine_threadsafe(function(**arguments), event_loop("rewards"))
         else:
             future = in_thread(lambda: function(**arguments))
-        return Call(name, future, timeout, time.monotonic() + (timeout or 0), log)
+        return Call(name, future, timeout, time.monotonic(), log)
 
     def finish(self, call: Call) -> Any:
         """Return what the function returned; raise CallFailed if it raised or exceeded its timeout."""
-        left = None if call.timeout is None else max(0.0, call.deadline - time.monotonic())
+        left = call.timeout and max(0.0, call.started + call.timeout - time.monotonic())
         if not wait([call.future], left).done:
             self._busy[call.name] = call.future
             call.future.cancel()  # a coroutine ends when it awaits

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from grpo_fast.data.types import Prompt
 from grpo_fast.rewards.calls import CallFailed
@@ -26,7 +27,6 @@ class EarlyScores:
         self._columns = column_names(prompts)
         self._functions = {reward.name: reward for reward in rewards.rewards if reward.per_group}
         self._scored: dict[str, dict[int, Scored]] = {name: {} for name in self._functions}
-        self._running: list[tuple[str, int, Callable[[], Scored]]] = []
         self._due: queue.SimpleQueue[tuple[int, list[Completion]] | None] = queue.SimpleQueue()
         self._stopped = False
         self._thread = threading.Thread(target=self._work, name="early rewards", daemon=True)
@@ -56,30 +56,27 @@ class EarlyScores:
         self._due.put(None)
 
     def _work(self) -> None:
+        pending: list[tuple[str, int, Callable[[], Scored]]] = []
         while (done := self._due.get()) is not None and not self._stopped:
             index, completions = done
-            for name in list(self._scored):
-                self._start(name, index, completions)
-        for name, index, finish in self._running:
-            if not self._stopped:
-                self._finish(name, index, finish)
+            for name in [*self._scored]:
+                reward = self._functions[name]
+                with self._dropped_on_failure(name):
+                    finish = self._rewards.start_group(
+                        reward, self._prompts[index], completions, self._columns
+                    )
+                    if reward.timeout is None:
+                        pending.append((name, index, finish))
+                    else:
+                        self._scored[name][index] = finish()
+        for name, index, finish in pending:
+            if name in self._scored and not self._stopped:
+                with self._dropped_on_failure(name):
+                    self._scored[name][index] = finish()
 
-    def _start(self, name: str, index: int, completions: list[Completion]) -> None:
-        reward = self._functions[name]
+    @contextmanager
+    def _dropped_on_failure(self, name: str) -> Iterator[None]:
         try:
-            finish = self._rewards.start_group(reward, self._prompts[index], completions, self._columns)
-        except RewardError:
-            del self._scored[name]
-        else:
-            if reward.timeout is None:
-                self._running.append((name, index, finish))
-            else:
-                self._finish(name, index, finish)
-
-    def _finish(self, name: str, index: int, finish: Callable[[], Scored]) -> None:
-        try:
-            scored = finish()
-            if name in self._scored:
-                self._scored[name][index] = scored
+            yield
         except (CallFailed, RewardError):
-            self._scored.pop(name, None)
+            del self._scored[name]
