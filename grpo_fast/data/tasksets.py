@@ -34,6 +34,8 @@ def environment_config(config: DatasetConfig) -> EnvConfig:
     block = {key: value for key, value in options.items() if key != "select"}
     block |= {"id": env, "taskset": {**block.get("taskset", {}), "id": taskset}}
     try:
+        if "renderer" in block:
+            raise ValueError("renderer was removed: model.chat_template renders the conversation")
         found = resolve_env_config({**block, "interception": {"type": "server"}})
         null = harness_config_type("null").model_validate({"id": "null"})
         own_harness = vf.default_agent_harness(taskset).id != "bash"

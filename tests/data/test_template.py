@@ -1,7 +1,4 @@
-import os
 import re
-import resource
-import signal
 
 import pytest
 from tokenizers.processors import TemplateProcessing
@@ -12,29 +9,9 @@ from grpo_fast.data import load_prompts, template
 ASKS = "{% if add_generation_prompt %}{{ '<assistant> ' }}{% endif %}"
 TURNS = "{% for m in messages %}{{ '<' + m.role + '> ' + m.content + ' <end> ' }}{% endfor %}"
 PLAIN = TURNS + ASKS
-LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}BODY{% endfor %}{% endfor %}"
 SYSTEM = {"role": "system", "content": "be brief"}
 QUESTION = {"role": "user", "content": "what is one"}
 REPLY = {"role": "assistant", "content": "it is surely one"}
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        LOOP.replace("BODY", "x"),
-        LOOP.replace("BODY", "{% set x = 1 %}"),
-        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(90) }}",
-        "{% set n = namespace(s='long') %}{% for _ in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}",
-        "{{ 'x' * 30000000000 }}",
-        "{{ 'x' * 30000000 }}",
-    ],
-)
-def test_a_chat_template_without_end_is_refused(make_tokenizer, write, monkeypatch, text):
-    monkeypatch.setattr(template, "LIMIT_SECONDS", 1)
-    with pytest.raises(
-        ValueError, match=r"row 0: the chat template .*look for a loop or a macro without end"
-    ):
-        load_prompts(DatasetConfig(source=write({"prompt": "one"})), make_tokenizer(text))
 
 
 @pytest.mark.parametrize(
@@ -101,43 +78,22 @@ def test_what_a_template_does_to_the_first_prompt_is_said(
 
 
 @pytest.mark.parametrize(
-    ("text", "tools", "count"),
+    ("text", "count"),
     [
-        (PLAIN, None, 1),
-        (PLAIN + "{% for tool in tools or [] %}{{ tool.about }}{% endfor %}", [{"about": "DOC"}], 1),
-        (PLAIN + " what does the mark <|turn|> say ? ", None, 1),
-        (PLAIN + "{{ messages[-1].content }}", None, 2),
+        (PLAIN, 1),
+        (PLAIN + "{{ messages[-1].content }}", 2),
     ],
 )
 def test_a_question_about_a_mark_is_asked_and_each_problem_is_said_once(
-    make_tokenizer, write, caplog, text, tools, count
+    make_tokenizer, write, caplog, text, count
 ):
     question = "what does the mark <|turn|> say ?"
     tokenizer = make_tokenizer(text + "{# <|turn|> #}")
     tokenizer.add_special_tokens({"extra_special_tokens": ["<|turn|>"], "pad_token": "<end>"})
-    schemas = [{"about": question} for _ in tools or ()]
     for _ in range(2):
-        load_prompts(DatasetConfig(source=write({"prompt": question})), tokenizer, lambda row: schemas)
+        load_prompts(DatasetConfig(source=write({"prompt": question})), tokenizer)
     assert caplog.text.count("the prompt has '<|turn|>', which") == 1
     assert caplog.text.count("WARNING") == count
-
-
-def test_a_template_that_loops_after_an_answer_is_left_alone(make_tokenizer, write, monkeypatch):
-    monkeypatch.setattr(template, "LIMIT_SECONDS", 1)
-    text = PLAIN + "{% if messages[-1].role == 'assistant' %}" + LOOP.replace("BODY", "x") + "{% endif %}"
-    assert len(load_prompts(DatasetConfig(source=write({"prompt": "one"})), make_tokenizer(text))) == 1
-
-
-def test_a_template_is_tried_where_limits_are_lower_and_a_crash_is_called_one():
-    def lowered():
-        for kind in (resource.RLIMIT_CPU, resource.RLIMIT_AS):
-            now = 5 if kind == resource.RLIMIT_CPU else 1 << 44
-            resource.setrlimit(kind, (now, now))
-        return template._tried(lambda: "text")
-
-    assert template._tried(lowered) == "text"
-    with pytest.raises(ValueError, match="the process that renders it ended with -15"):
-        template._tried(lambda: os.kill(os.getpid(), signal.SIGTERM))
 
 
 @pytest.mark.parametrize(
