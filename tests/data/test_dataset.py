@@ -46,6 +46,15 @@ class TestForm:
         assert dataset[0].prompt == prompt
         assert dataset[0].columns == {"answer": 1}
 
+    def test_calls_have_no_nulls_and_may_stand_without_content(self, make_tokenizer, write):
+        call = {"type": "function", "function": {"name": "f", "arguments": {"a": 1, "b": None}}}
+        said = {"role": "assistant", "content": None, "tool_calls": [call]}
+        source = write({"prompt": [*CONVERSATION, said, {"role": "tool", "content": "3"}]})
+        template = "{% for m in messages %}{{ m.content }}{{ m.tool_calls }}{% endfor %}"
+        (prompt,) = load_prompts(DatasetConfig(source=source), make_tokenizer(template))
+        message = prompt.prompt[1]
+        assert message["content"] == "" and message["tool_calls"][0]["function"]["arguments"] == {"a": 1}
+
     def test_configured_turns_come_before_a_conversations_own(self, tokenizer, write):
         source = write({"prompt": [SYSTEM, *CONVERSATION]}, {"prompt": CONVERSATION})
         first, second = load_prompts(DatasetConfig(source=source, **EXAMPLES), tokenizer)
@@ -107,7 +116,7 @@ class TestRefusals:
 
     def test_a_conversation_without_a_chat_template_is_refused(self, make_tokenizer, write):
         config = DatasetConfig(source=write({"prompt": CONVERSATION}))
-        with pytest.raises(ValueError, match="has no chat template: set model.chat_template to a Jinja file"):
+        with pytest.raises(ValueError, match=r"has no chat template: set model\.chat_template"):
             load_prompts(config, make_tokenizer(chat_template=None))
 
     def test_a_row_is_named_by_its_line_and_the_held_out_set_by_its_section(self, tokenizer, write):

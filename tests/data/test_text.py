@@ -27,9 +27,9 @@ def test_a_completions_text_keeps_the_special_tokens_of_answers(make_tokenizer, 
     tokenizer = make_tokenizer(TEMPLATE)
     completion_texts(tokenizer, [[1]], [2])
     words = (
-        "<answer> </answer> <think> </think> </lone> [THINK] [/THINK] [INST] [/INST] <s> </s> </stop>".split()
+        *("<answer>", "</answer>", "<think>", "</think>", "</lone>", "[THINK]", "[/THINK]", "[INST]"),
+        *("[/INST]", "<s>", "</s>", "</stop>", "<|reserved|>", "<start_of_turn>", "<|turn|>", "<end>"),
     )
-    words += ["<|reserved|>", "<start_of_turn>", "<|turn|>", "<end>"]
     tokenizer.add_special_tokens(
         {"pad_token": "<pad>", "extra_special_tokens": [AddedToken(word, special=True) for word in words]}
     )

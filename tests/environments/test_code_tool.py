@@ -51,22 +51,12 @@ def test_a_program_has_no_network_no_secrets_and_no_file_of_another(tmp_path: Pa
         f"open({str(secret)!r})",
         "open('/usr/new', 'w')",
         "import os\nos.chmod('/usr/bin/env', 0o777)",
-        "import os\nos.chown('/usr/bin/env', os.getuid(), os.getgid())",
-        "import os\nos.setxattr('/usr/bin/env', 'user.left', b'1')",
         "import socket\nsocket.create_connection(('1.1.1.1', 80), 1)",
         f"import os\nos.kill({os.getpid()}, 9)",
         f"open('/proc/{os.getpid()}/environ')",
     ):
         assert "Error" in run_python(attempt).splitlines()[-1], attempt
     assert "MemoryError" in run_python("held = bytearray(2**31)")
-
-
-def test_memory_and_folders_of_a_program_end_with_it():
-    shared = "import ctypes\nprint(ctypes.CDLL(None).shmget(4242, 4096, {}))"
-    assert int(run_python(shared.format(0o1666))) >= 0 > int(run_python(shared.format(0o666)))
-    nested = "import os\nprint(os.listdir())\nfor _ in range(1100): os.mkdir('d'); os.chdir('d')"
-    first = run_python(nested)
-    assert "'d'" not in first and first == run_python(nested)
 
 
 def test_without_a_sandbox_the_tool_names_what_to_install(monkeypatch: Any):

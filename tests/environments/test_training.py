@@ -94,13 +94,9 @@ def test_stages_bring_their_own_tools_and_evaluation_keeps_those_of_the_run(play
     ("changes", "said"),
     [
         ({"rollout": {}}, "reward 'patience' asks for 'environments'.*set rollout.environment"),
-        ({"rollout": {"environment": {"a": "OWN:Guess"}}}, "row 0: the column 'environment' says None"),
+        ({"rollout": {"environment": {"a": "OWN:Guess"}}}, "row 0: the column 'environment' has None"),
         ({"rollout": {"environment": "OWN:Mute"}, "rewards": []}, "rewards is empty.* with a method get_rew"),
-        ({"rollout": {}, "rewards": []}, "rewards is empty.* with a method get_reward"),
-        (
-            {"dataset": {"source": "ROWS", "rename": {"start": "begin"}}},
-            "'start'. Its columns are begin",
-        ),
+        ({"dataset": {"source": "ROWS", "rename": {"start": "begin"}}}, "'start'. Its columns are begin"),
         ({"dataset": {"source": "x", "overlong_prompts": "truncate"}}, "'truncate' keeps .* says of tools"),
         ({"algorithm": "dpo", "rewards": []}, "is not read by algorithm = 'dpo'"),
     ],
@@ -182,8 +178,8 @@ def test_a_rollout_of_ones_own_answers_each_prompt_as_often_as_asked():
     [
         (None, "a NoneType for 2 prompts; return a list"),
         ([ONE], "1 completions for 2 prompts"),
-        ([ONE, "text"], "at place 1, a str; make a grpo_fast.rollout.Completion"),
-        ([replace(ONE, token_ids=(), logprobs=()), ONE], "at place 0, 0 tokens, 0 of the model"),
+        ([ONE, "text"], "at place 1, a str; return a grpo_fast.rollout.Completion"),
+        ([replace(ONE, token_ids=(), logprobs=()), ONE], "at place 0, 0 tokens, 0 of them sampled"),
         ([ONE, replace(ONE, token_ids=(7,) * 5)], "5 tokens.* at most sampling.max_completion_length = 4"),
         ([ONE, replace(ONE, logprobs=None)], "no logprobs"),
         ([ONE, replace(ONE, logprobs=(-1.0,))], "1 logprobs for 2 tokens"),

@@ -8,8 +8,8 @@ import torch
 from grpo_fast.config.groups import CriterionConfig, GroupConfig
 from grpo_fast.data import Prompt
 from grpo_fast.groups import formation
-from grpo_fast.groups.criteria import prompt_distance
 from grpo_fast.groups.formation import form_groups, key_groups, leader_clusters
+from tests.groups.conftest import prompt_distance
 
 
 @pytest.mark.parametrize("strategy", ["prompt", "similarity", "combined", "own"])

@@ -157,7 +157,7 @@ def shares_of(batch) -> list[float]:
     return [(2 if n == 1 else 3) / (1 + n) for n in counts]
 
 
-def test_a_user_is_told_of_a_position_that_is_wrong(make_prompts, write_function):
+def test_a_wrong_position_or_parameter_is_refused(make_prompts, write_function):
     prompts = make_prompts(4)
     table = scored(prompts, [[0.0, 1.0]] * 4)
     for body, named in [
@@ -329,37 +329,16 @@ def test_no_prompt_comes_twice_in_a_batch_and_none_is_lost(make, seed):
     assert len(drawn) == 40
 
 
-def rates_drawn(sampler: DifficultySampler, batches: int = 1) -> Counter[float]:
-    batches_drawn = [sampler.next() for _ in range(batches)]
-    return Counter(sampler.pass_rates[sampler.dataset.index(p)] for batch in batches_drawn for p in batch)
-
-
-@pytest.mark.parametrize(
-    ("batch_size", "weights", "pass_rates", "expected"),
-    [
-        (10, [1.0, 3.5, 0.5], [0.1] * 15 + [0.5] * 15 + [0.9] * 10, {0.1: 2, 0.5: 7, 0.9: 1}),
-        (20, [1.0, 1.0, 98.0], [0.0] * 30 + [0.5] * 8 + [1.0] * 2, {1.0: 2, 0.5: 8, 0.0: 10}),
-        (20, [1.0, 1.0, 2.0], [0.0] * 35 + [0.5] * 5, {0.0: 15, 0.5: 5}),  # an empty bucket
-        (8, [1.0, 2.0, 1.0], [0.2] * 20 + [0.8] * 20, {0.2: 5, 0.8: 3}),  # on an edge: the easier side
-    ],
-    ids=["shares", "what one cannot give", "an empty bucket", "edges"],
-)
-def test_buckets_get_their_shares_and_give_what_they_lack_to_others(
-    make, batch_size, weights, pass_rates, expected
-):
-    sampler = make(batch_size, pass_rates, bucket_weights=weights)
-    tolerance = 1 if 0.2 in expected else 0  # thirds are drawn
-    for _ in range(20):
-        drawn = rates_drawn(sampler)
-        assert all(abs(drawn[rate] - count) <= tolerance for rate, count in expected.items()), drawn
-
-
-def test_a_small_share_comes_true_over_many_batches(make):
-    sampler = make(4, [0.0] * 10 + [0.5] * 20 + [1.0] * 10, bucket_weights=[0.05, 1.0, 0.05])
-    drawn = rates_drawn(sampler, 400)
-    # Each batch takes none or one: a standard deviation of 0.0045 or so. Rounding would take none ever.
-    assert drawn[0.0] / 1600 == pytest.approx(0.05 / 1.1, abs=0.03)
-    assert drawn[1.0] / 1600 == pytest.approx(0.05 / 1.1, abs=0.03)
+def test_buckets_are_sampled_by_weight_until_they_are_empty(make):
+    # Weights 2, 7, 1 of 10; the easiest has two prompts, one of them on its edge.
+    sampler = make(10, [0.1] * 19 + [0.5] * 19 + [0.8, 0.9], bucket_weights=[2.0, 7.0, 1.0])
+    counts = Counter(sampler.pass_rates[sampler.dataset.index(p)] for _ in range(200) for p in sampler.next())
+    hard, medium = counts[0.1] / 2000, counts[0.5] / 2000
+    assert (hard, medium) == (pytest.approx(0.2, abs=0.05), pytest.approx(0.7, abs=0.05))
+    assert counts[0.8] > 50 < counts[0.9]
+    greedy = make(10, [0.1] * 32 + [0.5] * 6 + [0.9] * 2, bucket_weights=[1e-6, 1e-6, 1.0])
+    first = Counter(greedy.pass_rates[greedy.dataset.index(p)] for p in greedy.next())
+    assert first[0.9] == 2 and sum(first.values()) == 10  # the others give what it lacks
 
 
 @pytest.mark.parametrize(("reward", "expected"), [(None, 0.75), ("right", 0.25), ("short", 1.0)])
