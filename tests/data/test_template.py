@@ -14,35 +14,20 @@ QUESTION = {"role": "user", "content": "what is one"}
 REPLY = {"role": "assistant", "content": "it is surely one"}
 
 
+NO_SYSTEM = TURNS.replace("m in messages", "m in messages if m.role != 'system'")
+LAST_SENTENCE = PLAIN.replace("m.content +", "m.content.split('so')[-1] +")
+CUT_SHORT = PLAIN.replace("m.content +", "m.content[:4] +")
+MISSPELT = {"chat_template_kwargs": {"enable_thinkng": False}}
+
+
 @pytest.mark.parametrize(
     ("text", "options", "prompt", "message"),
     [
-        (
-            TURNS.replace("m in messages", "m in messages if m.role != 'system'"),
-            {"system_prompt": "be"},
-            "one",
-            r"dataset\.system_prompt: .*role system: 'be'",
-        ),
-        (
-            PLAIN.replace("m.content +", "m.content.split('so')[-1] +"),
-            {"examples": [("two", "five so 2")]},
-            "one",
-            r"dataset\.examples: .*role assistant: 'five so 2'",
-        ),
-        (PLAIN.replace("m.content +", "m.content[:4] +"), {}, "what is one", "role user: 'what is one'"),
+        (NO_SYSTEM, {"system_prompt": "be"}, "one", r"dataset\.system_prompt: .*role system: 'be'"),
+        (LAST_SENTENCE, {"examples": [("two", "five so 2")]}, "one", r"dataset\.examples: .*'five so 2'"),
+        (CUT_SHORT, {}, "what is one", "role user: 'what is one'"),
         (PLAIN + "<|turn|>", {}, "<|turn|> one", r"'<\|turn\|>'.*rendered already"),
-        (
-            PLAIN,
-            {"chat_template_kwargs": {"enable_thinkng": False}},
-            "one",
-            r"kwargs\.enable_thinkng is no variable",
-        ),
-        (
-            PLAIN + "{{ enable_thinking }}",
-            {"chat_template_kwargs": {"enable_thinkng": False}},
-            "one",
-            r"did you mean 'enable_thinking'",
-        ),
+        (PLAIN + "{{ enable_thinking }}", MISSPELT, "one", r"did you mean 'enable_thinking'"),
         (PLAIN, {"chat_template_kwargs": {"x": 1}, "chat": False}, "one", r"dataset\.chat = false"),
     ],
 )

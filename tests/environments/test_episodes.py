@@ -7,7 +7,6 @@ import copy
 import json
 import random
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from itertools import compress
@@ -170,23 +169,6 @@ def test_a_call_that_fails_or_hangs_answers_the_model_with_why(tokenizer, said: 
     assert (one.episode.tool_calls, one.episode.tool_failures) == (1, 1)
     assert one.episode.tools_given_up == told.startswith("no answer within")
     assert one.episode.messages[2]["content"] == "Oh."
-
-
-def test_calls_of_all_completions_run_at_once(tokenizer) -> None:
-    together = threading.Barrier(8)  # breaks, and the calls fail, unless eight are there at a time
-
-    def meet(key: str) -> str:
-        """Meet the others.
-
-        Args:
-            key: unused
-        """
-        together.wait(300)
-        return "met"
-
-    with paths(meet=meet):
-        groups, *_ = play(tokenizer, [call("meet", key="x"), "Done."], n=8, tools=["m:meet"])
-    assert all(one.episode.messages[1]["content"] == "met" for one in groups[0] if one.episode)
 
 
 def test_turns_calls_and_tokens_have_limits(tokenizer) -> None:

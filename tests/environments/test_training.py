@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -129,33 +128,6 @@ def test_a_python_program_gives_tools_and_environments_as_objects(playing_toy, t
     assert str(run.config.rollout.environment).startswith(f"{environment.__module__}:Guess@")
     assert run.config.rollout.tools[0].startswith(f"{__name__}:double@")
     assert run.policy.generate(["w1"])[0].episode is None
-
-
-def test_a_run_reuses_its_instances_and_leaves_them_at_its_end(playing_toy, tmp_path):
-    guess = load_callable(playing_toy["rollout"]["environment"], "rollout.environment")
-    made: list[Any] = []
-    left: list[Any] = []
-
-    class Client(guess):  # type: ignore[valid-type,misc]
-        def __init__(self) -> None:
-            super().__init__()
-            made.append(id(self))
-
-        def __exit__(self, *error: object) -> None:
-            left.append(id(self))
-
-    rows = [{"prompt": "w1 w2", "start": 1}] * 4
-    call = {key: playing_toy[key] for key in ("model", "prompts_per_step", "logging")}
-    call |= {"dataset": rows, "evaluation": [rows[0] | {"start": 7}], "max_steps": 2, "display": False}
-    rollout = playing_toy["rollout"] | {"environment": Client, "num_generations": 2}
-    gc.disable()  # which would close them, too, at a time of its own
-    try:
-        grpo_fast.train(**call, rollout=rollout, micro_batch_tokens=256, output_dir=tmp_path / "run")
-    finally:
-        gc.enable()
-
-    assert len(made) == playing_toy["prompts_per_step"] * 2
-    assert sorted(left) == sorted(made)
 
 
 PROMPTS = [Prompt(i, f"question {i}", (1, 2), {}) for i in range(2)]
