@@ -76,7 +76,6 @@ def row_named(config: DatasetConfig, index: int) -> Iterator[None]:
 
 
 def _json_rows(path: Path) -> Iterable[Any]:
-    """Return the objects of one array, or of one line each."""
     text = _text(path)
     is_array = text.lstrip().startswith("[")
     parts = [text] if is_array else text.split("\n")

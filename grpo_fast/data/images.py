@@ -48,7 +48,6 @@ class ImageReader:
 
     @cached_property
     def processor(self) -> Any:
-        """The processor of transformers."""
         return self._load()
 
     def prompt(self, text: str, images: Sequence[Any]) -> tuple[tuple[int, ...], PromptImages]:

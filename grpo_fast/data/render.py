@@ -240,7 +240,6 @@ class Renderer:
             ) from error
 
     def turns(self, prompt: str | list[Message]) -> list[Message]:
-        """Return a prompt as a conversation."""
         if isinstance(prompt, str):
             return self._with_config_turns([{"role": "user", "content": prompt}])
         return prompt
@@ -303,7 +302,6 @@ class Renderer:
 
 
 def _texts_of(turn: Message) -> list[str]:
-    """Return the texts of a message, without its images."""
     content = turn.get("content") or ""
     parts = [{"text": content}] if isinstance(content, str) else content
     return [part["text"] for part in parts if part.get("text", "").strip()]

@@ -40,7 +40,6 @@ class PromptSampler:
         self._order: list[int] = []
 
     def next(self) -> list[Prompt]:
-        """Return the next `batch_size` prompts."""
         batch = [self._at(self.drawn + offset) for offset in range(self.batch_size)]
         self.drawn += self.batch_size
         return batch
@@ -86,7 +85,6 @@ class PromptSampler:
         return self.dataset[self._order[place]]
 
     def _order_of(self, epoch: int) -> list[int]:
-        """Return a permutation of the dataset's positions."""
         order = list(range(len(self.dataset)))
         random.Random(f"{self.seed}/{epoch}").shuffle(order)
         return order

@@ -72,7 +72,6 @@ def read_rows(config: DatasetConfig, tokenizer: PreTrainedTokenizerBase | None =
 
 
 def source_row(config: DatasetConfig, index: int) -> Row:
-    """Return a row as the source has it."""
     return next(islice(_source_rows(config), index, None))
 
 
@@ -94,7 +93,6 @@ def _source_rows(config: DatasetConfig) -> Iterable[Row]:
 
 
 def _saved_rows(config: DatasetConfig, folder: Path) -> Iterable[Row]:
-    """Return the rows of a folder that `save_to_disk` of datasets wrote."""
     from datasets import DatasetDict, load_from_disk
 
     try:

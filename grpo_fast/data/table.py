@@ -137,12 +137,10 @@ class CompletionTable:
         return written[self.offsets].diff()
 
     def prompt_of(self, row: int) -> Tensor:
-        """Return the tokens of a completion's prompt."""
         start, end = self.prompt_offsets[self.prompts[row] : self.prompts[row] + 2]
         return self.prompt_ids[start:end]
 
     def tokens_of(self, row: int) -> Tensor:
-        """Return the tokens of a completion."""
         return self.token_ids[self.offsets[row] : self.offsets[row + 1]]
 
     def with_columns(self, **columns: Tensor | None) -> CompletionTable:
@@ -155,11 +153,9 @@ class CompletionTable:
         return self._same_rows(facts={**self.facts, **facts})
 
     def with_objects(self, **objects: tuple[Any, ...]) -> CompletionTable:
-        """Add or replace objects, S each."""
         return self._same_rows(objects={**self.objects, **objects})
 
     def to(self, device: torch.device) -> CompletionTable:
-        """Move columns and inputs to a device."""
         columns, inputs = (
             {name: values.to(device) for name, values in part.items()} for part in (self.columns, self.inputs)
         )
@@ -274,7 +270,6 @@ class CompletionTable:
 
     @staticmethod
     def from_tensors(tensors: Mapping[str, Tensor]) -> CompletionTable:
-        """Make a table from what `tensors` returned."""
         fields: dict[str, Any] = {name: tensors[name] for name in STRUCTURE} | {part: {} for part in PARTS}
         for name, values in tensors.items():
             part, _, rest = name.partition("/")
@@ -299,7 +294,6 @@ def ranges(starts: Integers, lengths: Integers) -> Integers:
 
 
 def _flat(name: str, values: Iterable[Sequence[Any]], lengths: Integers, dtype: type) -> Any:
-    """Concatenate one sequence per completion."""
     listed = [*values]
     for row, (own, length) in enumerate(zip(listed, lengths.tolist(), strict=True)):
         if len(own) != length:

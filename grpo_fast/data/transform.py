@@ -74,7 +74,6 @@ def _called(config: DatasetConfig, function: Callable[..., Any], *arguments: Any
 def _columns(
     function: Callable[..., Any], row: Row, config: DatasetConfig, options: Mapping[str, Any]
 ) -> Row:
-    """Return the columns that the function returns for a copy of the row, as plain Python values."""
     returned = _called(config, function, copy.deepcopy(row), **options)
     named = f"dataset.transform = {config.transform!r} returned"
     if not isinstance(returned, Mapping):

@@ -49,7 +49,6 @@ class Conversation:
         return self.room - len(self.token_ids)
 
     def reply(self, answer: Completion, message: Message) -> None:
-        """Add a turn of the model."""
         self._add(answer.token_ids, answer.logprobs, sampled=True)
         self.experts = answer.experts
         self.messages.append(message)
@@ -69,7 +68,6 @@ class Conversation:
             self.logprobs += logprobs
 
     async def ended(self, text: str, *, truncated: bool) -> Completion:
-        """Return the completion, with its environment's reward."""
         episode = Episode(
             prompt=self.turns,
             prompt_ids=self.prompt_ids,

@@ -40,7 +40,6 @@ class CoroutineRollout:
 
     @asynccontextmanager
     async def opened(self, requests: Requests, sampling: Sampling) -> AsyncIterator[None]:
-        """Hold resources while completions are sampled."""
         yield
 
     def __call__(
@@ -111,7 +110,6 @@ class EpisodeRollout(CoroutineRollout):
         self._renderer = Renderer(like, tokenizer, toolsets.schemas)
 
     def close(self) -> None:
-        """Close the environments."""
         for toolset in self._toolsets.by_name.values():
             if toolset.instances is not None:
                 toolset.instances.close()
@@ -187,7 +185,6 @@ class EpisodeRollout(CoroutineRollout):
         return talk
 
     def _beyond(self, talk: Conversation, calls: int) -> bool:
-        """Return whether a limit of turns or calls ends the completion."""
         turns, most = self._config.max_turns, self._config.max_tool_calls
         return (turns is not None and talk.replies >= turns) or (
             most is not None and talk.calls + calls > most

@@ -33,7 +33,6 @@ class Instances:
         return self._free.pop(0) if self._free else None
 
     def add(self, environment: Any) -> None:
-        """Add a new instance, which is in use."""
         self._made.append(environment)
         self._usable.append(environment)
 

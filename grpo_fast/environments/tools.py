@@ -28,7 +28,6 @@ class Toolset:
     schemas: tuple[dict[str, Any], ...]  # JSON schemas for the chat template
 
     def calls(self, environment: Any) -> dict[str, Callable[..., Any]]:
-        """Return the tools by name."""
         methods = () if environment is None else methods_of(environment)
         return {tool.__name__: tool for tool in (*self.functions, *methods)}
 
@@ -53,7 +52,6 @@ class Toolsets:
         return self.by_name[name]
 
     def schemas(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return the schemas for a row's prompt."""
         return list(self.of(row).schemas)
 
 

@@ -54,7 +54,6 @@ def correct(completion_ids: list[list[int]], answer: list[str], **_: object) -> 
 
 
 def save_random_model(folder: Path) -> Path:
-    """Save weights, tokenizer and processor."""
     known = {word: number for number, word in enumerate(WORDS)}
     inner = Tokenizer(models.WordLevel(known, unk_token="[UNK]"))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

@@ -54,7 +54,6 @@ def scored_values(
 
 
 def texts_of(table: CompletionTable) -> list[list[str]]:
-    """Return the texts of each group's completions."""
     texts = [completion.text for completion in table.objects["completion"]]
     n = len(texts) // table.num_groups
     return [texts[start : start + n] for start in range(0, len(texts), n)]
@@ -161,7 +160,6 @@ def prompt_values(prompts: Sequence[Prompt], by: str, config: GroupConfig, examp
 
 
 def _over_range(values: Sequence[float], source: str) -> Tensor:
-    """Scale numbers to [0, 1]."""
     numbers = torch.tensor(values, dtype=torch.float64)
     if not numbers.isfinite().all():
         raise ValueError(f"{source} has values that are not finite; clean the column")

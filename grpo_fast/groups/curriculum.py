@@ -66,7 +66,6 @@ class DifficultySampler(PromptSampler):
         return buckets
 
     def observe(self, prompts: Sequence[Prompt], rewards: Tensor, table: Tensor) -> None:
-        """Update the prompts' running pass rates."""
         deciding = rewards if self._column is None else table[..., self._column]
         for prompt, scores in zip(prompts, deciding.tolist(), strict=True):
             scored = [score for score in scores if score == score]

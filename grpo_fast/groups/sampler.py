@@ -87,7 +87,6 @@ class GroupSampler(PromptSampler):
         self._use(0)
 
     def _form(self, index: int) -> PromptGroups:
-        """Return the groups that a phase samples together."""
         phase = self.phases[index]
         if phase.reads_rewards or self.asked[index]:
             return [[position] for position in range(len(self.dataset))]

@@ -34,7 +34,6 @@ class AdaptiveWeights:
 
     @property
     def weights(self) -> tuple[float, ...]:
-        """The current weights."""
         return tuple(weight * factor for weight, factor in zip(self.base, self.factors, strict=True))
 
     def update(self, table: Tensor) -> None:

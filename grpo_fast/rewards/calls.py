@@ -107,7 +107,6 @@ def event_loop(of: str) -> asyncio.AbstractEventLoop:
 
 
 def is_async(function: RewardFunction) -> bool:
-    """Return whether a call returns a coroutine."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 

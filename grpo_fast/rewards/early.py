@@ -51,7 +51,6 @@ class EarlyScores:
         return found
 
     def cancel(self) -> None:
-        """Stop scoring."""
         self._stopped = True
         self._due.put(None)
 

@@ -109,7 +109,6 @@ class RewardBatch:
         return len(self.completions)
 
     def describe(self, index: int) -> str:
-        """Describe one completion in an error message."""
         fields = {"prompt": self.prompts, "completion": self.completions, **self.columns}
         lines = [f"\n  {name}: {short(values[index], limit=300)}" for name, values in fields.items()]
         return f"sample {index}:{''.join(lines)}"
@@ -185,7 +184,6 @@ def _answer(prompt: Prompt, completion: Completion) -> str | list[Message]:
 
 
 def column_names(prompts: Sequence[Prompt]) -> list[str]:
-    """Return every column that a prompt has."""
     return list({name: None for prompt in prompts for name in prompt.columns})
 
 

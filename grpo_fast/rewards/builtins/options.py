@@ -106,7 +106,6 @@ class AnswerReward:
 def answer_pairs(
     completions: CompletionTexts, columns: Mapping[str, Sequence[Any]], answer_column: str
 ) -> list[tuple[str, tuple[str, ...]]]:
-    """Return each completion's text with the `answers_of` its row."""
     answers = column(columns, answer_column, "answer_column")
     return [(text, answers_of(answer)) for text, answer in zip(texts(completions), answers, strict=True)]
 

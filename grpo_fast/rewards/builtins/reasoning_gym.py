@@ -81,7 +81,6 @@ def is_plain(answer: str) -> bool:
 
 @cache
 def _scorer(task: str) -> tuple[Callable[[str, Mapping[str, Any]], float], bool]:
-    """Return the task's scorer, and whether it evaluates answers."""
     import_reasoning_gym()
     from reasoning_gym.factory import get_score_answer_fn
 

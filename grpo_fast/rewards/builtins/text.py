@@ -120,7 +120,6 @@ class TagFormat(TagReward):
 
 
 def marks(tags: Sequence[str]) -> list[str]:
-    """Return the opening and closing tag of each name."""
     return [mark for tag in tags for mark in (f"<{tag}>", f"</{tag}>")]
 
 
