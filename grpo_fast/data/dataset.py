@@ -147,9 +147,7 @@ def prompts_of(
     if () in token_ids:
         first = token_ids.index(())
         with row_named(config, first):
-            raise ValueError(
-                f"the tokenizer makes no tokens of the prompt {texts[first][:200]!r}; is it the model's own?"
-            )
+            raise ValueError(f"the tokenizer makes no tokens of {texts[first][:200]!r}; is it the model's?")
     kept, report = _fit(config, token_ids)
     made = []
     for index, ids in kept.items():
@@ -205,18 +203,17 @@ def _fit(
     if config.overlong_prompts == "error":
         first = min(too_long)
         with row_named(config, first):
-            raise ValueError(
-                f"{len(too_long)} of {plural(rows, 'prompt')} exceed max_prompt_length = {limit} tokens, the "
-                f"first has {too_long[first]}: raise it, or set dataset.overlong_prompts to filter"
-            )
+            problem = f"{len(too_long)} of {plural(rows, 'prompt')} exceed max_prompt_length = {limit} tokens"
+            remedy = "raise it, or set dataset.overlong_prompts to filter"
+            raise ValueError(f"{problem}, the first has {too_long[first]}: {remedy}")
     if config.overlong_prompts == "truncate":
         last = {index: ids[-limit:] for index, ids in whole.items()}  # the question is at the end
         return last, LoadReport(rows, truncated=len(too_long))
     if len(too_long) == rows:
-        raise ValueError(
-            f"no prompt of {config.source} ({plural(rows, 'row')}) fits max_prompt_length = {limit} tokens "
-            f"(the shortest has {min(too_long.values())}): raise it"
+        problem = (
+            f"no prompt of {config.source} ({plural(rows, 'row')}) fits max_prompt_length = {limit} tokens"
         )
+        raise ValueError(f"{problem} (the shortest has {min(too_long.values())}): raise it")
     kept = {index: ids for index, ids in whole.items() if index not in too_long}
     return kept, LoadReport(rows, filtered=len(too_long))
 
@@ -235,10 +232,8 @@ def exclude_overlap(
     taken = {_key(prompt, held_out, any_order, by_columns) for prompt in held_out}
     kept = tuple(prompt for prompt in train if _key(prompt, train, any_order, by_columns) not in taken)
     if not kept:
-        raise ValueError(
-            f"all {len(train)} training prompts of {train.config.source} occur in the held-out set: "
-            "set another evaluation.dataset.split, or a seed some millions away"
-        )
+        remedy = "set another evaluation.dataset.split, or a seed some millions away"
+        raise ValueError(f"all training prompts of {train.config.source} occur in the held-out set: {remedy}")
     overlapping = train.report.overlapping + len(train) - len(kept)
     return replace(train, prompts=kept, report=replace(train.report, overlapping=overlapping))
 

@@ -94,9 +94,8 @@ def opened(image: Any) -> Image:
             return found.convert("RGB")
     except Exception as error:  # Pillow's decoders raise any type
         raise ValueError(f"the image {short(image)} cannot be read: {error}") from error
-    raise ValueError(
-        f"an image is a path, encoded bytes, {{bytes, path}} or an image of Pillow, got {short(image)}"
-    )
+    kinds = "a path, encoded bytes, {bytes, path} or an image of Pillow"
+    raise ValueError(f"an image is {kinds}, got {short(image)}")
 
 
 def beside(source: str, image: Any) -> Any:
@@ -133,10 +132,8 @@ def placed(turns: list[Message], images: Sequence[Any]) -> tuple[list[Message], 
     if not images and not in_parts:
         return [{**turn, "content": text_of(turn["content"])} for turn in turns], []
     if in_parts and len(in_parts) != len(images):
-        raise ValueError(
-            f"the messages have {len(in_parts)} parts of type image, and the row {len(images)} images; give "
-            "one for each"
-        )
+        counts = f"{len(in_parts)} parts of type image, and the row {len(images)} images"
+        raise ValueError(f"the messages have {counts}; give one for each")
     first = next((turn for turn in turns if turn["role"] == "user"), None)
     if not in_parts and first is None:
         raise ValueError("the row has images, and no message of the user to show them in")

@@ -51,27 +51,21 @@ class Renderer:
         self.chat = config.chat if isinstance(config.chat, bool) else has_template
         self._no_chat = "dataset.chat = false" if has_template else "the tokenizer has no chat template"
         if tools is not None and not self.chat:
-            raise ValueError(
-                f"rollout.tools and rollout.environment need a conversation, but {self._no_chat}"
-            )
+            raise ValueError(f"rollout.tools and rollout.environment need chat, but {self._no_chat}")
         if self.chat and not has_template:
             raise ValueError(f"dataset.chat = true, but {self._no_chat}: {TEMPLATE_REMEDY}")
         if not self.chat and (config.system_prompt is not None or config.examples):
             key = "examples" if config.system_prompt is None else "system_prompt"
-            raise ValueError(
-                f"dataset.{key} makes turns of a conversation, but {self._no_chat}: {TEMPLATE_REMEDY} with "
-                "dataset.chat = auto, or write the text into dataset.prompt_template"
-            )
+            remedy = f"{TEMPLATE_REMEDY} with dataset.chat = auto, or use dataset.prompt_template"
+            raise ValueError(f"dataset.{key} needs a conversation, but {self._no_chat}: {remedy}")
         options = config.chat_template_kwargs
         if options and not self.chat:
             raise ValueError(f"dataset.chat_template_kwargs goes to the chat template, but {self._no_chat}")
         known = variables_of(template_of(tokenizer)) if options else set()
         for name in options:
             if name not in known:
-                raise ValueError(
-                    f"dataset.chat_template_kwargs.{name} is no variable of the chat template: "
-                    f"{choices(name, known)}"
-                )
+                problem = f"dataset.chat_template_kwargs.{name} is no variable of the chat template"
+                raise ValueError(f"{problem}: {choices(name, known)}")
 
     def prompt_and_images(self, row: Mapping[str, Any]) -> tuple[str | list[Message], list[Any]]:
         """Return a row's prompt as the rewards see it, and its images, or raise ValueError.
@@ -153,11 +147,9 @@ class Renderer:
         """Raise ValueError for a question that is rendered already; log one that has a turn's mark in it."""
         found = [mark for mark in self._marks() if mark in question]
         if any(map(question.startswith, found)):
-            raise ValueError(
-                f"the prompt begins with {max(filter(question.startswith, found), key=len)!r}, which the "
-                "chat template writes itself: it is rendered already; set dataset.chat = false, or give the "
-                "text alone"
-            )
+            mark = max(filter(question.startswith, found), key=len)
+            problem = f"the prompt begins with {mark!r} of the chat template: it is rendered already"
+            raise ValueError(f"{problem}; set dataset.chat = false, or leave the marks out")
         if found:
             self._warn(
                 "the prompt has %r, which the chat template writes itself around a message: the model reads "
@@ -209,10 +201,8 @@ class Renderer:
         reply = {"role": "assistant", "content": answer}
         answered = self._apply_template([*turns, reply], finished=True)
         if not answered.startswith(asked):
-            raise ValueError(
-                "the chat template changes the prompt once it is answered, so where its answer begins is "
-                "unknown; set model.chat_template to a Jinja file that keeps the prompt"
-            )
+            problem = "the chat template changes the prompt once it is answered"
+            raise ValueError(f"{problem}; set model.chat_template to a Jinja file that keeps it")
         return answered[len(asked) :]
 
     def _value(self, row: Mapping[str, Any]) -> Any:
@@ -229,15 +219,13 @@ class Renderer:
         try:
             return template.format_map(row)
         except KeyError as error:
-            name = str(error.args[0])
+            known = choices(name := str(error.args[0]), row)
             raise ValueError(
-                f"dataset.prompt_template names the column {name!r}: {choices(name, row)} ({braces})"
+                f"dataset.prompt_template names the column {name!r}: {known} ({braces})"
             ) from error
         except (ValueError, IndexError, AttributeError, TypeError) as error:
-            raise ValueError(
-                f"dataset.prompt_template = {template!r} is malformed ({error}); a field holds a column's "
-                f"name, as {{question}}; {braces}"
-            ) from error
+            problem = f"dataset.prompt_template = {template!r} is malformed ({error})"
+            raise ValueError(f"{problem}; write columns as {{question}}; {braces}") from error
 
     def turns(self, prompt: str | list[Message]) -> list[Message]:
         if isinstance(prompt, str):
@@ -275,10 +263,8 @@ class Renderer:
 
     def _conversation(self, value: Any) -> list[Message]:
         if not isinstance(value, list):
-            kind = type(value).__name__
-            raise ValueError(
-                f"the prompt must be text or a list of messages, got {kind}: {short(value, 200)}"
-            )
+            got = f"{type(value).__name__}: {short(value, 200)}"
+            raise ValueError(f"the prompt must be text or a list of messages, got {got}")
         turns = []
         for message in value:
             # Arrow gives every message the keys of all.

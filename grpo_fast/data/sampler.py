@@ -27,10 +27,8 @@ class PromptSampler:
     def __init__(self, dataset: Sequence[Prompt], batch_size: int, seed: int = 0) -> None:
         """Raise ValueError for a batch size below 1 or above the size of the dataset."""
         if not 1 <= batch_size <= len(dataset):
-            raise ValueError(
-                f"a batch of {batch_size} prompts cannot be sampled from a dataset of {len(dataset)}: set "
-                "prompts_per_step to at least 1 and at most the size of the dataset"
-            )
+            problem = f"a batch of {batch_size} prompts cannot be sampled from a dataset of {len(dataset)}"
+            raise ValueError(f"{problem}: set prompts_per_step from 1 to the size of the dataset")
         self.dataset = dataset
         self.batch_size = batch_size
         self.seed = seed
@@ -67,14 +65,11 @@ class PromptSampler:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raise ValueError for the state of another dataset or seed."""
         if state["seed"] != self.seed:
-            raise ValueError(
-                f"the saved prompt order has seed {state['seed']}, this run {self.seed}: keep the seed"
-            )
+            seeds = f"has seed {state['seed']}, this run {self.seed}"
+            raise ValueError(f"the saved prompt order {seeds}: keep the seed")
         if state["dataset"] != self._digest:
-            raise ValueError(
-                "the saved prompt order belongs to other prompts: resume with the dataset, tokenizer and "
-                "prompt settings of the run"
-            )
+            remedy = "resume with the dataset, tokenizer and prompt settings of the run"
+            raise ValueError(f"the saved prompt order belongs to other prompts: {remedy}")
         self.drawn = state["drawn"]
 
     def _at(self, position: int) -> Prompt:

@@ -55,18 +55,14 @@ def read_rows(config: DatasetConfig, tokenizer: PreTrainedTokenizerBase | None =
     if not rows:
         raise ValueError(f"dataset.source = {source!r} has no rows")
     if config.size is not None and len(rows) < config.size:
-        raise ValueError(
-            f"dataset.size = {config.size}, but {source} has {len(rows)} rows: lower it, or leave it out"
-        )
+        raise ValueError(f"dataset.size = {config.size}, but {source} has {len(rows)} rows: lower it")
     if config.transform is not None:
         rows = transformed(_rename(rows, {}), config, tokenizer)
     rows = _rename(rows, config.rename)
     for name in RESERVED:
         if name in rows[0] and name != config.prompt_column:
-            raise ValueError(
-                f"the column {name!r} has the name of an argument of the rewards; "
-                f"rename it: dataset.rename = {{{name}: another_name}}"
-            )
+            remedy = f"rename it: dataset.rename = {{{name}: another_name}}"
+            raise ValueError(f"the column {name!r} has the name of an argument of the rewards; {remedy}")
     known[key] = rows
     return rows
 
@@ -151,10 +147,8 @@ def import_reasoning_gym() -> ModuleType:
     try:
         import reasoning_gym
     except ImportError as error:
-        raise ImportError(
-            "tasks and scorers of reasoning-gym need that package (Python 3.11 or newer): "
-            "pip install 'grpo-fast[reasoning-gym]'"
-        ) from error
+        remedy = "pip install 'grpo-fast[reasoning-gym]' (Python 3.11 or newer)"
+        raise ImportError(f"tasks and scorers of reasoning-gym need that package: {remedy}") from error
     return reasoning_gym
 
 

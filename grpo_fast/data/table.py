@@ -297,9 +297,7 @@ def _flat(name: str, values: Iterable[Sequence[Any]], lengths: Integers, dtype: 
     listed = [*values]
     for row, (own, length) in enumerate(zip(listed, lengths.tolist(), strict=True)):
         if len(own) != length:
-            raise ValueError(
-                f"{name}[{row}] has {len(own)} entries for {length} completion tokens; give one for each"
-            )
+            raise ValueError(f"{name}[{row}] has {len(own)} entries for {length} tokens; give one for each")
     return np.fromiter(chain.from_iterable(listed), dtype, int(lengths.sum()))
 
 

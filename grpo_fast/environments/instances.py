@@ -45,11 +45,10 @@ class Instances:
         try:
             signature.bind(**dict.fromkeys(columns))
         except TypeError as problem:
-            named = ", ".join(sorted(columns))
-            raise ValueError(
-                f"{type(self._made[0]).__name__}.reset does not fit the dataset: {problem}. Its columns are "
-                f"{named}: rename one (dataset.rename), give an argument a default, or add **row"
-            ) from problem
+            named = f"{type(self._made[0]).__name__}.reset does not fit the dataset: {problem}"
+            remedy = "rename one (dataset.rename), give an argument a default, or add **row"
+            known = ", ".join(sorted(columns))
+            raise ValueError(f"{named}. Its columns are {known}: {remedy}") from problem
 
     def drop(self, environment: Any) -> None:
         """Stop using an instance, because a call that timed out still runs on it."""

@@ -58,9 +58,7 @@ def group_advantages(
         shape = tuple(rewards.shape)
         raise ValueError(f"rewards has shape {shape}; pass (groups, n) with at least two completions each")
     if lengths is not None and lengths.shape != rewards.shape:
-        raise ValueError(
-            f"lengths has shape {tuple(lengths.shape)} for rewards of {tuple(rewards.shape)}; give one each"
-        )
+        raise ValueError(f"lengths has shape {tuple(lengths.shape)}, and rewards {tuple(rewards.shape)}")
     rewards = rewards.to(torch.promote_types(rewards.dtype, torch.float32))
     of_prompt, groups = _group_index(baseline_groups, rewards)
     valid = rewards.isfinite()
@@ -152,8 +150,6 @@ def _group_index(baseline_groups: Sequence[int] | Tensor | None, rewards: Tensor
     if baseline_groups is None:
         return torch.arange(prompts, device=rewards.device), prompts
     if len(baseline_groups) != prompts:
-        raise ValueError(
-            f"baseline_groups has {len(baseline_groups)} entries for {prompts} prompts; give one each"
-        )
+        raise ValueError(f"baseline_groups has {len(baseline_groups)} entries for {prompts} prompts")
     distinct, index = torch.as_tensor(baseline_groups, device=rewards.device).unique(return_inverse=True)
     return index, len(distinct)

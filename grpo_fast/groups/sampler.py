@@ -15,18 +15,10 @@ from grpo_fast.config.lookup import load_callable
 from grpo_fast.config.section import short
 from grpo_fast.data import Prompt, PromptDataset, PromptSampler
 from grpo_fast.data.table import CompletionTable
+from grpo_fast.groups import formation
 from grpo_fast.groups.criteria import prompt_values, scored_values, texts_of, tfidf, weighted_distance
 from grpo_fast.groups.curriculum import DifficultySampler
-from grpo_fast.groups.formation import (
-    PromptGroups,
-    asked_after_scoring,
-    check_sizes,
-    cut,
-    describe_groups,
-    form_groups,
-    prompt_keys,
-    read_keys,
-)
+from grpo_fast.groups.formation import PromptGroups, cut
 from grpo_fast.objective.types import present
 
 
@@ -64,12 +56,14 @@ class GroupSampler(PromptSampler):
     ) -> None:
         """Form the groups of every phase; arguments and errors as for `form_groups`."""
         super().__init__(dataset, batch_size, seed)
-        check_sizes(dataset, config)
+        formation.check_sizes(dataset, config)
         self.config, self.phases = config, config.by_phase()
         paths = {phase.strategy for phase in self.phases if ":" in phase.strategy}
         self.functions = {path: load_callable(path, "groups.strategy") for path in sorted(paths)}
         self.asked = [
-            asked_after_scoring(self.functions[p.strategy], p.strategy) if p.strategy in paths else []
+            formation.asked_after_scoring(self.functions[p.strategy], p.strategy)
+            if p.strategy in paths
+            else []
             for p in self.phases
         ]
         named = [criterion.function for criterion in config.criteria if criterion.function]
@@ -95,7 +89,7 @@ class GroupSampler(PromptSampler):
             distance = weighted_distance([(1.0, self.values["embedding"])])
         elif phase.strategy == "combined":
             distance = weighted_distance([(c.weight, self.values[c.by]) for c in phase.criteria])
-        return form_groups(self.dataset, phase, distance, self.example_turns)
+        return formation.form_groups(self.dataset, phase, distance, self.example_turns)
 
     def _use(self, phase: int) -> None:
         self.phase, self.groups = phase, self.formed[phase]
@@ -139,7 +133,7 @@ class GroupSampler(PromptSampler):
                 "group_size": lambda: config.max_group_size,
             }
             found = self.functions[config.strategy](**{name: given[name]() for name in asked})
-            return cut(prompts, config, keys=read_keys(found, len(prompts), config))
+            return cut(prompts, config, keys=formation.read_keys(found, len(prompts), config))
         means = rewards.nanmean(1)
         order = means.isfinite().nonzero()[:, 0].tolist()  # prompts without a reward stay alone
         if config.strategy == "random":
@@ -172,7 +166,7 @@ class GroupSampler(PromptSampler):
         names = [self.config.sizes()[0], *(c.by.removeprefix("column:") for c in self.config.criteria)]
         known = [{name: short(p.columns[name]) for name in names if name in p.columns} for p in prompts]
         if phase.strategy == "prefix" or (":" in phase.strategy and not self.after_scoring):
-            keys = prompt_keys(self.dataset, phase, self.example_turns)
+            keys = formation.prompt_keys(self.dataset, phase, self.example_turns)
             for own, place in zip(known, self._places(prompts), strict=True):
                 own["key"] = short(keys[place])
         return known
@@ -180,7 +174,7 @@ class GroupSampler(PromptSampler):
     def metrics(
         self, prompts: Sequence[Prompt], numbers: Sequence[int], table: CompletionTable | None
     ) -> dict[str, float]:
-        found = describe_groups(numbers, self.embeddings(prompts), table)
+        found = formation.describe_groups(numbers, self.embeddings(prompts), table)
         return found | ({"groups/phase": self.phase} if self.config.phases else {})
 
     def state_dict(self) -> dict[str, Any]:

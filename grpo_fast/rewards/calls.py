@@ -81,9 +81,8 @@ class Runner:
         if not wait([call.future], left).done:
             self._busy[call.name] = call.future
             call.future.cancel()  # a coroutine ends when it awaits
-            raise CallFailed(
-                f"did not return within its timeout of {call.timeout:g} seconds; raise it in rewards"
-            )
+            limit = f"its timeout of {call.timeout:g} seconds"
+            raise CallFailed(f"did not return within {limit}; raise it in rewards")
         error = call.future.exception()
         if error is None:
             return call.future.result()
@@ -124,11 +123,8 @@ def check_scores(returned: Any, n: int) -> list[float]:
         if value is not None and not (
             isinstance(value, numbers.Real) and abs(cast(float, value)) <= LARGEST_REWARD
         ):
-            raise CallFailed(
-                f"returned {value!r} for sample {index}; return a finite number of at most "
-                f"{LARGEST_REWARD:g} in size, or None where the reward does not apply",
-                index,
-            )
+            allowed = f"a finite number of at most {LARGEST_REWARD:g} in size, or None"
+            raise CallFailed(f"returned {value!r} for sample {index}; return {allowed}", index)
     return [math.nan if value is None else float(value) for value in values]
 
 

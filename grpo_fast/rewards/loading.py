@@ -45,10 +45,8 @@ def _builtin(name: str) -> Callable[..., Any]:
         return load_callable(BUILTINS[name], "reward")
     module, dot, function = name.rpartition(".")
     hint = f"{module}:{function}" if dot else f"module:{name}"
-    raise ValueError(
-        f"there is no built-in reward {name!r} (a custom function is written {hint} or "
-        f"path/to/file.py:{function}): {choices(name, BUILTINS)}"
-    )
+    custom = f"a custom function is written {hint} or path/to/file.py:{function}"
+    raise ValueError(f"there is no built-in reward {name!r} ({custom}): {choices(name, BUILTINS)}")
 
 
 def _problem(error: Mapping[str, Any]) -> str:

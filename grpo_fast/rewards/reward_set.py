@@ -81,10 +81,8 @@ class RewardSet:
         self.rewards = tuple(rewards)
         self.names = tuple(reward.name for reward in rewards)
         if not rewards and not optional:
-            raise ValueError(
-                "rewards is empty: nothing scores completions; set rewards=[{reward: NAME}], or a "
-                "rollout.environment with a method get_reward"
-            )
+            remedy = "set rewards=[{reward: NAME}], or a rollout.environment with a method get_reward"
+            raise ValueError(f"rewards is empty: nothing scores completions; {remedy}")
         if len(set(self.names)) < len(rewards):
             raise ValueError(f"each reward needs another name; got {list(self.names)}")
         self.weights = tuple(reward.weight for reward in rewards)

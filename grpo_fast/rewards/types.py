@@ -50,9 +50,8 @@ class Log:
 
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
         if len(values) != self.size:
-            raise ValueError(
-                f"log_extra({column!r}) has {len(values)} values for {self.size} completions; give one each"
-            )
+            counts = f"has {len(values)} values for {self.size} completions"
+            raise ValueError(f"log_extra({column!r}) {counts}; give one each")
         self.extra[column] = [_plain(value) for value in values]
 
     def add(self, other: Log) -> None:

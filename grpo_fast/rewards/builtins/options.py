@@ -77,11 +77,6 @@ class AnswerReward:
 
     answer_column: str = "answer"
 
-    @property
-    def pattern(self) -> Pattern | None:
-        """The user's pattern in `given`, if any."""
-        return None
-
     def __call__(
         self, completions: CompletionTexts, log_metric: LogMetric | None = None, **columns: Any
     ) -> Scores:
@@ -93,7 +88,7 @@ class AnswerReward:
             scores = (self.score(given, answer) for answer in answers)
             return max((score for score in scores if score is not None), default=None)
 
-        return match_each(self.pattern, pairs, best, log_metric)
+        return match_each(getattr(self, "extract", None), pairs, best, log_metric)
 
     def given(self, text: str) -> Any:
         """Extract the part of a completion that `score` compares."""
@@ -133,10 +128,8 @@ def answers_of(value: Any) -> tuple[str, ...]:
         return str(value), str(value).lower()
     if isinstance(value, str | int | date | time):
         return (str(value),)
-    raise ValueError(
-        f"the answer {short(value)} is a {type(value).__name__}: give text, a number, or a list of these, "
-        "any of which is right"
-    )
+    problem = f"the answer {short(value)} is a {type(value).__name__}"
+    raise ValueError(f"{problem}: give text, a number, or a list of alternatives")
 
 
 def column(columns: Mapping[str, Sequence[Any]], name: str, option: str) -> Sequence[Any]:

@@ -16,7 +16,6 @@ from grpo_fast.rewards.builtins.options import (
     CompletionTexts,
     GroupPattern,
     LogMetric,
-    Pattern,
     Scores,
     extract,
     match_each,
@@ -41,10 +40,6 @@ class ExactMatch(AnswerReward):
 
     extract: GroupPattern | None = None  # the part of the completion to compare; 0 without a match
     ignore_case: bool = False
-
-    @property
-    def pattern(self) -> Pattern | None:
-        return self.extract
 
     def given(self, text: str) -> str | None:
         found = extract(text, self.extract)
