@@ -62,14 +62,7 @@ def test_people_read_who_said_what(
     page = (finished / "report.html").read_text()
     assert '<span class="tag">tool guess</span>' in page and "guess(number=" in page
 
-    out, config = tmp_path / "out.json", tmp_path / "run.yaml"
-    assert main(["eval", str(finished), "--k", "1", "2", "--output", str(out)]) == 0
-    assert "pass@2" in capsys.readouterr().out
-    roles = {
-        turn["role"] for q in json.loads(out.read_text())["questions"] for c in q["completions"] for turn in c
-    }
-    assert roles == {"assistant", "tool"}
-
+    config = tmp_path / "run.yaml"
     config.write_text(yaml.safe_dump(playing_toy))
     assert main(["preview", str(config)]) == 0
     shown = capsys.readouterr().out

@@ -163,7 +163,9 @@ def test_a_wrong_position_or_parameter_is_refused(make_prompts, write_function):
     for body, named in [
         ("[[0, 1], [1, 2]]", "position 1 in group 0 and in group 1"),
         ("[[0, 4]]", "position 4 in group 0"),
-        ("[rewards, 1]", "2 keys for 4 prompts"),
+        ("[1, 2]", "2 keys for 4 prompts"),
+        ("{1, 2, 3, 4}", "a set for 4 prompts"),
+        ("[[], 1, 2, 3]", "a list for prompt 0"),
     ]:
         sampler = GroupSampler(prompts, 4, GroupConfig(strategy=write_function("rewards", body)))
         with pytest.raises(ValueError, match=named):
@@ -181,18 +183,19 @@ def test_metrics_describe_the_groups(make_prompts):
     table = scored(prompts, [[0.0, 1.0], [1.0, 3.0], [0.0, 0.0], [0.0, 0.0], [NAN, NAN]])
     metrics = sampler.metrics(prompts, [7, 7, 9, 9, 2], table)
 
-    tokens = [
-        [table.tokens_of(2 * i + k).tolist() for i in group for k in (0, 1)]
-        for group in ([0, 1], [2, 3], [4])
+    completions = table.token_ids.split(table.lengths.tolist())
+    bigrams = [
+        [
+            pair
+            for own in completions[2 * first : 2 * end]
+            for pair in itertools.pairwise([*own.tolist(), "end"])
+        ]
+        for first, end in ((0, 2), (2, 4), (4, 5))
     ]
-    bigrams = [[pair for own in group for pair in itertools.pairwise([*own, "end"])] for group in tokens]
     vectors = sampler.embeddings(prompts)
-    centre = [vectors[i : i + 2].mean(0) for i in (0, 2)]
-    gaps = [(vectors[i] - centre[i // 2]).norm().item() for i in range(4)]
+    gaps = [(vectors[i] - vectors[k : k + 2].mean(0)).norm().item() for k in (0, 2) for i in (k, k + 1)]
     assert metrics == {
-        "groups/number": 3,
-        "groups/size_mean": pytest.approx(5 / 3),
-        "groups/sharing": 0.8,
+        **{"groups/number": 3, "groups/size_mean": pytest.approx(5 / 3), "groups/sharing": 0.8},
         "groups/diversity": pytest.approx(sum(len({*own}) / len(own) for own in bigrams) / 3),
         "groups/centroid_distance": pytest.approx(sum(gaps) / 4),
         "groups/reward_spread": pytest.approx((1.5 * 0.5**0.5 + 0.0) / 2),

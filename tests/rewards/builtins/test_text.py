@@ -82,9 +82,7 @@ def test_a_missing_answer_column_is_named_with_those_there_are():
 @pytest.mark.parametrize(
     ("completion", "strict", "share"),
     [
-        (TAGS, 1.0, 1.0),
-        (f"  {TAGS}\n", 1.0, 1.0),
-        (f"Well, {TAGS}", 0.0, 1.0),
+        *((TAGS, 1.0, 1.0), (f"  {TAGS}\n", 1.0, 1.0), (f"Well, {TAGS}", 0.0, 1.0), ("", 0.0, 0.0)),
         ("<think>a</think> so <answer>c</answer>", 0.0, 1.0),
         ("<answer>c</answer><think>a</think>", 0.0, 1.0),
         ("<think>a<answer>c</answer></think>", 0.0, 1.0),
@@ -92,7 +90,6 @@ def test_a_missing_answer_column_is_named_with_those_there_are():
         ("<think>a</think><answer>c", 0.0, 0.75),
         ("<think>a</think><answer>c</answer><answer>d</answer>", 0.0, 0.5),
         ("<think><think>", 0.0, 0.0),
-        ("", 0.0, 0.0),
     ],
 )
 def test_strict_tags_come_once_in_order_and_incremental_ones_give_a_share(completion, strict, share):
