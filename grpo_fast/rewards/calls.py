@@ -12,14 +12,13 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, cast
 
 from grpo_fast.config.lookup import raised_at
 
 if TYPE_CHECKING:
-    from grpo_fast.rewards.types import Log, RewardFunction
+    from grpo_fast.rewards.types import RewardFunction
 
 LARGEST_REWARD = 1e12  # times the largest weight, its square is still finite in float32
 
@@ -35,17 +34,6 @@ class CallFailed(Exception):
         self.sample = sample
 
 
-@dataclass(frozen=True)
-class Call:
-    """A call that was started."""
-
-    name: str
-    future: Future[Any]
-    timeout: float | None
-    started: float  # on time.monotonic
-    log: Log | None = None
-
-
 class Runner:
     """Start calls, and wait for each until its timeout.
 
@@ -58,14 +46,13 @@ class Runner:
         self._busy: dict[str, Future[Any]] = {}  # calls that timed out and may still hold a thread
 
     def start(
-        self,
-        name: str,
-        function: RewardFunction,
-        arguments: Mapping[str, Any],
-        timeout: float | None,
-        log: Log | None = None,
-    ) -> Call:
-        """Call the function in the background; `timeout` seconds count from now, None is no limit."""
+        self, name: str, function: RewardFunction, arguments: Mapping[str, Any], timeout: float | None
+    ) -> Callable[[], Any]:
+        """Call the function in the background; the returned one waits for its value, or raises CallFailed.
+
+        `timeout` seconds count from now; None is no limit.
+        """
+        started = time.monotonic()
         if name in self._busy and not self._busy[name].done():  # lose at most one thread per function
             future: Future[Any] = Future()
             future.set_exception(CallFailed("has not returned from an earlier call yet"))
@@ -73,22 +60,22 @@ class Runner:
             future = asyncio.run_coroutine_threadsafe(function(**arguments), event_loop("rewards"))
         else:
             future = in_thread(lambda: function(**arguments))
-        return Call(name, future, timeout, time.monotonic(), log)
 
-    def finish(self, call: Call) -> Any:
-        """Return what the function returned; raise CallFailed if it raised or exceeded its timeout."""
-        left = call.timeout and max(0.0, call.started + call.timeout - time.monotonic())
-        if not wait([call.future], left).done:
-            self._busy[call.name] = call.future
-            call.future.cancel()  # a coroutine ends when it awaits
-            limit = f"its timeout of {call.timeout:g} seconds"
-            raise CallFailed(f"did not return within {limit}; raise it in rewards")
-        error = call.future.exception()
-        if error is None:
-            return call.future.result()
-        if isinstance(error, CallFailed):
-            raise error
-        raise CallFailed(f"raised {type(error).__name__}: {error}{raised_at(error)}") from error
+        def finish() -> Any:
+            left = None if timeout is None else max(0.0, started + timeout - time.monotonic())
+            if not wait([future], left).done:
+                self._busy[name] = future
+                future.cancel()  # a coroutine ends when it awaits
+                limit = f"its timeout of {timeout:g} seconds"
+                raise CallFailed(f"did not return within {limit}; raise it in rewards")
+            error = future.exception()
+            if error is None:
+                return future.result()
+            if isinstance(error, CallFailed):
+                raise error
+            raise CallFailed(f"raised {type(error).__name__}: {error}{raised_at(error)}") from error
+
+        return finish
 
 
 @cache

@@ -16,7 +16,7 @@ from grpo_fast.config.rewards import BUILTINS, RewardConfig
 from grpo_fast.config.secrets import in_use
 from grpo_fast.data.types import Prompt
 from grpo_fast.rewards.builtins.options import answers_of, column_options
-from grpo_fast.rewards.calls import Call, CallFailed, Runner, check_scores, is_async
+from grpo_fast.rewards.calls import CallFailed, Runner, check_scores, is_async
 from grpo_fast.rewards.loading import load_function
 from grpo_fast.rewards.types import (
     Log,
@@ -140,10 +140,9 @@ class RewardSet:
         due = [reward for reward in self.rewards if reward.name not in values]
         running = {reward.name: self._start(reward, batch) for reward in due if is_async(reward.function)}
         for reward in sorted(due, key=lambda reward: reward.name in running):
-            call = running.get(reward.name) or self._start(reward, batch)
+            finish = running.get(reward.name) or self._start(reward, batch)
             try:
-                values[reward.name] = check_scores(self._runner.finish(call), len(batch))
-                logs[reward.name] = call.log or Log(len(batch))
+                values[reward.name], logs[reward.name] = finish()
             except CallFailed as failure:
                 if reward.on_error == "fail":
                     sample = failure.sample
@@ -169,14 +168,13 @@ class RewardSet:
 
         Both raise CallFailed or RewardError if the function fails.
         """
-        batch = RewardBatch.of([prompt], [completions], columns)
-        call = self._start(reward, batch)
-        return lambda: (check_scores(self._runner.finish(call), len(batch)), call.log or Log(len(batch)))
+        return self._start(reward, RewardBatch.of([prompt], [completions], columns))
 
-    def _start(self, reward: Reward, batch: RewardBatch) -> Call:
+    def _start(self, reward: Reward, batch: RewardBatch) -> Callable[[], Scored]:
         log = Log(len(batch))
         arguments = batch.arguments(reward.name, reward.function, reward.options, self._extras(log))
-        return self._runner.start(reward.name, reward.function, arguments, reward.timeout, log)
+        finish = self._runner.start(reward.name, reward.function, arguments, reward.timeout)
+        return lambda: (check_scores(finish(), len(batch)), log)
 
     def _extras(self, log: Log) -> dict[str, Any]:
         """Return the arguments that are not of the batch, as in TRL."""
