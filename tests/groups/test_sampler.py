@@ -65,15 +65,6 @@ def test_a_batch_shares_what_of_its_groups_it_holds(make_prompts, write_function
         assert (metrics["groups/sharing"], metrics["groups/size_mean"]) == (2 / 3, 3 / 2)
 
 
-EVERY = [
-    ("random", {}),
-    ("performance", {}),
-    ("performance", {"size_by": {"column": "topic", "t0": 2}}),
-    ("combined", {"criteria": [{"by": "reward"}, {"by": "diversity", "weight": 2.0}]}),
-    ("own", {}),
-]
-
-
 def scored(prompts, rewards) -> CompletionTable:
     """Two completions of each prompt: the first of one token, the second of as many as it has level."""
     tokens = [t for p in prompts for t in ([1], [2] * round(1 + 8 * p.columns["level"]))]
@@ -84,77 +75,62 @@ def scored(prompts, rewards) -> CompletionTable:
     return CompletionTable.of(asked, tokens, numbers, facts=facts, objects={"completion": texts})
 
 
-@pytest.mark.parametrize(("strategy", "settings"), EVERY)
-def test_groups_after_scoring_are_those_made_by_hand(make_prompts, tmp_path, seed, strategy, settings):
+MEANS = [0.9, 0.1, NAN, 0.5, 0.2, 0.8]
+
+
+@pytest.fixture
+def scored_batch(make_prompts):
+    """Six prompts of two topics, whose completions have few or many distinct bigrams, with `MEANS`."""
+    prompts = make_prompts(6)
+    for place, prompt in enumerate(prompts):
+        prompt.columns.update(topic=f"t{place // 3}", level=7 / 8 * (place // 3))
+    return prompts, scored(prompts, [[mean, mean] for mean in MEANS])
+
+
+@pytest.mark.parametrize(
+    ("strategy", "settings", "expected"),
+    [
+        ("performance", {}, [[0, 5], [1], [2], [3, 4]]),
+        ("performance", {"size_by": {"column": "topic", "t1": 3}}, [[0, 1], [2], [3, 4, 5]]),
+        # Distances over the ranges: (3 |difference of means| / 0.8 + difference of diversity) / 4 <= 0.6.
+        ("combined", {"max_group_size": 3}, [[0], [1], [2], [3, 4, 5]]),
+        ("combined", {}, [[0, 5], [1], [2], [3, 4]]),
+        ("own", {}, [[0, 5], [1, 4], [2], [3]]),
+    ],
+)
+def test_groups_after_scoring(scored_batch, tmp_path, seed, strategy, settings, expected):
     (tmp_path / "own.py").write_text(
         "open(__file__ + '.imports', 'a').write('x')\n"
         "def own(rewards, completions, embeddings, step, total_steps):\n"
-        "    assert embeddings.shape == (17, 1024) and len(completions) == 17\n"
-        "    return [[step, 5], rewards.mean(1).nan_to_num(0).topk(total_steps).indices]\n"
+        "    assert embeddings.shape == (6, 1024) and len(completions) == 6\n"
+        "    return [[step, 1], rewards.mean(1).nan_to_num(0).topk(total_steps).indices]\n"
     )
+    if strategy == "combined":
+        settings = {**settings, "criteria": [{"by": "reward", "weight": 3.0}, {"by": "diversity"}]}
     path = f"{tmp_path / 'own.py'}:own" if strategy == "own" else strategy
-    prompts = make_prompts(40, topics=2)
-    for prompt in prompts:
-        prompt.columns["level"] = round(prompt.columns["level"], 2)
-    config = GroupConfig(strategy=path, max_group_size=5, **settings)
-    samplers = [GroupSampler(prompts, 17, config, seed) for _ in range(2)]  # as on two ranks
-    rng = random.Random(seed)
-    for _ in range(3):  # the last batch goes into the next epoch
-        batch, _ = (sampler.next() for sampler in samplers)
-        rewards = [[own := rng.random(), own + rng.random()] for _ in batch]
-        rewards[4] = rewards[5] = [0.0, 0.0]
-        rewards[3] = [NAN, NAN]
-        table = scored(batch, rewards)
-        for sampler in samplers:
-            sampler.begin(4, 3)
-        numbers, others = (sampler.baseline_groups(batch, table) for sampler in samplers)
+    prompts, table = scored_batch
+    sampler = GroupSampler(
+        prompts, 6, GroupConfig(**{"max_group_size": 2, "strategy": path, **settings}), seed
+    )
+    for _ in range(2):  # a function's file is imported once, not each step
+        sampler.next()
+        sampler.begin(4, 2)
+        numbers = sampler.baseline_groups(prompts, table)
+        assert sorted([i for i, own in enumerate(numbers) if own == key] for key in {*numbers}) == expected
+    assert strategy != "own" or (tmp_path / "own.py.imports").read_text() == "x"
+
+
+def test_random_groups_are_those_of_every_rank_and_differ_from_step_to_step(scored_batch, seed):
+    prompts, table = scored_batch
+    config = GroupConfig(strategy="random", max_group_size=2)
+    samplers = [GroupSampler(prompts, 6, config, seed) for _ in range(2)]
+    found = set()
+    for _ in range(20):
+        numbers, others = (s.next() and s.baseline_groups(prompts, table) for s in samplers)
         assert numbers == others
-        found = sorted([i for i, own in enumerate(numbers) if own == key] for key in {*numbers})
-        assert [3] in found or strategy == "own"
-        means = [sum(own) / 2 for own in rewards]
-        known = [i for i in range(17) if i != 3]
-        ranked = sorted(known, key=means.__getitem__)
-        if strategy == "random":
-            assert sorted(map(len, found)) == [1, 4, 4, 4, 4]
-            assert found[0] != ranked[:4]
-        elif strategy == "own":
-            alone = [[i] for i in {*range(17)} - {4, 5, *ranked[-3:]}]
-            assert found == sorted([[4, 5], sorted(ranked[-3:]), *alone])
-            assert (tmp_path / "own.py.imports").read_text() == "xx"  # by each sampler once, not each step
-        elif strategy == "performance":
-            topics = {"t0": 2, "t1": 5} if settings else {None: 5}
-            expected = [[3]]
-            for topic, size in topics.items():
-                own = [i for i in ranked if topic in (None, batch[i].columns["topic"])]
-                parts = -(-len(own) // size)
-                cut = [own[len(own) * k // parts : len(own) * (k + 1) // parts] for k in range(parts)]
-                expected += [part for part in map(sorted, cut) if len(part) > 1]
-                expected += [part for part in cut if len(part) == 1]
-            assert found == sorted(expected)
-        else:
-            assert found == sorted([[3], *clusters_of(known, means, shares_of(batch))])
-
-
-def clusters_of(known: list[int], means: list[float], shares: list[float]) -> list[list[int]]:
-    spans = [max(v[k] for k in known) - min(v[k] for k in known) for v in (means, shares)]
-
-    def distance(i: int, j: int) -> float:
-        return (abs(means[i] - means[j]) / spans[0] + 2 * abs(shares[i] - shares[j]) / spans[1]) / 3
-
-    clusters: list[list[int]] = []
-    for i in known:
-        near = [(distance(i, g[0]), k) for k, g in enumerate(clusters) if len(g) < 5]
-        if near and min(near)[0] <= 0.6:
-            clusters[min(near)[1]].append(i)
-        else:
-            clusters.append([i])
-    return clusters
-
-
-def shares_of(batch) -> list[float]:
-    """Distinct bigrams of `scored`'s completions: a last token is one with its end."""
-    counts = [round(1 + 8 * prompt.columns["level"]) for prompt in batch]
-    return [(2 if n == 1 else 3) / (1 + n) for n in counts]
+        assert sorted(Counter(numbers).values()) == [1, 1, 2, 2] and numbers.count(numbers[2]) == 1
+        found.add(tuple(map(numbers.index, numbers)))
+    assert len(found) > 1
 
 
 def test_a_wrong_position_or_parameter_is_refused(make_prompts, write_function):
