@@ -69,7 +69,7 @@ class PromptSampler:
             raise ValueError(f"the saved prompt order {seeds}: keep the seed")
         if state["dataset"] != self._digest:
             remedy = "resume with the dataset, tokenizer and prompt settings of the run"
-            raise ValueError(f"the saved prompt order belongs to other prompts: {remedy}")
+            raise ValueError(f"the saved prompt order belongs to other prompts than this run has: {remedy}")
         self.drawn = state["drawn"]
 
     def _at(self, position: int) -> Prompt:

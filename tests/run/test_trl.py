@@ -290,5 +290,5 @@ def test_a_folder_of_save_to_disk_is_read_by_its_split(script, capsys):
     script.pop("train_dataset").save_to_disk("saved")
     run = grpo_fast.train(**script, train_dataset="saved", max_steps=1)
     assert list(run.metrics.index) == [0, 1]
-    with pytest.raises(ValueError, match="is one dataset without splits"):
+    with pytest.raises(ValueError, match="there are train"):
         grpo_fast.train(**script, train_dataset={"source": "saved", "split": "test"})
