@@ -161,4 +161,4 @@ def _text(path: Path) -> str:
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
         near = error.object[max(0, error.start - 20) : error.start + 20]
-        raise ValueError(f"{path}, line {line}: not UTF-8, near {near!r}; save the file as UTF-8") from None
+        raise ValueError(f"{path}, line {line}: is no UTF-8, near {near!r}; save the file as UTF-8") from None
