@@ -134,7 +134,7 @@ class TestRefusals:
 
     def test_a_tokenizer_that_makes_nothing_of_a_prompt_is_refused(self, make_tokenizer, write):
         silent = make_tokenizer(chat_template="{{ '' }}")
-        with pytest.raises(ValueError, match=r"row 0: .*makes no tokens of the prompt ''"):
+        with pytest.raises(ValueError, match=r"row 0: .*makes no tokens of ''"):
             load_prompts(DatasetConfig(source=write({"prompt": [{**SYSTEM, "role": "developer"}]})), silent)
 
 

@@ -106,7 +106,7 @@ def test_images_with_tools_a_text_model_or_a_cut_prompt_are_refused(prompts: Pro
     with pytest.raises(ValueError, match="overlong_prompts = 'truncate' would cut into a prompt with images"):
         prompts(row, max_prompt_length=4, overlong_prompts="truncate")
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    with pytest.raises(ValueError, match=r"row 0: the row has an image, and the model reads text alone"):
+    with pytest.raises(ValueError, match=r"row 0: the row has an image, and the model reads only text"):
         prompts_of([row], DatasetConfig(source="rows"), tokenizer)
 
 

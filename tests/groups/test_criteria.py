@@ -123,7 +123,7 @@ def test_no_key_equals_nothing_not_even_another_one():
 @pytest.mark.parametrize(
     ("key", "value", "body", "named"),
     [
-        ("by", "meaning", "", "choose embedding, prefix, length, reward, diversity or column:NAME"),
+        ("by", "meaning", "", "choose embedding, prefix, length, reward, diversity, column:NAME"),
         ("by", "column:levle", "", "did you mean 'level'"),
         ("by", "column:infinite", "", "column:infinite"),
         ("by", "", "[1.0]", r"shape \(1,\) for 3 prompts"),
