@@ -29,8 +29,8 @@ def function_rollout(path: str) -> Rollout:
         found = function(engine, asked, sampling)
         if not isinstance(found, Sequence) or len(found) != len(asked):
             got = f"{len(found)} completions" if isinstance(found, Sequence) else f"a {type(found).__name__}"
-            problem = f"rollout.function = {path!r} returned {got} for {len(asked)} prompts"
-            raise ValueError(f"{problem}; return a list with one completion for each, in their order")
+            returned = f"rollout.function = {path!r} returned {got} for {len(asked)} prompts"
+            raise ValueError(f"{returned}; return a list with one completion for each, in their order")
         collector = Collector(len(prompts), n, observer)
         for place, completion in enumerate(found):
             if (problem := _problem(completion, sampling)) is not None:
