@@ -59,13 +59,8 @@ def test_training_from_python_gives_the_run_back_and_exports_it(toy: dict[str, A
 def test_a_random_model_trains_on_pictures_and_is_written_whole(tmp_path: Path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     few = {"dataset": count_shapes.pictures(16, seed=2), "evaluation": count_shapes.pictures(8, seed=3)}
-    few |= {
-        "rewards": first_is_even,
-        "max_steps": 2,
-        "prompts_per_step": 8,
-        "logging.tensorboard": False,
-        "display": False,
-    }
+    few |= {"max_steps": 2, "prompts_per_step": 8, "logging.tensorboard": False, "display": False}
+    few["rewards"] = first_is_even
 
     run = count_shapes.main("shapes", **few)
 

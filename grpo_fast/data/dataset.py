@@ -1,4 +1,4 @@
-"""Loads a dataset: rows in, tokenised prompts out; and keeps held-out questions out of the training set."""
+"""Load datasets as tokenized prompts, and keep held-out questions out of the training set."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 OPENED = re.compile(r"(<\w+>)\s*\Z")
 _SEES_NO_IMAGES = (
-    "the row has an image, and the model reads text alone: give one that sees images, such as "
-    "Qwen2.5-VL, or rename the column by dataset.rename = {image: another_name}"
+    "the row has an image, and the model reads only text: use a vision-language model, such as "
+    "Qwen2.5-VL, or rename the column with dataset.rename = {image: another_name}"
 )
 
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What became of the rows."""
+    """Counts of rows that were read, left out and truncated."""
 
     rows: int  # read from the source
-    filtered: int = 0  # left out because their prompt is too long
+    filtered: int = 0  # left out: longer than max_prompt_length
     truncated: int = 0  # kept with the last max_prompt_length tokens
-    overlapping: int = 0  # left out because the held-out set has them
+    overlapping: int = 0  # left out: in the held-out set
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class PromptDataset(Sequence[Prompt]):
 
     @property
     def digest(self) -> str:
-        """Of all that the policy and the rewards see; what JSON has not counts by its type alone."""
+        """Hash of all that the policy and the rewards see; objects that JSON lacks count by their type."""
         digest = hashlib.sha256()
         for prompt in self:
             text = json.dumps(vars(prompt), default=_digest_of, skipkeys=True)
@@ -66,17 +66,16 @@ class PromptDataset(Sequence[Prompt]):
 
     @property
     def described(self) -> str:
-        """`train.jsonl: 29 prompts of 32 rows (3 left out, in the held-out set)`."""
+        """Describe the dataset: `train.jsonl: 29 prompts of 32 rows (3 left out, in the held-out set)`."""
         report = self.report
         counts = {
             "left out, longer than max_prompt_length": report.filtered,
             "left out, in the held-out set": report.overlapping,
             "cut to max_prompt_length": report.truncated,
         }
-        told = ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
-        source = masked(self.config.source)
-        rows = f" of {plural(report.rows, 'row')} ({told})" if told else ""
-        return f"{source}: {plural(len(self), 'prompt')}{rows}"
+        changes = ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
+        rows = f" of {plural(report.rows, 'row')} ({changes})" if changes else ""
+        return f"{masked(self.config.source)}: {plural(len(self), 'prompt')}{rows}"
 
 
 def load_prompts(
@@ -85,21 +84,21 @@ def load_prompts(
     tools: Tools | None = None,
     images: ImageReader | None = None,
 ) -> PromptDataset:
-    """Reads, renders and tokenises a dataset.
+    """Read, render and tokenize a dataset.
 
-    Rows that are text reach the rewards as text, conversations as conversations (system prompt and examples
-    included), whatever the chat template makes of them for the model.
+    Rewards get text rows as text, and conversations as conversations with the system prompt and the examples,
+    independently of the chat template.
 
     Args:
         config: where the rows are and how they become prompts.
         tokenizer: the model's.
-        tools: schemas of what the model may call, for a row; the chat template shows them.
-        images: reads a row's images, of `grpo_fast.policy.load_image_reader`; None: the model sees none.
+        tools: returns the JSON schemas of a row's tools, which the chat template shows.
+        images: reads a row's images, from `grpo_fast.policy.load_image_reader`; None: a text-only model.
 
     Raises:
-        FileNotFoundError: a local file that is not there.
-        ImportError: reasoning-gym is asked for and missing, or Pillow where rows have images.
-        ValueError: a setting, a column or a row that makes no prompt; no prompt left.
+        FileNotFoundError: there is no such local file.
+        ImportError: reasoning-gym, or Pillow for images, is needed and not installed.
+        ValueError: a setting, a column or a row without a valid prompt; or no prompt is left.
     """
     return prompts_of(read_rows(config, tokenizer), config, tokenizer, tools, images)
 
@@ -111,11 +110,11 @@ def prompts_of(
     tools: Tools | None = None,
     images: ImageReader | None = None,
 ) -> PromptDataset:
-    """Renders and tokenises rows; arguments and errors as of `load_prompts`."""
+    """Render and tokenize rows; arguments and errors as for `load_prompts`."""
     config = _with_chat(config, rows, tools)
     render = Renderer(config, tokenizer, tools)
-    prompts, texts, begun = [], [], []
-    seen: dict[int, tuple[tuple[int, ...], PromptImages]] = {}
+    prompts, texts, continued = [], [], []
+    seen: dict[int, tuple[tuple[int, ...], PromptImages]] = {}  # by row: tokens and images
     for index, row in enumerate(rows):
         with row_named(config, index):
             prompt, shown = render.prompt_and_images(row)
@@ -128,12 +127,12 @@ def prompts_of(
         prompts.append(prompt)
         texts.append(text)
         if not isinstance(prompt, str) and prompt[-1]["role"] == "assistant":
-            begun.append(index)
-    if begun:
+            continued.append(index)
+    if continued:
         logger.warning(
-            "%d of %d prompts end with the assistant (%s, row %d the first): the model goes on with that "
-            "turn; where it is the whole answer, take it out of the prompt",
-            *(len(begun), len(rows), config.source, begun[0]),
+            "%d of %d prompts end with the assistant (%s, row %d the first): the model continues that turn; "
+            "if the turn is a complete answer, remove it from the prompt",
+            *(len(continued), len(rows), config.source, continued[0]),
         )
     # A chat template writes the special tokens itself.
     encoded = tokenizer(texts, add_special_tokens=not render.chat, return_attention_mask=False, verbose=False)
@@ -141,35 +140,33 @@ def prompts_of(
     twice = (tokenizer.bos_token_id,) * 2
     if doubled := [row for row, ids in enumerate(token_ids) if ids[:2] == twice and row not in seen]:
         logger.warning(
-            "%d of %d prompts (%s, row %d the first) begin with %r already; the tokenizer's own is left out",
+            "%d of %d prompts (%s, row %d the first) begin with %r already; the tokenizer adds no second one",
             *(len(doubled), len(rows), config.source, doubled[0], tokenizer.bos_token),
         )
         token_ids = [ids[ids[:2] == twice :] for ids in token_ids]
     if () in token_ids:
         first = token_ids.index(())
         with row_named(config, first):
-            raise ValueError(
-                f"the tokenizer makes no tokens of the prompt {texts[first][:200]!r}; is it the model's own?"
-            )
+            raise ValueError(f"the tokenizer makes no tokens of {texts[first][:200]!r}; is it the model's?")
     kept, report = _fit(config, token_ids)
-    others = [{key: value for key, value in row.items() if key != config.prompt_column} for row in rows]
-    for index in seen:
-        if index in kept and len(kept[index]) < len(token_ids[index]):
+    made = []
+    for index, ids in kept.items():
+        prompt_images = seen[index][1] if index in seen else None
+        if prompt_images and len(ids) < len(token_ids[index]):
             with row_named(config, index):
                 raise ValueError(
                     "dataset.overlong_prompts = 'truncate' would cut into a prompt with images; set it to "
                     "filter, or raise dataset.max_prompt_length"
                 )
-    made = []
-    for index, ids in kept.items():
+        columns = {key: value for key, value in rows[index].items() if key != config.prompt_column}
         opened = OPENED.search(texts[index])
-        images_of = seen[index][1] if index in seen else None
-        made.append(Prompt(index, prompts[index], ids, others[index], images_of, opened[1] if opened else ""))
+        begun = opened[1] if opened else ""
+        made.append(Prompt(index, prompts[index], ids, columns, prompt_images, begun))
     return PromptDataset(tuple(made), config, report)
 
 
 def _with_chat(config: DatasetConfig, rows: Sequence[Row], tools: Tools | None) -> DatasetConfig:
-    """Return the configuration with `chat: messages` decided by the first row."""
+    """Resolve `chat: messages` by the first row."""
     if config.chat != "messages":
         return config
     text = config.prompt_template is not None or isinstance(rows[0].get(config.prompt_column), str)
@@ -187,7 +184,7 @@ def load_held_out(
     tools: Tools | None = None,
     images: ImageReader | None = None,
 ) -> PromptDataset:
-    """`load_prompts` of `evaluation.dataset`; its errors say so."""
+    """Call `load_prompts` for `evaluation.dataset`, and name the section in its errors."""
     try:
         return load_prompts(config, tokenizer, tools, images)
     except (FileNotFoundError, ValueError) as error:
@@ -197,28 +194,26 @@ def load_held_out(
 def _fit(
     config: DatasetConfig, token_ids: list[tuple[int, ...]]
 ) -> tuple[dict[int, tuple[int, ...]], LoadReport]:
-    """The prompts that stay, by row, within `max_prompt_length` tokens."""
-    limit, rows, whole = config.max_prompt_length, len(token_ids), dict(enumerate(token_ids))
-    too_long = {index: len(ids) for index, ids in whole.items() if limit is not None and len(ids) > limit}
-    if limit is None or not too_long:
+    """Return the prompts, by row, within `max_prompt_length` tokens."""
+    rows, whole = len(token_ids), dict(enumerate(token_ids))
+    limit = config.max_prompt_length or max(map(len, token_ids))
+    too_long = {index: len(ids) for index, ids in whole.items() if len(ids) > limit}
+    if not too_long:
         return whole, LoadReport(rows)
     if config.overlong_prompts == "error":
         first = min(too_long)
         with row_named(config, first):
-            raise ValueError(
-                f"{len(too_long)} of {plural(rows, 'prompt')} exceed max_prompt_length = {limit} tokens, the "
-                f"first has {too_long[first]}: raise it, or set dataset.overlong_prompts to filter"
-            )
+            problem = f"{len(too_long)} of {plural(rows, 'prompt')} exceed max_prompt_length = {limit} tokens"
+            remedy = "raise it, or set dataset.overlong_prompts to filter"
+            raise ValueError(f"{problem}, the first has {too_long[first]}: {remedy}")
     if config.overlong_prompts == "truncate":
-        # The question is at the end.
-        return {index: ids[-limit:] for index, ids in whole.items()}, LoadReport(
-            rows, truncated=len(too_long)
-        )
+        last = {index: ids[-limit:] for index, ids in whole.items()}  # the question is at the end
+        return last, LoadReport(rows, truncated=len(too_long))
     if len(too_long) == rows:
-        raise ValueError(
-            f"no prompt of {config.source} ({plural(rows, 'row')}) fits max_prompt_length = {limit} tokens "
-            f"(the shortest has {min(too_long.values())}): raise it"
+        problem = (
+            f"no prompt of {config.source} ({plural(rows, 'row')}) fits max_prompt_length = {limit} tokens"
         )
+        raise ValueError(f"{problem} (the shortest has {min(too_long.values())}): raise it")
     kept = {index: ids for index, ids in whole.items() if index not in too_long}
     return kept, LoadReport(rows, filtered=len(too_long))
 
@@ -228,23 +223,17 @@ def exclude_overlap(
 ) -> PromptDataset:
     """Return the training prompts that are not in the held-out set; `report.overlapping` counts the others.
 
-    Case, spacing, Unicode form, system prompts and the examples of the configurations do not count. Where
-    either dataset is reasoning-gym's, nor does the order of words and symbols, as in `6 + 31` and `31 + 6`.
-
-    Args:
-        by_columns: rows of one prompt and other columns, which environments read, are different questions.
-
-    Raises:
-        ValueError: nothing is left to train on.
+    The comparison ignores case, spacing, Unicode form, system prompts and configured examples. With data of
+    reasoning-gym, it also ignores the order of words and symbols, as in `6 + 31` and `31 + 6`. `by_columns`
+    compares the other columns, too, for environments that read them.
+    Raises ValueError if nothing is left to train on.
     """
     any_order = any(part.config.source.startswith(PREFIX) for part in (train, held_out))
     taken = {_key(prompt, held_out, any_order, by_columns) for prompt in held_out}
     kept = tuple(prompt for prompt in train if _key(prompt, train, any_order, by_columns) not in taken)
     if not kept:
-        raise ValueError(
-            f"all {len(train)} training prompts of {train.config.source} occur in the held-out set: "
-            "give evaluation.dataset another split, or another seed some millions away"
-        )
+        remedy = "set another evaluation.dataset.split, or a seed some millions away"
+        raise ValueError(f"all training prompts of {train.config.source} occur in the held-out set: {remedy}")
     overlapping = train.report.overlapping + len(train) - len(kept)
     return replace(train, prompts=kept, report=replace(train.report, overlapping=overlapping))
 

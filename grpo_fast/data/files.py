@@ -1,7 +1,6 @@
-"""Rows of local files: JSON, CSV, Parquet.
+"""Read rows of local JSON, CSV and Parquet files.
 
-The standard library reads JSON and CSV: `datasets` would turn `007` into 7, dates into objects, and asks the
-network.
+JSON and CSV go through the standard library: `datasets` turns `007` into 7 and dates into objects.
 """
 
 from __future__ import annotations
@@ -26,15 +25,14 @@ HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 
 
 def files_of(config: DatasetConfig) -> list[Path]:
-    """Return the source, or what a folder has of the split, as `data/train-00000-of-00002.parquet`.
+    """Return the source file, or the split's files in a folder; none for what may be a hub id.
 
-    A source that may be a hub id has none.
+    Files of a split are named as on the hub, such as `data/train-00000-of-00002.parquet`.
     """
     source, path = f"dataset.source = {redacted(config.source)!r}", user_path(config.source, "dataset.source")
     if path.is_file():
         if path.suffix not in SUFFIXES:
-            unpack = " (unpack it with gunzip first)" if path.suffix == ".gz" else ""
-            raise ValueError(f"{source}: the suffix must be one of {', '.join(SUFFIXES)}{unpack}")
+            raise ValueError(f"{source}: the suffix must be one of {', '.join(SUFFIXES)}")
         return [path]
     if not path.is_dir():
         if path.suffix in SUFFIXES or not HUB_ID.fullmatch(config.source):
@@ -53,9 +51,9 @@ def files_of(config: DatasetConfig) -> list[Path]:
 
 
 def file_rows(files: Sequence[Path]) -> Iterable[Row]:
-    """Return the rows of files of one kind; raise ValueError for one that cannot be read, with its place."""
-    if (delimiter := {".csv": ",", ".tsv": "\t"}.get(files[0].suffix)) is not None:
-        return typed_rows([row for path in files for row in _cells(path, delimiter)])
+    """Return the rows of files of one kind; raise ValueError with the place of what cannot be read."""
+    if files[0].suffix in (".csv", ".tsv"):
+        return typed_rows([row for path in files for row in _cells(path)])
     return _objects(files)
 
 
@@ -64,15 +62,13 @@ def _objects(files: Iterable[Path]) -> Iterator[Row]:
         read = _parquet_rows if path.suffix == ".parquet" else _json_rows
         for index, row in enumerate(read(path)):
             if not isinstance(row, dict):
-                raise ValueError(
-                    f"{path}, row {index}: a row is an object, {{column: value}}, got {short(row)}"
-                )
+                raise ValueError(f"{path}, row {index}: a row must be an object, got {short(row)}")
             yield row
 
 
 @contextmanager
 def row_named(config: DatasetConfig, index: int) -> Iterator[None]:
-    """Begin an error about a row with its place; the first row is row 0."""
+    """Prefix a ValueError with the source and the row, counted from 0."""
     try:
         yield
     except ValueError as error:
@@ -80,7 +76,6 @@ def row_named(config: DatasetConfig, index: int) -> Iterator[None]:
 
 
 def _json_rows(path: Path) -> Iterable[Any]:
-    """Return the objects of one array, or one for each line."""
     text = _text(path)
     is_array = text.lstrip().startswith("[")
     parts = [text] if is_array else text.split("\n")
@@ -89,10 +84,10 @@ def _json_rows(path: Path) -> Iterable[Any]:
         try:
             rows += [json.loads(part, object_pairs_hook=_unique)] if part.strip() else []
         except RecursionError:
-            raise ValueError(f"{path}, line {number}: is nested too deeply") from None
+            raise ValueError(f"{path}, line {number}: nested too deeply") from None
         except ValueError as error:
-            kind = "rows are JSON, one object a line or one array of objects"
-            raise ValueError(f"{path}, line {number}: {error}; {kind}") from None
+            form = "a file holds one JSON object per line, or one array of objects"
+            raise ValueError(f"{path}, line {number}: {error}; {form}") from None
     return rows[0] if is_array else rows
 
 
@@ -100,49 +95,50 @@ def _unique(pairs: list[tuple[str, Any]]) -> Row:
     row = dict(pairs)
     if len(row) < len(pairs):
         twice = max(row, key=[name for name, _ in pairs].count)
-        raise ValueError(f"the key {twice!r} is given twice in one object; keep one")
+        raise ValueError(f"an object has the key {twice!r} twice; keep one")
     return row
 
 
 def typed_rows(rows: Sequence[dict[str, str]]) -> Iterable[Row]:
-    """Return rows of text, numbers and None for rows of cells; a column has one type, see `_typed`."""
+    """Convert rows of cells to rows of text, numbers and None, with one type per column (see `_typed`)."""
     names = dict.fromkeys(name for row in rows for name in row)
     columns = {name: _typed([row.get(name, "") for row in rows]) for name in names}
     return ({name: columns[name][index] for name in row} for index, row in enumerate(rows))
 
 
-def _cells(path: Path, delimiter: str) -> list[dict[str, str]]:
+def _cells(path: Path) -> list[dict[str, str]]:
     csv.field_size_limit(sys.maxsize)
+    delimiter = "\t" if path.suffix == ".tsv" else ","
     table = csv.reader(io.StringIO(_text(path), newline=""), strict=True, delimiter=delimiter)
-    rows: list[list[str]] = []
+    header: list[str] = []
+    rows = []
     line = 1
     try:
         for fields in table:
-            if fields and len(fields) != len(rows[0] if rows else fields):
-                mark = {",": "comma", "\t": "tab"}[delimiter]
-                counts = f"{len(fields)} fields, but the header has {len(rows[0])}"
+            header = header or fields
+            if fields and len(fields) != len(header):
                 raise ValueError(
-                    f"{path}, line {line}: {counts}: {short(fields)}; a {mark} parts fields, and a field "
-                    f"that holds a {mark} is quoted"
+                    f"{path}, line {line}: {len(fields)} fields, but the header has {len(header)}: "
+                    f"{short(fields)}; quote a field that holds a {delimiter!r}"
                 )
-            rows += [fields] * bool(fields)
+            if fields:
+                rows.append(dict(zip(header, fields, strict=True)))
             line = table.line_num + 1
     except csv.Error as error:
         rule = 'a field that begins with a quote (") ends with one, and doubles each quote in between'
         raise ValueError(f"{path}, line {line}: {error}; {rule}") from None
-    header, *cells = rows or [[]]
     if len(set(header)) < len(header):
         raise ValueError(f"{path}: the header names {max(header, key=header.count)!r} twice; rename one")
-    return [dict(zip(header, fields, strict=True)) for fields in cells]
+    return rows[1:]
 
 
 def _typed(cells: Sequence[str]) -> list[Any]:
-    """Return a column as integers, floats or booleans if Python writes each value as its cell, else as text.
+    """Convert a column to int, float or bool if `str` gives back each cell, else keep its text.
 
     An empty cell is None.
     """
     kinds: tuple[Callable[[str], Any], ...] = (int, float, {"True": True, "False": False}.get)
-    for kind in kinds if not {"None", "nan", "inf", "-inf"} & {*cells} else ():  # these are words
+    for kind in kinds if not {"None", "nan", "inf", "-inf"} & {*cells} else ():  # these stay text
         with suppress(ValueError):
             values = [kind(cell) if cell else None for cell in cells]
             if all(str(value) == cell for value, cell in zip(values, cells, strict=True) if cell):

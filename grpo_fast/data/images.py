@@ -1,7 +1,7 @@
-"""Prompts with images: what a row has of them, and what a model's processor makes of them.
+"""Read the images of a row, and process them for the model.
 
-The format is TRL's: a column `image` or `images` beside a conversation, whose parts of type `image` stand for
-them in order. Where no message has such a part, the first of the user gets them before its text.
+The format is TRL's: a column `image` or `images`, and a conversation whose parts of type `image` stand for
+them in order. If no message has such a part, the images go before the text of the first user message.
 """
 
 from __future__ import annotations
@@ -23,23 +23,22 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 INSTALL = "pip install 'grpo-fast[images]'"
-Turns = list[Message]
 
 
 @dataclass(frozen=True, eq=False)
 class PromptImages:
-    """The images of one prompt; the prompts of a group share one object, by which they are known."""
+    """The images of one prompt, compared by identity: a group shares one object."""
 
     images: tuple[Any, ...]  # as the row has them
     text: str  # the rendered prompt, with one placeholder for each image
-    digest: str  # of what they show
+    digest: str  # of sizes and pixels
 
 
 class ImageReader:
-    """Makes tokens and a model's inputs of text with images, by the model's processor.
+    """Tokenize text with images by the model's processor.
 
     Args:
-        load: gives the processor, when the first image comes; its errors say what is missing.
+        load: returns the processor; called for the first image.
         files: the processor's files, which a saved model needs.
     """
 
@@ -49,43 +48,31 @@ class ImageReader:
 
     @cached_property
     def processor(self) -> Any:
-        """transformers' processor."""
         return self._load()
 
     def prompt(self, text: str, images: Sequence[Any]) -> tuple[tuple[int, ...], PromptImages]:
-        """The prompt's tokens, as many for each image as the model has features of it, and its images.
-
-        Raises:
-            ValueError: an image that cannot be read, or text that has not a placeholder for each.
-        """
+        """Return a prompt's tokens, with one per feature of each image, and its images."""
         digest = hashlib.sha256()
         for image in map(opened, images):
             digest.update(repr(image.size).encode() + image.tobytes())
-        kept = PromptImages(tuple(images), text, digest.hexdigest())
-        return tuple(self.inputs(kept)["input_ids"][0].tolist()), kept
+        prompt = PromptImages(tuple(images), text, digest.hexdigest())
+        return tuple(self.inputs(prompt)["input_ids"][0].tolist()), prompt
 
     def inputs(self, prompt: PromptImages) -> Mapping[str, Any]:
-        """Tensors by the names of the model's arguments: `input_ids` (1, P), `pixel_values` and the like."""
+        """Return the model's inputs by name: `input_ids` (1, P), `pixel_values` and the like."""
         images, process = [opened(image) for image in prompt.images], self.processor
         try:
-            given: Mapping[str, Any] = process(
+            inputs: Mapping[str, Any] = process(
                 text=[prompt.text], images=[images], add_special_tokens=False, return_tensors="pt"
             )
         except Exception as error:
-            raise ValueError(
-                f"the model's processor refuses {len(images)} images with the text {short(prompt.text)}: "
-                f"{error!r}"
-            ) from error
-        return given
+            problem = f"refuses {len(images)} images with the text {short(prompt.text)}: {error!r}"
+            raise ValueError(f"the model's processor {problem}") from error
+        return inputs
 
 
 def opened(image: Any) -> Image:
-    """In RGB: an image of Pillow's, a path, encoded bytes, or both as `datasets` has them.
-
-    Raises:
-        ImportError: Pillow is not installed.
-        ValueError: none of these, or none that Pillow reads.
-    """
+    """Open an image in RGB: of Pillow, a path, encoded bytes, or {bytes, path}; or raise ValueError."""
     try:
         from PIL import Image as pillow
     except ImportError as error:
@@ -105,15 +92,14 @@ def opened(image: Any) -> Image:
             found = pillow.open(path)
         if isinstance(found, pillow.Image):
             return found.convert("RGB")
-    except Exception as error:  # Pillow's decoders raise all sorts of things
+    except Exception as error:  # Pillow's decoders raise any type
         raise ValueError(f"the image {short(image)} cannot be read: {error}") from error
-    raise ValueError(
-        f"an image is a path, encoded bytes, {{bytes, path}} or an image of Pillow's, got {short(image)}"
-    )
+    kinds = "a path, encoded bytes, {bytes, path} or an image of Pillow"
+    raise ValueError(f"an image is {kinds}, got {short(image)}")
 
 
 def beside(source: str, image: Any) -> Any:
-    """An image whose relative path is one beside the data's file, with its whole path."""
+    """Resolve an image's relative path against the folder of the dataset's file."""
     if isinstance(image, Mapping) and not image.get("bytes") and isinstance(image.get("path"), str):
         image = image["path"]
     folder = user_path(source, "dataset.source")
@@ -123,27 +109,20 @@ def beside(source: str, image: Any) -> Any:
 
 
 def row_images(row: Mapping[str, Any]) -> list[Any]:
-    """What the columns `image` and `images` of a row have; empty where it has none.
-
-    Raises:
-        ValueError: both columns have something, or `images` is no list.
-    """
+    """Return the images of a row's columns `image` and `images`, of which only one may have any."""
     one, several = row.get("image"), row.get("images")
     if one is not None and several:
         raise ValueError("the row has both an 'image' and 'images'; leave one of the columns empty")
     if several is not None and not isinstance(several, list | tuple):
-        raise ValueError(f"'images' is a list, got {short(several)}; one image goes into a column 'image'")
+        raise ValueError(f"'images' is a list, got {short(several)}; put one image into a column 'image'")
     return [one] if one is not None else [*(several or ())]
 
 
-def placed(turns: Turns, images: Sequence[Any]) -> tuple[Turns, list[Any]]:
-    """A row's conversation in parts, each image at its place, and the images in the order of their parts.
+def placed(turns: list[Message], images: Sequence[Any]) -> tuple[list[Message], list[Any]]:
+    """Return a row's conversation with a part for each image, and the images in their order.
 
-    Args:
-        images: the columns'; parts may bring their own, as `{"type": "image", "image": ...}`, instead.
-
-    Raises:
-        ValueError: there are not as many images as parts for them.
+    `images` are the columns'; parts may bring their own instead, as `{"type": "image", "image": ...}`.
+    Raises ValueError if the numbers of images and of their parts differ.
     """
     in_parts = [part for turn in turns for part in _parts(turn["content"]) if part["type"] == "image"]
     if own := [part["image"] for part in in_parts if "image" in part]:
@@ -152,19 +131,15 @@ def placed(turns: Turns, images: Sequence[Any]) -> tuple[Turns, list[Any]]:
         images = own
     if not images and not in_parts:
         return [{**turn, "content": text_of(turn["content"])} for turn in turns], []
-    asks = next((number for number, turn in enumerate(turns) if turn["role"] == "user"), None)
-    if in_parts:
-        asks = None
-    elif asks is None:
-        raise ValueError("the row has images, and no message of the user to show them in")
     if in_parts and len(in_parts) != len(images):
-        raise ValueError(
-            f"the messages have {len(in_parts)} parts of type image, and the row {len(images)} images; give "
-            "one for each"
-        )
+        counts = f"{len(in_parts)} parts of type image, and the row {len(images)} images"
+        raise ValueError(f"the messages have {counts}; give one for each")
+    first = next((turn for turn in turns if turn["role"] == "user"), None)
+    if not in_parts and first is None:
+        raise ValueError("the row has images, and no message of the user to show them in")
     shown = []
-    for number, turn in enumerate(turns):
-        before = [{"type": "image"} for _ in images] if number == asks else []
+    for turn in turns:
+        before = [{"type": "image"} for _ in images] if turn is first and not in_parts else []
         parts = [{"type": "image"} if p["type"] == "image" else p for p in _parts(turn["content"])]
         shown.append({**turn, "content": before + parts})
     return shown, [*images]

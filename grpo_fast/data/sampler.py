@@ -1,4 +1,4 @@
-"""Which prompts come next: endless shuffled epochs, exact after a resume."""
+"""Sample batches of prompts in endless shuffled epochs; exact after a resume."""
 
 from __future__ import annotations
 
@@ -16,21 +16,19 @@ if TYPE_CHECKING:
 
 
 class PromptSampler:
-    """Draws batches of prompts, each prompt once an epoch, in an order that `seed` decides.
+    """Sample each prompt once per epoch, in an order that depends on `seed`.
 
-    The last batch of an epoch is filled from the next one. Other samplers change the order, learn from the
-    rewards (`observe`), or let prompts share a baseline (`baseline_groups`).
+    The last batch of an epoch is filled from the next one. Subclasses change the order, adapt to the rewards
+    (`observe`), or let prompts share a baseline (`baseline_groups`).
     """
 
     reads_texts = False  # whether groups are formed by the texts of completions
 
     def __init__(self, dataset: Sequence[Prompt], batch_size: int, seed: int = 0) -> None:
-        """Raises ValueError for a batch size that is not positive, or larger than the dataset."""
+        """Raise ValueError for a batch size below 1 or above the size of the dataset."""
         if not 1 <= batch_size <= len(dataset):
-            raise ValueError(
-                f"a batch of {batch_size} prompts cannot be drawn from a dataset of {len(dataset)}: "
-                "set prompts_per_step to at least 1 and at most the size of the dataset"
-            )
+            problem = f"a batch of {batch_size} prompts cannot be sampled from a dataset of {len(dataset)}"
+            raise ValueError(f"{problem}: set prompts_per_step from 1 to the size of the dataset")
         self.dataset = dataset
         self.batch_size = batch_size
         self.seed = seed
@@ -40,47 +38,38 @@ class PromptSampler:
         self._order: list[int] = []
 
     def next(self) -> list[Prompt]:
-        """The next `batch_size` prompts."""
         batch = [self._at(self.drawn + offset) for offset in range(self.batch_size)]
         self.drawn += self.batch_size
         return batch
 
     def begin(self, step: int, total_steps: int) -> None:
-        """Go to a step of the run, before its prompts are sampled."""
+        """Set the step of the run, before its prompts are sampled."""
 
     def baseline_groups(self, prompts: Sequence[Prompt], table: CompletionTable | None) -> list[int] | None:
-        """For each prompt of a batch a number, the same where they share a baseline. None: no two do."""
+        """Return a number for each prompt, equal if they share a baseline; None: no two do."""
         return None
 
     def observe(self, prompts: Sequence[Prompt], rewards: Tensor, table: Tensor) -> None:
-        """What a batch of G prompts earned: totals (G, n), and (G, n, F) by function; NaN: not scored."""
+        """Adapt to the rewards of G prompts: totals (G, n), and (G, n, F) by function; NaN: no reward."""
 
     def metrics(
         self, prompts: Sequence[Prompt], numbers: Sequence[int], table: CompletionTable | None
     ) -> dict[str, float]:
-        """Figures of a step's prompts that only the sampler knows.
-
-        Args:
-            numbers: of `baseline_groups`; empty where no prompts share a baseline.
-            table: their scored completions, where they are known.
-        """
+        """Return metrics of a step's prompts, their `baseline_groups` and scored completions, if known."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-able; the same prompts follow after `load_state_dict`."""
+        """Return a state for JSON; after `load_state_dict` the same prompts follow."""
         return {"drawn": self.drawn, "seed": self.seed, "dataset": self._digest}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises ValueError when the state is of another dataset or seed."""
+        """Raise ValueError for the state of another dataset or seed."""
         if state["seed"] != self.seed:
-            raise ValueError(
-                f"the saved prompt order has seed {state['seed']}, this run {self.seed}: keep the seed"
-            )
+            seeds = f"has seed {state['seed']}, this run {self.seed}"
+            raise ValueError(f"the saved prompt order {seeds}: keep the seed")
         if state["dataset"] != self._digest:
-            raise ValueError(
-                "the saved prompt order belongs to other prompts than this run has: resume with the dataset, "
-                "tokenizer and prompt settings it was started with"
-            )
+            remedy = "resume with the dataset, tokenizer and prompt settings of the run"
+            raise ValueError(f"the saved prompt order belongs to other prompts than this run has: {remedy}")
         self.drawn = state["drawn"]
 
     def _at(self, position: int) -> Prompt:
@@ -91,7 +80,6 @@ class PromptSampler:
         return self.dataset[self._order[place]]
 
     def _order_of(self, epoch: int) -> list[int]:
-        """Every position of the dataset once."""
         order = list(range(len(self.dataset)))
         random.Random(f"{self.seed}/{epoch}").shuffle(order)
         return order

@@ -1,4 +1,4 @@
-"""Where rows come from: local files, a hub dataset, the generators of reasoning-gym, tasks of verifiers."""
+"""Read rows from local files, the hub, a Python list, reasoning-gym or verifiers."""
 
 from __future__ import annotations
 
@@ -21,20 +21,19 @@ from grpo_fast.data.transform import transformed
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Names that a reward function receives besides the columns.
+# Arguments of a reward function that are not columns.
 RESERVED = (
     *("prompts", "completions", "completion_ids", "environments"),
     *("trainer_state", "log_metric", "log_extra"),
 )
 
-
 _READ_BY = {"source", "name", "split", "options", "size", "seed", "rename", "transform", "prompt_column"}
-_READ: ContextVar[dict[str, list[Row]]] = ContextVar("rows that are read already, by the settings")
+_READ: ContextVar[dict[str, list[Row]]] = ContextVar("rows by their settings")
 
 
 @contextmanager
 def rows_read_once() -> Iterator[None]:
-    """Inside, rows that are asked for again are those of the first time, transformed once."""
+    """Inside, read and transform the rows of the same settings only once."""
     before = _READ.set({})
     try:
         yield
@@ -43,17 +42,11 @@ def rows_read_once() -> Iterator[None]:
 
 
 def read_rows(config: DatasetConfig, tokenizer: PreTrainedTokenizerBase | None = None) -> list[Row]:
-    """The first `config.size` rows of the source, or all, transformed, then renamed; each has every column.
+    """Return the first `config.size` rows, transformed, then renamed; each row has every column.
 
-    Args:
-        config: where they are, and what becomes of them.
-        tokenizer: for a `config.transform` that takes one.
-
-    Raises:
-        FileNotFoundError: a local file that is not there.
-        ImportError: reasoning-gym is asked for and missing.
-        ValueError: the source cannot be read, is empty or shorter than `size`, or has no such columns; or as
-            `transformed`.
+    Raises FileNotFoundError for a missing file, ImportError for a missing library, and ValueError for a
+    source that cannot be read, is empty or shorter than `size`, or has no such columns, or for a failing
+    transform.
     """
     source, known, key = redacted(config.source), _READ.get({}), repr(config.model_dump(include=_READ_BY))
     if key in known:
@@ -62,24 +55,19 @@ def read_rows(config: DatasetConfig, tokenizer: PreTrainedTokenizerBase | None =
     if not rows:
         raise ValueError(f"dataset.source = {source!r} has no rows")
     if config.size is not None and len(rows) < config.size:
-        raise ValueError(
-            f"dataset.size = {config.size}, but {source} has {len(rows)} rows: lower it, or leave it out"
-        )
+        raise ValueError(f"dataset.size = {config.size}, but {source} has {len(rows)} rows: lower it")
     if config.transform is not None:
         rows = transformed(_rename(rows, {}), config, tokenizer)
     rows = _rename(rows, config.rename)
     for name in RESERVED:
         if name in rows[0] and name != config.prompt_column:
-            raise ValueError(
-                f"the column {name!r} has the name of an argument of the rewards; "
-                f"rename it: dataset.rename = {{{name}: another_name}}"
-            )
+            remedy = f"rename it: dataset.rename = {{{name}: another_name}}"
+            raise ValueError(f"the column {name!r} has the name of an argument of the rewards; {remedy}")
     known[key] = rows
     return rows
 
 
 def source_row(config: DatasetConfig, index: int) -> Row:
-    """A row as the source has it."""
     return next(islice(_source_rows(config), index, None))
 
 
@@ -101,22 +89,16 @@ def _source_rows(config: DatasetConfig) -> Iterable[Row]:
 
 
 def _saved_rows(config: DatasetConfig, folder: Path) -> Iterable[Row]:
-    """Return the rows of a folder that `save_to_disk` of datasets wrote."""
     from datasets import DatasetDict, load_from_disk
 
     try:
         found = load_from_disk(str(folder))
     except (OSError, ValueError) as error:
         raise ValueError(f"dataset.source = {config.source!r} cannot be read: {error}") from error
-    if isinstance(found, DatasetDict):
-        if config.split not in found:
-            raise ValueError(f"dataset.split = {config.split!r}: {choices(config.split, found)}")
-        found = found[config.split]
-    elif config.split not in (DatasetConfig.model_fields["split"].default, str(found.split)):
-        raise ValueError(
-            f"dataset.split = {config.split!r}: {config.source} is one dataset without splits; leave it out"
-        )
-    return map(dict, found)
+    splits = found if isinstance(found, DatasetDict) else {"train": found, str(found.split or "train"): found}
+    if config.split not in splits:
+        raise ValueError(f"dataset.split = {config.split!r}: {choices(config.split, splits)}")
+    return map(dict, splits[config.split])
 
 
 def _hub_rows(config: DatasetConfig) -> Iterable[Row]:
@@ -127,7 +109,7 @@ def _hub_rows(config: DatasetConfig) -> Iterable[Row]:
     try:
         builder = load_dataset_builder(config.source, config.name)
         is_csv = builder.name == "csv"
-        if is_csv:  # as text: pandas would turn 007 into 7, and NA into nothing
+        if is_csv:  # read cells as text: pandas would turn 007 into 7, and NA into nothing
             get = DownloadManager()
             files = get.iter_files(get.download_and_extract([*chain(*builder.config.data_files.values())]))
             header = {**builder.config.pd_read_csv_kwargs, "nrows": 0, "chunksize": None}
@@ -141,14 +123,14 @@ def _hub_rows(config: DatasetConfig) -> Iterable[Row]:
     except Exception as error:
         problem = (
             f"cannot load dataset.source = {config.source!r} (name {config.name!r}, split {config.split!r}) "
-            f"from the hub: {error}. A local file ends in one of {', '.join(SUFFIXES)}; a generated task is "
+            f"from the hub: {error}. A local file ends in {', '.join(SUFFIXES)}; a generated task is "
             f"{PREFIX}TASK"
         )
         raise ValueError(redacted(problem)) from error
 
 
 def _rename(rows: list[Row], names: dict[str, str]) -> list[Row]:
-    """Columns under their new names; None where a row lacks one that another has."""
+    """Rename columns, and give every row each column, None by default."""
     columns = dict.fromkeys(key for row in rows for key in row)
     for old, new in names.items():
         if old not in columns:
@@ -161,32 +143,23 @@ def _rename(rows: list[Row], names: dict[str, str]) -> list[Row]:
 
 
 def import_reasoning_gym() -> ModuleType:
-    """The optional library, or one sentence on how to get it."""
+    """Import the optional library; raise ImportError with the command that installs it."""
     try:
         import reasoning_gym
     except ImportError as error:
-        raise ImportError(
-            "tasks and scorers of reasoning-gym need that package (Python 3.11 or newer): "
-            "pip install 'grpo-fast[reasoning-gym]'"
-        ) from error
+        remedy = "pip install 'grpo-fast[reasoning-gym]' (Python 3.11 or newer)"
+        raise ImportError(f"tasks and scorers of reasoning-gym need that package: {remedy}") from error
     return reasoning_gym
 
 
 def generate_rows(
     task: str, *, seed: int, size: int | None = None, options: Mapping[str, Any] | None = None
 ) -> list[Row]:
-    """Rows `prompt`, `question`, `answer`, `metadata` and `entry`, the whole item that the scorer needs.
+    """Generate rows of `prompt`, `question`, `answer`, `metadata` and `entry`, which the scorer needs.
 
-    Item i is drawn from seed + i: two sets whose seeds lie closer than their sizes share items. Space
-    seeds by millions, and see `exclude_overlap`.
-
-    Args:
-        size: number of items; None: reasoning-gym's default.
-        options: the task's own configuration.
-
-    Raises:
-        ImportError: reasoning-gym is not installed.
-        ValueError: unknown task or option, or a value that the task refuses.
+    Item i is sampled with seed + i, so two sets share items if their seeds are closer than their sizes. Space
+    seeds by millions, or see `exclude_overlap`. `size` is reasoning-gym's default if None.
+    Raises ValueError for an unknown task or option, or a value that the task refuses.
     """
     import_reasoning_gym()
     from reasoning_gym.factory import DATASETS, create_dataset

@@ -1,4 +1,4 @@
-"""Tasks of the verifiers library as rows: `dataset.source: verifiers:TASKSET`, or `verifiers:ENV+TASKSET`."""
+"""Read tasks of verifiers as rows, for `dataset.source: verifiers:TASKSET` or `verifiers:ENV+TASKSET`."""
 
 from __future__ import annotations
 
@@ -13,18 +13,14 @@ from grpo_fast.data.files import Row
 if TYPE_CHECKING:
     from verifiers.v1 import EnvConfig
 
-COLUMN = "task"  # of a row: the library's data of it, which a rollout makes the task of
+COLUMN = "task"  # the library's data, from which a rollout makes the task
 
 
 def environment_config(config: DatasetConfig) -> EnvConfig:
     """Return the library's configuration of an environment, whose agents run on this machine.
 
-    An agent runs in a subprocess unless the options choose another local runtime, and in the library's chat
-    loop `null`, which executes nothing that the model writes, where the library would default to `bash`.
-
-    Raises:
-        ImportError: verifiers is not installed.
-        ValueError: there is no such environment, or an option that it does not take.
+    By default an agent runs in a subprocess. Its harness is the taskset's or the chat loop `null`, because
+    the library's default, `bash`, executes what the model writes.
     """
     try:
         import verifiers.v1 as vf
@@ -57,10 +53,9 @@ def environment_config(config: DatasetConfig) -> EnvConfig:
 
 
 def task_rows(config: DatasetConfig) -> list[Row]:
-    """Return a row for each task: its prompt, for people to read, and what a rollout makes the task of.
+    """Return a row for each task, with its prompt to display and the data for the rollout.
 
-    `dataset.options.select` chooses as the library's `select` does. `seed`, where it is given, shuffles, and
-    `size` takes the first. Raises as `environment_config`, and for a taskset without end and no `size`.
+    `dataset.options.select` is the library's `select`; `seed` shuffles, and `size` takes the first.
     """
     environment = environment_config(config)
     import verifiers.v1 as vf
@@ -78,6 +73,6 @@ def task_rows(config: DatasetConfig) -> list[Row]:
 
 
 def library_prompts(datasets: Iterable[DatasetConfig | None]) -> list[list[int]]:
-    """Return a prompt as long as any that the library may render itself, to reserve room for the longest."""
+    """Return, for each dataset of verifiers, a prompt of the longest length, to reserve memory."""
     own = (d for d in datasets if d is not None and d.source.startswith(VERIFIERS))
     return [[0] * (dataset.max_prompt_length or 0) for dataset in own]

@@ -1,4 +1,4 @@
-"""The text of sampled tokens, as rewards, samples and stop texts see it."""
+"""Decode sampled tokens to the text that rewards, logs and stop strings see."""
 
 from __future__ import annotations
 
@@ -16,30 +16,29 @@ if TYPE_CHECKING:
 def completion_texts(
     tokenizer: PreTrainedTokenizerBase, rows: Sequence[Sequence[int]], end_ids: Sequence[int]
 ) -> list[str]:
-    """Decode completions without the tokens that are no text: see `hidden_tokens`."""
+    """Decode completions without their `hidden_tokens`."""
     hidden = hidden_tokens(tokenizer, end_ids)
     shown = [[token for token in row if token not in hidden] for row in rows]
     return [str(text) for text in raw_texts(tokenizer, shown)]
 
 
 def raw_texts(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Sequence[int]]) -> list[str]:
-    """Decode completions with every token, in which stop texts are searched."""
+    """Decode completions with every token, to search for stop strings."""
     ids = [list(row) for row in rows]
     return tokenizer.batch_decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
 def hidden_tokens(tokenizer: PreTrainedTokenizerBase, end_ids: Iterable[int]) -> Mapping[int, str]:
-    """Return the added tokens that are cut from a completion's text.
+    """Return the added tokens that are removed from a completion's text.
 
     These are `end_ids`, the tokenizer's named special tokens, such as its padding, and the special tokens
-    that the chat template writes. Tags such as `<think>`, `</think>` and `[/THINK]` are text, also where one
-    ends completions, and so is any other token, even where the tokenizer calls it special: models write
-    their answers in them.
+    that the chat template writes. All other tokens are text, even if the tokenizer calls them special. So are
+    tags such as `<think>` and `[/THINK]`, even if one ends completions: models write answers in them.
     """
     return _hidden_tokens(tokenizer, state_of(tokenizer), tuple(end_ids))
 
 
-# Without the marks of sequences and turns that come in pairs.
+# Tags in pairs, without the marks of sequences and turns.
 TAG = re.compile(r"[<\[](/?)(?!(?:s|INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_RESULTS)[>\]])[^<>\[\]/|]+[>\]]")
 
 

@@ -1,12 +1,10 @@
-"""`dataset.transform`: a function of the user's makes columns of each row."""
+"""Apply `dataset.transform`, the user's function that adds or replaces columns of a row."""
 
 from __future__ import annotations
 
 import copy
 import inspect
-import logging
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,50 +16,43 @@ from grpo_fast.data.files import Row, row_named
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-logger = logging.getLogger(__name__)
 SIGNATURES = (
-    "a transform takes (example), and tokenizer or idx (the row's number) if it names them; it returns "
-    "{column: value} to add or replace; or it is Axolotl's (cfg, ...), and returns such a function, or it "
-    "and {remove_columns: [columns of the data]}"
+    "a transform takes (example), and tokenizer or idx (the row's number) if it names them, and returns "
+    "{column: value} to add or replace. Axolotl's takes (cfg, ...) and returns such a function, or it and "
+    "{remove_columns: [columns of the data]}"
 )
-GIVEN = {"tokenizer", "idx"}  # arguments of a transform by name
+GIVEN = {"tokenizer", "idx"}  # arguments that a transform may name
 
 
 def transformed(
     rows: Sequence[Row], config: DatasetConfig, tokenizer: PreTrainedTokenizerBase | None
 ) -> list[Row]:
-    """Return the rows with what `dataset.transform` returns for a copy of each.
-
-    Raises:
-        ValueError: there is no such function, or it fails, or returns no columns.
-    """
-    made: list[Row] = []
-    here, due = os.getcwd(), time.monotonic() + 10
+    """Return the rows with the columns that `dataset.transform` returns for a copy of each."""
+    changed: list[Row] = []
+    folder = os.getcwd()
     try:
         function, asked, removed = _load(config, rows[0])
         for index, row in enumerate(rows):
             given = {"tokenizer": tokenizer, "idx": index}
             with row_named(config, index):
                 added = _columns(function, row, config, {name: given[name] for name in asked})
-            made.append({name: row[name] for name in row if name not in removed} | added)
-            if time.monotonic() > due:
-                logger.warning("dataset.transform: %d of %d rows", index + 1, len(rows))
-                due += 10
+            changed.append({name: row[name] for name in row if name not in removed} | added)
     finally:
-        os.chdir(here)
-    return made
+        os.chdir(folder)
+    return changed
 
 
 def _load(config: DatasetConfig, columns: Row) -> tuple[Callable[..., Any], set[str], set[str]]:
-    """Return the function of a row, the names of its other arguments, and the columns that it takes out."""
+    """Return the function of a row, the names of its other arguments, and the columns that it removes."""
     function, removed = load_callable(str(config.transform), "dataset.transform"), set[str]()
     if next(iter(names := inspect.signature(function).parameters), "").strip("_") == "cfg":
-        made = _called(config, function, config, **({"dataset_idx": 0} if "dataset_idx" in names else {}))
-        function, settings = made if isinstance(made, tuple) and len(made) == 2 else (made, {})
+        returned = _called(config, function, config, **({"dataset_idx": 0} if "dataset_idx" in names else {}))
+        is_pair = isinstance(returned, tuple) and len(returned) == 2
+        function, settings = returned if is_pair else (returned, {})
         named = settings.get("remove_columns", []) if isinstance(settings, Mapping) else []
         removed = {*(columns if named == "__all__" else named)}
         if not callable(function) or {*settings} - {"remove_columns"} or removed - {*columns}:
-            raise ValueError(f"dataset.transform = {config.transform!r} returned {made!r}: {SIGNATURES}")
+            raise ValueError(f"dataset.transform = {config.transform!r} returned {returned!r}: {SIGNATURES}")
     signature = inspect.signature(function)
     asked = GIVEN & signature.parameters.keys()
     try:
@@ -83,30 +74,31 @@ def _called(config: DatasetConfig, function: Callable[..., Any], *arguments: Any
 def _columns(
     function: Callable[..., Any], row: Row, config: DatasetConfig, options: Mapping[str, Any]
 ) -> Row:
-    """Return what the function makes of a copy of the row, as Python's own lists, dicts and numbers."""
     returned = _called(config, function, copy.deepcopy(row), **options)
     named = f"dataset.transform = {config.transform!r} returned"
     if not isinstance(returned, Mapping):
-        drops = "a row is not left out so, filter the data before; " if returned is None else ""
-        raise ValueError(f"{named} {short(returned)}: {drops}{SIGNATURES}")
+        filters = "to leave rows out, filter the data before; " if returned is None else ""
+        raise ValueError(f"{named} {short(returned)}: {filters}{SIGNATURES}")
     before = {new: old for old, new in config.rename.items()}
     prompt = returned.get(before.get(config.prompt_column, config.prompt_column))
     if isinstance(prompt, list | tuple) and prompt and isinstance(prompt[0], str | list | tuple):
-        batched = "it is made for map(..., batched=True); write it for one row"
+        batched = "it is written for map(..., batched=True); write it for one row"
         raise ValueError(f"{named} several prompts, {short(prompt)}: {batched}")
     columns: Row = _plain(returned, named)
     return columns
 
 
 def _plain(value: Any, place: str) -> Any:
-    """Return a copy of a value as data has it; raise ValueError for one that is none."""
-    value = value.tolist() if hasattr(value, "tolist") else value  # of NumPy or torch
+    """Copy a value as plain Python; raise ValueError for a type that data does not have."""
+    value = value.tolist() if hasattr(value, "tolist") else value  # NumPy or torch
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         return {key: _plain(item, f"{place} {key}") for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item, f"{place} [{index}]") for index, item in enumerate(value)]
-    of = type(value).__module__.partition(".")[0]
-    if isinstance(value, str | int | float | bytes | None) or of in ("datetime", "decimal", "pandas", "PIL"):
+    library = type(value).__module__.partition(".")[0]
+    if isinstance(value, str | int | float | bytes | None):
+        return value
+    if library in ("datetime", "decimal", "pandas", "PIL"):
         return value
     kind = f"{short(value)}, a {type(value).__name__}"
-    raise ValueError(f"{place} = {kind}; give text, numbers, lists, dicts with keys of text")
+    raise ValueError(f"{place} = {kind}; return text, numbers, lists, or dicts with keys of text")

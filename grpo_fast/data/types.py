@@ -1,4 +1,4 @@
-"""A prompt as the rest of the engine sees it."""
+"""Define prompts and messages, and convert them to text."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from grpo_fast.data.images import PromptImages
 
-# {"role": "user" | "assistant" | "system" | "tool", "content": str}, and an assistant's "tool_calls". Beside
-# images the content is a list of parts: {"type": "text", "text": str} or {"type": "image"}.
+# {"role": "user" | "assistant" | "system" | "tool", "content": str}, and an assistant's "tool_calls". With
+# images, the content is a list of parts: {"type": "text", "text": str} or {"type": "image"}.
 Message = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One row of a dataset, rendered and tokenised."""
+    """One row of a dataset, rendered and tokenized."""
 
-    index: int  # the row it came from
+    index: int  # the row's number
     prompt: str | list[Message]  # as the rewards see it: text, or a conversation
-    token_ids: tuple[int, ...]  # what the model is given
+    token_ids: tuple[int, ...]  # the model's input
     columns: Mapping[str, Any]  # every other column of the row
     images: PromptImages | None = None
-    begun: str = ""  # the opening tag at the end of what the model is given, such as "<think>"
+    begun: str = ""  # the opening tag at the end of the model's input, such as "<think>"
 
 
 def text_of(content: str | list[dict[str, Any]]) -> str:
-    """A message's content as text, with `<image>` in the place of each image."""
+    """Return a message's content as text, with `<image>` for each image."""
     if isinstance(content, str):
         return content
     return "".join(part["text"] if part["type"] == "text" else f"<{part['type']}>" for part in content)
 
 
 def spoken(messages: Sequence[Message]) -> list[tuple[str, str]]:
-    """Who says what, for a person: thoughts and text, then calls as `name(argument=value)`, one a line."""
+    """Return (speaker, text) of each message to display: thoughts, text, then calls as `name(key=value)`."""
     turns = []
     for message in messages:
         parts = [message.get("reasoning_content"), text_of(message.get("content") or "")]
@@ -49,12 +49,12 @@ def spoken(messages: Sequence[Message]) -> list[tuple[str, str]]:
 
 
 def own_turns(turns: Sequence[Message], example_turns: int) -> Sequence[Message]:
-    """A row's own turns: without the system message and the turns of the configuration's examples."""
+    """Return a row's turns without the system message and the configured examples."""
     return turns[(turns[0]["role"] == "system") + example_turns :]
 
 
 def own_text(prompt: Prompt, example_turns: int) -> str:
-    """A prompt as text: its own turns, one a line, where it is a conversation."""
+    """Return a prompt as text; of a conversation the row's turns, one per line."""
     if isinstance(prompt.prompt, str):
         return prompt.prompt
     return "\n".join(text_of(turn["content"]) for turn in own_turns(prompt.prompt, example_turns))

@@ -1,4 +1,4 @@
-"""Completions of several turns: tools, environments, and what of them the model sees, token by token."""
+"""Roll out several turns with tools and environments."""
 
 from __future__ import annotations
 
@@ -24,11 +24,7 @@ def make_rollout(
     end_ids: Sequence[int],
     chat_options: Mapping[str, Any] | None = None,
 ) -> Rollout:
-    """How the run's prompts become completions; `chat_options` are `dataset.chat_template_kwargs`.
-
-    Raises:
-        ValueError: tools with a chat template that cannot go on after calls.
-    """
+    """Make the run's rollout; `chat_options` are `dataset.chat_template_kwargs`."""
     if config.function is not None:
         return function_rollout(config.function)
     if toolsets is None:

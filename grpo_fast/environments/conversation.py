@@ -1,4 +1,4 @@
-"""A completion of several turns while it is played: its tokens and messages, and the calls that it makes."""
+"""Collect the tokens and messages of a completion of several turns, and make its tool calls."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from grpo_fast.rollout.types import Completion, Episode
 
 
 class CallError(Exception):
-    """A call that failed; the model reads why."""
+    """A failed call; the model reads the message."""
 
 
 class Overdue(CallError):
@@ -25,39 +25,37 @@ class Overdue(CallError):
 
 @dataclass
 class Conversation:
-    """What of a completion is known so far."""
+    """A completion that is being sampled."""
 
     prompt: Prompt
-    turns: list[Message]  # of the prompt, with what the environment began it with
+    turns: list[Message]  # of the prompt, with the text that the environment's `reset` added
     prompt_ids: tuple[int, ...]
-    room: int  # tokens that it may have
+    room: int  # most tokens
     timeout: float | None  # seconds of a call
     environment: Any = None
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] | None = field(default_factory=list)
-    experts: Any = None  # of the prompt and all tokens, as the last turn's answer returns them
+    experts: Any = None  # of the prompt and all tokens, from the last turn
     sampled: list[bool] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
     replies: int = 0  # messages of the model
     calls: int = 0
     failures: int = 0
-    given_up: int = 0
-    seconds: float = 0.0  # that calls took
+    given_up: int = 0  # calls that timed out
+    seconds: float = 0.0  # spent in calls
 
     @property
     def left(self) -> int:
-        """Tokens that may follow."""
         return self.room - len(self.token_ids)
 
     def reply(self, answer: Completion, message: Message) -> None:
-        """Add a turn of the model."""
         self._add(answer.token_ids, answer.logprobs, sampled=True)
         self.experts = answer.experts
         self.messages.append(message)
         self.replies += 1
 
     def answer(self, token_ids: Sequence[int], messages: Sequence[Message]) -> None:
-        """Add what follows a turn of the model, with the beginning of its next one."""
+        """Add the tokens between two turns of the model."""
         self._add(token_ids, [0.0] * len(token_ids), sampled=False)
         self.messages += messages
 
@@ -70,7 +68,6 @@ class Conversation:
             self.logprobs += logprobs
 
     async def ended(self, text: str, *, truncated: bool) -> Completion:
-        """Return the completion, with the reward that its environment gives."""
         episode = Episode(
             prompt=self.turns,
             prompt_ids=self.prompt_ids,
@@ -87,7 +84,7 @@ class Conversation:
         return Completion(tuple(self.token_ids), logprobs, text, truncated, episode, experts=self.experts)
 
     async def called(self, tools: Mapping[str, Callable[..., Any]], function: Mapping[str, Any]) -> str:
-        """Return what the model reads of a call: its result, or the error."""
+        """Call a tool; return its result, or its error, as the model reads it."""
         name = function["name"]
         self.calls += 1
         try:
@@ -97,19 +94,18 @@ class Conversation:
         except (Exception, SystemExit) as error:  # a tool may raise anything
             self.failures += 1
             self.given_up += isinstance(error, Overdue)
-            return str({"error": str(error)})  # as TRL says it
+            return str({"error": str(error)})  # as in TRL
         text = joined_text(given, f"the tool {name}")
         return str(given) if text is None else text
 
     async def required(self, what: str, function: Callable[..., Any], row: Mapping[str, Any]) -> Any:
-        """Call what no completion goes on without; raise RuntimeError with the row if it fails."""
+        """Call a method of the environment; raise RuntimeError with the row if it fails."""
         try:
             return await self._call(function, row)
         except (Exception, SystemExit) as error:
             problem = f"{type(error).__name__}: {error}{raised_at(error)}"
-            raise RuntimeError(
-                f"rollout.environment cannot be {what} for row {self.prompt.index} ({problem})"
-            ) from error
+            named = f"rollout.environment cannot be {what} for row {self.prompt.index}"
+            raise RuntimeError(f"{named} ({problem})") from error
 
     async def _reward(self) -> float | None:
         if not hasattr(self.environment, "get_reward"):
@@ -121,11 +117,7 @@ class Conversation:
             raise RuntimeError(f"{type(self.environment).__name__}.get_reward {failure}") from failure
 
     async def _call(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-        """Return the function's result: of a coroutine on the loop, else of a thread.
-
-        Raises:
-            Overdue: it does not return in time. A thread is left to itself.
-        """
+        """Call a coroutine on the loop, or a function in a thread; raise Overdue after the timeout."""
         if inspect.iscoroutinefunction(function):
             work: asyncio.Future[Any] = asyncio.ensure_future(_without_exit(function(**arguments)))
         else:
@@ -143,24 +135,15 @@ class Conversation:
 
 
 def joined_text(given: Any, what: str) -> str | None:
-    """Return text, or blocks of text joined; None of anything else.
-
-    Args:
-        what: gave it, for the error.
-
-    Raises:
-        RuntimeError: a block that is no text.
-    """
+    """Return text, or blocks of text joined; None for any other value of `what`, such as a tool's result."""
     if isinstance(given, str):
         return given
     if not (given and isinstance(given, list) and all(isinstance(b, dict) and "type" in b for b in given)):
         return None
     for block in given:
         if block["type"] != "text" or not isinstance(block.get("text"), str):
-            raise RuntimeError(
-                f"{what} returned a block of type {block['type']!r}, and a completion is of text alone: "
-                "return text, or blocks {'type': 'text', 'text': ...}"
-            )
+            problem = f"{what} returned a block of type {block['type']!r}, but a completion is only text"
+            raise RuntimeError(f"{problem}: return text, or blocks {{'type': 'text', 'text': ...}}")
     return "".join(block["text"] for block in given)
 
 

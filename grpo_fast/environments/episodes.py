@@ -1,7 +1,7 @@
-"""Completions of several turns: the model writes, its calls are answered, the model goes on.
+"""Roll out several turns: the model writes, its tool calls are answered, the model continues.
 
-One coroutine plays each completion. All run beside the engine, which draws whatever turns are asked for; so
-calls of one completion are answered while others decode.
+Each completion is a coroutine on an event loop, and the engine samples the turns that they request. So tools
+of one completion run while others decode.
 """
 
 from __future__ import annotations
@@ -32,15 +32,14 @@ if TYPE_CHECKING:
 
 
 class CoroutineRollout:
-    """A `Rollout` each completion of which is a coroutine, on the event loop, while the engine serves."""
+    """A `Rollout` with a coroutine for each completion, while the engine serves their requests."""
 
     async def play(self, prompt: Prompt, requests: Requests, sampling: Sampling) -> Completion:
-        """One completion, whose turns are asked of `requests`; `sampling.seed` is its own."""
+        """Return one completion, whose turns are requested; `sampling.seed` belongs to it."""
         raise NotImplementedError
 
     @asynccontextmanager
     async def opened(self, requests: Requests, sampling: Sampling) -> AsyncIterator[None]:
-        """What is open while completions are played."""
         yield
 
     def __call__(
@@ -52,9 +51,9 @@ class CoroutineRollout:
         *,
         observer: RolloutObserver | None = None,
     ) -> list[list[Completion]]:
-        """`n` completions for each prompt.
+        """Return `n` completions for each prompt.
 
-        Without prompts the engine serves, too: those of several ranks begin together.
+        The engine serves even without prompts, because the engines of all ranks start together.
         """
         collector = Collector(len(prompts), n, observer)
         requests = Requests(n * len(prompts), collector.progress)
@@ -88,17 +87,9 @@ class CoroutineRollout:
 class EpisodeRollout(CoroutineRollout):
     """The `Rollout` with tools and environments.
 
-    What the model wrote stays as the ids that were sampled; what a call returned is tokenised as the chat
-    template writes it. `max_completion_length` bounds all of it together, and what `reset` adds to a prompt.
-
-    Args:
-        toolsets: what may be called.
-        tokenizer: the model's.
-        end_ids: tokens at which the engine ends a turn.
-        chat_options: variables of the chat template.
-
-    Raises:
-        ValueError: a chat template that cannot go on after calls.
+    Sampled tokens are kept as they are; results of calls are tokenized as the chat template writes them.
+    `max_completion_length` limits both together, with the text that `reset` adds to the prompt. `end_ids` are
+    the tokens at which the engine ends a turn. Raises ValueError if the chat template does not support tools.
     """
 
     def __init__(
@@ -109,8 +100,7 @@ class EpisodeRollout(CoroutineRollout):
         end_ids: Sequence[int],
         chat_options: Mapping[str, Any] | None = None,
     ) -> None:
-        self._config = config
-        self._toolsets = toolsets
+        self._config, self._toolsets = config, toolsets
         self._tokenizer, self._end_ids = tokenizer, end_ids
         self._templates = {
             name: TurnTemplate(tokenizer, end_ids, toolset.schemas, chat_options)
@@ -120,7 +110,6 @@ class EpisodeRollout(CoroutineRollout):
         self._renderer = Renderer(like, tokenizer, toolsets.schemas)
 
     def close(self) -> None:
-        """Close what the environments hold; nothing is played afterwards."""
         for toolset in self._toolsets.by_name.values():
             if toolset.instances is not None:
                 toolset.instances.close()
@@ -133,11 +122,9 @@ class EpisodeRollout(CoroutineRollout):
         yield
 
     async def play(self, prompt: Prompt, requests: Requests, sampling: Sampling) -> Completion:
-        """One completion, turn after turn.
+        """Return one completion.
 
-        Raises:
-            RuntimeError: an environment's `reset` or `get_reward` fails.
-            ValueError: a prompt that leaves no room.
+        Raises RuntimeError if an environment fails, ValueError if `reset` leaves no room for a completion.
         """
         toolset = self._toolsets.of(prompt.columns)
         template = self._templates[None if None in self._templates else prompt.columns[ENVIRONMENT_COLUMN]]
@@ -168,7 +155,7 @@ class EpisodeRollout(CoroutineRollout):
         return await talk.ended(text, truncated=truncated)
 
     async def _begun(self, prompt: Prompt, instances: Instances | None, room: int) -> Conversation:
-        """Return the conversation with its environment, reset, and with what that adds to the prompt."""
+        """Start a conversation: reset its environment, and add the returned text to the prompt."""
         turns = self._renderer.turns(prompt.prompt)
         talk = Conversation(prompt, turns, prompt.token_ids, room, self._config.tool_timeout)
         if instances is None:
@@ -184,10 +171,8 @@ class EpisodeRollout(CoroutineRollout):
             return talk
         what = f"{type(environment).__name__}.reset"
         if (said := joined_text(given, what)) is None:
-            raise RuntimeError(
-                f"{what} returned {short(given)}, a {type(given).__name__}, for row {prompt.index}: return "
-                "the text that goes to the end of the prompt, or None"
-            )
+            problem = f"{what} returned {short(given)}, a {type(given).__name__}, for row {prompt.index}"
+            raise RuntimeError(f"{problem}: return text to append to the prompt, or None")
         *before, last = turns
         talk.turns = [*before, {**last, "content": f"{last['content']}{said}"}]
         text = self._renderer.text(talk.turns, prompt.columns)
@@ -195,14 +180,11 @@ class EpisodeRollout(CoroutineRollout):
         longer = len(talk.prompt_ids) - len(prompt.token_ids)
         talk.room -= max(0, longer)
         if talk.room < 1:
-            raise ValueError(
-                f"rollout.max_completion_length = {room} bounds what an environment says, too, and "
-                f"{what} made the prompt {longer} tokens longer; raise it"
-            )
+            problem = f"{what} made the prompt {longer} tokens longer, which count as well; raise it"
+            raise ValueError(f"rollout.max_completion_length = {room} leaves no room: {problem}")
         return talk
 
     def _beyond(self, talk: Conversation, calls: int) -> bool:
-        """Return whether a limit ends the completion before these calls."""
         turns, most = self._config.max_turns, self._config.max_tool_calls
         return (turns is not None and talk.replies >= turns) or (
             most is not None and talk.calls + calls > most

@@ -1,4 +1,4 @@
-"""A rollout of the user's own: a function on the Engine protocol."""
+"""Roll out by the user's function."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ from grpo_fast.rollout.types import Collector, Completion, Engine, Rollout, Roll
 
 
 def function_rollout(path: str) -> Rollout:
-    """The `Rollout` of `rollout.function`: called with the engine, each prompt n times, and the sampling.
+    """Make the `Rollout` of `rollout.function(engine, prompts, sampling)`, with each prompt n times.
 
-    Raises:
-        ValueError: the path leads to no function; a rollout, that the function returns something else than a
-            completion for each prompt.
+    It raises ValueError unless the function returns a valid completion for each prompt.
     """
     function = load_callable(path, "rollout.function")
 
@@ -31,10 +29,8 @@ def function_rollout(path: str) -> Rollout:
         found = function(engine, asked, sampling)
         if not isinstance(found, Sequence) or len(found) != len(asked):
             got = f"{len(found)} completions" if isinstance(found, Sequence) else f"a {type(found).__name__}"
-            raise ValueError(
-                f"rollout.function = {path!r} returned {got} for {len(asked)} prompts; return a list with "
-                "one completion for each, in their order"
-            )
+            returned = f"rollout.function = {path!r} returned {got} for {len(asked)} prompts"
+            raise ValueError(f"{returned}; return a list with one completion for each, in their order")
         collector = Collector(len(prompts), n, observer)
         for place, completion in enumerate(found):
             if (problem := _problem(completion, sampling)) is not None:
@@ -47,17 +43,17 @@ def function_rollout(path: str) -> Rollout:
 
 
 def _problem(found: Any, sampling: Sampling) -> str | None:
-    """What of a completion the trainer could not use."""
+    """Describe what makes a completion unusable, or return None."""
     if not isinstance(found, Completion):
-        return f"a {type(found).__name__}; make a grpo_fast.rollout.Completion of it"
+        return f"a {type(found).__name__}; return a grpo_fast.rollout.Completion"
     size, limit = len(found.token_ids), sampling.max_completion_length
     if found.num_sampled == 0 or size > limit:
-        own = f"{size} tokens, {found.num_sampled} of the model"
-        return f"{own}; give at least one, and at most sampling.max_completion_length = {limit}"
+        counts = f"{size} tokens, {found.num_sampled} of them sampled"
+        return f"{counts}; return at least one, and at most sampling.max_completion_length = {limit}"
     if found.logprobs is None and sampling.logprobs:
         return "no logprobs, which sampling.logprobs asks for"
-    told = {"logprobs": found.logprobs, "sampled": found.episode and found.episode.sampled, **found.columns}
-    for name, values in told.items():
+    sampled = found.episode and found.episode.sampled
+    for name, values in {"logprobs": found.logprobs, "sampled": sampled, **found.columns}.items():
         if isinstance(values, Sequence) and len(values) != size:
-            return f"{len(values)} {name} for {size} tokens; give each token its own"
+            return f"{len(values)} {name} for {size} tokens; return one per token"
     return None

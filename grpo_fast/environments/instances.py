@@ -1,4 +1,4 @@
-"""The instances of an environment: made when needed, reset for each completion, closed in the end."""
+"""Make, reuse and close the instances of an environment."""
 
 from __future__ import annotations
 
@@ -13,14 +13,11 @@ from typing import Any
 from grpo_fast.rewards.calls import event_loop
 
 logger = logging.getLogger(__name__)
-CLOSING = 10.0  # seconds that an async instance has for it
+CLOSING = 10.0  # seconds that an async instance may take to close
 
 
 class Instances:
-    """An environment's instances, as TRL has them: made where all others play, reset for each completion.
-
-    What they hold is closed when nobody needs them any more.
-    """
+    """Reuse an environment's instances, as TRL does: make one if all are in use, reset it per completion."""
 
     def __init__(self, factory: Callable[[], Any], first: Any) -> None:
         self.factory = factory
@@ -28,46 +25,40 @@ class Instances:
         self.close = weakref.finalize(self, _close, self._made)
 
     def begin(self) -> None:
-        """All are free again: what they played before is scored."""
+        """Free all instances, whose completions are scored."""
         self._free = list(self._usable)
 
     def take(self) -> Any:
-        """A free one; None where one is to be made."""
+        """Take a free instance; None if there is none."""
         return self._free.pop(0) if self._free else None
 
     def add(self, environment: Any) -> None:
-        """One that was made, and is taken."""
         self._made.append(environment)
         self._usable.append(environment)
 
     def check_reset(self, columns: Iterable[str]) -> None:
-        """Whether `reset` fits the columns of a row, the prompt's among them.
-
-        Raises:
-            ValueError: it asks for one that is not there, or does not take one that is.
-        """
+        """Raise ValueError if `reset` does not take the columns of a row, including the prompt."""
         try:
             signature = inspect.signature(self._made[0].reset)
-        except ValueError:  # not of Python
+        except ValueError:  # a builtin has no signature
             return
         try:
             signature.bind(**dict.fromkeys(columns))
         except TypeError as problem:
-            named = ", ".join(sorted(columns))
-            raise ValueError(
-                f"{type(self._made[0]).__name__}.reset does not fit the dataset: {problem}. Its columns are "
-                f"{named}: rename one (dataset.rename), give an argument a default, or add **row"
-            ) from problem
+            named = f"{type(self._made[0]).__name__}.reset does not fit the dataset: {problem}"
+            remedy = "rename one (dataset.rename), give an argument a default, or add **row"
+            known = ", ".join(sorted(columns))
+            raise ValueError(f"{named}. Its columns are {known}: {remedy}") from problem
 
     def drop(self, environment: Any) -> None:
-        """One that a call still works on, which was given up: it plays no more."""
+        """Stop using an instance, because a call that timed out still runs on it."""
         self._usable = [other for other in self._usable if other is not environment]
 
 
 def _close(environments: Iterable[Any]) -> None:
-    """Leave each that is a context manager; of others, close the context managers that they hold.
+    """Exit instances that are context managers; of others, close the context managers in their attributes.
 
-    So OpenEnv's clients are closed, whose connections hold sessions of the server.
+    These are, for example, OpenEnv's clients, which hold sessions of a server.
     """
 
     def managed(value: Any) -> bool:
@@ -88,7 +79,7 @@ def _close(environments: Iterable[Any]) -> None:
             try:
                 if inspect.isawaitable(work := end()):
                     closing = asyncio.run_coroutine_threadsafe(ended(work), event_loop("environments"))
-                    if asyncio._get_running_loop() is None:  # the loop itself does not wait for itself
+                    if asyncio._get_running_loop() is None:  # waiting on the loop itself would deadlock
                         closing.result()
-            except Exception as error:  # of the user's class, or of a server that has gone
+            except Exception as error:  # of the user's class, or of a lost server
                 logger.warning("an instance of %s cannot be closed: %r", type(environment).__name__, error)

@@ -1,7 +1,7 @@
-"""Between two turns of the model: what the chat template writes there, and what a turn says.
+"""Tokenize the text between two turns of the model, and parse the tool calls of a turn.
 
-What the model wrote stays as the ids that were sampled. Only what others say is tokenised: the text that the
-chat template writes between the end of the assistant's turn and the beginning of its next one.
+Sampled tokens are kept. Only the text that the chat template writes between the end of the assistant's turn
+and the beginning of its next one is tokenized.
 """
 
 from __future__ import annotations
@@ -22,11 +22,8 @@ CALL: dict[str, Any] = {"type": "function", "function": {"name": "look_up", "arg
 REMEDY = "set model.chat_template to a Jinja file of a template for tools, or use a model trained with them"
 
 _JSON_CALL = {"transform": {"type": "function", "function": "{content}"}, "content": "json"}
-_NAMED_CALL = {
-    "type": "function",
-    "function": {"name": "{name}", "arguments": "{content}"},
-}
-# How families of models write a call, for tokenizers that bring no `response_template` of their own.
+_NAMED_CALL = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
+# Formats of calls, for tokenizers without a `response_template`.
 FORMATS: dict[str, dict[str, Any]] = {
     # Hermes, Qwen2.5, Qwen3, SmolLM3
     "JSON in <tool_call>": {"open": "<tool_call>", "close_pattern": r"</tool_call>\s*", **_JSON_CALL},
@@ -52,16 +49,11 @@ FORMATS: dict[str, dict[str, Any]] = {
 
 
 class TurnTemplate:
-    """How a tokenizer's chat template goes on after a turn; where there are tools tried out when made.
+    """The continuation of a turn by a tokenizer's chat template, which is tested if there are tools.
 
-    Args:
-        end_ids: tokens at any of which the engine ends a turn.
-        schemas: of the tools that prompts tell of.
-        options: variables of the template.
-
-    Raises:
-        ValueError: tools, and a template that does not show calls or answers, that does not end a turn with
-            one of `end_ids`, whose text cannot be tokenised in parts, or whose calls nothing here can read.
+    `end_ids` are the tokens at which the engine ends a turn. Raises ValueError if the template does not show
+    calls or results, does not end a turn with one of `end_ids`, cannot be tokenized in parts, or writes calls
+    in an unknown format.
     """
 
     def __init__(
@@ -83,24 +75,15 @@ class TurnTemplate:
             if schemas:
                 self._try_out()
         except ValueError as error:
-            raise ValueError(
-                f"tools need a chat template that goes on after calls: {error}; {REMEDY}"
-            ) from error
+            raise ValueError(f"tools need a chat template with tool calls: {error}; {REMEDY}") from error
 
     def after(self, messages: Sequence[Message], *, cut_off: bool = False) -> tuple[int, ...]:
-        """The ids that follow a turn: messages, such as results of its calls, and the next turn's beginning.
-
-        Args:
-            cut_off: the turn has no end token yet.
-
-        Raises:
-            ValueError: the template does not show where the turn ends.
-        """
+        """Return the ids of messages after a turn, maybe `cut_off`, and of the next turn's beginning."""
         _, end, rest = self._going_on(messages)
         return tuple(self._ids(end + rest if cut_off else rest))
 
     def parse(self, token_ids: Sequence[int]) -> Message:
-        """A turn as a message, with `tool_calls` where all of them can be read; else all of it as text."""
+        """Parse a turn as a message, with `tool_calls` if all are well-formed, else as text."""
         ids = token_ids[:-1] if token_ids and token_ids[-1] in self._ends.values() else token_ids
         try:
             if self._format is not None:
@@ -117,21 +100,21 @@ class TurnTemplate:
         said, end, rest = self._going_on([{"role": "tool", "name": called["name"], "content": answer}])
         asked, begun = (self._render([QUESTION], more) for more in (False, True))
         if not begun.startswith(asked) or not said.startswith(asked):
-            raise ValueError("it writes a question otherwise once it is answered")
+            raise ValueError("it changes a question once it is answered")
         if called["name"] not in said or answer not in rest:
-            raise ValueError("it does not show calls and their answers")
+            raise ValueError("it does not show calls and their results")
         self.end_id = self._ends[end]
         ids, whole = self._ids(rest), self._ids(said + end + rest)
         if not ids or whole[-len(ids) :] != ids or whole[-len(ids) - 1] != self.end_id:
             raise ValueError("its tokens after a turn depend on those before")
         self._header = begun[len(asked) :]
-        anchor = self._header.split("<think>")[0]  # some templates begin the model's thoughts for it
+        anchor = self._header.split("<think>")[0]  # some templates open the model's thoughts
         self._format = self._find_format(said[len(asked) :].removeprefix(anchor), anchor)
 
     def _going_on(self, messages: Sequence[Message]) -> tuple[str, str, str]:
-        """A conversation's text to the end of the model's turn, how that ends, and the rest.
+        """Render a conversation; return its text before the end of the model's turn, that end, and the rest.
 
-        Of the turn the calls that the messages answer are known; it is found by their arguments, or its text.
+        The turn has a call for each tool message. `MARK`, in their arguments or in its text, locates it.
         """
         answers, calls = list(messages), []
         for i, message in enumerate(messages):
@@ -148,14 +131,13 @@ class TurnTemplate:
         ends = [(at, mark) for mark in self._ends if (at := text.find(mark, after)) >= 0]
         if not ends:
             known = ", ".join(map(repr, self._ends))
-            raise ValueError(f"it ends a turn with none of the tokens at which generation stops ({known})")
+            raise ValueError(f"it ends a turn with none of the tokens that end generation ({known})")
         at, mark = min(ends)
         return text[:at], mark, text[at + len(mark) :]
 
     def _render(self, turns: list[Message], more: bool) -> str:
-        how: Any = {"tools": self._schemas, "options": self._options, "tries": True}
         try:
-            return render(self._tokenizer, turns, asks=more, **how)
+            return render(self._tokenizer, turns, tools=self._schemas, options=self._options, asks=more)
         except Exception as error:  # whatever a template raises
             roles = ", ".join(turn["role"] for turn in turns)
             raise ValueError(f"it refuses the roles {roles} ({error})") from error
@@ -164,37 +146,32 @@ class TurnTemplate:
         return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def _find_format(self, turn: str, anchor: str) -> dict[str, Any]:
-        """The response template that reads back the call which the chat template has written."""
+        """Return the response template that parses the call in `turn`."""
         own = getattr(self._tokenizer, "response_template", None)
         thoughts = {"open": "<think>", "close_pattern": r"</think>\s*", "content": "text"}
-        known = (
-            [own]
-            if own
-            else [
-                {
-                    "defaults": {"role": "assistant"},
-                    "start_anchor": anchor,
-                    "fields": {
-                        "reasoning_content": thoughts,
-                        "tool_calls": {**form, "repeats": True},
-                        "content": {"content": "text"},
-                    },
-                }
-                for form in FORMATS.values()
-            ]
-        )
-        for template in known:
+        known = [
+            {
+                "defaults": {"role": "assistant"},
+                "start_anchor": anchor,
+                "fields": {
+                    "reasoning_content": thoughts,
+                    "tool_calls": {**form, "repeats": True},
+                    "content": {"content": "text"},
+                },
+            }
+            for form in FORMATS.values()
+        ]
+        for template in [own] if own else known:
             try:
                 calls = self._read(turn, template, anchor).get("tool_calls")
             except ValueError:
                 continue
             if calls and calls[0]["function"] == CALL["function"]:
                 return template
-        forms = "its tokenizer's response_template" if own else ", ".join(FORMATS)
-        raise ValueError(f"its calls, as {turn!r}, can be read as none of: {forms}")
+        formats = "its tokenizer's response_template" if own else ", ".join(FORMATS)
+        raise ValueError(f"the format of its calls, such as {turn!r}, is none of: {formats}")
 
     def _read(self, text: str, form: dict[str, Any], prefix: str) -> Message:
-        """Raises ValueError for what is malformed."""
         try:
             found = self._tokenizer.parse_response(text, form, prefix=prefix, tools=self._schemas)
         except (AttributeError, KeyError, TypeError) as error:

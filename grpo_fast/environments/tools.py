@@ -1,4 +1,4 @@
-"""Functions and environment classes that a model may call, and what it is told of them. TRL's contract."""
+"""Load tools and environment classes, as in TRL, and the schemas that the model reads."""
 
 from __future__ import annotations
 
@@ -16,19 +16,18 @@ if TYPE_CHECKING:
     import verifiers.v1 as vf
 
 ENVIRONMENT_COLUMN = "environment"  # names a row's environment where there are several
-OWN_METHODS = ("reset", "get_reward")  # of an environment: called by the rollout, and no tools
+OWN_METHODS = ("reset", "get_reward")  # of an environment; called by the rollout, not tools
 
 
 @dataclass(frozen=True)
 class Toolset:
-    """What the model may call in a completion of one kind."""
+    """The tools of one environment, or of a run without environments."""
 
     functions: tuple[Callable[..., Any], ...]
-    instances: Instances | None  # of the environment, whose other public methods are tools too
-    schemas: tuple[dict[str, Any], ...]  # JSON schemas, as a chat template takes them
+    instances: Instances | None  # of the environment, whose public methods are tools, too
+    schemas: tuple[dict[str, Any], ...]  # JSON schemas for the chat template
 
     def calls(self, environment: Any) -> dict[str, Callable[..., Any]]:
-        """By name, what answers a call."""
         methods = () if environment is None else methods_of(environment)
         return {tool.__name__: tool for tool in (*self.functions, *methods)}
 
@@ -38,47 +37,39 @@ class Toolsets:
     """The toolsets of a run: one, or one for each environment that rows name."""
 
     by_name: Mapping[str | None, Toolset]
-    classes: tuple[type, ...]  # of the environments
-    tasks: DatasetConfig | None = None  # of the verifiers library, which calls its tools itself
+    classes: tuple[type, ...]  # the environments
+    tasks: DatasetConfig | None = None  # of verifiers, which calls its tools itself
 
     def of(self, row: Mapping[str, Any]) -> Toolset:
-        """That of a row.
-
-        Raises:
-            ValueError: the row names no environment, or none of these.
-        """
+        """Return a row's toolset; raise ValueError if the row names no known environment."""
         if None in self.by_name:
             return self.by_name[None]
         name = row.get(ENVIRONMENT_COLUMN)
         if name not in self.by_name:
             known = choices(str(name), [str(known) for known in self.by_name])
-            raise ValueError(
-                f"the column {ENVIRONMENT_COLUMN!r} says {name!r}, which rollout.environment has not: {known}"
-            )
+            problem = f"the column {ENVIRONMENT_COLUMN!r} has {name!r}, which rollout.environment lacks"
+            raise ValueError(f"{problem}: {known}")
         return self.by_name[name]
 
     def schemas(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """What a row's prompt tells the model of its tools."""
         return list(self.of(row).schemas)
 
 
 @dataclass(frozen=True)
 class Verifiers:
-    """What rewards are given as the environment of an episode of the verifiers library."""
+    """The environment that rewards get for an episode of verifiers."""
 
     trace: vf.Trace
-    reward: float | None  # None: the episode failed, and nothing scored it
+    reward: float | None  # None: the episode failed before it was scored
 
     def get_reward(self) -> float | None:
         return self.reward
 
 
 def load_toolsets(config: RolloutConfig, dataset: DatasetConfig | None = None) -> Toolsets | None:
-    """The tools and environments that `rollout` or the dataset names; None without any. Makes each once.
+    """Load the tools of `rollout` or of the dataset, and make each environment once; None without any.
 
-    Raises:
-        ValueError: something that cannot be loaded or made, a tool without types or docstring, two tools of
-            one name, or an environment without `reset`; both environments of ours and of verifiers.
+    Raises ValueError for tools and environments that cannot be loaded or described to the model.
     """
     if dataset is not None and dataset.source.startswith(VERIFIERS):
         return _tasks_of_library(config, dataset)
@@ -104,23 +95,17 @@ def load_toolsets(config: RolloutConfig, dataset: DatasetConfig | None = None) -
 
 def _tasks_of_library(config: RolloutConfig, dataset: DatasetConfig) -> Toolsets:
     if config.has_turns or config.function is not None:
-        raise ValueError(
-            f"dataset.source = {dataset.source!r} is an environment with a loop of its own; leave "
-            "rollout.tools, rollout.environment and rollout.function out"
-        )
+        unused = "rollout.tools, rollout.environment and rollout.function"
+        raise ValueError(f"dataset.source = {dataset.source!r} is a complete environment; remove {unused}")
     if dataset.max_prompt_length is None:
-        raise ValueError(
-            f"dataset.source = {dataset.source!r} renders its prompts itself, with its tools: set "
-            "dataset.max_prompt_length to the tokens that the longest may have"
-        )
+        limit = "set dataset.max_prompt_length to the most tokens of a prompt with its tools"
+        raise ValueError(f"dataset.source = {dataset.source!r} renders its prompts itself: {limit}")
     return Toolsets({None: Toolset((), None, ())}, (Verifiers,), dataset)
 
 
 def methods_of(environment: Any) -> list[Callable[..., Any]]:
-    """An environment's tools: its public methods, in the order of their names."""
-    functions = inspect.getmembers(
-        type(environment), inspect.isfunction
-    )  # of an instance, it runs properties
+    """Return an environment's tools: its public methods, sorted by name."""
+    functions = inspect.getmembers(type(environment), inspect.isfunction)  # an instance would run properties
     names = (name for name, _ in functions if name[0] != "_" and name not in OWN_METHODS)
     return [getattr(environment, name) for name in names]
 
@@ -131,7 +116,7 @@ def _made(factory: Callable[[], Any], key: str, path: str) -> Any:
     except Exception as error:  # a user's class may raise anything
         raise ValueError(f"{key} = {path!r} cannot be made ({type(error).__name__}: {error})") from error
     if not callable(getattr(environment, "reset", None)):
-        raise ValueError(f"{key} = {path!r} has no method reset(**row), which begins a completion; add it")
+        raise ValueError(f"{key} = {path!r} needs a method reset(**row), which begins a completion; add it")
     return environment
 
 
@@ -142,11 +127,9 @@ def _schemas(tools: Sequence[Callable[..., Any]], key: str) -> tuple[dict[str, A
     for tool in tools:
         try:
             schemas.append(get_json_schema(tool))
-        except Exception as error:  # one of transformers' own, or of the annotations' evaluation
-            raise ValueError(
-                f"{key}: the tool {tool.__name__} has no schema ({error}); give every argument a type, and "
-                "a line in the docstring's section `Args:`"
-            ) from error
+        except Exception as error:  # evaluating annotations may raise anything
+            remedy = "give every argument a type, and a line in the docstring's section `Args:`"
+            raise ValueError(f"{key}: the tool {tool.__name__} has no schema ({error}); {remedy}") from error
     names = [tool.__name__ for tool in tools]
     if len(set(names)) < len(names):
         raise ValueError(f"{key}: two tools have one name: {', '.join(names)}")

@@ -1,4 +1,4 @@
-"""Rollouts on environments of the verifiers library: its loop plays, and the run's engine answers."""
+"""Roll out on environments of verifiers: the library runs the loop, and the run's engine samples."""
 
 from __future__ import annotations
 
@@ -36,27 +36,22 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
-OVERFLOW = "maximum context length"  # words by which the library recognizes a prompt that is too long
-SAMPLED = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-)  # settings that an environment may name if they are equal
+OVERFLOW = "maximum context length"  # the library finds this text in the error of a prompt that is too long
+SAMPLED = ("temperature", "top_p", "top_k", "min_p")  # an environment may set them to the run's values
 
 
 @dataclass
 class EngineClient(Client):
-    """Answers the library's model calls by the run's engine. Later turns continue the sampled tokens."""
+    """Answer the library's model calls by the run's engine; later turns continue the sampled tokens."""
 
     tokenizer: PreTrainedTokenizerBase
     end_ids: Sequence[int]
-    max_prompt: int  # tokens of the first prompt
+    max_prompt: int  # tokens
     options: Mapping[str, Any]  # variables of the chat template
     requests: Requests
     sampling: Sampling
-    first: dict[str, int] = field(default_factory=dict)  # tokens of the first prompt, by trace
-    templates: dict[str, TurnTemplate] = field(default_factory=dict)  # by the tools that they show
+    first: dict[str, int] = field(default_factory=dict)  # by trace, tokens of the first prompt
+    templates: dict[str, TurnTemplate] = field(default_factory=dict)  # by the schemas of tools
 
     async def get_response(
         self,
@@ -67,7 +62,7 @@ class EngineClient(Client):
         turn: Any = None,
         headers: Any = None,
     ) -> Response:
-        """Return the engine's answer to `turn`, as the library's `TrainClient` does."""
+        """Sample the answer to `turn`, as the library's `TrainClient` does."""
         if not isinstance(dialect, ChatDialect):
             raise ProviderError("training needs a harness that uses chat completions", status_code=400)
         tools = [tool_to_wire(tool) for tool in turn.tools]
@@ -88,19 +83,22 @@ class EngineClient(Client):
         except ValueError as error:
             raise ProviderError(str(error), status_code=400) from error
         message = template.parse(answer.token_ids)
-        thoughts, _, said = str(message["content"]).rpartition("</think>")
+        thoughts, _, text = str(message["content"]).rpartition("</think>")
         thoughts = message.get("reasoning_content") or thoughts.removeprefix("<think>").strip()
-        functions = [call["function"] for call in message.get("tool_calls", ())]
         calls = [
-            ToolCall(id=f"call_{i}", name=function["name"], arguments=json.dumps(function["arguments"]))
-            for i, function in enumerate(functions)
+            ToolCall(
+                id=f"call_{i}",
+                name=call["function"]["name"],
+                arguments=json.dumps(call["function"]["arguments"]),
+            )
+            for i, call in enumerate(message.get("tool_calls", ()))
         ]
         response = Response(
             id="",
             created=0,
             model=body["model"],
             message=AssistantMessage(
-                content=said or None, reasoning_content=thoughts or None, tool_calls=calls or None
+                content=text or None, reasoning_content=thoughts or None, tool_calls=calls or None
             ),
             finish_reason="length" if answer.truncated else "tool_calls" if calls else "stop",
             tokens=TurnTokens(
@@ -114,31 +112,28 @@ class EngineClient(Client):
         return response
 
     async def _draw(self, trace: str, ids: Sequence[int], wanted: dict[str, Any]) -> Completion:
-        """Sample as the run does, because tokens that were sampled otherwise would train as if it had."""
+        """Sample with the run's settings, which the loss assumes."""
         sampling = self.sampling
         first = self.first.setdefault(trace, len(ids))
         room = first + sampling.max_completion_length - len(ids)
         if room < 1 or first > self.max_prompt:
             raise ValueError(
-                f"the prompt has {len(ids)} tokens, and the {OVERFLOW} is {self.max_prompt} for the first "
-                f"(dataset.max_prompt_length), and {sampling.max_completion_length} for all that follows "
-                "(rollout.max_completion_length)"
+                f"the prompt has {len(ids)} tokens; the {OVERFLOW} is dataset.max_prompt_length = "
+                f"{self.max_prompt}, and rollout.max_completion_length = {sampling.max_completion_length}"
             )
         seed, limit = wanted.pop("seed", None), wanted.pop("max_tokens", room)
         if other := {k: v for k, v in wanted.items() if k not in SAMPLED or getattr(sampling, k) != v}:
-            raise ValueError(
-                f"the environment asks for {other}, and the run samples as rollout.sampling says"
-            )
-        seed = None if seed is None else derive_seed(seed, len(ids))  # turns must not be sampled alike
+            raise ValueError(f"the environment sets {other}, which differs from the run's sampling")
+        seed = None if seed is None else derive_seed(seed, len(ids))  # another one for each turn
         own = replace(sampling, max_completion_length=min(limit, room), seed=seed, logprobs=True)
         return await asyncio.wrap_future(self.requests.ask(ids, own))
 
 
 class VerifiersRollout(CoroutineRollout):
-    """The `Rollout` of an environment of the library.
+    """The `Rollout` of an environment of verifiers.
 
-    A harness that rewrites its context makes several branches of a trace. The branch with the most sampled
-    tokens trains, and a warning counts the others' tokens.
+    A harness that rewrites its context makes several branches. The branch with the most sampled tokens
+    trains, and a warning counts the tokens of the others.
     """
 
     def __init__(
@@ -153,7 +148,7 @@ class VerifiersRollout(CoroutineRollout):
         self._serving: asyncio.Task[None] | None = None
         self._over = asyncio.Event()  # keeps the library's servers alive
         weakref.finalize(self, event_loop("environments").call_soon_threadsafe, self._over.set)
-        # It warns of each end of a conversation that the limit brings.
+        # The server would warn of each conversation that reaches the limit.
         server = logging.getLogger("verifiers.v1.interception.server")
         server.addFilter(lambda record: OVERFLOW not in record.getMessage())
 
@@ -169,10 +164,10 @@ class VerifiersRollout(CoroutineRollout):
             logger.warning("%d sampled tokens are not trained: a harness rewrote its context", self._left_out)
 
     async def _serve(self) -> None:
-        """Start the library's own servers, for the rest of the run."""
+        """Start the library's servers, for the rest of the run."""
         environment, over, ready = self._environment, self._over, asyncio.Event()
 
-        async def serve() -> None:  # entered and left in one task, as the library's servers must be
+        async def serve() -> None:  # the library's servers must start and stop in one task
             async with environment.serving():
                 ready.set()
                 await over.wait()
@@ -183,7 +178,7 @@ class VerifiersRollout(CoroutineRollout):
             self._serving.result()
 
     async def play(self, prompt: Prompt, requests: Requests, sampling: Sampling) -> Completion:
-        """Play one episode; raise RuntimeError if it ends before the model wrote anything."""
+        """Return one episode's completion; raise RuntimeError if no token was sampled."""
         env, name = self._environment, self._environment.config.env_id
         kind = type(env.taskset).task_type()
         task = kind(kind.data_type().model_validate(prompt.columns[COLUMN]), env.taskset.config.task)
@@ -191,13 +186,13 @@ class VerifiersRollout(CoroutineRollout):
         context = vf.ModelContext(model="policy", client=self._endpoint, sampling=seed)
         episode = await env.run_slot(env.slots(task)[0], context)
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
-        why = f"{errors[-1].type}: {errors[-1].message}" if errors else "nothing was asked of it"
+        why = f"{errors[-1].type}: {errors[-1].message}" if errors else "it made no request"
         traces = [trace for trace in episode.traces if trace.agent.trainable]
         branches = [b for trace in traces for b in trace.branches if b.trainable and any(b.sampled_mask)]
         if len(traces) > 1:
             raise ValueError(f"{name} trains several agents in one episode: choose another environment")
         if not branches:
-            raise RuntimeError(f"an episode of {name} ended before its model wrote a word: {why}")
+            raise RuntimeError(f"an episode of {name} ended without a sampled token: {why}")
         if not episode.ok:
             logger.warning("an episode of %s failed and has no reward: %s", name, why)
         nodes = {id(node): sum(node.mask) for branch in branches for node in branch.nodes}

@@ -1,5 +1,4 @@
-"""A calculator as an environment: the same file trains here (`rollout.environment`) and in TRL
-(`GRPOTrainer(environment_factory=Calculator)`)."""
+"""A calculator as an environment, for `rollout.environment` and for TRL's `environment_factory`."""
 
 from __future__ import annotations
 
@@ -16,10 +15,10 @@ LARGEST = 10**12
 
 
 class Calculator:
-    """Whole numbers and + - *."""
+    """Computes with whole numbers and + - *."""
 
     def reset(self, **row: object) -> str | None:
-        """Begin a completion, to whose prompt nothing is to be added."""
+        """Begin a completion; None adds nothing to its prompt."""
         self.results: list[int] = []
         return None
 
@@ -34,16 +33,12 @@ class Calculator:
 
 
 def used(environments: list[Calculator], **columns: object) -> list[float]:
-    """A reward: 1 where the calculator has given a result."""
+    """Reward completions that got a result from the calculator."""
     return [float(bool(environment.results)) for environment in environments]
 
 
 def value_of(node: ast.expr) -> int:
-    """What a parsed expression gives; its text is the model's, so nothing of it is executed.
-
-    Raises:
-        ValueError: anything but whole numbers, + - * and parentheses, or a result beyond 10^12.
-    """
+    """Compute a parsed expression without executing the model's text; raise ValueError for anything else."""
     if isinstance(node, ast.Constant) and type(node.value) is int:
         value = node.value
     elif isinstance(node, ast.BinOp) and type(node.op) in OPERATIONS:

@@ -1,9 +1,8 @@
-"""Prompts with images: a tiny model of Qwen2.5-VL's kind learns to count shapes, from nothing.
+"""Train on images: a tiny random model of Qwen2.5-VL's type learns to count shapes.
 
-`python -m grpo_fast.examples.count_shapes` draws pictures of one to four shapes, makes a random model with a
-tokenizer of a few words, and trains it for a minute or two on two CPU cores. Its vision tower stays random:
-what it says of a picture is enough to tell a shape from an empty place, and the language model learns to
-count. With a trained model, name its folder in `model` and leave the rest as it is.
+`python -m grpo_fast.examples.count_shapes` draws pictures of one to four shapes, makes a model and a
+tokenizer of a few words, and trains for a minute or two on two CPU cores. The vision tower stays random,
+which is enough to count. For a trained model, set `model` to its folder.
 """
 
 from __future__ import annotations
@@ -20,11 +19,10 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 import grpo_fast
 
-PLACE, ROWS = 28, 3  # pixels of a token's square of the picture, and how many of them a side has
+PLACE, ROWS = 28, 3  # pixels of a token's side, and tokens per side of a picture
 NUMBERS = ("one", "two", "three", "four")
-SPECIAL = (
-    *("<|endoftext|>", "<|im_end|>", "<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"),
-)
+IMAGE_TOKENS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")
+SPECIAL = ["<|endoftext|>", "<|im_end|>", *IMAGE_TOKENS]
 WORDS = [*SPECIAL, *NUMBERS, "how", "many", "shapes", "answer", "[UNK]"]
 END = WORDS.index("<|im_end|>")
 TEMPLATE = """{% for message in messages %}{% for part in message['content'] %}
@@ -33,7 +31,7 @@ TEMPLATE = """{% for message in messages %}{% for part in message['content'] %}
 
 
 def pictures(count: int, seed: int) -> list[dict[str, Any]]:
-    """Rows as TRL has them: a conversation, its image, and what the reward needs."""
+    """Make rows as in TRL: a conversation, its image, and a column for the reward."""
     dice = Random(seed)
     rows = []
     for _ in range(count):
@@ -50,17 +48,16 @@ def pictures(count: int, seed: int) -> list[dict[str, Any]]:
 
 
 def correct(completion_ids: list[list[int]], answer: list[str], **_: object) -> list[float]:
-    """1 for the right number and then the end of the turn."""
+    """Reward the right number, followed by the end of the turn."""
     wanted = zip(completion_ids, answer, strict=True)
     return [float(ids == [WORDS.index(number), END]) for ids, number in wanted]
 
 
 def save_random_model(folder: Path) -> Path:
-    """Weights, tokenizer and processor, as `save_pretrained` writes those of any model."""
     known = {word: number for number, word in enumerate(WORDS)}
     inner = Tokenizer(models.WordLevel(known, unk_token="[UNK]"))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    inner.add_special_tokens([*SPECIAL])
+    inner.add_special_tokens(SPECIAL)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=inner, eos_token="<|im_end|>", pad_token="<|endoftext|>"
     )

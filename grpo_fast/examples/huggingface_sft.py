@@ -1,4 +1,4 @@
-"""Fine-tune a model with transformers' Trainer, without its logits: one line more than usual."""
+"""Fine-tune a model with transformers' Trainer, without its logits, by one more line."""
 
 import tempfile
 

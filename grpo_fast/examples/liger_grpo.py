@@ -1,4 +1,4 @@
-"""Code written for Liger's fused GRPO loss: only its import is another."""
+"""Replace Liger's fused GRPO loss by another import."""
 
 import torch
 
@@ -7,7 +7,7 @@ from grpo_fast.integrations.liger import LigerFusedLinearGRPOLoss
 torch.manual_seed(0)
 batch, length, width, vocabulary = 4, 6, 32, 100
 head = torch.nn.Linear(width, vocabulary, bias=False)
-hidden = torch.randn(batch, length, width, requires_grad=True)  # that predict the completions' tokens
+hidden = torch.randn(batch, length, width, requires_grad=True)  # predict the completions' tokens
 completions = torch.randint(vocabulary, (batch, length))
 mask = torch.arange(length) < torch.tensor([6, 3, 5, 1])[:, None]
 advantages = torch.tensor([1.0, -1.0, 0.5, -0.5])

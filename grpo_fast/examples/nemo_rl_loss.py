@@ -1,4 +1,4 @@
-"""NeMo-RL with a loss of ours: in a run script, replace the `loss_fn` that `setup` returns by this one."""
+"""Use our loss in NeMo-RL: in a run script, replace the `loss_fn` that `setup` returns."""
 
 import torch
 
@@ -7,7 +7,7 @@ from grpo_fast.integrations.nemo_rl import PolicyLoss
 
 loss_fn = PolicyLoss(GRPOLossConfig("cispo"))
 
-# What its trainer does with it, on random numbers: 4 samples of 10 tokens.
+# Its trainer calls the loss like this; here on random numbers, 4 samples of 10 tokens.
 logprobs = torch.randn(4, 10).sub(3).clamp(max=0)
 data = {
     "prev_logprobs": logprobs,

@@ -1,6 +1,6 @@
-"""OpenRLHF's actor without logits, and GSPO as its policy loss.
+"""Use OpenRLHF's actor without logits, and GSPO as its policy loss.
 
-For a run, put the two lines of `patch` into a function of your own and start Ray with
+In a run, put the two lines of `patch` into a function, and start Ray with
 `ray.init(runtime_env={"worker_process_setup_hook": that_function})` before `train_ppo_ray` does.
 """
 

@@ -1,4 +1,6 @@
-"""prime-rl with our head and a loss of ours. Save the part above the line and name it in the trainer's TOML:
+"""Use our head and one of our losses in prime-rl.
+
+Save the part above the line as `my_module.py`, and name it in the trainer's TOML:
 
 [loss]
 type = "custom"

@@ -1,7 +1,7 @@
-"""Training from Python: rows and rewards are objects, and the run comes back as one.
+"""Train from Python: rows and rewards are objects, and `train` returns the run.
 
 `python -m grpo_fast.examples.train_from_python` teaches SmolLM2-135M-Instruct to add, in a few minutes on two
-CPU cores. After an interruption, `main(resume=True)` goes on.
+CPU cores. After an interruption, `main(resume=True)` continues.
 """
 
 import re

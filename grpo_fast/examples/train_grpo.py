@@ -1,12 +1,12 @@
-"""GRPO from top to bottom in one file, to copy and change: the loop without its configuration.
+"""GRPO in one file, to copy and change: the training loop without its configuration.
 
 `python -m grpo_fast.examples.train_grpo` teaches SmolLM2-135M-Instruct to add and subtract numbers of one or
 two digits, on a GPU or in a few minutes on two CPU cores, and prints the held-out score before and after. The
-algorithm is that of Shao et al. 2024 (arXiv:2402.03300, algorithm 1) without the KL term, one update a step:
-exactly on-policy, so the old policy's log-probabilities are those of the update's own forward.
+algorithm is that of Shao et al. 2024 (arXiv:2402.03300, algorithm 1) without the KL term. With one update per
+step, it is on-policy: the old policy's log-probabilities are those of the update's forward.
 
-What `grpo-fast train` has besides: checkpoints, logs, vLLM, several updates a step, curricula, and smaller
-micro-batches after running out of memory.
+`grpo-fast train` adds checkpoints, logs, vLLM, several updates per step, curricula, and smaller micro-batches
+after running out of memory.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SUMS = DatasetConfig(
 )
 HELD_OUT = SUMS.model_copy(update={"size": 300, "seed": 50_000_000})
 OPTIMIZER = OptimizerConfig(learning_rate=2e-5, betas=(0.9, 0.95), max_grad_norm=1.0)
-# Without the entropy's bonus every answer of a group is soon the same, and nothing is left to compare.
+# Without an entropy bonus, the answers of a group soon become equal, and there is nothing left to compare.
 LOSS = GRPOLossConfig("grpo", epsilon_low=0.2, epsilon_high=0.2, entropy_coef=0.01)
 STEPS, PROMPTS, GROUP, MAX_TOKENS = 50, 16, 8, 10
 MICRO_BATCH_TOKENS = 1024
@@ -54,13 +54,13 @@ def main() -> None:
 
 
 def correct(prompt: Prompt, completion: Completion) -> float:
-    """1 for the right answer in the right format."""
+    """Return 1 for the right answer in the right format."""
     answer = re.fullmatch(r"Answer: (-?\d+)\s*", completion.text)
     return float(answer is not None and int(answer[1]) == int(prompt.columns["answer"]))
 
 
 def correct_and_formatted(prompt: Prompt, completion: Completion) -> float:
-    """A tenth of the reward for the format, so that the first steps have something to learn from."""
+    """Give a tenth of the reward for the format, which the model learns first."""
     formatted = re.fullmatch(r"Answer: -?\d+\s*", completion.text) is not None
     return 0.9 * correct(prompt, completion) + 0.1 * formatted
 
@@ -76,13 +76,7 @@ def train(
     optimizer_config: OptimizerConfig = OPTIMIZER,
     max_tokens: int = MAX_TOKENS,
 ) -> tuple[float, float]:
-    """Trains `policy` in place; returns the held-out score before and after.
-
-    Args:
-        reward: what a completion earns in training.
-        right: what a greedy completion earns in the evaluation.
-        max_tokens: of a completion.
-    """
+    """Train `policy` in place by `reward`; return the held-out mean of `right` before and after."""
     optimizer = PolicyOptimizer(policy.trainable(), optimizer_config, total_steps=steps)
     engine = TransformersEngine(policy.model, policy.tokenizer, eos_ids=policy.eos_token_ids)
     sampler = PromptSampler(prompts, PROMPTS)
@@ -102,10 +96,10 @@ def train(
         compared = group_advantages(rewards, scale_rewards="group")
         line = f"step {step + 1}: reward {rewards.mean():.3f}"
         if compared.flat.all():
-            print(f"{line}, every group earned the same: nothing to learn")
+            print(f"{line}, every group has equal rewards: no update")
             continue
 
-        # Pack: flat tokens without padding; groups that all earned the same have no gradient and stay out.
+        # Pack: flat tokens without padding; groups of equal rewards have no gradient and are left out.
         completions = [completion for group in groups for completion in group]
         table = CompletionTable.of(
             [question.token_ids for question in questions for _ in range(GROUP)],
@@ -121,7 +115,7 @@ def train(
             shares_prompts=policy.packs,
         )
 
-        # Loss and gradient: the micro-batches' losses add up, since all are divided by the step's counts.
+        # Loss and gradient: the micro-batches' losses add up, because all are divided by the step's counts.
         totals = StepTotals(num_tokens=len(table.token_ids), num_sequences=len(table))
         loss = 0.0
         for number, batch in enumerate(batches):
@@ -148,7 +142,7 @@ def train(
 
 
 def evaluate(engine: Engine, held_out: Sequence[Prompt], right: Reward, max_tokens: int) -> float:
-    """Mean of `right` over the greedy completions of the held-out prompts."""
+    """Return the mean of `right` over greedy completions of the held-out prompts."""
     greedy = Sampling(max_completion_length=max_tokens, temperature=0.0)
     groups = engine.generate([prompt.token_ids for prompt in held_out], 1, greedy)
     scores = [right(prompt, group[0]) for prompt, group in zip(held_out, groups, strict=True)]

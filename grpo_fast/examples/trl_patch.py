@@ -1,4 +1,4 @@
-"""A TRL trainer on our head: one line more than without it."""
+"""Use our head in a TRL trainer, by one more line."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""TRL's GRPO trainer with its loss known in the forward: another class, the same arguments and metrics."""
+"""Use our head and our fused loss in TRL's GRPO trainer: another class, the same arguments and metrics."""
 
 from typing import Any
 

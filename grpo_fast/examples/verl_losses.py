@@ -1,4 +1,6 @@
-"""verl with our head and our losses. A run needs these overrides only, and none of the code below:
+"""Use our head and our losses in verl.
+
+A run needs only these overrides, not the code below:
 
 actor_rollout_ref.model.external_lib=grpo_fast.integrations.verl
 actor_rollout_ref.model.use_fused_kernels=True

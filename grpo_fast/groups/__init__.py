@@ -1,1 +1,1 @@
-"""How prompts become groups, and rewards become advantages."""
+"""Group prompts, and compute advantages from rewards."""

@@ -1,4 +1,4 @@
-"""What makes two prompts alike: each criterion is a distance from 0 to 1, and they add up with weights."""
+"""Measure distances between prompts: a weighted mean of criteria, each from 0 to 1."""
 
 from __future__ import annotations
 
@@ -21,26 +21,9 @@ EMBEDDING_WIDTH = 2**HASH_BITS
 Distance = Callable[[Tensor, Tensor], Tensor]  # positions (R,), (O,) -> (R, O) float32 in [0, 1]
 
 
-def prompt_distance(prompts: Sequence[Prompt], config: GroupConfig, example_turns: int = 0) -> Distance:
-    """The distance that the configured strategy groups by before the draw.
-
-    Args:
-        prompts: N.
-        config: of strategy `semantic` or `combined`.
-        example_turns: turns at the start of each conversation that the configuration put there.
-
-    Raises:
-        ValueError: a criterion that is unknown, or that does not fit the prompts.
-    """
-    wanted = config.criteria or [CriterionConfig(by="embedding")]
-    return weighted_distance(
-        [(item.weight, prompt_values(prompts, item.by, config, example_turns)) for item in wanted]
-    )
-
-
 def weighted_distance(criteria: Sequence[tuple[float, Tensor]]) -> Distance:
-    """The mean of distances by their weights; `prompt_values` of the same prompts for each criterion."""
-    # A criterion by which all prompts are equal would only dilute the others.
+    """Return the weighted mean distance of criteria, given as (weight, `prompt_values`)."""
+    # A criterion without differences would only dilute the others.
     criteria = [(weight, values) for weight, values in criteria if (values != values[:1]).any()]
     total = sum(weight for weight, _ in criteria)
 
@@ -57,11 +40,7 @@ def scored_values(
     kept: Sequence[int],
     functions: Mapping[str, Callable[..., Any]],
 ) -> Tensor:
-    """What a criterion of `SCORED` knows of the `kept` groups of a scored table, as `_distances` takes it.
-
-    Args:
-        functions: of the user's, by their paths.
-    """
+    """Return a `SCORED` criterion's values of the `kept` groups of a scored table, for `_distances`."""
     source = f"groups.criteria.by = {criterion.by!r}"
     if criterion.by == "reward":
         values = table.by_group("reward").nanmean(1)
@@ -75,20 +54,16 @@ def scored_values(
 
 
 def texts_of(table: CompletionTable) -> list[list[str]]:
-    """The texts of each group's completions."""
     texts = [completion.text for completion in table.objects["completion"]]
     n = len(texts) // table.num_groups
     return [texts[start : start + n] for start in range(0, len(texts), n)]
 
 
 def distinct_bigrams(table: CompletionTable, owners: Tensor) -> Tensor:
-    """(K,) share of distinct bigrams among those that the model wrote in all completions of each owner.
+    """Return the share of distinct bigrams of sampled tokens over each owner's completions, (K,).
 
-    Distinct-2 (Li et al. 2016, arXiv:1510.03055, section 5.2), over tokens; the last token of a completion is
-    a bigram with its end, so that each has as many bigrams as tokens.
-
-    Args:
-        owners: (S,) int64 from 0 to K - 1.
+    Distinct-2 (Li et al. 2016, arXiv:1510.03055, section 5.2), over tokens; the last token of a completion
+    forms a bigram with its end. `owners` is (S,) int64 from 0 to K - 1.
     """
     rows = table.spread(torch.arange(len(table)))[table.mask]
     first = table.token_ids[table.mask]
@@ -101,9 +76,9 @@ def distinct_bigrams(table: CompletionTable, owners: Tensor) -> Tensor:
 
 
 def _distances(a: Tensor, b: Tensor) -> Tensor:
-    """(R, O) float32 between vectors of length one (R, D), numbers in [0, 1] or int64 labels (R,)."""
+    """Return distances (R, O) between unit vectors (R, D), numbers in [0, 1] (R,), or int64 labels (R,)."""
     if a.ndim == 2:
-        return (1 - a @ b.T).clamp(0, 1)  # vectors at right angles or more are at 1
+        return (1 - a @ b.T).clamp(0, 1)  # 1 for angles of 90 degrees and more
     if a.is_floating_point():
         return (a[:, None] - b[None]).abs()
     return (a[:, None] != b[None]).float()
@@ -112,12 +87,9 @@ def _distances(a: Tensor, b: Tensor) -> Tensor:
 def conversation_prefix(
     prompt: Prompt, prefix_turns: int | None, example_turns: int
 ) -> tuple[tuple[str, str], ...] | None:
-    """The turns that a prompt shares with others of its conversation; None where it has none.
+    """Return a prompt's first `prefix_turns` turns (None: all but the last); None without any.
 
-    Args:
-        prefix_turns: how many turns; none: all but the last.
-        example_turns: turns that the configuration put before the row's own; they and a system message are
-            the same for all prompts and say nothing.
+    A system message and the turns of configured examples are skipped.
     """
     if isinstance(prompt.prompt, str):
         return None
@@ -129,19 +101,18 @@ def conversation_prefix(
 
 
 def label_ids(keys: Iterable[Hashable | None]) -> Tensor:
-    """(N,) int64, the same for equal keys; None equals nothing, not even None."""
+    """Number keys, (N,) int64, equal for equal keys; each None gets its own number."""
     known: dict[Hashable, int] = {}
     ids = [known.setdefault(object() if key is None else key, len(known)) for key in keys]
     return torch.tensor(ids, dtype=torch.int64)
 
 
 def tfidf(token_lists: Sequence[Sequence[int]]) -> Tensor:
-    """(N, 1024) float32 rows of length one from N token sequences.
+    """Embed N token sequences as unit vectors, (N, 1024) float32.
 
     Sublinear term frequency times log(1 + N / document frequency) (Salton and Buckley 1988, Information
     Processing & Management 24, p. 513), hashed with signs into a fixed width, which keeps dot products up to
-    noise of 1/32 (Weinberger et al. 2009, arXiv:0902.2206). What all prompts have, such as a chat template,
-    counts next to nothing.
+    noise of 1/32 (Weinberger et al. 2009, arXiv:0902.2206).
     """
     counts = [Counter(tokens) for tokens in token_lists]
     documents = Counter(token for count in counts for token in count)
@@ -159,7 +130,7 @@ def tfidf(token_lists: Sequence[Sequence[int]]) -> Tensor:
 
 
 def prompt_values(prompts: Sequence[Prompt], by: str, config: GroupConfig, example_turns: int = 0) -> Tensor:
-    """What a criterion knows of each prompt, as `_distances` takes it."""
+    """Return a criterion's values of prompts, for `_distances`; raise ValueError if it does not fit them."""
     source = f"groups.criteria.by = {by!r}"
     if by == "embedding" and config.embedding == "tfidf":
         return tfidf([prompt.token_ids for prompt in prompts])
@@ -182,35 +153,30 @@ def prompt_values(prompts: Sequence[Prompt], by: str, config: GroupConfig, examp
     elif ":" in by:
         found = load_callable(by, "groups.criteria.by")(prompts)
     else:
-        raise ValueError(
-            f"{source} is unknown; choose embedding, prefix, length, reward, diversity or column:NAME, or "
-            "give your own function as 'module:function'"
-        )
+        known = "embedding, prefix, length, reward, diversity, column:NAME or 'module:function'"
+        raise ValueError(f"{source} is unknown; choose {known}")
     values = _tensor(found, len(prompts), source)
     return normalize(values) if values.ndim == 2 else _over_range(values.tolist(), source)
 
 
 def _over_range(values: Sequence[float], source: str) -> Tensor:
-    """Numbers over their range, so that the largest distance is one."""
     numbers = torch.tensor(values, dtype=torch.float64)
     if not numbers.isfinite().all():
-        raise ValueError(f"{source} holds values that are not finite; clean the column")
+        raise ValueError(f"{source} has values that are not finite; clean the column")
     low, high = numbers.min(), numbers.max()
     return ((numbers - low) / (high - low if high > low else 1.0)).float()
 
 
 def _tensor(values: Any, n: int, source: str) -> Tensor:
-    """What a user's function returned, (n,) or (n, D) float32."""
+    """Convert what a user's function returned to (n,) or (n, D) float32."""
     try:
         tensor = torch.as_tensor(values, dtype=torch.float32).detach().cpu()
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(
-            f"{source} returned no array of numbers ({error}); return one number or vector each"
-        ) from None
+        problem = f"{source} returned no array of numbers ({error})"
+        raise ValueError(f"{problem}; return one number or vector each") from None
     if tensor.ndim not in (1, 2) or len(tensor) != n:
-        raise ValueError(
-            f"{source} returned shape {tuple(tensor.shape)} for {n} prompts; return ({n},) or ({n}, D)"
-        )
+        problem = f"{source} returned shape {tuple(tensor.shape)} for {n} prompts"
+        raise ValueError(f"{problem}; return ({n},) or ({n}, D)")
     if not tensor.isfinite().all():
         raise ValueError(f"{source} returned values that are not finite; return finite numbers")
     return tensor

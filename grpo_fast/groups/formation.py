@@ -1,4 +1,4 @@
-"""From prompts and a strategy to groups of prompts that share a baseline, every prompt in exactly one."""
+"""Form groups of prompts that share a baseline, each prompt in exactly one group."""
 
 from __future__ import annotations
 
@@ -18,31 +18,25 @@ from grpo_fast.data.types import Prompt
 from grpo_fast.groups.advantages import spread_within
 from grpo_fast.groups.criteria import Distance, conversation_prefix, distinct_bigrams
 
-PromptGroups = list[list[int]]  # positions in the dataset; the first of a group is its leader
+PromptGroups = list[list[int]]  # positions in the dataset
 
-# Equal vectors are at a distance of about 1e-7, not zero.
-ROUNDING = 1e-6
+ROUNDING = 1e-6  # equal vectors have a distance of about 1e-7
 BLOCK = 256  # prompts whose distances are computed at once
-SCORED = ("completions", "step", "total_steps", "embeddings", "rewards")
-"""Parameters by which a function of the user's asks to form groups after scoring."""
-GIVEN = ("prompts", "batch_size", "group_size", *SCORED)
+# Parameters of a user's function; one that names more than `prompts` forms groups after scoring.
+GIVEN = (
+    *("prompts", "batch_size", "group_size"),
+    *("completions", "step", "total_steps", "embeddings", "rewards"),
+)
 NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 def form_groups(
     prompts: Sequence[Prompt], config: GroupConfig, distance: Distance | None = None, example_turns: int = 0
 ) -> PromptGroups:
-    """Group a dataset as configured; no prompt is lost, and none is in two groups.
+    """Group a dataset as configured, by `distance` between positions or by keys.
 
-    Args:
-        prompts: N prompts.
-        config: strategy, sizes and threshold.
-        distance: `prompt_distance`, for the strategies `semantic` and `combined`.
-        example_turns: turns of each conversation that `dataset.examples` put there.
-
-    Raises:
-        ValueError: a strategy or a size that does not fit the prompts, or a function that cannot be imported
-            or that returns neither one key for each prompt nor groups.
+    `example_turns` counts the turns of configured examples in each conversation. Raises ValueError for a
+    strategy that does not fit the prompts, or a function that fails to return keys or groups.
     """
     if config.strategy == "prompt":
         return [[position] for position in range(len(prompts))]
@@ -53,14 +47,12 @@ def form_groups(
 def prompt_keys(
     prompts: Sequence[Prompt], config: GroupConfig, example_turns: int = 0
 ) -> list[Hashable | None]:
-    """What prompts of one group share, by the strategy `prefix` or a function; errors as of `form_groups`."""
+    """Return each prompt's key, by the strategy `prefix` or a function; errors as for `form_groups`."""
     if config.strategy == "prefix":
         keys = [conversation_prefix(prompt, config.prefix_turns, example_turns) for prompt in prompts]
         if all(key is None for key in keys):
-            raise ValueError(
-                "groups.strategy = 'prefix' finds no prompt with earlier turns; it is for conversations of "
-                "several turns: use another strategy"
-            )
+            problem = "groups.strategy = 'prefix' finds no prompt with earlier turns"
+            raise ValueError(f"{problem}: use another strategy for prompts of one turn")
         return [*keys]
     return read_keys(load_callable(config.strategy, "groups.strategy")(prompts), len(prompts), config)
 
@@ -75,10 +67,8 @@ def cut(
 ) -> PromptGroups:
     """Cut prompts into groups of allowed sizes, in which `size_by.column` has one value.
 
-    Args:
-        order: positions in the order in which they are grouped; all others are alone. None: as they come.
-        distance: between positions, for clusters; None: prompts of one key are together.
-        keys: N; None: all prompts have one key.
+    They are clustered by `distance` between positions or, without it, grouped by `keys` (None: all equal).
+    Positions that are not in `order` stay alone.
     """
     column, sizes = config.sizes()
     order = range(len(prompts)) if order is None else order
@@ -97,24 +87,19 @@ def cut(
 
 
 def _clusters(own: Sequence[int], config: GroupConfig, distance: Distance) -> PromptGroups:
-    places, radius = torch.tensor(own, dtype=torch.int64), 1 - config.similarity_threshold
+    places, least = torch.tensor(own, dtype=torch.int64), config.min_group_size
     clusters = leader_clusters(
         len(own),
         lambda rows, others: distance(places[rows], places[others]),
-        radius=radius,
+        radius=1 - config.similarity_threshold,
         max_size=config.max_group_size,
     )
-    kept = [group for group in clusters if len(group) >= config.min_group_size]
-    rest = sorted(p for group in clusters if len(group) < config.min_group_size for p in group)
-    return [*kept, *([position] for position in rest)]
+    rest = sorted(place for group in clusters if len(group) < least for place in group)
+    return [*(group for group in clusters if len(group) >= least), *([place] for place in rest)]
 
 
 def asked_after_scoring(function: Callable[..., Any], path: str) -> list[str]:
-    """What a function of the user's is given by name after scoring; empty: it gets the prompts before.
-
-    Raises:
-        ValueError: the function asks for what there is not.
-    """
+    """Return the arguments of a user's function that groups after scoring; empty if it groups before."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):  # a builtin may have no signature
@@ -124,20 +109,18 @@ def asked_after_scoring(function: Callable[..., Any], path: str) -> list[str]:
         return []
     for name, parameter in parameters.items():
         if name not in GIVEN and parameter.default is parameter.empty and parameter.kind in NAMED:
-            raise ValueError(
-                f"groups.strategy = {path!r} asks for {name!r}: {choices(name, GIVEN)}; rename the "
-                "parameter, or give it a default"
-            )
+            problem = f"groups.strategy = {path!r} asks for {name!r}: {choices(name, GIVEN)}"
+            raise ValueError(f"{problem}; rename the parameter, or give it a default")
     return asked
 
 
 def read_keys(found: Any, count: int, config: GroupConfig) -> list[Hashable | None]:
-    """One key for each of `count` prompts, from the keys or the groups that a user's function returned."""
+    """Return a key for each of `count` prompts from a user's function, which returned keys or groups."""
     returned = f"groups.strategy = {config.strategy!r} returned"
     found = found.tolist() if hasattr(found, "tolist") else found
     if not isinstance(found, list | tuple):
-        got = f"a {type(found).__name__}"
-        raise ValueError(f"{returned} {got} for {count} prompts; return a list with one key each")
+        problem = f"{returned} a {type(found).__name__} for {count} prompts"
+        raise ValueError(f"{problem}; return a list with one key each")
     found = [item.tolist() if hasattr(item, "tolist") else item for item in found]
     if found and all(isinstance(item, list) for item in found):
         return _keys_of_groups(found, count, returned)
@@ -145,10 +128,8 @@ def read_keys(found: Any, count: int, config: GroupConfig) -> list[Hashable | No
         raise ValueError(f"{returned} {len(found)} keys for {count} prompts; return a list with one key each")
     for place, key in enumerate(found):
         if not isinstance(key, Hashable):
-            raise ValueError(
-                f"{returned} a {type(key).__name__} for prompt {place}; a key is text or a number, or None "
-                "for a baseline of its own"
-            )
+            problem = f"{returned} a {type(key).__name__} for prompt {place}"
+            raise ValueError(f"{problem}; return text, a number, or None for a baseline of its own")
     return found
 
 
@@ -157,42 +138,34 @@ def _keys_of_groups(groups: Sequence[Sequence[Any]], count: int, returned: str) 
     for number, group in enumerate(groups):
         for position in group:
             if not isinstance(position, int) or not 0 <= position < count:
-                raise ValueError(
-                    f"{returned} position {position!r} in group {number}; positions of {count} prompts are "
-                    f"0 to {count - 1}"
-                )
+                problem = f"{returned} position {position!r} in group {number}"
+                raise ValueError(f"{problem}; positions are 0 to {count - 1}")
             if keys[position] is not None:
-                raise ValueError(
-                    f"{returned} position {position} in group {keys[position]} and in group {number}; put "
-                    "each prompt into one group at most"
-                )
+                problem = f"{returned} position {position} in group {keys[position]} and in group {number}"
+                raise ValueError(f"{problem}; put each prompt into one group at most")
             keys[position] = number
     return keys
 
 
 def check_sizes(prompts: Sequence[Prompt], config: GroupConfig) -> None:
-    """Raises ValueError for a `size_by` whose column is not there or whose sizes the prompts cannot fill."""
+    """Raise ValueError for a `size_by` with an unknown column, or sizes that the prompts cannot fill."""
     column, sizes = config.sizes()
     if not sizes:
         return
     if column not in prompts[0].columns:
-        raise ValueError(
-            f"groups.size_by.column = {column!r}: there is no such column: "
-            f"{choices(column, prompts[0].columns)}"
-        )
+        known = choices(column, prompts[0].columns)
+        raise ValueError(f"groups.size_by.column = {column!r}: there is no such column: {known}")
     counts = Counter(str(prompt.columns.get(column)) for prompt in prompts)
     for value, size in sizes.items():
         if not counts[value]:
             raise ValueError(f"groups.size_by.{value}: no row has this {column}: {choices(value, counts)}")
         if counts[value] < size:
-            raise ValueError(
-                f"groups.size_by.{value} = {size} cannot be filled: the dataset has {counts[value]} such "
-                f"prompts; lower it to {counts[value]} at most"
-            )
+            problem = f"groups.size_by.{value} = {size} cannot be filled"
+            raise ValueError(f"{problem}: set it to the dataset's {counts[value]} such prompts at most")
 
 
 def with_enough(numbers: Sequence[int], min_group_size: int) -> list[int]:
-    """Group numbers of a batch's prompts; one that fewer than `min_group_size` have becomes one for each."""
+    """Give prompts of groups with fewer than `min_group_size` in the batch a group number of their own."""
     present = Counter(numbers)
     return [
         number if present[number] >= min_group_size else -1 - place for place, number in enumerate(numbers)
@@ -202,12 +175,10 @@ def with_enough(numbers: Sequence[int], min_group_size: int) -> list[int]:
 def describe_groups(
     numbers: Sequence[int], embeddings: Tensor, table: CompletionTable | None
 ) -> dict[str, float]:
-    """Metrics of a step's groups.
+    """Compute the metrics of a step's groups.
 
-    Args:
-        numbers: P, the same for prompts that share a baseline.
-        embeddings: (P, D) of the prompts.
-        table: their completions with rewards; None: not known yet.
+    `numbers` are equal for prompts that share a baseline; `embeddings` is (P, D); `table` has their scored
+    completions, if known.
     """
     owners = torch.tensor(numbers).unique(return_inverse=True)[1]
     groups = [(owners == number).nonzero()[:, 0] for number in range(int(owners.max()) + 1)]
@@ -229,9 +200,9 @@ def describe_groups(
 
 
 def key_groups(keys: Sequence[Hashable | None], config: GroupConfig) -> PromptGroups:
-    """Prompts of one key together, in as few even parts as the largest size allows.
+    """Group prompts of one key, in as few even parts as the largest size allows.
 
-    A part below the smallest size becomes groups of one; None is no key that others could share.
+    A part below the smallest size becomes groups of one, and so does each prompt of the key None.
     """
     members: dict[Hashable, list[int]] = {}
     for position, key in enumerate(keys):
@@ -246,16 +217,16 @@ def key_groups(keys: Sequence[Hashable | None], config: GroupConfig) -> PromptGr
 
 
 def leader_clusters(n: int, distance: Distance, *, radius: float, max_size: int) -> PromptGroups:
-    """Each prompt in turn joins the nearest leader within `radius` whose group has room, or leads a new one.
+    """Let each prompt in turn join the nearest leader within `radius` with room, or lead a new group.
 
-    One pass (Hartigan 1975, Clustering Algorithms, chapter 3): deterministic, every member within `radius` of
-    its leader, ties to the earlier group.
+    One pass (Hartigan 1975, Clustering Algorithms, chapter 3). Ties go to the earlier group. The first of a
+    group is its leader.
     """
     groups: PromptGroups = []
     for start in range(0, n, BLOCK):
         block = torch.arange(start, min(start + BLOCK, n))
         known = [group for group in groups if len(group) < max_size]
-        # A prompt of the block may come to lead: its distances stand in a column of their own.
+        # Each prompt of the block may become a leader, so it has a column of distances.
         columns: PromptGroups = [*known, *([] for _ in block)]
         leaders = torch.tensor([group[0] for group in known], dtype=torch.int64)
         distances = distance(block, torch.cat([leaders, block]))

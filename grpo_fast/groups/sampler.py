@@ -1,4 +1,4 @@
-"""Which prompts a step samples together, and which of them share a baseline."""
+"""Choose the prompts of a step, and those among them that share a baseline."""
 
 from __future__ import annotations
 
@@ -15,18 +15,10 @@ from grpo_fast.config.lookup import load_callable
 from grpo_fast.config.section import short
 from grpo_fast.data import Prompt, PromptDataset, PromptSampler
 from grpo_fast.data.table import CompletionTable
+from grpo_fast.groups import formation
 from grpo_fast.groups.criteria import prompt_values, scored_values, texts_of, tfidf, weighted_distance
 from grpo_fast.groups.curriculum import DifficultySampler
-from grpo_fast.groups.formation import (
-    PromptGroups,
-    asked_after_scoring,
-    check_sizes,
-    cut,
-    describe_groups,
-    form_groups,
-    prompt_keys,
-    read_keys,
-)
+from grpo_fast.groups.formation import PromptGroups, cut
 from grpo_fast.objective.types import present
 
 
@@ -39,11 +31,7 @@ def make_sampler(
     *,
     seed: int,
 ) -> PromptSampler:
-    """The sampler that `groups` and `curriculum` ask for.
-
-    Raises:
-        ValueError: settings that don't fit the dataset or the rewards.
-    """
+    """Make the sampler of `groups` and `curriculum`; raise ValueError if they do not fit the dataset."""
     if curriculum is not None:
         return DifficultySampler(dataset, batch_size, curriculum, reward_names, seed)
     if groups.shares_baselines:
@@ -52,11 +40,10 @@ def make_sampler(
 
 
 class GroupSampler(PromptSampler):
-    """Shuffled epochs in which the prompts of a group follow each other, so that a batch has them together.
+    """Sample shuffled epochs in which the prompts of a group are consecutive.
 
-    Every prompt still comes once an epoch. Where a batch ends within a group, its parts share what they can.
-    A phase whose groups are formed after scoring samples prompts one by one. At a change of phase, the
-    prompts that are left of the epoch get the order of the new groups.
+    Each prompt comes once per epoch. If a batch ends within a group, each part shares its own baseline. A
+    phase that groups after scoring samples prompts individually. A new phase reorders the rest of the epoch.
     """
 
     def __init__(
@@ -67,14 +54,16 @@ class GroupSampler(PromptSampler):
         seed: int = 0,
         example_turns: int = 0,
     ) -> None:
-        """Arguments and errors as of `form_groups`."""
+        """Form the groups of every phase; arguments and errors as for `form_groups`."""
         super().__init__(dataset, batch_size, seed)
-        check_sizes(dataset, config)
+        formation.check_sizes(dataset, config)
         self.config, self.phases = config, config.by_phase()
         paths = {phase.strategy for phase in self.phases if ":" in phase.strategy}
         self.functions = {path: load_callable(path, "groups.strategy") for path in sorted(paths)}
         self.asked = [
-            asked_after_scoring(self.functions[p.strategy], p.strategy) if p.strategy in paths else []
+            formation.asked_after_scoring(self.functions[p.strategy], p.strategy)
+            if p.strategy in paths
+            else []
             for p in self.phases
         ]
         named = [criterion.function for criterion in config.criteria if criterion.function]
@@ -92,7 +81,6 @@ class GroupSampler(PromptSampler):
         self._use(0)
 
     def _form(self, index: int) -> PromptGroups:
-        """The prompts that are sampled together in a phase."""
         phase = self.phases[index]
         if phase.reads_rewards or self.asked[index]:
             return [[position] for position in range(len(self.dataset))]
@@ -101,7 +89,7 @@ class GroupSampler(PromptSampler):
             distance = weighted_distance([(1.0, self.values["embedding"])])
         elif phase.strategy == "combined":
             distance = weighted_distance([(c.weight, self.values[c.by]) for c in phase.criteria])
-        return form_groups(self.dataset, phase, distance, self.example_turns)
+        return formation.form_groups(self.dataset, phase, distance, self.example_turns)
 
     def _use(self, phase: int) -> None:
         self.phase, self.groups = phase, self.formed[phase]
@@ -110,7 +98,7 @@ class GroupSampler(PromptSampler):
 
     def begin(self, step: int, total_steps: int) -> None:
         self.step, self.total_steps = step, total_steps
-        # 0.1 x 30 is a little more than 3 in floating point.
+        # Rounded, because 0.1 x 30 is more than 3 in floating point.
         ends = [round(phase.until * total_steps, 9) for phase in self.config.phases[:-1]]
         if (due := bisect_right(ends, step)) == self.phase:
             return
@@ -120,17 +108,13 @@ class GroupSampler(PromptSampler):
             self._order[place:] = self._arranged(f"{self.seed}/{epoch}/{due}", {*self._order[place:]})
 
     def baseline_groups(self, prompts: Sequence[Prompt], table: CompletionTable | None) -> list[int]:
-        """For each prompt of the batch that was sampled last the number of its group.
-
-        Args:
-            table: their scored completions; read in a phase that forms groups after scoring.
-        """
+        """Return the group number of each prompt of the last batch; a phase may read the scored table."""
         places = self._places(prompts)
         if not self.after_scoring:
             return [self._group_of[place] for place in places]
         groups = self._form_scored(prompts, torch.tensor(places), present(table))
         numbers = {position: number for number, group in enumerate(groups) for position in group}
-        return [self.drawn + numbers[position] for position in range(len(prompts))]  # unlike other batches'
+        return [self.drawn + numbers[position] for position in range(len(prompts))]  # unique over batches
 
     def _places(self, prompts: Sequence[Prompt]) -> list[int]:
         return [self._position_of[prompt.index] for prompt in prompts]
@@ -149,9 +133,9 @@ class GroupSampler(PromptSampler):
                 "group_size": lambda: config.max_group_size,
             }
             found = self.functions[config.strategy](**{name: given[name]() for name in asked})
-            return cut(prompts, config, keys=read_keys(found, len(prompts), config))
+            return cut(prompts, config, keys=formation.read_keys(found, len(prompts), config))
         means = rewards.nanmean(1)
-        order = means.isfinite().nonzero()[:, 0].tolist()  # a prompt without a reward has no baseline
+        order = means.isfinite().nonzero()[:, 0].tolist()  # prompts without a reward stay alone
         if config.strategy == "random":
             random.Random(f"{self.seed}/{self.drawn}").shuffle(order)
         elif config.strategy == "performance":
@@ -171,18 +155,18 @@ class GroupSampler(PromptSampler):
         return cut(prompts, config, order)
 
     def embeddings(self, prompts: Sequence[Prompt]) -> Tensor:
-        """(P, D) of length one; TF-IDF of these prompts where no strategy has needed those of the dataset."""
+        """Return unit vectors (P, D): the strategy's, or TF-IDF of these prompts."""
         if "embedding" in self.values:
             return self.values["embedding"][self._places(prompts)].view(len(prompts), -1)
         return tfidf([prompt.token_ids for prompt in prompts])
 
     def known_of(self, prompts: Sequence[Prompt]) -> list[dict[str, str]]:
-        """What groups of these prompts may have in common, by name: columns, and a key, for a person."""
+        """Return the columns and the key that each prompt is grouped by, to display."""
         phase = self.phases[self.phase]
         names = [self.config.sizes()[0], *(c.by.removeprefix("column:") for c in self.config.criteria)]
         known = [{name: short(p.columns[name]) for name in names if name in p.columns} for p in prompts]
         if phase.strategy == "prefix" or (":" in phase.strategy and not self.after_scoring):
-            keys = prompt_keys(self.dataset, phase, self.example_turns)
+            keys = formation.prompt_keys(self.dataset, phase, self.example_turns)
             for own, place in zip(known, self._places(prompts), strict=True):
                 own["key"] = short(keys[place])
         return known
@@ -190,11 +174,11 @@ class GroupSampler(PromptSampler):
     def metrics(
         self, prompts: Sequence[Prompt], numbers: Sequence[int], table: CompletionTable | None
     ) -> dict[str, float]:
-        found = describe_groups(numbers, self.embeddings(prompts), table)
+        found = formation.describe_groups(numbers, self.embeddings(prompts), table)
         return found | ({"groups/phase": self.phase} if self.config.phases else {})
 
     def state_dict(self) -> dict[str, Any]:
-        # The groups themselves: another machine's rounding may form others.
+        # The groups are saved, because another machine's rounding may form others.
         state = super().state_dict() | {"groups": self.formed[0]}
         if self.config.phases:
             state |= {"later": self.formed[1:], "phase": self.phase, "order": [self._epoch, self._order]}
@@ -210,7 +194,7 @@ class GroupSampler(PromptSampler):
         return self._arranged(f"{self.seed}/{epoch}", {*range(len(self.dataset))})
 
     def _arranged(self, name: str, positions: set[int]) -> list[int]:
-        """These positions, the groups and those within a group shuffled."""
+        """Order positions by group, with groups and their members shuffled."""
         rng = random.Random(name)
         groups = [[position for position in group if position in positions] for group in self.groups]
         rng.shuffle(groups)

@@ -1,4 +1,4 @@
-"""Reward weights that adapt while a run goes on, within bounds and exactly resumable."""
+"""Adapt the weights of rewards during a run."""
 
 from __future__ import annotations
 
@@ -13,21 +13,19 @@ from grpo_fast.config.lookup import choices
 
 
 class AdaptiveWeights:
-    """Each reward's configured weight times a factor between `min_factor` and `max_factor`.
+    """Multiply each configured weight by a factor between `min_factor` and `max_factor`.
 
-    Each step multiplies a factor by exp(rate · (target − running mean)): a reward below its target gains
+    Each step multiplies the factor by exp(rate · (target − running mean)): a reward below its target gains
     weight, one above it loses weight. Penalties (negative weights) grow above their target instead. A reward
     without a target keeps its weight.
     """
 
     def __init__(self, config: AdaptiveWeightsConfig, names: Sequence[str], base: Sequence[float]) -> None:
-        """Raises ValueError for a target of a reward that is not there."""
+        """Raise ValueError for a target of an unknown reward."""
         for name in config.targets:
             if name not in names:
-                raise ValueError(
-                    f"adaptive_weights.targets names {name!r}, which is no reward of this run: "
-                    f"{choices(name, names)}"
-                )
+                problem = f"adaptive_weights.targets names {name!r}, which is no reward of this run"
+                raise ValueError(f"{problem}: {choices(name, names)}")
         self.config = config
         self.names = tuple(names)
         self.base = tuple(base)
@@ -36,11 +34,10 @@ class AdaptiveWeights:
 
     @property
     def weights(self) -> tuple[float, ...]:
-        """In force now."""
         return tuple(weight * factor for weight, factor in zip(self.base, self.factors, strict=True))
 
     def update(self, table: Tensor) -> None:
-        """Learn from one step's rewards (G, n, F), NaN where one does not apply, for the steps to come."""
+        """Update the factors by one step's rewards (G, n, F), NaN where one does not apply."""
         for i, column in enumerate(table.double().unbind(-1)):
             self.means[i] = self._smooth(self.means[i], column.nanmean().item())
         low, high = self.config.min_factor, self.config.max_factor
@@ -48,7 +45,7 @@ class AdaptiveWeights:
             mean = self.means[i]
             if mean is not None and name in self.config.targets:
                 gap = self.config.targets[name] - mean
-                # Clamped before the power, so that a reward of large units cannot overflow it.
+                # Clamped, so that a reward of large units does not overflow.
                 exponent = math.copysign(1.0, weight) * self.config.rate * gap
                 factor = self.factors[i] * math.exp(min(50.0, max(-50.0, exponent)))
                 self.factors[i] = min(high, max(low, factor))
@@ -57,15 +54,12 @@ class AdaptiveWeights:
         return {f"reward/{name}/weight": w for name, w in zip(self.names, self.weights, strict=True)}
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-able."""
         return {"factors": list(self.factors), "means": list(self.means)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if len(state["factors"]) != len(self.base):
-            raise ValueError(
-                f"the saved reward weights are of {len(state['factors'])} rewards, this run has "
-                f"{len(self.base)}: resume with the rewards of the run"
-            )
+            problem = f"the saved reward weights are of {len(state['factors'])} rewards, this run has "
+            raise ValueError(f"{problem}{len(self.base)}: resume with the same rewards")
         self.factors, self.means = list(state["factors"]), list(state["means"])
 
     def _smooth(self, old: float | None, new: float) -> float | None:

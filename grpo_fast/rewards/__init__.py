@@ -1,4 +1,4 @@
-"""Reward functions: loading them, calling them, adding them up."""
+"""Load reward functions, call them, and add up their values."""
 
 from grpo_fast.rewards.early import EarlyScores
 from grpo_fast.rewards.reward_set import Reward, RewardSet, load_rewards

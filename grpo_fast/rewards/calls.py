@@ -1,4 +1,4 @@
-"""Calls that cannot hold up the run: plain functions in threads, async ones on one event loop."""
+"""Call user functions with a timeout: plain functions in threads, async ones on one event loop."""
 
 from __future__ import annotations
 
@@ -12,23 +12,21 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, cast
 
 from grpo_fast.config.lookup import raised_at
 
 if TYPE_CHECKING:
-    from grpo_fast.rewards.types import Log, RewardFunction
+    from grpo_fast.rewards.types import RewardFunction
 
-
-LARGEST_REWARD = 1e12  # with the largest weight, of which float32 still holds the squares
+LARGEST_REWARD = 1e12  # times the largest weight, its square is still finite in float32
 
 
 class CallFailed(Exception):
-    """A call that gave no usable values; its `__cause__` is what the function raised, if it did.
+    """A call without usable values, `sample` being the index of the bad one, if known.
 
-    `sample`: which completion is to blame, where known.
+    `__cause__` is the function's own error, if it raised one.
     """
 
     def __init__(self, problem: str, sample: int | None = None) -> None:
@@ -36,69 +34,58 @@ class CallFailed(Exception):
         self.sample = sample
 
 
-@dataclass(frozen=True)
-class Call:
-    """A function at work."""
-
-    name: str
-    future: Future[Any]
-    timeout: float | None
-    deadline: float  # on time.monotonic
-    log: Log | None = None
-
-
 class Runner:
-    """Starts calls, and waits for each no longer than it may take.
+    """Start calls, and wait for each until its timeout.
 
-    A thread cannot be killed: a function that hangs keeps its (daemon) thread until it returns or the process
-    ends. Nor does a time limit reach C code that holds the interpreter lock, such as a pattern of `re` that
-    backtracks for ever: built-in rewards match by `config.patterns`.
+    A thread cannot be killed: a function that hangs keeps its daemon thread. No timeout interrupts C code
+    that holds the GIL, such as a pattern of `re` that backtracks; built-in rewards match by
+    `config.patterns`.
     """
 
     def __init__(self) -> None:
-        self._busy: dict[str, Future[Any]] = {}  # abandoned calls, which may hold a thread
+        self._busy: dict[str, Future[Any]] = {}  # calls that timed out and may still hold a thread
 
     def start(
         self, name: str, function: RewardFunction, arguments: Mapping[str, Any], timeout: float | None
-    ) -> Call:
-        """Calls the function in the background; `timeout` seconds count from now, None: without limit."""
-        if name in self._busy and not self._busy[name].done():  # one thread a function is enough to lose
+    ) -> Callable[[], Any]:
+        """Call the function in the background; the returned one waits for its value, or raises CallFailed.
+
+        `timeout` seconds count from now; None is no limit.
+        """
+        started = time.monotonic()
+        if name in self._busy and not self._busy[name].done():  # lose at most one thread per function
             future: Future[Any] = Future()
             future.set_exception(CallFailed("has not returned from an earlier call yet"))
         elif is_async(function):
             future = asyncio.run_coroutine_threadsafe(function(**arguments), event_loop("rewards"))
         else:
             future = in_thread(lambda: function(**arguments))
-        return Call(name, future, timeout, time.monotonic() + (timeout or 0))
 
-    def finish(self, call: Call) -> Any:
-        """What the function returned.
+        def finish() -> Any:
+            left = None if timeout is None else max(0.0, started + timeout - time.monotonic())
+            if not wait([future], left).done:
+                self._busy[name] = future
+                future.cancel()  # a coroutine ends when it awaits
+                limit = f"its timeout of {timeout:g} seconds"
+                raise CallFailed(f"did not return within {limit}; raise it in rewards")
+            error = future.exception()
+            if error is None:
+                return future.result()
+            if isinstance(error, CallFailed):
+                raise error
+            raise CallFailed(f"raised {type(error).__name__}: {error}{raised_at(error)}") from error
 
-        Raises:
-            CallFailed: it raised, or has not returned in time.
-        """
-        left = None if call.timeout is None else max(0.0, call.deadline - time.monotonic())
-        if not wait([call.future], left).done:
-            self._busy[call.name] = call.future
-            call.future.cancel()  # a coroutine ends when it awaits
-            limit = f"its timeout of {call.timeout:g} seconds; raise it in rewards where the work is longer"
-            raise CallFailed(f"did not return within {limit}")
-        error = call.future.exception()
-        if error is None:
-            return call.future.result()
-        if isinstance(error, CallFailed):
-            raise error
-        raise CallFailed(f"raised {type(error).__name__}: {error}{raised_at(error)}") from error
+        return finish
 
 
 @cache
 def event_loop(of: str) -> asyncio.AbstractEventLoop:
-    """One for all async functions of a kind: clients that they keep between calls are bound to it."""
+    """Return the loop of all async functions of a kind: their clients are bound to one loop."""
     loop = asyncio.new_event_loop()
 
     def run() -> None:
         while True:
-            with suppress(SystemExit):  # of a coroutine, whose future has it, too
+            with suppress(SystemExit):  # the coroutine's future has it, too
                 loop.run_forever()
 
     threading.Thread(target=run, name=f"async {of}", daemon=True).start()
@@ -106,16 +93,11 @@ def event_loop(of: str) -> asyncio.AbstractEventLoop:
 
 
 def is_async(function: RewardFunction) -> bool:
-    """Whether calling gives a coroutine."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 def check_scores(returned: Any, n: int) -> list[float]:
-    """N floats, NaN for None.
-
-    Raises:
-        CallFailed: not a list, of another length, or with something else in it; with its index.
-    """
+    """Return n floats, NaN for None; raise CallFailed for anything but n finite numbers or None."""
     if hasattr(returned, "tolist"):  # an array or a tensor
         returned = returned.tolist()
     if not isinstance(returned, (list, tuple)):
@@ -128,16 +110,13 @@ def check_scores(returned: Any, n: int) -> list[float]:
         if value is not None and not (
             isinstance(value, numbers.Real) and abs(cast(float, value)) <= LARGEST_REWARD
         ):
-            raise CallFailed(
-                f"returned {value!r} for sample {index}; a value is a finite number of at most "
-                f"{LARGEST_REWARD:g} in size, or None where the reward does not apply",
-                index,
-            )
+            allowed = f"a finite number of at most {LARGEST_REWARD:g} in size, or None"
+            raise CallFailed(f"returned {value!r} for sample {index}; return {allowed}", index)
     return [math.nan if value is None else float(value) for value in values]
 
 
 def in_thread(work: Callable[[], Any]) -> Future[Any]:
-    """What `work` returns or raises, from a daemon thread: nothing waits for one that hangs."""
+    """Run `work` in a daemon thread, which the process does not wait for at its end."""
     future: Future[Any] = Future()
     future.set_running_or_notify_cancel()  # a thread cannot be cancelled
 

@@ -1,10 +1,11 @@
-"""Rewards that are called while other completions still decode."""
+"""Score groups while other completions still decode."""
 
 from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from grpo_fast.data.types import Prompt
 from grpo_fast.rewards.calls import CallFailed
@@ -14,11 +15,10 @@ from grpo_fast.rollout.types import Completion
 
 
 class EarlyScores:
-    """Calls the functions marked `per_group` on each group as it completes, while others still decode.
+    """Call the functions marked `per_group` on each group as soon as its completions have ended.
 
-    One call after the other, but for functions without a timeout, whose calls overlap. A function that fails
-    drops out: it is called once more for the whole batch, like those that are not marked, so its error is
-    the one that it would have raised anyway.
+    Calls are sequential; only functions without a timeout overlap. A function that fails drops out and is
+    called again for the whole batch, like unmarked ones, so that its error is the same.
     """
 
     def __init__(self, rewards: RewardSet, prompts: Sequence[Prompt]) -> None:
@@ -27,19 +27,17 @@ class EarlyScores:
         self._columns = column_names(prompts)
         self._functions = {reward.name: reward for reward in rewards.rewards if reward.per_group}
         self._scored: dict[str, dict[int, Scored]] = {name: {} for name in self._functions}
-        self._running: list[tuple[str, int, Callable[[], Scored]]] = []
         self._due: queue.SimpleQueue[tuple[int, list[Completion]] | None] = queue.SimpleQueue()
         self._stopped = False
-        # A daemon: an interrupted run does not wait for a reward that hangs.
         self._thread = threading.Thread(target=self._work, name="early rewards", daemon=True)
         self._thread.start()
 
     def group_done(self, index: int, completions: list[Completion]) -> None:
-        """Every completion of prompt `index` has ended."""
+        """Score the group of prompt `index`, all completions of which have ended."""
         self._due.put((index, completions))
 
     def values(self) -> dict[str, Scored]:
-        """Wait for the calls under way, and return what each function gave for all completions."""
+        """Wait for the pending calls, and return the values of functions that have scored all groups."""
         self._due.put(None)
         self._thread.join()
         found = {}
@@ -53,35 +51,31 @@ class EarlyScores:
         return found
 
     def cancel(self) -> None:
-        """Score no further group."""
         self._stopped = True
         self._due.put(None)
 
     def _work(self) -> None:
+        pending: list[tuple[str, int, Callable[[], Scored]]] = []
         while (done := self._due.get()) is not None and not self._stopped:
             index, completions = done
-            for name in list(self._scored):
-                self._start(name, index, completions)
-        for name, index, finish in self._running:
-            if not self._stopped:
-                self._finish(name, index, finish)
+            for name in [*self._scored]:
+                reward = self._functions[name]
+                with self._dropped_on_failure(name):
+                    finish = self._rewards.start_group(
+                        reward, self._prompts[index], completions, self._columns
+                    )
+                    if reward.timeout is None:
+                        pending.append((name, index, finish))
+                    else:
+                        self._scored[name][index] = finish()
+        for name, index, finish in pending:
+            if name in self._scored and not self._stopped:
+                with self._dropped_on_failure(name):
+                    self._scored[name][index] = finish()
 
-    def _start(self, name: str, index: int, completions: list[Completion]) -> None:
-        reward = self._functions[name]
+    @contextmanager
+    def _dropped_on_failure(self, name: str) -> Iterator[None]:
         try:
-            finish = self._rewards.start_group(reward, self._prompts[index], completions, self._columns)
-        except RewardError:
-            del self._scored[name]
-        else:
-            if reward.timeout is None:
-                self._running.append((name, index, finish))
-            else:
-                self._finish(name, index, finish)
-
-    def _finish(self, name: str, index: int, finish: Callable[[], Scored]) -> None:
-        try:
-            scored = finish()
-            if name in self._scored:
-                self._scored[name][index] = scored
+            yield
         except (CallFailed, RewardError):
-            self._scored.pop(name, None)
+            del self._scored[name]

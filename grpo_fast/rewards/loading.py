@@ -1,4 +1,4 @@
-"""From a name in the configuration to a function."""
+"""Load a reward function by its name in the configuration."""
 
 from __future__ import annotations
 
@@ -14,12 +14,9 @@ from grpo_fast.rewards.types import RewardFunction
 
 
 def load_function(reward: str, options: Mapping[str, Any]) -> tuple[str, RewardFunction, dict[str, Any]]:
-    """A short name, the callable, and the options that are left to pass at each call.
+    """Return a short name, the callable, and the options to pass at each call.
 
-    Built-ins and other classes are made with the options; those of a function are passed to it.
-
-    Raises:
-        ValueError: no such built-in, module, file or function, or options that it does not take.
+    Classes, such as the built-ins, are instantiated with the options; functions get them at each call.
     """
     own = ":" in reward or reward.endswith(".py")
     target = load_callable(reward, "reward") if own else _builtin(reward)
@@ -32,15 +29,15 @@ def load_function(reward: str, options: Mapping[str, Any]) -> tuple[str, RewardF
     if not inspect.isclass(target):
         return name, target, dict(options)
     try:
-        made = target(**options)
+        function = target(**options)
     except ValidationError as error:
         problems = "; ".join(map(_problem, error.errors()))
         raise ValueError(f"options of reward {reward!r}: {problems}") from error
     except (TypeError, ValueError) as error:
         raise ValueError(f"options of reward {reward!r}: {error}") from error
-    if not callable(made):
+    if not callable(function):
         raise ValueError(f"reward {reward!r} is a class whose objects cannot be called; give it __call__")
-    return name, made, {}
+    return name, function, {}
 
 
 def _builtin(name: str) -> Callable[..., Any]:
@@ -48,10 +45,8 @@ def _builtin(name: str) -> Callable[..., Any]:
         return load_callable(BUILTINS[name], "reward")
     module, dot, function = name.rpartition(".")
     hint = f"{module}:{function}" if dot else f"module:{name}"
-    raise ValueError(
-        f"there is no built-in reward {name!r} (a function of your own is written {hint} or "
-        f"path/to/file.py:{function}): {choices(name, BUILTINS)}"
-    )
+    custom = f"a custom function is written {hint} or path/to/file.py:{function}"
+    raise ValueError(f"there is no built-in reward {name!r} ({custom}): {choices(name, BUILTINS)}")
 
 
 def _problem(error: Mapping[str, Any]) -> str:

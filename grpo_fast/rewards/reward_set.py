@@ -1,4 +1,4 @@
-"""Several reward functions, weighted."""
+"""Score completions with several weighted reward functions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from grpo_fast.config.rewards import BUILTINS, RewardConfig
 from grpo_fast.config.secrets import in_use
 from grpo_fast.data.types import Prompt
 from grpo_fast.rewards.builtins.options import answers_of, column_options
-from grpo_fast.rewards.calls import Call, CallFailed, Runner, check_scores, is_async
+from grpo_fast.rewards.calls import CallFailed, Runner, check_scores, is_async
 from grpo_fast.rewards.loading import load_function
 from grpo_fast.rewards.types import (
     Log,
@@ -35,30 +35,26 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Reward:
-    """One reward function and how it counts."""
+    """One reward function with its weight and limits."""
 
     name: str
     function: RewardFunction
     weight: float = 1.0
     options: Mapping[str, Any] = field(default_factory=dict)  # passed at each call
-    timeout: float | None = 60.0  # seconds one call may take; None: it ends by itself, and calls may overlap
+    timeout: float | None = 60.0  # seconds of one call; None: no limit, and calls may overlap
     on_error: Literal["fail", "skip"] = "fail"
-    per_group: bool = False  # scores a prompt's completions by themselves, whatever the others are
-    written: str = ""  # as the configuration names it
-    environment: type | None = None  # which has given it in its episodes: nothing is called
+    per_group: bool = False  # its values for a prompt's completions do not depend on other prompts
+    written: str = ""  # its name in the configuration
+    environment: type | None = None  # the class whose `get_reward` was called in the episodes
 
 
 def load_rewards(
     configs: Sequence[RewardConfig], environments: Sequence[type] = (), *, optional: bool = False
 ) -> RewardSet:
-    """The reward functions that the configuration names; a name that occurs again is numbered.
+    """Load the configured reward functions; repeated names are numbered.
 
-    Args:
-        environments: the run's; each with a method `get_reward` is one more reward, of weight 1, as in TRL.
-        optional: there may be none.
-
-    Raises:
-        ValueError: an unknown name, or options that a reward does not take.
+    Each of the run's `environments` with a method `get_reward` adds a reward of weight 1, as in TRL. With
+    `optional` there may be no reward. Raises ValueError for an unknown name or option.
     """
     rewards = []
     for place, config in enumerate(configs):
@@ -78,29 +74,23 @@ def load_rewards(
 
 
 class RewardSet:
-    """Scores completions. Plain functions are called one after the other, async ones all at once."""
+    """Score completions. Plain functions run one after the other, async ones concurrently."""
 
     def __init__(self, rewards: Sequence[Reward], *, optional: bool = False) -> None:
-        """Raises ValueError for two rewards of one name, or for none unless they are `optional`."""
+        """Raise ValueError for two rewards of one name, or for none unless `optional`."""
         self.rewards = tuple(rewards)
         self.names = tuple(reward.name for reward in rewards)
         if not rewards and not optional:
-            raise ValueError(
-                "rewards is empty: nothing scores completions; give rewards=[{reward: NAME}], or a "
-                "rollout.environment with a method get_reward"
-            )
+            remedy = "set rewards=[{reward: NAME}], or a rollout.environment with a method get_reward"
+            raise ValueError(f"rewards is empty: nothing scores completions; {remedy}")
         if len(set(self.names)) < len(rewards):
-            raise ValueError(f"each reward needs a name of its own; got {list(self.names)}")
+            raise ValueError(f"each reward needs another name; got {list(self.names)}")
         self.weights = tuple(reward.weight for reward in rewards)
         self._runner = Runner()
-        self.step, self.max_steps = 0, 0  # of the run, which functions are told as `trainer_state`
+        self.step, self.max_steps = 0, 0  # of the run, passed to functions as `trainer_state`
 
     def position(self, name: str | None) -> int:
-        """Which reward decides an evaluation: by its name or as `rewards` writes it; by default the first.
-
-        Raises:
-            ValueError: there is none.
-        """
+        """Return the index of the reward of that name, or written so in `rewards`; None: the first."""
         known = [*self.names, *(reward.written for reward in self.rewards)]
         if name is not None and name not in known:
             problem = f"is not among the rewards: {choices(name, self.names)}"
@@ -108,15 +98,12 @@ class RewardSet:
         return 0 if name is None else known.index(name) % len(self.names)
 
     def check_columns(self, columns: Sequence[str], prompts: Sequence[Prompt] = ()) -> None:
-        """Raise RewardError for a column that a function asks for and the data lacks, or for a wrong answer.
-
-        For the start of a run, before anything is generated.
-        """
+        """Raise RewardError, before a run, for a missing column or an answer of a wrong type."""
         empty = RewardBatch.of([], [], columns)
         for reward in self.rewards:
             if reward.environment is not None:
                 continue
-            empty.arguments(reward.name, reward.function, reward.options, self._beside(Log(0)))
+            empty.arguments(reward.name, reward.function, reward.options, self._extras(Log(0)))
             for option, column in column_options(reward.function).items():
                 if column not in columns:
                     problem = f"reads the column {column!r} ({option}): {choices(column, columns)}"
@@ -135,14 +122,10 @@ class RewardSet:
         *,
         precomputed: Mapping[str, Scored] | None = None,
     ) -> RewardResult:
-        """Score each prompt's completions: one row of the result a completion, group after group.
+        """Score each prompt's completions; the result has a row per completion, group after group.
 
-        Args:
-            precomputed: by name, what functions gave that have scored all of them already: see `EarlyScores`.
-
-        Raises:
-            RewardError: a function fails and is not to be skipped, or none applies to any sample.
-            ValueError: there is no completion.
+        `precomputed` has the values of `EarlyScores`. Raises RewardError if a function fails with `on_error:
+        fail`, or if none applies to any completion.
         """
         batch = RewardBatch.of(prompts, completions, column_names(prompts))
         if not len(batch):
@@ -152,15 +135,14 @@ class RewardSet:
         episodes = [completion.episode for group in completions for completion in group]
         for reward in self.rewards:
             if reward.environment is not None:
-                values[reward.name] = _given(reward.environment, episodes)
+                values[reward.name] = _environment_rewards(reward.environment, episodes)
         skipped: dict[str, str] = {}
         due = [reward for reward in self.rewards if reward.name not in values]
         running = {reward.name: self._start(reward, batch) for reward in due if is_async(reward.function)}
         for reward in sorted(due, key=lambda reward: reward.name in running):
-            call = running.get(reward.name) or self._start(reward, batch)
+            finish = running.get(reward.name) or self._start(reward, batch)
             try:
-                values[reward.name] = check_scores(self._runner.finish(call), len(batch))
-                logs[reward.name] = call.log or Log(len(batch))
+                values[reward.name], logs[reward.name] = finish()
             except CallFailed as failure:
                 if reward.on_error == "fail":
                     sample = failure.sample
@@ -170,39 +152,39 @@ class RewardSet:
                 logger.warning("reward %r %s; skipped for %d completions", reward.name, failure, len(batch))
                 values[reward.name] = [math.nan] * len(batch)
                 skipped[reward.name] = str(failure)
-        if not self.rewards:  # of a loss that reads none
+        if not self.rewards:
             return RewardResult(torch.zeros(len(batch), 0), torch.zeros(len(batch)), Log(len(batch)), {})
         table = torch.tensor([values[name] for name in self.names], dtype=torch.float64).T.contiguous()
         if not skipped:
             self._report_unscored(table, batch)
-        return RewardResult(table.float(), weighted_sum(table, self.weights), _together(logs, batch), skipped)
+        return RewardResult(
+            table.float(), weighted_sum(table, self.weights), _merged_logs(logs, batch), skipped
+        )
 
     def start_group(
         self, reward: Reward, prompt: Prompt, completions: Sequence[Completion], columns: Sequence[str]
     ) -> Callable[[], Scored]:
-        """Call one function on one prompt's completions; what returns waits for its values and its log.
+        """Call one function on one group; the returned function waits for the values and the log.
 
-        Raises:
-            CallFailed, RewardError: it fails, here or later; scoring the whole batch then says how.
+        Both raise CallFailed or RewardError if the function fails.
         """
-        batch = RewardBatch.of([prompt], [completions], columns)
-        call = self._start(reward, batch)
-        return lambda: (check_scores(self._runner.finish(call), len(batch)), call.log or Log(len(batch)))
+        return self._start(reward, RewardBatch.of([prompt], [completions], columns))
 
-    def _start(self, reward: Reward, batch: RewardBatch) -> Call:
+    def _start(self, reward: Reward, batch: RewardBatch) -> Callable[[], Scored]:
         log = Log(len(batch))
-        arguments = batch.arguments(reward.name, reward.function, reward.options, self._beside(log))
-        return replace(self._runner.start(reward.name, reward.function, arguments, reward.timeout), log=log)
+        arguments = batch.arguments(reward.name, reward.function, reward.options, self._extras(log))
+        finish = self._runner.start(reward.name, reward.function, arguments, reward.timeout)
+        return lambda: (check_scores(finish(), len(batch)), log)
 
-    def _beside(self, log: Log) -> dict[str, Any]:
-        """What functions may ask for besides the batch, as in TRL."""
+    def _extras(self, log: Log) -> dict[str, Any]:
+        """Return the arguments that are not of the batch, as in TRL."""
         from transformers import TrainerState
 
         state = TrainerState(global_step=self.step, max_steps=self.max_steps)
         return {"trainer_state": state, "log_metric": log.log_metric, "log_extra": log.log_extra}
 
     def _report_unscored(self, table: torch.Tensor, batch: RewardBatch) -> None:
-        """A row that no function scores is a fact about the data; a whole batch of them is a mistake."""
+        """Log completions that no function scores; raise RewardError if none of the batch is scored."""
         unscored = table.isnan().all(dim=1).nonzero().flatten().tolist()
         if not unscored:
             return
@@ -214,18 +196,14 @@ class RewardSet:
         logger.warning("reward %r %s; the first is %s", names, problem, sample)
 
 
-def _given(environment: type, episodes: Sequence[Episode | None]) -> list[float]:
-    """What environments of this class, not of one derived from it, gave themselves; NaN for others."""
+def _environment_rewards(environment: type, episodes: Sequence[Episode | None]) -> list[float]:
+    """Return the rewards of episodes in exactly this class of environment; NaN for others."""
     given = [e.reward if e is not None and type(e.environment) is environment else None for e in episodes]
     return [math.nan if reward is None else reward for reward in given]
 
 
-def _together(logs: Mapping[str, Log], batch: RewardBatch) -> Log:
-    """What several functions logged of one batch.
-
-    Raises:
-        RewardError: two have logged one column.
-    """
+def _merged_logs(logs: Mapping[str, Log], batch: RewardBatch) -> Log:
+    """Merge the logs of several functions; raise RewardError if two have logged the same column."""
     whole = Log(len(batch))
     for name, log in logs.items():
         for column, values in log.extra.items():

@@ -1,4 +1,4 @@
-"""What a reward function is given, and what comes of it."""
+"""Define the arguments and the results of reward functions."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from grpo_fast.config.section import short
 from grpo_fast.data.types import Message, Prompt
 from grpo_fast.rollout.types import Completion, as_asked
 
-# TRL's contract: f(prompts, completions, completion_ids, environments, trainer_state, log_metric, log_extra,
-# **columns) -> one number or None a completion. A function names the arguments that it wants. It may be
+# As in TRL: f(prompts, completions, completion_ids, environments, trainer_state, log_metric, log_extra,
+# **columns) -> one number or None per completion. A function gets the arguments that it names. It may be
 # async.
 RewardFunction = Callable[..., Any]
 ANSWER_COLUMN = "answer"
@@ -27,7 +27,7 @@ ENVIRONMENTS = "environments"
 
 
 class RewardError(RuntimeError):
-    """A reward function failed. `reward` is its name, `sample` the index of the completion where known."""
+    """A failed reward function: `reward` is its name, `sample` the completion's index, if known."""
 
     def __init__(self, reward: str, problem: str, sample: int | None = None) -> None:
         super().__init__(f"reward {reward!r} {problem}")
@@ -37,9 +37,9 @@ class RewardError(RuntimeError):
 
 @dataclass
 class Log:
-    """What a function logs in one call, as in TRL: numbers of the batch, columns of a value a completion."""
+    """Metrics, and columns with a value per completion, that a function logs in one call, as in TRL."""
 
-    size: int  # of the batch
+    size: int  # completions
     metrics: dict[str, list[float]] = field(default_factory=dict)
     extra: dict[str, list[Any]] = field(default_factory=dict)
 
@@ -50,13 +50,12 @@ class Log:
 
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
         if len(values) != self.size:
-            raise ValueError(
-                f"log_extra({column!r}) has {len(values)} values for {self.size} completions; give one each"
-            )
+            counts = f"has {len(values)} values for {self.size} completions"
+            raise ValueError(f"log_extra({column!r}) {counts}; give one each")
         self.extra[column] = [_plain(value) for value in values]
 
     def add(self, other: Log) -> None:
-        """The same function's log of the next completions."""
+        """Append the same function's log of further completions."""
         for name, numbers in other.metrics.items():
             self.metrics.setdefault(name, []).extend(numbers)
         for column in {**self.extra, **other.extra}:
@@ -65,32 +64,32 @@ class Log:
         self.size += other.size
 
 
-Scored = tuple[list[float], Log]  # by one function: a value a completion, and what it logged
+Scored = tuple[list[float], Log]  # one function's value per completion, and its log
 
 
 def _plain(value: Any) -> Any:
-    """As JSON has it: numbers of NumPy and torch as numbers, whatever else as text."""
+    """Convert a value for JSON: NumPy's and torch's numbers to numbers, other objects to text."""
     value = value.item() if hasattr(value, "item") else value
     return value if value is None or isinstance(value, str | bool | int | float) else str(value)
 
 
 @dataclass(frozen=True)
 class RewardBatch:
-    """N completions with what they answer, in the columns that reward functions take."""
+    """N completions as arguments of reward functions, each a list of N."""
 
     prompts: list[str | list[Message]]
-    completions: list[str | list[Message]]  # an episode's messages; a conversation's answer is one, as in TRL
+    completions: list[str | list[Message]]  # text, the reply to a conversation, or an episode's messages
     completion_ids: list[list[int]]
     columns: dict[str, list[Any]]
-    begun: list[str]  # the tag that the prompt opens, which the completion therefore lacks
+    begun: list[str]  # the tag that the prompt opens, and which the completion therefore lacks
 
     @classmethod
     def of(
         cls, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]], columns: Sequence[str]
     ) -> RewardBatch:
-        """One sample a completion, group after group; None where a prompt lacks a column.
+        """Make a batch, group after group; a prompt without a column gets None.
 
-        The instances that played are the column `environments`.
+        The instances of the environments are the column `environments`.
         """
         pairs = [(p, c) for p, group in zip(prompts, completions, strict=True) for c in group]
         values = {name: [prompt.columns.get(name) for prompt, _ in pairs] for name in columns}
@@ -109,30 +108,26 @@ class RewardBatch:
         return len(self.completions)
 
     def describe(self, index: int) -> str:
-        """One sample, for an error message."""
         fields = {"prompt": self.prompts, "completion": self.completions, **self.columns}
         lines = [f"\n  {name}: {short(values[index], limit=300)}" for name, values in fields.items()]
         return f"sample {index}:{''.join(lines)}"
 
     def arguments(
-        self, name: str, function: RewardFunction, options: Mapping[str, Any], beside: Mapping[str, Any]
+        self, name: str, function: RewardFunction, options: Mapping[str, Any], extras: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """The keyword arguments of one call: what the signature asks for, everything for `**columns`.
+        """Return the keyword arguments that a function's signature asks for; all for `**columns`.
 
-        A parameter `labels` that no column provides is the answer column, and `context` the dict of all
-        columns, as in Axolotl. `begun` is the tag that each prompt ends with, such as `<think>`. Options win
-        over columns of their name. `beside` is what there is to ask for besides the batch. Lists, dicts and
-        arrays are copies: a function that changes its arguments changes nothing for the next.
-
-        Raises:
-            RewardError: a parameter without default that nothing provides.
+        As in Axolotl, `labels` is the answer column and `context` the dict of all columns. `begun` is the tag
+        that each prompt ends with, such as `<think>`. Options override columns. Lists, dicts and arrays are
+        copied, so that a function cannot change the arguments of the next. Raises RewardError for a parameter
+        without a default that nothing provides.
         """
         everything: dict[str, Any] = {
             **self.columns,
             "prompts": self.prompts,
             "completions": self.completions,
             "completion_ids": self.completion_ids,
-            **beside,
+            **extras,
         }
         further = {"context": self.columns, "labels": self.columns.get(ANSWER_COLUMN), "begun": self.begun}
         offered = {key: value for key, value in further.items() if value is not None} | everything
@@ -148,14 +143,11 @@ class RewardBatch:
                 and parameter.default is parameter.empty
                 and parameter.kind is not parameter.VAR_POSITIONAL
             ):
-                remedy = "Rename a column (dataset.rename) or give the value in the reward's options"
+                remedy = "Rename a column (dataset.rename) or set the value in the reward's options"
                 if asked == ENVIRONMENTS:
                     remedy = "The run has none: set rollout.environment"
-                raise RewardError(
-                    name,
-                    f"asks for {asked!r}, which is no column of the dataset: {choices(asked, self.columns)}. "
-                    f"{remedy}",
-                )
+                problem = f"asks for {asked!r}, which is no column of the dataset"
+                raise RewardError(name, f"{problem}: {choices(asked, self.columns)}. {remedy}")
         return {key: _copied(value) for key, value in {**chosen, **options}.items()}
 
 
@@ -163,14 +155,14 @@ class RewardBatch:
 class RewardResult:
     """Scores of N completions by F reward functions, on the CPU."""
 
-    table: Tensor  # (N, F) float32 as the functions gave them, NaN where one does not apply
-    total: Tensor  # (N,) float32 sum of weight × value over those that apply, NaN where none does
-    log: Log  # what the functions logged
-    skipped: Mapping[str, str]  # function that failed and was left out by `on_error: skip` -> why
+    table: Tensor  # (N, F) float32, unweighted, NaN where a function does not apply
+    total: Tensor  # (N,) float32, sum of weight × value over functions that apply, NaN where none does
+    log: Log
+    skipped: Mapping[str, str]  # error by function that failed with `on_error: skip`
 
 
 def _copied(value: Any) -> Any:
-    """Copy containers and arrays at any depth; what they hold besides, as an environment, is the same."""
+    """Copy containers and arrays at any depth, but no other objects, such as environments."""
     if isinstance(value, (list, dict)):
         own = copy.copy(value)  # of the same class
         items = value.items() if isinstance(value, dict) else enumerate(value)
@@ -191,12 +183,11 @@ def _answer(prompt: Prompt, completion: Completion) -> str | list[Message]:
 
 
 def column_names(prompts: Sequence[Prompt]) -> list[str]:
-    """Every column that some prompt has."""
     return list({name: None for prompt in prompts for name in prompt.columns})
 
 
 def weighted_sum(table: Tensor, weights: Sequence[float]) -> Tensor:
-    """(..., F) -> (...) float32: weight × value over the functions that apply, NaN where none does."""
-    # In float64: two sums that are equal on paper must not differ by rounding.
+    """Sum weight × value over the functions that apply: (..., F) to (...) float32, NaN where none does."""
+    # In float64, so that equal sums do not differ by rounding.
     total = (table.double() * torch.tensor(weights, dtype=torch.float64, device=table.device)).nansum(-1)
     return total.where(table.isfinite().any(-1), torch.nan).float()

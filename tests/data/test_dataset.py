@@ -7,7 +7,6 @@ import pytest
 from grpo_fast.config.data import DatasetConfig
 from grpo_fast.data import LoadReport, exclude_overlap, load_held_out, load_prompts
 from grpo_fast.data.render import Renderer
-from grpo_fast.data.types import spoken
 
 CONVERSATION = [{"role": "user", "content": "what is one"}]
 BEGUN = [{**CONVERSATION[0], "name": "me"}, {"role": "assistant", "content": "one is"}]
@@ -53,8 +52,8 @@ class TestForm:
         source = write({"prompt": [*CONVERSATION, said, {"role": "tool", "content": "3"}]})
         template = "{% for m in messages %}{{ m.content }}{{ m.tool_calls }}{% endfor %}"
         (prompt,) = load_prompts(DatasetConfig(source=source), make_tokenizer(template))
-        told = prompt.prompt[1]
-        assert told["content"] == "" and told["tool_calls"][0]["function"]["arguments"] == {"a": 1}
+        message = prompt.prompt[1]
+        assert message["content"] == "" and message["tool_calls"][0]["function"]["arguments"] == {"a": 1}
 
     def test_configured_turns_come_before_a_conversations_own(self, tokenizer, write):
         source = write({"prompt": [SYSTEM, *CONVERSATION]}, {"prompt": CONVERSATION})
@@ -91,7 +90,6 @@ class TestRefusals:
         ("row", "options", "message"),
         [
             ({"question": "one"}, {}, "dataset.prompt_column"),
-            ({"promt": "one"}, {}, "'promt'"),
             ({"prompt": None, "text": "one"}, {}, "the row has no 'prompt'"),
             ({"prompt": "  "}, {}, "empty"),
             ({"prompt": "one \ud83d"}, {}, "'\\ud83d'"),
@@ -99,7 +97,6 @@ class TestRefusals:
             ({"prompt": []}, {}, "empty"),
             ({"prompt": [{"role": "user", "content": " "}]}, {}, "empty"),
             ({"prompt": [{"role": "user"}]}, {}, "a message is {role: text, content: text}"),
-            ({"prompt": [{"from": "human", "value": "one"}]}, {}, "'human'"),
             ({"prompt": [{"role": "usr", "content": "one"}]}, {}, "'usr': there are assistant"),
             ({"prompt": [{"role": "system", "content": "be"}]}, {}, "ends with a system message"),
             ({"prompt": [{"role": "tool", "content": "be"}]}, {}, "the roles tool: no tools here"),
@@ -108,18 +105,19 @@ class TestRefusals:
             ({"prompt": "one"}, {"chat": False, "system_prompt": "be"}, "dataset.system_prompt"),
             ({"prompt": "one"}, {"chat": False, "examples": [("a", "b")]}, "dataset.examples"),
             ({"prompt": "one"}, {"prompt_template": "{qestion}"}, "'qestion'"),
-            ({"prompt": "one"}, {"prompt_template": "{}"}, "dataset.prompt_template"),
             ({"prompt": "one"}, {"prompt_template": " "}, "the prompt is empty"),
             ({"prompt": "one"}, {"prompt_template": "{prompt"}, "dataset.prompt_template"),
-            ({"prompt": "one"}, {"prompt_template": "{prompt.__class__}"}, "{prompt.__class__} reaches"),
-            ({"prompt": ["one"]}, {"prompt_template": "{prompt[0].upper}"}, "{prompt[0].upper} reaches"),
-            ({"prompt": "one"}, {"prompt_template": "{prompt:>9999999999}"}, "is wider than 9999"),
         ],
     )
     def test_what_makes_no_prompt_is_refused(self, tokenizer, write, row, options, message):
         config = DatasetConfig(source=write(row), **options)
         with pytest.raises(ValueError, match=re.escape(message)):
             load_prompts(config, tokenizer)
+
+    def test_a_conversation_without_a_chat_template_is_refused(self, make_tokenizer, write):
+        config = DatasetConfig(source=write({"prompt": CONVERSATION}))
+        with pytest.raises(ValueError, match=r"has no chat template: set model\.chat_template"):
+            load_prompts(config, make_tokenizer(chat_template=None))
 
     def test_a_row_is_named_by_its_line_and_the_held_out_set_by_its_section(self, tokenizer, write):
         rows = ["one", "two", ""]
@@ -134,33 +132,9 @@ class TestRefusals:
         with pytest.raises(FileNotFoundError, match=r"^evaluation: dataset\.source = 'nowhere\.jsonl'"):
             load_held_out(missing, tokenizer)
 
-    def test_a_role_that_only_the_chat_template_knows_is_taken(self, make_tokenizer, write):
-        judged = make_tokenizer(
-            "{% for m in messages if m['role'] == 'judge' %}what {{ m['content'] }}{% endfor %}"
-        )
-        source = write({"prompt": [{"role": "judge", "content": "is one"}]})
-        assert given(judged, load_prompts(DatasetConfig(source=source), judged)) == "what is one"
-
-    @pytest.mark.parametrize(
-        ("prompt", "options", "message"),
-        [
-            ("one", {"chat": True}, "dataset.chat = true, but the tokenizer has no chat template"),
-            ("one", {"system_prompt": "be"}, "dataset.system_prompt makes turns of a conversation"),
-            (CONVERSATION, {}, "the prompt is a conversation, but the tokenizer has no chat template"),
-        ],
-    )
-    def test_a_missing_chat_template_is_refused_with_the_remedy(
-        self, make_tokenizer, write, prompt, options, message
-    ):
-        config = DatasetConfig(source=write({"prompt": prompt}), **options)
-        with pytest.raises(
-            ValueError, match=re.escape(message) + ".*set model.chat_template to a Jinja file"
-        ):
-            load_prompts(config, make_tokenizer(chat_template=None))
-
     def test_a_tokenizer_that_makes_nothing_of_a_prompt_is_refused(self, make_tokenizer, write):
         silent = make_tokenizer(chat_template="{{ '' }}")
-        with pytest.raises(ValueError, match=r"row 0: .*makes no tokens of the prompt ''"):
+        with pytest.raises(ValueError, match=r"row 0: .*makes no tokens of ''"):
             load_prompts(DatasetConfig(source=write({"prompt": [{**SYSTEM, "role": "developer"}]})), silent)
 
 
@@ -246,20 +220,3 @@ def test_where_environments_read_the_columns_questions_differ_by_them(tokenizer,
     assert [p.columns["start"] for p in exclude_overlap(train, held_out, by_columns=True)] == [2]
     with pytest.raises(ValueError, match="occur in the held-out set"):
         exclude_overlap(train, held_out)
-
-
-def test_messages_are_told_with_thoughts_calls_and_who_says_them():
-    call = {"function": {"name": "add", "arguments": {"a": 1, "b": "x"}}}
-    raw = {"function": {"name": "add", "arguments": "{"}}
-    messages = [
-        {"role": "assistant", "reasoning_content": "hm", "content": "I add.", "tool_calls": [call, raw]},
-        {"role": "tool", "name": "add", "content": "1x"},
-        {"role": "tool", "content": "?"},
-        {"role": "assistant", "content": None},
-    ]
-    assert spoken(messages) == [
-        ("assistant", "hm\nI add.\nadd(a=1, b='x')\nadd({)"),
-        ("tool add", "1x"),
-        ("tool", "?"),
-        ("assistant", ""),
-    ]

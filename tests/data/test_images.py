@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,14 +37,6 @@ def encoded(image: Image.Image) -> bytes:
     file = io.BytesIO()
     image.save(file, "PNG")
     return file.getvalue()
-
-
-def bomb() -> bytes:
-    """A small file whose header tells of 10^10 pixels."""
-    header = b"IHDR" + (10**5).to_bytes(4, "big") * 2 + b"\x08\x00\x00\x00\x00"
-    chunks = [(13, header), (0, b"IDAT")]
-    written = (size.to_bytes(4, "big") + body + zlib.crc32(body).to_bytes(4, "big") for size, body in chunks)
-    return b"\x89PNG\r\n\x1a\n" + b"".join(written)
 
 
 def user(*parts: Any) -> list[dict[str, Any]]:
@@ -83,13 +74,8 @@ def test_an_image_is_the_same_as_a_file_as_bytes_and_as_an_object(prompts: Promp
     (other,) = prompts({"prompt": "how many", "image": picture(56, 56)})
     assert other.images and other.images.digest != dataset[0].images.digest  # type: ignore[union-attr]
     assert dataset.digest != prompts({"prompt": "how many", "image": picture(56, 56)}).digest
-
-
-def test_one_question_of_two_images_is_two_questions(prompts: Prompts) -> None:
-    one, two = picture(56, 56), picture(56, 56)
-    train = prompts({"prompt": "how many", "image": one}, {"prompt": "how many", "image": two})
-    left = exclude_overlap(train, prompts({"prompt": "how many", "image": two}))
-    assert [prompt.index for prompt in left] == [0]
+    train = prompts(*({"prompt": "how many", "image": own} for own in (picture(56, 56), image)))
+    assert [prompt.index for prompt in exclude_overlap(train, dataset)] == [0]  # images tell questions apart
 
 
 @pytest.mark.parametrize(
@@ -99,18 +85,12 @@ def test_one_question_of_two_images_is_two_questions(prompts: Prompts) -> None:
         ({"prompt": "how", "image": "gone.png"}, "'gone.png' cannot be read"),
         ({"prompt": "how", "image": b"no image"}, "cannot be read"),
         ({"prompt": "how", "image": {"bytes": "iVBORw0KGgo*"}}, "cannot be read: "),
-        ({"prompt": "how", "image": {"bytes": "iVBORw0KG"}}, "cannot be read: "),
         ({"prompt": "how", "image": {"bytes": encoded(picture(56, 56))[:-40]}}, "truncated"),
-        ({"prompt": "how", "image": bomb()}, "decompression bomb"),
         ({"prompt": "how", "image": "/dev/zero"}, "it is no regular file"),
         ({"prompt": "how", "images": "a.png"}, "'images' is a list"),
         ({"prompt": "how", "image": picture(56, 56), "images": [picture(56, 56)]}, "both an 'image' and"),
         ({"prompt": user("how", {"type": "image"}), "images": []}, "1 parts of type image, and the row 0"),
-        ({"prompt": user("how", {"type": "video"})}, "a part is {type: text, text: text}"),
-        (
-            {"prompt": [{"role": "assistant", "content": "how"}], "image": picture(56, 56)},
-            "and no message",
-        ),
+        ({"prompt": [{"role": "assistant", "content": "a"}], "image": picture(56, 56)}, "and no message"),
     ],
 )
 def test_what_makes_no_prompt_is_named_with_its_row(prompts: Prompts, row: Any, told: str) -> None:
@@ -126,7 +106,7 @@ def test_images_with_tools_a_text_model_or_a_cut_prompt_are_refused(prompts: Pro
     with pytest.raises(ValueError, match="overlong_prompts = 'truncate' would cut into a prompt with images"):
         prompts(row, max_prompt_length=4, overlong_prompts="truncate")
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    with pytest.raises(ValueError, match=r"row 0: the row has an image, and the model reads text alone"):
+    with pytest.raises(ValueError, match=r"row 0: the row has an image, and the model reads only text"):
         prompts_of([row], DatasetConfig(source="rows"), tokenizer)
 
 

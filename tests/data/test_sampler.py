@@ -36,9 +36,3 @@ def test_the_state_of_another_seed_or_of_other_prompts_is_refused():
         PromptSampler(prompts(10), batch_size=4, seed=2).load_state_dict(state)
     with pytest.raises(ValueError, match="belongs to other prompts"):
         PromptSampler(prompts(10, "question"), batch_size=4, seed=1).load_state_dict(state)
-
-
-@pytest.mark.parametrize("batch_size", [0, 11])
-def test_a_batch_that_the_dataset_cannot_fill_is_refused(batch_size):
-    with pytest.raises(ValueError, match=f"a batch of {batch_size} prompts .* dataset of 10"):
-        PromptSampler(prompts(10), batch_size=batch_size)

@@ -79,7 +79,7 @@ def test_what_ranks_send_is_the_table_without_its_objects(seed: int) -> None:
 def test_a_column_of_some_completions_only_is_refused(seed: int) -> None:
     table, _ = drawn(seed)
     other = table.with_columns(told=torch.zeros(len(table.token_ids)))
-    with pytest.raises(ValueError, match=r"columns \['told'\] are of some completions only"):
+    with pytest.raises(ValueError, match=r"columns \['told'\]: only some completions have them"):
         CompletionTable.join([table, other])
 
 
@@ -106,7 +106,7 @@ def test_sums_and_spreads_are_of_each_completions_own_tokens(seed: int) -> None:
         ({"prompts": [(1,)], "token_ids": [()]}, r"token_ids\[0\] is empty"),
         (
             {"prompts": [(1,)], "token_ids": [(1, 2)], "mask": [(False, False)]},
-            "nothing of it is the model's",
+            "has no sampled token",
         ),
         ({"prompts": [(1,)], "token_ids": [(1, 2)], "mask": [(True,)]}, r"mask\[0\] has 1 entries for 2"),
         ({"prompts": [(1,)], "token_ids": [(1, 2)], "values": [()]}, r"values\[0\] has 0 entries for 2"),

@@ -7,7 +7,7 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 from grpo_fast.config.data import DatasetConfig
-from grpo_fast.data import load_prompts, template
+from grpo_fast.data import bounded, load_prompts, template
 
 ASKS = "{% if add_generation_prompt %}{{ '<assistant> ' }}{% endif %}"
 TURNS = "{% for m in messages %}{{ '<' + m.role + '> ' + m.content + ' <end> ' }}{% endfor %}"
@@ -16,6 +16,12 @@ LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}BODY{% endfor %}{%
 SYSTEM = {"role": "system", "content": "be brief"}
 QUESTION = {"role": "user", "content": "what is one"}
 REPLY = {"role": "assistant", "content": "it is surely one"}
+
+
+NO_SYSTEM = TURNS.replace("m in messages", "m in messages if m.role != 'system'")
+LAST_SENTENCE = PLAIN.replace("m.content +", "m.content.split('so')[-1] +")
+CUT_SHORT = PLAIN.replace("m.content +", "m.content[:4] +")
+MISSPELT = {"chat_template_kwargs": {"enable_thinkng": False}}
 
 
 @pytest.mark.parametrize(
@@ -30,42 +36,39 @@ REPLY = {"role": "assistant", "content": "it is surely one"}
     ],
 )
 def test_a_chat_template_without_end_is_refused(make_tokenizer, write, monkeypatch, text):
-    monkeypatch.setattr(template, "LIMIT_SECONDS", 1)
+    monkeypatch.setattr(bounded, "LIMIT_SECONDS", 1)
     with pytest.raises(
         ValueError, match=r"row 0: the chat template .*look for a loop or a macro without end"
     ):
         load_prompts(DatasetConfig(source=write({"prompt": "one"})), make_tokenizer(text))
 
 
+def test_a_template_that_loops_after_an_answer_is_left_alone(make_tokenizer, write, monkeypatch):
+    monkeypatch.setattr(bounded, "LIMIT_SECONDS", 1)
+    text = PLAIN + "{% if messages[-1].role == 'assistant' %}" + LOOP.replace("BODY", "x") + "{% endif %}"
+    assert len(load_prompts(DatasetConfig(source=write({"prompt": "one"})), make_tokenizer(text))) == 1
+
+
+def test_bounded_work_runs_under_lower_limits_and_reports_a_crash():
+    def lowered():
+        for kind in (resource.RLIMIT_CPU, resource.RLIMIT_AS):
+            now = 5 if kind == resource.RLIMIT_CPU else 1 << 44
+            resource.setrlimit(kind, (now, now))
+        return bounded.run_bounded(lambda: "text")
+
+    assert bounded.run_bounded(lowered) == "text"
+    with pytest.raises(ValueError, match="its process ended with code -15"):
+        bounded.run_bounded(lambda: os.kill(os.getpid(), signal.SIGTERM))
+
+
 @pytest.mark.parametrize(
     ("text", "options", "prompt", "message"),
     [
-        (
-            TURNS.replace("m in messages", "m in messages if m.role != 'system'"),
-            {"system_prompt": "be"},
-            "one",
-            r"dataset\.system_prompt: .*role system: 'be'",
-        ),
-        (
-            PLAIN.replace("m.content +", "m.content.split('so')[-1] +"),
-            {"examples": [("two", "five so 2")]},
-            "one",
-            r"dataset\.examples: .*role assistant: 'five so 2'",
-        ),
-        (PLAIN.replace("m.content +", "m.content[:4] +"), {}, "what is one", "role user: 'what is one'"),
+        (NO_SYSTEM, {"system_prompt": "be"}, "one", r"dataset\.system_prompt: .*role system: 'be'"),
+        (LAST_SENTENCE, {"examples": [("two", "five so 2")]}, "one", r"dataset\.examples: .*'five so 2'"),
+        (CUT_SHORT, {}, "what is one", "role user: 'what is one'"),
         (PLAIN + "<|turn|>", {}, "<|turn|> one", r"'<\|turn\|>'.*rendered already"),
-        (
-            PLAIN,
-            {"chat_template_kwargs": {"enable_thinkng": False}},
-            "one",
-            r"kwargs\.enable_thinkng is no variable",
-        ),
-        (
-            PLAIN + "{{ enable_thinking }}",
-            {"chat_template_kwargs": {"enable_thinkng": False}},
-            "one",
-            r"did you mean 'enable_thinking'",
-        ),
+        (PLAIN + "{{ enable_thinking }}", MISSPELT, "one", r"did you mean 'enable_thinking'"),
         (PLAIN, {"chat_template_kwargs": {"x": 1}, "chat": False}, "one", r"dataset\.chat = false"),
     ],
 )
@@ -101,43 +104,22 @@ def test_what_a_template_does_to_the_first_prompt_is_said(
 
 
 @pytest.mark.parametrize(
-    ("text", "tools", "count"),
+    ("text", "count"),
     [
-        (PLAIN, None, 1),
-        (PLAIN + "{% for tool in tools or [] %}{{ tool.about }}{% endfor %}", [{"about": "DOC"}], 1),
-        (PLAIN + " what does the mark <|turn|> say ? ", None, 1),
-        (PLAIN + "{{ messages[-1].content }}", None, 2),
+        (PLAIN, 1),
+        (PLAIN + "{{ messages[-1].content }}", 2),
     ],
 )
 def test_a_question_about_a_mark_is_asked_and_each_problem_is_said_once(
-    make_tokenizer, write, caplog, text, tools, count
+    make_tokenizer, write, caplog, text, count
 ):
     question = "what does the mark <|turn|> say ?"
     tokenizer = make_tokenizer(text + "{# <|turn|> #}")
     tokenizer.add_special_tokens({"extra_special_tokens": ["<|turn|>"], "pad_token": "<end>"})
-    schemas = [{"about": question} for _ in tools or ()]
     for _ in range(2):
-        load_prompts(DatasetConfig(source=write({"prompt": question})), tokenizer, lambda row: schemas)
+        load_prompts(DatasetConfig(source=write({"prompt": question})), tokenizer)
     assert caplog.text.count("the prompt has '<|turn|>', which") == 1
     assert caplog.text.count("WARNING") == count
-
-
-def test_a_template_that_loops_after_an_answer_is_left_alone(make_tokenizer, write, monkeypatch):
-    monkeypatch.setattr(template, "LIMIT_SECONDS", 1)
-    text = PLAIN + "{% if messages[-1].role == 'assistant' %}" + LOOP.replace("BODY", "x") + "{% endif %}"
-    assert len(load_prompts(DatasetConfig(source=write({"prompt": "one"})), make_tokenizer(text))) == 1
-
-
-def test_a_template_is_tried_where_limits_are_lower_and_a_crash_is_called_one():
-    def lowered():
-        for kind in (resource.RLIMIT_CPU, resource.RLIMIT_AS):
-            now = 5 if kind == resource.RLIMIT_CPU else 1 << 44
-            resource.setrlimit(kind, (now, now))
-        return template._tried(lambda: "text")
-
-    assert template._tried(lowered) == "text"
-    with pytest.raises(ValueError, match="the process that renders it ended with -15"):
-        template._tried(lambda: os.kill(os.getpid(), signal.SIGTERM))
 
 
 @pytest.mark.parametrize(

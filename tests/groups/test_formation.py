@@ -8,8 +8,8 @@ import torch
 from grpo_fast.config.groups import CriterionConfig, GroupConfig
 from grpo_fast.data import Prompt
 from grpo_fast.groups import formation
-from grpo_fast.groups.criteria import prompt_distance
 from grpo_fast.groups.formation import form_groups, key_groups, leader_clusters
+from tests.groups.conftest import prompt_distance
 
 
 @pytest.mark.parametrize("strategy", ["prompt", "similarity", "combined", "own"])
@@ -80,14 +80,3 @@ def test_the_clusters_are_those_of_looking_at_one_prompt_after_the_other(
         60, lambda rows, others: distances[rows][:, others], radius=radius, max_size=max_size
     )
     assert found == expected
-
-
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [("[1, 2]", "2 keys for 3 prompts"), ("{1, 2, 3}", "a set"), ("[[], 1, 2]", "a list for prompt 0")],
-)
-def test_a_strategy_that_returns_no_key_for_each_prompt_is_refused(
-    make_prompts, write_function, body, message
-):
-    with pytest.raises(ValueError, match=message):
-        form_groups(make_prompts(3), GroupConfig(strategy=write_function("prompts", body)))

@@ -65,15 +65,6 @@ def test_a_batch_shares_what_of_its_groups_it_holds(make_prompts, write_function
         assert (metrics["groups/sharing"], metrics["groups/size_mean"]) == (2 / 3, 3 / 2)
 
 
-EVERY = [
-    ("random", {}),
-    ("performance", {}),
-    ("performance", {"size_by": {"column": "topic", "t0": 2}}),
-    ("combined", {"criteria": [{"by": "reward"}, {"by": "diversity", "weight": 2.0}]}),
-    ("own", {}),
-]
-
-
 def scored(prompts, rewards) -> CompletionTable:
     """Two completions of each prompt: the first of one token, the second of as many as it has level."""
     tokens = [t for p in prompts for t in ([1], [2] * round(1 + 8 * p.columns["level"]))]
@@ -84,86 +75,73 @@ def scored(prompts, rewards) -> CompletionTable:
     return CompletionTable.of(asked, tokens, numbers, facts=facts, objects={"completion": texts})
 
 
-@pytest.mark.parametrize(("strategy", "settings"), EVERY)
-def test_groups_after_scoring_are_those_made_by_hand(make_prompts, tmp_path, seed, strategy, settings):
+MEANS = [0.9, 0.1, NAN, 0.5, 0.2, 0.8]
+
+
+@pytest.fixture
+def scored_batch(make_prompts):
+    """Six prompts of two topics, whose completions have few or many distinct bigrams, with `MEANS`."""
+    prompts = make_prompts(6)
+    for place, prompt in enumerate(prompts):
+        prompt.columns.update(topic=f"t{place // 3}", level=7 / 8 * (place // 3))
+    return prompts, scored(prompts, [[mean, mean] for mean in MEANS])
+
+
+@pytest.mark.parametrize(
+    ("strategy", "settings", "expected"),
+    [
+        ("performance", {}, [[0, 5], [1], [2], [3, 4]]),
+        ("performance", {"size_by": {"column": "topic", "t1": 3}}, [[0, 1], [2], [3, 4, 5]]),
+        # Distances over the ranges: (3 |difference of means| / 0.8 + difference of diversity) / 4 <= 0.6.
+        ("combined", {"max_group_size": 3}, [[0], [1], [2], [3, 4, 5]]),
+        ("combined", {}, [[0, 5], [1], [2], [3, 4]]),
+        ("own", {}, [[0, 5], [1, 4], [2], [3]]),
+    ],
+)
+def test_groups_after_scoring(scored_batch, tmp_path, seed, strategy, settings, expected):
     (tmp_path / "own.py").write_text(
         "open(__file__ + '.imports', 'a').write('x')\n"
         "def own(rewards, completions, embeddings, step, total_steps):\n"
-        "    assert embeddings.shape == (17, 1024) and len(completions) == 17\n"
-        "    return [[step, 5], rewards.mean(1).nan_to_num(0).topk(total_steps).indices]\n"
+        "    assert embeddings.shape == (6, 1024) and len(completions) == 6\n"
+        "    return [[step, 1], rewards.mean(1).nan_to_num(0).topk(total_steps).indices]\n"
     )
+    if strategy == "combined":
+        settings = {**settings, "criteria": [{"by": "reward", "weight": 3.0}, {"by": "diversity"}]}
     path = f"{tmp_path / 'own.py'}:own" if strategy == "own" else strategy
-    prompts = make_prompts(40, topics=2)
-    for prompt in prompts:
-        prompt.columns["level"] = round(prompt.columns["level"], 2)
-    config = GroupConfig(strategy=path, max_group_size=5, **settings)
-    samplers = [GroupSampler(prompts, 17, config, seed) for _ in range(2)]  # as on two ranks
-    rng = random.Random(seed)
-    for _ in range(3):  # the last batch goes into the next epoch
-        batch, _ = (sampler.next() for sampler in samplers)
-        rewards = [[own := rng.random(), own + rng.random()] for _ in batch]
-        rewards[4] = rewards[5] = [0.0, 0.0]
-        rewards[3] = [NAN, NAN]
-        table = scored(batch, rewards)
-        for sampler in samplers:
-            sampler.begin(4, 3)
-        numbers, others = (sampler.baseline_groups(batch, table) for sampler in samplers)
+    prompts, table = scored_batch
+    sampler = GroupSampler(
+        prompts, 6, GroupConfig(**{"max_group_size": 2, "strategy": path, **settings}), seed
+    )
+    for _ in range(2):  # a function's file is imported once, not each step
+        sampler.next()
+        sampler.begin(4, 2)
+        numbers = sampler.baseline_groups(prompts, table)
+        assert sorted([i for i, own in enumerate(numbers) if own == key] for key in {*numbers}) == expected
+    assert strategy != "own" or (tmp_path / "own.py.imports").read_text() == "x"
+
+
+def test_random_groups_are_those_of_every_rank_and_differ_from_step_to_step(scored_batch, seed):
+    prompts, table = scored_batch
+    config = GroupConfig(strategy="random", max_group_size=2)
+    samplers = [GroupSampler(prompts, 6, config, seed) for _ in range(2)]
+    found = set()
+    for _ in range(20):
+        numbers, others = (s.next() and s.baseline_groups(prompts, table) for s in samplers)
         assert numbers == others
-        found = sorted([i for i, own in enumerate(numbers) if own == key] for key in {*numbers})
-        assert [3] in found or strategy == "own"
-        means = [sum(own) / 2 for own in rewards]
-        known = [i for i in range(17) if i != 3]
-        ranked = sorted(known, key=means.__getitem__)
-        if strategy == "random":
-            assert sorted(map(len, found)) == [1, 4, 4, 4, 4]
-            assert found[0] != ranked[:4]
-        elif strategy == "own":
-            alone = [[i] for i in {*range(17)} - {4, 5, *ranked[-3:]}]
-            assert found == sorted([[4, 5], sorted(ranked[-3:]), *alone])
-            assert (tmp_path / "own.py.imports").read_text() == "xx"  # by each sampler once, not each step
-        elif strategy == "performance":
-            topics = {"t0": 2, "t1": 5} if settings else {None: 5}
-            expected = [[3]]
-            for topic, size in topics.items():
-                own = [i for i in ranked if topic in (None, batch[i].columns["topic"])]
-                parts = -(-len(own) // size)
-                cut = [own[len(own) * k // parts : len(own) * (k + 1) // parts] for k in range(parts)]
-                expected += [part for part in map(sorted, cut) if len(part) > 1]
-                expected += [part for part in cut if len(part) == 1]
-            assert found == sorted(expected)
-        else:
-            assert found == sorted([[3], *clusters_of(known, means, shares_of(batch))])
+        assert sorted(Counter(numbers).values()) == [1, 1, 2, 2] and numbers.count(numbers[2]) == 1
+        found.add(tuple(map(numbers.index, numbers)))
+    assert len(found) > 1
 
 
-def clusters_of(known: list[int], means: list[float], shares: list[float]) -> list[list[int]]:
-    spans = [max(v[k] for k in known) - min(v[k] for k in known) for v in (means, shares)]
-
-    def distance(i: int, j: int) -> float:
-        return (abs(means[i] - means[j]) / spans[0] + 2 * abs(shares[i] - shares[j]) / spans[1]) / 3
-
-    clusters: list[list[int]] = []
-    for i in known:
-        near = [(distance(i, g[0]), k) for k, g in enumerate(clusters) if len(g) < 5]
-        if near and min(near)[0] <= 0.6:
-            clusters[min(near)[1]].append(i)
-        else:
-            clusters.append([i])
-    return clusters
-
-
-def shares_of(batch) -> list[float]:
-    """Distinct bigrams of `scored`'s completions: a last token is one with its end."""
-    counts = [round(1 + 8 * prompt.columns["level"]) for prompt in batch]
-    return [(2 if n == 1 else 3) / (1 + n) for n in counts]
-
-
-def test_a_user_is_told_of_a_position_that_is_wrong(make_prompts, write_function):
+def test_a_wrong_position_or_parameter_is_refused(make_prompts, write_function):
     prompts = make_prompts(4)
     table = scored(prompts, [[0.0, 1.0]] * 4)
     for body, named in [
         ("[[0, 1], [1, 2]]", "position 1 in group 0 and in group 1"),
         ("[[0, 4]]", "position 4 in group 0"),
-        ("[rewards, 1]", "2 keys for 4 prompts"),
+        ("[1, 2]", "2 keys for 4 prompts"),
+        ("{1, 2, 3, 4}", "a set for 4 prompts"),
+        ("[[], 1, 2, 3]", "a list for prompt 0"),
     ]:
         sampler = GroupSampler(prompts, 4, GroupConfig(strategy=write_function("rewards", body)))
         with pytest.raises(ValueError, match=named):
@@ -181,18 +159,19 @@ def test_metrics_describe_the_groups(make_prompts):
     table = scored(prompts, [[0.0, 1.0], [1.0, 3.0], [0.0, 0.0], [0.0, 0.0], [NAN, NAN]])
     metrics = sampler.metrics(prompts, [7, 7, 9, 9, 2], table)
 
-    tokens = [
-        [table.tokens_of(2 * i + k).tolist() for i in group for k in (0, 1)]
-        for group in ([0, 1], [2, 3], [4])
+    completions = table.token_ids.split(table.lengths.tolist())
+    bigrams = [
+        [
+            pair
+            for own in completions[2 * first : 2 * end]
+            for pair in itertools.pairwise([*own.tolist(), "end"])
+        ]
+        for first, end in ((0, 2), (2, 4), (4, 5))
     ]
-    bigrams = [[pair for own in group for pair in itertools.pairwise([*own, "end"])] for group in tokens]
     vectors = sampler.embeddings(prompts)
-    centre = [vectors[i : i + 2].mean(0) for i in (0, 2)]
-    gaps = [(vectors[i] - centre[i // 2]).norm().item() for i in range(4)]
+    gaps = [(vectors[i] - vectors[k : k + 2].mean(0)).norm().item() for k in (0, 2) for i in (k, k + 1)]
     assert metrics == {
-        "groups/number": 3,
-        "groups/size_mean": pytest.approx(5 / 3),
-        "groups/sharing": 0.8,
+        **{"groups/number": 3, "groups/size_mean": pytest.approx(5 / 3), "groups/sharing": 0.8},
         "groups/diversity": pytest.approx(sum(len({*own}) / len(own) for own in bigrams) / 3),
         "groups/centroid_distance": pytest.approx(sum(gaps) / 4),
         "groups/reward_spread": pytest.approx((1.5 * 0.5**0.5 + 0.0) / 2),
@@ -329,37 +308,16 @@ def test_no_prompt_comes_twice_in_a_batch_and_none_is_lost(make, seed):
     assert len(drawn) == 40
 
 
-def rates_drawn(sampler: DifficultySampler, batches: int = 1) -> Counter[float]:
-    batches_drawn = [sampler.next() for _ in range(batches)]
-    return Counter(sampler.pass_rates[sampler.dataset.index(p)] for batch in batches_drawn for p in batch)
-
-
-@pytest.mark.parametrize(
-    ("batch_size", "weights", "pass_rates", "expected"),
-    [
-        (10, [1.0, 3.5, 0.5], [0.1] * 15 + [0.5] * 15 + [0.9] * 10, {0.1: 2, 0.5: 7, 0.9: 1}),
-        (20, [1.0, 1.0, 98.0], [0.0] * 30 + [0.5] * 8 + [1.0] * 2, {1.0: 2, 0.5: 8, 0.0: 10}),
-        (20, [1.0, 1.0, 2.0], [0.0] * 35 + [0.5] * 5, {0.0: 15, 0.5: 5}),  # an empty bucket
-        (8, [1.0, 2.0, 1.0], [0.2] * 20 + [0.8] * 20, {0.2: 5, 0.8: 3}),  # on an edge: the easier side
-    ],
-    ids=["shares", "what one cannot give", "an empty bucket", "edges"],
-)
-def test_buckets_get_their_shares_and_give_what_they_lack_to_others(
-    make, batch_size, weights, pass_rates, expected
-):
-    sampler = make(batch_size, pass_rates, bucket_weights=weights)
-    tolerance = 1 if 0.2 in expected else 0  # thirds are drawn
-    for _ in range(20):
-        drawn = rates_drawn(sampler)
-        assert all(abs(drawn[rate] - count) <= tolerance for rate, count in expected.items()), drawn
-
-
-def test_a_small_share_comes_true_over_many_batches(make):
-    sampler = make(4, [0.0] * 10 + [0.5] * 20 + [1.0] * 10, bucket_weights=[0.05, 1.0, 0.05])
-    drawn = rates_drawn(sampler, 400)
-    # Each batch takes none or one: a standard deviation of 0.0045 or so. Rounding would take none ever.
-    assert drawn[0.0] / 1600 == pytest.approx(0.05 / 1.1, abs=0.03)
-    assert drawn[1.0] / 1600 == pytest.approx(0.05 / 1.1, abs=0.03)
+def test_buckets_are_sampled_by_weight_until_they_are_empty(make):
+    # Weights 2, 7, 1 of 10; the easiest has two prompts, one of them on its edge.
+    sampler = make(10, [0.1] * 19 + [0.5] * 19 + [0.8, 0.9], bucket_weights=[2.0, 7.0, 1.0])
+    counts = Counter(sampler.pass_rates[sampler.dataset.index(p)] for _ in range(200) for p in sampler.next())
+    hard, medium = counts[0.1] / 2000, counts[0.5] / 2000
+    assert (hard, medium) == (pytest.approx(0.2, abs=0.05), pytest.approx(0.7, abs=0.05))
+    assert counts[0.8] > 50 < counts[0.9]
+    greedy = make(10, [0.1] * 32 + [0.5] * 6 + [0.9] * 2, bucket_weights=[1e-6, 1e-6, 1.0])
+    first = Counter(greedy.pass_rates[greedy.dataset.index(p)] for p in greedy.next())
+    assert first[0.9] == 2 and sum(first.values()) == 10  # the others give what it lacks
 
 
 @pytest.mark.parametrize(("reward", "expected"), [(None, 0.75), ("right", 0.25), ("short", 1.0)])

@@ -211,5 +211,5 @@ def test_a_template_that_rewrites_the_prompt_once_it_is_answered_is_refused(tmp_
     tokenizer = make_tokenizer(
         "{{ messages | length }} {% for m in messages %}{{ m['content'] }} {% endfor %}"
     )
-    with pytest.raises(ValueError, match="writes the prompt otherwise once answered"):
+    with pytest.raises(ValueError, match="changes the prompt once it is answered"):
         load(tmp_path, [PAIR], tokenizer)

@@ -138,9 +138,3 @@ def test_an_interrupted_rollout_waits_for_no_reward(score) -> None:
         assert thread.daemon  # the end of the program waits for it neither
         thread.join(300)
         assert not thread.is_alive()
-
-
-def test_an_engine_that_names_no_groups_gets_its_rewards_all_the_same() -> None:
-    engine = SimpleNamespace(generate=lambda prompts, n, sampling, observer: COMPLETIONS)
-    _, early = generate(engine, PROMPTS, 3, Sampling(4), rewards(product, early=(product,)))
-    assert early.values() == {}

@@ -24,7 +24,6 @@ class Silent:
     pass
 
 ends_in_b = Ends("b")
-number = 3
 """
 
 
@@ -34,7 +33,6 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "my_rewards.py").write_text(USER_FILE)
     (tmp_path / "broken.py").write_text("import no_such_package")
     (tmp_path / "raises.py").write_text("import json\nKEY = json.loads('{')")
-    (tmp_path / "unclosed.py").write_text("\ndef reward(completions:\n")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -79,26 +77,18 @@ def test_settings_are_taken_over_and_a_name_that_occurs_again_is_numbered():
     ("reward", "options", "named"),
     [
         ("exact_mach", {}, "'exact_match'"),
-        ("rewards.accuracy", {}, "rewards:accuracy"),
         ("no_such_module:reward", {}, "path/to/file.py:function"),
-        ("no/file.py:reward", {}, "no/file.py"),
         ("broken.py:reward", {}, "ModuleNotFoundError"),
         ("raises.py:reward", {}, "raises.py:2: KEY = json.loads('{')"),
-        ("unclosed.py:reward", {}, "unclosed.py, line 2"),
         ("my_rewards.py:shot", {}, "'shout'"),
         ("my_rewards.py", {}, "write my_rewards.py:NAME: there are Ends"),
-        ("my_rewards.py:", {}, "write my_rewards.py:NAME: there are Ends"),
-        ("my_rewards.py:number", {}, "not a function"),
         ("my_rewards.py:shout", {"factr": 1}, "'factor'"),
         ("my_rewards.py:Ends", {"lettr": 1}, "'letter'"),
         ("my_rewards.py:Silent", {}, "__call__"),
-        ("numeric_match", {"toleranc": 1}, "'tolerance'"),
         ("numeric_match", {"tolerance": -1}, "'numeric_match': tolerance"),
-        ("regex_format", {}, "pattern"),
         ("regex_format", {"pattern": "("}, "regular expression"),
         ("exact_match", {"extract": "Answer: .*"}, "one group"),
         ("soft_overlong", {"max_length": 1, "cache": 3}, "cache = 3"),
-        ("tag_format", {"tags": "think"}, "tags"),
     ],
 )
 def test_what_cannot_be_loaded_is_refused(folder, reward, options, named):

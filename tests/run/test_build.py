@@ -79,7 +79,7 @@ def test_held_out_questions_stay_out_of_every_stage(build, toy):
         ({"rewards": [{"reward": "exact_mach"}]}, "did you mean 'exact_match'"),
         ({"groups": {"strategy": "prefix"}}, "use another strategy"),
         ({"curriculum": {"pass_rate_column": "rate"}}, "is no column of the dataset"),
-        ({"prompts_per_step": 1000}, "a batch of 1000 prompts cannot be drawn"),
+        ({"prompts_per_step": 1000}, "a batch of 1000 prompts cannot be sampled"),
     ],
 )
 def test_a_mistake_in_a_later_stage_is_named_with_the_stage(build, overrides, message):

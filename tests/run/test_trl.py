@@ -278,3 +278,11 @@ def test_what_a_run_cannot_take_of_trl_is_refused_by_name(script, changes: dict[
     with pytest.raises(ConfigError, match=problem):
         grpo_fast.train(**script | changes)
     assert not Path("out").exists()
+
+
+def test_a_folder_of_save_to_disk_is_read_by_its_split(script, capsys):
+    script.pop("train_dataset").save_to_disk("saved")
+    run = grpo_fast.train(**script, train_dataset="saved", max_steps=1)
+    assert list(run.metrics.index) == [0, 1]
+    with pytest.raises(ValueError, match="there are train"):
+        grpo_fast.train(**script, train_dataset={"source": "saved", "split": "test"})

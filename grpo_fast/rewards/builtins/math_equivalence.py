@@ -1,7 +1,7 @@
-"""Mathematical equivalence by math-verify, in worker processes.
+"""Compare answers mathematically with math-verify, in worker processes.
 
-sympy can spend hours on `9^{9^{9^9}}`, inside arithmetic that neither a thread's time limit nor math-verify's
-signal interrupts. A process can be killed.
+sympy can spend hours on `9^{9^{9^9}}`, in arithmetic that neither a thread's timeout nor math-verify's signal
+interrupts. A process can be killed.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class MathVerify:
         **columns: Any,
     ) -> Scores:
         pairs = answer_pairs(completions, columns, self.answer_column)
-        # A loop of its own: a user's async reward that blocks must not make comparisons late.
+        # On its own loop: a user's async reward that blocks must not delay comparisons.
         work = asyncio.run_coroutine_threadsafe(self._compare(pairs), event_loop("math_verify"))
         rows = await asyncio.wrap_future(work)
         replies = [*chain(*rows)]
@@ -60,17 +60,17 @@ class MathVerify:
         return [*await asyncio.gather(*(self._replies(text, _golds(answers)) for text, answers in pairs))]
 
     async def _replies(self, text: str, golds: Sequence[str]) -> list[bool | str | None]:
-        """Return the replies for one completion, to the first gold that it equals."""
+        """Return the replies for one completion, up to the first gold answer that it equals."""
         replies: list[bool | str | None] = []
         for gold in golds:
-            replies += await POOL.ask([[gold, text]], self.time_limit)
+            replies.append(await POOL.ask([gold, text], self.time_limit))
             if replies[-1] is True:
                 break
         return replies
 
 
 def _golds(answers: Sequence[str]) -> list[str]:
-    """Return the expressions to compare with; of `4` and `4.0` one."""
+    """Return the expressions to compare with, one for `4` and `4.0`."""
     golds = [answer.rpartition(GSM8K_MARKER)[2].strip() for answer in answers]
     return [*{re.sub(r"(?<=\d)\.0+$", "", gold): gold for gold in reversed(golds) if gold}.values()][::-1]
 
@@ -80,7 +80,7 @@ def _best(replies: Sequence[bool | str | None]) -> float | None:
 
 
 class Pool:
-    """Workers that answer questions at the same time. All calls are on one event loop."""
+    """Workers that compare concurrently. All calls are on one event loop."""
 
     def __init__(self, size: int) -> None:
         self.workers = [Worker() for _ in range(size)]
@@ -88,15 +88,8 @@ class Pool:
         for worker in self.workers:
             self._idle.put_nowait(worker)
 
-    async def ask(self, questions: Sequence[list[str]], time_limit: float) -> list[bool | str | None]:
-        """Return each question's reply, or "timeout"; the limit counts from the start of its comparison.
-
-        Raises:
-            RuntimeError: a process does not start.
-        """
-        return [*await asyncio.gather(*(self._ask(question, time_limit) for question in questions))]
-
-    async def _ask(self, question: list[str], time_limit: float) -> bool | str | None:
+    async def ask(self, question: list[str], time_limit: float) -> bool | str | None:
+        """Return the reply to `[gold, text]`, or "timeout"; the limit excludes the wait for a worker."""
         worker = await self._idle.get()
         try:
             return await worker.ask(question, time_limit)
@@ -109,33 +102,30 @@ class Pool:
 
 
 class Worker:
-    """A process, started when first needed and again after it was killed."""
+    """A process that starts at the first question, and again after it was killed."""
 
     def __init__(self) -> None:
         self._process: Process | None = None
 
     async def ask(self, question: list[str], time_limit: float) -> bool | str | None:
-        """Return the reply, or "timeout" when there is none in `time_limit` seconds or the process dies.
+        """Return the reply, or "timeout" if the process exceeds the limit or dies.
 
-        Raises:
-            RuntimeError: the process does not start.
+        Raises RuntimeError if the process does not start.
         """
         if self._process is None or self._process.returncode is not None:
             arguments = [sys.executable, "-I", str(SCRIPT), json.dumps(sys.path)]
-            # In a session of its own: Ctrl-C, after which the step still ends, must not reach it.
+            # In its own session, because Ctrl-C lets the current step finish.
             self._process = await asyncio.create_subprocess_exec(
                 *arguments, stdin=PIPE, stdout=PIPE, start_new_session=True
             )
             if not await self._reply("", START_LIMIT):
-                raise RuntimeError(
-                    "the process for math_verify does not start; what it printed is above. Try: "
-                    "python -c 'import math_verify'"
-                )
+                problem = "the process for math_verify does not start; its output is above"
+                raise RuntimeError(f"{problem}. Try: python -c 'import math_verify'")
         reply = await self._reply(json.dumps(question) + "\n", time_limit)
         return json.loads(reply) if reply else "timeout"
 
     async def _reply(self, line: str, time_limit: float) -> bytes:
-        """Send a line and return the next one; empty, with the process killed, where none comes."""
+        """Send a line and return the next one; if none comes, kill the process and return nothing."""
         assert self._process is not None and self._process.stdin and self._process.stdout
         reader, writer, reply = self._process.stdout, self._process.stdin, b""
 
@@ -147,13 +137,12 @@ class Worker:
         try:
             with contextlib.suppress(OSError, asyncio.TimeoutError):
                 reply = await asyncio.wait_for(exchange(), time_limit)
-        finally:  # also when it is canceled: a late reply would answer the next question
+        finally:  # also if canceled: a late reply would answer the next question
             if not reply:
                 self.stop()
         return reply
 
     def stop(self) -> None:
-        """Kill the process."""
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()

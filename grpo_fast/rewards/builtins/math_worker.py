@@ -1,7 +1,7 @@
-"""Compares two mathematical texts; run as a script, in a process that may be killed.
+"""Compare two mathematical texts; run as a script, in a process that may be killed.
 
-Reads JSON lines `[gold, text]`, writes `true`, `false`, or `null` where the gold has no expression. Imports
-nothing of this package. The first argument is the module search path to use.
+Reads JSON lines `[gold, text]`; writes `true`, `false`, or `null` if the gold answer has no expression. The
+first argument is the module search path; nothing of this package is imported.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import signal
 import sys
 from functools import lru_cache
 
-PR_SET_PDEATHSIG = 1  # of Linux: the signal that a process gets at its parent's end
+PR_SET_PDEATHSIG = 1  # of Linux: the signal when the parent ends
 MEMORY_LIMIT = 1 << 30  # bytes of address space; sympy takes 0.1 GiB
-DELIMITED = re.compile(r"(?<!\\)\$|\\boxed|\\\(|\\\[")  # the marks of LaTeX in a text
+DELIMITED = re.compile(r"(?<!\\)\$|\\boxed|\\\(|\\\[")  # delimiters of LaTeX
 
 
 def main() -> None:
-    if sys.platform == "linux":  # or it would go on alone where its run is killed
+    if sys.platform == "linux":  # end with the run, even if that is killed
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     sys.path[:] = json.loads(sys.argv[1])
     from math_verify import parse, verify
@@ -30,7 +30,7 @@ def main() -> None:
         import resource
 
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT, MEMORY_LIMIT))
-    logging.disable(logging.CRITICAL)  # what cannot be parsed is an answer, not a message
+    logging.disable(logging.CRITICAL)  # math-verify logs every answer that it cannot parse
 
     @lru_cache(maxsize=4096)
     def expressions(text: str) -> list:
@@ -52,7 +52,7 @@ def main() -> None:
             reply = equivalent(*json.loads(line))
         except MemoryError:
             break
-        except Exception:  # sympy raises all sorts of things at what models write
+        except Exception:  # sympy raises any type
             reply = False
         print(json.dumps(reply), file=replies, flush=True)
 

@@ -1,4 +1,4 @@
-"""What the built-in rewards share: checked options, and readers of their arguments."""
+"""Validate the options of built-in rewards, and read their arguments."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from grpo_fast.config.lookup import choices
 from grpo_fast.config.patterns import TEXT_LIMIT, Pattern
 from grpo_fast.config.section import short
 
-CompletionTexts = Sequence[Any]  # N texts, or N conversations: one message of the assistant, or an episode's
+CompletionTexts = Sequence[Any]  # N texts, or N conversations: a reply, or an episode's messages
 Scores = list[float | None]
 LogMetric = Callable[[str, float], None]
 T = TypeVar("T")
 
 CALL_LIMIT = 10.0  # seconds that texts beyond their limit may take in one call
-SHORTEST = 0.01  # seconds for each text that is left when a call has spent its limit
+SHORTEST = 0.01  # seconds for each further text of such a call
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 def match_each(
     pattern: Pattern | None, items: Iterable[T], score: Callable[[T], float | None], log: LogMetric | None
 ) -> Scores:
-    """Score each item; 0 where the pattern takes too long, which counts in `regex/timeouts`."""
+    """Score each item, 0 if the pattern takes too long, and log the share of these as `regex/timeouts`."""
     if pattern is None:
         return [*map(score, items)]
     scores: Scores = []
@@ -49,8 +49,8 @@ def match_each(
     if late and not pattern.warned:
         pattern.warned = True
         logger.warning(
-            "the pattern %r took longer than %g s on %d of %d completions, which score 0: write it without "
-            "nested repeats and alternatives that match the same text, as (a|a)*",
+            "the pattern %r took longer than %g s on %d of %d completions, which score 0: avoid nested "
+            "repeats and alternatives that match the same text, such as (a|a)*",
             *(pattern.text, TEXT_LIMIT, late, len(scores)),
         )
     if log is not None and scores:
@@ -58,12 +58,12 @@ def match_each(
     return scores
 
 
-# A built-in reward is a dataclass: its fields are the options, checked when it is made; its call scores.
+# A built-in reward is a dataclass, whose fields are its options.
 reward = dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid", arbitrary_types_allowed=True))
 
 
 def texts(completions: CompletionTexts) -> list[str]:
-    """The text of each completion; of an episode what the assistant said last, nothing where a tool did."""
+    """Return the text of each completion: of an episode its last message, if that is the assistant's."""
     return [item if isinstance(item, str) else _said(item[-1]) for item in completions]
 
 
@@ -73,14 +73,9 @@ def _said(message: Mapping[str, Any]) -> str:
 
 @reward
 class AnswerReward:
-    """Score each completion by the answer of its row, the best of several; None where there is none."""
+    """Score each completion by the best of its row's answers; None without an answer."""
 
     answer_column: str = "answer"
-
-    @property
-    def pattern(self) -> Pattern | None:
-        """The user's pattern that `given` matches, if any."""
-        return None
 
     def __call__(
         self, completions: CompletionTexts, log_metric: LogMetric | None = None, **columns: Any
@@ -93,10 +88,10 @@ class AnswerReward:
             scores = (self.score(given, answer) for answer in answers)
             return max((score for score in scores if score is not None), default=None)
 
-        return match_each(self.pattern, pairs, best, log_metric)
+        return match_each(getattr(self, "extract", None), pairs, best, log_metric)
 
     def given(self, text: str) -> Any:
-        """Return what `score` compares of a completion's text."""
+        """Extract the part of a completion that `score` compares."""
         raise NotImplementedError
 
     def score(self, given: Any, answer: str) -> float | None:
@@ -106,7 +101,6 @@ class AnswerReward:
 def answer_pairs(
     completions: CompletionTexts, columns: Mapping[str, Sequence[Any]], answer_column: str
 ) -> list[tuple[str, tuple[str, ...]]]:
-    """Return each completion's text with the `answers_of` its row."""
     answers = column(columns, answer_column, "answer_column")
     return [(text, answers_of(answer)) for text, answer in zip(texts(completions), answers, strict=True)]
 
@@ -114,10 +108,8 @@ def answer_pairs(
 def answers_of(value: Any) -> tuple[str, ...]:
     """Return the texts of a row's answer, each of which is right; none for None and NaN.
 
-    A list holds alternatives. A whole number that a source keeps as a float is right as `4` and as `4.0`.
-
-    Raises:
-        ValueError: a dict, bytes, a list of lists, or another object that is no answer.
+    A list holds alternatives. A whole number that a source stores as a float is right as `4` and as `4.0`.
+    Raises ValueError for a dict, bytes, a list of lists, or an object of another type.
     """
     value = value.tolist() if hasattr(value, "tolist") else value  # NumPy, torch
     several = (list, tuple, set)
@@ -136,21 +128,19 @@ def answers_of(value: Any) -> tuple[str, ...]:
         return str(value), str(value).lower()
     if isinstance(value, str | int | date | time):
         return (str(value),)
-    raise ValueError(
-        f"the answer {short(value)} is a {type(value).__name__}: give text, a number, or a list of these, "
-        "any of which is right"
-    )
+    problem = f"the answer {short(value)} is a {type(value).__name__}"
+    raise ValueError(f"{problem}: give text, a number, or a list of alternatives")
 
 
 def column(columns: Mapping[str, Sequence[Any]], name: str, option: str) -> Sequence[Any]:
-    """A column of the dataset; raises ValueError naming the option that asked for it."""
+    """Return a column of the dataset, or raise ValueError with the option that names it."""
     if name not in columns:
         raise ValueError(f"there is no column {name!r} ({option}): {choices(name, columns)}")
     return columns[name]
 
 
 def column_options(function: Any) -> dict[str, str]:
-    """Option -> column, of a built-in reward that reads columns by name; nothing for other functions."""
+    """Return the columns that a built-in reward reads, by option; nothing for other functions."""
     if not dataclasses.is_dataclass(function):
         return {}
     names = (field.name for field in dataclasses.fields(function) if field.name.endswith("_column"))
@@ -158,7 +148,7 @@ def column_options(function: Any) -> dict[str, str]:
 
 
 def sought_texts(function: Any) -> list[str]:
-    """Return the tags, marks and patterns that a built-in reward looks for; nothing for other functions."""
+    """Return the tags, markers and patterns of a built-in reward; nothing for other functions."""
     options = vars(function).items() if dataclasses.is_dataclass(function) else ()
     found = [value for name, value in options if value and not name.endswith("_column")]
     tags = [f"<{tag}></{tag}>" for value in found if isinstance(value, list) for tag in value]
@@ -167,7 +157,7 @@ def sought_texts(function: Any) -> list[str]:
 
 
 def extract(text: str, pattern: Pattern | None) -> str | None:
-    """What the pattern's group matches, the last time that it does; the whole text without a pattern."""
+    """Return the group of the pattern's last match, or the whole text without a pattern."""
     found = text if pattern is None else pattern.last(text)
     return None if found is None else found.strip()
 
@@ -177,7 +167,7 @@ def _pattern(value: Any) -> Any:
         flags = "".join(flag for flag in "aimsx" if value.flags & re.RegexFlag[flag.upper()])
         value = f"(?{flags}){value.pattern}" if flags else value.pattern
     if not isinstance(value, str | Pattern):
-        raise ValueError(f"{value!r} is no regular expression: give it as text")
+        raise ValueError(f"{value!r} is no regular expression: write it as text")
     return Pattern(value) if isinstance(value, str) else value
 
 

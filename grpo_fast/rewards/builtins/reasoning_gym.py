@@ -1,4 +1,4 @@
-"""The scorers of reasoning-gym's own tasks."""
+"""Score answers to tasks of reasoning-gym with their scorers."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ UNSAFE = re.compile(
 
 @reward
 class ReasoningGym:
-    """The task's own score of the answer, in [0, 1]; needs the column `entry` of `reasoning_gym:TASK` data.
+    """The task's score of the answer, in [0, 1], by the column `entry` of `reasoning_gym:TASK` data.
 
-    Some tasks' scorers evaluate the answer as Python. They get it only if it is a literal or plain
-    arithmetic; any other answer scores 0 there: what a model writes is never run.
+    Some scorers evaluate the answer as Python. There, an answer that is neither a literal nor plain
+    arithmetic scores 0: what a model writes is never executed.
     """
 
     entry_column: str = "entry"
-    extract: GroupPattern | None = None  # the part that is the answer; 0 where it is missing
-    partial_credit: bool = True  # false: anything less than the full score is 0
+    extract: GroupPattern | None = None  # the answer in the completion; 0 without a match
+    partial_credit: bool = True  # false: scores below 1 become 0
 
     def __call__(
         self, completions: CompletionTexts, log_metric: LogMetric | None = None, **columns: Any
@@ -69,10 +69,10 @@ class ReasoningGym:
 
 
 def is_plain(answer: str) -> bool:
-    """Whether evaluating the text runs nothing and ends soon: a Python literal, or short arithmetic."""
+    """Return whether the text is safe to evaluate: a Python literal, or short arithmetic."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of Python about the model's syntax
+            warnings.simplefilter("ignore")  # about the model's syntax
             ast.literal_eval(answer)
         return True
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
@@ -81,7 +81,6 @@ def is_plain(answer: str) -> bool:
 
 @cache
 def _scorer(task: str) -> tuple[Callable[[str, Mapping[str, Any]], float], bool]:
-    """The task's scorer, and whether it evaluates answers."""
     import_reasoning_gym()
     from reasoning_gym.factory import get_score_answer_fn
 

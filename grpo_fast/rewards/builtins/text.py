@@ -1,4 +1,4 @@
-"""Rewards of the completion itself: right or wrong, in the form asked for, as long as it should be."""
+"""Score answers, format and length of completions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from grpo_fast.rewards.builtins.options import (
     CompletionTexts,
     GroupPattern,
     LogMetric,
-    Pattern,
     Scores,
     extract,
     match_each,
@@ -24,12 +23,10 @@ from grpo_fast.rewards.builtins.options import (
     texts,
 )
 
-# GSM8K's answers end in this and the number.
-GSM8K_MARKER = "####"
+GSM8K_MARKER = "####"  # before the number at the end of GSM8K's answers
+MINUS = "\N{MINUS SIGN}"  # some models write it for "-"
 
-MINUS = "\N{MINUS SIGN}"  # what typography, and some models, write
-
-# A sign counts where it does not subtract, a comma where it parts thousands, an exponent where it is short.
+# A sign that does not subtract, commas between thousands, and a short exponent belong to the number.
 NUMBER = re.compile(
     rf"(?:(?<![\w.)])[-+{MINUS}])?"
     r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
@@ -39,14 +36,10 @@ NUMBER = re.compile(
 
 @reward
 class ExactMatch(AnswerReward):
-    """1 where the completion is the answer, spaces around aside; 0 elsewhere; None without an answer."""
+    """1 if the completion, stripped, is the answer, else 0; None without an answer."""
 
-    extract: GroupPattern | None = None  # the part of the completion that is compared; 0 where it is missing
+    extract: GroupPattern | None = None  # the part of the completion to compare; 0 without a match
     ignore_case: bool = False
-
-    @property
-    def pattern(self) -> Pattern | None:
-        return self.extract
 
     def given(self, text: str) -> str | None:
         found = extract(text, self.extract)
@@ -59,10 +52,10 @@ class ExactMatch(AnswerReward):
 
 @reward
 class NumericMatch(AnswerReward):
-    """1 where the completion's number is the answer's, 0 elsewhere, None where the answer has no number.
+    """1 if the completion's number is the answer's, else 0; None if the answer has no number.
 
-    The number is the last one, or the first after the last `marker`. In an answer that has `####`, as those
-    of GSM8K have, it is the first after that.
+    It is the last number, or the first after the last `marker`. In an answer with `####`, as in GSM8K, it is
+    the first after that.
     """
 
     marker: str | None = None  # the completion must have it
@@ -79,7 +72,7 @@ class NumericMatch(AnswerReward):
 
 
 def number_in(text: str, marker: str | None = None) -> Decimal | None:
-    """The last number of the text, or the first after the last marker."""
+    """Return the last number of the text, or the first after the last marker."""
     if marker is None:
         found = NUMBER.findall(text)
         return _decimal(found[-1]) if found else None
@@ -94,10 +87,10 @@ def _decimal(text: str) -> Decimal:
 
 @reward
 class TagReward:
-    """Score the form of each completion, with what the prompt has begun of it."""
+    """Score the format of each completion, including the part that the prompt begins."""
 
     tags: Annotated[list[str], Field(min_length=1)] = Field(default_factory=lambda: ["think", "answer"])
-    prefix: str | None = None  # what the prompt has begun; null: the first tag, where the prompt ends with it
+    prefix: str | None = None  # what the prompt begins; null: the first tag, if the prompt ends with it
 
     def __call__(
         self, completions: CompletionTexts, begun: Sequence[str] | None = None, **columns: Any
@@ -113,7 +106,7 @@ class TagReward:
 
 @reward
 class TagFormat(TagReward):
-    """1 where the completion is exactly `<a>...</a> <b>...</b>`: each tag once, in order, nothing around."""
+    """1 if the completion is exactly `<a>...</a> <b>...</b>`, with each tag once, in order; else 0."""
 
     def score(self, text: str) -> float:
         once = all(text.count(mark) == 1 for mark in marks(self.tags))
@@ -122,13 +115,12 @@ class TagFormat(TagReward):
 
 
 def marks(tags: Sequence[str]) -> list[str]:
-    """The opening and closing mark of each tag."""
     return [mark for tag in tags for mark in (f"<{tag}>", f"</{tag}>")]
 
 
 @reward
 class TagFormatIncremental(TagReward):
-    """The share of the opening and closing tags that occur exactly once: something to climb."""
+    """The share of opening and closing tags that occur exactly once."""
 
     def score(self, text: str) -> float:
         return [text.count(mark) for mark in marks(self.tags)].count(1) / (2 * len(self.tags))
@@ -136,7 +128,7 @@ class TagFormatIncremental(TagReward):
 
 @reward
 class RegexFormat:
-    """1 where the whole completion matches the pattern, 0 elsewhere."""
+    """1 if the whole completion matches the pattern, else 0."""
 
     pattern: AnyPattern
 
@@ -150,7 +142,7 @@ class RegexFormat:
 
 @reward
 class Length:
-    """−penalty × |tokens − target| / target: 0 at the target, falling on both sides."""
+    """−penalty × |tokens − target| / target."""
 
     target: PositiveInt
     penalty: Annotated[float, Field(gt=0)] = 1.0
@@ -165,7 +157,7 @@ class Length:
 class SoftOverlong:
     """DAPO's soft overlong punishment (Yu et al. 2025, arXiv:2503.14476, equation 13).
 
-    0 up to max_length − cache tokens, falling to −1 at max_length, −1 beyond.
+    0 up to max_length − cache tokens, then decreasing to −1 at max_length, −1 beyond.
     """
 
     max_length: PositiveInt

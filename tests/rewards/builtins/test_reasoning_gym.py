@@ -58,23 +58,9 @@ def test_literals_and_arithmetic_are_plain(answer):
 @pytest.mark.parametrize(
     "answer",
     [
-        "__import__('os')",
-        "().__class__",
-        "x.y",
-        "exit()",
-        "print (1)",
-        "(exit)()",
-        "[exit][0]()",
-        "1or exit()",
-        "lambda: 1",
-        "[1]*99999999",
-        "(1,)*99999999",
-        "9**9**9",
-        "9 ** 9\n** 9",
-        "9**(9**9)",
-        "9**999",
-        "(((9**99)**99)**99)**99",
-        "1+" * 600 + "1",
+        *("__import__('os')", "().__class__", "x.y", "exit()", "print (1)", "(exit)()", "[exit][0]()"),
+        *("1or exit()", "lambda: 1", "[1]*99999999", "(1,)*99999999", "9**9**9", "9 ** 9\n** 9"),
+        *("9**(9**9)", "9**999", "(((9**99)**99)**99)**99", "1+" * 600 + "1"),
     ],
 )
 def test_code_and_towers_of_powers_are_not_plain(answer):
