@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Callable, Mapping
+from string import Formatter
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -219,7 +221,7 @@ class Renderer:
             return row[column]
         braces = "a literal brace is written twice: {{ }}"
         try:
-            return template.format_map(row)
+            return _FORMATTER.vformat(template, (), row)
         except KeyError as error:
             known = choices(name := str(error.args[0]), row)
             raise ValueError(
@@ -293,6 +295,23 @@ class Renderer:
         if turns[-1]["role"] == "system":
             raise ValueError("the conversation ends with a system message; nobody asks anything")
         return turns
+
+
+class _Columns(Formatter):
+    """Format a row's columns; refuse attributes, and widths that make an endless text."""
+
+    def get_field(self, name: str, args: Any, row: Any) -> Any:
+        if "." in re.sub(r"\[[^\]]*\]", "", name):
+            raise ValueError(f"{{{name}}} reads an attribute")
+        return super().get_field(name, args, row)
+
+    def format_field(self, value: Any, spec: str) -> str:
+        if re.search(r"\d{5}", spec):
+            raise ValueError(f"the format {short(spec)} is wider than 9999")
+        return str(super().format_field(value, spec))
+
+
+_FORMATTER = _Columns()
 
 
 def _texts_of(turn: Message) -> list[str]:

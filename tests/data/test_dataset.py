@@ -107,6 +107,8 @@ class TestRefusals:
             ({"prompt": "one"}, {"prompt_template": "{qestion}"}, "'qestion'"),
             ({"prompt": "one"}, {"prompt_template": " "}, "the prompt is empty"),
             ({"prompt": "one"}, {"prompt_template": "{prompt"}, "dataset.prompt_template"),
+            ({"prompt": "one"}, {"prompt_template": "{prompt.__class__}"}, "{prompt.__class__} reads"),
+            ({"prompt": "one"}, {"prompt_template": "{prompt:>9999999999}"}, "is wider than 9999"),
         ],
     )
     def test_what_makes_no_prompt_is_refused(self, tokenizer, write, row, options, message):
