@@ -1,8 +1,8 @@
-"""Divergences of two heads on a CUDA device: the kernels, and the bookkeeping around them.
+"""Run the kernels of divergences of two heads on a CUDA device.
 
-The forward and the exact backward ask the host for the rows with work, as cuBLAS must know its sizes. The
-sparse backward is that of `accelerated`. What it selects by is the l1 norm of each tile's logit gradient, at
-most: the forward knows it, up to the upstream gradient of the row.
+The forward and the exact backward read the rows that count on the host, because cuBLAS needs its sizes. The
+sparse backward is that of `accelerated`. It selects by an upper bound of the l1 norm of each tile's logit
+gradient, which the forward computes up to the row's upstream gradient.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from grpo_fast.head.accelerated import sampled_backward, with_unit_stride
 from grpo_fast.head.call import (
+    DivergenceGradients,
     HeadGradients,
     KLCall,
     RowDivergence,
@@ -29,11 +30,11 @@ from grpo_fast.kernels.dense import row_aligned
 from grpo_fast.kernels.divergence import TileDivergence, divergence_gradients, tile_divergence
 from grpo_fast.kernels.two_heads import Divergence, DivergenceRows, HeadPair
 
-_FOLDED_ROWS = 4096  # whose tiles are folded at a time: a few numbers each
+_FOLDED_ROWS = 4096  # rows whose tiles are folded at one time
 
 
 def allocate_saved(call: KLCall, plan: HeadPlan) -> SavedDivergence:
-    """What `forward` keeps, not yet filled."""
+    """Allocate the tensors that `forward` saves."""
     saved = SavedDivergence.empty(call._replace(jacobian=False))
     if plan.backward == "dense":
         return saved
@@ -43,7 +44,7 @@ def allocate_saved(call: KLCall, plan: HeadPlan) -> SavedDivergence:
 
 
 def forward(call: KLCall, plan: HeadPlan) -> tuple[RowDivergence, SavedDivergence]:
-    """Every row's divergence, zero for masked rows, and what the backward reads."""
+    """Compute every row's divergence, zero for masked rows."""
     rows, saved = RowDivergence.allocate(call), allocate_saved(call, plan)
     index, sparse = call.mask.nonzero().squeeze(1), plan.backward == "sparse"
     if not index.numel():
@@ -72,10 +73,10 @@ def forward(call: KLCall, plan: HeadPlan) -> tuple[RowDivergence, SavedDivergenc
 
 
 def _sizes(tiles: TileDivergence, rows: RowDivergence, call: KLCall) -> tuple[Tensor, Tensor]:
-    """(n, T) and (n,) of `SavedDivergence`, of rows and their tiles.
+    """Compute `tile_share`, (n, T), and `size`, (n,), of `SavedDivergence`.
 
     Args:
-        tiles: of "jsd" with Σ p·u in place of the divergence, and the deviation of u.
+        tiles: for "jsd" with Σ p·u in place of the divergence, and the deviation of u.
     """
     behind = tiles.lse - rows.logsumexp[:, None]
     p = behind.exp()
@@ -98,23 +99,22 @@ def _sizes(tiles: TileDivergence, rows: RowDivergence, call: KLCall) -> tuple[Te
 def backward(
     call: KLCall,
     rows: RowDivergence,
-    of_divergence: Tensor,
-    of_logsumexp: Tensor | None,
+    gradients: DivergenceGradients,
     wanted: Wanted,
     saved: SavedDivergence,
     certificate: Certificate,
     plan: HeadPlan,
 ) -> HeadGradients:
-    """Gradients; fills the certificate."""
-    # A part of a larger divergence is relative to nothing: what it lacks comes with the log-sum-exp.
+    """Compute gradients, and fill the certificate."""
+    # The center of a shard's part of a larger divergence is zero: the log-sum-exp brings the rest.
     center = rows.center if call.logsumexp is None else torch.zeros_like(rows.center)
-    of_rows = (*rows[1:4], center, of_divergence, of_logsumexp)
-    if saved.tile_share.numel() and of_logsumexp is None:
-        result = _sampled(call, DivergenceRows(*of_rows), wanted, saved, certificate, plan)
+    of_rows = DivergenceRows(*rows[1:4], center, *gradients)
+    if saved.tile_share.numel() and gradients.logsumexp is None:
+        result = _sampled(call, of_rows, wanted, saved, certificate, plan)
         if result is not None:
             return result
         certificate.fill_exact()
-    index = call.live(of_divergence, of_logsumexp).nonzero().squeeze(1)
+    index = gradients.live(call).nonzero().squeeze(1)
     chosen = DivergenceRows(*(None if t is None else t[index] for t in of_rows))  # type: ignore[arg-type]
     columns = dense_columns(Workload(index.numel(), call.weight.shape[0], call.hidden.dtype), TILE)
     result = HeadGradients(*divergence_gradients(_pair(call.rows(index)), chosen, wanted, columns=columns))
@@ -132,7 +132,7 @@ def _sampled(
     certificate: Certificate,
     plan: HeadPlan,
 ) -> HeadGradients | None:
-    """The selection is given a row whose probabilities are the tiles' shares of its gradient's norm."""
+    """Select pairs as for rows whose probabilities are the tiles' shares of the gradient's l1 norm."""
     upstream, lse = of_rows.of_divergence, of_rows.logsumexp
     assert upstream is not None
     size = torch.where(upstream == 0, 0, upstream * saved.size)
@@ -151,7 +151,7 @@ def _pair(call: KLCall) -> HeadPair:
 
 
 def _folded(tiles: TileDivergence, call: KLCall) -> RowDivergence:
-    """The chain rule of the KL over the tiles."""
+    """Apply the chain rule of the KL over the tiles."""
     found = []
     for lse, ref_lse, within in zip(*(part.split(_FOLDED_ROWS) for part in tiles[:3]), strict=True):
         whole = distributions(lse.clone(), ref_lse.clone(), call._replace(logsumexp=None))
