@@ -1,4 +1,4 @@
-"""Plans for devices that need not be here, and the table of sizes that they read."""
+"""Plans for devices without the devices, and the table of sizes."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ from grpo_fast.head.plan import DEFAULT_TOLERANCE, Device, Workload, plan_head
 
 H200 = Device("cuda", (9, 0), shared_memory=232_448, has_triton=True)
 A100 = Device("cuda", (8, 0), shared_memory=166_912, has_triton=True)
-ADA = Device("cuda", (8, 9), shared_memory=101_376, has_triton=True)
 BLACKWELL = Device("cuda", (10, 0), shared_memory=232_448, has_triton=True)
-RTX = Device("cuda", (12, 0), shared_memory=101_376, has_triton=True)
 MI300 = Device("cuda", shared_memory=65_536, has_triton=True, gfx="gfx942")
 CPU = Device("cpu")
 WORK = Workload(rows=16_384, vocabulary=151_936, dtype=torch.bfloat16)
@@ -54,20 +52,15 @@ def test_an_amd_gpu_is_known_by_its_name_and_not_by_a_capability(monkeypatch):
 @pytest.mark.parametrize(
     ("device", "wide"), [(H200, True), (BLACKWELL, False), (replace(BLACKWELL, capability=(10, 3)), False)]
 )
-def test_a_softcap_or_kept_values_take_the_wide_tile_where_it_does_not_spill(device, wide):
+def test_the_wide_tile_is_taken_where_it_does_not_spill(device, wide):
+    assert plan_head(device, WORK).forward_tile.descriptors
+    assert not plan_head(device, replace(WORK, aligned=False)).forward_tile.descriptors
+    assert not plan_head(A100, WORK).forward_tile.descriptors
     for work in (replace(WORK, softcap=True), replace(WORK, keep=True, tolerance=0.0)):
         assert (plan_head(device, work).forward_tile.columns == 256) == wide
         assert plan_head(device, replace(work, extra_statistics=1)).forward_tile.columns == 128
     for extra, columns in ((2, 256), (3, 128)):
         assert plan_head(device, replace(WORK, extra_statistics=extra)).forward_tile.columns == columns
-
-
-def test_datacentre_gpus_since_hopper_read_aligned_operands_by_descriptors():
-    for device in (H200, BLACKWELL):
-        assert plan_head(device, WORK).forward_tile.descriptors
-        assert not plan_head(device, replace(WORK, aligned=False)).forward_tile.descriptors
-    for device in (A100, ADA, RTX):
-        assert not plan_head(device, WORK).forward_tile.descriptors
 
 
 @pytest.mark.parametrize(

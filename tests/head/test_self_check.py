@@ -10,7 +10,7 @@ import torch
 from grpo_fast.cli import doctor
 from grpo_fast.head import HeadParameters, accelerated, warm_up
 from grpo_fast.head.operator import backend_on, use_kernels
-from grpo_fast.head.self_check import KernelMismatch, check_kernels
+from grpo_fast.head.warm_up import KernelMismatch, check_kernels
 
 
 def forward_of_a_last_tile_that_is_missed(call, plan):

@@ -1,4 +1,4 @@
-"""The forward kernel and its finalising one against float64 logits."""
+"""The forward and finalizing kernels against float64 logits."""
 
 from __future__ import annotations
 
@@ -94,34 +94,6 @@ def test_tiles_of_minus_infinity_weigh_nothing(device, rng):
         rows.logprob[kept], expected[kept, targets[kept]].float(), rtol=1e-5, atol=1e-5
     )
     assert not any(getattr(rows, name).isnan().any() for name in ("logsumexp", "entropy", "log_sum_sq"))
-
-
-def test_a_sure_target_has_no_positive_logprob_and_a_nan_stays_in_its_row(device, rng):
-    weight = torch.randn(300, 16, generator=rng).to(device)
-    hidden = 50 * weight[:40]
-    hidden[7] = torch.nan
-
-    _, rows = run(HeadCall(hidden, weight, torch.arange(40, device=device)))
-
-    assert rows.logprob.isnan().nonzero().flatten().tolist() == [7]
-    assert (rows.logprob.nan_to_num(nan=0.0) <= 0).all()
-
-
-def test_rows_without_work_are_neither_read_nor_written_wherever_they_lie(make_head, rng):
-    head = make_head(40, 300, 40, transformed=True)
-    targets = head.targets.masked_fill((torch.rand(40, generator=rng) < 0.5).to(head.targets.device), -1)
-    works = targets >= 0
-    call = head.call._replace(
-        targets=targets,
-        hidden=head.hidden.masked_fill(~works[:, None], torch.nan),
-        inv_temperature=head.inv_temperature.masked_fill(~works, torch.nan),
-    )
-
-    tiles, rows = run(call)
-
-    torch.testing.assert_close(rows.logprob[works], head.logprob[works], rtol=1e-5, atol=1e-5)
-    assert tiles.lse[~works].isnan().all()
-    assert all(not part[~works].any() for part in rows if part.numel())
 
 
 def test_the_order_of_many_rows_is_that_of_those_with_work(device, rng):
