@@ -54,8 +54,8 @@ def head_parameters(model: PreTrainedModel) -> HeadParameters:
         raise ValueError(f"{type(model).__name__} has no output head; give a causal language model")
     if not isinstance(head, nn.Linear):
         raise ValueError(
-            f"the output head is a {type(head).__name__}, but must be an nn.Linear; with LoRA, leave the head "
-            "out of model.lora.target_modules"
+            f"the output head is a {type(head).__name__}, but must be an nn.Linear; with LoRA, leave the "
+            "head out of model.lora.target_modules"
         )
     if is_quantized(head.weight):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The policy loss kernel against `objective.policy_loss` in float64, for every loss that it takes."""
+"""The policy loss kernel against `objective.policy_loss` in float64, for each of its losses."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LENGTHS = (9, 1, 520, 4, 0, 17)  # one is longer than a program takes at a time
 
 @pytest.fixture
 def batch(rng, device) -> LossInputs:
-    """Numbers are multiples of 1/64: no ratio lies on a bound by chance. What is masked is NaN."""
+    """Make a batch of multiples of 1/64, so that no ratio lies on a bound; masked tokens are NaN."""
     count = sum(LENGTHS)
 
     def numbers(low: float, high: float) -> torch.Tensor:
@@ -45,7 +45,7 @@ def batch(rng, device) -> LossInputs:
 
 
 def exact(inputs: LossInputs) -> LossInputs:
-    """The same in float64, with leaves of its own."""
+    """Cast to new leaves in float64."""
 
     def widen(value):
         if not isinstance(value, torch.Tensor) or not value.is_floating_point():
@@ -56,7 +56,7 @@ def exact(inputs: LossInputs) -> LossInputs:
 
 
 def assert_same(inputs: LossInputs, config: GRPOLossConfig) -> None:
-    """Loss, metrics and gradients, to what float32 sums allow."""
+    """Compare loss, metrics and gradients, to the error of float32 sums."""
     wide = exact(inputs)
     assert fuses(inputs, config)
 
@@ -173,10 +173,7 @@ def test_a_second_derivative_is_refused(batch):
         ({}, {"num_sequences": 0}),
     ],
 )
-def test_what_the_kernel_does_not_know_or_lacks_is_left_to_the_objective(batch, options, changes):
+def test_unknown_losses_and_missing_inputs_are_left_to_the_objective(batch, options, changes):
     assert fuses(batch, GRPOLossConfig())
-    assert not fuses(replace(batch, **changes), GRPOLossConfig(**options))
-
-
-def test_float64_is_left_to_the_objective(batch):
     assert not fuses(replace(batch, logprobs=batch.logprobs.double()), GRPOLossConfig())
+    assert not fuses(replace(batch, **changes), GRPOLossConfig(**options))

@@ -63,7 +63,9 @@ def test_the_small_slopes_of_a_saturated_softcap_keep_their_digits(
     assert oracle.relative(frozen, exact[0]) < 1e-4
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, 1.0), (torch.bfloat16, 0.0)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float16, 1.0), (torch.float16, 0.0), (torch.bfloat16, 0.0)]
+)
 @pytest.mark.drawn(4)
 def test_half_precision_gradients_err_as_rounded_logit_gradients(
     on_path, make_call, make_upstream, oracle, dtype, tolerance

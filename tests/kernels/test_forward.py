@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from grpo_fast.kernels import TILE, ProductTile
+from grpo_fast.kernels import ProductTile
 from grpo_fast.kernels.finalise import row_results
 from grpo_fast.kernels.forward import TileStatistics, gather_rows, tile_statistics
 
@@ -13,7 +13,6 @@ from grpo_fast.head.call import HeadCall, RowStatistics
 EVERY = ("entropy", "mean_logit", "max_logit", "log_sum_sq")
 POINTERS = ProductTile(16, 128, 16, warps=4, stages=2, group=2, descriptors=False)
 DESCRIPTORS = ProductTile(32, 256, 16, warps=4, stages=2, group=2, descriptors=True)
-TILES = {"pointers": POINTERS, "descriptors": DESCRIPTORS}
 
 
 def run(call: HeadCall, *, wanted=EVERY, tile=DESCRIPTORS) -> tuple[TileStatistics, RowStatistics]:
@@ -21,38 +20,6 @@ def run(call: HeadCall, *, wanted=EVERY, tile=DESCRIPTORS) -> tuple[TileStatisti
     gathered = gather_rows(call)
     tiles = tile_statistics(call, gathered, tile=tile)
     return tiles, RowStatistics(*row_results(tiles, call, gathered.target_logit))
-
-
-def lse_of_others(head) -> torch.Tensor:
-    """(N, T) float32: of each tile's logits but the target's."""
-    log_p = head.probability.log().scatter(1, head.targets.clamp(min=0)[:, None], -torch.inf)
-    tiles = torch.stack([tile.logsumexp(1) for tile in log_p.split(TILE, 1)], 1)
-    return (tiles + head.logsumexp[:, None]).float()
-
-
-@pytest.mark.parametrize("tile", TILES.values(), ids=TILES)
-@pytest.mark.parametrize(
-    ("vocabulary", "depth", "transformed"),
-    [
-        *((1, 40, False), (127, 16, True), (128, 8, False), (129, 40, True)),
-        *((255, 1, False), (256, 40, True), (257, 17, False), (513, 15, True)),
-    ],
-)
-def test_tile_masses_match_at_every_tile_edge_and_any_hidden_size(
-    make_head, tile, vocabulary, depth, transformed
-):
-    head = make_head(37, vocabulary, depth, transformed=transformed)
-    if depth * head.hidden.element_size() % 16:  # no descriptor takes such rows
-        tile = POINTERS
-
-    tiles, rows = run(head.call, tile=tile)
-
-    works = head.targets >= 0
-    assert tiles.lse.shape == (37, -(-vocabulary // TILE))
-    torch.testing.assert_close(tiles.lse[works], lse_of_others(head)[works], rtol=1e-5, atol=1e-5)
-    for found, expected in ((rows.logsumexp, head.logsumexp), (rows.logprob, head.logprob)):
-        torch.testing.assert_close(found[works], expected[works], rtol=1e-5, atol=1e-5)
-        assert not found[~works].any()
 
 
 def test_the_entropy_of_huge_logits_errs_no_more_than_their_rounding(device, rng):
