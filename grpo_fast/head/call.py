@@ -13,37 +13,34 @@ from torch.distributed import ProcessGroup
 if TYPE_CHECKING:
     from typing_extensions import TypedDict
 
-    class HeadOptions(TypedDict, total=False):
+    class SharedOptions(TypedDict, total=False):
         """Keyword arguments of every public function of the head, documented in `linear_logprob`."""
 
         bias: Tensor | None
         temperature: float | Tensor
         logit_scale: float
         softcap: float | None
-        ignore_index: int
         tolerance: float | None
         seed: int | None
-        weight_grad: Tensor | None
-        recompute: bool
         process_group: ProcessGroup | None
 
-    class KLOptions(TypedDict, total=False):
-        """Keyword arguments of `linear_kl`, documented there."""
+    class HeadOptions(SharedOptions, total=False):
+        """Keyword arguments of functions of one head."""
+
+        ignore_index: int
+        weight_grad: Tensor | None
+        recompute: bool
+
+    class KLOptions(SharedOptions, total=False):
+        """Keyword arguments of `linear_kl`."""
 
         direction: Literal["reverse", "forward", "jsd"]
         beta: float
-        temperature: float | Tensor
         ref_temperature: float | Tensor | None
-        bias: Tensor | None
         ref_bias: Tensor | None
-        logit_scale: float
         ref_logit_scale: float
-        softcap: float | None
         ref_softcap: float | None
         topk: int | None
-        tolerance: float | None
-        seed: int | None
-        process_group: ProcessGroup | None
 
 
 ROW_IGNORED = -1

@@ -107,7 +107,7 @@ def plan_head(device: Device, work: Workload) -> HeadPlan:
     exact = tolerance == 0 or (work.keep and stores)
     jacobian = work.jacobian and exact and (stores or backend == "reference")
     keep = work.keep and stores and not jacobian
-    # Three statistics, one with a softcap or stored exponentials, or the entropy's gradient need the registers
+    # Three statistics, one with a softcap or stored exponentials, or the entropy gradient need the registers
     # of half a tile.
     forward_wide = work.extra_statistics < 3
     if work.softcap or keep or jacobian:  # with tensor memory these alone spill in a wide tile

@@ -18,7 +18,7 @@ from . import ENTRY_SHARE
 from .coefficients import RowCoefficients
 from .pairs import list_pairs
 from .select import ActivePairs
-from .sparse_pairs import SparseOperands, pair_gradients
+from .sparse_pairs import SparseOperands, gradient_unit, pair_gradients
 from .sparse_rows import hidden_gradient, keep_entries
 from .sparse_weight import weight_gradient
 from .two_heads import Divergence
@@ -50,7 +50,8 @@ def sparse_backward(
         divergence: differentiated in place of the log-probability; `rows` and `live` are of its gradient.
         certificate: (4,) float32, filled by `certify`.
     """
-    operands = SparseOperands.of(call, rows, live, list_pairs(live, capacity, config), config, divergence)
+    pairs, unit = list_pairs(live, capacity, config), gradient_unit(call, rows, live)
+    operands = SparseOperands(call, rows, live, pairs, config, divergence, unit)
     gradients = pair_gradients(operands)
     weight = bias = hidden = small = None
     if wanted.weight:

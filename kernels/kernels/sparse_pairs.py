@@ -48,30 +48,7 @@ class SparseOperands:
     pairs: Pairs
     config: SparseConfig
     divergence: Divergence | None  # differentiated in place of the log-probability
-    unit: Tensor | None  # (1,) float32 power of two: factor of the stored logit gradients; None: one
-
-    @classmethod
-    def of(
-        cls,
-        call: HeadCall,
-        rows: RowCoefficients,
-        live: ActivePairs,
-        pairs: Pairs,
-        config: SparseConfig,
-        divergence: Divergence | None,
-    ) -> SparseOperands:
-        """Choose the unit: in float16 the largest gradient is near 2^13, so that p = 1e-6 stays normal."""
-        unit = None
-        if call.hidden.dtype == torch.float16 and rows.mass.numel():
-            size = torch.maximum(rows.mass.abs(), rows.target.abs())
-            if rows.entropy_gradient is not None:
-                size = size + rows.entropy_gradient.abs() * (1 + rows.entropy)
-            # A pair that was drawn twice weighs two thresholds.
-            drawn = 2 * live.threshold.numbers[1] / ENTRY_SHARE
-            largest = torch.maximum((size * rows.slope).nan_to_num(0, 0).amax(), drawn)
-            exponent = torch.floor(13 - torch.log2(largest.clamp(min=2.0**-100))).clamp(-100, 100)
-            unit = torch.exp2(exponent).reshape(1)
-        return cls(call, rows, live, pairs, config, divergence, unit)
+    unit: Tensor | None  # (1,) float32 of `gradient_unit`
 
     def reference_arguments(self) -> dict[str, object]:
         """Return the kernels' arguments of the divergence's reference."""
@@ -82,6 +59,22 @@ class SparseOperands:
             "reference": Head.of(pair.reference), "of_rows": self.divergence.rows, "beta": pair.beta,
             "DIRECTION": pair.direction, "SHARED": pair.is_shared,
         }  # fmt: skip
+
+
+def gradient_unit(call: HeadCall, rows: RowCoefficients, live: ActivePairs) -> Tensor | None:
+    """Choose the power of two that scales stored logit gradients in float16; None in other dtypes.
+
+    The largest gradient is then near 2^13, so that one of 1e-6 of it is a normal number.
+    """
+    if call.hidden.dtype != torch.float16 or not rows.mass.numel():
+        return None
+    size = torch.maximum(rows.mass.abs(), rows.target.abs())
+    if rows.entropy_gradient is not None:
+        size = size + rows.entropy_gradient.abs() * (1 + rows.entropy)
+    drawn = 2 * live.threshold.numbers[1] / ENTRY_SHARE  # a pair that was drawn twice weighs two thresholds
+    largest = torch.maximum((size * rows.slope).nan_to_num(0, 0).amax(), drawn)
+    exponent = torch.floor(13 - torch.log2(largest.clamp(min=2.0**-100))).clamp(-100, 100)
+    return torch.exp2(exponent).reshape(1)
 
 
 def pair_gradients(operands: SparseOperands) -> Tensor:

@@ -106,6 +106,25 @@ def relative(got: Tensor, exact: Tensor) -> float:
     return ((got.double() - exact.double()).norm() / exact.double().norm().clamp(min=1e-30)).item()
 
 
+def sure_rows(rng: torch.Generator, level: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Make rows whose likeliest entry leads by 1 to 80 nats, with products that float32 holds exactly.
+
+    Returns:
+        (80, 88) hidden states, (300, 88) weight and (80,) likeliest entries.
+    """
+    rows, words = 80, 300
+    small = [torch.randint(-8, 9, (count, 7), generator=rng) / 8.0 for count in (words, rows)]
+    best = torch.randperm(words, generator=rng)[:rows]
+    own = torch.zeros(words, rows).index_put_((best, torch.arange(rows)), torch.tensor(1.0))
+    weight = torch.cat([small[0], torch.ones(words, 1), own], 1)
+    hidden = torch.cat([small[1], torch.full((rows, 1), level), torch.zeros(rows, rows)], 1)
+    logits = (hidden @ weight.T).double()
+    others = logits.scatter(1, best[:, None], -torch.inf).logsumexp(1)
+    height = torch.arange(1, 81) + others - logits.gather(1, best[:, None])[:, 0]
+    hidden[:, 8:] = torch.diag((height * 2).round().float() / 2)
+    return hidden, weight, best
+
+
 @pytest.fixture(autouse=True)
 def the_head_meets_garbage(garbage_in_new_memory):
     """Fill new memory with garbage: unwritten memory must not be read."""

@@ -17,7 +17,7 @@ from grpo_fast import GRPOLossConfig, linear_grpo_loss, linear_kl
 from grpo_fast.head import plan
 from grpo_fast.head.checks import kl_call
 from grpo_fast.head.operator import plan_of
-from tests.head.conftest import QUICK, Call, full_logits
+from tests.head.conftest import QUICK, Call, full_logits, sure_rows
 
 DIRECTIONS = ("reverse", "forward", "jsd")
 
@@ -276,17 +276,8 @@ def test_jsd_of_beta_0_or_1_is_the_kl_as_in_trl(make_pair, beta, limit):
 @pytest.mark.parametrize("logits", [0, 30])
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_sure_rows_keep_their_digits(rng, direction, logits):
-    """Of rows whose products float32 holds exactly, by the margin of the likeliest entry: 1 to 80 nats."""
-    rows, words = 80, 300
-    small = lambda *shape: torch.randint(-8, 9, shape, generator=rng) / 8.0  # noqa: E731
-    best = torch.randperm(words, generator=rng)[:rows, None]
-    own = torch.zeros(words, rows).scatter_(0, best.T, 1.0)
-    weight = torch.cat([small(words, 7), torch.ones(words, 1), own], 1)
-    hidden = torch.cat([small(rows, 7), torch.full((rows, 1), float(logits)), torch.zeros(rows, rows)], 1)
-    z = (hidden @ weight.T).double()
-    others = z.scatter(1, best, -torch.inf).logsumexp(1)
-    height = torch.arange(1, 81) + others - z.gather(1, best)[:, 0]
-    hidden[:, 8:] = torch.diag((height * 2).round().float() / 2)
+    hidden, weight, best = sure_rows(rng, float(logits))
+    best, rows = best[:, None], len(hidden)
     reference = hidden.clone()
     reference[:, :7] += torch.randint(-2, 3, (rows, 7), generator=rng) / 16
     reference[:, 8:] += torch.diag(torch.randint(-2, 3, (rows,), generator=rng) / 2)
