@@ -35,11 +35,11 @@ _FOLDED_ROWS = 4096  # rows whose tiles are folded at one time
 
 def allocate_saved(call: KLCall, plan: HeadPlan) -> SavedDivergence:
     """Allocate the tensors that `forward` saves."""
-    saved = SavedDivergence.empty(call._replace(jacobian=False))
+    head = call.student
+    saved = SavedDivergence.empty(call._replace(student=head._replace(jacobian=False)))
     if plan.backward == "dense":
         return saved
-    rows, tiles = call.hidden.shape[0], -(-call.weight.shape[0] // TILE)
-    share = row_aligned(rows, tiles, call.hidden, torch.float32)
+    share = row_aligned(len(head.hidden), -(-head.vocabulary // TILE), head.hidden, torch.float32)
     return saved._replace(tile_share=share, size=torch.zeros_like(share[:, 0]))
 
 
@@ -116,11 +116,12 @@ def backward(
         certificate.fill_exact()
     index = gradients.live(call).nonzero().squeeze(1)
     chosen = DivergenceRows(*(None if t is None else t[index] for t in of_rows))  # type: ignore[arg-type]
-    columns = dense_columns(Workload(index.numel(), call.weight.shape[0], call.hidden.dtype), TILE)
+    like, vocabulary = call.student.hidden, call.student.vocabulary
+    columns = dense_columns(Workload(index.numel(), vocabulary, like.dtype), TILE)
     result = HeadGradients(*divergence_gradients(_pair(call.rows(index)), chosen, wanted, columns=columns))
     if result.hidden is None:
         return result
-    hidden = torch.zeros_like(call.hidden).index_copy_(0, index, result.hidden.to(call.hidden.dtype))
+    hidden = torch.zeros_like(like).index_copy_(0, index, result.hidden.to(like.dtype))
     return result._replace(hidden=hidden)
 
 

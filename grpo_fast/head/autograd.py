@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_fast.head.call import HeadGradients, Wanted, schema_of
+from grpo_fast.head.call import HeadCall, HeadGradients, Wanted, schema_of
 from grpo_fast.head.outputs import Certificate
 
 
 def define_operators(
     name: str,
-    call_type: Any,
+    schema: str,
+    call_of: Callable[..., Any],
     results_type: Any,
     saved_type: Any,
     gradients_type: Any,
@@ -34,8 +35,8 @@ def define_operators(
 
     Args:
         name: of the operators.
-        call_type: tuple of the arguments: hidden, weight, targets, bias, …; those before `logit_scale` are
-            tensors that the backward reads.
+        schema: of the arguments, which begin with the fields of the `HeadCall` that is differentiated.
+        call_of: makes a call of the arguments.
         results_type: tuple of per-row results.
         saved_type: tuple of tensors that the forward saves for the backward, `jacobian` among them.
         gradients_type: tuple of the upstream gradients of the first results.
@@ -48,75 +49,72 @@ def define_operators(
         The forward: it takes the fields of a call and returns the results, the saved tensors and the
         certificate's values.
     """
-    num_call, num_results, num_saved, num_gradients = (
-        len(kind._fields) for kind in (call_type, results_type, saved_type, gradients_type)
+    num_results, num_saved, num_gradients = (
+        len(kind._fields) for kind in (results_type, saved_type, gradients_type)
     )
-    num_operands = call_type._fields.index("logit_scale")
-    schema = schema_of(call_type)
+    num_call, in_place = schema.count(",") + 1, HeadCall._fields.index("weight_grad")
     returned = ", ".join(["Tensor"] * (num_results + num_saved + 1))
-    in_place = "weight_grad" in call_type._fields
     tags = (torch.Tag.cudagraph_unsafe,)
 
     @torch.library.custom_op(
         f"grpo_fast::{name}_forward", mutates_args=(), schema=f"({schema}) -> ({returned})", tags=tags
     )
     def run_forward(*arguments: Any) -> tuple[Tensor, ...]:
-        call = call_type(*arguments)
-        with _on_device_of(call.hidden):
-            results, saved = forward(call)
-        return (*results, *saved, Certificate.pending(call.hidden.device).values)
+        with _on_device_of(arguments[0]):
+            results, saved = forward(call_of(*arguments))
+        return (*results, *saved, Certificate.pending(arguments[0].device).values)
 
     @run_forward.register_fake
     def _(*arguments: Any) -> tuple[Tensor, ...]:
-        call = call_type(*arguments)
-        results, saved = allocate(call)
-        return (*results, *saved, _empty_certificate(call.hidden))
+        results, saved = allocate(call_of(*arguments))
+        return (*results, *saved, _empty_certificate(arguments[0]))
 
-    def unpack(arguments: tuple[Any, ...]) -> tuple[Any, Any, Any, Any, Wanted]:
-        call, others = call_type(*arguments[:num_call]), arguments[num_call:]
+    def unpack(arguments: tuple[Any, ...]) -> tuple[HeadCall, Wanted, Any, Any, Any]:
+        head, others = HeadCall(*arguments[: len(HeadCall._fields)]), arguments[num_call:]
         gradients, (*wants, results, saved) = others[:num_gradients], others[num_gradients:]
-        wanted = Wanted(*wants, into_weight=call.weight_grad if in_place else None)
-        return call, results_type(*results), saved_type(*saved), gradients_type(*gradients), wanted
+        wanted = Wanted(*wants, into_weight=head.weight_grad)
+        return head, wanted, results_type(*results), saved_type(*saved), gradients_type(*gradients)
 
     @torch.library.custom_op(
         f"grpo_fast::{name}_backward",
-        mutates_args=("weight_grad",) if in_place else (),
-        schema=f"({schema.replace('Tensor? weight_grad', 'Tensor(a!)? weight_grad')}, "
+        mutates_args=("weight_grad",),
+        schema=f"({schema.replace('Tensor? weight_grad', 'Tensor(a!)? weight_grad', 1)}, "
         f"{schema_of(gradients_type, 'g_')}, bool want_hidden, bool want_weight, bool want_bias, "
         "Tensor[] results, Tensor[] saved) -> (Tensor, Tensor, Tensor, Tensor)",
         tags=tags,
     )
     def run_backward(*arguments: Any) -> tuple[Tensor, ...]:
-        call, results, saved, gradients, wanted = unpack(arguments)
-        certificate = Certificate.pending(call.hidden.device)
-        with _on_device_of(call.hidden):
+        head, wanted, results, saved, gradients = unpack(arguments)
+        certificate = Certificate.pending(head.hidden.device)
+        with _on_device_of(head.hidden):
             if saved.jacobian.numel():
                 certificate.fill_exact()
-                made = scaled_jacobian(call, gradients[0], saved.jacobian)
+                made = scaled_jacobian(head, gradients[0], saved.jacobian)
             else:
+                call = call_of(*arguments[:num_call])
                 made = backward(call, results, saved, gradients, wanted, certificate)
         if wanted.into_weight is not None:
             made = made._replace(weight=None)
         # An operator returns tensors: a gradient that was not asked for is empty.
-        returned = (call.hidden.new_empty(0) if gradient is None else gradient for gradient in made)
+        returned = (head.hidden.new_empty(0) if gradient is None else gradient for gradient in made)
         return (*returned, certificate.values)
 
     @run_backward.register_fake
     def _(*arguments: Any) -> tuple[Tensor, ...]:
-        call, *_, wanted = unpack(arguments)
+        head, wanted, *_ = unpack(arguments)
         of_weight = wanted.weight and wanted.into_weight is None
-        asked = (call.hidden, wanted.hidden), (call.weight, of_weight), (call.bias, wanted.bias)
+        asked = (head.hidden, wanted.hidden), (head.weight, of_weight), (head.bias, wanted.bias)
         made = (
-            tensor.new_empty(tensor.shape) if want else call.hidden.new_empty(0) for tensor, want in asked
+            tensor.new_empty(tensor.shape) if want else head.hidden.new_empty(0) for tensor, want in asked
         )
-        return (*made, _empty_certificate(call.hidden))
+        return (*made, _empty_certificate(head.hidden))
 
     def set_up(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         *kept, ctx.certificate = output
-        # With weight_grad, which is not saved for backward: another head's backward may add to it in between,
-        # which saved tensors forbid.
-        ctx.others = inputs[num_operands:]
-        ctx.save_for_backward(*inputs[:num_operands], *kept)
+        # Not weight_grad: another head's backward may add to it in between, which saved tensors forbid.
+        ctx.places = [i for i, each in enumerate(inputs) if isinstance(each, Tensor) and i != in_place]
+        ctx.save_for_backward(*(inputs[i] for i in ctx.places), *kept)
+        ctx.inputs = [None if i in ctx.places else each for i, each in enumerate(inputs)]
         # AOTAutograd makes a gradient of zeros for each differentiable result, empty ones too.
         unasked = [result for result in output[:num_gradients] if result.shape != output[0].shape]
         ctx.mark_non_differentiable(*unasked, *output[num_gradients:])
@@ -125,24 +123,26 @@ def define_operators(
     def differentiate(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         _refuse_second_derivative(gradients)
         saved = ctx.saved_tensors  # once: a second read is an error under `torch.utils.checkpoint`
-        kept = list(saved[num_operands:])
-        call, wants = call_type(*saved[:num_operands], *ctx.others), call_type(*ctx.needs_input_grad)
-        adds = in_place and call.weight_grad is not None
+        inputs, kept = list(ctx.inputs), list(saved[len(ctx.places) :])
+        for i, tensor in zip(ctx.places, saved, strict=False):
+            inputs[i] = tensor
+        wants = HeadCall(*ctx.needs_input_grad[: len(HeadCall._fields)])
+        adds = inputs[in_place] is not None
         *made, certificate = run_backward(
-            *(*call, *gradients[:num_gradients], wants.hidden, wants.weight or adds, wants.bias),
+            *(*inputs, *gradients[:num_gradients], wants.hidden, wants.weight or adds, wants.bias),
             *(kept[:num_results], kept[num_results:]),
         )
         if not torch.compiler.is_compiling():  # AOTAutograd's backward cannot write to a forward's result
             ctx.certificate.copy_(certificate)
         asked = wants.hidden, wants.weight and not adds, wants.bias
         hidden, weight, bias = (part if want else None for part, want in zip(made, asked, strict=True))
-        return (hidden, weight, None, bias, *(None for _ in call[4:]))
+        return (hidden, weight, None, bias, *(None for _ in inputs[4:]))
 
     run_forward.register_autograd(differentiate, setup_context=set_up)
     return run_forward
 
 
-def scaled_jacobian(call: Any, upstream: Tensor, jacobian: Tensor) -> HeadGradients:
+def scaled_jacobian(call: HeadCall, upstream: Tensor, jacobian: Tensor) -> HeadGradients:
     """Return the hidden gradient where only the first result and the hidden states are differentiated."""
     upstream = torch.where(call.targets >= 0, upstream, 0)[:, None]
     hidden = (jacobian * upstream).masked_fill_(upstream == 0, 0)  # there the jacobian may be NaN

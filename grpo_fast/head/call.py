@@ -87,7 +87,7 @@ class HeadCall(NamedTuple):
     max_logit: bool = False  # and the target's
     log_sum_sq: bool = False
     # What the forward prepares for the backward.
-    jacobian: bool = False  # dlogprob/dhidden
+    jacobian: bool = False  # dlogprob/dhidden, or ddivergence/dhidden
     keep: bool = False  # the exponentials, N·V elements, on the kernels' path
     tolerance: float | None = None  # of the backward
     seed: int | None = None  # of the backward's sampling
@@ -154,70 +154,40 @@ class HeadCall(NamedTuple):
 
 
 class KLCall(NamedTuple):
-    """N rows of two heads over the same V entries: the student, which is differentiated, and the reference.
+    """Two heads over the same N rows and V entries: the student, which is differentiated, and the reference.
 
-    The custom operators take these fields in this order.
+    Targets are V in rows that count. The student's fields say what the forward prepares and how the backward
+    samples.
     """
 
-    hidden: Tensor  # (N, H)
-    weight: Tensor  # (V, H), same dtype
-    targets: Tensor  # (N,) int64: below zero in masked rows, V in the others
-    bias: Tensor | None  # (V,)
-    ref_hidden: Tensor  # (N, H'), of any dtype, as the next
-    ref_weight: Tensor  # (V, H')
-    ref_bias: Tensor | None = None  # (V,)
-    inv_temperature: Tensor | None = None  # (N,) float32 or float64; None: one
-    ref_inv_temperature: Tensor | None = None
+    student: HeadCall
+    reference: HeadCall
     # (N,) log-sum-exps over all shards. With them the divergence is this shard's part of the whole sum.
     logsumexp: Tensor | None = None
     ref_logsumexp: Tensor | None = None
-    logit_scale: float = 1.0
-    softcap: float | None = None
-    ref_logit_scale: float = 1.0
-    ref_softcap: float | None = None
     direction: str = "reverse"
     beta: float = 0.5  # of "jsd"
     topk: int | None = None
-    jacobian: bool = False  # the forward prepares ddivergence/dhidden
-    tolerance: float | None = None  # of the backward
-    seed: int | None = None  # of the backward's sampling
 
     @classmethod
-    def of(cls, student: HeadCall, reference: HeadCall, entries: int, **others: Any) -> KLCall:
-        """Compare the first entries of both vocabularies."""
-        part: dict[str, Any] = {}
-        for side, call in (("", student), ("ref_", reference)):
-            names = ("hidden", "inv_temperature", "logit_scale", "softcap")
-            part |= {f"{side}{name}": getattr(call, name) for name in names}
-            bias = None if call.bias is None else call.bias[:entries]
-            part |= {f"{side}weight": call.weight[:entries], f"{side}bias": bias}
-        return cls(**part, targets=torch.where(student.targets < 0, student.targets, entries), **others)
+    def of_fields(cls, *fields: Any) -> KLCall:
+        """Rebuild a call from `fields`, as the custom operators take it."""
+        count = len(HeadCall._fields)
+        return cls(HeadCall(*fields[:count]), HeadCall(*fields[count : 2 * count]), *fields[2 * count :])
 
     @property
-    def accumulator(self) -> torch.dtype:
-        """float32, or float64 for float64 inputs."""
-        return self.student.accumulator
+    def fields(self) -> tuple[Any, ...]:
+        return (*self.student, *self.reference, *self[2:])
 
     @property
     def mask(self) -> Tensor:
         """(N,) bool: rows that count."""
-        return self.targets >= 0
-
-    @property
-    def student(self) -> HeadCall:
-        transform = self.bias, self.inv_temperature, self.logit_scale, self.softcap
-        sampling: dict[str, Any] = {"tolerance": self.tolerance, "seed": self.seed}
-        return HeadCall(self.hidden, self.weight, self.targets, *transform, **sampling)
-
-    @property
-    def reference(self) -> HeadCall:
-        transform = self.ref_bias, self.ref_inv_temperature, self.ref_logit_scale, self.ref_softcap
-        return HeadCall(self.ref_hidden, self.ref_weight, self.targets, *transform)
+        return self.student.targets >= 0
 
     def rows(self, which: RowIndex) -> KLCall:
         """Select rows."""
-        names = "hidden", "targets", "ref_hidden", "inv_temperature", "ref_inv_temperature"
-        return _select_rows(self, which, (*names, "logsumexp", "ref_logsumexp"))
+        sides = {"student": self.student.rows(which), "reference": self.reference.rows(which)}
+        return _select_rows(self._replace(**sides), which, ("logsumexp", "ref_logsumexp"))
 
 
 class RowDivergence(NamedTuple):
@@ -231,8 +201,9 @@ class RowDivergence(NamedTuple):
 
     @classmethod
     def allocate(cls, call: KLCall) -> RowDivergence:
-        kind, rows = call.accumulator, call.targets.numel()
-        return cls(*(call.hidden.new_zeros(rows, dtype=kind) for _ in cls._fields))
+        like = call.student.hidden
+        kind, rows = call.student.accumulator, len(like)
+        return cls(*(like.new_zeros(rows, dtype=kind) for _ in cls._fields))
 
 
 class SavedDivergence(NamedTuple):
@@ -245,9 +216,10 @@ class SavedDivergence(NamedTuple):
 
     @classmethod
     def empty(cls, call: KLCall) -> SavedDivergence:
-        shape = call.hidden.shape if call.jacobian else 0
-        jacobian = call.hidden.new_zeros(shape, dtype=call.accumulator)
-        return cls(jacobian, *(call.hidden.new_empty(0, dtype=torch.float32) for _ in range(2)))
+        hidden = call.student.hidden
+        shape = hidden.shape if call.student.jacobian else 0
+        jacobian = hidden.new_zeros(shape, dtype=call.student.accumulator)
+        return cls(jacobian, *(hidden.new_empty(0, dtype=torch.float32) for _ in range(2)))
 
 
 class DivergenceGradients(NamedTuple):
@@ -430,5 +402,11 @@ _KINDS: dict[object, str] = {
 
 
 def schema_of(kind: type, prefix: str = "") -> str:
-    """Return the fields of a NamedTuple type as arguments in torch's operator schema."""
-    return ", ".join(f"{_KINDS[hint]} {prefix}{name}" for name, hint in get_type_hints(kind).items())
+    """Return the fields of a NamedTuple type, nested ones too, as arguments in torch's operator schema."""
+    arguments = []
+    for name, hint in get_type_hints(kind).items():
+        if hasattr(hint, "_fields"):
+            arguments.append(schema_of(hint, "" if not arguments else f"{name}_"))
+        else:
+            arguments.append(f"{_KINDS[hint]} {prefix}{name}")
+    return ", ".join(arguments)

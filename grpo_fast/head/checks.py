@@ -190,13 +190,17 @@ def kl_call(
         raise ValueError(f"topk={topk} needs the whole vocabulary: leave it out with a process_group")
     if direction == "jsd" and beta in (0, 1):  # the mixture is one of the two
         direction = "reverse" if beta == 1 else "forward"
-    if torch.float64 in (student.hidden.dtype, reference.hidden.dtype):
-        sides = student, reference
-        student, reference = (c._replace(hidden=c.hidden.double(), weight=c.weight.double()) for c in sides)
-    call = KLCall.of(
-        student, reference, entries, direction=direction, beta=float(beta), topk=topk,
-        jacobian=shard is None, tolerance=student.tolerance if shard is None else 0.0, seed=student.seed,
-    )  # fmt: skip
+    wide = torch.float64 in (student.hidden.dtype, reference.hidden.dtype)
+
+    def common_part(call: HeadCall) -> HeadCall:
+        hidden, weight = (t.double() if wide else t for t in (call.hidden, call.weight[:entries]))
+        bias = None if call.bias is None else call.bias[:entries]
+        targets = torch.where(call.targets < 0, call.targets, entries)
+        return call._replace(hidden=hidden, weight=weight, bias=bias, targets=targets)
+
+    tolerance = student.tolerance if shard is None else 0.0
+    student = common_part(student)._replace(jacobian=shard is None, tolerance=tolerance)
+    call = KLCall(student, common_part(reference), direction=direction, beta=float(beta), topk=topk)
     return call, shard
 
 

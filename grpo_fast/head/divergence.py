@@ -33,11 +33,11 @@ from grpo_fast.head.reference import exact_bf16_products, finite_or_zero
 
 
 def forward(call: KLCall) -> tuple[RowDivergence, SavedDivergence]:
-    """Compute every row's divergence, and ddivergence/dhidden if `call.jacobian`."""
+    """Compute every row's divergence, and ddivergence/dhidden if the student has `jacobian`."""
     rows, saved = RowDivergence.allocate(call), SavedDivergence.empty(call)
-    upstream = DivergenceGradients(torch.ones_like(rows.divergence)) if call.jacobian else None
+    upstream = DivergenceGradients(torch.ones_like(rows.divergence)) if call.student.jacobian else None
     for index, block, gradient in _blocks(call, call.mask, upstream, rows):
-        if call.jacobian:
+        if upstream is not None:
             saved.jacobian[index] = _times_weight(gradient, block)
     return rows, saved
 
@@ -46,10 +46,10 @@ def backward(
     call: KLCall, rows: RowDivergence, gradients: DivergenceGradients, wanted: Wanted
 ) -> HeadGradients:
     """Compute exact gradients. Rows without an upstream gradient cost nothing."""
-    hidden = torch.zeros_like(call.hidden, memory_format=torch.contiguous_format) if wanted.hidden else None
-    kind = call.accumulator
-    weight = torch.zeros_like(call.weight, dtype=kind) if wanted.weight else None
-    bias = torch.zeros_like(call.bias, dtype=kind) if wanted.bias and call.bias is not None else None
+    head, kind = call.student, call.student.accumulator
+    hidden = torch.zeros_like(head.hidden, memory_format=torch.contiguous_format) if wanted.hidden else None
+    weight = torch.zeros_like(head.weight, dtype=kind) if wanted.weight else None
+    bias = torch.zeros_like(head.bias, dtype=kind) if wanted.bias and head.bias is not None else None
     for index, block, gradient in _blocks(call, gradients.live(call), gradients, rows, known=True):
         if hidden is not None:
             hidden[index] = _times_weight(gradient, block).to(hidden.dtype)
@@ -58,7 +58,7 @@ def backward(
                 weight.addmm_(gradient.t(), block.hidden.to(kind))
         if bias is not None:
             bias += gradient.sum(0)
-    parameters = (weight, call.weight), (bias, call.bias)
+    parameters = (weight, head.weight), (bias, head.bias)
     return HeadGradients(hidden, *(t if t is None or of is None else t.to(of.dtype) for t, of in parameters))
 
 

@@ -25,6 +25,7 @@ from grpo_fast.head.call import (
     SavedForBackward,
     Wanted,
     constant_when_compiled,
+    schema_of,
 )
 from grpo_fast.head.checks import check_values, of_reference
 from grpo_fast.head.outputs import Certificate
@@ -51,15 +52,15 @@ def head_statistics(call: HeadCall) -> tuple[RowStatistics, Certificate]:
 def row_divergence(call: KLCall) -> tuple[RowDivergence, Certificate]:
     """Compute per-row divergences, differentiable in the student's hidden states, weight and bias.
 
-    `call.jacobian` says whether the divergence is the only result that is differentiated.
+    `jacobian` of the student says whether the divergence is the only result that is differentiated.
     """
-    of_hidden, trained = _differentiated(call)
-    call = call._replace(jacobian=call.jacobian and of_hidden and not trained)
-    *results, certificate = _divergence_forward(*call)
+    of_hidden, trained = _differentiated(call.student)
+    student = call.student._replace(jacobian=call.student.jacobian and of_hidden and not trained)
+    *results, certificate = _divergence_forward(*call._replace(student=student).fields)
     return RowDivergence(*results[: len(RowDivergence._fields)]), Certificate(certificate)
 
 
-def _differentiated(call: HeadCall | KLCall) -> tuple[bool, bool]:
+def _differentiated(call: HeadCall) -> tuple[bool, bool]:
     """Return whether the hidden states take a gradient, and whether the weight or the bias does."""
     trained = any(p is not None and p.requires_grad for p in (call.weight, call.bias))
     return torch.is_grad_enabled() and call.hidden.requires_grad, trained
@@ -107,7 +108,7 @@ def _backward(
 
 
 _head_forward = define_operators(
-    "head", HeadCall, RowStatistics, SavedForBackward, RowGradients,
+    "head", schema_of(HeadCall), HeadCall, RowStatistics, SavedForBackward, RowGradients,
     forward=_forward, allocate=_allocate, backward=_backward,
 )  # fmt: skip
 
@@ -149,14 +150,14 @@ def _backward_divergence(
 
 
 _divergence_forward = define_operators(
-    "divergence", KLCall, RowDivergence, SavedDivergence, DivergenceGradients,
+    "divergence", schema_of(KLCall), KLCall.of_fields, RowDivergence, SavedDivergence, DivergenceGradients,
     forward=_forward_divergence, allocate=_allocate_divergence, backward=_backward_divergence,
 )  # fmt: skip
 
 
 def _runs_kernels(call: KLCall) -> bool:
     """Return whether kernels compute a divergence. Top-k entries are found among whole logits, in torch."""
-    sides = (call.hidden, call.ref_hidden)
+    sides = (call.student.hidden, call.reference.hidden)
     backends = {backend_on(t.device.type, t.device.index, t.dtype) for t in sides}
     return backends == {"triton"} and call.topk is None
 

@@ -76,7 +76,8 @@ def parallel_divergence(call: KLCall, shard: Shard) -> tuple[Tensor, Certificate
     shares: it takes two more logit products, and twice those of the backward.
     """
     group, mask = shard.group, call.mask
-    call = call._replace(hidden=_SumOfGradients.apply(call.hidden, group))
+    hidden = _SumOfGradients.apply(call.student.hidden, group)
+    call = call._replace(student=call.student._replace(hidden=hidden))
     if call.direction == "jsd":
         with torch.no_grad():
             local, _ = row_divergence(call._replace(direction="forward"))

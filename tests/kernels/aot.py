@@ -132,15 +132,14 @@ def divergence_step(
     """Run `linear_kl`'s kernels; the reference has half the hidden size, or the same weight."""
     from grpo_fast.head import accelerated_divergence
 
-    hidden, weight, vocabulary = call.hidden, call.weight, call.vocabulary
-    reference = hidden, weight
+    hidden, vocabulary = call.hidden, call.vocabulary
+    reference = call._replace(inv_temperature=None)
     if not one_weight:
         depth = hidden.shape[1] // 2
-        reference = meta(len(hidden), depth, dtype=hidden.dtype), meta(vocabulary, depth, dtype=hidden.dtype)
+        operands = (meta(size, depth, dtype=hidden.dtype) for size in (len(hidden), vocabulary))
+        reference = reference._replace(**dict(zip(("hidden", "weight"), operands, strict=True)))
     row = meta(len(hidden))
-    pair = KLCall(hidden, weight, call.targets, call.bias, *reference, call.bias, direction=direction)
-    pair = pair._replace(inv_temperature=call.inv_temperature, softcap=call.softcap, ref_softcap=call.softcap)
-    pair = pair._replace(tolerance=0.0 if exact else None)
+    pair = KLCall(call._replace(tolerance=0.0 if exact else None), reference, direction=direction)
     wanted = Wanted(True, True, call.bias is not None)
     with on_device(architecture, call):
         plan = operator.plan_of(pair.student)
