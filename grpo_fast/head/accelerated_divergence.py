@@ -28,7 +28,7 @@ from grpo_fast.kernels import TILE
 from grpo_fast.kernels.coefficients import row_coefficients
 from grpo_fast.kernels.dense import row_aligned
 from grpo_fast.kernels.divergence import TileDivergence, divergence_gradients, tile_divergence
-from grpo_fast.kernels.two_heads import Divergence, DivergenceRows, HeadPair
+from grpo_fast.kernels.two_heads import Divergence, DivergenceRows
 
 _FOLDED_ROWS = 4096  # rows whose tiles are folded at one time
 
@@ -50,7 +50,7 @@ def forward(call: KLCall, plan: HeadPlan) -> tuple[RowDivergence, SavedDivergenc
     if not index.numel():
         return rows, saved
     block = call.rows(index)
-    pair, is_jsd = _pair(block), block.direction == "jsd"
+    pair, is_jsd = _with_unit_strides(block), block.direction == "jsd"
     if block.logsumexp is None or block.ref_logsumexp is None:
         tiles = tile_divergence(pair, deviation=sparse and not is_jsd)
         found = _folded(tiles, block)
@@ -118,7 +118,9 @@ def backward(
     chosen = DivergenceRows(*(None if t is None else t[index] for t in of_rows))  # type: ignore[arg-type]
     like, vocabulary = call.student.hidden, call.student.vocabulary
     columns = dense_columns(Workload(index.numel(), vocabulary, like.dtype), TILE)
-    result = HeadGradients(*divergence_gradients(_pair(call.rows(index)), chosen, wanted, columns=columns))
+    result = HeadGradients(
+        *divergence_gradients(_with_unit_strides(call.rows(index)), chosen, wanted, columns=columns)
+    )
     if result.hidden is None:
         return result
     hidden = torch.zeros_like(like).index_copy_(0, index, result.hidden.to(like.dtype))
@@ -139,7 +141,7 @@ def _sampled(
     size = torch.where(upstream == 0, 0, upstream * saved.size)
     nothing = lse.new_empty(0)
     statistics = RowStatistics(torch.zeros_like(lse), lse, *5 * (nothing,))
-    pair = _pair(call)
+    pair = _with_unit_strides(call)
     coefficients = row_coefficients(pair.student, statistics, RowGradients(None, size))
     divergence = Divergence(pair, of_rows._replace(of_divergence=upstream.contiguous()))
     return sampled_backward(
@@ -147,8 +149,8 @@ def _sampled(
     )
 
 
-def _pair(call: KLCall) -> HeadPair:
-    return HeadPair(*map(with_unit_stride, (call.student, call.reference)), call.direction, call.beta)
+def _with_unit_strides(call: KLCall) -> KLCall:
+    return KLCall(*map(with_unit_stride, call[:2]), *call[2:])
 
 
 def _folded(tiles: TileDivergence, call: KLCall) -> RowDivergence:

@@ -25,16 +25,17 @@ from .product import precision, program_count, tile_position
 from .two_heads import (
     DivergenceRows,
     Head,
-    HeadPair,
     both_logits,
     both_products,
     divergence_gradient,
+    is_shared,
     log_ratio,
     over_mixture,
+    reference_steps,
 )
 
 if TYPE_CHECKING:
-    from grpo_fast.head.call import Wanted
+    from grpo_fast.head.call import KLCall, Wanted
 
 _ROWS = 64  # registers hold two float32 products of this many rows by TILE columns
 _DEPTH_BYTES = 128  # of H per step
@@ -169,24 +170,25 @@ def divergence_kernel(
                     tl.store(out.deviation + at, tl.sum(p * tl.abs(u - mean[:, None]), axis=1), mask=live)
 
 
-def _launch(pair: HeadPair, **arguments: object) -> None:
+def _launch(pair: KLCall, **arguments: object) -> None:
     ours, theirs = map(Head.of, (pair.student, pair.reference))
     programs, depth = program_count(ours.hidden.device, 2), _DEPTH_BYTES // ours.hidden.element_size()
     divergence_kernel[(programs,)](
         ours, theirs, beta=pair.beta, rows=ours.hidden.shape[0], vocabulary=ours.weight.shape[0],
         programs=programs, DIRECTION=pair.direction, ROWS=_ROWS, COLUMNS=TILE, DEPTH=depth,
         EVEN=ours.hidden_size % depth == 0, PRECISION=precision(ours.hidden.dtype), GROUP=_GROUP,
-        SHARED=pair.is_shared, num_warps=8, num_stages=2, **pair.reference_steps(_DEPTH_BYTES), **arguments,
+        SHARED=is_shared(pair), num_warps=8, num_stages=2, **reference_steps(pair, _DEPTH_BYTES), **arguments,
     )  # fmt: skip
 
 
 def tile_divergence(
-    pair: HeadPair, of_rows: DivergenceRows | None = None, *, deviation: bool
+    pair: KLCall, of_rows: DivergenceRows | None = None, *, deviation: bool
 ) -> TileDivergence:
     """Compute log-sum-exps, the KL within each tile and, with `deviation`, its mean absolute deviation.
 
-    With `of_rows` the fields hold instead each tile's part of the Jensen-Shannon divergence, of
-    KL(student || mixture), and, with `deviation`, Σ p·u and Σ p·|u - mean of the tile|; u = log p - log m.
+    Operands must have unit stride along H. With `of_rows` the fields hold instead each tile's part of the
+    Jensen-Shannon divergence, of KL(student || mixture), and, with `deviation`, Σ p·u and
+    Σ p·|u - mean of the tile|, where u = log p - log m.
     """
     hidden, vocabulary = pair.student.hidden, pair.student.vocabulary
     shape = hidden.shape[0], triton.cdiv(vocabulary, TILE)
@@ -200,7 +202,7 @@ def tile_divergence(
 
 
 def divergence_gradients(
-    pair: HeadPair, of_rows: DivergenceRows, wanted: Wanted, *, columns: int
+    pair: KLCall, of_rows: DivergenceRows, wanted: Wanted, *, columns: int
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Compute exact gradients of N rows: float32 dX, dW and dbias; None where not wanted."""
 

@@ -30,7 +30,7 @@ from .product import (
     untransform_gradient,
 )
 from .select import ActivePairs
-from .two_heads import Divergence, Head, both_products, divergence_gradient
+from .two_heads import Divergence, Head, both_products, divergence_gradient, is_shared, reference_steps
 
 if TYPE_CHECKING:
     from grpo_fast.head.call import HeadCall
@@ -57,7 +57,7 @@ class SparseOperands:
         pair = self.divergence.pair
         return {
             "reference": Head.of(pair.reference), "of_rows": self.divergence.rows, "beta": pair.beta,
-            "DIRECTION": pair.direction, "SHARED": pair.is_shared,
+            "DIRECTION": pair.direction, "SHARED": is_shared(pair),
         }  # fmt: skip
 
 
@@ -95,7 +95,7 @@ def pair_gradients(operands: SparseOperands) -> Tensor:
         bounded = given.pair.direction != "jsd" and all(head.is_plain and head.bias is None for head in heads)
     steps = dict.fromkeys(("REF_DEPTH", "REF_EVEN", "REF_PRECISION"))
     if given is not None:
-        steps = given.pair.reference_steps(config.pair_depth * hidden.element_size())
+        steps = reference_steps(given.pair, config.pair_depth * hidden.element_size())
     _pair_gradients[(program_count(hidden.device, config.pair_programs),)](
         transform=Transform.of(call),
         hidden=hidden, weight=weight, masses=operands.live.masses, pairs=pairs, gradients=gradients,

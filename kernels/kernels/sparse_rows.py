@@ -22,7 +22,7 @@ from . import SEGMENT, TILE
 from .hashing import entry_seed, mix, row_seed, spread
 from .product import Transform
 from .sparse_pairs import SparseOperands, logit_gradient
-from .two_heads import divergence_gradient
+from .two_heads import divergence_gradient, is_shared
 
 
 def keep_entries(operands: SparseOperands, gradients: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -68,7 +68,7 @@ def hidden_gradient(operands: SparseOperands, slots: Tensor, kept: Tensor, least
     if operands.divergence is not None:
         other = operands.divergence.pair.reference.weight
         ref_block = triton.next_power_of_2(other.shape[1])
-        entry_bytes += 0 if operands.divergence.pair.is_shared else ref_block * other.element_size()
+        entry_bytes += 0 if is_shared(operands.divergence.pair) else ref_block * other.element_size()
     # Above 8,192 columns a thread's part of three float32 rows exceeds its registers, and some spill.
     in_flight = min(config.row_bytes // (config.row_entries * entry_bytes), 3)
     most_warps = 16 if torch.version.hip else 32

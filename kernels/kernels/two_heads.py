@@ -11,7 +11,7 @@ from torch import Tensor
 from .product import Transform, gathered_products, precision, transform_logits, untransform_gradient
 
 if TYPE_CHECKING:
-    from grpo_fast.head.call import HeadCall
+    from grpo_fast.head.call import HeadCall, KLCall
 
 
 class DivergenceRows(NamedTuple):
@@ -42,33 +42,25 @@ class Head(NamedTuple):
         return cls(hidden, weight, Transform.of(call), *sizes)
 
 
-class HeadPair(NamedTuple):
-    """Rows of two heads whose operands have unit stride along H."""
+def is_shared(pair: KLCall) -> bool:
+    """Return whether both heads have one weight."""
+    w, other = pair.student.weight, pair.reference.weight
+    same = w.data_ptr() == other.data_ptr() and w.stride() == other.stride()
+    return same and w.shape == other.shape and w.dtype == other.dtype
 
-    student: HeadCall
-    reference: HeadCall
-    direction: str
-    beta: float
 
-    @property
-    def is_shared(self) -> bool:
-        """Whether both heads have one weight."""
-        w, other = self.student.weight, self.reference.weight
-        same = w.data_ptr() == other.data_ptr() and w.stride() == other.stride()
-        return same and w.shape == other.shape and w.dtype == other.dtype
-
-    def reference_steps(self, depth_bytes: int) -> dict[str, object]:
-        """Return the reference's arguments of `both_products`, for steps of `depth_bytes` of H."""
-        hidden = self.reference.hidden
-        depth = depth_bytes // hidden.element_size()
-        even, kind = hidden.shape[1] % depth == 0, precision(hidden.dtype)
-        return {"REF_DEPTH": depth, "REF_EVEN": even, "REF_PRECISION": kind}
+def reference_steps(pair: KLCall, depth_bytes: int) -> dict[str, object]:
+    """Return the reference's arguments of `both_products`, for steps of `depth_bytes` of H."""
+    hidden = pair.reference.hidden
+    depth = depth_bytes // hidden.element_size()
+    even, kind = hidden.shape[1] % depth == 0, precision(hidden.dtype)
+    return {"REF_DEPTH": depth, "REF_EVEN": even, "REF_PRECISION": kind}
 
 
 class Divergence(NamedTuple):
     """A divergence that a sparse backward differentiates in place of a log-probability."""
 
-    pair: HeadPair
+    pair: KLCall  # operands have unit stride along H
     rows: DivergenceRows  # of all N rows
 
 
