@@ -162,9 +162,7 @@ def sampled_backward(
 
     def form(capacity: int) -> HeadGradients:
         options = {"capacity": capacity, "config": config, "divergence": divergence}
-        return HeadGradients(
-            *sparse_backward(call, coefficients, live, wanted, certificate.values, **options)
-        )
+        return HeadGradients(*sparse_backward(call, live, wanted, certificate.values, **options))
 
     usual, most = config.usual_pairs(rows, tiles), config.most_pairs(rows, tiles)
     result = form(usual)

@@ -15,7 +15,6 @@ import triton.language as tl
 from torch import Tensor
 
 from . import ENTRY_SHARE
-from .coefficients import RowCoefficients
 from .pairs import list_pairs
 from .select import ActivePairs
 from .sparse_pairs import SparseOperands, gradient_unit, pair_gradients
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
 
 def sparse_backward(
     call: HeadCall,
-    rows: RowCoefficients,
     live: ActivePairs,
     wanted: Wanted,
     certificate: Tensor,
@@ -47,11 +45,11 @@ def sparse_backward(
     Args:
         call: its operands have unit stride along H.
         live: from `select_live` of the same batch.
-        divergence: differentiated in place of the log-probability; `rows` and `live` are of its gradient.
+        divergence: differentiated in place of the log-probability; `live` is of its gradient.
         certificate: (4,) float32, filled by `certify`.
     """
-    pairs, unit = list_pairs(live, capacity, config), gradient_unit(call, rows, live)
-    operands = SparseOperands(call, rows, live, pairs, config, divergence, unit)
+    pairs, unit = list_pairs(live, capacity, config), gradient_unit(call, live)
+    operands = SparseOperands(call, live, pairs, config, divergence, unit)
     gradients = pair_gradients(operands)
     weight = bias = hidden = small = None
     if wanted.weight:

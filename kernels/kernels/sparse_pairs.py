@@ -16,7 +16,6 @@ import triton.language as tl
 from torch import Tensor
 
 from . import ENTRY_SHARE, TILE
-from .coefficients import RowCoefficients
 from .pairs import Pairs
 from .product import (
     LOG2E,
@@ -43,7 +42,6 @@ class SparseOperands:
     """Inputs of every kernel of one backward."""
 
     call: HeadCall  # its operands have unit stride along H
-    rows: RowCoefficients
     live: ActivePairs
     pairs: Pairs
     config: SparseConfig
@@ -61,11 +59,12 @@ class SparseOperands:
         }  # fmt: skip
 
 
-def gradient_unit(call: HeadCall, rows: RowCoefficients, live: ActivePairs) -> Tensor | None:
+def gradient_unit(call: HeadCall, live: ActivePairs) -> Tensor | None:
     """Choose the power of two that scales stored logit gradients in float16; None in other dtypes.
 
     The largest gradient is then near 2^13, so that one of 1e-6 of it is a normal number.
     """
+    rows = live.masses
     if call.hidden.dtype != torch.float16 or not rows.mass.numel():
         return None
     size = torch.maximum(rows.mass.abs(), rows.target.abs())
@@ -79,7 +78,7 @@ def gradient_unit(call: HeadCall, rows: RowCoefficients, live: ActivePairs) -> T
 
 def pair_gradients(operands: SparseOperands) -> Tensor:
     """Compute unit·scale·dL/d(x·w) of every pair at its place, (capacity, TILE) in the dtype of hidden."""
-    call, rows, pairs, config = operands.call, operands.rows, operands.pairs, operands.config
+    call, pairs, config, masses = operands.call, operands.pairs, operands.config, operands.live.masses
     hidden, weight = call.hidden, call.weight
     gradients = hidden.new_empty((pairs.capacity, TILE))
     # A bias, softcap, entropy or second head, or unaligned rows, need the registers of half a block; a second
@@ -89,7 +88,9 @@ def pair_gradients(operands: SparseOperands) -> Tensor:
     sides = [(head.hidden, head.weight) for head in heads]
     sizes = [n for x, w in sides for n in (x.shape[1], x.stride(0), w.stride(0), x.data_ptr(), w.data_ptr())]
     aligned = all(size % 16 == 0 for size in sizes)
-    whole = aligned and call.bias is None and call.softcap is None and rows.entropy is None and given is None
+    whole = (
+        aligned and call.bias is None and call.softcap is None and masses.entropy is None and given is None
+    )
     bounded = aligned
     if given is not None and aligned:
         bounded = given.pair.direction != "jsd" and all(head.is_plain and head.bias is None for head in heads)
@@ -98,7 +99,7 @@ def pair_gradients(operands: SparseOperands) -> Tensor:
         steps = reference_steps(given.pair, config.pair_depth * hidden.element_size())
     _pair_gradients[(program_count(hidden.device, config.pair_programs),)](
         transform=Transform.of(call),
-        hidden=hidden, weight=weight, masses=operands.live.masses, pairs=pairs, gradients=gradients,
+        hidden=hidden, weight=weight, masses=masses, pairs=pairs, gradients=gradients,
         unit=operands.unit,
         rows=call.targets.numel(), vocabulary=weight.shape[0], hidden_size=hidden.shape[1],
         hidden_stride=hidden.stride(0), weight_stride=weight.stride(0),

@@ -81,23 +81,20 @@ def config_of(name: str, **changes) -> GRPOLossConfig:
     return GRPOLossConfig(loss_type=name, max_completion_length=50, **changes)
 
 
-CORRECTED = {"sampler_clip_max": 1.3}
+CORRECTIONS = [
+    f"{level}_{how}" for level in ("token", "sequence", "geometric") for how in ("truncate", "mask")
+]
+CORRECT_KL = {"beta": 0.2, "use_bias_correction_kl": True}
 STEP = StepTotals(5000, 24)
 MEASURED = replace(STEP, measured_tokens=4000, measured_sequences=20)
 CASES: list[tuple[str, dict, dict]] = [
     *((name, {} if CATALOG[name].forbids_kl else {"beta": 0.1}, {}) for name in FUSED),
     *((name, {}, {"old_logprobs": None}) for name in FUSED),
     ("grpo", {"beta": 0.2, "kl_estimator": "k1"}, {}),
-    ("grpo", {"beta": 0.2, "kl_estimator": "k1", "use_bias_correction_kl": True}, {}),
-    ("grpo", {"beta": 0.2, "kl_estimator": "k2", "use_bias_correction_kl": True}, {}),
+    *(("grpo", CORRECT_KL | {"kl_estimator": kind}, {}) for kind in ("k1", "k2", "k3")),
     ("grpo", {"beta": 0.2, "kl_estimator": "k2", "kl_in_reward": True}, {}),
-    ("grpo", {"beta": 0.2, "kl_estimator": "k3", "use_bias_correction_kl": True}, {}),
-    ("dapo", {"sampler_correction": "token_truncate", "sampler_clip_min": 0.7} | CORRECTED, {}),
-    ("dapo", {"sampler_correction": "token_mask"} | CORRECTED, {}),
-    ("dapo", {"sampler_correction": "sequence_truncate"} | CORRECTED, {}),
-    ("dapo", {"sampler_correction": "sequence_mask", "sampler_clip_min": 0.7} | CORRECTED, {}),
-    ("dapo", {"sampler_correction": "geometric_truncate", "sampler_clip_min": 0.7} | CORRECTED, {}),
-    ("dapo", {"sampler_correction": "geometric_mask"} | CORRECTED, {}),
+    *(("dapo", {"sampler_correction": kind, "sampler_clip_max": 1.3}, {}) for kind in CORRECTIONS),
+    *(("dapo", {"sampler_correction": kind, "sampler_clip_min": 0.7}, {}) for kind in CORRECTIONS),
     ("dapo", {"delta": 1.5}, {}),
     ("dapo", {"aggregation": "constant_length"}, {"totals": STEP}),
     ("dapo", {"entropy_coef": 0.01}, {}),

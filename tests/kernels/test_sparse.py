@@ -13,7 +13,6 @@ from grpo_fast.kernels.select import ActivePairs, select_live
 from grpo_fast.kernels.sparse import sparse_backward
 
 from grpo_fast.head.call import HeadGradients, Wanted
-from grpo_fast.head.tuning import sizes_for
 
 # Small blocks and many entries at a time: the interpreter pays per program and per step.
 QUICK = SparseConfig(pair_rows=32, pair_depth=32, row_entries=64, weight_depth=32, weight_columns=64)
@@ -34,7 +33,7 @@ def run(
     live = select_live(head.call, rows, head.tile_lse, tolerance=tolerance)
     capacity = 2 * head.tile_lse.numel() if capacity is None else capacity
     certificate = torch.empty(4, device=rows.mass.device)
-    got = sparse_backward(head.call, rows, live, wanted, certificate, capacity=capacity, config=config)
+    got = sparse_backward(head.call, live, wanted, certificate, capacity=capacity, config=config)
     return Ran(rows, live, HeadGradients(*got), certificate)
 
 
@@ -166,22 +165,6 @@ def test_the_target_of_a_nearly_certain_row_keeps_its_gradient(make_head):
     working = (head.targets >= 0) & (head.g != 0)
     expected = 1e-7 * head.g[working, None].double() * head.weight[head.targets[working]].double()
     assert relative(got.hidden[working], expected) < 1e-5
-
-
-def test_strided_rows_and_the_shipped_float32_configuration(make_head):
-    head = make_head(20, 250, 48)
-    hidden, weight = (
-        torch.full((t.shape[0], 60), torch.nan, device=t.device).index_copy_(
-            1, torch.arange(48, device=t.device), t
-        )
-        for t in (head.hidden, head.weight)
-    )
-
-    config = replace(sizes_for("sm_90", torch.float32).sparse, row_entries=64)
-    got = run(replace(head, hidden=hidden[:, :48], weight=weight[:, :48]), config=config).got
-
-    assert relative(got.hidden, head.d_hidden) < 1e-6
-    assert relative(got.weight, head.d_weight) < 1e-6
 
 
 def test_neither_room_nor_another_run_nor_long_rows_first_change_a_bit(make_head, monkeypatch):
