@@ -22,7 +22,7 @@ from grpo_fast.head.call import (
     LogitGradient,
     RowGradients,
     RowStatistics,
-    SavedForBackward,
+    Saved,
     Wanted,
 )
 from grpo_fast.head.outputs import Certificate
@@ -38,26 +38,28 @@ from grpo_fast.kernels.sparse import sparse_backward
 from grpo_fast.kernels.two_heads import Divergence
 
 
-def allocate_saved(call: HeadCall, plan: HeadPlan) -> SavedForBackward:
+def allocate_saved(call: HeadCall, plan: HeadPlan) -> Saved:
     """Allocate the tensors that `forward` saves."""
     if plan.jacobian:
-        return SavedForBackward.empty(call, jacobian=True)
+        return Saved.empty(call, jacobian=True)
     rows, tiles, float32 = call.hidden.shape[0], -(-call.vocabulary // TILE), torch.float32
-    saved = SavedForBackward.empty(call)._replace(tile_lse=row_aligned(rows, tiles, call.hidden, float32))
+    saved = Saved.empty(call)._replace(tile_lse=row_aligned(rows, tiles, call.hidden, float32))
     if plan.keep:
         exponentials = row_aligned(rows, call.vocabulary, call.hidden)
-        saved = saved._replace(exponentials=exponentials, share=call.hidden.new_empty(rows, dtype=float32))
+        saved = saved._replace(
+            exponentials=exponentials, row_scale=call.hidden.new_empty(rows, dtype=float32)
+        )
     return saved
 
 
-def forward(call: HeadCall, plan: HeadPlan) -> tuple[RowStatistics, SavedForBackward]:
+def forward(call: HeadCall, plan: HeadPlan) -> tuple[RowStatistics, Saved]:
     """Compute every row's statistics, zero for ignored rows."""
     if call.hidden.shape[0] == 0:
         return RowStatistics.allocate(call), allocate_saved(call, plan)
     call = with_unit_stride(call)
     if not plan.jacobian:
         return _forward(call, plan)
-    saved, statistics = SavedForBackward.empty(call, jacobian=True), []
+    saved, statistics = Saved.empty(call, jacobian=True), []
     for start in range(0, call.hidden.shape[0], plan.jacobian_rows):
         part = slice(start, start + plan.jacobian_rows)
         found, saved.jacobian[part] = _with_jacobian(call.rows(part), plan)
@@ -70,12 +72,12 @@ def _with_jacobian(call: HeadCall, plan: HeadPlan) -> tuple[RowStatistics, Tenso
     logprob = statistics.logprob
     mass = (call.targets < call.vocabulary).to(logprob.dtype).neg()
     rows = LogitGradient(statistics.logsumexp, mass=mass, target=-logprob.expm1(), logprob=logprob)
-    kept = SavedExp(saved.exponentials, saved.share)
+    kept = SavedExp(saved.exponentials, saved.row_scale)
     wanted = Wanted(hidden=True, weight=False, bias=False)
     return statistics, kept_backward(call, rows, wanted, kept, hidden_dtype=torch.float32)[0]
 
 
-def _forward(call: HeadCall, plan: HeadPlan) -> tuple[RowStatistics, SavedForBackward]:
+def _forward(call: HeadCall, plan: HeadPlan) -> tuple[RowStatistics, Saved]:
     gathered = gather_rows(call)
     keep = None
     if plan.keep or plan.jacobian:
@@ -83,11 +85,11 @@ def _forward(call: HeadCall, plan: HeadPlan) -> tuple[RowStatistics, SavedForBac
         keep = exponentials, gathered.target_logit
     tiles = tile_statistics(call, gathered, tile=plan.forward_tile, keep=keep)
     statistics = RowStatistics(*row_results(tiles, call, gathered.target_logit))
-    saved = SavedForBackward.empty(call)._replace(tile_lse=tiles.lse)
+    saved = Saved.empty(call)._replace(tile_lse=tiles.lse)
     if keep is not None:
         del gathered
         exponentials, share = normalise(call, *keep, statistics.logsumexp, plan.forward_tile)
-        saved = saved._replace(exponentials=exponentials, share=share)
+        saved = saved._replace(exponentials=exponentials, row_scale=share)
     return statistics, saved
 
 
@@ -96,7 +98,7 @@ def backward(
     statistics: RowStatistics,
     gradients: RowGradients,
     wanted: Wanted,
-    saved: SavedForBackward,
+    saved: Saved,
     certificate: Certificate,
     plan: HeadPlan,
 ) -> HeadGradients:
@@ -105,7 +107,7 @@ def backward(
     if saved.exponentials.numel() and gradients.follows_softmax:
         certificate.fill_exact()
         of_rows = LogitGradient.of(call, statistics, gradients)
-        kept = SavedExp(saved.exponentials, saved.share)
+        kept = SavedExp(saved.exponentials, saved.row_scale)
         return HeadGradients(*kept_backward(call, of_rows, wanted, kept))
     if plan.backward == "sparse":
         coefficients = row_coefficients(call, statistics, gradients)

@@ -18,7 +18,7 @@ from grpo_fast.head.call import (
     RowDivergence,
     RowGradients,
     RowStatistics,
-    SavedDivergence,
+    Saved,
     Wanted,
 )
 from grpo_fast.head.divergence import distributions, divergence_terms, weighable_
@@ -33,17 +33,17 @@ from grpo_fast.kernels.two_heads import Divergence, DivergenceRows
 _FOLDED_ROWS = 4096  # rows whose tiles are folded at one time
 
 
-def allocate_saved(call: KLCall, plan: HeadPlan) -> SavedDivergence:
+def allocate_saved(call: KLCall, plan: HeadPlan) -> Saved:
     """Allocate the tensors that `forward` saves."""
     head = call.student
-    saved = SavedDivergence.empty(call._replace(student=head._replace(jacobian=False)))
+    saved = Saved.empty(head)
     if plan.backward == "dense":
         return saved
     share = row_aligned(len(head.hidden), -(-head.vocabulary // TILE), head.hidden, torch.float32)
-    return saved._replace(tile_share=share, size=torch.zeros_like(share[:, 0]))
+    return saved._replace(tile_lse=share, row_scale=torch.zeros_like(share[:, 0]))
 
 
-def forward(call: KLCall, plan: HeadPlan) -> tuple[RowDivergence, SavedDivergence]:
+def forward(call: KLCall, plan: HeadPlan) -> tuple[RowDivergence, Saved]:
     """Compute every row's divergence, zero for masked rows."""
     rows, saved = RowDivergence.allocate(call), allocate_saved(call, plan)
     index, sparse = call.mask.nonzero().squeeze(1), plan.backward == "sparse"
@@ -68,12 +68,12 @@ def forward(call: KLCall, plan: HeadPlan) -> tuple[RowDivergence, SavedDivergenc
         for some in torch.arange(index.numel(), device=index.device).split(_FOLDED_ROWS):
             of_some = TileDivergence(*(part[some] for part in tiles if part is not None))
             share, size = _sizes(of_some, RowDivergence(*(each[some] for each in found)), block)
-            saved.tile_share[index[some]], saved.size[index[some]] = share, size
+            saved.tile_lse[index[some]], saved.row_scale[index[some]] = share, size
     return rows, saved
 
 
 def _sizes(tiles: TileDivergence, rows: RowDivergence, call: KLCall) -> tuple[Tensor, Tensor]:
-    """Compute `tile_share`, (n, T), and `size`, (n,), of `SavedDivergence`.
+    """Compute `tile_lse`, (n, T), and `row_scale`, (n,), of `Saved`.
 
     Args:
         tiles: for "jsd" with Σ p·u in place of the divergence, and the deviation of u.
@@ -101,7 +101,7 @@ def backward(
     rows: RowDivergence,
     gradients: DivergenceGradients,
     wanted: Wanted,
-    saved: SavedDivergence,
+    saved: Saved,
     certificate: Certificate,
     plan: HeadPlan,
 ) -> HeadGradients:
@@ -109,7 +109,7 @@ def backward(
     # The center of a shard's part of a larger divergence is zero: the log-sum-exp brings the rest.
     center = rows.center if call.logsumexp is None else torch.zeros_like(rows.center)
     of_rows = DivergenceRows(*rows[1:4], center, *gradients)
-    if saved.tile_share.numel() and gradients.logsumexp is None:
+    if saved.tile_lse.numel() and gradients.logsumexp is None:
         result = _sampled(call, of_rows, wanted, saved, certificate, plan)
         if result is not None:
             return result
@@ -131,22 +131,20 @@ def _sampled(
     call: KLCall,
     of_rows: DivergenceRows,
     wanted: Wanted,
-    saved: SavedDivergence,
+    saved: Saved,
     certificate: Certificate,
     plan: HeadPlan,
 ) -> HeadGradients | None:
     """Select pairs as for rows whose probabilities are the tiles' shares of the gradient's l1 norm."""
     upstream, lse = of_rows.of_divergence, of_rows.logsumexp
     assert upstream is not None
-    size = torch.where(upstream == 0, 0, upstream * saved.size)
+    size = torch.where(upstream == 0, 0, upstream * saved.row_scale)
     nothing = lse.new_empty(0)
     statistics = RowStatistics(torch.zeros_like(lse), lse, *5 * (nothing,))
     pair = _with_unit_strides(call)
     coefficients = row_coefficients(pair.student, statistics, RowGradients(None, size))
     divergence = Divergence(pair, of_rows._replace(of_divergence=upstream.contiguous()))
-    return sampled_backward(
-        pair.student, coefficients, saved.tile_share, plan, wanted, certificate, divergence
-    )
+    return sampled_backward(pair.student, coefficients, saved.tile_lse, plan, wanted, certificate, divergence)
 
 
 def _with_unit_strides(call: KLCall) -> KLCall:

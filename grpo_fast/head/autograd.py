@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_fast.head.call import HeadCall, HeadGradients, Wanted, schema_of
+from grpo_fast.head.call import HeadCall, HeadGradients, Saved, Wanted, schema_of
 from grpo_fast.head.outputs import Certificate
 
 
@@ -24,36 +24,30 @@ def define_operators(
     schema: str,
     call_of: Callable[..., Any],
     results_type: Any,
-    saved_type: Any,
     gradients_type: Any,
     *,
-    forward: Callable[[Any], tuple[Any, Any]],
-    allocate: Callable[[Any], tuple[Any, Any]],
-    backward: Callable[[Any, Any, Any, Any, Wanted, Certificate], HeadGradients],
+    forward: Callable[[Any], tuple[Any, Saved]],
+    allocate: Callable[[Any], tuple[Any, Saved]],
+    backward: Callable[[Any, Any, Saved, Any, Wanted, Certificate], HeadGradients],
 ) -> Callable[..., tuple[Tensor, ...]]:
     """Define `grpo_fast::NAME_forward` and `grpo_fast::NAME_backward`.
 
     Args:
         name: of the operators.
         schema: of the arguments, which begin with the fields of the `HeadCall` that is differentiated.
-        call_of: makes a call of the arguments.
-        results_type: tuple of per-row results.
-        saved_type: tuple of tensors that the forward saves for the backward, `jacobian` among them.
-        gradients_type: tuple of the upstream gradients of the first results.
-        forward: computes (results, saved) of a call.
-        allocate: the same, not yet filled.
-        backward: computes gradients of (call, results, saved, gradients, wanted, certificate) and fills the
-            certificate.
+        call_of: makes a call from the arguments.
+        results_type: per-row results.
+        gradients_type: upstream gradients of the first results.
+        forward: computes results and saved tensors.
+        allocate: the same, not filled.
+        backward: computes gradients and fills the certificate.
 
     Returns:
-        The forward: it takes the fields of a call and returns the results, the saved tensors and the
-        certificate's values.
+        The forward. It returns the results, the saved tensors and the certificate's values.
     """
-    num_results, num_saved, num_gradients = (
-        len(kind._fields) for kind in (results_type, saved_type, gradients_type)
-    )
+    num_results, num_gradients = len(results_type._fields), len(gradients_type._fields)
     num_call, in_place = schema.count(",") + 1, HeadCall._fields.index("weight_grad")
-    returned = ", ".join(["Tensor"] * (num_results + num_saved + 1))
+    returned = ", ".join(["Tensor"] * (num_results + len(Saved._fields) + 1))
     tags = (torch.Tag.cudagraph_unsafe,)
 
     @torch.library.custom_op(
@@ -69,11 +63,11 @@ def define_operators(
         results, saved = allocate(call_of(*arguments))
         return (*results, *saved, _empty_certificate(arguments[0]))
 
-    def unpack(arguments: tuple[Any, ...]) -> tuple[HeadCall, Wanted, Any, Any, Any]:
+    def unpack(arguments: tuple[Any, ...]) -> tuple[HeadCall, Wanted, Any, Saved, Any]:
         head, others = HeadCall(*arguments[: len(HeadCall._fields)]), arguments[num_call:]
         gradients, (*wants, results, saved) = others[:num_gradients], others[num_gradients:]
         wanted = Wanted(*wants, into_weight=head.weight_grad)
-        return head, wanted, results_type(*results), saved_type(*saved), gradients_type(*gradients)
+        return head, wanted, results_type(*results), Saved(*saved), gradients_type(*gradients)
 
     @torch.library.custom_op(
         f"grpo_fast::{name}_backward",

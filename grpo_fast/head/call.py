@@ -206,22 +206,6 @@ class RowDivergence(NamedTuple):
         return cls(*(like.new_zeros(rows, dtype=kind) for _ in cls._fields))
 
 
-class SavedDivergence(NamedTuple):
-    """Tensors that a divergence saves for its backward; empty where its path does not read them."""
-
-    jacobian: Tensor  # (N, H) ddivergence/dhidden
-    # For a sparse backward, float32. Masked rows of the first are undefined.
-    tile_share: Tensor  # (N, T) log of each tile's share of the gradient's l1 norm, plus `logsumexp`
-    size: Tensor  # (N,) upper bound of the l1 norm of ddivergence/dlogits
-
-    @classmethod
-    def empty(cls, call: KLCall) -> SavedDivergence:
-        hidden = call.student.hidden
-        shape = hidden.shape if call.student.jacobian else 0
-        jacobian = hidden.new_zeros(shape, dtype=call.student.accumulator)
-        return cls(jacobian, *(hidden.new_empty(0, dtype=torch.float32) for _ in range(2)))
-
-
 class DivergenceGradients(NamedTuple):
     """Upstream gradients of a divergence's results, (N,)."""
 
@@ -254,22 +238,27 @@ class RowStatistics(NamedTuple):
         return cls(*(call.hidden.new_zeros(rows if want else 0, dtype=kind) for want in wanted))
 
 
-class SavedForBackward(NamedTuple):
+class Saved(NamedTuple):
     """Tensors that a forward saves for its backward; empty where its path does not read them."""
 
-    jacobian: Tensor  # (N, H) dlogprob/dhidden; only kernels write the others
-    tile_lse: Tensor  # (N, T) float32
+    jacobian: Tensor  # (N, H) dlogprob/dhidden or ddivergence/dhidden
+    # Of kernels:
+    tile_lse: (
+        Tensor  # (N, T) float32; for a divergence the log of each tile's share of `row_scale`, plus the lse
+    )
     exponentials: Tensor  # (N, V), as in `SavedExp`
-    share: Tensor  # (N,) float32, as in `SavedExp`
+    row_scale: (
+        Tensor  # (N,) float32: share of `SavedExp`, or upper bound of the l1 norm of ddivergence/dlogits
+    )
 
     @classmethod
-    def empty(cls, call: HeadCall, *, jacobian: bool = False) -> SavedForBackward:
+    def empty(cls, call: HeadCall, *, jacobian: bool = False) -> Saved:
+        """Return no values, or a jacobian of zeros."""
         new, float32 = call.hidden.new_empty, torch.float32
+        like = call.hidden.shape if jacobian else 0
+        zeros = call.hidden.new_zeros(like, dtype=call.accumulator)
         return cls(
-            jacobian=call.hidden.new_zeros(call.hidden.shape if jacobian else 0, dtype=call.accumulator),
-            tile_lse=new(0, dtype=float32),
-            exponentials=new(0),
-            share=new(0, dtype=float32),
+            zeros, tile_lse=new(0, dtype=float32), exponentials=new(0), row_scale=new(0, dtype=float32)
         )
 
 

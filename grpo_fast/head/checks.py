@@ -92,10 +92,6 @@ def head_call(
 
     Returns:
         The call; and this rank's shard with a process_group, which makes it a collective.
-
-    Raises:
-        TypeError: not a tensor of the right kind, or an unknown argument.
-        ValueError: shapes or values that do not fit together.
     """
     for name in unknown:
         raise TypeError(f"{name} {_REMOVED.get(name, 'is no argument of this function; see its `help`')}")
@@ -234,12 +230,7 @@ def check_exact_kl(
 
 
 def check_outputs(outputs: Iterable[str]) -> frozenset[str]:
-    """Return the requested statistics as a set.
-
-    Raises:
-        TypeError: not a sequence.
-        ValueError: an unknown name.
-    """
+    """Return the requested statistics as a set; raise an error for an unknown name."""
     if isinstance(outputs, str) or not isinstance(outputs, Iterable):
         raise TypeError(f"outputs must be a sequence of names, as ('entropy',), got {outputs!r}")
     wanted = frozenset(outputs)
@@ -272,13 +263,10 @@ def check_policy_loss(
 ) -> None:
     """Check the inputs of a policy loss: (N,) each, on one device.
 
+    Values of sequence ids and mask are read on a CPU only.
+
     Args:
         columns: those of `TOKEN_COLUMNS`, (N,) each by name, or None.
-
-    Raises:
-        TypeError: not a tensor, a wrong dtype, or a config or totals of another type.
-        ValueError: shapes, devices or sequence ids that do not fit together, or a mask with other values than
-            zeros and ones. Values of ids and mask are read on a CPU only.
     """
     _check_kind("config", config, GRPOLossConfig)
     _check_kind("totals", totals, StepTotals | None)

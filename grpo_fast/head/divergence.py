@@ -25,16 +25,16 @@ from grpo_fast.head.call import (
     HeadGradients,
     KLCall,
     RowDivergence,
-    SavedDivergence,
+    Saved,
     Wanted,
 )
 from grpo_fast.head.plan import Chunks, divergence_chunks, range_of
 from grpo_fast.head.reference import exact_bf16_products, finite_or_zero
 
 
-def forward(call: KLCall) -> tuple[RowDivergence, SavedDivergence]:
+def forward(call: KLCall) -> tuple[RowDivergence, Saved]:
     """Compute every row's divergence, and ddivergence/dhidden if the student has `jacobian`."""
-    rows, saved = RowDivergence.allocate(call), SavedDivergence.empty(call)
+    rows, saved = RowDivergence.allocate(call), Saved.empty(call.student, jacobian=call.student.jacobian)
     upstream = DivergenceGradients(torch.ones_like(rows.divergence)) if call.student.jacobian else None
     for index, block, gradient in _blocks(call, call.mask, upstream, rows):
         if upstream is not None:

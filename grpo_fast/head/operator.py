@@ -21,8 +21,7 @@ from grpo_fast.head.call import (
     RowDivergence,
     RowGradients,
     RowStatistics,
-    SavedDivergence,
-    SavedForBackward,
+    Saved,
     Wanted,
     constant_when_compiled,
     schema_of,
@@ -66,7 +65,7 @@ def _differentiated(call: HeadCall) -> tuple[bool, bool]:
     return torch.is_grad_enabled() and call.hidden.requires_grad, trained
 
 
-def _forward(call: HeadCall) -> tuple[RowStatistics, SavedForBackward]:
+def _forward(call: HeadCall) -> tuple[RowStatistics, Saved]:
     check_values(call)
     plan = _plan_forward(call)
     call = call._replace(jacobian=plan.jacobian)
@@ -81,19 +80,19 @@ def _forward(call: HeadCall) -> tuple[RowStatistics, SavedForBackward]:
     return statistics, saved
 
 
-def _allocate(call: HeadCall) -> tuple[RowStatistics, SavedForBackward]:
+def _allocate(call: HeadCall) -> tuple[RowStatistics, Saved]:
     plan = _plan_forward(call, aligned=True)
     if plan.backend == "triton":
         from grpo_fast.head import accelerated
 
         return RowStatistics.allocate(call), accelerated.allocate_saved(call, plan)
-    return RowStatistics.allocate(call), SavedForBackward.empty(call, jacobian=plan.jacobian)
+    return RowStatistics.allocate(call), Saved.empty(call, jacobian=plan.jacobian)
 
 
 def _backward(
     call: HeadCall,
     statistics: RowStatistics,
-    saved: SavedForBackward,
+    saved: Saved,
     gradients: RowGradients,
     wanted: Wanted,
     certificate: Certificate,
@@ -108,12 +107,12 @@ def _backward(
 
 
 _head_forward = define_operators(
-    "head", schema_of(HeadCall), HeadCall, RowStatistics, SavedForBackward, RowGradients,
+    "head", schema_of(HeadCall), HeadCall, RowStatistics, RowGradients,
     forward=_forward, allocate=_allocate, backward=_backward,
 )  # fmt: skip
 
 
-def _forward_divergence(call: KLCall) -> tuple[RowDivergence, SavedDivergence]:
+def _forward_divergence(call: KLCall) -> tuple[RowDivergence, Saved]:
     check_values(call.student)
     of_reference(check_values, call.reference)
     if _runs_kernels(call):
@@ -123,19 +122,19 @@ def _forward_divergence(call: KLCall) -> tuple[RowDivergence, SavedDivergence]:
     return divergence.forward(call)
 
 
-def _allocate_divergence(call: KLCall) -> tuple[RowDivergence, SavedDivergence]:
+def _allocate_divergence(call: KLCall) -> tuple[RowDivergence, Saved]:
     if _runs_kernels(call):
         from grpo_fast.head import accelerated_divergence
 
         plan = plan_of(call.student, aligned=True)
         return RowDivergence.allocate(call), accelerated_divergence.allocate_saved(call, plan)
-    return RowDivergence.allocate(call), SavedDivergence.empty(call)
+    return RowDivergence.allocate(call), Saved.empty(call.student, jacobian=call.student.jacobian)
 
 
 def _backward_divergence(
     call: KLCall,
     rows: RowDivergence,
-    saved: SavedDivergence,
+    saved: Saved,
     gradients: DivergenceGradients,
     wanted: Wanted,
     certificate: Certificate,
@@ -150,7 +149,7 @@ def _backward_divergence(
 
 
 _divergence_forward = define_operators(
-    "divergence", schema_of(KLCall), KLCall.of_fields, RowDivergence, SavedDivergence, DivergenceGradients,
+    "divergence", schema_of(KLCall), KLCall.of_fields, RowDivergence, DivergenceGradients,
     forward=_forward_divergence, allocate=_allocate_divergence, backward=_backward_divergence,
 )  # fmt: skip
 

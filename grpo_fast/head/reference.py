@@ -20,21 +20,21 @@ from grpo_fast.head.call import (
     LogitGradient,
     RowGradients,
     RowStatistics,
-    SavedForBackward,
+    Saved,
     Wanted,
 )
 from grpo_fast.head.outputs import Certificate
 from grpo_fast.head.plan import Chunks
 
 
-def forward(call: HeadCall, chunks: Chunks) -> tuple[RowStatistics, SavedForBackward]:
+def forward(call: HeadCall, chunks: Chunks) -> tuple[RowStatistics, Saved]:
     """Compute every row's statistics, and dlogprob/dhidden if `call.jacobian`.
 
     The same pass computes dlogprob/dhidden = Σ_v (onehot - p)_v dz_v/dhidden, as flash attention computes its
     output. A frozen head then needs two vocabulary-wide products, not three.
     """
     statistics = RowStatistics.allocate(call)
-    saved = SavedForBackward.empty(call, jacobian=call.jacobian)
+    saved = Saved.empty(call, jacobian=call.jacobian)
     worked = (call.targets >= 0).nonzero().squeeze(1)
     with exact_bf16_products(call):
         for index in worked.split(chunks.rows):

@@ -222,8 +222,8 @@ def test_the_bound_of_a_tiles_gradient_is_within_three_times_of_it(make_pair, ho
     rows, saved = accelerated_divergence.forward(call, plan_of(call.student))
 
     exact = pair.tile_sizes(direction, 0.3, torch.ones_like(rows.divergence).double())[pair.mask]
-    share = (saved.tile_share - rows.logsumexp[:, None]).exp()[pair.mask].double()
-    bound, size = share * saved.size[pair.mask, None], saved.size[pair.mask].double()
+    share = (saved.tile_lse - rows.logsumexp[:, None]).exp()[pair.mask].double()
+    bound, size = share * saved.row_scale[pair.mask, None], saved.row_scale[pair.mask].double()
     assert ((bound >= exact * (1 - 1e-3) - 1e-7) & (bound <= 3 * exact * (1 + 1e-3) + 1e-6)).all()
     assert ((size <= exact.sum(1) * (1 + 1e-3)) & (3 * size >= exact.sum(1))).all()
 
