@@ -45,10 +45,9 @@ def allocate_saved(call: HeadCall, plan: HeadPlan) -> Saved:
     rows, tiles, float32 = call.hidden.shape[0], -(-call.vocabulary // TILE), torch.float32
     saved = Saved.empty(call)._replace(tile_lse=row_aligned(rows, tiles, call.hidden, float32))
     if plan.keep:
+        scale = call.hidden.new_empty(rows, dtype=float32)
         exponentials = row_aligned(rows, call.vocabulary, call.hidden)
-        saved = saved._replace(
-            exponentials=exponentials, row_scale=call.hidden.new_empty(rows, dtype=float32)
-        )
+        saved = saved._replace(exponentials=exponentials, row_scale=scale)
     return saved
 
 

@@ -243,23 +243,17 @@ class Saved(NamedTuple):
 
     jacobian: Tensor  # (N, H) dlogprob/dhidden or ddivergence/dhidden
     # Of kernels:
-    tile_lse: (
-        Tensor  # (N, T) float32; for a divergence the log of each tile's share of `row_scale`, plus the lse
-    )
+    tile_lse: Tensor  # (N, T) float32; of a divergence, lse + log of each tile's share of `row_scale`
     exponentials: Tensor  # (N, V), as in `SavedExp`
-    row_scale: (
-        Tensor  # (N,) float32: share of `SavedExp`, or upper bound of the l1 norm of ddivergence/dlogits
-    )
+    row_scale: Tensor  # (N,) float32: share of `SavedExp`, or bound of the l1 norm of ddivergence/dlogits
 
     @classmethod
     def empty(cls, call: HeadCall, *, jacobian: bool = False) -> Saved:
         """Return no values, or a jacobian of zeros."""
-        new, float32 = call.hidden.new_empty, torch.float32
-        like = call.hidden.shape if jacobian else 0
-        zeros = call.hidden.new_zeros(like, dtype=call.accumulator)
-        return cls(
-            zeros, tile_lse=new(0, dtype=float32), exponentials=new(0), row_scale=new(0, dtype=float32)
-        )
+        shape = call.hidden.shape if jacobian else 0
+        zeros = call.hidden.new_zeros(shape, dtype=call.accumulator)
+        kinds = torch.float32, call.hidden.dtype, torch.float32
+        return cls(zeros, *(call.hidden.new_empty(0, dtype=kind) for kind in kinds))
 
 
 class RowGradients(NamedTuple):
