@@ -39,7 +39,7 @@ def allocate_saved(call: KLCall, plan: HeadPlan) -> Saved:
     saved = Saved.empty(head)
     if plan.backward == "dense":
         return saved
-    share = row_aligned(len(head.hidden), -(-head.vocabulary // TILE), head.hidden, torch.float32)
+    share = row_aligned(head.hidden.shape[0], -(-head.vocabulary // TILE), head.hidden, torch.float32)
     return saved._replace(tile_lse=share, row_scale=torch.zeros_like(share[:, 0]))
 
 

@@ -202,7 +202,7 @@ class RowDivergence(NamedTuple):
     @classmethod
     def allocate(cls, call: KLCall) -> RowDivergence:
         like = call.student.hidden
-        kind, rows = call.student.accumulator, len(like)
+        kind, rows = call.student.accumulator, like.shape[0]
         return cls(*(like.new_zeros(rows, dtype=kind) for _ in cls._fields))
 
 

@@ -65,8 +65,9 @@ def full_logits(call: Call) -> Tensor:
     logits = logits * call.logit_scale
     if call.softcap is not None:
         logits = call.softcap * torch.tanh(logits / call.softcap)
-    temperature = torch.as_tensor(call.temperature, device=logits.device)
-    return logits / (temperature[..., None] if temperature.dim() else temperature)
+    temperature = call.temperature
+    per_token = isinstance(temperature, Tensor) and temperature.dim()
+    return logits / (temperature[..., None] if per_token else temperature)
 
 
 def statistics(call: Call) -> dict[str, Tensor]:
