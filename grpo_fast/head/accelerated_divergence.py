@@ -148,7 +148,8 @@ def _sampled(
 
 
 def _with_unit_strides(call: KLCall) -> KLCall:
-    return KLCall(*map(with_unit_stride, call[:2]), *call[2:])
+    student, reference = with_unit_stride(call.student), with_unit_stride(call.reference)
+    return call._replace(student=student, reference=reference)
 
 
 def _folded(tiles: TileDivergence, call: KLCall) -> RowDivergence:

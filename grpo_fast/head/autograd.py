@@ -66,7 +66,7 @@ def define_operators(
     def unpack(arguments: tuple[Any, ...]) -> tuple[HeadCall, Wanted, Any, Saved, Any]:
         head, others = HeadCall(*arguments[: len(HeadCall._fields)]), arguments[num_call:]
         gradients, (*wants, results, saved) = others[:num_gradients], others[num_gradients:]
-        wanted = Wanted(*wants, into_weight=head.weight_grad)
+        wanted = Wanted(*wants, head.weight_grad)
         return head, wanted, results_type(*results), Saved(*saved), gradients_type(*gradients)
 
     @torch.library.custom_op(
@@ -98,10 +98,11 @@ def define_operators(
         head, wanted, *_ = unpack(arguments)
         of_weight = wanted.weight and wanted.into_weight is None
         asked = (head.hidden, wanted.hidden), (head.weight, of_weight), (head.bias, wanted.bias)
-        made = (
-            tensor.new_empty(tensor.shape) if want else head.hidden.new_empty(0) for tensor, want in asked
-        )
-        return (*made, _empty_certificate(head.hidden))
+
+        def like(tensor: Tensor | None, want: bool) -> Tensor:
+            return tensor.new_empty(tensor.shape) if want and tensor is not None else head.hidden.new_empty(0)
+
+        return (*(like(tensor, want) for tensor, want in asked), _empty_certificate(head.hidden))
 
     def set_up(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         *kept, ctx.certificate = output

@@ -186,8 +186,8 @@ class KLCall(NamedTuple):
 
     def rows(self, which: RowIndex) -> KLCall:
         """Select rows."""
-        sides = {"student": self.student.rows(which), "reference": self.reference.rows(which)}
-        return _select_rows(self._replace(**sides), which, ("logsumexp", "ref_logsumexp"))
+        call = self._replace(student=self.student.rows(which), reference=self.reference.rows(which))
+        return _select_rows(call, which, ("logsumexp", "ref_logsumexp"))
 
 
 class RowDivergence(NamedTuple):
@@ -386,7 +386,7 @@ _KINDS: dict[object, str] = {
 
 def schema_of(kind: type, prefix: str = "") -> str:
     """Return the fields of a NamedTuple type, nested ones too, as arguments in torch's operator schema."""
-    arguments = []
+    arguments: list[str] = []
     for name, hint in get_type_hints(kind).items():
         if hasattr(hint, "_fields"):
             arguments.append(schema_of(hint, "" if not arguments else f"{name}_"))
