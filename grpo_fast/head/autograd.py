@@ -65,9 +65,10 @@ def define_operators(
 
     def unpack(arguments: tuple[Any, ...]) -> tuple[HeadCall, Wanted, Any, Saved, Any]:
         head, others = HeadCall(*arguments[: len(HeadCall._fields)]), arguments[num_call:]
-        gradients, (*wants, results, saved) = others[:num_gradients], others[num_gradients:]
-        wanted = Wanted(*wants, head.weight_grad)
-        return head, wanted, results_type(*results), Saved(*saved), gradients_type(*gradients)
+        hidden, weight, bias, results, saved = others[num_gradients:]
+        wanted = Wanted(hidden, weight, bias, into_weight=head.weight_grad)
+        gradients = gradients_type(*others[:num_gradients])
+        return head, wanted, results_type(*results), Saved(*saved), gradients
 
     @torch.library.custom_op(
         f"grpo_fast::{name}_backward",
