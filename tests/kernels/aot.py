@@ -283,7 +283,7 @@ def spilled(binary: Any) -> int:
 
 
 def usage(binary: Any) -> dict[str, int]:
-    """Return an NVIDIA kernel's resources by cuobjdump's names: REG, STACK, SHARED, …"""
+    """Return an NVIDIA kernel's resources by cuobjdump's names: REG, STACK, SHARED, and others."""
     from triton import knobs
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
