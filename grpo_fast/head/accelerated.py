@@ -1,13 +1,12 @@
-"""The head on a CUDA device: the kernels, and the bookkeeping around them.
+"""Run the head's kernels on a CUDA device.
 
-Nothing waits for the host in the forward. The sparse backward asks the host once for how many pairs there
-must be room: the copy begins right after the selection, and is waited for after all kernels are launched.
-Where there was less room, the lists are made again with as much as they need; where that would be too much,
-the whole batch is exact. What decides is known before anything is drawn, so the gradient stays unbiased.
-The dense path asks for the rows that have a gradient, as cuBLAS must know its sizes; with what the forward
-kept it does not ask.
+The forward never synchronizes with the host. The sparse backward reads one number on the host, how many pairs
+need room: the copy starts right after the selection, and the host waits after all kernels are launched. With
+too little room, the lists are built again; beyond `most_density`, the whole batch is exact. That decision
+does not depend on the draws, so the gradient stays unbiased. The dense path reads the rows with a gradient,
+because cuBLAS needs sizes on the host, unless the forward kept exponentials.
 
-While a CUDA graph is captured nobody can be asked: the dense path works on all rows.
+A CUDA graph under capture can read nothing: the dense path then works on all rows.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from grpo_fast.head.call import (
     LogitGradient,
     RowGradients,
     RowStatistics,
-    SavedForBackward,
+    Saved,
     Wanted,
 )
 from grpo_fast.head.outputs import Certificate
@@ -39,29 +38,27 @@ from grpo_fast.kernels.sparse import sparse_backward
 from grpo_fast.kernels.two_heads import Divergence
 
 
-def allocate_saved(call: HeadCall, plan: HeadPlan) -> SavedForBackward:
-    """What `forward` returns, not yet filled."""
+def allocate_saved(call: HeadCall, plan: HeadPlan) -> Saved:
+    """Allocate the tensors that `forward` saves."""
     if plan.jacobian:
-        return SavedForBackward.empty(call, jacobian=True)
-    rows, tiles = call.hidden.shape[0], -(-call.vocabulary // TILE)
-    float32 = torch.float32
-    saved = SavedForBackward.empty(call)._replace(tile_lse=row_aligned(rows, tiles, call.hidden, float32))
-    if not plan.keep:
-        return saved
-    return saved._replace(
-        exponentials=row_aligned(rows, call.vocabulary, call.hidden),
-        share=call.hidden.new_empty(rows, dtype=float32),
-    )
+        return Saved.empty(call, jacobian=True)
+    rows, tiles, float32 = call.hidden.shape[0], -(-call.vocabulary // TILE), torch.float32
+    saved = Saved.empty(call)._replace(tile_lse=row_aligned(rows, tiles, call.hidden, float32))
+    if plan.keep:
+        scale = call.hidden.new_empty(rows, dtype=float32)
+        exponentials = row_aligned(rows, call.vocabulary, call.hidden)
+        saved = saved._replace(exponentials=exponentials, row_scale=scale)
+    return saved
 
 
-def forward(call: HeadCall, plan: HeadPlan) -> tuple[RowStatistics, SavedForBackward]:
-    """Every row's statistics, zero for ignored rows."""
+def forward(call: HeadCall, plan: HeadPlan) -> tuple[RowStatistics, Saved]:
+    """Compute every row's statistics, zero for ignored rows."""
     if call.hidden.shape[0] == 0:
         return RowStatistics.allocate(call), allocate_saved(call, plan)
     call = with_unit_stride(call)
     if not plan.jacobian:
         return _forward(call, plan)
-    saved, statistics = SavedForBackward.empty(call, jacobian=True), []
+    saved, statistics = Saved.empty(call, jacobian=True), []
     for start in range(0, call.hidden.shape[0], plan.jacobian_rows):
         part = slice(start, start + plan.jacobian_rows)
         found, saved.jacobian[part] = _with_jacobian(call.rows(part), plan)
@@ -74,12 +71,12 @@ def _with_jacobian(call: HeadCall, plan: HeadPlan) -> tuple[RowStatistics, Tenso
     logprob = statistics.logprob
     mass = (call.targets < call.vocabulary).to(logprob.dtype).neg()
     rows = LogitGradient(statistics.logsumexp, mass=mass, target=-logprob.expm1(), logprob=logprob)
-    kept = SavedExp(saved.exponentials, saved.share)
+    kept = SavedExp(saved.exponentials, saved.row_scale)
     wanted = Wanted(hidden=True, weight=False, bias=False)
     return statistics, kept_backward(call, rows, wanted, kept, hidden_dtype=torch.float32)[0]
 
 
-def _forward(call: HeadCall, plan: HeadPlan) -> tuple[RowStatistics, SavedForBackward]:
+def _forward(call: HeadCall, plan: HeadPlan) -> tuple[RowStatistics, Saved]:
     gathered = gather_rows(call)
     keep = None
     if plan.keep or plan.jacobian:
@@ -87,11 +84,11 @@ def _forward(call: HeadCall, plan: HeadPlan) -> tuple[RowStatistics, SavedForBac
         keep = exponentials, gathered.target_logit
     tiles = tile_statistics(call, gathered, tile=plan.forward_tile, keep=keep)
     statistics = RowStatistics(*row_results(tiles, call, gathered.target_logit))
-    saved = SavedForBackward.empty(call)._replace(tile_lse=tiles.lse)
+    saved = Saved.empty(call)._replace(tile_lse=tiles.lse)
     if keep is not None:
         del gathered
         exponentials, share = normalise(call, *keep, statistics.logsumexp, plan.forward_tile)
-        saved = saved._replace(exponentials=exponentials, share=share)
+        saved = saved._replace(exponentials=exponentials, row_scale=share)
     return statistics, saved
 
 
@@ -100,16 +97,16 @@ def backward(
     statistics: RowStatistics,
     gradients: RowGradients,
     wanted: Wanted,
-    saved: SavedForBackward,
+    saved: Saved,
     certificate: Certificate,
     plan: HeadPlan,
 ) -> HeadGradients:
-    """Gradients; fills the certificate."""
+    """Compute gradients, and fill the certificate."""
     call = with_unit_stride(call)
     if saved.exponentials.numel() and gradients.follows_softmax:
         certificate.fill_exact()
         of_rows = LogitGradient.of(call, statistics, gradients)
-        kept = SavedExp(saved.exponentials, saved.share)
+        kept = SavedExp(saved.exponentials, saved.row_scale)
         return HeadGradients(*kept_backward(call, of_rows, wanted, kept))
     if plan.backward == "sparse":
         coefficients = row_coefficients(call, statistics, gradients)
@@ -121,10 +118,10 @@ def backward(
 
 
 def _dense(call: HeadCall, of_rows: LogitGradient, plan: HeadPlan, wanted: Wanted) -> HeadGradients:
-    """Exact, over the rows with a gradient; in a captured graph over all rows, for nobody can be asked."""
+    """Compute exact gradients over the rows with one, or over all rows while a graph is captured."""
     chosen, like, index = call, call.hidden, None
     if _capturing(like):
-        # What an ignored row holds is anything, and zero times NaN is not zero.
+        # An ignored row may hold NaN, and zero times NaN is not zero.
         chosen = call._replace(hidden=like.masked_fill(~of_rows.live()[:, None], 0))
     else:
         index = of_rows.live().nonzero().squeeze(1)
@@ -148,14 +145,15 @@ def sampled_backward(
     certificate: Certificate,
     divergence: Divergence | None = None,
 ) -> HeadGradients | None:
-    """From the pairs that are kept; None where they are too many or nobody can be asked for their number.
-
-    Fills the certificate.
+    """Compute gradients from the kept pairs, and fill the certificate.
 
     Args:
         call: its operands have unit stride along H.
-        tile_lse: as `select_live` takes it.
-        divergence: as `sparse_backward` takes it.
+        tile_lse: as in `select_live`.
+        divergence: as in `sparse_backward`.
+
+    Returns:
+        None with too many pairs, or while a CUDA graph is captured.
     """
     (rows, tiles), config = tile_lse.shape, plan.sparse
     if rows == 0 or _capturing(tile_lse):
@@ -165,9 +163,7 @@ def sampled_backward(
 
     def form(capacity: int) -> HeadGradients:
         options = {"capacity": capacity, "config": config, "divergence": divergence}
-        return HeadGradients(
-            *sparse_backward(call, coefficients, live, wanted, certificate.values, **options)
-        )
+        return HeadGradients(*sparse_backward(call, live, wanted, certificate.values, **options))
 
     usual, most = config.usual_pairs(rows, tiles), config.most_pairs(rows, tiles)
     result = form(usual)
@@ -178,9 +174,7 @@ def sampled_backward(
 
 
 def _read_later(number: Tensor) -> Callable[[], int]:
-    """Begins to copy a number to the host. What is called for it waits for what was launched until now, not
-    for what is launched meanwhile.
-    """
+    """Start to copy a number to the host; the returned function waits for the work launched before."""
     if not number.is_cuda:
         return lambda: int(number)
     host = torch.empty_like(number, device="cpu", pin_memory=True).copy_(number, non_blocking=True)
@@ -195,7 +189,7 @@ def _read_later(number: Tensor) -> Callable[[], int]:
 
 
 def with_unit_stride(call: HeadCall) -> HeadCall:
-    """Copy what the kernels cannot read: hidden states and weight are read along H, and a bias is dense."""
+    """Copy operands that the kernels cannot read: a bias must be dense, the others contiguous along H."""
     hidden, weight = (t if t.stride(1) == 1 else t.contiguous() for t in call[:2])
     bias = None if call.bias is None else call.bias.contiguous()
     return call._replace(hidden=hidden, weight=weight, bias=bias)

@@ -1,8 +1,8 @@
-"""Divergences of two heads on a CUDA device: the kernels, and the bookkeeping around them.
+"""Run the kernels of divergences of two heads on a CUDA device.
 
-The forward and the exact backward ask the host for the rows with work, as cuBLAS must know its sizes. The
-sparse backward is that of `accelerated`. What it selects by is the l1 norm of each tile's logit gradient, at
-most: the forward knows it, up to the upstream gradient of the row.
+The forward and the exact backward read the rows that count on the host, because cuBLAS needs its sizes. The
+sparse backward is that of `accelerated`. It selects by an upper bound of the l1 norm of each tile's logit
+gradient, which the forward computes up to the row's upstream gradient.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from torch import Tensor
 
 from grpo_fast.head.accelerated import sampled_backward, with_unit_stride
 from grpo_fast.head.call import (
+    DivergenceGradients,
     HeadGradients,
     KLCall,
     RowDivergence,
     RowGradients,
     RowStatistics,
-    SavedDivergence,
+    Saved,
     Wanted,
 )
 from grpo_fast.head.divergence import distributions, divergence_terms, weighable_
@@ -27,29 +28,29 @@ from grpo_fast.kernels import TILE
 from grpo_fast.kernels.coefficients import row_coefficients
 from grpo_fast.kernels.dense import row_aligned
 from grpo_fast.kernels.divergence import TileDivergence, divergence_gradients, tile_divergence
-from grpo_fast.kernels.two_heads import Divergence, DivergenceRows, HeadPair
+from grpo_fast.kernels.two_heads import Divergence, DivergenceRows
 
-_FOLDED_ROWS = 4096  # whose tiles are folded at a time: a few numbers each
+_FOLDED_ROWS = 4096  # rows whose tiles are folded at one time
 
 
-def allocate_saved(call: KLCall, plan: HeadPlan) -> SavedDivergence:
-    """What `forward` keeps, not yet filled."""
-    saved = SavedDivergence.empty(call._replace(jacobian=False))
+def allocate_saved(call: KLCall, plan: HeadPlan) -> Saved:
+    """Allocate the tensors that `forward` saves."""
+    head = call.student
+    saved = Saved.empty(head)
     if plan.backward == "dense":
         return saved
-    rows, tiles = call.hidden.shape[0], -(-call.weight.shape[0] // TILE)
-    share = row_aligned(rows, tiles, call.hidden, torch.float32)
-    return saved._replace(tile_share=share, size=torch.zeros_like(share[:, 0]))
+    share = row_aligned(head.hidden.shape[0], -(-head.vocabulary // TILE), head.hidden, torch.float32)
+    return saved._replace(tile_lse=share, row_scale=torch.zeros_like(share[:, 0]))
 
 
-def forward(call: KLCall, plan: HeadPlan) -> tuple[RowDivergence, SavedDivergence]:
-    """Every row's divergence, zero for masked rows, and what the backward reads."""
+def forward(call: KLCall, plan: HeadPlan) -> tuple[RowDivergence, Saved]:
+    """Compute every row's divergence, zero for masked rows."""
     rows, saved = RowDivergence.allocate(call), allocate_saved(call, plan)
     index, sparse = call.mask.nonzero().squeeze(1), plan.backward == "sparse"
     if not index.numel():
         return rows, saved
     block = call.rows(index)
-    pair, is_jsd = _pair(block), block.direction == "jsd"
+    pair, is_jsd = _with_unit_strides(block), block.direction == "jsd"
     if block.logsumexp is None or block.ref_logsumexp is None:
         tiles = tile_divergence(pair, deviation=sparse and not is_jsd)
         found = _folded(tiles, block)
@@ -67,15 +68,15 @@ def forward(call: KLCall, plan: HeadPlan) -> tuple[RowDivergence, SavedDivergenc
         for some in torch.arange(index.numel(), device=index.device).split(_FOLDED_ROWS):
             of_some = TileDivergence(*(part[some] for part in tiles if part is not None))
             share, size = _sizes(of_some, RowDivergence(*(each[some] for each in found)), block)
-            saved.tile_share[index[some]], saved.size[index[some]] = share, size
+            saved.tile_lse[index[some]], saved.row_scale[index[some]] = share, size
     return rows, saved
 
 
 def _sizes(tiles: TileDivergence, rows: RowDivergence, call: KLCall) -> tuple[Tensor, Tensor]:
-    """(n, T) and (n,) of `SavedDivergence`, of rows and their tiles.
+    """Compute `tile_lse`, (n, T), and `row_scale`, (n,), of `Saved`.
 
     Args:
-        tiles: of "jsd" with Σ p·u in place of the divergence, and the deviation of u.
+        tiles: for "jsd" with Σ p·u in place of the divergence, and the deviation of u.
     """
     behind = tiles.lse - rows.logsumexp[:, None]
     p = behind.exp()
@@ -98,29 +99,31 @@ def _sizes(tiles: TileDivergence, rows: RowDivergence, call: KLCall) -> tuple[Te
 def backward(
     call: KLCall,
     rows: RowDivergence,
-    of_divergence: Tensor,
-    of_logsumexp: Tensor | None,
+    gradients: DivergenceGradients,
     wanted: Wanted,
-    saved: SavedDivergence,
+    saved: Saved,
     certificate: Certificate,
     plan: HeadPlan,
 ) -> HeadGradients:
-    """Gradients; fills the certificate."""
-    # A part of a larger divergence is relative to nothing: what it lacks comes with the log-sum-exp.
+    """Compute gradients, and fill the certificate."""
+    # The center of a shard's part of a larger divergence is zero: the log-sum-exp brings the rest.
     center = rows.center if call.logsumexp is None else torch.zeros_like(rows.center)
-    of_rows = (*rows[1:4], center, of_divergence, of_logsumexp)
-    if saved.tile_share.numel() and of_logsumexp is None:
-        result = _sampled(call, DivergenceRows(*of_rows), wanted, saved, certificate, plan)
+    of_rows = DivergenceRows(*rows[1:4], center, *gradients)
+    if saved.tile_lse.numel() and gradients.logsumexp is None:
+        result = _sampled(call, of_rows, wanted, saved, certificate, plan)
         if result is not None:
             return result
         certificate.fill_exact()
-    index = call.live(of_divergence, of_logsumexp).nonzero().squeeze(1)
+    index = gradients.live(call).nonzero().squeeze(1)
     chosen = DivergenceRows(*(None if t is None else t[index] for t in of_rows))  # type: ignore[arg-type]
-    columns = dense_columns(Workload(index.numel(), call.weight.shape[0], call.hidden.dtype), TILE)
-    result = HeadGradients(*divergence_gradients(_pair(call.rows(index)), chosen, wanted, columns=columns))
+    like, vocabulary = call.student.hidden, call.student.vocabulary
+    columns = dense_columns(Workload(index.numel(), vocabulary, like.dtype), TILE)
+    result = HeadGradients(
+        *divergence_gradients(_with_unit_strides(call.rows(index)), chosen, wanted, columns=columns)
+    )
     if result.hidden is None:
         return result
-    hidden = torch.zeros_like(call.hidden).index_copy_(0, index, result.hidden.to(call.hidden.dtype))
+    hidden = torch.zeros_like(like).index_copy_(0, index, result.hidden.to(like.dtype))
     return result._replace(hidden=hidden)
 
 
@@ -128,30 +131,29 @@ def _sampled(
     call: KLCall,
     of_rows: DivergenceRows,
     wanted: Wanted,
-    saved: SavedDivergence,
+    saved: Saved,
     certificate: Certificate,
     plan: HeadPlan,
 ) -> HeadGradients | None:
-    """The selection is given a row whose probabilities are the tiles' shares of its gradient's norm."""
+    """Select pairs as for rows whose probabilities are the tiles' shares of the gradient's l1 norm."""
     upstream, lse = of_rows.of_divergence, of_rows.logsumexp
     assert upstream is not None
-    size = torch.where(upstream == 0, 0, upstream * saved.size)
+    size = torch.where(upstream == 0, 0, upstream * saved.row_scale)
     nothing = lse.new_empty(0)
     statistics = RowStatistics(torch.zeros_like(lse), lse, *5 * (nothing,))
-    pair = _pair(call)
+    pair = _with_unit_strides(call)
     coefficients = row_coefficients(pair.student, statistics, RowGradients(None, size))
     divergence = Divergence(pair, of_rows._replace(of_divergence=upstream.contiguous()))
-    return sampled_backward(
-        pair.student, coefficients, saved.tile_share, plan, wanted, certificate, divergence
-    )
+    return sampled_backward(pair.student, coefficients, saved.tile_lse, plan, wanted, certificate, divergence)
 
 
-def _pair(call: KLCall) -> HeadPair:
-    return HeadPair(*map(with_unit_stride, (call.student, call.reference)), call.direction, call.beta)
+def _with_unit_strides(call: KLCall) -> KLCall:
+    student, reference = with_unit_stride(call.student), with_unit_stride(call.reference)
+    return call._replace(student=student, reference=reference)
 
 
 def _folded(tiles: TileDivergence, call: KLCall) -> RowDivergence:
-    """The chain rule of the KL over the tiles."""
+    """Apply the chain rule of the KL over the tiles."""
     found = []
     for lse, ref_lse, within in zip(*(part.split(_FOLDED_ROWS) for part in tiles[:3]), strict=True):
         whole = distributions(lse.clone(), ref_lse.clone(), call._replace(logsumexp=None))

@@ -17,9 +17,8 @@ from grpo_fast.head.checks import (
     head_call,
     kl_call,
 )
-from grpo_fast.head.divergence_operator import row_divergence
 from grpo_fast.head.fused_loss import fused_policy_loss, fuses
-from grpo_fast.head.operator import backend_of, head_statistics
+from grpo_fast.head.operator import backend_on, head_statistics, row_divergence
 from grpo_fast.head.outputs import GRPOLossOutput, HeadOutput, KLOutput
 from grpo_fast.head.parallel import parallel_divergence, parallel_statistics
 from grpo_fast.objective import GRPOLossConfig, LossInputs, StepTotals, policy_loss
@@ -43,56 +42,52 @@ def linear_logprob(
     outputs: Sequence[str] = ("logprob",),
     **options: Unpack[HeadOptions],
 ) -> HeadOutput:
-    """Log-probability of each target under softmax(softcap·tanh((X Wᵀ + bias)·logit_scale/softcap) /
-    temperature).
+    """Compute the log-probability of each target without storing the logits.
 
-    Logits are float32 (float64 for float64 inputs) whatever the inputs' dtype. Inputs of different dtypes are
-    promoted, or cast to autocast's dtype where autocast is on. A frozen weight costs no weight gradient. A
-    row's log-sum-exp is one float32, too: at logits near 1,400 its rounding moves gradients by 5e-5 of their
-    size. Beside the results a GPU holds 300 MiB by default and 192 MiB for an exact gradient, with X in
-    float32; a frozen weight's exact gradient takes 640 MiB.
+    The logits are z = softcap·tanh((X Wᵀ + bias)·logit_scale/softcap) / temperature, in float32 (float64 for
+    float64 inputs). Inputs of different dtypes are promoted, or cast to autocast's dtype if autocast is
+    enabled. The log-sum-exp is float32, too: at logits near 1,400 its rounding changes gradients by 5e-5.
+    Besides the results a GPU needs 300 MiB by default, 192 MiB and X in float32 for an exact gradient, or
+    640 MiB for the exact gradient of a frozen weight.
 
     Args:
         hidden: (..., H), any strides.
-        weight: (V, H), whole: a DTensor is refused, and what FSDP or ZeRO-3 has split must be gathered.
-        targets: (...) int64 in [0, V), or `ignore_index`: that token costs nothing and returns zero.
+        weight: (V, H), not a DTensor; gather it first if FSDP or ZeRO-3 has split it.
+        targets: (...) int64 in [0, V), or `ignore_index` for tokens to skip, whose results are zero.
         bias: (V,).
-        temperature: a positive number, or one per token in the targets' shape. Not differentiable: a tensor
-            that requires grad is refused.
+        temperature: a positive number, or one per token in the targets' shape; not differentiable.
         logit_scale: positive factor of the logits, before the softcap (Cohere, Granite).
         softcap: bound of the logits (Gemma 2); None for no bound.
         outputs: what to return besides `logprob`: "entropy", "logsumexp", "mean_logit", "argmax_is_target",
             "log_sum_sq_probs". The first three are differentiable too.
-        tolerance: root mean square error that the backward may have, in units of what rounding the logit
-            gradient to bfloat16 costs; 0 for the exact gradient. Above it, small parts of the gradient are
-            kept by chance and scaled up: the gradient is unbiased, and `certificate` has its error. None for
-            2.5. Where no kernel runs the gradient is exact. Use 0 for batch-invariant gradients.
-        seed: integer in [0, 2^63) of what the backward keeps by chance. Calls that share operands, targets
-            and upstream gradients draw the same unless their seeds differ: give another one to each step,
-            micro-batch and rank. None: no seed, as if all were equal.
+        tolerance: root mean square error of the backward, in units of the error of rounding the logit
+            gradient to bfloat16. None for 2.5; 0 for the exact, batch-invariant gradient. Above 0 small parts
+            of the gradient are sampled and scaled up: the gradient is unbiased, and `certificate` has its
+            error. Without kernels the gradient is always exact.
+        seed: of the sampling, an integer in [0, 2^63). Calls with equal operands, targets and upstream
+            gradients draw the same samples unless their seeds differ: give each step, micro-batch and rank
+            another one. None: one seed for all.
         weight_grad: (V, H), any float dtype, an existing gradient like `weight.grad`: the backward adds the
-            weight's gradient to it in place, summed in float32 and rounded once per backward to its dtype,
-            and autograd gets none for the weight. What hangs on the weight's gradient by hooks (DDP, FSDP,
-            some optimisers) does not see it.
+            weight's gradient in place, summed in float32 and rounded once per backward. Autograd gets none
+            for the weight, so hooks on it (DDP, FSDP, some optimizers) do not run.
         recompute: False keeps tokens · V elements of the inputs' dtype from the forward to the backward,
-            which is then exact whatever the tolerance. Only kernels keep them, and not with a softcap, nor
-            for gradients of the entropy or the mean logit; there all is recomputed.
+            which is then exact. Only kernels do, without a softcap, and not for gradients of the entropy or
+            the mean logit.
         process_group: ranks that each hold a contiguous part of the vocabulary's rows, in rank order;
-            `weight` and `bias` are this rank's part, everything else is the same on all of them. Hidden
+            `weight` and `bias` are this rank's part, all other arguments are equal on all ranks. Hidden
             gradients are summed.
 
     Raises:
-        TypeError, ValueError: an argument of the wrong kind, shape or range. Values of `targets` and
-            `temperature` are checked on CPU only; on an accelerator a bad one makes its token's
-            log-probability NaN.
+        TypeError, ValueError: an argument of the wrong type, shape or range. Values of `targets` and
+            `temperature` are checked on a CPU only; elsewhere a bad one makes its log-probability NaN.
     """
     wanted = check_outputs(outputs)
     call, shard = head_call(hidden, weight, targets, wanted, wanted & _DIFFERENTIABLE, **options)
     rows, certificate = head_statistics(call) if shard is None else parallel_statistics(call, shard)
-    found = {"log_sum_sq_probs": rows.log_sum_sq} | rows._asdict()
+    every = {"log_sum_sq_probs": rows.log_sum_sq} | rows._asdict()
     if "argmax_is_target" in wanted:
-        found["argmax_is_target"] = (rows.target_logit >= rows.max_logit) & (call.targets >= 0)
-    shaped = {name: found[name].reshape(targets.shape) for name in wanted | {"logprob"}}
+        every["argmax_is_target"] = (rows.target_logit >= rows.max_logit) & (call.targets >= 0)
+    shaped = {name: every[name].reshape(targets.shape) for name in wanted | {"logprob"}}
     return HeadOutput(**shaped, certificate=certificate)
 
 
@@ -106,7 +101,7 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     **options: Unpack[HeadOptions],
 ) -> Tensor:
-    """Cross-entropy as `torch.nn.functional.cross_entropy` of the logits, without the logits.
+    """Compute `torch.nn.functional.cross_entropy` of the head's logits without storing them.
 
         loss = (1 - s)·(-log p_target) + s·mean_v(-log p_v) + z_loss·logsumexp²
 
@@ -114,7 +109,7 @@ def linear_cross_entropy(
         reduction: "mean" over the tokens that are not ignored (0 when all are), "sum", or "none".
         label_smoothing: s in [0, 1].
         z_loss: weight of the squared log-sum-exp (PaLM, arXiv 2204.02311, section 5).
-        The others are those of `linear_logprob`.
+        options: of `linear_logprob`.
 
     Returns:
         () or, for "none", the targets' shape with zero where ignored; float32, float64 for float64 inputs.
@@ -153,7 +148,7 @@ def linear_kl(
     ref_weight: Tensor,
     **options: Unpack[KLOptions],
 ) -> KLOutput:
-    """Divergence of two heads' distributions at each token: the exact KL, or distillation from a teacher.
+    """Compute the divergence of two heads' distributions per token: the exact KL, or a distillation loss.
 
     With p the student's softmax of `hidden` and `weight`, q the reference's:
 
@@ -161,31 +156,29 @@ def linear_kl(
         forward   KL(q || p)
         jsd       (1 - beta)·KL(p || m) + beta·KL(q || m),  m = (1 - beta)·p + beta·q   (arXiv 2306.13649)
 
-    The reference gets no gradient. Where a vocabulary is wider than the other, it ends in padding: its last
-    entries belong to neither distribution and get no gradient.
+    The reference gets no gradient. If one vocabulary is wider, its last entries are padding: they belong to
+    neither distribution and get no gradient.
 
     Args:
         hidden: (..., H), any strides.
         weight: (V, H), whole; see `linear_logprob`. It may be `ref_weight` too.
-        mask: (...) bool, True where a token counts. The others cost nothing and may hold NaN.
+        mask: (...) bool, True for tokens that count; the others may hold NaN.
         ref_hidden: (..., H') of the same tokens, without a gradient.
         ref_weight: (V, H'), the same tokens in the same order.
         direction: "reverse", "forward" or "jsd".
         beta: of "jsd", in [0, 1]. As in TRL, 0 is the forward and 1 the reverse KL.
-        temperature: a positive number, or one per token in the mask's shape, of both heads.
+        temperature: of both heads, a positive number, or one per token in the mask's shape.
         ref_temperature: the reference's; None for `temperature`.
-        bias, logit_scale, softcap: as `linear_logprob` takes them; `ref_bias`, `ref_logit_scale` and
-            `ref_softcap` are the reference's.
+        bias, logit_scale, softcap: as in `linear_logprob`; `ref_bias`, `ref_logit_scale` and `ref_softcap`
+            are the reference's.
         topk: compare the reference's k likeliest entries, and all others together as one outcome (arXiv
-            2608.14728). It is at most the whole divergence, and at least zero. None: all entries.
-        tolerance, seed: as `linear_logprob` takes them. The unit, what rounding costs, is estimated from half
-            the l1 norm of each token's logit gradient. With `topk` or a process_group the gradient is exact.
-        process_group: ranks that each hold a contiguous part of the vocabulary's rows, in rank order, the
-            same part of both heads. Hidden gradients are summed. Not with `topk`.
+            2608.14728), a lower bound of the divergence. None: all entries.
+        tolerance, seed: as in `linear_logprob`, with the error of rounding estimated from half the l1 norm of
+            each token's logit gradient. With `topk` or a process_group the gradient is exact.
+        process_group: as in `linear_logprob`, the same part of both heads on each rank. Not with `topk`.
 
     Raises:
-        TypeError, ValueError: an argument of the wrong kind, shape or range. A temperature per token is
-            checked on a CPU only; on an accelerator a bad one makes its token's divergence NaN.
+        TypeError, ValueError: as `linear_logprob`.
     """
     call, shard = kl_call(hidden, weight, mask, ref_hidden, ref_weight, **options)
     if shard is None:
@@ -219,34 +212,32 @@ def linear_grpo_loss(
     entropy_coef: float | None = None,
     **options: Unpack[HeadOptions],
 ) -> GRPOLossOutput:
-    """A policy loss of the packed batch: N completion tokens, each with the hidden state that predicts it.
+    """Compute a policy loss of a packed batch: N completion tokens with the hidden states that predict them.
 
     Args:
         hidden: (N, H).
         weight: (V, H).
         targets: (N,) int64.
-        advantages: (N,) float, made as the loss's paper says: see `help(GRPOLossConfig)`.
-        sequence_ids: (N,) int64 in [0, num_sequences), a sequence's tokens contiguous and in order. Checked
-            on a CPU only.
+        advantages: (N,) float, normalized as the loss's paper says: see `help(GRPOLossConfig)`.
+        sequence_ids: (N,) int64 in [0, num_sequences), contiguous for each sequence; checked on a CPU only.
         old_logprobs: (N,) the policy's log-probabilities before this step's updates; None: exactly on-policy.
-        ref_logprobs: (N,) the reference model's; needed when `config.beta` > 0.
-        ref_hidden: (N, H') the reference model's; with `ref_weight` in place of `ref_logprobs` where
-            `config.kl_estimator` is "exact". Its logits are scaled and capped as the policy's.
+        ref_logprobs: (N,) the reference model's; needed if `config.beta` > 0.
+        ref_hidden: (N, H') the reference model's; with `ref_weight` it replaces `ref_logprobs` if
+            `config.kl_estimator` is "exact". Its logits are scaled and capped like the policy's.
         ref_weight: (V, H').
         ref_bias: (V,).
-        sampler_logprobs: (N,) the sampler's, for the mismatch metrics and corrections.
-        loss_mask: (N,) bool, or zeros and ones, which is checked on a CPU only; False keeps a token out of
-            the loss at no cost. None: all tokens count.
+        sampler_logprobs: (N,) the rollout engine's, for the mismatch metrics and corrections.
+        loss_mask: (N,) bool, or zeros and ones, which is checked on a CPU only. None: all tokens count.
         group_ids: (N,) int64; completions of one prompt share a group.
-        columns: (N,) each by name: for a loss of one's own, and any of `TOKEN_COLUMNS` that is not given.
-        num_sequences: None counts the sequences in `sequence_ids` and numbers them from 0 in their order,
-            which waits for the device. Give it on a GPU, to count sequences that have no token here, or where
-            a loss of one's own reads the ids: they reach it as they are.
-        totals: `grpo_fast.StepTotals`, counts over the optimiser step, when this batch is only part of it.
+        columns: (N,) each by name: for a custom loss, or any of `TOKEN_COLUMNS` not given otherwise.
+        num_sequences: None counts the sequences in `sequence_ids` and renumbers them from 0, which
+            synchronizes with a GPU. Give it there, to count sequences without tokens in this batch, or if a
+            custom loss reads the ids.
+        totals: `grpo_fast.StepTotals`, counts over the optimizer step, if this batch is only part of it.
         config: the loss and its constants; None for `GRPOLossConfig()`.
-        entropy: return the entropy too (also as a metric), whether or not the loss needs it.
+        entropy: return the entropy, also as a metric, even if the loss does not need it.
         entropy_coef: of the entropy bonus, in place of the configuration's.
-        The others are those of `linear_logprob`.
+        options: of `linear_logprob`.
 
     Raises:
         TypeError, ValueError: as `linear_logprob`, or an input that the loss needs is missing.
@@ -294,7 +285,8 @@ def linear_grpo_loss(
         columns=others,
         **known,
     )
-    fused = backend_of(call) == "triton" and fuses(inputs, config)
+    backend = backend_on(call.hidden.device.type, call.hidden.device.index, call.hidden.dtype)
+    fused = backend == "triton" and fuses(inputs, config)
     result = (fused_policy_loss if fused else policy_loss)(inputs, config, entropy_coef)
     return GRPOLossOutput(
         loss=result.loss,

@@ -1,7 +1,4 @@
-"""What the head computes: a call, its statistics and gradients, and a chunk of its logits in plain torch.
-
-Tuples, as torch's operators are given their arguments and return their results.
-"""
+"""The head's calls, statistics and gradients as tuples, because torch's operators take and return tuples."""
 
 from __future__ import annotations
 
@@ -16,64 +13,65 @@ from torch.distributed import ProcessGroup
 if TYPE_CHECKING:
     from typing_extensions import TypedDict
 
-    class HeadOptions(TypedDict, total=False):
-        """What every public function of the head takes beside its operands; `linear_logprob` explains it."""
+    class SharedOptions(TypedDict, total=False):
+        """Keyword arguments of every public function of the head, documented in `linear_logprob`."""
 
         bias: Tensor | None
         temperature: float | Tensor
         logit_scale: float
         softcap: float | None
-        ignore_index: int
         tolerance: float | None
         seed: int | None
-        weight_grad: Tensor | None
-        recompute: bool
         process_group: ProcessGroup | None
 
-    class KLOptions(TypedDict, total=False):
-        """What `linear_kl` takes beside its operands, and explains."""
+    class HeadOptions(SharedOptions, total=False):
+        """Keyword arguments of functions of one head."""
+
+        ignore_index: int
+        weight_grad: Tensor | None
+        recompute: bool
+
+    class KLOptions(SharedOptions, total=False):
+        """Keyword arguments of `linear_kl`."""
 
         direction: Literal["reverse", "forward", "jsd"]
         beta: float
-        temperature: float | Tensor
         ref_temperature: float | Tensor | None
-        bias: Tensor | None
         ref_bias: Tensor | None
-        logit_scale: float
         ref_logit_scale: float
-        softcap: float | None
         ref_softcap: float | None
         topk: int | None
-        tolerance: float | None
-        seed: int | None
-        process_group: ProcessGroup | None
 
 
 ROW_IGNORED = -1
-"""Target of a row without work; its outputs and gradients are zero."""
+"""Target of an ignored row; its outputs and gradients are zero."""
 
 ROW_INVALID = -2
-"""Target outside the vocabulary: an error on CPU, NaN where asking would stall the device."""
+"""Target outside the vocabulary: an error on a CPU, NaN on a device, where a check would stall it."""
 
 LOG_ZERO = -500.0
-"""Stands in for log 0 where it is multiplied by a probability: exp of it is nothing, and it is finite."""
+"""A finite log 0, for products with a probability: its exponential is zero in float32."""
 
 Function = TypeVar("Function", bound=Callable[..., object])
+RowIndex = Tensor | slice  # which rows: indices, a mask or a range
 
 
 def constant_when_compiled(function: Function) -> Function:
-    """Do what `torch.compiler.assume_constant_result` does, which first imports the whole compiler."""
+    """Mark as `torch.compiler.assume_constant_result` does, without importing the compiler."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
-RowIndex = Tensor | slice  # which rows: indices, a mask or a range
+def _select_rows(fields: Any, which: RowIndex, names: tuple[str, ...]) -> Any:
+    """Index the named tensors that are present."""
+    given = {name: tensor for name in names if (tensor := getattr(fields, name)) is not None}
+    return fields._replace(**{name: tensor[which] for name, tensor in given.items()})
 
 
 class HeadCall(NamedTuple):
     """N rows against V entries: z = softcap·tanh((x·w + bias)·logit_scale/softcap)·inv_temperature.
 
-    And which statistics are wanted of them. The operators take and keep these fields as they stand here.
+    The custom operators take these fields in this order.
     """
 
     hidden: Tensor  # (N, H)
@@ -83,21 +81,21 @@ class HeadCall(NamedTuple):
     inv_temperature: Tensor | None = None  # (N,) float32 or float64; None: one
     logit_scale: float = 1.0
     softcap: float | None = None
-    # Statistics beside log-probability and log-sum-exp; those that are not asked for come back empty, (0,).
+    # Statistics besides log-probability and log-sum-exp. One that is not requested is returned empty, (0,).
     entropy: bool = False
     mean_logit: bool = False
     max_logit: bool = False  # and the target's
     log_sum_sq: bool = False
     # What the forward prepares for the backward.
-    jacobian: bool = False  # dlogprob/dhidden
+    jacobian: bool = False  # dlogprob/dhidden, or ddivergence/dhidden
     keep: bool = False  # the exponentials, N·V elements, on the kernels' path
     tolerance: float | None = None  # of the backward
-    seed: int | None = None  # of what the backward draws
-    weight_grad: Tensor | None = None  # (V, H), what the backward adds the weight's gradient to in place
+    seed: int | None = None  # of the backward's sampling
+    weight_grad: Tensor | None = None  # (V, H), to which the backward adds the weight's gradient in place
 
     @property
     def extra_statistics(self) -> int:
-        """How many optional ones are asked for."""
+        """Number of optional statistics requested."""
         return self.entropy + self.mean_logit + self.max_logit + self.log_sum_sq
 
     @property
@@ -111,29 +109,25 @@ class HeadCall(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether a logit's slope in the dot product is one."""
+        """Whether logits are the products themselves, plus the bias."""
         return self.inv_temperature is None and self.logit_scale == 1.0 and self.softcap is None
 
     def rows(self, which: RowIndex) -> HeadCall:
-        """The same call for a selection of its rows."""
-        return self._replace(
-            hidden=self.hidden[which],
-            targets=self.targets[which],
-            inv_temperature=_of_rows(self.inv_temperature, which),
-        )
+        """Select rows."""
+        return _select_rows(self, which, ("hidden", "targets", "inv_temperature"))
 
     def logits(self, columns: slice, out: Tensor | None = None) -> Tensor:
-        """Of some columns, (N, columns) in the accumulator's dtype."""
+        """Compute (N, columns) logits in the accumulator's dtype."""
         return self.transform_(self.products(columns, out))
 
     def products(self, columns: slice, out: Tensor | None = None) -> Tensor:
-        """x·w + bias of some columns, (N, columns) in the accumulator's dtype."""
+        """Compute x·w + bias, (N, columns) in the accumulator's dtype."""
         kind = self.accumulator
         products = torch.mm(self.hidden.to(kind), self.weight[columns].to(kind).t(), out=out)
         return products if self.bias is None else products.add_(self.bias[columns].to(kind))
 
     def transform_(self, products: Tensor) -> Tensor:
-        """The logits of such products, in place."""
+        """Turn x·w + bias into logits, in place."""
         if self.softcap is not None:
             products.mul_(self.logit_scale / self.softcap).tanh_().mul_(self.softcap)
         elif self.logit_scale != 1.0:
@@ -143,7 +137,7 @@ class HeadCall(NamedTuple):
         return products
 
     def slope(self, products: Tensor) -> Tensor:
-        """dz/d(x·w) at x·w + bias, (N, columns), broadcastable to it."""
+        """Compute dz/d(x·w) at x·w + bias, broadcastable to (N, columns)."""
         slope = products.new_full((), self.logit_scale)
         if self.inv_temperature is not None:
             slope = slope * self.inv_temperature.to(products.dtype)[:, None]
@@ -154,88 +148,46 @@ class HeadCall(NamedTuple):
         return tail.div_((1 + tail).square_()).mul_(4 * slope)
 
     def targets_within(self, columns: slice) -> tuple[Tensor, Tensor]:
-        """Row and column, inside the chunk, of each target that lies in it."""
+        """Return row and column, relative to the chunk, of each target in it."""
         row = ((self.targets >= columns.start) & (self.targets < columns.stop)).nonzero().squeeze(1)
         return row, self.targets[row] - columns.start
 
 
 class KLCall(NamedTuple):
-    """N rows of two heads over the same V entries: the student's, which is differentiated, and the reference.
+    """Two heads over the same N rows and V entries: the student, which is differentiated, and the reference.
 
-    The operators take and keep these fields as they stand here.
+    Targets are V in rows that count. The student's fields say what the forward prepares and how the backward
+    samples.
     """
 
-    hidden: Tensor  # (N, H)
-    weight: Tensor  # (V, H), same dtype
-    bias: Tensor | None  # (V,)
-    targets: Tensor  # (N,) int64: below zero in masked rows, V in the others
-    ref_hidden: Tensor  # (N, H'), as the next of another dtype or the same
-    ref_weight: Tensor  # (V, H')
-    ref_bias: Tensor | None = None  # (V,)
-    inv_temperature: Tensor | None = None  # (N,) float32 or float64; None: one
-    ref_inv_temperature: Tensor | None = None
-    # (N,) log-sum-exps over all shards. With them a divergence is this shard's part of the whole sum.
+    student: HeadCall
+    reference: HeadCall
+    # (N,) log-sum-exps over all shards. With them the divergence is this shard's part of the whole sum.
     logsumexp: Tensor | None = None
     ref_logsumexp: Tensor | None = None
-    logit_scale: float = 1.0
-    softcap: float | None = None
-    ref_logit_scale: float = 1.0
-    ref_softcap: float | None = None
     direction: str = "reverse"
     beta: float = 0.5  # of "jsd"
     topk: int | None = None
-    jacobian: bool = False  # the forward prepares ddivergence/dhidden
-    tolerance: float | None = None  # of the backward
-    seed: int | None = None  # of what the backward draws
 
     @classmethod
-    def of(cls, student: HeadCall, reference: HeadCall, entries: int, **others: Any) -> KLCall:
-        """The first entries of both vocabularies."""
-        part: dict[str, Any] = {}
-        for side, call in (("", student), ("ref_", reference)):
-            names = ("hidden", "inv_temperature", "logit_scale", "softcap")
-            part |= {f"{side}{name}": getattr(call, name) for name in names}
-            bias = None if call.bias is None else call.bias[:entries]
-            part |= {f"{side}weight": call.weight[:entries], f"{side}bias": bias}
-        return cls(**part, targets=torch.where(student.targets < 0, student.targets, entries), **others)
+    def of_fields(cls, *fields: Any) -> KLCall:
+        """Rebuild a call from `fields`, as the custom operators take it."""
+        count = len(HeadCall._fields)
+        return cls(HeadCall(*fields[:count]), HeadCall(*fields[count : 2 * count]), *fields[2 * count :])
 
     @property
-    def accumulator(self) -> torch.dtype:
-        """float32, or float64 for float64 inputs."""
-        return self.student.accumulator
+    def fields(self) -> tuple[Any, ...]:
+        return (*self.student, *self.reference, *self[2:])
 
     @property
     def mask(self) -> Tensor:
         """(N,) bool: rows that count."""
-        return self.targets >= 0
-
-    @property
-    def student(self) -> HeadCall:
-        transform = self.bias, self.inv_temperature, self.logit_scale, self.softcap
-        drawn: dict[str, Any] = {"tolerance": self.tolerance, "seed": self.seed}
-        return HeadCall(self.hidden, self.weight, self.targets, *transform, **drawn)
-
-    @property
-    def reference(self) -> HeadCall:
-        transform = self.ref_bias, self.ref_inv_temperature, self.ref_logit_scale, self.ref_softcap
-        return HeadCall(self.ref_hidden, self.ref_weight, self.targets, *transform)
-
-    def live(self, of_divergence: Tensor, of_logsumexp: Tensor | None) -> Tensor:
-        """(N,) bool: rows that count and to which a gradient comes back."""
-        live = of_divergence != 0
-        return self.mask & (live if of_logsumexp is None else live | (of_logsumexp != 0))
+        return self.student.targets >= 0
 
     def rows(self, which: RowIndex) -> KLCall:
-        """The same call for a selection of its rows."""
-        return self._replace(
-            hidden=self.hidden[which],
-            targets=self.targets[which],
-            ref_hidden=self.ref_hidden[which],
-            inv_temperature=_of_rows(self.inv_temperature, which),
-            ref_inv_temperature=_of_rows(self.ref_inv_temperature, which),
-            logsumexp=_of_rows(self.logsumexp, which),
-            ref_logsumexp=_of_rows(self.ref_logsumexp, which),
-        )
+        """Select rows."""
+        call = self._replace(student=self.student.rows(which), reference=self.reference.rows(which))
+        return _select_rows(call, which, ("logsumexp", "ref_logsumexp"))
 
 
 class RowDivergence(NamedTuple):
@@ -249,24 +201,21 @@ class RowDivergence(NamedTuple):
 
     @classmethod
     def allocate(cls, call: KLCall) -> RowDivergence:
-        kind, rows = call.accumulator, call.targets.numel()
-        return cls(*(call.hidden.new_zeros(rows, dtype=kind) for _ in cls._fields))
+        like = call.student.hidden
+        kind, rows = call.student.accumulator, like.shape[0]
+        return cls(*(like.new_zeros(rows, dtype=kind) for _ in cls._fields))
 
 
-class SavedDivergence(NamedTuple):
-    """What the forward of a divergence keeps for its backward; empty where its path has no use for it."""
+class DivergenceGradients(NamedTuple):
+    """Upstream gradients of a divergence's results, (N,)."""
 
-    jacobian: Tensor  # (N, H) ddivergence/dhidden
-    # For a sparse backward, float32. A masked row holds anything in the first.
-    tile_share: Tensor  # (N, T) log of the share of the gradient's l1 norm that a tile has, plus `logsumexp`
-    size: Tensor  # (N,) the l1 norm of ddivergence/dlogits, at most
+    divergence: Tensor
+    logsumexp: Tensor | None = None
 
-    @classmethod
-    def empty(cls, call: KLCall) -> SavedDivergence:
-        """Zeros for the jacobian where it is wanted."""
-        shape = call.hidden.shape if call.jacobian else 0
-        jacobian = call.hidden.new_zeros(shape, dtype=call.accumulator)
-        return cls(jacobian, *(call.hidden.new_empty(0, dtype=torch.float32) for _ in range(2)))
+    def live(self, call: KLCall) -> Tensor:
+        """(N,) bool: rows that count and have an upstream gradient."""
+        live = self.divergence != 0
+        return call.mask & (live if self.logsumexp is None else live | (self.logsumexp != 0))
 
 
 class RowStatistics(NamedTuple):
@@ -282,35 +231,33 @@ class RowStatistics(NamedTuple):
 
     @classmethod
     def allocate(cls, call: HeadCall) -> RowStatistics:
-        """Zeros for what is asked for."""
+        """Return zeros for the requested statistics."""
         extremes = (call.max_logit, call.max_logit, call.log_sum_sq)
         wanted = (True, True, call.entropy, call.mean_logit, *extremes)
         rows, kind = call.targets.numel(), call.accumulator
         return cls(*(call.hidden.new_zeros(rows if want else 0, dtype=kind) for want in wanted))
 
 
-class SavedForBackward(NamedTuple):
-    """What a forward keeps for its backward; empty where its path has no use for it."""
+class Saved(NamedTuple):
+    """Tensors that a forward saves for its backward; empty where its path does not read them."""
 
-    jacobian: Tensor  # (N, H) dlogprob/dhidden; the others are the kernels'
-    tile_lse: Tensor  # (N, T) float32
-    exponentials: Tensor  # (N, V)
-    share: Tensor  # (N,) float32, beside them
+    jacobian: Tensor  # (N, H) dlogprob/dhidden or ddivergence/dhidden
+    # Of kernels:
+    tile_lse: Tensor  # (N, T) float32; of a divergence, lse + log of each tile's share of `row_scale`
+    exponentials: Tensor  # (N, V), as in `SavedExp`
+    row_scale: Tensor  # (N,) float32: share of `SavedExp`, or bound of the l1 norm of ddivergence/dlogits
 
     @classmethod
-    def empty(cls, call: HeadCall, *, jacobian: bool = False) -> SavedForBackward:
-        """Zeros for the jacobian where it is wanted."""
-        new, float32 = call.hidden.new_empty, torch.float32
-        return cls(
-            jacobian=call.hidden.new_zeros(call.hidden.shape if jacobian else 0, dtype=call.accumulator),
-            tile_lse=new(0, dtype=float32),
-            exponentials=new(0),
-            share=new(0, dtype=float32),
-        )
+    def empty(cls, call: HeadCall, *, jacobian: bool = False) -> Saved:
+        """Return no values, or a jacobian of zeros."""
+        shape = call.hidden.shape if jacobian else 0
+        zeros = call.hidden.new_zeros(shape, dtype=call.accumulator)
+        kinds = torch.float32, call.hidden.dtype, torch.float32
+        return cls(zeros, *(call.hidden.new_empty(0, dtype=kind) for kind in kinds))
 
 
 class RowGradients(NamedTuple):
-    """Upstream gradient of each differentiable statistic, (N,) or None where there is none."""
+    """Upstream gradient of each differentiable statistic, (N,) or None."""
 
     logprob: Tensor | None
     logsumexp: Tensor | None = None
@@ -319,20 +266,20 @@ class RowGradients(NamedTuple):
 
     @property
     def follows_softmax(self) -> bool:
-        """Whether they are one multiple of a row's probabilities, but at the target."""
+        """Whether a row's logit gradient is a multiple of its probabilities, except at the target."""
         return self.entropy is None and self.mean_logit is None
 
     def live(self, call: HeadCall) -> Tensor:
-        """(N,) bool: rows with work and any upstream gradient."""
+        """(N,) bool: rows that are not ignored and have an upstream gradient."""
         given = [gradient != 0 for gradient in self if gradient is not None]
         working = call.targets >= 0
         return working & torch.stack(given).any(0) if given else torch.zeros_like(working)
 
 
 class LogitGradient(NamedTuple):
-    """What makes a row's logit gradient, (N,) each in the accumulator's dtype; zero in rows without work.
+    """Coefficients of the logit gradient, (N,) each in the accumulator's dtype; zero in ignored rows.
 
-    dL/dz_v = p_v·(mass - entropy_gradient·(log p_v + entropy)) + mean, but `target` + mean at the target.
+    dL/dz_v = p_v·(mass - entropy_gradient·(log p_v + entropy)) + mean, and `target` + mean at the target.
     """
 
     logsumexp: Tensor
@@ -361,22 +308,22 @@ class LogitGradient(NamedTuple):
             target = target - of_entropy * p * (logprob.clamp_min(LOG_ZERO) + entropy)
         if gradients.mean_logit is not None:
             mean = upstream(gradients.mean_logit) / call.vocabulary
-        target = torch.where(live, target, zero)  # a row without work may hold NaN
+        target = torch.where(live, target, zero)  # an ignored row may hold NaN
         mass = of_logsumexp - of_logprob
         return cls(statistics.logsumexp, mass, target, logprob, entropy, of_entropy, mean)
 
     @property
     def coefficients(self) -> list[Tensor]:
-        """(N,) each, of which no gradient is without one."""
+        """(N,) each; a row has a gradient where one of them is not zero."""
         every = (self.mass, self.target, self.entropy_gradient, self.mean)
         return [coefficient for coefficient in every if coefficient is not None]
 
     def live(self) -> Tensor:
-        """(N,) bool: rows with a gradient. A NaN is one."""
+        """(N,) bool: rows with a gradient, NaN included."""
         return torch.stack([coefficient != 0 for coefficient in self.coefficients]).any(0)
 
     def of_products(self, call: HeadCall, columns: slice) -> Tensor:
-        """dL/d(x·w + bias) of some columns, (N, columns)."""
+        """Compute dL/d(x·w + bias), (N, columns)."""
         products = call.products(columns)
         slope = None if call.is_plain else call.slope(products)
         z = call.transform_(products)
@@ -393,20 +340,20 @@ class LogitGradient(NamedTuple):
         return gradient if slope is None else gradient.mul_(slope)
 
     def rows(self, which: RowIndex) -> LogitGradient:
-        given, optional = self[:4], self[4:]
-        return LogitGradient(*(t[which] for t in given), *(_of_rows(t, which) for t in optional))
+        """Select rows."""
+        return _select_rows(self, which, self._fields)
 
 
 class Shard(NamedTuple):
-    """A weight that is this rank's part of the vocabulary's rows."""
+    """This rank's rows of a weight that is split by vocabulary."""
 
     group: ProcessGroup
-    start: Tensor  # () int64, where its rows begin
+    start: Tensor  # () int64, first of its rows
     vocabulary: Tensor  # () int64, entries over all ranks
 
     @classmethod
     def of(cls, weight: Tensor, group: ProcessGroup) -> Shard:
-        """Collective at every call. Nothing waits for the host."""
+        """Gather the sizes of all shards; a collective without a host synchronization."""
         own = torch.full((1,), weight.shape[0], device=weight.device)
         sizes = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
         dist.all_gather(sizes, own, group=group)
@@ -415,16 +362,16 @@ class Shard(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """Which gradients a backward makes; a new one of a parameter has its dtype."""
+    """The gradients that a backward computes. A new gradient of a parameter has the parameter's dtype."""
 
     hidden: bool
     weight: bool
     bias: bool
-    into_weight: Tensor | None = None  # (V, H) of any float dtype, unit stride along H: it is added to
+    into_weight: Tensor | None = None  # (V, H) of any float dtype, unit stride along H; added to in place
 
 
 class HeadGradients(NamedTuple):
-    """What the backward was asked for; None where it was not."""
+    """Gradients of a backward; None where not requested."""
 
     hidden: Tensor | None  # (N, H), dtype of hidden
     weight: Tensor | None  # (V, H), dtype of weight
@@ -438,9 +385,11 @@ _KINDS: dict[object, str] = {
 
 
 def schema_of(kind: type, prefix: str = "") -> str:
-    """A tuple's fields as the arguments of an operator of torch, by its names and types."""
-    return ", ".join(f"{_KINDS[hint]} {prefix}{name}" for name, hint in get_type_hints(kind).items())
-
-
-def _of_rows(tensor: Tensor | None, which: RowIndex) -> Tensor | None:
-    return None if tensor is None else tensor[which]
+    """Return the fields of a NamedTuple type, nested ones too, as arguments in torch's operator schema."""
+    arguments: list[str] = []
+    for name, hint in get_type_hints(kind).items():
+        if hasattr(hint, "_fields"):
+            arguments.append(schema_of(hint, "" if not arguments else f"{name}_"))
+        else:
+            arguments.append(f"{_KINDS[hint]} {prefix}{name}")
+    return ", ".join(arguments)

@@ -1,11 +1,11 @@
-"""Arguments of the public functions in, a `HeadCall` out: the one place that judges them."""
+"""Check the arguments of the public functions, and turn them into a `HeadCall` or a `KLCall`."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Set
 from numbers import Integral, Real
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ OUTPUTS = ("logprob", "entropy", "logsumexp", "mean_logit", "argmax_is_target", 
 
 T = TypeVar("T")
 _NOTHING: frozenset[str] = frozenset()
-_MOST_PADDING, _MOST_PADDING_SHARE = 256, 0.05  # by which a vocabulary may be wider than the other one
+_MOST_PADDING, _MOST_PADDING_SHARE = 256, 0.05  # entries by which one vocabulary may be wider than the other
 
 _NEEDED = ("targets", "advantages", "sequence_ids")
 _REMOVED = {
@@ -39,7 +39,7 @@ _REMOVED = {
     "held_back": "was removed: clip_cov and kl_cov choose tokens within the batch; leave it out",
     "topk": "was removed: take (hidden @ weight.T).log_softmax(-1).topk(k) of the rows you inspect",
 }
-_TOKEN = "(N,), one value a token; values[sequence_ids] spreads a sequence's"
+_TOKEN = "(N,), one value per token; broadcast values per sequence with values[sequence_ids]"
 _TENSORS = {
     "hidden": (FLOATS, "(..., H), H as in weight"),
     "weight": (FLOATS, "(V, H)"),
@@ -51,7 +51,7 @@ _TENSORS = {
     "ref_weight": (FLOATS, "(V, H')"),
     **{name: (dtypes, _TOKEN) for name, dtypes in TOKEN_COLUMNS.items()},
 }
-"""What a tensor holds, and which shape it has."""
+"""Dtypes and shape of each tensor argument."""
 
 _NUMBERS = {
     "beta": "in [0, 1]: 0 is the forward and 1 the reverse KL",
@@ -84,18 +84,14 @@ def head_call(
     process_group: ProcessGroup | None = None,
     **unknown: object,
 ) -> tuple[HeadCall, Shard | None]:
-    """Flattens the leading dimensions, fixes the compute dtype and marks ignored and invalid targets.
+    """Flatten leading dimensions, choose the compute dtype, and mark ignored and invalid targets.
 
     Args:
         wanted: names of statistics, of `OUTPUTS`.
-        differentiable: those that a gradient may come back through.
+        differentiable: the names that may receive a gradient.
 
     Returns:
-        The call, and of a weight that is one of several which; collective then.
-
-    Raises:
-        TypeError: not a tensor of the right kind, or an unknown argument.
-        ValueError: shapes or values that do not fit together.
+        The call; and this rank's shard with a process_group, which makes it a collective.
     """
     for name in unknown:
         raise TypeError(f"{name} {_REMOVED.get(name, 'is no argument of this function; see its `help`')}")
@@ -125,7 +121,7 @@ def head_call(
         mean_logit="mean_logit" in wanted,
         max_logit="argmax_is_target" in wanted,
         log_sum_sq="log_sum_sq_probs" in wanted,
-        # Of the log-probability alone a frozen head's gradient can be prepared by the forward.
+        # A frozen head's forward can prepare the gradient of the log-probability only.
         jacobian=differentiable <= {"logprob"},
         keep=not recompute,
         tolerance=tolerance,
@@ -153,7 +149,7 @@ def kl_call(
     process_group: ProcessGroup | None = None,
     **student_options: Any,
 ) -> tuple[KLCall, Shard | None]:
-    """As `head_call` of both heads, over the entries that both vocabularies have."""
+    """Check both heads, over the entries that both vocabularies have; see `head_call`."""
     for name in student_options.keys() - {"bias", "logit_scale", "softcap", "tolerance", "seed"}:
         raise TypeError(f"{name} is no argument of this function; see its `help`")
     if direction not in (directions := ("reverse", "forward", "jsd")):
@@ -190,18 +186,22 @@ def kl_call(
         raise ValueError(f"topk={topk} needs the whole vocabulary: leave it out with a process_group")
     if direction == "jsd" and beta in (0, 1):  # the mixture is one of the two
         direction = "reverse" if beta == 1 else "forward"
-    if torch.float64 in (student.hidden.dtype, reference.hidden.dtype):
-        sides = student, reference
-        student, reference = (c._replace(hidden=c.hidden.double(), weight=c.weight.double()) for c in sides)
-    facts: dict[str, Any] = {
-        "direction": direction, "beta": float(beta), "topk": topk, "jacobian": shard is None,
-        "tolerance": student.tolerance if shard is None else 0.0, "seed": student.seed,
-    }  # fmt: skip
-    return KLCall.of(student, reference, entries, **facts), shard
+    wide = torch.float64 in (student.hidden.dtype, reference.hidden.dtype)
+
+    def common_part(call: HeadCall) -> HeadCall:
+        hidden, weight = (t.double() if wide else t for t in (call.hidden, call.weight[:entries]))
+        bias = None if call.bias is None else call.bias[:entries]
+        targets = torch.where(call.targets < 0, call.targets, entries)
+        return call._replace(hidden=hidden, weight=weight, bias=bias, targets=targets)
+
+    tolerance = student.tolerance if shard is None else 0.0
+    student = common_part(student)._replace(jacobian=shard is None, tolerance=tolerance)
+    call = KLCall(student, common_part(reference), direction=direction, beta=float(beta), topk=topk)
+    return call, shard
 
 
 def of_reference(check: Callable[..., T], *arguments: Any, **options: Any) -> T:
-    """Call a check of one head, whose errors begin with an argument, for the reference's arguments."""
+    """Call a check for the reference's arguments: its errors, which begin with a name, get "ref_"."""
     try:
         return check(*arguments, **options)
     except (TypeError, ValueError) as error:
@@ -214,7 +214,7 @@ def check_exact_kl(
     columns: Mapping[str, Tensor | None],
     options: Mapping[str, Any],
 ) -> None:
-    """Raise ValueError unless the exact KL's reference is given where it is read, and there alone."""
+    """Raise ValueError unless the reference is given exactly where the exact KL reads it."""
     if config.distills:
         raise ValueError(f"loss_type={config.loss_type!r} is no policy loss: call linear_kl")
     others = {"ref_logprobs": columns["ref_logprobs"], "weight_grad": options.get("weight_grad")}
@@ -230,7 +230,7 @@ def check_exact_kl(
 
 
 def check_outputs(outputs: Iterable[str]) -> frozenset[str]:
-    """The requested statistics as a set; TypeError for no sequence, ValueError for an unknown name."""
+    """Return the requested statistics as a set; raise an error for an unknown name."""
     if isinstance(outputs, str) or not isinstance(outputs, Iterable):
         raise TypeError(f"outputs must be a sequence of names, as ('entropy',), got {outputs!r}")
     wanted = frozenset(outputs)
@@ -242,10 +242,13 @@ def check_outputs(outputs: Iterable[str]) -> frozenset[str]:
 def check_numbers(
     *, positive: bool = False, optional: bool = False, most: float = math.inf, **values: object
 ) -> None:
-    """Raise ValueError unless each is a finite number from 0, or above it, to `most`."""
+    """Raise ValueError unless each is a finite number in [0, `most`], or (0, `most`] if `positive`."""
     for name, value in values.items():
-        fits = _is_number(value, most) and not (positive and value == 0)
-        if not fits and not (optional and value is None):
+        if optional and value is None:
+            continue
+        # By comparisons, which a compiler can trace.
+        fits = isinstance(value, Real) and 0 <= value <= most and value < math.inf  # type: ignore[operator]
+        if not fits or (positive and value == 0):
             raise ValueError(f"{name} must be {_NUMBERS[name]}, got {value!r}")
 
 
@@ -258,15 +261,12 @@ def check_policy_loss(
     totals: StepTotals | None,
     entropy_coef: float | None,
 ) -> None:
-    """Judges what a policy loss reads beside the head's arguments: flat, of one length, on one device.
+    """Check the inputs of a policy loss: (N,) each, on one device.
+
+    Values of sequence ids and mask are read on a CPU only.
 
     Args:
-        columns: those of `TOKEN_COLUMNS`, (N,) each by name, None for one that may be left out and is.
-
-    Raises:
-        TypeError: not a tensor, of the wrong kind of numbers, or a loss or totals of another type.
-        ValueError: shapes, devices or sequence ids that do not fit together, or a mask that weighs. Ids and
-            mask are read on a CPU only.
+        columns: those of `TOKEN_COLUMNS`, (N,) each by name, or None.
     """
     _check_kind("config", config, GRPOLossConfig)
     _check_kind("totals", totals, StepTotals | None)
@@ -283,22 +283,21 @@ def check_policy_loss(
     if not config.is_custom:
         refuse_gradients(columns)
     if num_sequences is not None and (not isinstance(num_sequences, Integral) or num_sequences < 0):
-        raise ValueError(f"num_sequences must be a count, or None to be read off, got {num_sequences!r}")
+        raise ValueError(f"num_sequences must be a count, or None to count them, got {num_sequences!r}")
     if hidden.device.type != "cpu" or torch.compiler.is_compiling():
         return
     ids, mask = columns["sequence_ids"], columns["loss_mask"]
     if ids is not None and ids.numel():
         _check_sequences(ids, num_sequences)
     if mask is not None and not ((mask == 0) | (mask == 1)).all():
-        raise ValueError("loss_mask must hold zeros and ones: scale advantages to weigh tokens")
+        raise ValueError("loss_mask must hold zeros and ones: to weight tokens, scale their advantages")
 
 
 def check_values(call: HeadCall) -> None:
     """Raise ValueError for a target outside the vocabulary or a temperature that is not positive.
 
-    On an accelerator neither is raised, as looking at values stalls it: a wrong target or temperature makes
-    its row's log-probability NaN. Memory that `weight_grad` shares is refused here too, as a compiler does
-    not know it.
+    On an accelerator a check would stall it: a wrong target or temperature makes its row's log-probability
+    NaN instead. Memory shared with `weight_grad` is checked here again, because a compiler cannot see it.
     """
     _check_memory(call.weight_grad, call.hidden, call.weight, call.bias)
     if call.targets.device.type != "cpu":
@@ -316,12 +315,6 @@ def check_values(call: HeadCall) -> None:
         )
 
 
-def _is_number(value: object, most: float) -> TypeGuard[float]:
-    """Whether it is a finite real number in [0, most], by comparisons, which a compiler can trace."""
-    # `Real` declares no comparison with a float, though each of its numbers has one.
-    return isinstance(value, Real) and 0 <= value <= most and value < math.inf  # type: ignore[operator]
-
-
 def _check_kind(name: str, value: object, kind: Any) -> None:
     if not isinstance(value, kind):
         raise TypeError(f"{name} must be {getattr(kind, '__name__', kind)}, got {value!r}")
@@ -333,7 +326,7 @@ def _check(
     shape: tuple[int, ...] | None = None,
     device: torch.device | None = None,
 ) -> None:
-    """Raise unless it is a tensor of the table's dtypes, of the shape and on the device that are given."""
+    """Raise unless it is a tensor of the table's dtypes with this shape and device."""
     kinds, what = _TENSORS[name]
     if not isinstance(tensor, Tensor) or tensor.dtype not in kinds:
         found = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
@@ -346,8 +339,8 @@ def _check(
         )
     if is_traceable_wrapper_subclass(tensor) and not isinstance(tensor, AsyncCollectiveTensor):
         raise TypeError(
-            f"{name} is a {type(tensor).__name__}, whose numbers lie in other tensors: give "
-            f"{name}.dequantize(), or a plain tensor"
+            f"{name} is a {type(tensor).__name__}, which wraps other tensors: give {name}.dequantize(), or a "
+            "plain tensor"
         )
     if shape is not None and tensor.shape != shape:
         raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(tensor.shape)}: it is {what}")
@@ -381,35 +374,21 @@ def _check_operands(
     _check_memory(weight_grad, hidden, weight, bias)
     if weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None):
         raise ValueError(
-            "weight has gradient hooks, which a gradient added to weight_grad in place would not reach: "
+            "weight has gradient hooks, which do not run for a gradient added to weight_grad in place: "
             "remove them, or leave weight_grad out"
         )
 
 
 def _check_memory(weight_grad: Tensor | None, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    if weight_grad is None or torch.compiler.is_compiling():
+        return
+    buffer = weight_grad.untyped_storage()._cdata  # an address is zero on the meta device
     for name, operand in {"weight": weight, "hidden": hidden, "bias": bias}.items():
-        if weight_grad is not None and operand is not None and _share_memory(weight_grad, operand):
+        if operand is not None and operand.numel() and operand.untyped_storage()._cdata == buffer:
             raise ValueError(
                 f"weight_grad shares memory with {name}, which the backward would overwrite: give a separate "
                 "buffer, such as torch.zeros_like(weight)"
             )
-
-
-def _share_memory(one: Tensor, other: Tensor) -> bool:
-    """Whether their bytes, from the first to the last, overlap in one storage. Not known to a compiler."""
-    if torch.compiler.is_compiling() or not (one.numel() and other.numel()):
-        return False
-    first, second = (t.untyped_storage() for t in (one, other))
-    if first._cdata != second._cdata:  # an address is zero on the meta device
-        return False
-    (start, end), (other_start, other_end) = map(_bytes_of, (one, other))
-    return start < other_end and other_start < end
-
-
-def _bytes_of(tensor: Tensor) -> tuple[int, int]:
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    start, itemsize = tensor.storage_offset(), tensor.element_size()
-    return int(start * itemsize), int((start + last + 1) * itemsize)
 
 
 def _refuse_transforms(**operands: object) -> None:
@@ -421,7 +400,7 @@ def _refuse_transforms(**operands: object) -> None:
     ]
     if dual or torch._C._are_functorch_transforms_active():
         raise NotImplementedError(
-            f"{dual[0] if dual else 'hidden'} is under a transform of torch.func or forward-mode "
+            f"{dual[0] if dual else 'hidden'} is under a torch.func transform or forward-mode "
             "differentiation, but the head has first derivatives in reverse mode only: use "
             "torch.autograd.grad, or (hidden @ weight.T).log_softmax(-1)"
         )
@@ -436,19 +415,19 @@ def _check_sequences(ids: Tensor, num_sequences: int | None) -> None:
     runs, count = torch.unique_consecutive(ids).numel(), torch.unique(ids).numel()
     if runs != count:
         raise ValueError(
-            f"sequence_ids must keep a sequence's tokens together, got {runs} runs of {count} ids: sort the "
+            f"sequence_ids must be contiguous for each sequence, got {runs} runs of {count} ids: sort the "
             "tokens by sequence"
         )
 
 
 @constant_when_compiled
 def _has_autocast(kind: str) -> bool:
-    """Of the device's kind alone: torch 2.11's compiler cannot trace the question."""
+    """Return whether a device type has autocast; torch 2.11's compiler cannot trace the call."""
     return is_autocast_available(kind)
 
 
 def compute_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
-    """Autocast's dtype where it is in force, as for any linear layer; else the wider of the two."""
+    """Return autocast's dtype where it is enabled, as for a linear layer; else the promoted dtype."""
     kind = hidden.device.type
     autocast = _has_autocast(kind) and torch.is_autocast_enabled(kind)
     if autocast and torch.float64 not in (hidden.dtype, weight.dtype):
@@ -457,13 +436,13 @@ def compute_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
 
 
 def _inverse_temperature(temperature: float | Tensor, targets: Tensor, kind: torch.dtype) -> Tensor | None:
-    """(N,) 1/temperature, None for one; NaN where a tensor's entry is not positive and finite."""
+    """Return (N,) 1/temperature, or None for a temperature of 1; NaN for entries that are not positive."""
     accumulator = torch.float64 if kind == torch.float64 else torch.float32
     if not isinstance(temperature, Tensor):
         check_numbers(positive=True, temperature=temperature)
         if temperature == 1.0:
             return None
-        # A compiler would take `1.0 / temperature` for a constant, and compile again for the next one.
+        # A compiler would take `1.0 / temperature` for a constant, and recompile for the next one.
         return torch.ones_like(targets.reshape(-1), dtype=accumulator) / float(temperature)
     if temperature.dim() and temperature.shape != targets.shape:
         raise ValueError(

@@ -1,12 +1,12 @@
 """Divergences of two heads in plain torch: a block of rows at a time, any device, any float dtype.
 
-The logits of one block of rows exist, for both heads over the whole vocabulary: a gradient then costs one
-more product and no second pair of logit products. With d = log p - log q, the Kullback-Leibler divergence is
+Both heads' logits exist for one block of rows over the whole vocabulary, so that a gradient costs one more
+product and no second pair of logit products. With d = log p - log q, the Kullback-Leibler divergence is
 
     KL(p || q) = Σ p·(exp(-d) - 1 + d)
 
 because p and q both sum to one. Every term is at least zero, and an error of a log-sum-exp enters in second
-order only, where Σ p·d loses digits to cancellation.
+order only, whereas Σ p·d loses digits to cancellation.
 """
 
 from __future__ import annotations
@@ -20,41 +20,37 @@ from torch import Tensor
 
 from grpo_fast.head.call import (
     LOG_ZERO,
+    DivergenceGradients,
     HeadCall,
     HeadGradients,
     KLCall,
     RowDivergence,
-    SavedDivergence,
+    Saved,
     Wanted,
 )
 from grpo_fast.head.plan import Chunks, divergence_chunks, range_of
 from grpo_fast.head.reference import exact_bf16_products, finite_or_zero
 
 
-def forward(call: KLCall) -> tuple[RowDivergence, SavedDivergence]:
-    """Every row's divergence, and ddivergence/dhidden where the call has `jacobian`."""
-    rows, saved = RowDivergence.allocate(call), SavedDivergence.empty(call)
-    upstream = torch.ones_like(rows.divergence) if call.jacobian else None
-    for index, block, gradient in _blocks(call, call.mask, upstream, None, rows):
-        if call.jacobian:
+def forward(call: KLCall) -> tuple[RowDivergence, Saved]:
+    """Compute every row's divergence, and ddivergence/dhidden if the student has `jacobian`."""
+    rows, saved = RowDivergence.allocate(call), Saved.empty(call.student, jacobian=call.student.jacobian)
+    upstream = DivergenceGradients(torch.ones_like(rows.divergence)) if call.student.jacobian else None
+    for index, block, gradient in _blocks(call, call.mask, upstream, rows):
+        if upstream is not None:
             saved.jacobian[index] = _times_weight(gradient, block)
     return rows, saved
 
 
 def backward(
-    call: KLCall,
-    rows: RowDivergence,
-    of_divergence: Tensor,
-    of_logsumexp: Tensor | None,
-    wanted: Wanted,
+    call: KLCall, rows: RowDivergence, gradients: DivergenceGradients, wanted: Wanted
 ) -> HeadGradients:
-    """Exact gradients from (N,) upstream gradients. Idle rows cost nothing."""
-    live = call.live(of_divergence, of_logsumexp)
-    hidden = torch.zeros_like(call.hidden, memory_format=torch.contiguous_format) if wanted.hidden else None
-    kind = call.accumulator
-    weight = torch.zeros_like(call.weight, dtype=kind) if wanted.weight else None
-    bias = torch.zeros_like(call.bias, dtype=kind) if wanted.bias and call.bias is not None else None
-    for index, block, gradient in _blocks(call, live, of_divergence, of_logsumexp, rows, known=True):
+    """Compute exact gradients. Rows without an upstream gradient cost nothing."""
+    head, kind = call.student, call.student.accumulator
+    hidden = torch.zeros_like(head.hidden, memory_format=torch.contiguous_format) if wanted.hidden else None
+    weight = torch.zeros_like(head.weight, dtype=kind) if wanted.weight else None
+    bias = torch.zeros_like(head.bias, dtype=kind) if wanted.bias and head.bias is not None else None
+    for index, block, gradient in _blocks(call, gradients.live(call), gradients, rows, known=True):
         if hidden is not None:
             hidden[index] = _times_weight(gradient, block).to(hidden.dtype)
         if weight is not None:
@@ -62,23 +58,22 @@ def backward(
                 weight.addmm_(gradient.t(), block.hidden.to(kind))
         if bias is not None:
             bias += gradient.sum(0)
-    parameters = (weight, call.weight), (bias, call.bias)
+    parameters = (weight, head.weight), (bias, head.bias)
     return HeadGradients(hidden, *(t if t is None or of is None else t.to(of.dtype) for t, of in parameters))
 
 
 def _blocks(
     call: KLCall,
     mask: Tensor,
-    of_divergence: Tensor | None,
-    of_logsumexp: Tensor | None,
+    upstream: DivergenceGradients | None,
     rows: RowDivergence,
     *,
     known: bool = False,
 ) -> Iterator[tuple[Tensor, HeadCall, Tensor]]:
-    """Rows of the mask a block at a time: which, the student's call, and dL/d(x·w + bias), (n, V).
+    """Yield blocks of the mask's rows: their indices, the student's call, and (n, V) dL/d(x·w + bias).
 
-    Without an upstream gradient the last is undefined. The rows' results are filled, or `known`. The
-    block's logits are read a few rows at a time, which the caches hold.
+    Without an upstream gradient the last is undefined. The rows' results are filled unless `known`. A
+    block's logits are processed a few rows at a time, which fit the caches.
     """
     chunks = _chunks(call.student)
     for index in mask.nonzero().squeeze(1).split(chunks.rows):
@@ -86,12 +81,12 @@ def _blocks(
         student, reference = _logits(block.student), _logits(block.reference)
         for some in range_of(index.numel(), chunks.cached_rows):
             which = index[some]
-            given = of_divergence, of_logsumexp, rows.center if known else None
+            given = *(upstream or (None, None)), rows.center if known else None
             of_some = (None if each is None else each[which] for each in given)
             found = _differentiated(block.rows(some), student[some], reference[some], *of_some)
-            for every, result in zip(rows, found, strict=True) if found is not None else ():
+            for every, result in zip(rows, found or (), strict=found is not None):
                 every[which] = result
-        if of_divergence is not None:
+        if upstream is not None:
             _of_products(student, block.student)
         yield index, block.student, student
 
@@ -104,8 +99,9 @@ def _differentiated(
     of_logsumexp: Tensor | None,
     center: Tensor | None,
 ) -> RowDivergence | None:
-    """Results of n rows with (n, V) logits, unless the center is known; with an upstream gradient the
-    student's logits become dL/dlogits.
+    """Compute the results of n rows from their (n, V) logits, unless the center is known.
+
+    With an upstream gradient, the student's logits become dL/dlogits.
     """
     a, b, places = logits, reference, None
     if call.topk is not None and call.topk < logits.shape[1]:
@@ -136,7 +132,7 @@ def _differentiated(
         gradient = value.mul_(p)
     if whole:
         largest = p.argmax(1, keepdim=True)
-        # The entries add up to zero. Where p is nearly one, its own is a difference of numbers near one.
+        # The entries sum to zero. Where p is nearly one, the entry's own formula would cancel.
         gradient.scatter_(1, largest, 0).scatter_(1, largest, -gradient.sum(1, keepdim=True))
     gradient *= (1 - beta if call.direction == "jsd" else 1) * of_divergence[:, None]
     if of_logsumexp is not None:
@@ -144,7 +140,7 @@ def _differentiated(
     if places is None:
         logits.copy_(gradient)
     else:
-        share = logits.sub_(finite_or_zero(rest)).exp_()  # of what is outside the top
+        share = logits.sub_(finite_or_zero(rest)).exp_()  # of the entries outside the top
         share.mul_(gradient[:, -1:]).scatter_(1, places, gradient[:, :-1])
     return found
 
@@ -155,7 +151,7 @@ def _chunks(call: HeadCall) -> Chunks:
 
 
 def _times_weight(gradient: Tensor, call: HeadCall) -> Tensor:
-    """(n, H) dL/dhidden of (n, V) dL/d(x·w + bias)."""
+    """Compute (n, H) dL/dhidden from (n, V) dL/d(x·w + bias)."""
     total = torch.zeros_like(call.hidden, dtype=gradient.dtype)
     with exact_bf16_products(call):
         for columns in _chunks(call).of_columns(call.vocabulary):
@@ -172,7 +168,7 @@ def _of_products(gradient: Tensor, call: HeadCall) -> None:
 
 
 def _logits(call: HeadCall) -> Tensor:
-    """(n, V) of one head."""
+    """Compute (n, V) logits of one head."""
     logits = call.hidden.new_empty((call.hidden.shape[0], call.vocabulary), dtype=call.accumulator)
     with exact_bf16_products(call):
         for columns in _chunks(call).of_columns(call.vocabulary):
@@ -181,7 +177,7 @@ def _logits(call: HeadCall) -> Tensor:
 
 
 def _coarsened(logits: Tensor, places: Tensor) -> Tensor:
-    """(n, k + 1) logits of the places, which become -inf in place, and of all others together."""
+    """Gather (n, k) logits at the places, which become -inf in place, and append the others' log-sum-exp."""
     chosen = logits.gather(1, places)
     return torch.cat([chosen, logits.scatter_(1, places, -torch.inf).logsumexp(1, keepdim=True)], 1)
 
@@ -191,14 +187,14 @@ class Distributions(NamedTuple):
 
     p: Tensor  # (n, K) the student's
     q: Tensor  # (n, K)
-    d: Tensor  # (n, K) log p - log q, as `weighable_` makes it
-    logsumexp: Tensor  # (n,) of the logits behind p
-    ref_logsumexp: Tensor  # (n,) of those behind q
+    d: Tensor  # (n, K) log p - log q, made finite by `weighable_`
+    logsumexp: Tensor  # (n,) of p's logits
+    ref_logsumexp: Tensor  # (n,) of q's logits
     shift: Tensor  # (n,) their difference, to more digits
 
 
 def distributions(a: Tensor, b: Tensor, call: KLCall) -> Distributions:
-    """Of both (n, K) logits, which are overwritten; under `call.logsumexp` they are parts of larger ones."""
+    """Normalize both (n, K) logits, which are overwritten; with `call.logsumexp` they are parts of rows."""
     if call.logsumexp is not None and call.ref_logsumexp is not None:
         lse, ref_lse = call.logsumexp, call.ref_logsumexp
         shift = lse - ref_lse
@@ -215,9 +211,9 @@ def distributions(a: Tensor, b: Tensor, call: KLCall) -> Distributions:
 
 
 def weighable_(d: Tensor, direction: str, p: Tensor, q: Tensor) -> Tensor:
-    """Make log p - log q finite, in place, except where it makes the divergence infinite.
+    """Make log p - log q finite, in place, except where the divergence is infinite.
 
-    That is where the distribution that weighs it has mass and the other has none.
+    It is infinite where the distribution that weights it has mass and the other has none.
     """
     weight = {"reverse": p, "forward": q}.get(direction)
     above = torch.inf if direction == "reverse" else -LOG_ZERO
@@ -226,9 +222,9 @@ def weighable_(d: Tensor, direction: str, p: Tensor, q: Tensor) -> Tensor:
 
 
 def _softmax(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(n, K) probabilities, (n, 1) maximum and log Σ exp(z - maximum) of logits that become relative to it.
+    """Return (n, K) probabilities, (n, 1) maximum and log Σ exp(z - maximum); logits become z - maximum.
 
-    A shard may hold nothing: its maximum is zero.
+    The maximum of a shard whose logits are all -inf is zero.
     """
     maximum = finite_or_zero(logits.amax(1, keepdim=True))
     p = logits.sub_(maximum).exp()
@@ -238,10 +234,10 @@ def _softmax(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def divergence_terms(p: Tensor, q: Tensor, d: Tensor) -> Tensor:
-    """p·(exp(-d) - 1 + d), where q = p·exp(-d), which neither over- nor underflows; at least zero.
+    """Compute p·(exp(-d) - 1 + d), where q = p·exp(-d), without over- or underflow; at least zero.
 
-    Below d = -1 it is p·(d - 1) + q. Of both forms each is zero in the other's range: a selection by a mask
-    takes a CPU longer than all of this.
+    Below d = -1 it is p·(d - 1) + q. Each form is zero in the other's range, because selecting by a mask
+    takes a CPU longer than computing both.
     """
     near, beyond = d.clamp(min=-1), d.clamp(max=-1).add_(1)
     terms = torch.expm1(-near).add_(near).mul_(p).addcmul_(p, beyond)

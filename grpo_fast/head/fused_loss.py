@@ -1,6 +1,6 @@
-"""The policy losses that one kernel computes with their gradient; the others go through autograd.
+"""Policy losses that one kernel computes with their gradient; autograd handles the others.
 
-`fuses` says which. The result is `objective.policy_loss`'s: same loss, same metrics under the same names.
+Loss, metrics and their names are those of `objective.policy_loss`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _UNKNOWN = -1.0
 
 
 def fuses(inputs: LossInputs, config: GRPOLossConfig) -> bool:
-    """Whether the kernel computes this loss of these inputs; where an input is missing, it does not."""
+    """Return whether the kernel computes this loss, and all of its inputs are given."""
     if config.is_custom or config.facts.fused is None or config.kl_kind == "exact":
         return False
     unread = TOKEN_COLUMNS.keys() - {*PolicyBatch._fields, "group_ids"}
@@ -40,7 +40,7 @@ def fuses(inputs: LossInputs, config: GRPOLossConfig) -> bool:
 def fused_policy_loss(
     inputs: LossInputs, config: GRPOLossConfig, entropy_coef: float | None = None
 ) -> LossOutputs:
-    """`policy_loss` of inputs that `fuses`, differentiable once in the log-probabilities and the entropy."""
+    """Compute `policy_loss` of inputs that `fuses` accepts; differentiable once in logprobs and entropy."""
     batch = PolicyBatch(*(getattr(inputs, name) for name in PolicyBatch._fields))
     total, result, _, _ = _policy_loss(*batch, *loss_constants(config, inputs.totals, entropy_coef))
     return LossOutputs(total, _metrics(result, inputs, config))
@@ -49,7 +49,7 @@ def fused_policy_loss(
 def loss_constants(
     config: GRPOLossConfig, totals: StepTotals | None, entropy_coef: float | None = None
 ) -> LossConstants:
-    """A loss that the kernel has a branch for."""
+    """Return the kernel's constants of a loss that it has a branch for."""
     low, high, cap = present(config.facts.fused)(config)
     level, _, action = (config.sampler_correction or "none").partition("_")
 
@@ -76,7 +76,7 @@ def _or(value: float | None, otherwise: float) -> float:
 
 
 def _metrics(result: Tensor, inputs: LossInputs, config: GRPOLossConfig) -> dict[str, Tensor]:
-    """Views of the kernel's results, of what the loss has."""
+    """Return the results that are metrics of this loss."""
     cuts = {cut for cut in config.facts.cuts if cut != "delta" or config.delta is not None}
     cuts |= {"region"} if "low" in cuts else set()
     optional = {"entropy": inputs.entropy, "kl": inputs.ref_logprobs, "sampling/": inputs.sampler_logprobs}

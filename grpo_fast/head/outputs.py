@@ -1,4 +1,4 @@
-"""What the head's public functions return."""
+"""Results of the head's public functions."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Certificate:
-    """How much of a backward was drawn at random, and the error of that. NaN until the backward has run.
+    """Density and error of a sampled backward, from the sampling probabilities.
 
-    It follows from the probabilities, not from the draw. Numbers on the device; reading one waits for it. Not
-    filled by a compiled backward.
+    NaN until the backward has run, and after a compiled backward. Reading a value synchronizes.
     """
 
     values: Tensor  # (4,) float32
@@ -31,7 +30,7 @@ class Certificate:
         return cls(torch.full((cls.SIZE,), torch.nan, device=device))
 
     def fill_exact(self) -> None:
-        """Write density 1, errors 0 and scale 1. Constants from the host would wait for the device."""
+        """Write density 1, errors 0 and scale 1, without a copy from the host."""
         self.values.fill_(1.0)
         self.values[1:3].zero_()
 
@@ -42,27 +41,28 @@ class Certificate:
 
     @property
     def hidden_error(self) -> Tensor:
-        """At most the root mean square of the hidden gradient's error, in units of what rounding the logit
-        gradient to bfloat16 costs; NaN where a row's gradient is not finite.
+        """Bound of the hidden gradient's root mean square error, in the unit of `tolerance`; may be NaN.
+
+        It is NaN if a row's gradient is not finite.
         """
         return self.values[1]
 
     @property
     def weight_error(self) -> Tensor:
-        """The same of the weight's gradient; at most `tolerance`."""
+        """The same for the weight's gradient; at most `tolerance`."""
         return self.values[2]
 
     @property
     def largest_scale(self) -> Tensor:
-        """By which a small pair that was kept stands for its like: 1 over its probability, at most 2^18."""
+        """Largest importance weight, 1/probability, of a sampled pair: at most 2^18."""
         return self.values[3]
 
 
 @dataclass(frozen=True, eq=False)
 class HeadOutput:
-    """Per-token results, float32 (float64 for float64 inputs), of the targets' shape; zero where ignored.
+    """Per-token results, float32 (float64 for float64 inputs), in the targets' shape; zero where ignored.
 
-    What was not asked for is None. `logprob`, `entropy`, `logsumexp` and `mean_logit` are differentiable.
+    Unrequested ones are None. `logprob`, `entropy`, `logsumexp` and `mean_logit` are differentiable.
     """
 
     logprob: Tensor  # (...) nats
@@ -76,7 +76,7 @@ class HeadOutput:
 
 @dataclass(frozen=True, eq=False)
 class KLOutput:
-    """Divergence of two heads' distributions per token."""
+    """Per-token divergences of two heads."""
 
     divergence: Tensor  # (...) nats, float32 (float64 for float64 inputs); zero where masked
     certificate: Certificate  # filled by the backward
@@ -84,10 +84,10 @@ class KLOutput:
 
 @dataclass(frozen=True, eq=False)
 class GRPOLossOutput:
-    """A policy loss over a packed batch. N tokens."""
+    """A policy loss over a packed batch of N tokens."""
 
     loss: Tensor  # () float32
     metrics: dict[str, Tensor] = field(default_factory=dict)  # detached scalars
     logprobs: Tensor | None = None  # (N,) detached; zero where masked
-    entropy: Tensor | None = None  # (N,) detached, when asked for
+    entropy: Tensor | None = None  # (N,) detached; None unless requested
     certificate: Certificate | None = None  # filled by the backward

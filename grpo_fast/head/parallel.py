@@ -1,8 +1,7 @@
 """The head over a weight that is split by vocabulary: each rank holds contiguous rows, in rank order.
 
-Every rank sees every token and runs the head on its own rows; what crosses ranks is a few numbers per token.
-With lse_r a rank's log-sum-exp and w_r = exp(lse_r - lse) its share of the probability, all statistics
-follow:
+Every rank sees every token and runs the head on its own rows; only a few numbers per token cross ranks. With
+lse_r a rank's log-sum-exp and w_r = exp(lse_r - lse) its share of the probability, all statistics follow:
 
     log p = log p_r + lse_r - lse        (from the rank that holds the target)
     entropy = Σ_r w_r (entropy_r + lse - lse_r)
@@ -23,16 +22,15 @@ from torch.distributed import ProcessGroup, ReduceOp
 
 from grpo_fast.head.call import ROW_IGNORED, HeadCall, KLCall, RowStatistics, Shard
 from grpo_fast.head.divergence import divergence_terms, weighable_
-from grpo_fast.head.divergence_operator import row_divergence
-from grpo_fast.head.operator import head_statistics
+from grpo_fast.head.operator import head_statistics, row_divergence
 from grpo_fast.head.outputs import Certificate
 
 
 def parallel_statistics(call: HeadCall, shard: Shard) -> tuple[RowStatistics, Certificate]:
-    """`head_statistics` of the whole vocabulary, of which the weight is one of several parts.
+    """Compute `head_statistics` of the whole vocabulary from this rank's rows of the weight.
 
-    `call.weight` and `.bias` are this rank's rows, its targets are global. Each rank samples by
-    itself, in units of what rounding costs among its rows, so that all together keep to the tolerance.
+    `call.weight` and `.bias` are this rank's rows, its targets are global. Each rank samples its own tiles in
+    units of the rounding error of its rows, so that the ranks together keep to the tolerance.
     """
     entries, targets, group, start = call.vocabulary, call.targets, shard.group, shard.start
     local, certificate = head_statistics(
@@ -43,84 +41,111 @@ def parallel_statistics(call: HeadCall, shard: Shard) -> tuple[RowStatistics, Ce
         )
     )
     here = (targets >= start) & (targets < start + entries)
-    base = _finite_maximum(local.logsumexp, group)
-    logsumexp = base + _Sum.apply((local.logsumexp - base).exp(), group).log()
-    behind = (logsumexp - local.logsumexp).detach()
+    logsumexp = _logsumexp(local.logsumexp, group)
+    behind = logsumexp - local.logsumexp.detach()
     behind = torch.where(local.logsumexp.isneginf(), torch.inf, behind)
+    share = (-behind).exp()
+    logprob, of_logsumexp = _logprob(local.logprob.detach(), local.logsumexp.detach(), behind, here, group)
     whole = {
-        "logprob": _LogProb.apply(local.logprob, local.logsumexp, behind, here, group),
-        "logsumexp": logsumexp,
+        "logprob": _with_gradient(logprob, (local.logprob, here), (local.logsumexp, of_logsumexp)),
+        "logsumexp": _with_gradient(logsumexp, (local.logsumexp, share)),
     }
     if call.entropy:
-        whole["entropy"] = _Entropy.apply(local.entropy, local.logsumexp, behind, group)
+        own = torch.where(share > 0, local.entropy.detach() + behind, 0)
+        entropy = _sum(share * own, group)
+        slopes = (local.entropy, share), (local.logsumexp, share * (own - entropy))
+        whole["entropy"] = _with_gradient(entropy, *slopes)
     if call.mean_logit:
-        whole["mean_logit"] = _Sum.apply(local.mean_logit * (entries / shard.vocabulary), group)
+        weight = (entries / shard.vocabulary).expand_as(local.mean_logit)
+        total = _sum(local.mean_logit.detach() * weight, group)
+        whole["mean_logit"] = _with_gradient(total, (local.mean_logit, weight))
     if call.max_logit:
         whole["max_logit"] = _all_reduce(local.max_logit, ReduceOp.MAX, group)
-        whole["target_logit"] = _all_reduce(local.target_logit, ReduceOp.SUM, group)
+        whole["target_logit"] = _sum(local.target_logit, group)
     if call.log_sum_sq:
         squares = torch.where(behind.isinf(), 0, local.log_sum_sq) - 2 * behind
-        base = _finite_maximum(squares, group)
-        whole["log_sum_sq"] = base + _all_reduce((squares - base).exp(), ReduceOp.SUM, group).log()
+        whole["log_sum_sq"] = _logsumexp(squares, group)
     worked = targets >= 0
     return local._replace(**{k: torch.where(worked, v, 0) for k, v in whole.items()}), certificate
 
 
 def parallel_divergence(call: KLCall, shard: Shard) -> tuple[Tensor, Certificate]:
-    """(N,) divergence over the whole vocabulary, of which both weights are the same one of several parts.
+    """Compute (N,) divergences over the whole vocabulary from this rank's rows of both weights.
 
     With P_r and Q_r the shares of a rank, KL = Σ_r P_r KL_r + KL(P || Q). The mixture of "jsd" depends on the
     shares: it takes two more logit products, and twice those of the backward.
     """
     group, mask = shard.group, call.mask
-    call = call._replace(hidden=_SumOfGradients.apply(call.hidden, group))
+    hidden = _SumOfGradients.apply(call.student.hidden, group)
+    call = call._replace(student=call.student._replace(hidden=hidden))
     if call.direction == "jsd":
         with torch.no_grad():
             local, _ = row_divergence(call._replace(direction="forward"))
-        wholes = [_whole_logsumexp(each, group) for each in (local.logsumexp, local.ref_logsumexp)]
+        wholes = [_logsumexp(each, group) for each in (local.logsumexp, local.ref_logsumexp)]
         local, certificate = row_divergence(call._replace(logsumexp=wholes[0], ref_logsumexp=wholes[1]))
-        center = _all_reduce(local.center, ReduceOp.SUM, group)
-        factors = torch.ones_like(center), (call.beta - 1) * center
-        total = _all_reduce(local.divergence, ReduceOp.SUM, group)
+        center = _sum(local.center, group)
+        slopes = torch.ones_like(center), (call.beta - 1) * center
+        total = _sum(local.divergence, group)
     else:
         local, certificate = row_divergence(call)
         log_p, log_q = (
-            each.detach() - _whole_logsumexp(each, group) for each in (local.logsumexp, local.ref_logsumexp)
+            each.detach() - _logsumexp(each, group) for each in (local.logsumexp, local.ref_logsumexp)
         )
         p, q = log_p.exp(), log_q.exp()
         d = weighable_(log_p - log_q, call.direction, p, q)
         within = torch.where((p if call.direction == "reverse" else q) == 0, 0, local.divergence.detach())
         if call.direction == "reverse":
-            total = _all_reduce(p * within + divergence_terms(p, q, d), ReduceOp.SUM, group)
-            factors = p, p * (within + d - total)
+            total = _sum(p * within + divergence_terms(p, q, d), group)
+            slopes = p, p * (within + d - total)
         else:
-            total = _all_reduce(q * within + divergence_terms(q, p, -d), ReduceOp.SUM, group)
-            factors = q, p - q
-    result = _OfShards.apply(local.divergence, local.logsumexp, torch.where(mask, total, 0), *factors)
-    return result, certificate
+            total = _sum(q * within + divergence_terms(q, p, -d), group)
+            slopes = q, p - q
+    inputs = zip((local.divergence, local.logsumexp), slopes, strict=True)
+    return _with_gradient(torch.where(mask, total, 0), *inputs), certificate
 
 
-def _whole_logsumexp(local: Tensor, group: ProcessGroup) -> Tensor:
-    base = _finite_maximum(local, group)
-    return base + _all_reduce((local - base).exp(), ReduceOp.SUM, group).log()
-
-
-class _OfShards(torch.autograd.Function):
-    """A result that is known, with its gradient in what this rank found. Every rank's loss is a copy."""
+class _Known(torch.autograd.Function):
+    """A result that is computed already, differentiable in some inputs by known slopes."""
 
     @staticmethod
-    def forward(ctx: Any, divergence: Tensor, logsumexp: Tensor, total: Tensor, *factors: Tensor) -> Tensor:
-        ctx.save_for_backward(*factors)
-        return total.clone()
+    def forward(ctx: Any, result: Tensor, *inputs_and_slopes: Tensor) -> Tensor:
+        ctx.save_for_backward(*inputs_and_slopes[len(inputs_and_slopes) // 2 :])
+        return result.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        of_divergence, of_logsumexp = ctx.saved_tensors
-        return gradient * of_divergence, gradient * of_logsumexp, None, None, None
+        # A slope of zero stays zero where the gradient is not finite.
+        slopes = ctx.saved_tensors
+        of_inputs = (torch.where(slope == 0, 0, gradient * slope) for slope in slopes)
+        return (None, *of_inputs, *(None for _ in slopes))
+
+
+def _with_gradient(result: Tensor, *inputs: tuple[Tensor, Tensor]) -> Tensor:
+    """Let (N,) gradients of `result` flow to each input times its slope; each rank's loss is a copy."""
+    tensors, slopes = zip(*inputs, strict=True)
+    return _Known.apply(result, *tensors, *slopes)
+
+
+def _logprob(
+    logprob: Tensor, logsumexp: Tensor, behind: Tensor, here: Tensor, group: ProcessGroup
+) -> tuple[Tensor, Tensor]:
+    """Compute log p, and its slope in this rank's log-sum-exp: 1 - w_r with the target, else -w_r.
+
+    For a likely target both come from the other entries' sum relative to it, Σ_{v≠t} exp(z_v - z_t): a
+    difference of log-sum-exps would lose their digits.
+    """
+    direct, z = _sum(torch.where(here, torch.stack([logprob - behind, logprob + logsumexp]), 0), group)
+    same_rank = torch.where(here, torch.expm1(-logprob), 0)
+    elsewhere = torch.where(here, 0, (logsumexp - z).exp())
+    same_rank, elsewhere = _sum(torch.stack([same_rank, elsewhere]), group)
+    likely = direct > -1
+    whole = torch.where(likely, -torch.log1p(same_rank + elsewhere), direct)
+    others = torch.where(likely, elsewhere * whole.exp(), -torch.expm1(-behind))
+    return whole, torch.where(here, others, -(-behind).exp())
 
 
 def _local_targets(targets: Tensor, start: Tensor, entries: int) -> Tensor:
-    """Targets within this rank's rows; `entries` where another rank has it, marks below zero unchanged."""
+    """Shift targets to this rank's rows; `entries` for another rank's, marks below zero unchanged."""
     shifted = targets - start
     elsewhere = (targets > ROW_IGNORED) & ((shifted < 0) | (shifted >= entries))
     return torch.where(targets < 0, targets, torch.where(elsewhere, entries, shifted))
@@ -133,10 +158,15 @@ def _all_reduce(tensor: Tensor, operation: ReduceOp.RedOpType, group: ProcessGro
     return result
 
 
-def _finite_maximum(values: Tensor, group: ProcessGroup) -> Tensor:
-    """Over the group, zero where it is -inf: what may be subtracted before an exponential."""
+def _sum(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    return _all_reduce(tensor, ReduceOp.SUM, group)
+
+
+def _logsumexp(values: Tensor, group: ProcessGroup) -> Tensor:
+    """Compute log Σ_r exp(values_r) over the ranks, without a graph."""
     maximum = _all_reduce(values, ReduceOp.MAX, group)
-    return torch.where(maximum.isneginf(), 0, maximum)
+    base = torch.where(maximum.isneginf(), 0, maximum)
+    return base + _sum((values - base).exp(), group).log()
 
 
 class _SumOfGradients(torch.autograd.Function):
@@ -150,60 +180,3 @@ class _SumOfGradients(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return _all_reduce(gradient, ReduceOp.SUM, ctx.group), None
-
-
-class _Sum(torch.autograd.Function):
-    """Sum over the group. Every rank's loss is a copy, here and below: the gradient passes as it is."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> Tensor:
-        return _all_reduce(tensor, ReduceOp.SUM, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
-
-
-class _LogProb(torch.autograd.Function):
-    """log p from the rank that holds the target; its lse_r gets 1 - w_r of the gradient, the others' -w_r.
-
-    Of a likely target both are formed from what the others hold relative to it, Σ_{v≠t} exp(z_v - z_t): a
-    difference of log-sum-exps would lose their digits.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, logprob: Tensor, logsumexp: Tensor, behind: Tensor, here: Tensor, group: ProcessGroup
-    ) -> Tensor:
-        of_target = torch.stack([logprob - behind, logprob + logsumexp])
-        direct, z = _all_reduce(torch.where(here, of_target, 0), ReduceOp.SUM, group)
-        beside = torch.where(here, torch.expm1(-logprob), 0)
-        elsewhere = torch.where(here, 0, (logsumexp - z).exp())
-        beside, elsewhere = _all_reduce(torch.stack([beside, elsewhere]), ReduceOp.SUM, group)
-        likely = direct > -1
-        whole = torch.where(likely, -torch.log1p(beside + elsewhere), direct)
-        others = torch.where(likely, elsewhere * whole.exp(), -torch.expm1(-behind))
-        ctx.save_for_backward(torch.where(here, others, -(-behind).exp()), here)
-        return whole
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        of_logsumexp, here = ctx.saved_tensors
-        return torch.where(here, gradient, 0), gradient * of_logsumexp, None, None, None
-
-
-class _Entropy(torch.autograd.Function):
-    """Σ_r w_r a_r, a_r = entropy_r + lse - lse_r; the gradient of lse_r is w_r (a_r - entropy)."""
-
-    @staticmethod
-    def forward(ctx: Any, entropy: Tensor, logsumexp: Tensor, behind: Tensor, group: ProcessGroup) -> Tensor:
-        share = (-behind).exp()
-        own = torch.where(share > 0, entropy + behind, 0)
-        result = _all_reduce(share * own, ReduceOp.SUM, group)
-        ctx.save_for_backward(share, own, result)
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        share, own, result = ctx.saved_tensors
-        return gradient * share, gradient * share * (own - result), None, None

@@ -20,22 +20,22 @@ _DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")  # Granite and Min
 class HeadParameters:
     """logits = cap(logit_scale · (hidden @ weightᵀ + bias)), with cap(z) = softcap · tanh(z / softcap).
 
-    Given whole: `linear_logprob(hidden, head.weight, targets, **head.options)`.
+    Use it as `linear_logprob(hidden, head.weight, targets, **head.options)`.
     """
 
     weight: Tensor  # (V, H), the model's dtype
     bias: Tensor | None = None  # (V,)
     logit_scale: float = 1.0
     softcap: float | None = None
-    tolerance: float | None = None  # of the gradient, as `linear_logprob` takes it
+    tolerance: float | None = None  # of the gradient, as in `linear_logprob`
 
     @property
     def options(self) -> dict[str, Any]:
-        """All but the weight."""
+        """Keyword arguments of `linear_logprob`: all fields but the weight."""
         return {name: value for name, value in vars(self).items() if name != "weight"}
 
     def logits(self, hidden: Tensor, kind: torch.dtype = torch.float32) -> Tensor:
-        """(..., H) -> (..., V) of that dtype. The loss never forms them."""
+        """Compute (..., V) logits of (..., H) in a dtype; the loss never does."""
         logits = hidden.to(kind) @ self.weight.to(kind).T
         if self.bias is not None:
             logits = logits + self.bias.to(kind)
@@ -44,18 +44,18 @@ class HeadParameters:
 
 
 def head_parameters(model: PreTrainedModel) -> HeadParameters:
-    """Read the head of a transformers causal language model, under the names its configuration uses.
+    """Read the head of a transformers causal language model and of its configuration.
 
     Raises:
-        ValueError: the model has no output embedding, LoRA wraps it, or it is quantised.
+        ValueError: the model has no output embedding, LoRA wraps it, or it is quantized.
     """
     head = model.get_output_embeddings()
     if head is None:
         raise ValueError(f"{type(model).__name__} has no output head; give a causal language model")
     if not isinstance(head, nn.Linear):
         raise ValueError(
-            f"the output head is a {type(head).__name__}, and the loss reads the weight of an "
-            "nn.Linear; with LoRA, leave the head out of model.lora.target_modules"
+            f"the output head is a {type(head).__name__}, but must be an nn.Linear; with LoRA, leave the "
+            "head out of model.lora.target_modules"
         )
     if is_quantized(head.weight):
         raise ValueError(
@@ -72,7 +72,7 @@ def head_parameters(model: PreTrainedModel) -> HeadParameters:
 
 
 def logit_softcap(config: PreTrainedConfig) -> float | None:
-    """The bound of the logits, s · tanh(logits / s); None: there is none."""
+    """Return s of the logits' bound s · tanh(logits / s), or None."""
     return next((cap for name in _SOFTCAPS if (cap := getattr(config, name, None)) is not None), None)
 
 

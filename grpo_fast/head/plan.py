@@ -1,7 +1,4 @@
-"""Which path the head takes, with which tiles and how much memory.
-
-Pure: decided from sizes and facts of the device, so it is tested without one.
-"""
+"""Choose the head's path, tiles and memory, as a pure function of sizes and of the device's facts."""
 
 from __future__ import annotations
 
@@ -16,15 +13,15 @@ from grpo_fast.kernels import MOST_TILES, TILE, ProductTile, SparseConfig
 Backend = Literal["reference", "triton"]
 
 DEFAULT_TOLERANCE = 2.5
-"""Error of the drawn gradient at most, in units of what rounding the logit gradient to bfloat16 costs anyway.
+"""Bound of the sampled gradient's error, in units of the error of rounding the logit gradient to bfloat16.
 
-On rows of two models the error is a third to a half of this bound.
+The error measured on two models is a third to a half of this bound.
 """
 
 _CPU_CHUNK_BYTES = 8 << 20
 _DEVICE_CHUNK_BYTES = 256 << 20
+# Of a frozen head's exponentials. Fewer rows would give a large GPU too few tiles of their product with W.
 _JACOBIAN_BYTES, _JACOBIAN_ROWS = 640 << 20, 2048
-"""Of a frozen head's exponentials. Fewer rows are too few tiles of their product with W for a large GPU."""
 _CHUNK_ROWS = 512
 _DIVERGENCE_CHUNKS = 16
 _DENSE_WORKSPACE_BYTES = 192 << 20
@@ -33,7 +30,7 @@ _SCRATCH_BYTES = 1 << 10  # shared memory the compiler takes besides operands an
 
 @dataclass(frozen=True)
 class Device:
-    """What a plan needs to know of the device."""
+    """Facts of a device."""
 
     kind: str  # "cpu", "cuda", ...
     capability: tuple[int, int] = (0, 0)  # CUDA compute capability
@@ -43,13 +40,13 @@ class Device:
 
     @property
     def architecture(self) -> str:
-        """As the tables of sizes have it."""
+        """Key of the table of sizes."""
         return self.gfx or "sm_{}{}".format(*self.capability)
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What a plan needs to know of the call."""
+    """Facts of a call."""
 
     rows: int
     vocabulary: int
@@ -60,20 +57,19 @@ class Workload:
     mean_gradient: bool = False  # of the mean logit: not sparse
     tolerance: float | None = None  # None for DEFAULT_TOLERANCE; read where kernels run
     aligned: bool = True  # operands fit tensor descriptors: unit stride along H, rows on 16 bytes
-    keep: bool = False  # the caller lets the forward keep N·V elements for the backward
-    jacobian: bool = False  # the log-probability alone is differentiated, in the hidden states alone
+    keep: bool = False  # the forward may keep N·V elements for the backward
+    jacobian: bool = False  # only the log-probability is differentiated, and only in the hidden states
     hidden_size: int = 2048
-    # Read by who plans a run's memory:
-    trainable: bool = True  # the weight takes a gradient
+    trainable: bool = True  # the weight takes a gradient; read by the memory planner
 
 
 @dataclass(frozen=True)
 class Chunks:
-    """Rows and vocabulary entries held as logits at one time by the reference path."""
+    """Rows and vocabulary entries of the reference path's logits at one time."""
 
     rows: int
     columns: int  # whole tiles, or all
-    cached_rows: int = 1  # of whole logits of two heads, whose elements are read many times
+    cached_rows: int = 1  # rows of two heads' full logits that fit the caches
 
     def of_rows(self, count: int) -> list[slice]:
         return range_of(count, self.rows)
@@ -85,10 +81,10 @@ class Chunks:
 @dataclass(frozen=True)
 class HeadPlan:
     backend: Backend
-    tolerance: float  # 0 too where nothing is drawn
-    keep: bool  # the forward keeps exponentials, and the backward takes them up
-    jacobian: bool  # the forward forms dlogprob/dhidden, and the backward scales it
-    jacobian_rows: int  # whose exponentials it holds at one time for that, on the kernels' path
+    tolerance: float  # 0 if nothing is sampled
+    keep: bool  # the forward keeps exponentials for the backward
+    jacobian: bool  # the forward computes dlogprob/dhidden, and the backward scales it
+    jacobian_rows: int  # rows of exponentials that the kernels hold at one time for the jacobian
     chunks: Chunks  # of the reference path
     forward_tile: ProductTile
     backward_tile: ProductTile
@@ -97,25 +93,24 @@ class HeadPlan:
 
     @property
     def backward(self) -> Literal["dense", "sparse"]:
-        """Dense is exact."""
+        """The backward of this plan; dense is exact."""
         return "sparse" if self.tolerance else "dense"
 
 
 def plan_head(device: Device, work: Workload) -> HeadPlan:
-    """The plan for one call."""
+    """Plan one call."""
     backend = head_backend(device, work.dtype)
-    # Three statistics, or one and a softcap or the store of what is kept, need the registers of half a tile;
-    # so does the entropy's gradient.
-    most = MOST_TILES * TILE  # entries
     tolerance = DEFAULT_TOLERANCE if work.tolerance is None else work.tolerance
-    if backend == "reference" or work.mean_gradient or work.vocabulary > most:
+    if backend == "reference" or work.mean_gradient or work.vocabulary > MOST_TILES * TILE:
         tolerance = 0.0
     stores = backend == "triton" and not work.softcap
     exact = tolerance == 0 or (work.keep and stores)
     jacobian = work.jacobian and exact and (stores or backend == "reference")
     keep = work.keep and stores and not jacobian
+    # Three statistics, one with a softcap or stored exponentials, or the entropy gradient need the registers
+    # of half a tile.
     forward_wide = work.extra_statistics < 3
-    if work.softcap or keep or jacobian:  # with tensor memory these spill in a wide tile by themselves
+    if work.softcap or keep or jacobian:  # with tensor memory these alone spill in a wide tile
         forward_wide = work.extra_statistics < 1 and device.capability[0] != 10
     backward_wide = not (work.softcap or work.entropy_gradient or work.mean_gradient)
     sizes = sizes_for(device.architecture, work.dtype, device.shared_memory)
@@ -138,15 +133,16 @@ def plan_head(device: Device, work: Workload) -> HeadPlan:
 
 
 def head_backend(device: Device, dtype: torch.dtype) -> Backend:
-    """Kernels where they run: of AMD's GPUs, on those with a table."""
+    """Return the backend: kernels for CUDA devices of capability 8.0 or more and AMD GPUs in the table."""
     known = device.gfx in SHARED_MEMORY if device.gfx else device.capability >= (8, 0)
     usable = device.kind == "cuda" and device.has_triton and known
     return "triton" if usable and dtype in (torch.bfloat16, torch.float16, torch.float32) else "reference"
 
 
 def _chunks(device: Device, work: Workload) -> Chunks:
-    """Few rows take more columns: a chunk's bytes stay the same, and the matrix products large. On a GPU the
-    weight's columns in the accumulator's dtype keep to the same bytes.
+    """Choose chunks of constant bytes: fewer rows take more columns, which keeps the products large.
+
+    On a GPU the weight's columns in the accumulator's dtype keep to the same bytes.
     """
     budget = _CPU_CHUNK_BYTES if device.kind == "cpu" else _DEVICE_CHUNK_BYTES
     height = max(1, min(work.rows, _CHUNK_ROWS))
@@ -157,7 +153,7 @@ def _chunks(device: Device, work: Workload) -> Chunks:
 
 
 def divergence_chunks(kind: str, vocabulary: int, hidden_size: int, accumulator: torch.dtype) -> Chunks:
-    """Rows whose whole logits, of both heads, keep to `_DIVERGENCE_CHUNKS` chunks' bytes."""
+    """Choose rows whose full logits of both heads keep to the bytes of `_DIVERGENCE_CHUNKS` chunks."""
     budget, itemsize = (_CPU_CHUNK_BYTES if kind == "cpu" else _DEVICE_CHUNK_BYTES), accumulator.itemsize
     of_row = 2 * itemsize * max(vocabulary, 1)
     rows = max(1, _DIVERGENCE_CHUNKS * budget // of_row)
@@ -170,7 +166,7 @@ def range_of(size: int, step: int) -> list[slice]:
 
 
 def _descriptor_tile(device: Device, work: Workload, sizes: Sizes, *, wide: bool) -> ProductTile | None:
-    """A large tile, where the architecture has descriptors: few bytes per product feed the tensor cores."""
+    """Return a large tile for tensor descriptors, or None if they do not fit the call or the device."""
     tile = sizes.wide if wide else sizes.narrow
     if tile is None or not work.aligned:
         return None
@@ -180,7 +176,7 @@ def _descriptor_tile(device: Device, work: Workload, sizes: Sizes, *, wide: bool
 
 
 def dense_columns(work: Workload, multiple: int) -> int:
-    """Columns of logit gradient that fit the workspace, in whole tiles."""
+    """Return the columns of logit gradients that fit the workspace, in whole tiles."""
     per_tile = max(work.rows, 1) * multiple * work.dtype.itemsize
     tiles = max(1, _DENSE_WORKSPACE_BYTES // per_tile)
     return min(tiles, -(-max(work.vocabulary, 1) // multiple)) * multiple

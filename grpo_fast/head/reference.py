@@ -1,8 +1,8 @@
 """The head in plain torch: chunked over rows and vocabulary, any device, any float dtype.
 
-It runs where Triton does not, and in float64 it is the oracle of the tests. Logits are float32 (float64 for
-float64 inputs) and exist one chunk at a time. The target's entry is kept out of every sum and added at the
-end, so that log p = -log(1 + Σ_{v≠t} exp(z_v - z_t)) and 1 - p keep their digits when p is close to one.
+It runs without Triton. Logits are float32 (float64 for float64 inputs) and exist one chunk at a time. The
+target's entry is left out of every sum and added last, so that log p = -log(1 + Σ_{v≠t} exp(z_v - z_t)) and
+1 - p keep their digits when p is close to one.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from grpo_fast.head.call import (
     LogitGradient,
     RowGradients,
     RowStatistics,
-    SavedForBackward,
+    Saved,
     Wanted,
 )
 from grpo_fast.head.outputs import Certificate
 from grpo_fast.head.plan import Chunks
 
 
-def forward(call: HeadCall, chunks: Chunks) -> tuple[RowStatistics, SavedForBackward]:
-    """Every row's statistics, and the saved with dlogprob/dhidden where the call has `jacobian`.
+def forward(call: HeadCall, chunks: Chunks) -> tuple[RowStatistics, Saved]:
+    """Compute every row's statistics, and dlogprob/dhidden if `call.jacobian`.
 
-    The same pass forms dlogprob/dhidden = Σ_v (onehot - p)_v dz_v/dhidden, as flash attention forms its
-    output. A head whose weight is frozen then needs two vocabulary-wide products in all, not three.
+    The same pass computes dlogprob/dhidden = Σ_v (onehot - p)_v dz_v/dhidden, as flash attention computes its
+    output. A frozen head then needs two vocabulary-wide products, not three.
     """
     statistics = RowStatistics.allocate(call)
-    saved = SavedForBackward.empty(call, jacobian=call.jacobian)
+    saved = Saved.empty(call, jacobian=call.jacobian)
     worked = (call.targets >= 0).nonzero().squeeze(1)
     with exact_bf16_products(call):
         for index in worked.split(chunks.rows):
@@ -55,7 +55,7 @@ def backward(
     certificate: Certificate,
     chunks: Chunks,
 ) -> HeadGradients:
-    """Exact gradients; fills the certificate. Idle rows cost nothing."""
+    """Compute exact gradients, and fill the certificate. Rows without a gradient cost nothing."""
     certificate.fill_exact()
     rows, kind = LogitGradient.of(call, statistics, gradients), call.accumulator
     index = rows.live().nonzero().squeeze(1)
@@ -88,7 +88,7 @@ def backward(
 
 
 class _OnlineSoftmax:
-    """What n rows have seen of the vocabulary, relative to the largest logit, without the target's entry."""
+    """Running sums of n rows over the vocabulary, relative to the largest logit, without the target."""
 
     def __init__(self, block: HeadCall) -> None:
         self.block = block
@@ -104,7 +104,7 @@ class _OnlineSoftmax:
         self.pull = torch.zeros_like(block.hidden, dtype=block.accumulator) if block.jacobian else None
 
     def absorb(self, columns: slice) -> None:
-        """Adds one chunk of the vocabulary."""
+        """Add one chunk of the vocabulary."""
         products = self.block.products(columns)
         capped = self.pull is not None and self.block.softcap is not None
         slope = self.block.slope(products) if capped else None
@@ -130,7 +130,7 @@ class _OnlineSoftmax:
             self.pull.addmm_(e, self.block.weight[columns].to(e.dtype))
 
     def _rebase(self, maximum: Tensor) -> None:
-        """Makes a new maximum the reference of all sums."""
+        """Make all sums relative to a new maximum."""
         shift = finite_or_zero(self.maximum) - finite_or_zero(maximum)
         factor = torch.where(self.maximum.isneginf(), torch.zeros_like(shift), shift.exp())
         if self.weighted is not None:
@@ -148,7 +148,7 @@ class _OnlineSoftmax:
         return self.block.targets < self.block.vocabulary
 
     def write(self, index: Tensor, out: RowStatistics) -> None:
-        """Writes the statistics of all rows to `index` of the outputs."""
+        """Write the statistics of all rows to `index` of the outputs."""
         base = finite_or_zero(self.maximum)
         relative = self.target - base
         e = torch.where(self.present, relative.exp(), 0)
@@ -169,7 +169,7 @@ class _OnlineSoftmax:
             out.target_logit[index] = torch.where(self.present, self.target, 0)
 
     def jacobian(self) -> Tensor:
-        """(1 - p_t) dz_t/dhidden - Σ_{v≠t} p_v dz_v/dhidden; zero without a target of this weight."""
+        """Compute (1 - p_t) dz_t/dhidden - Σ_{v≠t} p_v dz_v/dhidden; zero without a target in this weight."""
         assert self.pull is not None, "the call had no jacobian"
         block = self.block
         e = (self.target - finite_or_zero(self.maximum)).exp()
@@ -186,17 +186,16 @@ class _OnlineSoftmax:
 
 
 def finite_or_zero(maximum: Tensor) -> Tensor:
-    """A maximum that may be subtracted: -inf - -inf would not be a number."""
+    """Replace -inf by zero, so that -inf - maximum is not NaN."""
     return torch.where(maximum.isneginf(), torch.zeros_like(maximum), maximum)
 
 
 @contextmanager
 def exact_bf16_products(call: HeadCall) -> Iterator[None]:
-    """Lets oneDNN multiply bfloat16 values held in float32 at bfloat16 speed, with a float32 result.
+    """Let oneDNN multiply bfloat16 values held in float32 at bfloat16 speed, with a float32 result.
 
-    A bfloat16 matmul would round its output, the logits, to bfloat16. Here the operands of the logit product
-    are bfloat16 numbers already, so nothing is lost; the logit gradient is rounded, as it is for the GPU's
-    tensor cores.
+    A bfloat16 matmul would round the logits to bfloat16. The operands of the logit product are bfloat16
+    values already, so nothing is lost; the logit gradient is rounded, as for a GPU's tensor cores.
     """
     matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # torch sets it as it is imported
     if call.hidden.device.type != "cpu" or call.hidden.dtype != torch.bfloat16:

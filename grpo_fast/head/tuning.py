@@ -1,8 +1,7 @@
-"""Block sizes, warps and stages of every kernel, by architecture and precision: a table, no autotuning.
+"""Block sizes, warps and stages of every kernel, by architecture and precision, without autotuning.
 
-Looking sizes up is a pure function of the architecture and the dtype, so a user's first step compiles exactly
-what its plan names. All sizes compile without spills for their architecture, but for dX at hidden sizes above
-8,192. None was measured on a GPU.
+All sizes compile without spills for their architecture, except dX at hidden sizes above 8,192. None was
+measured on a GPU.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ Precision = Literal["half", "float32"]
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the kernels are launched with."""
+    """Launch sizes of the kernels."""
 
-    pointer_forward: ProductTile  # operands that no descriptor can address
+    pointer_forward: ProductTile  # for operands that descriptors cannot address
     pointer_backward: ProductTile
     sparse: SparseConfig
-    wide: ProductTile | None = None  # X Wᵀ by tensor descriptors; None: the architecture has none
-    narrow: ProductTile | None = None  # the same, where a softcap or many statistics need the registers
+    wide: ProductTile | None = None  # X Wᵀ by tensor descriptors; None if the architecture has none
+    narrow: ProductTile | None = None  # the same, if a softcap or many statistics need the registers
 
 
 def _pointers(rows: int, depth: int, warps: int, stages: int) -> ProductTile:
@@ -99,14 +98,14 @@ TABLE: dict[str, dict[Precision, Sizes]] = {
 
 
 def sizes_for(architecture: str, dtype: torch.dtype, shared_memory: int | None = None) -> Sizes:
-    """The sizes for a device and a dtype.
+    """Return the sizes for a device and a dtype.
 
-    An NVIDIA GPU without a row of its own takes that of the newest architecture before it whose shared memory
-    it has; where there is none, the row that needs the least.
+    An NVIDIA GPU without a row takes that of the newest architecture before it that fits its shared memory,
+    or else the row that needs the least.
 
     Args:
-        architecture: as in the table; the plan of a device that has no kernels reads it as one without a row.
-        shared_memory: bytes one program may use; None: as much as any row asks for.
+        architecture: as in the table, or unknown.
+        shared_memory: bytes one program may use; None: no limit.
     """
     nvidia = {int(name[3:]): name for name in TABLE if name.startswith("sm_")}
     if architecture.startswith("gfx"):

@@ -1,4 +1,4 @@
-"""What makes a row's logit gradient, from the upstream gradients of its statistics."""
+"""Coefficients of each row's logit gradient, from the upstream gradients of its statistics."""
 
 from __future__ import annotations
 
@@ -19,10 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RowCoefficients:
-    """What makes the logit gradients of N rows, before the slope of the logit.
-
-    dL/dz_v = −p_v·(c + e·(log p_v + H)), but `target` at the target.
-    """
+    """Coefficients of N rows: dL/dz_v = −p_v·(c + e·(log p_v + H)), and `target` at the target."""
 
     logsumexp: Tensor  # (N,) float32, as the next five
     target: Tensor  # dL/dz of the target
@@ -30,14 +27,14 @@ class RowCoefficients:
     slope: Tensor  # largest |dz/d(x·w)|
     entropy: Tensor | None  # H; None: no gradient through the entropy
     entropy_gradient: Tensor | None  # e
-    squares: Tensor  # (P,) float64, their sum: Σ_i (Σ_v|G_iv| / 2)², or less
-    salts: Tensor  # (P,) int64, their sum: what sets the batch's draws apart
+    squares: Tensor  # (P,) float64, whose sum is at most Σ_i (Σ_v|G_iv| / 2)²
+    salts: Tensor  # (P,) int64, whose sum seeds the batch's draws
 
 
 class Masses(NamedTuple):
-    """What says how much of the gradient every pair can hold, as kernels take it."""
+    """The kernels' inputs for the bound of each pair's gradient."""
 
-    tile_lse: Tensor  # (N, T) float32: log-sum-exp of each row's logits over each tile of TILE columns
+    tile_lse: Tensor  # (N, T) float32: log-sum-exp of each row's logits over each tile
     logsumexp: Tensor  # (N,) float32
     targets: Tensor  # (N,) int64
     target: Tensor  # (N,) float32, as the next two: see `RowCoefficients`
@@ -57,9 +54,9 @@ class Masses(NamedTuple):
 
 
 def row_coefficients(call: HeadCall, statistics: RowStatistics, gradients: RowGradients) -> RowCoefficients:
-    """Of upstream gradients of the log-probability, the log-sum-exp and the entropy.
+    """Compute coefficients from upstream gradients of the log-probability, log-sum-exp and entropy.
 
-    A gradient of the mean logit is not sparse in the probability: it goes to the dense path.
+    The gradient of the mean logit is not sparse: it takes the dense path.
     """
     rows = call.targets.numel()
     programs = triton.cdiv(rows, _ROWS)
@@ -107,7 +104,7 @@ def _row_coefficients(
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = row < rows
     target = tl.load(targets + row, mask=inside, other=-1)
-    works = target >= 0  # a row without work may hold NaN
+    works = target >= 0  # an ignored row may hold NaN
     here = works & (target < vocabulary)
     logp = tl.load(logprob + row, mask=works, other=0.0)
     lse = tl.load(logsumexp + row, mask=works, other=0.0)
@@ -138,16 +135,16 @@ def _row_coefficients(
     tl.store(target_out + row, of_target, mask=inside)
     tl.store(mass_out + row, mass, mask=inside)
     tl.store(slope_out + row, slope, mask=inside)
-    # Half of what the target's entry and all others together hold; the row's entries add up to `of_row`.
+    # Half the l1 norm, at least: the target's entry and the sum of all others. All entries sum to `of_row`.
     at_target = tl.where(here, tl.abs(of_target), 0.0)
     elsewhere = tl.abs(tl.where(here, of_row - of_target, mass))
-    if softcap is not None:  # of the others the slope where most of them is: at the log-sum-exp
+    if softcap is not None:  # the others' slope is taken at the log-sum-exp, near which most of them lie
         capped = (logp + lse) / (inverse * softcap)
         at_target *= tl.maximum(1.0 - capped * capped, 0.0)
         capped = lse / (inverse * softcap)
         elsewhere *= tl.maximum(1.0 - capped * capped, 0.0)
     norm = 0.5 * (at_target + elsewhere) * slope
-    # In float64, as a float32 has no square of 1e-25; a row that is not finite is not counted.
+    # In float64, because the square of 1e-25 underflows in float32; rows that are not finite do not count.
     norm = tl.where(norm < float("inf"), norm, 0.0).to(tl.float64)
     tl.store(squares + tl.program_id(0), tl.sum(norm * norm))
     drawn_for = mix(bits_of(mass) + drawn_for)

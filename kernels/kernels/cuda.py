@@ -1,7 +1,6 @@
-"""The CUDA C++ of `csrc/`, where it was built: one function of a shared library in plain C, through ctypes.
+"""The CUDA C++ of `csrc/`, where it was built: one function of a shared C library, called through ctypes.
 
-It is used without being asked for, unless it does not run, or does not agree on a small case with the Triton
-kernel that computes the same. This module needs no Triton before that.
+It replaces a Triton kernel where the library loads and both agree on a small case.
 """
 
 from __future__ import annotations
@@ -28,10 +27,11 @@ LIBRARY = Path(str(files("grpo_fast"))) / "_cuda" / "libgrpo_fast.so"
 
 @functools.cache
 def _load() -> Any:
-    """
+    """Load the library's function.
+
     Raises:
         OSError: the library cannot be loaded.
-        AttributeError: it was built from other sources: the function's name changes with its arguments.
+        AttributeError: it was built from other sources; the function's name has a version.
     """
     function = ctypes.CDLL(str(LIBRARY)).grpo_fast_count_pairs_2
     function.argtypes, function.restype = (ctypes.c_void_p, ctypes.c_void_p), ctypes.c_char_p
@@ -39,10 +39,10 @@ def _load() -> Any:
 
 
 def count_pairs(masses: Masses, squares: Tensor) -> Tensor:
-    """(1, BINS) int64, as `select.count_pairs`; the masses on the current device.
+    """Return (1, BINS) int64, as `select.count_pairs`; the masses are on the current device.
 
     Raises:
-        RuntimeError: nothing was launched; the message says why.
+        RuntimeError: the launch failed.
     """
     count, tiles = masses.tile_lse.shape
     counts = masses.tile_lse.new_empty((min(-(-count // _WARPS), _MOST_BLOCKS), BINS), dtype=torch.int32)
@@ -62,9 +62,9 @@ _Call = ctypes.c_int64 * 16  # `CountPairs` of `csrc/count_pairs.cu`
 
 @functools.cache
 def usable(device: torch.device, by_triton: Callable[[Masses, Tensor], Tensor]) -> bool:
-    """Whether the library was built and agrees with Triton's count on this device; warns if it does not.
+    """Return whether the library was built and agrees with Triton on this device; warn if it does not.
 
-    Asked once, as it waits for the device. Where that is while a graph is captured, the answer is no.
+    Cached, because the check synchronizes. During graph capture the answer is no.
     """
     if device.type != "cuda" or not LIBRARY.is_file() or torch.cuda.is_current_stream_capturing():
         return False
@@ -74,7 +74,7 @@ def usable(device: torch.device, by_triton: Callable[[Masses, Tensor], Tensor]) 
         fault = f"{type(error).__name__}: {error}"
     if fault:
         warnings.warn(
-            f"Triton stands in for csrc/ on {device}: {fault}. "
+            f"Triton replaces csrc/ on {device}: {fault}. "
             f"Build it again, with GRPO_FAST_CUDA=1 and nvcc on PATH, or remove {LIBRARY}.",
             stacklevel=2,
         )
@@ -82,7 +82,7 @@ def usable(device: torch.device, by_triton: Callable[[Masses, Tensor], Tensor]) 
 
 
 def disagreement(device: torch.device, by_triton: Callable[[Masses, Tensor], Tensor]) -> str:
-    """What differs between the two counts of a fixed case; nothing where the library can be trusted."""
+    """Describe how the two counts of a fixed case differ; empty if they agree."""
     from .coefficients import Masses, RowCoefficients
 
     place = torch.arange(6 * 304, device=device).view(6, 304)

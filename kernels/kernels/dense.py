@@ -1,12 +1,10 @@
 """The exact backward: logits recomputed a chunk of the vocabulary at a time, then two cuBLAS products.
 
-For each chunk one kernel recomputes the logits, forms dL/d(x·w) in float32 registers and rounds it once to
-the inputs' dtype; then dX += G W_chunk in float32, and dW_chunk = Gᵀ X is finished and written once. The
-workspace is one chunk of G whatever N and V are.
+For each chunk one kernel recomputes the logits, forms G = dL/d(x·w) in float32 registers and rounds it once
+to the inputs' dtype. Then dX += G W_chunk in float32, and dW_chunk = Gᵀ X is written once. The workspace is
+one chunk of G. `exponentials` saves the recomputation at the price of N·V elements.
 
-N·V elements of memory save the recomputation, see `exponentials`.
-
-In float16, which has no exponents for upstream gradients of 1/N, G is divided by a power of two near its
+In float16, whose range is too small for upstream gradients of 1/N, G is divided by a power of two near its
 largest entry before rounding, and the products are multiplied back.
 """
 
@@ -37,11 +35,11 @@ if TYPE_CHECKING:
 
 
 def row_aligned(rows: int, columns: int, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """(rows, columns), not filled, whose rows begin on 32 bytes whatever the dtype."""
+    """Allocate (rows, columns) whose rows begin on 32 bytes."""
     return like.new_empty((rows, -(-columns // 16) * 16), dtype=dtype or like.dtype)[:, :columns]
 
 
-# `width` is specialised: of a number that need not be a multiple of 16, stores move two bytes a thread.
+# `width` is specialized: for a number that need not be a multiple of 16, a thread stores two bytes at a time.
 @triton.jit(do_not_specialize=["rows", "vocabulary", "programs"])
 def logit_gradient_kernel(
     hidden,  # (N, H): see tile_products
@@ -117,7 +115,7 @@ def dense_backward(
     tile: ProductTile,
     columns: int,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Exact gradients of N rows, all of which take part: float32 dX, dW and dbias; None where not wanted.
+    """Compute exact gradients over all N rows: float32 dX, dW and dbias; None where not wanted.
 
     Args:
         call: its operands have unit stride along H.
@@ -147,8 +145,8 @@ def dense_gradients(
 
     Args:
         coefficients: (N,) each, of the logit gradients.
-        fill: writes the chunk of columns from `start`, of a `width` in whole 16s, times the inverse of the
-            scale of float16.
+        fill: writes a chunk (gradient, start, width, inv_scale), whose width is a multiple of 16, times the
+            inverse scale.
     """
     hidden, weight, vocabulary = call.hidden, call.weight, call.vocabulary
     count = hidden.shape[0]
@@ -184,7 +182,7 @@ def dense_gradients(
 
 
 def float16_scale(call: HeadCall, coefficients: list[Tensor]) -> Tensor | None:
-    """() float32 power of two at or above the largest coefficient, or one; None where not in float16."""
+    """Return () float32, a power of two at or above the largest coefficient, or one; None unless float16."""
     if call.hidden.dtype != torch.float16:
         return None
     magnitude = torch.stack(coefficients).abs().amax(0) * call.logit_scale
@@ -196,14 +194,14 @@ def float16_scale(call: HeadCall, coefficients: list[Tensor]) -> Tensor | None:
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
-    """left @ right in float32."""
+    """Compute left @ right in float32."""
     if left.is_cuda and left.dtype != torch.float32 and _MULTIPLIES_INTO_FLOAT32:
         return torch.mm(left, right, out_dtype=torch.float32)
     return left.float() @ right.float()
 
 
 def _accumulate(total: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """total += left @ right in float32, in place."""
+    """Add left @ right in float32, in place."""
     if left.dtype == torch.float32:
         return total.addmm_(left, right)
     if total.is_cuda and _ADDS_IN_FLOAT32:
@@ -212,14 +210,14 @@ def _accumulate(total: Tensor, left: Tensor, right: Tensor) -> Tensor:
 
 
 _MULTIPLIES_INTO_FLOAT32 = not torch.version.hip or torch.__version__ >= (2, 10)
-"""Whether `torch.mm` writes half precision products as float32; ROCm's torch 2.9 refuses (pytorch#162600)."""
+"""Whether `torch.mm` takes `out_dtype`; ROCm's torch 2.9 refuses it (pytorch#162600)."""
 
 _ADDS_IN_FLOAT32 = torch.__version__ >= (2, 10)
-"""Whether `torch.addmm` adds half precision products to float32; torch 2.9 refuses (pytorch#167931)."""
+"""Whether `torch.addmm` takes `out_dtype`; torch 2.9 refuses it (pytorch#167931)."""
 
 
 def put(destination: Tensor, part: Tensor, scale: Tensor | None, *, add: bool) -> None:
-    """Rounds scale·part to the destination's dtype once, sum included; `part` may be spoilt."""
+    """Write or add scale·part, rounded once to the destination's dtype; `part` may be overwritten."""
     if scale is not None:
         part *= scale
     if add:

@@ -1,13 +1,12 @@
-"""Two heads at once: a tile of both products in registers, reduced to what a divergence needs of it.
+"""Divergence of two heads: a tile of both products stays in registers and is reduced to a few numbers.
 
-Per row and mass tile the forward keeps both log-sum-exps and the KL between the two distributions within the
-tile. The chain rule puts them together, KL = Σ P_t KL_t + KL(P || Q) over the tiles, so one pass suffices and
-no term is a difference of large numbers. Where both heads have one weight, its tile is loaded once. The
-mixture of the Jensen-Shannon divergence needs both log-sum-exps: it takes a second pass.
+Per row and mass tile the forward stores both log-sum-exps and the KL between the two distributions within the
+tile. By the chain rule, KL = Σ P_t KL_t + KL(P || Q) over the tiles, so one pass suffices and no term is a
+difference of large numbers. Where both heads have one weight, its tile is loaded once. The Jensen-Shannon
+divergence takes a second pass, because its mixture needs both log-sum-exps.
 
-For a sparse backward it keeps the mean absolute deviation within the tile, too. The gradient G of a tile's
-logits has a sum S that is known. With D, the deviation of the whole distributions, Σ|G| is at most |S| + D,
-and at least |S| and D - |S|: the bound is within three times of what it bounds.
+A sparse backward also needs the mean absolute deviation D within the tile. The gradient G of a tile's logits
+has a known sum S, and max(|S|, D - |S|) ≤ Σ|G| ≤ |S| + D, so the upper bound is at most three times Σ|G|.
 """
 
 from __future__ import annotations
@@ -26,19 +25,19 @@ from .product import precision, program_count, tile_position
 from .two_heads import (
     DivergenceRows,
     Head,
-    HeadPair,
     both_logits,
     both_products,
     divergence_gradient,
+    is_shared,
     log_ratio,
     over_mixture,
+    reference_steps,
 )
 
 if TYPE_CHECKING:
-    from grpo_fast.head.call import Wanted
+    from grpo_fast.head.call import KLCall, Wanted
 
-# Two float32 products and what is made of them take the registers of this many rows by TILE columns.
-_ROWS = 64
+_ROWS = 64  # registers hold two float32 products of this many rows by TILE columns
 _DEPTH_BYTES = 128  # of H per step
 _GROUP = 8
 
@@ -54,7 +53,7 @@ class TileDivergence(NamedTuple):
 
 @triton.jit
 def _bregman(p, q, d):
-    """p·(exp(-d) - 1 + d), where q = p·exp(-d); at least zero, and a NaN stays one."""
+    """Compute p·(exp(-d) - 1 + d), where q = p·exp(-d): at least zero, NaN passes through."""
     terms = tl.where(d > -1.0, p * exp_beyond_linear(-d), p * (d - 1.0) + q)
     terms = tl.where(p == 0.0, q, terms)  # whatever d is
     return tl.where(terms < 0.0, 0.0, terms)
@@ -62,7 +61,7 @@ def _bregman(p, q, d):
 
 @triton.jit
 def _softmax(z):
-    """(ROWS, COLUMNS) probabilities, (ROWS,) maximum or zero, log Σ exp(z - maximum) or zero, log-sum-exp."""
+    """Return (ROWS, COLUMNS) probabilities, (ROWS,) maximum, log Σ exp(z - maximum) and log-sum-exp."""
     maximum = tl.max(z, axis=1)
     maximum = tl.where(maximum == float("-inf"), 0.0, maximum)
     e = tl.exp(z - maximum[:, None])
@@ -171,24 +170,25 @@ def divergence_kernel(
                     tl.store(out.deviation + at, tl.sum(p * tl.abs(u - mean[:, None]), axis=1), mask=live)
 
 
-def _launch(pair: HeadPair, **arguments: object) -> None:
+def _launch(pair: KLCall, **arguments: object) -> None:
     ours, theirs = map(Head.of, (pair.student, pair.reference))
     programs, depth = program_count(ours.hidden.device, 2), _DEPTH_BYTES // ours.hidden.element_size()
     divergence_kernel[(programs,)](
         ours, theirs, beta=pair.beta, rows=ours.hidden.shape[0], vocabulary=ours.weight.shape[0],
         programs=programs, DIRECTION=pair.direction, ROWS=_ROWS, COLUMNS=TILE, DEPTH=depth,
         EVEN=ours.hidden_size % depth == 0, PRECISION=precision(ours.hidden.dtype), GROUP=_GROUP,
-        SHARED=pair.is_shared, num_warps=8, num_stages=2, **pair.reference_steps(_DEPTH_BYTES), **arguments,
+        SHARED=is_shared(pair), num_warps=8, num_stages=2, **reference_steps(pair, _DEPTH_BYTES), **arguments,
     )  # fmt: skip
 
 
 def tile_divergence(
-    pair: HeadPair, of_rows: DivergenceRows | None = None, *, deviation: bool
+    pair: KLCall, of_rows: DivergenceRows | None = None, *, deviation: bool
 ) -> TileDivergence:
-    """One pass over all rows: log-sum-exps, the KL within each tile and, if wanted, the deviation of it.
+    """Compute log-sum-exps, the KL within each tile and, with `deviation`, its mean absolute deviation.
 
-    With `of_rows`, in their place: each tile's part of the Jensen-Shannon divergence, of KL(student ||
-    mixture), and with `deviation` Σ p·u and Σ p·|u - mean of the tile|, where u = log p - log m.
+    Operands must have unit stride along H. With `of_rows` the fields hold instead each tile's part of the
+    Jensen-Shannon divergence, of KL(student || mixture), and, with `deviation`, Σ p·u and
+    Σ p·|u - mean of the tile|, where u = log p - log m.
     """
     hidden, vocabulary = pair.student.hidden, pair.student.vocabulary
     shape = hidden.shape[0], triton.cdiv(vocabulary, TILE)
@@ -202,9 +202,9 @@ def tile_divergence(
 
 
 def divergence_gradients(
-    pair: HeadPair, of_rows: DivergenceRows, wanted: Wanted, *, columns: int
+    pair: KLCall, of_rows: DivergenceRows, wanted: Wanted, *, columns: int
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Exact gradients of N rows: float32 dX, dW and dbias; None where not wanted."""
+    """Compute exact gradients of N rows: float32 dX, dW and dbias; None where not wanted."""
 
     def fill(gradient: Tensor, start: int, width: int, inv_scale: Tensor | None) -> None:
         _launch(

@@ -1,15 +1,15 @@
 """The exact backward from exponentials that the forward stored: two cuBLAS products, no logit formed twice.
 
-The forward stores E = exp(z - r) in the operands' dtype, r a number of the row that is known before its
-logits are: the target's logit. The target's own entry is zero. With c the target's entry of dL/dz and
+The forward stores E = exp(z - r) in the operands' dtype. A row's reference r is its target's logit, which is
+known first. The target's own entry is zero. With c the target's entry of dL/dz and
 s = (dL/dlse - dL/dlogp)·exp(r - lse)
 
     dX = s·(E W) + c·W_target          dW = Eᵀ(s X) + Σ c_i x_i over the rows i of a target
 
 where E, s X and the results are rounded, but the target's entry, most of the gradient's norm, is not.
 
-A log-sum-exp far from the target's logit would overflow E, or take the digits of s. Such rows are few: the
-forward makes them again with their log-sum-exp as r (`REACH`).
+A log-sum-exp far from the target's logit would overflow E, or cost s its digits. Such rows are rare: the
+forward recomputes them with their log-sum-exp as r (`REACH`).
 """
 
 from __future__ import annotations
@@ -34,39 +34,15 @@ REACH = {torch.float16: 5.0, torch.bfloat16: 60.0, torch.float32: 60.0}
 
 
 class SavedExp(NamedTuple):
-    """p = share·E but at the targets. E is zero there, and in rows without work or a finite log-sum-exp."""
+    """p = share·E except at the targets. E is zero there, and in rows that are ignored or not finite."""
 
     exponentials: Tensor  # (N, V) in the operands' dtype: E, rows begin on 32 bytes
     share: Tensor  # (N,) float32: exp(r - lse)
 
 
-@triton.jit(do_not_specialize=["rows"])
-def share_kernel(
-    targets,  # (N,) int64
-    logsumexp_in,  # (N,) float32
-    reference,  # (N,) float32: r; the log-sum-exp in far rows, afterwards
-    far_out,  # (N,) int64: the targets of far rows, else no work
-    share_out,  # (N,) float32
-    rows,
-    reach,
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = row < rows
-    target = tl.load(targets + row, mask=inside, other=-1)
-    live = target >= 0
-    logsumexp = tl.load(logsumexp_in + row, mask=live, other=0.0)
-    base = tl.load(reference + row, mask=live, other=0.0)
-    far = tl.abs(logsumexp - base) > reach
-    base = tl.where(far, logsumexp, base)
-    tl.store(reference + row, base, mask=live)
-    tl.store(far_out + row, tl.where(far, target, -1), mask=inside)
-    tl.store(share_out + row, tl.where(live, tl.exp(base - logsumexp), 0.0), mask=inside)
-
-
 @triton.jit
-def settle_kernel(
-    exponentials,  # (N, V), zeroed in rows of no use
+def zero_invalid_rows(
+    exponentials,  # (N, V), zeroed where the share is no positive number
     share_in,  # (N,) float32
     stride,
     vocabulary,
@@ -79,38 +55,6 @@ def settle_kernel(
             column = start + tl.arange(0, WIDTH)
             zeros = tl.zeros((WIDTH,), dtype=exponentials.dtype.element_ty)
             tl.store(exponentials + row * stride + column, zeros, mask=column < vocabulary)
-
-
-@triton.jit(do_not_specialize=["vocabulary"])
-def hidden_kernel(
-    products,  # (N, H) float32: E W
-    weight,  # (V, H)
-    targets,  # (N,) int64
-    scale_in,  # (N,) float32: s
-    target_in,  # (N,) float32: c
-    hidden_out,  # (N, H)
-    vocabulary,
-    hidden_size,
-    weight_stride,
-    WIDTH: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    target = tl.load(targets + row)
-    here = (target >= 0) & (target < vocabulary)
-    scale = tl.load(scale_in + row)
-    at_target = tl.load(target_in + row)
-    for start in range(0, hidden_size, WIDTH):
-        column = start + tl.arange(0, WIDTH)
-        inside = column < hidden_size
-        found = column < tl.where(here, hidden_size, 0)
-        w = tl.load(weight + target * weight_stride + column, mask=found, other=0.0)
-        product = tl.load(products + row * hidden_size + column, mask=inside, other=0.0)
-        gradient = scale * product + at_target * w.to(tl.float32)
-        tl.store(
-            hidden_out + row * hidden_size + column,
-            gradient.to(hidden_out.dtype.element_ty),
-            mask=inside,
-        )
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -156,7 +100,7 @@ def target_rows_kernel(
     STEP: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """A target's first place adds its own run, and the sums of the runs that follow, in their order."""
+    """Add each target's run, and the sums of its following runs in their order, to its row."""
     place = tl.program_id(0)
     target = tl.load(targets + place)
     before = tl.load(targets + place - 1, mask=place > 0, other=-1)
@@ -189,9 +133,7 @@ def _sum_of_run(
     RUN: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """(WIDTH,) Σ c·x over the target's rows from a place to the next multiple of RUN: no chain is longer,
-    however often a target comes.
-    """
+    """(WIDTH,) Σ c·x over the target's rows, from a place to at most the next multiple of RUN."""
     within = place % RUN + tl.arange(0, RUN)
     later = tl.load(
         targets + place + tl.arange(0, RUN),
@@ -213,16 +155,15 @@ def _sum_of_run(
 def normalise(
     call: HeadCall, exponentials: Tensor, reference: Tensor, logsumexp: Tensor, tile: ProductTile
 ) -> SavedExp:
-    """What `kept_backward` reads, of exp(z - reference) as a forward stored it; the reference is spoilt."""
-    targets, share, rows = torch.empty_like(call.targets), torch.empty_like(logsumexp), logsumexp.numel()
-    share_kernel[(triton.cdiv(rows, _WIDTH),)](
-        call.targets, logsumexp, reference, targets, share, rows, REACH[exponentials.dtype],
-        BLOCK=_WIDTH, num_warps=4,
-    )  # fmt: skip
+    """Prepare a forward's exp(z - reference) for `kept_backward`; the reference is overwritten."""
+    live, rows = call.targets >= 0, logsumexp.numel()
+    far = live & ((logsumexp - reference).abs() > REACH[exponentials.dtype])
+    reference.copy_(torch.where(far, logsumexp, reference))
+    share = torch.where(live, (reference - logsumexp).exp(), 0)
     call = call._replace(entropy=False, mean_logit=False, max_logit=False, log_sum_sq=False)
-    far = gather_rows(call._replace(targets=targets))
-    tile_statistics(call, far, tile=tile, keep=(exponentials, reference))
-    settle_kernel[(rows,)](
+    far_rows = gather_rows(call._replace(targets=torch.where(far, call.targets, -1)))
+    tile_statistics(call, far_rows, tile=tile, keep=(exponentials, reference))
+    zero_invalid_rows[(rows,)](
         exponentials, share, exponentials.stride(0), call.vocabulary, WIDTH=_WIDTH, num_warps=4
     )  # fmt: skip
     return SavedExp(exponentials, share)
@@ -236,15 +177,15 @@ def kept_backward(
     *,
     hidden_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Exact dX, dW and dbias, None where not wanted.
+    """Compute exact dX, dW and dbias, None where not wanted.
 
     Args:
-        call: at least one row, no softcap; the weight has unit stride along H.
+        call: at least one row, no softcap.
         rows: without gradients of the entropy or the mean.
         hidden_dtype: of dX; None for the hidden states'.
     """
     hidden, weight, targets = call.hidden, call.weight, call.targets
-    # Where there is no gradient the share may be NaN.
+    # Without an upstream gradient the share may be NaN.
     scale, at_target = torch.where(rows.mass == 0, 0, rows.mass * kept.share), rows.target
     if not call.is_plain:
         slope = call.slope(scale[:, None]).reshape(-1)  # one value for all rows, or one each
@@ -252,12 +193,11 @@ def kept_backward(
     of_hidden = of_weight = of_bias = None
     if wanted.hidden:
         of_hidden = hidden.new_empty(hidden.shape, dtype=hidden_dtype or hidden.dtype)
+        here = ((targets >= 0) & (targets < call.vocabulary))[:, None]
         for part in _chunks(*hidden.shape):
-            hidden_kernel[(targets[part].numel(),)](
-                product(kept.exponentials[part], weight), weight, targets[part], scale[part],
-                at_target[part], of_hidden[part], call.vocabulary, hidden.shape[1], weight.stride(0),
-                WIDTH=_WIDTH, num_warps=4,
-            )  # fmt: skip
+            of_target = weight[targets[part].clamp(0, call.vocabulary - 1)].float()
+            total = product(kept.exponentials[part], weight).mul_(scale[part, None])
+            of_hidden[part] = total.addcmul_(at_target[part, None], of_target.masked_fill_(~here[part], 0))
     unit = float16_scale(call, rows.coefficients)
     if unit is not None:
         scale, at_target = scale / unit, at_target / unit
@@ -283,19 +223,15 @@ def _parameter_gradient(
     parameter: Tensor,  # (V, K)
     into: Tensor | None,
 ) -> Tensor:
-    """unit·(Eᵀ (scale·x) + Σ at_target·x of each target), new or added to `into`, which is then returned."""
+    """Compute unit·(Eᵀ (scale·x) + Σ at_target·x of each target), new or added to `into`."""
     (vocabulary, width), rows = parameter.shape, targets.numel()
     scaled = torch.mul(x, scale[:, None], out=exponentials.new_empty(x.shape))
-    scaled.masked_fill_(
-        scale[:, None] == 0, 0
-    )  # such a row may hold anything, and zero times NaN is not zero
+    scaled.masked_fill_(scale[:, None] == 0, 0)  # such a row may hold NaN, and zero times NaN is not zero
     result = torch.empty_like(parameter, memory_format=torch.contiguous_format) if into is None else into
     runs, blocks = triton.cdiv(rows, _RUN), triton.cdiv(width, _WIDTH)
     sizes = {"RUN": _RUN, "STEP": _STEP, "WIDTH": _WIDTH, "num_warps": 4}
     sums = at_target.new_empty(runs, width)
-    run_sums_kernel[(runs, blocks)](
-        sums, x, order, targets, at_target, rows, width, x.stride(0), **sizes
-    )  # fmt: skip
+    run_sums_kernel[(runs, blocks)](sums, x, order, targets, at_target, rows, width, x.stride(0), **sizes)
     direct = into is None and unit is None and parameter.dtype == exponentials.dtype
     for part in [slice(0, vocabulary)] if direct else _chunks(vocabulary, width):
         left = exponentials[:, part].t()
@@ -310,7 +246,7 @@ def _parameter_gradient(
 
 
 def _chunks(rows: int, width: int) -> list[slice]:
-    """Ranges whose float32 products fit the workspace."""
+    """Split rows into ranges whose float32 products fit the workspace."""
     step = max(1, _PRODUCT_BYTES // (4 * 128 * width)) * 128
     return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
 

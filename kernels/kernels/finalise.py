@@ -1,11 +1,11 @@
-"""Folds the mass tiles of every row, and its target, into the row's results.
+"""Fold the mass tiles of every row, and its target, into the row's results.
 
-A target is one more tile, kept apart to the end: with M the largest tile_lse of the others, z the target's
-logit and Σ = Σ_k exp(tile_lse_k - M),
+The target is added last: with M the largest tile_lse of the others, z the target's logit and
+Σ = Σ_k exp(tile_lse_k - M),
 
     log p = -log(1 + Σ·exp(M - z))        margin = (M - z) + log Σ
 
-keeps its digits down to the smallest float32, where z - lse has lost them all at a margin of 14 nats.
+keeps its digits down to the smallest float32, whereas z - lse has lost them all at a margin of 14 nats.
 Statistics per tile are relative to the tile, so that nothing cancels when the logits are large: with
 P_k = exp(tile_lse_k - lse), the row's entropy is Σ_k P_k (entropy_k + lse - tile_lse_k) - p·log p.
 """
@@ -28,9 +28,7 @@ if TYPE_CHECKING:
 
 @triton.jit
 def exp_of_difference(a, b):
-    """exp(a - b) to a few ulps: what rounding a - b took off, and what a product with log2(e) would take off,
-    are each millionths of a result that is 80 nats away.
-    """
+    """Compute exp(a - b) to a few ulps: at 80 nats, rounding a - b alone would cost millionths."""
     difference = a - b
     back = difference - a
     lost = (a - (difference - back)) - (b + back)
@@ -46,7 +44,7 @@ def exp_of_difference(a, b):
 
 @triton.jit
 def log1p(x):
-    """Of x in [0, 1], by the series of atanh: it keeps the digits of the smallest x."""
+    """Compute log(1 + x) for x in [0, 1] by the series of atanh, to all digits of a small x."""
     ratio = x / (2.0 + x)
     square = ratio * ratio
     series = 1.0 / 15
@@ -137,7 +135,7 @@ def finalise_kernel(
         if of_tiles.total is not None:
             tl.store(mean_out + row, total / vocabulary, mask=inside)
         if of_tiles.maximum is not None:
-            # Equal logits may come out of two products with other last digits.
+            # Equal logits of two products may differ in their last digits.
             nearly = highest - target_logit <= 4e-6 * (1.0 + tl.abs(highest))
             highest = tl.where(here & nearly, target_logit, highest)
             tl.store(maximum_out + row, tl.where(live, highest, 0.0), mask=inside)
@@ -147,14 +145,14 @@ def finalise_kernel(
 
 
 def row_results(tiles: TileStatistics, call: HeadCall, target_logit: Tensor) -> tuple[Tensor, ...]:
-    """Folds the tiles into per-row results.
+    """Fold the tiles into per-row results.
 
     Args:
         target_logit: (N,) float32, of `gather_rows`.
 
     Returns:
         (N,) float32 each: log-probability, log-sum-exp, entropy, mean logit, largest logit, target's logit,
-        log Σ p²; zero for rows without work, (0,) for what the tiles do not have.
+        log Σ p²; zero in ignored rows, (0,) for statistics that the tiles do not have.
     """
     rows = call.targets.numel()
     of = (tiles.lse, tiles.lse, tiles.entropy, tiles.total, tiles.maximum, tiles.maximum, tiles.squares)

@@ -1,14 +1,12 @@
-"""The forward: X Wᵀ whose float32 logits never leave registers, reduced to a few numbers per (row, mass
-tile).
+"""The forward: X Wᵀ whose float32 logits never leave registers, reduced to a few numbers per mass tile.
 
-Rows with work are gathered to the front, so that the others cost nothing; persistent programs write the
-log-sum-exp of every mass tile and what optional statistics need, back in the rows' own order; `finalise`
-folds the tiles into per-row results. A program's tile is several mass tiles wide, so that the product runs
-at full speed while the tile masses stay fine. An optional statistic whose output is None is not in the
-machine code.
+Ignored rows cost nothing: the others are gathered to the front. Persistent programs write the log-sum-exp of
+every mass tile, and the inputs of optional statistics, in the original order; `finalise` folds the tiles into
+per-row results. A program's tile is several mass tiles wide, so that the product runs at full speed. An
+optional statistic whose output is None is not in the machine code.
 
-No mass tile counts the row's target: its logit is a product of its own, and what all others weigh beside a
-sure target would be lost in a sum with it.
+No mass tile includes the row's target, whose logit is computed separately: a sum with a target of probability
+near 1 would lose the digits of all others.
 """
 
 from __future__ import annotations
@@ -41,20 +39,20 @@ if TYPE_CHECKING:
 
 
 class Gathered(NamedTuple):
-    """The rows with work, in their order, before undefined ones; and the logits of their targets."""
+    """The rows that are not ignored, in their order, before undefined ones; and their targets' logits."""
 
     hidden: Tensor  # (N, H)
     inv_temperature: Tensor | None  # (N,) float32
     targets: Tensor  # (N,) int32; -1 where the target is in no row of W
-    order: Tensor  # (N,) int64: the row that was gathered here
-    count: Tensor  # (1,) int32: rows with work
-    target_logit: Tensor  # (N,) float32 in the rows' own order; zero where the target is in no row of W
+    order: Tensor  # (N,) int64: original row of each gathered one
+    count: Tensor  # (1,) int32: gathered rows
+    target_logit: Tensor  # (N,) float32 in the original order; zero where the target is in no row of W
 
 
 class TileStatistics(NamedTuple):
     """Per row and mass tile without the target, float32, T = ceil(V / TILE); None where not wanted.
 
-    Rows begin on 64 bytes, and are undefined without work.
+    Ignored rows are undefined.
     """
 
     lse: Tensor  # (N, T) log-sum-exp of the tile's logits
@@ -64,13 +62,13 @@ class TileStatistics(NamedTuple):
     squares: Tensor | None  # (N, T) log Σ (p within the tile)²
 
 
-# `vocabulary` is specialised: where it may be no multiple of 16, what is kept is stored two bytes at a time.
+# `vocabulary` is specialized: unless it is a multiple of 16, exponentials are stored two bytes at a time.
 @triton.jit(do_not_specialize=["programs"])
 def forward_kernel(
-    hidden,  # (N, H): see tile_products; rows in the order of the work, as the two below
+    hidden,  # (N, H): see tile_products; gathered rows, as the two below
     weight,  # (V, H)
     transform,  # `Transform`
-    gathered,  # `Gathered`: where a row's results go
+    gathered,  # `Gathered`
     out,  # `TileStatistics`, written
     kept_out,  # (N, V) or None: exp(z - reference)
     reference,  # (N,) float32
@@ -103,7 +101,7 @@ def forward_kernel(
         row = first_row + tl.arange(0, ROWS)
         column = first_column + tl.arange(0, COLUMNS)
         live = row < rows
-        # Waited for during the products.
+        # Loaded while the products run.
         target = tl.load(gathered.targets + row, mask=live, other=-1) - first_column
         z = tile_products(
             hidden, weight, hidden_stride, weight_stride, first_row, first_column, rows, vocabulary,
@@ -153,7 +151,7 @@ def forward_kernel(
 
 @triton.jit(do_not_specialize=["rows"])
 def order_kernel(targets, gathered, rows, BLOCK: tl.constexpr):
-    """One program: the rows with work, in ascending order, and how many."""
+    """List and count the rows that are not ignored, in ascending order, in one program."""
     order = gathered.order
     found = tl.zeros((1,), dtype=tl.int32)
     for first in range(0, rows, BLOCK):
@@ -180,8 +178,9 @@ def gather_kernel(
     DEPTH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Copies rows to where their work is done, and forms one product a row, by the arithmetic of all others:
-    what a tensor core cuts off is cut off here too, and cancels in the log-probability.
+    """Gather rows, and compute their targets' logits.
+
+    The arithmetic is that of all other logits, so that a tensor core's truncation cancels in log p.
     """
     place = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = place < tl.load(gathered.count)
@@ -212,7 +211,7 @@ def gather_kernel(
 
 
 def gather_rows(call: HeadCall) -> Gathered:
-    """The rows with work, for `tile_statistics`. No host synchronisation."""
+    """Gather the rows that are not ignored, without host synchronization."""
     hidden, targets, inv_temperature = call.hidden, call.targets, call.inv_temperature
     rows, depth = hidden.shape
     gathered = Gathered(
@@ -239,12 +238,12 @@ def tile_statistics(
     tile: ProductTile,
     keep: tuple[Tensor, Tensor] | None = None,
 ) -> TileStatistics:
-    """Launch the product for the statistics that the call asks for. No host synchronisation.
+    """Compute the requested statistics of every mass tile, without host synchronization.
 
     Args:
         call: its operands have unit stride along H.
         gathered: its rows.
-        keep: (N, V) that receives exponentials relative to a number of the row, (N,) float32: `exponentials`.
+        keep: (N, V), written with exp(z - reference), and (N,) float32 references: see `exponentials`.
     """
     rows, vocabulary = call.targets.numel(), call.vocabulary
     tiles = triton.cdiv(vocabulary, TILE)

@@ -1,4 +1,4 @@
-"""Random numbers without state: hashes of what is drawn for."""
+"""Stateless random numbers: hashes of a row's values and position."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _GOLDEN = tl.constexpr(GOLDEN)
 
 @triton.jit
 def mix(word):
-    """Two rounds of multiply and shift, uint32: with one, the draws of neighbours hang together."""
+    """Hash uint32 by two rounds of multiply and shift: after one, neighbors' draws are correlated."""
     word ^= word >> 16
     word *= 0x7FEB352D
     word ^= word >> 15
@@ -22,7 +22,7 @@ def mix(word):
 
 @triton.jit
 def spread(place):
-    """Of neighbouring integers, uint32 far apart."""
+    """Map neighboring integers to distant uint32."""
     return place.to(tl.uint32) * _GOLDEN
 
 
@@ -33,11 +33,11 @@ def bits_of(value):
 
 @triton.jit
 def row_seed(logsumexp, row, salt):
-    """Of a row, from what it holds and where it lies; the salt is its batch's."""
+    """Seed a row by its value, its position and its batch's salt."""
     return mix(bits_of(logsumexp) + spread(row) + tl.load(salt))
 
 
 @triton.jit
 def entry_seed(seed):
-    """Of the draws among a row's entries, which are none of those among its tiles."""
+    """Seed the draws of a row's entries, independent of those of its tiles."""
     return mix(seed ^ 0xFFFFFFFF)

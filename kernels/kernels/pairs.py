@@ -1,4 +1,4 @@
-"""The kept pairs as lists: by vocabulary tile, as products take them, and by row, as sums over a row do."""
+"""Lists of the kept pairs: by vocabulary tile for products, and by row for sums over a row."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 
 
 class Pairs(NamedTuple):
-    """The kept pairs as kernels take them, by tile and then row, with their places by row and then tile.
+    """The kept pairs, sorted by tile and then row, with their places in the order by row and then tile.
 
-    A row's places are those before its `row_ends`, as many as its `room`; its pairs have the first. Where
-    there is room for more than `capacity`, `fits` is zero and the lists hold nothing.
+    A row's places end before its `row_ends`; it has `room` places, of which its pairs take the first. If the
+    rows need more places than `capacity`, `fits` is zero and the lists are empty.
     """
 
     rows: Tensor  # (capacity,) int32
     places: Tensor  # (capacity,) int32
     tiles: Tensor  # (capacity,) int32, by place, as the next
-    scales: Tensor  # (capacity,) float32 of the pair's gradient: one, or what a drawn pair stands for
+    scales: Tensor  # (capacity,) float32 factor of the pair's gradient: one, or a sampled pair's weight
     offsets: Tensor  # (T + 1,) int32: pairs of tile t are rows[offsets[t]:offsets[t + 1]]
     block_offsets: Tensor  # (T + 1,) int32: the same in blocks of `config.pair_rows`
     block_tile: Tensor  # (blocks,) int32: tile of every block
@@ -37,7 +37,7 @@ class Pairs(NamedTuple):
 
 
 def list_pairs(live: ActivePairs, capacity: int, config: SparseConfig) -> Pairs:
-    """The lists, where all that the rows have room for is at most `capacity`."""
+    """List the pairs, if the rows' rooms sum to at most `capacity`."""
     rows, tiles = live.count.numel(), live.tile_counts.numel()
 
     def empty(size: int) -> Tensor:
@@ -66,14 +66,14 @@ _STRATUM = tl.constexpr(STRATUM)
 def _lay_out(
     tile_counts,  # (T,) int32
     row_ends,  # (N,) int64
-    pairs,  # `Pairs`: where every tile's begin, and whether they fit, is written
+    pairs,  # `Pairs`: offsets and `fits` are written
     rows,
     tiles,
     capacity,
     PAIR_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program: where every tile's pairs and blocks begin."""
+    """Compute the offsets of every tile's pairs and blocks, in one program."""
     enough = tl.load(row_ends + rows - 1, mask=rows > 0, other=0) <= capacity
     tl.store(pairs.fits, enough.to(tl.int32))
     tile = tl.arange(0, BLOCK)
@@ -86,7 +86,7 @@ def _lay_out(
 
 @triton.jit(do_not_specialize=["rows"])
 def _list_tile(live, pairs, rows, BLOCK: tl.constexpr):
-    """The tile's rows in ascending order, their places, and the tile beside each of its blocks."""
+    """List a tile's rows in ascending order and their places, and the tile of each of its blocks."""
     if tl.load(pairs.fits) == 0:
         return
     tile = tl.program_id(0)
@@ -114,7 +114,7 @@ def _list_tile(live, pairs, rows, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows"])
 def _scale_pairs(live, pairs, rows, TILE: tl.constexpr, BLOCK: tl.constexpr):
-    """What each pair of a row stands for: one, or the inverse of the chance that it was drawn with."""
+    """Compute the scale of each pair of a row: one, or the inverse of its sampling probability."""
     row, masses = tl.program_id(0), live.masses
     count = tl.where(tl.load(pairs.fits) != 0, tl.load(live.count + row), 0)
     first = tl.load(live.row_ends + row) - tl.load(live.room + row)
@@ -141,7 +141,7 @@ def _scale_pairs(live, pairs, rows, TILE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _popcount(bits):
-    """Set bits of every int32."""
+    """Count the set bits of every int32."""
     value = bits.to(tl.uint32, bitcast=True)
     value = value - ((value >> 1) & 0x55555555)
     value = (value & 0x33333333) + ((value >> 2) & 0x33333333)

@@ -1,4 +1,4 @@
-"""What the policy loss kernel is told, and what it reports. This module needs no Triton."""
+"""Inputs and results of the policy loss kernel. This module needs no Triton."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ MAXIMA = (
     *("sampling/logp_difference_max", "sampling/importance_ratio_max"),
 )
 RESULTS = (*SUMS, *MINIMA, *MAXIMA)
-"""What every program hands over for its sequence, by the objective's names of the metrics; extremes of no
-token are infinite."""
+"""Results of each sequence, named as the objective's metrics; extremes without tokens are infinite."""
 
 
 class PolicyBatch(NamedTuple):
-    """N tokens of S sequences, by the names that the objective's `LossInputs` has for them."""
+    """N tokens of S sequences, named as in the objective's `LossInputs`."""
 
     logprobs: Tensor  # (N,) float32
     advantages: Tensor  # (N,) of any float dtype, as all below
@@ -37,7 +36,7 @@ class PolicyBatch(NamedTuple):
 
 
 class LossConstants(NamedTuple):
-    """Which loss, and its constants, as the kernels take them. Names and meanings are the objective's."""
+    """The loss and its constants; names and meanings are the objective's."""
 
     surrogate: str  # "clip", "cispo", "sapo", "reinforce", "dro", "dppo_tv" or "dppo_kl"
     level: str  # of the ratio: "token", "sequence", "sequence_token" or "product"
@@ -57,7 +56,7 @@ class LossConstants(NamedTuple):
     correction_max: float
     drift_max: float  # off-policy mask; infinite for none
     ratio_band: float
-    # Of the whole step; below zero: what this batch holds.
+    # Of the whole step; below zero: of this batch.
     num_tokens: float
     num_sequences: float
     measured_tokens: float

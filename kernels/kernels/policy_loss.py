@@ -1,11 +1,10 @@
 """A policy loss over packed tokens in three launches: loss, metrics and dL/dlogp.
 
-The mathematics is that of `grpo_fast.objective` (see `policy_terms`), and the tests hold the two against each
-other. One program works on one sequence: what a sequence shares (its length, its ratio, its drift) is summed
-first, then every token is done in one pass. The sums over sequences are added up in a fixed order by a last
-launch: results are bit-equal from run to run.
+The formulas are those of `grpo_fast.objective` (see `policy_terms`). One program handles one sequence: it
+first sums what the sequence shares (length, ratio, drift), then processes every token in one pass. A last
+launch adds the sequences' sums in a fixed order: results are bit-equal from run to run.
 
-A token whose mask is false is never read. Nothing waits for the host.
+Masked tokens are never read. There is no host synchronization.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from .product import register_bound
 
 
 def policy_loss(batch: PolicyBatch, loss: LossConstants) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The loss (), `RESULTS` as a vector, dL/dlogp (N,) and dL/dentropy (N,), all float32.
+    """Compute the loss (), `RESULTS` as a vector, dL/dlogp (N,) and dL/dentropy (N,), all float32.
 
-    The last is empty, (0,), when the loss has no entropy term.
+    The last is empty, (0,), without an entropy term.
     """
     logprobs, ids, num_sequences = batch.logprobs, batch.sequence_ids, batch.num_sequences
     optional = batch.old_logprobs, batch.ref_logprobs, batch.sampler_logprobs, batch.entropy
@@ -56,7 +55,7 @@ _BLOCK = 1024
 _SEQUENCE_BLOCK = 512  # all options together spill at twice as many
 
 
-# What a micro-batch slices out of a step starts anywhere: its alignment must not compile the kernels anew.
+# A micro-batch's slice of a step may start anywhere: its alignment must not recompile the kernels.
 _SLICED = PolicyBatch._fields[:-1]
 
 
@@ -170,7 +169,7 @@ def _sequence_loss(
             weight /= length
         elif config.aggregation == "constant_length":
             weight /= config.max_completion_length
-    # Of several runs any may have been the last to store its bounds.
+    # A sequence in several runs has the bounds of any of them.
     weight = tl.where(tl.load(bounds + 2 * sequences + sequence) > 1, float("nan"), weight)
     token_mean = 1.0 / in_measure
     mean = 1.0 / tl.maximum(sequences_in_measure, 1.0) / length if SHARED else token_mean
@@ -297,7 +296,7 @@ def _add_up(
     MINIMA: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per result. Tokens that no sequence covers make the sums NaN."""
+    """Reduce one result over the sequences. Tokens outside every sequence make the sums NaN."""
     which = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
     total, least, most = 0.0, float("inf"), float("-inf")

@@ -1,6 +1,6 @@
-"""The terms of a policy loss and their slopes, per token: `grpo_fast.objective` once more, for kernels.
+"""The terms of a policy loss and their slopes in the log-probability, per token in float32.
 
-Every formula's paper is named there; here each stands beside its derivative in the log-probability. float32.
+`grpo_fast.objective` names the paper of every formula.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def exp_beyond_linear(x):
-    """exp(x) − 1 − x, by its series where the difference would cancel."""
+    """Compute exp(x) − 1 − x, by its series where the difference would cancel."""
     series = 1.0 / 3628800
     series = series * x + 1.0 / 362880
     series = series * x + 1.0 / 40320
@@ -36,13 +36,13 @@ def xlogy(x, y):
 
 @triton.jit
 def at_most(x, bound):
-    """min(x, bound), and a NaN stays one."""
+    """Compute min(x, bound); NaN passes through."""
     return tl.where(x > bound, bound, x)
 
 
 @triton.jit
 def surrogate_term(logprob, old, log_ratio, advantage, low, high, cap, SURROGATE: tl.constexpr):
-    """The policy term, its slope in the log-probability, the ratio; where it was cut: low, high, delta."""
+    """Return the policy term, its slope, the ratio, and where the term was clipped: low, high, delta."""
     positive, negative = advantage > 0, advantage < 0
     never = positive & negative
     ratio = tl.exp(log_ratio)
@@ -89,7 +89,7 @@ def surrogate_term(logprob, old, log_ratio, advantage, low, high, cap, SURROGATE
 
 @triton.jit
 def kl_term(difference, KL: tl.constexpr):
-    """The estimate and its slope; difference = log π_θ − log π_ref."""
+    """Return the estimate and its slope; difference = log π_θ − log π_ref."""
     if KL == "k1":
         return difference, tl.full(difference.shape, 1.0, tl.float32)
     elif KL == "k2":

@@ -1,19 +1,18 @@
-"""Logits in float32 registers, and the order in which persistent programs walk their tiles.
+"""Logits in float32 registers, and the tile order of persistent programs.
 
-Operands come through tensor descriptors where the plan says so (Hopper), through pointers elsewhere; either
-way rows and columns past the end read something harmless and are masked by the caller. The logit is
+The plan chooses tensor descriptors (Hopper) or pointers; either way rows and columns past the end read
+harmless values, which the caller masks. The logit is
 
     z = softcap · tanh((x·w + bias) · logit_scale / softcap) · inv_temperature
 
-with the tanh left out when there is no softcap. Which parts exist is known at compile time by what is None,
-so the plain case is the identity and costs nothing. Conventions shared by the kernels:
+without the tanh if there is no softcap. Parts that are None are absent from the compiled code. Conventions of
+all kernels:
 
-- rows are tokens, columns are vocabulary entries, `inv_temperature` is one float32 per row, None where
-  neither a temperature nor a logit scale other than one is in force;
+- rows are tokens, columns are vocabulary entries, `inv_temperature` is one float32 per row, None without a
+  temperature and with a logit scale of 1;
 - a *mass tile* is `TILE` columns of one row. The forward stores `tile_lse`, (N, ceil(V / TILE)) float32: the
-  log-sum-exp of each row's logits over each tile but the target's, -inf where there is none but -inf;
-- a target below zero marks a row without work, a target of V or more a row whose target is not in
-  this weight.
+  log-sum-exp of each row's logits over each tile without the target, -inf for an empty tile;
+- a target below zero marks an ignored row, a target of V or more a row whose target is not in this weight.
 """
 
 from __future__ import annotations
@@ -39,16 +38,15 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @constexpr_function
 def _products_start_from_nothing() -> bool:
-    """Whether a tensor core ignores the accumulator of a tile's first step, so that none is zeroed."""
+    """Return whether a tensor core ignores the accumulator of a tile's first step."""
     return not knobs.runtime.interpret and cuda_capability_geq(10)
 
 
 @triton.jit
 def tile_position(tile, row_blocks, column_blocks, GROUP: tl.constexpr):
-    """(row block, column block) of the tile-th tile.
+    """Return (row block, column block) of the tile-th tile.
 
-    GROUP row blocks advance through the columns together: their rows stay in L2 while the weight streams by
-        once.
+    GROUP row blocks advance through the columns together, so that their rows stay in L2.
     """
     per_group = GROUP * column_blocks
     first = (tile // per_group) * GROUP
@@ -75,11 +73,11 @@ def tile_products(
     EVEN_DEPTH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """(ROWS, COLUMNS) float32 x·w of neighbouring rows and columns."""
+    """(ROWS, COLUMNS) float32 x·w of consecutive rows and columns."""
     if DESCRIPTORS:
         if _products_start_from_nothing():
             products = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
-        else:  # Zeros that the compiler does not know are moved into place. Known ones are first moved twice.
+        else:  # Zeros unknown to the compiler cost one move, known ones two.
             products = tl.full((ROWS, COLUMNS), (rows < 0).to(tl.float32), tl.float32)
         for step in range(tl.cdiv(hidden_size, DEPTH)):
             x = hidden.load([first_row, step * DEPTH])
@@ -106,8 +104,8 @@ def gathered_products(
 ):
     """(ROWS, COLUMNS) float32 dot products of any rows of X and of W.
 
-    Where H or a stride is no multiple of 16, loads move one element at a time and none is under way while the
-    tensor cores work: on sm_90 a K-step of the pair gradient has 245 instructions in place of 79.
+    Unless H and the strides are multiples of 16, loads move one element at a time and do not overlap with the
+    tensor cores: on sm_90 a K-step of the pair gradient has 245 instructions instead of 79.
     """
     products = tl.zeros((x.shape[0], w.shape[1]), dtype=tl.float32)
     step = tl.arange(0, DEPTH)
@@ -134,8 +132,8 @@ def is_target(
 ):
     """(ROWS, COLUMNS) whether a column is its row's target.
 
-    Eights of columns are compared with constants, since a thread of a tensor core's result holds the same two
-    columns of each: one instruction an entry, not two.
+    It compares groups of eight columns, of which a thread of a tensor core's result holds the same two: one
+    instruction per entry, not two.
     """
     last_digit = tl.arange(0, 8)[None, :] == (target & 7)[:, None]
     eight = tl.where(last_digit, (target >> 3)[:, None], -1)
@@ -144,7 +142,7 @@ def is_target(
 
 
 class Transform(NamedTuple):
-    """The way from a product to a logit, as kernels take it."""
+    """The kernels' inputs to turn a product into a logit."""
 
     bias: Tensor | None  # (V,)
     inv_temperature: Tensor | None  # (N,) float32
@@ -168,13 +166,13 @@ def transform_logits(
     rows,
     vocabulary,
 ):
-    """z of every product, (ROWS, COLUMNS) float32."""
+    """Compute z of every product, (ROWS, COLUMNS) float32."""
     return transform_biased(biased(products, transform.bias, column, vocabulary), transform, row, rows)
 
 
 @triton.jit
 def transform_biased(z, transform, row, rows):
-    """z of every x·w + bias."""
+    """Compute z of every x·w + bias."""
     factor = transform.logit_scale
     if transform.softcap is not None:
         z = transform.softcap * _tanh(z * (transform.logit_scale / transform.softcap))
@@ -187,14 +185,14 @@ def transform_biased(z, transform, row, rows):
 @triton.jit
 def untransform_gradient(
     gradient,  # (ROWS, COLUMNS) float32: dL/dz
-    products,  # as `transform_logits` takes them: the slope of a saturated z cannot be read off z
+    products,  # of `transform_logits`: a saturated z no longer has its slope
     transform,
     row,
     column,
     rows,
     vocabulary,
 ):
-    """dL/d(x·w + bias) from dL/dz: multiplied by dz/d(x·w)."""
+    """Compute dL/d(x·w + bias) = dL/dz · dz/d(x·w)."""
     if transform.softcap is not None:
         capped = biased(products, transform.bias, column, vocabulary)
         u = tl.abs(capped * (transform.logit_scale / transform.softcap))
@@ -209,7 +207,7 @@ def untransform_gradient(
 
 @triton.jit
 def biased(products, bias, column, vocabulary):
-    """x·w + bias."""
+    """Compute x·w + bias."""
     if bias is not None:
         products += tl.load(bias + tl.minimum(column, vocabulary - 1)).to(tl.float32)[None, :]
     return products
@@ -217,7 +215,7 @@ def biased(products, bias, column, vocabulary):
 
 @triton.jit
 def _tanh(u):
-    """To a few ulps: near 0, where a difference of exponentials cancels, a series."""
+    """Compute tanh to a few ulps, by a series near 0, where a difference of exponentials cancels."""
     square = u * u
     series = tl.fma(square, 0.0172569904, -0.0530529502)
     series = tl.fma(square, tl.fma(square, series, 0.133259873), -0.333331484)
@@ -228,15 +226,12 @@ def _tanh(u):
 
 @triton.jit
 def _reciprocal(x):
-    """Of x > 0: a root is one instruction, a division eight."""
+    """Compute 1/x for x > 0: a root is one instruction, a division eight."""
     return tl.rsqrt(x * x)
 
 
 def product_arguments(call: HeadCall, tile: ProductTile) -> dict[str, object]:
-    """What a kernel with `tile_products` takes of the call and the tile, by the kernel's names.
-
-    Both operands must have unit stride along H.
-    """
+    """Return the arguments of a kernel with `tile_products`; operands must have unit stride along H."""
     hidden, weight = call.hidden, call.weight
     operands: tuple = hidden, weight
     if tile.descriptors:
@@ -265,19 +260,20 @@ def product_arguments(call: HeadCall, tile: ProductTile) -> dict[str, object]:
 
 
 def precision(dtype: torch.dtype) -> str:
-    """float32 operands go through three TF32 products, exact to float32; AMD's cores take them whole."""
+    """Return the input precision: three TF32 products are exact to float32; AMD multiplies float32."""
     return "tf32x3" if dtype == torch.float32 and not torch.version.hip else "ieee"
 
 
 def register_bound(most: int | None) -> dict[str, int]:
-    """What a launch takes so that a thread has so many registers at most. With a bound, NVIDIA's assembler
-    spills none to fit one more program on a multiprocessor; AMD's compiler knows no such word.
+    """Return the launch option that bounds a thread's registers, which AMD's compiler does not have.
+
+    With a bound, NVIDIA's assembler does not spill to fit one more program on a multiprocessor.
     """
     return {} if most is None or torch.version.hip else {"maxnreg": most}
 
 
 def program_count(device: torch.device, per_multiprocessor: int = 1) -> int:
-    """Programs of a persistent kernel."""
+    """Return the number of programs of a persistent kernel."""
     if device.type != "cuda":
         return 2
     return per_multiprocessor * torch.cuda.get_device_properties(device).multi_processor_count

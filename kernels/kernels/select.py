@@ -1,38 +1,35 @@
-"""Which (row, vocabulary tile) pairs the backward visits: the large ones, and a fair sample of the small.
+"""Select the (row, vocabulary tile) pairs of the backward: all large ones, and a sample of the small ones.
 
-The gradient of row i's logits is −p·(c + e·(log p + H)) but at the target, and the forward knows the mass m
-of every tile exactly. So it is known beforehand how much of the gradient a pair can hold:
+The gradient of row i's logits is −p·(c + e·(log p + H)) except at the target, and the forward computes the
+mass m of every tile exactly. That bounds a pair's gradient beforehand:
 
     Σ_{v in tile} |dL/d(x·w_v)|  ≤  w = slope·m·(|c| + |e|·(|log m + H| + log TILE))
 
-A pair with w ≥ τ is kept, as is the target's tile. A smaller one is kept with probability w/τ, and its
-gradient multiplied by τ/w: dX and dW are **unbiased**, as under stochastic rounding, whatever τ is. To drop
-small pairs would take from the same side at every token, and every weight behind the head sums over tokens.
+A pair with w ≥ τ is kept, as is the target's tile. A smaller pair is kept with probability w/τ, and its
+gradient is multiplied by τ/w: dX and dW are **unbiased** for every τ, as under stochastic rounding. Dropping
+small pairs would be biased to the same side at every token, and weights below the head sum over tokens.
 
 **Tolerance.** The mean square error of dX is at most Σ w·τ over the small pairs, times max‖W_v‖². Rounding
 the logit gradient to bfloat16, as a dense backward does, costs at least ρ²·Σ_i (Σ_v|G_iv| / 2)² of the same,
-as the target's entry is as large as all others of its row together. τ is the largest with
+because the target's entry is as large as all others of its row together. τ is the largest value with
 
     τ·Σ_{w<τ} w  ≤  PAIR_BUDGET·(tolerance·ρ)²·Σ_i (Σ_v|G_iv| / 2)²
 
-one for the batch: that keeps the fewest pairs for the error, as τ is where keeping one more pair saves the
-same everywhere. Where few rows have most of the gradient, that would be next to no pairs, and an error
-near its bound, as each pair that counts holds one word: τ is no larger than what keeps LEAST_DENSITY of
-them. What the pairs leave of the tolerance is for the entries of dX (`sparse_rows`): together they keep to
-it. τ is read off a histogram in quarter octaves, relative to the batch's norm, so that gradients of 1e-30
-are treated as others are.
+One τ for the batch keeps the fewest pairs for the error. If few rows have most of the gradient, that would
+keep almost no pairs, so τ is bounded by what keeps LEAST_DENSITY of them. The entries of dX (`sparse_rows`)
+use the rest of the tolerance. τ is read from a histogram in quarter octaves relative to the batch's norm, so
+that it does not depend on the gradient's scale.
 
-**Draws.** The small pairs of a row lie side by side on a line, each as long as its w/τ; every unit of the
-line, a *stratum*, has one point, drawn evenly, and a pair is kept as often as it holds points. That varies
-less than a draw for each, and a row keeps at most one pair more than its Σ w/τ. The numbers come from hashes
-of the row's log-sum-exp, its place and a salt (`hashing`): no state, and the same on a resume. The salt is a
-hash of the seed and of all rows: their log-sum-exps, targets and upstream gradients. Draws are independent
-between rows, equal ones too, and between batches that differ anywhere or in their seed. One offset for all
-strata would vary still less on average, and has no bound.
+**Sampling** is stratified. The small pairs of a row are intervals of length w/τ, side by side on a line. Each
+unit of the line, a *stratum*, has one uniform point, and a pair is kept as often as it contains points. A row
+keeps at most one pair more than its Σ w/τ, with less variance than independent draws. Random numbers are
+hashes of the row's log-sum-exp, its position and a salt (`hashing`), so a resumed run draws the same. The
+salt is a hash of the seed and of all rows' log-sum-exps, targets and upstream gradients: draws are
+independent between rows, and between batches that differ anywhere or in their seed.
 
-Rows whose upstream gradient is zero have no pairs. A row that is not finite keeps all of its own, so that NaN
-reaches its gradient. Everything stays on the device, and every list is in ascending order: bit-equal from run
-to run.
+Rows without an upstream gradient have no pairs. A row that is not finite keeps all of its pairs, so that NaN
+reaches its gradient. There is no host synchronization, and every list is in ascending order: results are
+bit-equal from run to run.
 """
 
 from __future__ import annotations
@@ -63,36 +60,36 @@ _BIN = tl.constexpr(2**-0.25)  # a bin's lower edge, of its upper one
 
 
 class Threshold(NamedTuple):
-    """Of a batch."""
+    """Threshold and salt of a batch."""
 
+    # (4,) float32: log2 τ; τ_e, the threshold of dX's entries; τ in units of the error of rounding; and the
+    # largest allowed Σ a/τ_e over the entries a < τ_e of the batch.
     numbers: Tensor
-    """(4,) float32: log2 τ; τ_e, the threshold of dX's entries; τ relative to what rounding costs; and the
-    most Σ a/τ_e over the entries below it that the batch may have.
-    """
     salt: Tensor  # (1,) uint32
 
 
 class ActivePairs(NamedTuple):
-    """Which pairs of N rows and T tiles are kept, as kernels take it."""
+    """The kept pairs of N rows and T tiles."""
 
     masses: Masses
     threshold: Threshold
     bits: Tensor  # (ceil(T / 32), N) int32: bit t % 32 of word t // 32
-    twice: Tensor  # (ceil(T / 32), N) int32: of those, the ones that were drawn twice
+    twice: Tensor  # (ceil(T / 32), N) int32: bits of the tiles that were drawn twice
     rank_base: Tensor  # (ceil(T / 32), N) int32: kept tiles of the row before this word
     count: Tensor  # (N,) int32: kept tiles of the row
-    room: Tensor  # (N,) int32: the most that the draws can keep
-    row_ends: Tensor  # (N,) int64: the same, added up
+    room: Tensor  # (N,) int32: upper bound of `count`
+    row_ends: Tensor  # (N,) int64: cumulative sum of `room`
     tile_counts: Tensor  # (T,) int32: rows that keep the tile
     small: Tensor  # (N,) float32: Σ w/τ of the pairs below τ
     largest: Tensor  # (N,) float32: the largest scale of a small pair that was kept
 
 
 def select_live(call: HeadCall, rows: RowCoefficients, tile_lse: Tensor, *, tolerance: float) -> ActivePairs:
-    """
+    """Select the pairs of a batch.
+
     Args:
-        tile_lse: (N, T) float32, T at most MOST_TILES, log-sum-exp of each row's logits over each tile of
-            `TILE` columns. What it says of the target's tile is not looked at.
+        tile_lse: (N, T) float32, T at most MOST_TILES, log-sum-exp of each row's logits over each tile; the
+            target's tile is not read.
         tolerance: root mean square error allowed, relative to rounding the logit gradient to bfloat16; 0
             keeps all.
     """
@@ -117,7 +114,7 @@ def select_live(call: HeadCall, rows: RowCoefficients, tile_lse: Tensor, *, tole
 
 
 def choose_threshold(masses: Masses, rows: RowCoefficients, tolerance: float, seed: int | None) -> Threshold:
-    """τ, and the salt of the draws."""
+    """Choose τ, and the salt of the draws."""
     word = 0 if seed is None else random.Random(seed).getrandbits(31)  # of one type for Triton
     count = cuda.count_pairs if cuda.usable(masses.tile_lse.device, count_pairs) else count_pairs
     counts = count(masses, rows.squares)
@@ -131,10 +128,9 @@ def choose_threshold(masses: Masses, rows: RowCoefficients, tolerance: float, se
 
 
 def count_pairs(masses: Masses, squares: Tensor) -> Tensor:
-    """(1, BINS) int64: pairs by w, relative to the batch's norm R.
+    """Count pairs by w relative to the batch's norm R, (1, BINS) int64, without the targets' tiles.
 
-    Bin k holds w/R from 2^(-k/4) up to 2^((1 - k)/4), the first all above, the last all below; the targets'
-    tiles are not looked at.
+    Bin k counts w/R from 2^(-k/4) up to 2^((1 - k)/4), the first all above, the last all below.
     """
     count = masses.tile_lse.shape[0]
     counts = masses.tile_lse.new_zeros((1, BINS), dtype=torch.int64)
@@ -152,7 +148,7 @@ _PROGRAMS = 4096  # of the histogram: as many warps as a large GPU holds
 
 @triton.jit
 def log2_weight(tile_lse, logsumexp, mass_gradient, slope, entropy, entropy_gradient):
-    """log2 of w, the same to the bit wherever it is formed."""
+    """Compute log2 of w, bit-equal in every kernel."""
     behind = tile_lse - logsumexp
     size = tl.abs(mass_gradient)
     if entropy_gradient is not None:
@@ -163,13 +159,13 @@ def log2_weight(tile_lse, logsumexp, mass_gradient, slope, entropy, entropy_grad
 
 @triton.jit
 def draw_length(log2_w, log2_threshold):
-    """Of a small pair's piece of the line, int32 parts of a stratum; zero has none."""
+    """Compute a small pair's length on the line, int32 in parts of a stratum."""
     return tl.ceil(tl.exp2(log2_w - log2_threshold + _STRATUM_BITS)).to(tl.int32)
 
 
 @triton.jit
 def is_certain(log2_w, log2_threshold):
-    """Whether a pair is kept in any case. NaN is."""
+    """Return whether a pair is always kept; NaN is."""
     return ~(log2_w < log2_threshold)
 
 
@@ -181,7 +177,7 @@ def _row_weights(
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """log2 w of BLOCK of a row's tiles, which of them hold anything, and which holds the target."""
+    """Return log2 w of BLOCK tiles of a row, which of them are not empty, and which has the target."""
     mass = tl.load(masses.mass + row)
     gradient = tl.abs(tl.load(masses.target + row)) + tl.abs(mass)
     h, e = None, None
@@ -201,7 +197,7 @@ def _row_weights(
 
 @triton.jit
 def _sum(numbers, parts, KIND: tl.constexpr, BLOCK: tl.constexpr):
-    """Of (parts,), in a fixed order."""
+    """Sum (parts,) in a fixed order."""
     total = tl.zeros((BLOCK,), dtype=KIND)
     for first in range(0, parts, BLOCK):
         part = first + tl.arange(0, BLOCK)
@@ -211,7 +207,7 @@ def _sum(numbers, parts, KIND: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def log2_norm(squares, parts, BLOCK: tl.constexpr):
-    """Half the log2 of the sum of (parts,) float64; of nothing, far below any number."""
+    """Compute half the log2 of the sum of (parts,) float64; far below any other number for a zero sum."""
     bits = _sum(squares, parts, tl.float64, BLOCK).to(tl.int64, bitcast=True)
     fraction = ((bits & 0xFFFFFFFFFFFFF) | 0x3FF0000000000000).to(tl.float64, bitcast=True).to(tl.float32)
     return 0.5 * (((bits >> 52) - 1023).to(tl.float32) + tl.log2(fraction))
@@ -254,17 +250,15 @@ def _choose(
     parts,
     BLOCK: tl.constexpr,
 ):
-    """With S_k what at most lies below bin k's upper edge e_k, min(e_k, share of the budget / S_k) keeps to
-    that share.
-    """
+    """Choose the largest threshold min(e_k, budget / S_k), S_k ≥ Σ w below bin k's upper edge e_k."""
     place = tl.arange(0, _BINS)
     counts = tl.load(counts_in + place)
     edge = tl.exp2(0.25 * (1 - place))
     below = tl.cumsum(counts.to(tl.float32) * edge, axis=0, reverse=True)
     of_pairs = _PAIR_BUDGET * budget
     within = tl.where(of_pairs < edge * below, of_pairs / below, edge)
-    number = tl.where(place > 0, counts, 0).to(tl.float32)  # beyond the norm is one pair at most
-    kept = tl.cumsum(number) - number + below / edge  # with the bin's upper edge as τ
+    number = tl.where(place > 0, counts, 0).to(tl.float32)  # the first bin has one pair at most
+    kept = tl.cumsum(number) - number + below / edge  # for τ at the bin's upper edge
     enough = (place > 0) & (kept >= least_density * tl.sum(number))
     threshold = tl.minimum(tl.max(tl.where(place > 0, within, 0.0)), tl.max(tl.where(enough, edge, 0.0)))
     norm = log2_norm(squares, parts, BLOCK)
@@ -283,7 +277,7 @@ def _choose(
 
 @triton.jit
 def _is_hit(start, end, stratum, seed):
-    """Whether a piece of the line holds the stratum's point."""
+    """Return whether an interval of the line contains the stratum's point."""
     point = (stratum << _STRATUM_BITS) + (mix(seed + spread(stratum)) >> (32 - _STRATUM_BITS)).to(tl.int32)
     return (start <= point) & (point < end)
 
@@ -295,7 +289,7 @@ def _mark_live(
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One row, BLOCK tiles at a time: which are kept."""
+    """Mark the kept tiles of one row, BLOCK tiles at a time."""
     row, masses = tl.program_id(0), live.masses
     log2_threshold = tl.load(live.threshold.numbers)
     seed = row_seed(tl.load(masses.logsumexp + row), row, live.threshold.salt)
@@ -339,7 +333,7 @@ def _mark_live(
 
 @triton.jit
 def word_of_tile(bits, tile, row, rows):
-    """The word of these rows that holds the tile."""
+    """Load the rows' words that contain the tile's bit."""
     return tl.load(bits + (tile // 32).to(tl.int64) * rows + row, mask=row < rows, other=0)
 
 

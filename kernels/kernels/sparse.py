@@ -1,8 +1,8 @@
-"""The head's backward over kept pairs only: cost follows density.
+"""The head's backward over kept pairs: its cost is proportional to their density.
 
-On the lists of `select`: the pairs' logit gradients (`sparse_pairs`), dW and dbias from them
-(`sparse_weight`), and dX over the single entries that count (`sparse_rows`). Every sum has a fixed order:
-results are bit-equal from run to run. Nothing waits for the host.
+From the lists of `pairs` it computes the pairs' logit gradients (`sparse_pairs`), dW and dbias from those
+(`sparse_weight`), and dX over the kept single entries (`sparse_rows`). Every sum has a fixed order: results
+are bit-equal from run to run. There is no host synchronization.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ import triton.language as tl
 from torch import Tensor
 
 from . import ENTRY_SHARE
-from .coefficients import RowCoefficients
 from .pairs import list_pairs
 from .select import ActivePairs
-from .sparse_pairs import SparseOperands, pair_gradients
+from .sparse_pairs import SparseOperands, gradient_unit, pair_gradients
 from .sparse_rows import hidden_gradient, keep_entries
-from .sparse_weight import bias_gradient, weight_gradient
+from .sparse_weight import weight_gradient
 from .two_heads import Divergence
 
 if TYPE_CHECKING:
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
 
 def sparse_backward(
     call: HeadCall,
-    rows: RowCoefficients,
     live: ActivePairs,
     wanted: Wanted,
     certificate: Tensor,
@@ -40,27 +38,30 @@ def sparse_backward(
     config: SparseConfig,
     divergence: Divergence | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """dX, dW and dbias of Σ g·logprob (and what else went into `rows`) from at most `capacity` kept pairs.
+    """Compute dX, dW and dbias, None where not wanted, from at most `capacity` kept pairs.
 
-    None where not wanted. Nothing is written where the pairs did not fit.
+    With more pairs nothing is written.
 
     Args:
         call: its operands have unit stride along H.
         live: from `select_live` of the same batch.
-        divergence: is differentiated in place of Σ g·logprob; `rows` and `live` are then of its gradient.
-        certificate: (4,) float32, filled as `certify` does.
+        divergence: differentiated in place of the log-probability; `live` is of its gradient.
+        certificate: (4,) float32, filled by `certify`.
     """
-    operands = SparseOperands.of(call, rows, live, list_pairs(live, capacity, config), config, divergence)
+    pairs, unit = list_pairs(live, capacity, config), gradient_unit(call, live)
+    operands = SparseOperands(call, live, pairs, config, divergence, unit)
     gradients = pair_gradients(operands)
     weight = bias = hidden = small = None
     if wanted.weight:
         weight = wanted.into_weight
         if weight is None:
             weight = torch.empty_like(call.weight, memory_format=torch.contiguous_format)
-        weight_gradient(operands, gradients, weight, wanted.into_weight is not None)
+        accumulate = wanted.into_weight is not None
+        weight_gradient(operands, gradients, call.hidden, weight, accumulate=accumulate)
     if wanted.bias:
         bias = torch.empty_like(call.bias, memory_format=torch.contiguous_format)
-        bias_gradient(operands, gradients, bias)
+        ones = call.hidden.new_ones(call.hidden.shape[0], 1)
+        weight_gradient(operands, gradients, ones, bias[:, None], accumulate=False)
     if wanted.hidden:
         kept, least, small = keep_entries(operands, gradients)
     certify(operands, small, certificate)
@@ -70,8 +71,7 @@ def sparse_backward(
 
 
 def certify(operands: SparseOperands, small_entries: Tensor | None, numbers: Tensor) -> None:
-    """Fills (4,) float32: kept pairs of all; root mean square errors of dX and dW in units of what rounding
-    the logit gradient to bfloat16 costs, NaN where a row is not finite; the largest scale.
+    """Fill the numbers of a `Certificate`, (4,) float32; the errors are NaN if a row is not finite.
 
     Args:
         small_entries: (N, S) float32, of `keep_entries`; None without a gradient of the hidden states.
@@ -105,7 +105,7 @@ def _certificate(
         count = tl.load(live.count + row, mask=inside, other=0)
         pairs += count
         small += tl.load(live.small + row, mask=inside, other=0.0)
-        # Of a row that is not finite nothing is known, nor of the batch.
+        # The error of a row that is not finite is unknown, and so is the batch's.
         size = tl.abs(tl.load(live.masses.mass + row, mask=inside, other=0.0))
         size += tl.abs(tl.load(live.masses.target + row, mask=inside, other=0.0))
         lse = tl.load(live.masses.logsumexp + row, mask=inside, other=0.0)

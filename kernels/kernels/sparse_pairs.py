@@ -1,8 +1,8 @@
-"""The logit gradient of every live pair, from recomputed logits.
+"""The logit gradient of every kept pair, from recomputed logits.
 
-One program per block of gathered rows of one vocabulary tile. The product stays in float32 registers; what
-leaves them is the gradient, rounded once to the operands' dtype, in the order by row and then tile: each
-row's gradients lie next to each other for dX, and dW finds its rows by their places.
+One program handles a block of gathered rows of one vocabulary tile. The product stays in float32 registers;
+the gradient is rounded once to the operands' dtype and stored in the order by row and then tile. Each row's
+gradients are contiguous for dX, and dW finds its rows by their places.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import triton.language as tl
 from torch import Tensor
 
 from . import ENTRY_SHARE, TILE
-from .coefficients import RowCoefficients
 from .pairs import Pairs
 from .product import (
     LOG2E,
@@ -30,7 +29,7 @@ from .product import (
     untransform_gradient,
 )
 from .select import ActivePairs
-from .two_heads import Divergence, Head, both_products, divergence_gradient
+from .two_heads import Divergence, Head, both_products, divergence_gradient, is_shared, reference_steps
 
 if TYPE_CHECKING:
     from grpo_fast.head.call import HeadCall
@@ -40,74 +39,67 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SparseOperands:
-    """What every kernel of one backward reads."""
+    """Inputs of every kernel of one backward."""
 
     call: HeadCall  # its operands have unit stride along H
-    rows: RowCoefficients
     live: ActivePairs
     pairs: Pairs
     config: SparseConfig
-    divergence: Divergence | None  # what is differentiated; None: what `rows` says
-    unit: Tensor | None  # (1,) float32 power of two: factor of the stored logit gradients; None: one
-
-    @classmethod
-    def of(
-        cls,
-        call: HeadCall,
-        rows: RowCoefficients,
-        live: ActivePairs,
-        pairs: Pairs,
-        config: SparseConfig,
-        divergence: Divergence | None,
-    ) -> SparseOperands:
-        """float16 ends at 6e-8: there the largest gradient is brought near 2^13, so that a probability of
-        1e-6 stays normal.
-        """
-        unit = None
-        if call.hidden.dtype == torch.float16 and rows.mass.numel():
-            size = torch.maximum(rows.mass.abs(), rows.target.abs())
-            if rows.entropy_gradient is not None:
-                size = size + rows.entropy_gradient.abs() * (1 + rows.entropy)
-            # A pair that is drawn twice stands for two thresholds.
-            drawn = 2 * live.threshold.numbers[1] / ENTRY_SHARE
-            largest = torch.maximum((size * rows.slope).nan_to_num(0, 0).amax(), drawn)
-            exponent = torch.floor(13 - torch.log2(largest.clamp(min=2.0**-100))).clamp(-100, 100)
-            unit = torch.exp2(exponent).reshape(1)
-        return cls(call, rows, live, pairs, config, divergence, unit)
+    divergence: Divergence | None  # differentiated in place of the log-probability
+    unit: Tensor | None  # (1,) float32 of `gradient_unit`
 
     def reference_arguments(self) -> dict[str, object]:
-        """What kernels take of the head that the divergence is from."""
+        """Return the kernels' arguments of the divergence's reference."""
         if self.divergence is None:
             return dict.fromkeys(("reference", "of_rows", "beta", "DIRECTION", "SHARED"))
         pair = self.divergence.pair
         return {
             "reference": Head.of(pair.reference), "of_rows": self.divergence.rows, "beta": pair.beta,
-            "DIRECTION": pair.direction, "SHARED": pair.is_shared,
+            "DIRECTION": pair.direction, "SHARED": is_shared(pair),
         }  # fmt: skip
 
 
+def gradient_unit(call: HeadCall, live: ActivePairs) -> Tensor | None:
+    """Choose the power of two that scales stored logit gradients in float16; None in other dtypes.
+
+    The largest gradient is then near 2^13, so that one of 1e-6 of it is a normal number.
+    """
+    rows = live.masses
+    if call.hidden.dtype != torch.float16 or not rows.mass.numel():
+        return None
+    size = torch.maximum(rows.mass.abs(), rows.target.abs())
+    if rows.entropy_gradient is not None:
+        size = size + rows.entropy_gradient.abs() * (1 + rows.entropy)
+    drawn = 2 * live.threshold.numbers[1] / ENTRY_SHARE  # a pair that was drawn twice weighs two thresholds
+    largest = torch.maximum((size * rows.slope).nan_to_num(0, 0).amax(), drawn)
+    exponent = torch.floor(13 - torch.log2(largest.clamp(min=2.0**-100))).clamp(-100, 100)
+    return torch.exp2(exponent).reshape(1)
+
+
 def pair_gradients(operands: SparseOperands) -> Tensor:
-    """(capacity, TILE) in the dtype of hidden: unit·scale·dL/d(x·w) of every pair, at its place."""
-    call, rows, pairs, config = operands.call, operands.rows, operands.pairs, operands.config
+    """Compute unit·scale·dL/d(x·w) of every pair at its place, (capacity, TILE) in the dtype of hidden."""
+    call, pairs, config, masses = operands.call, operands.pairs, operands.config, operands.live.masses
     hidden, weight = call.hidden, call.weight
     gradients = hidden.new_empty((pairs.capacity, TILE))
-    # A bias, a softcap, an entropy, another head, and rows not known to be aligned need the registers of half
-    # a block; another head with one of them, or a mixture, those of a whole multiprocessor.
+    # A bias, softcap, entropy or second head, or unaligned rows, need the registers of half a block; a second
+    # head with one of them, or a mixture, needs those of a whole multiprocessor.
     given = operands.divergence
     heads = [call] if given is None else [*given.pair[:2]]
     sides = [(head.hidden, head.weight) for head in heads]
     sizes = [n for x, w in sides for n in (x.shape[1], x.stride(0), w.stride(0), x.data_ptr(), w.data_ptr())]
     aligned = all(size % 16 == 0 for size in sizes)
-    whole = aligned and call.bias is None and call.softcap is None and rows.entropy is None and given is None
+    whole = (
+        aligned and call.bias is None and call.softcap is None and masses.entropy is None and given is None
+    )
     bounded = aligned
     if given is not None and aligned:
         bounded = given.pair.direction != "jsd" and all(head.is_plain and head.bias is None for head in heads)
     steps = dict.fromkeys(("REF_DEPTH", "REF_EVEN", "REF_PRECISION"))
     if given is not None:
-        steps = given.pair.reference_steps(config.pair_depth * hidden.element_size())
+        steps = reference_steps(given.pair, config.pair_depth * hidden.element_size())
     _pair_gradients[(program_count(hidden.device, config.pair_programs),)](
         transform=Transform.of(call),
-        hidden=hidden, weight=weight, masses=operands.live.masses, pairs=pairs, gradients=gradients,
+        hidden=hidden, weight=weight, masses=masses, pairs=pairs, gradients=gradients,
         unit=operands.unit,
         rows=call.targets.numel(), vocabulary=weight.shape[0], hidden_size=hidden.shape[1],
         hidden_stride=hidden.stride(0), weight_stride=weight.stride(0),
@@ -149,7 +141,7 @@ def _pair_gradients(
     REF_EVEN: tl.constexpr,
     REF_PRECISION: tl.constexpr,
 ):
-    """One block of gathered rows of one tile at a time. Persistent."""
+    """Process blocks of gathered rows of one tile; the kernel is persistent."""
     PAIR_ROWS: tl.constexpr = BLOCK // PARTS
     blocks = tl.load(pairs.block_offsets + tl.cdiv(vocabulary, TILE))
     for part in range(tl.program_id(0), blocks * PARTS, tl.num_programs(0)):
@@ -162,7 +154,7 @@ def _pair_gradients(
         column = tile * TILE + tl.arange(0, TILE)
 
         x = hidden + row.to(tl.int64)[:, None] * hidden_stride
-        # Columns past the end read the last row of the weight: nobody reads their gradients.
+        # Columns past the end read the last row of the weight; their gradients are not used.
         within = tl.minimum(column, vocabulary - 1).to(tl.int64)
         w = weight + within[None, :] * weight_stride
         if reference is None:
@@ -210,7 +202,7 @@ def logit_gradient(
     rows,
     vocabulary,
 ):
-    """dL/d(x·w) of every product, (ROWS, COLUMNS) float32."""
+    """Compute dL/d(x·w) of every product, (ROWS, COLUMNS) float32."""
     if transform.softcap is None:
         slope = tl.zeros_like(logsumexp) + 1.0  # a row's: multiplying a tile by it would spill
         if transform.inv_temperature is not None:
@@ -233,6 +225,6 @@ def logit_gradient(
 
 @triton.jit
 def _surprise(logp, entropy):
-    """p·(log p + H), nothing where p is nothing."""
+    """Compute p·(log p + H), zero where p is zero."""
     p = tl.exp2(logp * LOG2E)
     return tl.where(p > 0.0, p * (logp + entropy[:, None]), 0.0)

@@ -1,15 +1,14 @@
 """dX as a row-gathered sparse product: dX_i = Σ over the row's entries of gradient · W[column].
 
-A kept tile of a row holds about one column that matters, so dX over single entries reads a hundredth of what
-dX over pairs would. Entries are chosen by the rule of pairs (`select`): one of size a ≥ τ_e counts as it is,
-a smaller one with probability a/τ_e, and then as ±τ_e. τ_e is the batch's, or less in a row whose small
-entries would cost more than its part of what the pairs leave of the tolerance: its share of the pairs. A
-row's pairs lie next to each other: one program brings the entries that count to their front. Then one program
-per row holds all of H in registers and adds whole rows of W: no atomics, one store, and the entries in a
-fixed order, so results are bit-equal from run to run.
+A kept tile of a row has about one column that matters, so dX over single entries reads a hundredth of the
+weight's rows. Entries are sampled like pairs (`select`): one of size a ≥ τ_e is kept, a smaller one with
+probability a/τ_e, and then as ±τ_e. τ_e is the batch's; it is less in a row whose small entries would exceed
+the row's part of the tolerance that the pairs leave. One program per row moves the kept entries to the front
+of the row's pairs. Then one program per row holds all of H in registers and adds whole rows of W, without
+atomics and in a fixed order: results are bit-equal from run to run.
 
-The gradients of the pairs only say which entries count. Each entry's own is formed anew in float32, from
-the row of W that the program holds anyway: rounding to half precision would cost dX more than the draws.
+The pairs' gradients only select the entries. Each entry's gradient is recomputed in float32 from the row of W
+that the program has loaded: rounding to half precision would cost dX more than the sampling.
 """
 
 from __future__ import annotations
@@ -23,21 +22,21 @@ from . import SEGMENT, TILE
 from .hashing import entry_seed, mix, row_seed, spread
 from .product import Transform
 from .sparse_pairs import SparseOperands, logit_gradient
-from .two_heads import divergence_gradient
+from .two_heads import divergence_gradient, is_shared
 
 
 def keep_entries(operands: SparseOperands, gradients: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Brings each row's entries that count to the front of its segments, in place of its gradients.
+    """Replace each row's gradients by the indices of its kept entries.
 
-    A segment is SEGMENT pairs of a row: the numbers of its entries have 16 bits.
+    A segment is SEGMENT pairs of a row, whose entries are numbered by 16 bits.
 
     Args:
-        gradients: (capacity, TILE), overwritten: the first of a segment's elements hold, as integers of their
-            size, which of its elements were kept, in their order; the target's always is.
+        gradients: (capacity, TILE), overwritten: the first elements of a segment hold, as integers of their
+            size, the indices of its kept elements in order, always with the target's.
 
     Returns:
-        (N, S) int32 kept entries; (N, S) float32 their threshold; and (N, S) float32 Σ a·threshold/τ_e² of
-        the entries below it. Without meaning where the pairs did not fit.
+        (N, S) int32 numbers of kept entries; (N, S) float32 thresholds; and (N, S) float32 Σ a·threshold/τ_e²
+        of the entries below. Undefined where the pairs did not fit.
     """
     live = operands.live
     count, tiles = live.count.numel(), live.tile_counts.numel()
@@ -53,12 +52,12 @@ def keep_entries(operands: SparseOperands, gradients: Tensor) -> tuple[Tensor, T
 
 
 def hidden_gradient(operands: SparseOperands, slots: Tensor, kept: Tensor, least: Tensor) -> Tensor:
-    """(N, H) in the dtype of hidden; without meaning where the pairs did not fit.
+    """Compute (N, H) in the dtype of hidden; undefined where the pairs did not fit.
 
     Args:
-        slots: what `keep_entries` left of the gradients.
-        kept: (N, S) int32, how many each segment of a row has.
-        least: (N, S) float32, what a smaller one of them counts as.
+        slots: the gradients as `keep_entries` left them.
+        kept: (N, S) int32, kept entries of each segment.
+        least: (N, S) float32 thresholds: the size that a smaller kept entry takes.
     """
     call, config = operands.call, operands.config
     hidden, weight = call.hidden, call.weight
@@ -69,8 +68,8 @@ def hidden_gradient(operands: SparseOperands, slots: Tensor, kept: Tensor, least
     if operands.divergence is not None:
         other = operands.divergence.pair.reference.weight
         ref_block = triton.next_power_of_2(other.shape[1])
-        entry_bytes += 0 if operands.divergence.pair.is_shared else ref_block * other.element_size()
-    # Above 8,192 columns a thread's part of three rows in float32 is more than its registers: some spill.
+        entry_bytes += 0 if is_shared(operands.divergence.pair) else ref_block * other.element_size()
+    # Above 8,192 columns a thread's part of three float32 rows exceeds its registers, and some spill.
     in_flight = min(config.row_bytes // (config.row_entries * entry_bytes), 3)
     most_warps = 16 if torch.version.hip else 32
     if count:
@@ -88,12 +87,12 @@ def hidden_gradient(operands: SparseOperands, slots: Tensor, kept: Tensor, least
 
 
 def _slots(gradients: Tensor) -> Tensor:
-    """The gradients' memory as integers."""
+    """View the gradients' memory as integers."""
     return gradients.view(torch.int16 if gradients.element_size() == 2 else torch.int32)
 
 
 _SCAN = 1024  # elements of a row's gradients at a time
-_LONG = 256  # kept entries above which a row goes before the others
+_LONG = 256  # rows with more kept entries run first
 
 
 @triton.jit
@@ -137,7 +136,7 @@ def _keep_entries(
         total += tl.where(small, size, 0.0)
         keep = (present & (~small | drawn)).to(tl.int32)
         rank = kept + tl.cumsum(keep, axis=0) - keep
-        tl.debug_barrier()  # what is overwritten has been read, by other threads too
+        tl.debug_barrier()  # other threads have read what is overwritten
         element = (start + tl.arange(0, BLOCK)).to(slots.dtype.element_ty)
         tl.store(slots + first * TILE + rank, element, mask=keep != 0)
         kept += tl.sum(keep)
@@ -150,7 +149,7 @@ def _keep_entries(
 
 @triton.jit
 def _sizes(gradients, pairs, first, start, elements, vocabulary, TILE: tl.constexpr, BLOCK: tl.constexpr):
-    """Of BLOCK elements of a segment |gradient|, column, and whether they are there."""
+    """Return |gradient|, column and presence of BLOCK elements of a segment."""
     element = start + tl.arange(0, BLOCK)
     present = element < elements
     size = tl.abs(tl.load(gradients + first * TILE + element, mask=present, other=0.0).to(tl.float32))
@@ -188,7 +187,7 @@ def _hidden_gradient(
     STAGES: tl.constexpr,
     LONG: tl.constexpr,
 ):
-    """One row of dX, all of H. The first N programs take the long rows, which would run on at the end."""
+    """Compute one row of dX. The first N programs take the long rows, which would finish last."""
     row, masses = tl.program_id(0) % rows, live.masses
     count = 0
     for segment in range(segments):

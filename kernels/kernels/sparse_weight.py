@@ -1,9 +1,8 @@
-"""dW and dbias of the kept pairs: Gᵀ X over each tile's gathered rows, no atomics, no float32 copy of the
-weight.
+"""dW and dbias of the kept pairs: Gᵀ X over each tile's gathered rows, without atomics.
 
 One program per (vocabulary tile, columns of H) sums in float32 registers over the tile's rows in ascending
-order and stores, or adds to what is there, once. A frequent word's tile has many times the rows of another,
-so no program has its share beforehand: the GPU hands tiles out as programs end
+order, and stores or adds once: no float32 copy of the weight. The tile of a frequent token has many times the
+rows of another, so the GPU's scheduler balances the tiles, not a fixed assignment
 (`benchmarks/results/tried.md`).
 """
 
@@ -19,10 +18,16 @@ from .product import precision
 from .sparse_pairs import SparseOperands
 
 
-def weight_gradient(operands: SparseOperands, gradients: Tensor, into: Tensor, accumulate: bool) -> None:
-    """Writes (V, H) `into`, or adds to it; leaves it alone where the pairs did not fit."""
-    hidden, pairs, config = operands.call.hidden, operands.pairs, operands.config
-    # What is added to takes as many registers again: of float32, twice a half's.
+def weight_gradient(
+    operands: SparseOperands, gradients: Tensor, hidden: Tensor, into: Tensor, *, accumulate: bool
+) -> None:
+    """Write Gᵀ `hidden`, (V, K), or add it to `into`; where the pairs did not fit, leave `into` unchanged.
+
+    Args:
+        hidden: (N, K), the hidden states, or ones for the bias.
+    """
+    pairs, config = operands.pairs, operands.config
+    # An accumulated float32 gradient needs as many registers again, twice those of a half.
     wide = accumulate and into.dtype == torch.float32
     columns = min(config.weight_columns, 64) if wide else config.weight_columns
     grid = pairs.offsets.numel() - 1, triton.cdiv(hidden.shape[1], columns)
@@ -32,15 +37,6 @@ def weight_gradient(operands: SparseOperands, gradients: Tensor, into: Tensor, a
         TILE=TILE, ACCUMULATE=accumulate, PRECISION=precision(hidden.dtype),
         COLUMNS=columns, DEPTH=config.weight_depth,
         num_warps=config.weight_warps, num_stages=config.weight_stages,
-    )  # fmt: skip
-
-
-def bias_gradient(operands: SparseOperands, gradients: Tensor, into: Tensor) -> None:
-    """Writes (V,) `into`; leaves it alone where the pairs did not fit."""
-    pairs = operands.pairs
-    _bias_gradient[(pairs.offsets.numel() - 1,)](
-        gradients, operands.unit, pairs, into, into.shape[0],
-        TILE=TILE, DEPTH=operands.config.weight_depth, num_warps=4,
     )  # fmt: skip
 
 
@@ -93,33 +89,3 @@ def _weight_gradient(
     if ACCUMULATE:
         total += tl.load(place, mask=stored, other=0.0).to(tl.float32)
     tl.store(place, total.to(weight_gradient.dtype.element_ty), mask=stored)
-
-
-@triton.jit(do_not_specialize=["vocabulary"])
-def _bias_gradient(
-    gradients,  # (capacity, TILE)
-    unit,  # (1,) float32 or None
-    pairs,  # `Pairs`
-    bias_gradient,  # (V,), written
-    vocabulary,
-    TILE: tl.constexpr,
-    DEPTH: tl.constexpr,
-):
-    """Column sums of one tile's logit gradients."""
-    if tl.load(pairs.fits) == 0:
-        return
-    tile = tl.program_id(0)
-    end = tl.load(pairs.offsets + tile + 1)
-    token = tl.arange(0, TILE)
-    total = tl.zeros((TILE,), dtype=tl.float32)
-    for start in range(tl.load(pairs.offsets + tile), end, DEPTH):
-        pair = start + tl.arange(0, DEPTH)
-        place = tl.load(pairs.places + pair, mask=pair < end, other=0).to(tl.int64)
-        gradient = tl.load(
-            gradients + place[:, None] * TILE + token[None, :], mask=(pair < end)[:, None], other=0.0
-        )
-        total += tl.sum(gradient.to(tl.float32), axis=0)
-    if unit is not None:
-        total *= 1.0 / tl.load(unit)
-    token += tile * TILE
-    tl.store(bias_gradient + token, total.to(bias_gradient.dtype.element_ty), mask=token < vocabulary)

@@ -1,4 +1,4 @@
-"""What the kernels of two heads share: both products, and the gradient of the divergence."""
+"""Both products and the divergence's gradient, shared by the kernels of two heads."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from torch import Tensor
 from .product import Transform, gathered_products, precision, transform_logits, untransform_gradient
 
 if TYPE_CHECKING:
-    from grpo_fast.head.call import HeadCall
+    from grpo_fast.head.call import HeadCall, KLCall
 
 
 class DivergenceRows(NamedTuple):
-    """Of every row, (N,) float32."""
+    """Per-row inputs of a divergence's gradient, (N,) float32."""
 
     logsumexp: Tensor
     ref_logsumexp: Tensor
     shift: Tensor  # their difference, to more digits
-    center: Tensor | None = None  # what log p - log q, or log p - log m, is relative to in the gradient
-    of_divergence: Tensor | None = None  # upstream, as the next, which may be missing
+    center: Tensor | None = None  # subtracted from log p - log q, or log p - log m, in the gradient
+    of_divergence: Tensor | None = None  # upstream gradients
     of_logsumexp: Tensor | None = None
 
 
 class Head(NamedTuple):
-    """One head as kernels take it; its operands have unit stride along H."""
+    """One head's kernel arguments; its operands have unit stride along H."""
 
     hidden: Tensor  # (N, H)
     weight: Tensor  # (V, H)
@@ -42,33 +42,25 @@ class Head(NamedTuple):
         return cls(hidden, weight, Transform.of(call), *sizes)
 
 
-class HeadPair(NamedTuple):
-    """Rows of two heads whose operands have unit stride along H."""
+def is_shared(pair: KLCall) -> bool:
+    """Return whether both heads have one weight."""
+    w, other = pair.student.weight, pair.reference.weight
+    same = w.data_ptr() == other.data_ptr() and w.stride() == other.stride()
+    return same and w.shape == other.shape and w.dtype == other.dtype
 
-    student: HeadCall
-    reference: HeadCall
-    direction: str
-    beta: float
 
-    @property
-    def is_shared(self) -> bool:
-        """Whether both have one weight."""
-        w, other = self.student.weight, self.reference.weight
-        same = w.data_ptr() == other.data_ptr() and w.stride() == other.stride()
-        return same and w.shape == other.shape and w.dtype == other.dtype
-
-    def reference_steps(self, depth_bytes: int) -> dict[str, object]:
-        """What `both_products` takes of the reference, by its names, with steps of so many bytes of H."""
-        hidden = self.reference.hidden
-        depth = depth_bytes // hidden.element_size()
-        even, kind = hidden.shape[1] % depth == 0, precision(hidden.dtype)
-        return {"REF_DEPTH": depth, "REF_EVEN": even, "REF_PRECISION": kind}
+def reference_steps(pair: KLCall, depth_bytes: int) -> dict[str, object]:
+    """Return the reference's arguments of `both_products`, for steps of `depth_bytes` of H."""
+    hidden = pair.reference.hidden
+    depth = depth_bytes // hidden.element_size()
+    even, kind = hidden.shape[1] % depth == 0, precision(hidden.dtype)
+    return {"REF_DEPTH": depth, "REF_EVEN": even, "REF_PRECISION": kind}
 
 
 class Divergence(NamedTuple):
-    """What a sparse backward differentiates in place of a log-probability."""
+    """A divergence that a sparse backward differentiates in place of a log-probability."""
 
-    pair: HeadPair
+    pair: KLCall  # operands have unit stride along H
     rows: DivergenceRows  # of all N rows
 
 
@@ -78,8 +70,8 @@ def both_products(
     w,  # (1, COLUMNS) pointers into its weight
     hidden_size,
     reference,  # `Head`
-    row,  # (ROWS,) of the reference, as `x`
-    column,  # (COLUMNS,) as `w`
+    row,  # (ROWS,) of the reference's hidden states
+    column,  # (COLUMNS,) of its weight
     SHARED: tl.constexpr,  # both have one weight
     DEPTH: tl.constexpr,
     REF_DEPTH: tl.constexpr,
@@ -88,7 +80,7 @@ def both_products(
     PRECISION: tl.constexpr,
     REF_PRECISION: tl.constexpr,
 ):
-    """Both (ROWS, COLUMNS) float32 products. Each tile of a SHARED weight is loaded once."""
+    """Compute both (ROWS, COLUMNS) float32 products; each tile of a SHARED weight is loaded once."""
     other = reference.hidden + row.to(tl.int64)[:, None] * reference.hidden_stride
     if SHARED:
         step = tl.arange(0, DEPTH)
@@ -111,7 +103,7 @@ def both_products(
 
 @triton.jit
 def both_logits(products, ref_products, transform, ref_transform, row, column, rows, vocabulary):
-    """Both (ROWS, COLUMNS) float32 logits, -inf past the vocabulary."""
+    """Compute both (ROWS, COLUMNS) float32 logits, -inf past the vocabulary."""
     inside = (column < vocabulary)[None, :]
     z = transform_logits(products, transform, row, column, rows, vocabulary)
     ref_z = transform_logits(ref_products, ref_transform, row, column, rows, vocabulary)
@@ -120,7 +112,7 @@ def both_logits(products, ref_products, transform, ref_transform, row, column, r
 
 @triton.jit
 def log_ratio(z, ref_z, apart, DIRECTION: tl.constexpr):
-    """log p - log q, finite except where it makes the divergence infinite."""
+    """Compute log p - log q, finite except where the divergence is infinite."""
     below: tl.constexpr = float("-inf") if DIRECTION == "forward" else -500.0
     above: tl.constexpr = float("inf") if DIRECTION == "reverse" else 500.0
     absent, ref_absent = z == float("-inf"), ref_z == float("-inf")
@@ -130,7 +122,7 @@ def log_ratio(z, ref_z, apart, DIRECTION: tl.constexpr):
 
 @triton.jit
 def over_mixture(d, beta):
-    """log p - log m, m = (1 - beta)·p + beta·q."""
+    """Compute log p - log m, m = (1 - beta)·p + beta·q."""
     down = tl.exp(-tl.abs(d))
     above = -tl.log(1.0 - beta + beta * down)
     return tl.where(d < 0.0, d - tl.log((1.0 - beta) * down + beta), above)
@@ -150,7 +142,7 @@ def divergence_gradient(
     vocabulary,
     DIRECTION: tl.constexpr,
 ):
-    """dL/d(x·w + bias), (ROWS, COLUMNS) float32."""
+    """Compute dL/d(x·w + bias), (ROWS, COLUMNS) float32."""
     live = row < rows
     z, ref_z = both_logits(products, ref_products, transform, ref_transform, row, column, rows, vocabulary)
     lse = tl.load(of_rows.logsumexp + row, mask=live, other=0.0)

@@ -15,10 +15,10 @@ import torch
 
 from tests.kernels.aot import offline
 
-from . import alu, copies, matrix, memory, threads
+from . import arithmetic, memory, threads
 from .ptx import parse
 
-STEPS = threads.STEPS | memory.STEPS | alu.STEPS | matrix.STEPS | copies.STEPS
+STEPS = threads.STEPS | arithmetic.STEPS | memory.STEPS
 TOGETHER = 1024  # threads in lockstep: NumPy takes as long for fewer
 GAP = 1 << 14  # bytes between the shared memories of programs
 
@@ -33,7 +33,7 @@ class Launch:
     spans: list[tuple[int, int]]
     warps: int
     shared: int  # bytes of a program
-    boxes: dict[int, copies.Box] = field(default_factory=dict)
+    boxes: dict[int, memory.Box] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.kernel = parse(self.ptx)
@@ -84,7 +84,7 @@ def _launch_triton(kernel: Any, grid: tuple[int, int, int], given: tuple[Any, ..
             if layout:  # a tensor map, where the architecture has them
                 rows = base.detach().as_strided(value.shape, value.strides).view(torch.uint8).numpy()
                 numbers, span = [len(arguments)], 16 << layout["swizzle"]
-                boxes[numbers[0]] = copies.Box(rows, *layout["block_size"], base.itemsize, span)
+                boxes[numbers[0]] = memory.Box(rows, *layout["block_size"], base.itemsize, span)
             tensors.append(base)
             arguments.extend(np.int64(number).tobytes() for number in (*numbers, *shape))
         elif kind.startswith("*"):

@@ -73,12 +73,6 @@ def test_a_fault_is_named(monkeypatch, name):
         launch(body, programs=1 + ("program" in name))
 
 
-def test_warps_exchange_numbers_through_shared_memory_and_a_barrier():
-    found = launch(f"{WRITE} {BARRIER} {READ} @%p1 st.global.b32 [%rd3], %r6;")
-
-    assert found.tolist() == [(i + 32) % 64 for i in range(50)]
-
-
 def test_threads_that_part_meet_again_and_a_copy_arrives_when_waited_for():
     found = launch(f"""
         and.b32 %r6, %r2, 1; setp.eq.b32 %p3, %r6, 1; @%p3 bra $ODD; add.s32 %r6, %r2, 100; bra $ON;

@@ -1,4 +1,4 @@
-"""What the head's tests share: random calls, and the straightforward dense head to hold them against."""
+"""Random calls of the head, and the dense head as their oracle."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Call:
 
     hidden: Tensor
     weight: Tensor
-    targets: Tensor
+    targets: Tensor | None = None
     bias: Tensor | None = None
     temperature: float | Tensor = 1.0
     logit_scale: float = 1.0
@@ -39,7 +39,6 @@ class Call:
         return {name: getattr(self, name) for name in ("bias", "temperature", "logit_scale", "softcap")}
 
     def outputs(self, names: Sequence[str] = ("logprob",), **options: object) -> dict[str, Tensor]:
-        """What `linear_logprob` finds."""
         options = self.options | options
         out = linear_logprob(self.hidden, self.weight, self.targets, outputs=names, **options)
         return {name: getattr(out, name) for name in names}
@@ -49,28 +48,31 @@ class Call:
         return tuple(t for t in (self.hidden, self.weight, self.bias) if t is not None)
 
     def to(self, dtype: torch.dtype) -> Call:
-        """Detached leaves of another dtype."""
+        """Cast the parameters to new leaves."""
 
         def cast(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else tensor.detach().to(dtype).requires_grad_()
+            return None if tensor is None else tensor.detach().to(dtype).requires_grad_(tensor.requires_grad)
 
         return replace(self, hidden=cast(self.hidden), weight=cast(self.weight), bias=cast(self.bias))
 
 
-def statistics(call: Call) -> dict[str, Tensor]:
-    """Every statistic from full logits, in the dtype of the inputs (statistics of at least float32)."""
+def full_logits(call: Call) -> Tensor:
+    """(..., V) logits, float32 or float64."""
     logits = call.hidden @ call.weight.t()
-    kind = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    logits = logits.to(kind)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if call.bias is not None:
-        logits = logits + call.bias.to(kind)
+        logits = logits + call.bias.to(logits.dtype)
     logits = logits * call.logit_scale
     if call.softcap is not None:
         logits = call.softcap * torch.tanh(logits / call.softcap)
     temperature = call.temperature
-    if isinstance(temperature, Tensor) and temperature.dim():
-        temperature = temperature[..., None]
-    logits = logits / temperature
+    per_token = isinstance(temperature, Tensor) and temperature.dim()
+    return logits / (temperature[..., None] if per_token else temperature)
+
+
+def statistics(call: Call) -> dict[str, Tensor]:
+    """Compute every statistic from full logits."""
+    logits = full_logits(call)
     worked = call.targets != -100
     logprobs = logits.log_softmax(-1)
     p = logprobs.exp()
@@ -84,22 +86,20 @@ def statistics(call: Call) -> dict[str, Tensor]:
         "log_sum_sq_probs": (2 * logprobs).logsumexp(-1),
     }
     found = {name: torch.where(worked, value, 0) for name, value in every.items()}
-    best = logits.amax(-1)
-    found["argmax_is_target"] = (
-        logits.gather(-1, call.targets.clamp(min=0)[..., None])[..., 0] >= best
-    ) & worked
-    return found
+    return found | {"argmax_is_target": (at_target >= logprobs.amax(-1)) & worked}
 
 
 def gradients(call: Call, found: dict[str, Tensor], upstream: dict[str, Tensor]) -> list[Tensor]:
-    """Of Σ upstream·statistic, for hidden, weight and bias."""
+    """Differentiate Σ upstream·statistic in hidden, weight and bias."""
     loss = sum((found[name] * gradient.to(found[name].dtype)).sum() for name, gradient in upstream.items())
     return list(torch.autograd.grad(loss, call.parameters))
 
 
 def exact_gradients(call: Call, upstream: dict[str, Tensor]) -> list[Tensor]:
-    """From full logits in float64."""
+    """Differentiate full logits in float64."""
     wide = call.to(torch.float64)
+    for parameter in wide.parameters:
+        parameter.requires_grad_()
     return gradients(wide, statistics(wide), upstream)
 
 
@@ -107,21 +107,40 @@ def relative(got: Tensor, exact: Tensor) -> float:
     return ((got.double() - exact.double()).norm() / exact.double().norm().clamp(min=1e-30)).item()
 
 
+def sure_rows(rng: torch.Generator, level: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Make rows whose likeliest entry leads by 1 to 80 nats, with products that float32 holds exactly.
+
+    Returns:
+        (80, 88) hidden states, (300, 88) weight and (80,) likeliest entries.
+    """
+    rows, words = 80, 300
+    small = [torch.randint(-8, 9, (count, 7), generator=rng) / 8.0 for count in (words, rows)]
+    best = torch.randperm(words, generator=rng)[:rows]
+    own = torch.zeros(words, rows).index_put_((best, torch.arange(rows)), torch.tensor(1.0))
+    weight = torch.cat([small[0], torch.ones(words, 1), own], 1)
+    hidden = torch.cat([small[1], torch.full((rows, 1), level), torch.zeros(rows, rows)], 1)
+    logits = (hidden @ weight.T).double()
+    others = logits.scatter(1, best[:, None], -torch.inf).logsumexp(1)
+    height = torch.arange(1, 81) + others - logits.gather(1, best[:, None])[:, 0]
+    hidden[:, 8:] = torch.diag((height * 2).round().float() / 2)
+    return hidden, weight, best
+
+
 @pytest.fixture(autouse=True)
 def the_head_meets_garbage(garbage_in_new_memory):
-    """Nothing may be read that was not written."""
+    """Fill new memory with garbage: unwritten memory must not be read."""
 
 
 @pytest.fixture(scope="session")
 def oracle() -> SimpleNamespace:
-    """The dense head, and how far something is from it."""
-    found = (Call, statistics, gradients, exact_gradients, relative)
-    return SimpleNamespace(**{part.__name__: part for part in found})
+    """Return the dense head, and a relative error."""
+    parts = (Call, full_logits, statistics, gradients, exact_gradients, relative)
+    return SimpleNamespace(**{part.__name__: part for part in parts})
 
 
 @pytest.fixture
 def sparse_sizes(monkeypatch):
-    """Changes sizes of the sparse backward."""
+    """Change sizes of the sparse backward."""
 
     def change(**changes: object) -> None:
         def sizes_for(*shape):
@@ -134,7 +153,7 @@ def sparse_sizes(monkeypatch):
 
 
 def take_path(name: str, request: pytest.FixtureRequest):
-    """Lets the head take a path, and returns what moves calls and tensors to its device."""
+    """Let the head take a path; return a function that moves calls and tensors to its device."""
     device, patch = torch.device("cpu"), request.getfixturevalue("monkeypatch")
     if name == "reference":  # several chunks of rows and of the vocabulary
         patch.setattr(plan, "_CPU_CHUNK_BYTES", 1)
@@ -149,6 +168,8 @@ def take_path(name: str, request: pytest.FixtureRequest):
     def move(value):
         if isinstance(value, Tensor):
             return value.detach().to(device).requires_grad_(value.requires_grad)
+        if isinstance(value, tuple):
+            return type(value)(*map(move, value))
         return replace(value, **{k: move(v) for k, v in vars(value).items() if isinstance(v, Tensor)})
 
     return move
@@ -156,19 +177,19 @@ def take_path(name: str, request: pytest.FixtureRequest):
 
 @pytest.fixture
 def hopper(request):
-    """Moves calls to a GPU with descriptors, interpreted where there is none."""
+    """Move calls to a GPU with descriptors, which is interpreted without one."""
     return take_path("descriptors", request)
 
 
 @pytest.fixture(params=["reference", *KERNELS])
 def on_path(request):
-    """Moves calls to where the head takes each of its paths."""
+    """Move calls to each of the head's paths."""
     return take_path(request.param, request)
 
 
 @pytest.fixture
 def make_call(rng: torch.Generator):
-    """Calls with leaf parameters; every fourth row ignored."""
+    """Make calls with leaf parameters, in which every fourth row is ignored."""
 
     def make(
         shape: Sequence[int] = (13,),

@@ -1,7 +1,4 @@
-"""An oracle in plain torch of what the kernels keep of a sparse backward.
-
-The rule and its reasons are those of `kernels/select.py`; nothing is rounded to half precision on the way.
-"""
+"""An oracle in plain torch of the sparse backward's selection; `kernels/select.py` has the rule."""
 
 from __future__ import annotations
 
@@ -43,22 +40,22 @@ _WORD = 0xFFFFFFFF
 
 @dataclass(frozen=True)
 class Selection:
-    """By which factor the gradients of n rows take every one of T tiles, and dX single entries of those."""
+    """The factors of n rows' gradients in each of T tiles, and the threshold of dX's entries."""
 
-    scale: Tensor  # (n, T) of a pair's logit gradient; zero where it is left out
-    entry: Tensor  # (n, 1) what a smaller entry of dX is kept as, or left out
+    scale: Tensor  # (n, T) of a pair's logit gradient; zero if it is left out
+    entry: Tensor  # (n, 1) threshold of dX's entries
     threshold: Tensor  # () τ
     seed: Tensor  # (n,) int64
-    room: Tensor  # () the most pairs that the draws can keep
+    room: Tensor  # () upper bound of the kept pairs
     small: Tensor  # () Σ w/τ over the pairs below τ
-    unit: Tensor  # () τ relative to what rounding the batch to bfloat16 costs
-    left: Tensor  # () what pairs leave of the square of the tolerance, relative to the batch's norm
+    unit: Tensor  # () τ relative to the error of rounding to bfloat16
+    left: Tensor  # () the squared tolerance that pairs leave, relative to the batch's norm
 
 
 def sampled_backward(
     call: HeadCall, statistics: RowStatistics, gradients: RowGradients, wanted: Wanted, *rest: Any
 ) -> HeadGradients:
-    """`reference.backward` that samples as the kernels do, where the call has a tolerance."""
+    """Replace `reference.backward` by one that samples as the kernels do."""
     if not call.tolerance or gradients.mean_logit is not None:
         return exact_backward(call, statistics, gradients, wanted, *rest)
     rows = LogitGradient.of(call, statistics, gradients)
@@ -85,10 +82,7 @@ def sampled_backward(
 def of_entries(
     chosen: Selection, call: HeadCall, rows: LogitGradient, of_pairs: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """What goes into dX of (n, V) kept pairs, and Σ a·threshold/τ² over the entries below the threshold.
-
-    A row whose small entries would cost more than its part of the tolerance has a lower threshold of them.
-    """
+    """Sample dX's entries of (n, V) kept pairs; return them and Σ a·threshold/τ² of those below it."""
     other = torch.arange(call.vocabulary, device=of_pairs.device) != call.targets[:, None]
     size = of_pairs.abs()
     sums = size.where(other & (size < chosen.entry), 0).sum(1, keepdim=True)
@@ -104,7 +98,7 @@ def of_entries(
 
 
 def certificate(chosen: Selection, small_entries: Tensor, pairs: int) -> Tensor:
-    """The certificate's numbers, (4,), of a batch of so many pairs."""
+    """Compute the certificate's values, (4,)."""
     drawn = chosen.scale.where(chosen.scale != 1, 0)
     numbers = (
         (chosen.scale != 0).sum() / max(pairs, 1),
@@ -117,7 +111,7 @@ def certificate(chosen: Selection, small_entries: Tensor, pairs: int) -> Tensor:
 
 @contextmanager
 def sampling_without_kernels() -> Iterator[None]:
-    """Within it the head samples on any device."""
+    """Let the head sample on any device."""
     with mock.patch.object(reference, "backward", sampled_backward):
         yield
 
@@ -130,11 +124,11 @@ def choose(
     tolerance: float,
     tile_lse: Tensor,
 ) -> Selection:
-    """For gradients through log-probability, log-sum-exp and entropy; that of the mean logit is not sparse.
+    """Select pairs of the n rows with a gradient.
 
     Args:
-        call: the rows with a gradient, (n,), and `numbers` their places in the batch.
-        salt: () int64 of the batch, `salt_of`.
+        numbers: (n,) positions of the rows in the batch.
+        salt: () int64, `salt_of` the batch.
         tile_lse: (n, T) log-sum-exp of each tile.
     """
     targets, tile = call.targets, torch.arange(tile_lse.shape[1], device=tile_lse.device)
@@ -152,7 +146,7 @@ def choose(
 
 
 def salt_of(call: HeadCall, rows: LogitGradient) -> Tensor:
-    """() int64 of a batch, whose every row with work takes part, and of its seed."""
+    """Hash the seed and the rows of a batch, () int64."""
     targets = call.targets
     row = torch.arange(targets.numel(), device=targets.device)
     gradient = _bits(0 - rows.mass)  # the kernels have the other sign
@@ -164,7 +158,7 @@ def salt_of(call: HeadCall, rows: LogitGradient) -> Tensor:
 
 
 def pair_weights(call: HeadCall, rows: LogitGradient, tile_lse: Tensor) -> Tensor:
-    """(n, T): at least Σ |dL/d(x·w)| over each tile."""
+    """Bound Σ |dL/d(x·w)| over each tile, (n, T)."""
     log_mass = tile_lse - rows.logsumexp[:, None]
     size = rows.mass.abs()[:, None]
     if rows.entropy is not None and rows.entropy_gradient is not None:
@@ -174,12 +168,7 @@ def pair_weights(call: HeadCall, rows: LogitGradient, tile_lse: Tensor) -> Tenso
 
 
 def draw(ratio: Tensor, certain: Tensor, seed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of pairs' w/τ, (n, T): the factor of each, zero where it is left out; the most pairs that may be kept;
-    and Σ w/τ of the uncertain ones.
-
-    Every unit of the cumulated w/τ of a row, a stratum, has one point, drawn evenly; a pair counts as often
-    as its part of the line holds points.
-    """
+    """Sample pairs by their (n, T) w/τ; return factors, a bound of the kept pairs, and the sampled Σ w/τ."""
     certain = certain | ~(ratio < 1)  # NaN is certain
     length = (ratio * STRATUM).where(~certain, 0).ceil().long()
     end = length.cumsum(1)
@@ -197,9 +186,7 @@ def draw(ratio: Tensor, certain: Tensor, seed: Tensor) -> tuple[Tensor, Tensor, 
 
 
 def _relative_threshold(weight: Tensor, tolerance: float) -> tuple[Tensor, Tensor]:
-    """The largest τ, of pairs' w, both relative to the batch's norm, with τ·Σ_{w<τ} w within the pairs' part
-    of the budget and LEAST_DENSITY of the pairs kept, as far as quarter octaves tell; and what is left of it.
-    """
+    """Choose τ from pairs' w, both relative to the batch's norm; return it and the budget that is left."""
     budget = (tolerance * BF16_ROUNDING) ** 2
     octave = ((-4 * weight.log2()).floor() + 1).nan_to_num(nan=0.0, neginf=0.0)
     place = octave.clamp(0, BINS - 1).long().where(weight > 0, 0)
@@ -215,12 +202,12 @@ def _relative_threshold(weight: Tensor, tolerance: float) -> tuple[Tensor, Tenso
 
 
 def norm_of(call: HeadCall, rows: LogitGradient) -> Tensor:
-    """() of all rows."""
+    """Combine the norms of all rows, ()."""
     return norms_of(call, rows).double().square().sum().sqrt().to(rows.mass.dtype)
 
 
 def norms_of(call: HeadCall, rows: LogitGradient) -> Tensor:
-    """(n,) half of Σ|dL/d(x·w)|, at least: of the target's entry and of all the others' sum."""
+    """Bound half of Σ|dL/d(x·w)| from below, (n,)."""
     here, logprob = call.targets < call.vocabulary, rows.logprob
     others = -logprob.expm1() * rows.mass
     if rows.entropy is not None and rows.entropy_gradient is not None:
@@ -237,7 +224,7 @@ def norms_of(call: HeadCall, rows: LogitGradient) -> Tensor:
 
 
 def _steepest(call: HeadCall, kind: torch.dtype) -> Tensor:
-    """(n, 1) or (1, 1): the largest dz/d(x·w)."""
+    """Compute the largest dz/d(x·w), (n, 1) or (1, 1)."""
     if call.inv_temperature is None:
         return torch.full((1, 1), abs(call.logit_scale), dtype=kind, device=call.targets.device)
     return (call.inv_temperature.to(kind) * abs(call.logit_scale))[:, None]
@@ -248,7 +235,7 @@ def _bits(values: Tensor) -> Tensor:
 
 
 def _mix(word: Tensor) -> Tensor:
-    """A hash of 32 bits, int64: two rounds of multiply and shift."""
+    """Hash 32 bits by two rounds of multiply and shift, int64."""
     word = word & _WORD
     word = ((word ^ word >> 16) * 0x7FEB352D) & _WORD
     word = ((word ^ word >> 15) * 0x846CA68B) & _WORD

@@ -1,4 +1,4 @@
-"""Rows that are sure of their target: what is left to say of them keeps its digits on every path."""
+"""Rows with a target probability near 1 keep their digits on every path."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-MARGINS = torch.arange(1, 81)  # nats from the log-sum-exp of all others to the target's logit
+from tests.head.conftest import sure_rows
 
 
 @dataclass(frozen=True)
 class Sure:
-    """What float64 makes of the call's rows; a log-probability of 1e-35 is none of its differences."""
+    """A call and its float64 results, without differences: a log-probability may be 1e-35."""
 
     call: object
     logprob: Tensor
@@ -23,20 +23,9 @@ class Sure:
 
 @pytest.fixture(params=[0, 30], ids=["logits near 1", "logits near 30"])
 def make_sure(request, rng, oracle, on_path):
-    """Makes calls whose products float32 holds exactly, a margin a row, for the path of the test."""
 
     def make(dtype: torch.dtype = torch.float32) -> Sure:
-        rows, words = len(MARGINS), 300
-        small = lambda *shape: torch.randint(-8, 9, shape, generator=rng) / 8.0  # noqa: E731
-        targets = torch.randperm(words, generator=rng)[:rows]
-        own = torch.zeros(words, rows).index_put_((targets, torch.arange(rows)), torch.tensor(1.0))
-        weight = torch.cat([small(words, 7), torch.ones(words, 1), own], 1)
-        level = torch.full((rows, 1), float(request.param))
-        hidden = torch.cat([small(rows, 7), level, torch.zeros(rows, rows)], 1)
-        logits = (hidden @ weight.T).double()
-        others = logits.scatter(1, targets[:, None], -torch.inf).logsumexp(1)
-        height = MARGINS + others - logits.gather(1, targets[:, None])[:, 0]
-        hidden[torch.arange(rows), 8 + torch.arange(rows)] = (height * 2).round().float() / 2
+        hidden, weight, targets = sure_rows(rng, float(request.param))
         return expected(oracle.Call(hidden.to(dtype), weight.to(dtype), targets))
 
     def expected(call) -> Sure:
@@ -68,8 +57,8 @@ def test_log_probability_and_entropy_keep_digits_to_the_smallest_numbers(make_su
 
 @pytest.mark.parametrize("how", ["recomputed", "kept", "frozen"])
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 3e-5), (torch.bfloat16, 2**-7)])
-def test_each_rows_gradient_is_as_accurate_as_that_of_an_unsure_one(make_sure, dtype, limit, how):
-    """Two roundings to the dtype at most, the coefficient's and the result's."""
+def test_each_rows_gradient_is_accurate_relative_to_its_size(make_sure, dtype, limit, how):
+    """At most two roundings to the dtype: of the coefficient and of the result."""
     sure = make_sure(dtype)
     sure.call.weight.requires_grad_(how != "frozen")
     logprob = sure.call.outputs(tolerance=0.0, recompute=how != "kept")["logprob"]

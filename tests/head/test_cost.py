@@ -1,7 +1,4 @@
-"""What the head asks of a device and of the host, traced on meta tensors.
-
-They hold no numbers: an operation that reads one on the host raises.
-"""
+"""Launches, memory, host reads and copies of the head, traced on meta tensors, which hold no values."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ _ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_
 
 
 class Copies(TorchFunctionMode):
-    """Records as a copy from the host each call that makes a tensor of Python numbers on the device."""
+    """Record calls that copy Python numbers to the device."""
 
     def __init__(self, steps: list[str]) -> None:
         super().__init__()
@@ -43,21 +40,21 @@ class Copies(TorchFunctionMode):
 
 
 class Cost(TorchDispatchMode):
-    """Records kernels, `aten` operations and the host's reads and copies in order, and the peak of new
-    storages.
-    """
+    """Record kernels, `aten` operations, host reads and copies in order, and the peak of new storages."""
 
     def __init__(self) -> None:
         super().__init__()
         self.steps: list[str] = []
-        self.peak = self._live = 0  # bytes
-        self._alive: set[int] = set()
+        self.alive: dict[int, int] = {}  # bytes of each storage
+        self.peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in self._alive:
-                self._count(leaf.untyped_storage())
+            if isinstance(leaf, Tensor) and (key := leaf.untyped_storage()._cdata) not in self.alive:
+                self.alive[key] = leaf.untyped_storage().nbytes()
+                weakref.finalize(leaf.untyped_storage(), self.alive.pop, key)
+        self.peak = max(self.peak, sum(self.alive.values()))
         if len({leaf.device for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, Tensor)}) > 1:
             self.steps.append(COPY)
         name = func._schema.name.split("::")[1]
@@ -66,17 +63,6 @@ class Cost(TorchDispatchMode):
         if not (is_empty or is_view or name in _ALLOCATIONS):
             self.steps.append(f"aten.{name}")
         return result
-
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        self._alive.add(key)
-        self._live += size
-        self.peak = max(self.peak, self._live)
-        weakref.finalize(storage, self._free, key, size)
-
-    def _free(self, key: int, size: int) -> None:
-        self._alive.remove(key)
-        self._live -= size
 
     def read(self, value: Any) -> Any:
         self.steps.append(READ)

@@ -14,7 +14,7 @@ DIFFERENTIABLE = ("logprob", "entropy", "logsumexp", "mean_logit")
 
 @pytest.fixture
 def small_chunks(monkeypatch):
-    """Products in several chunks of rows and of columns, rows in several steps."""
+    """Split products into several chunks of rows and columns."""
     exponentials = pytest.importorskip("grpo_fast.kernels.exponentials")
     monkeypatch.setattr(exponentials, "_PRODUCT_BYTES", 1)
     monkeypatch.setattr(exponentials, "_WIDTH", 32)
@@ -24,7 +24,7 @@ def small_chunks(monkeypatch):
 
 @pytest.fixture
 def make_hard(make_call, hopper, rng):
-    """Calls whose few targets come often, some hundreds of nats deep; and an upstream gradient with zeros."""
+    """Make calls with few frequent targets, some hundreds of nats deep, and upstream gradients with zeros."""
 
     def make(dtype: torch.dtype, rows: int = 90):
         call = make_call((rows,), 300, 40, dtype=dtype, spread=6.0, bias=True)
@@ -58,8 +58,9 @@ def test_stored_exponentials_err_no_more_than_a_rounded_logit_gradient(
         parameter.requires_grad_(not frozen)
 
     logprob = call.outputs(tolerance=0.0, recompute=frozen)["logprob"]
-    found = torch.autograd.grad(logprob, parameters, upstream)
+    found, again = (torch.autograd.grad(logprob, parameters, upstream, retain_graph=True) for _ in range(2))
 
+    assert all(map(torch.equal, found, again))
     for got, expected in zip(found, exact, strict=False):
         few = got.dim() == 1  # large entries, whose own rounding counts
         assert oracle.relative(got, expected) < limit * (1 + few)
@@ -76,21 +77,3 @@ def test_other_statistics_may_be_differentiated_too(hopper, make_call, make_upst
 
     for got, expected in zip(found, oracle.exact_gradients(call, upstream), strict=True):
         assert oracle.relative(got, expected) < 1e-5
-
-
-@pytest.mark.usefixtures("small_chunks")
-def test_a_target_of_most_rows_has_the_same_gradient_to_the_bit_in_every_run(hopper, make_call, oracle, rng):
-    call = make_call((80,), 150, 40, bias=True)
-    often = torch.where(torch.rand(80, generator=rng) < 0.8, 7, call.targets)
-    call = hopper(replace(call, targets=torch.where(call.targets < 0, call.targets, often)))
-    upstream = hopper(torch.randn(80, generator=rng))
-    exact = oracle.exact_gradients(call, {"logprob": upstream})
-
-    def run() -> tuple[torch.Tensor, ...]:
-        found = call.outputs(recompute=False)["logprob"]
-        return torch.autograd.grad(found, call.parameters, upstream)
-
-    for first, second, expected in zip(run(), run(), exact, strict=True):
-        assert torch.equal(first, second)
-        assert oracle.relative(first, expected) < 1e-5
-        assert first.dim() == 1 or oracle.relative(first[7], expected[7]) < 1e-5

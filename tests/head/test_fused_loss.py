@@ -1,4 +1,4 @@
-"""The policy loss kernel against `objective.policy_loss` in float64, for every loss that it takes."""
+"""The policy loss kernel against `objective.policy_loss` in float64, for each of its losses."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LENGTHS = (9, 1, 520, 4, 0, 17)  # one is longer than a program takes at a time
 
 @pytest.fixture
 def batch(rng, device) -> LossInputs:
-    """Numbers are multiples of 1/64: no ratio lies on a bound by chance. What is masked is NaN."""
+    """Make a batch of multiples of 1/64, so that no ratio lies on a bound; masked tokens are NaN."""
     count = sum(LENGTHS)
 
     def numbers(low: float, high: float) -> torch.Tensor:
@@ -45,7 +45,7 @@ def batch(rng, device) -> LossInputs:
 
 
 def exact(inputs: LossInputs) -> LossInputs:
-    """The same in float64, with leaves of its own."""
+    """Cast to new leaves in float64."""
 
     def widen(value):
         if not isinstance(value, torch.Tensor) or not value.is_floating_point():
@@ -56,7 +56,7 @@ def exact(inputs: LossInputs) -> LossInputs:
 
 
 def assert_same(inputs: LossInputs, config: GRPOLossConfig) -> None:
-    """Loss, metrics and gradients, to what float32 sums allow."""
+    """Compare loss, metrics and gradients, to the error of float32 sums."""
     wide = exact(inputs)
     assert fuses(inputs, config)
 
@@ -81,23 +81,20 @@ def config_of(name: str, **changes) -> GRPOLossConfig:
     return GRPOLossConfig(loss_type=name, max_completion_length=50, **changes)
 
 
-CORRECTED = {"sampler_clip_max": 1.3}
+CORRECTIONS = [
+    f"{level}_{how}" for level in ("token", "sequence", "geometric") for how in ("truncate", "mask")
+]
+CORRECT_KL = {"beta": 0.2, "use_bias_correction_kl": True}
 STEP = StepTotals(5000, 24)
 MEASURED = replace(STEP, measured_tokens=4000, measured_sequences=20)
 CASES: list[tuple[str, dict, dict]] = [
     *((name, {} if CATALOG[name].forbids_kl else {"beta": 0.1}, {}) for name in FUSED),
     *((name, {}, {"old_logprobs": None}) for name in FUSED),
     ("grpo", {"beta": 0.2, "kl_estimator": "k1"}, {}),
-    ("grpo", {"beta": 0.2, "kl_estimator": "k1", "use_bias_correction_kl": True}, {}),
-    ("grpo", {"beta": 0.2, "kl_estimator": "k2", "use_bias_correction_kl": True}, {}),
+    *(("grpo", CORRECT_KL | {"kl_estimator": kind}, {}) for kind in ("k1", "k2", "k3")),
     ("grpo", {"beta": 0.2, "kl_estimator": "k2", "kl_in_reward": True}, {}),
-    ("grpo", {"beta": 0.2, "kl_estimator": "k3", "use_bias_correction_kl": True}, {}),
-    ("dapo", {"sampler_correction": "token_truncate", "sampler_clip_min": 0.7} | CORRECTED, {}),
-    ("dapo", {"sampler_correction": "token_mask"} | CORRECTED, {}),
-    ("dapo", {"sampler_correction": "sequence_truncate"} | CORRECTED, {}),
-    ("dapo", {"sampler_correction": "sequence_mask", "sampler_clip_min": 0.7} | CORRECTED, {}),
-    ("dapo", {"sampler_correction": "geometric_truncate", "sampler_clip_min": 0.7} | CORRECTED, {}),
-    ("dapo", {"sampler_correction": "geometric_mask"} | CORRECTED, {}),
+    *(("dapo", {"sampler_correction": kind, "sampler_clip_max": 1.3}, {}) for kind in CORRECTIONS),
+    *(("dapo", {"sampler_correction": kind, "sampler_clip_min": 0.7}, {}) for kind in CORRECTIONS),
     ("dapo", {"delta": 1.5}, {}),
     ("dapo", {"aggregation": "constant_length"}, {"totals": STEP}),
     ("dapo", {"entropy_coef": 0.01}, {}),
@@ -173,10 +170,7 @@ def test_a_second_derivative_is_refused(batch):
         ({}, {"num_sequences": 0}),
     ],
 )
-def test_what_the_kernel_does_not_know_or_lacks_is_left_to_the_objective(batch, options, changes):
+def test_unknown_losses_and_missing_inputs_are_left_to_the_objective(batch, options, changes):
     assert fuses(batch, GRPOLossConfig())
-    assert not fuses(replace(batch, **changes), GRPOLossConfig(**options))
-
-
-def test_float64_is_left_to_the_objective(batch):
     assert not fuses(replace(batch, logprobs=batch.logprobs.double()), GRPOLossConfig())
+    assert not fuses(replace(batch, **changes), GRPOLossConfig(**options))

@@ -1,4 +1,4 @@
-"""Plans for devices that need not be here, and the table of sizes that they read."""
+"""Plans for devices without the devices, and the table of sizes."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ from grpo_fast.head.plan import DEFAULT_TOLERANCE, Device, Workload, plan_head
 
 H200 = Device("cuda", (9, 0), shared_memory=232_448, has_triton=True)
 A100 = Device("cuda", (8, 0), shared_memory=166_912, has_triton=True)
-ADA = Device("cuda", (8, 9), shared_memory=101_376, has_triton=True)
 BLACKWELL = Device("cuda", (10, 0), shared_memory=232_448, has_triton=True)
-RTX = Device("cuda", (12, 0), shared_memory=101_376, has_triton=True)
 MI300 = Device("cuda", shared_memory=65_536, has_triton=True, gfx="gfx942")
 CPU = Device("cpu")
 WORK = Workload(rows=16_384, vocabulary=151_936, dtype=torch.bfloat16)
@@ -54,7 +52,10 @@ def test_an_amd_gpu_is_known_by_its_name_and_not_by_a_capability(monkeypatch):
 @pytest.mark.parametrize(
     ("device", "wide"), [(H200, True), (BLACKWELL, False), (replace(BLACKWELL, capability=(10, 3)), False)]
 )
-def test_a_softcap_or_kept_values_take_the_wide_tile_where_it_does_not_spill(device, wide):
+def test_the_wide_tile_is_taken_where_it_does_not_spill(device, wide):
+    assert plan_head(device, WORK).forward_tile.descriptors
+    assert not plan_head(device, replace(WORK, aligned=False)).forward_tile.descriptors
+    assert not plan_head(A100, WORK).forward_tile.descriptors
     for work in (replace(WORK, softcap=True), replace(WORK, keep=True, tolerance=0.0)):
         assert (plan_head(device, work).forward_tile.columns == 256) == wide
         assert plan_head(device, replace(work, extra_statistics=1)).forward_tile.columns == 128
@@ -62,18 +63,10 @@ def test_a_softcap_or_kept_values_take_the_wide_tile_where_it_does_not_spill(dev
         assert plan_head(device, replace(WORK, extra_statistics=extra)).forward_tile.columns == columns
 
 
-def test_datacentre_gpus_since_hopper_read_aligned_operands_by_descriptors():
-    for device in (H200, BLACKWELL):
-        assert plan_head(device, WORK).forward_tile.descriptors
-        assert not plan_head(device, replace(WORK, aligned=False)).forward_tile.descriptors
-    for device in (A100, ADA, RTX):
-        assert not plan_head(device, WORK).forward_tile.descriptors
-
-
 @pytest.mark.parametrize(
     ("offset", "width", "fits"), [(0, 24, True), (0, 20, False), (1, 24, False), (8, 24, True)]
 )
-def test_descriptors_address_rows_and_a_beginning_on_16_bytes(offset, width, fits):
+def test_descriptors_need_an_alignment_of_16_bytes(offset, width, fits):
     memory = torch.zeros(10 * width + offset, dtype=torch.bfloat16)
 
     assert operator._fits_descriptors(memory[offset:].view(10, width)) == fits
@@ -137,25 +130,18 @@ def test_each_architecture_has_tiles_that_launch_and_fit_its_memory(architecture
 
 
 @pytest.mark.parametrize(
-    ("device", "shared_memory", "architecture"),
+    ("architecture", "shared_memory", "row"),
     [
-        (Device("cuda", (8, 0)), 166_912, "sm_80"),
-        (Device("cuda", (8, 7)), 166_912, "sm_86"),
-        (Device("cuda", (8, 8)), 101_376, "sm_86"),  # newer than an A100, with less shared memory
-        (Device("cuda", (8, 9)), 101_376, "sm_89"),
-        (Device("cuda", (9, 0)), 232_448, "sm_90"),
-        (Device("cuda", (10, 3)), 232_448, "sm_100"),
-        (Device("cuda", (12, 1)), 101_376, "sm_120"),
-        (Device("cuda", (99, 0)), 1 << 20, "sm_120"),
-        (Device("cuda", (7, 5)), 65_536, "sm_86"),
-        (Device("cuda", gfx="gfx942"), 65_536, "gfx942"),
-        (Device("cuda", gfx="gfx90a"), 65_536, "sm_86"),
-        (Device("cpu"), 0, "sm_86"),
+        *(("sm_80", 166_912, "sm_80"), ("sm_87", 166_912, "sm_86"), ("sm_89", 101_376, "sm_89")),
+        ("sm_88", 101_376, "sm_86"),  # newer than an A100, with less shared memory
+        *(("sm_90", 232_448, "sm_90"), ("sm_103", 232_448, "sm_100"), ("sm_121", 101_376, "sm_120")),
+        *(("sm_990", 1 << 20, "sm_120"), ("sm_75", 65_536, "sm_86"), ("sm_00", 0, "sm_86")),
+        *(("gfx942", 65_536, "gfx942"), ("gfx90a", 65_536, "sm_86")),
     ],
 )
-def test_a_device_takes_its_own_row_or_the_newest_before_it_that_fits(
-    monkeypatch, device, shared_memory, architecture
+def test_a_device_takes_its_row_or_the_newest_before_it_that_fits(
+    monkeypatch, architecture, shared_memory, row
 ):
     monkeypatch.setattr(tuning, "TABLE", {name: {"half": name} for name in tuning.TABLE})
 
-    assert tuning.sizes_for(device.architecture, torch.bfloat16, shared_memory) == architecture
+    assert tuning.sizes_for(architecture, torch.bfloat16, shared_memory) == row

@@ -1,4 +1,4 @@
-"""A warm-up compares the kernels with plain torch, and falls back where they are wrong."""
+"""A warm-up compares the kernels with plain torch, and falls back to it if they are wrong."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ import torch
 from grpo_fast.cli import doctor
 from grpo_fast.head import HeadParameters, accelerated, warm_up
 from grpo_fast.head.operator import backend_on, use_kernels
-from grpo_fast.head.self_check import KernelMismatch, check_kernels
+from grpo_fast.head.warm_up import KernelMismatch, check_kernels
+
+FORWARD, BACKWARD = accelerated.forward, accelerated.backward
 
 
-def forward_of_a_last_tile_that_is_missed(call, plan):
+def wrong_forward(call, plan):
     statistics, saved = FORWARD(call, plan)
     wrong = {name: getattr(statistics, name) + by for name, by in (("logprob", 5e-3), ("logsumexp", -5e-3))}
     return statistics._replace(**wrong), saved
 
 
-def backward_without_the_last_rows(call, *others):
+def wrong_backward(call, *others):
     result = BACKWARD(call, *others)
     if call.weight_grad is not None:
         call.weight_grad[-20:] = 0
@@ -31,11 +33,10 @@ def forward_that_does_not_compile(call, plan):
     raise RuntimeError("PassManager::run failed")
 
 
-FORWARD, BACKWARD = accelerated.forward, accelerated.backward
 WRONG = {
-    "forward": forward_of_a_last_tile_that_is_missed,
-    "backward": backward_without_the_last_rows,
-    "compiler": forward_that_does_not_compile,
+    "a wrong forward": ("forward", wrong_forward),
+    "a wrong backward": ("backward", wrong_backward),
+    "no compilation": ("forward", forward_that_does_not_compile),
 }
 
 
@@ -70,18 +71,24 @@ def test_a_wrong_kernel_is_replaced_by_torch_with_one_warning(
     make_head, monkeypatch, caplog, name, trainable
 ):
     head = make_head(trainable=trainable)
-    monkeypatch.setattr(accelerated, "forward" if name == "compiler" else name, WRONG[name])
+    monkeypatch.setattr(accelerated, *WRONG[name])
     with pytest.raises(RuntimeError, match=r"kernels do not work .* with model\.head = auto plain torch"):
         warm_up(head, implementation="triton")
     assert backend(head) == "triton"
     caplog.clear()
     with caplog.at_level(logging.WARNING, "grpo_fast.head.warm_up"):
         warm_up(head)
-    _, warning = caplog.messages  # after the one that kernels are compiled
-    said = "PassManager::run failed" if name == "compiler" else KernelMismatch.__name__
-    assert backend(head) == "reference" and "model.head = reference" in warning and said in warning
-    warm_up(head)  # as of a later stage
+    _, warning = caplog.messages  # after the one about compilation
+    reason = "PassManager::run failed" if name == "no compilation" else KernelMismatch.__name__
+    assert backend(head) == "reference" and "model.head = reference" in warning and reason in warning
+    warm_up(head)  # of a later stage
     assert backend(head) == "reference" and len(caplog.messages) == 2
+
+
+def test_the_reference_is_chosen_without_a_launch(make_head, monkeypatch):
+    monkeypatch.setattr(accelerated, "forward", forward_that_does_not_compile)
+    warm_up(head := make_head(), implementation="reference")
+    assert backend(head) == "reference"
 
 
 @pytest.mark.parametrize("spread", [1.0, 3.0])
@@ -94,10 +101,3 @@ def test_sampled_kernels_agree_with_torch_with_a_trained_bias(hopper, make_call,
 
 def test_doctor_finds_right_kernels_right(hopper, make_call):
     assert "kernels that agree with torch" in next(doctor.head()).detail
-
-
-def test_the_reference_is_chosen_without_a_launch(make_head, monkeypatch):
-    head = make_head()
-    monkeypatch.setattr(accelerated, "forward", forward_that_does_not_compile)
-    warm_up(head, implementation="reference")
-    assert backend(head) == "reference"

@@ -1,8 +1,4 @@
-"""Rows at the edges of what floats hold: nothing turns into NaN, and errors stay within their bounds.
-
-A case is a row: its own size from 1e-4 to 1e4, temperature, upstream gradient and target. A hundred thousand
-of them on a GPU; the same on a few hundred, interpreted, without one.
-"""
+"""Rows of extreme sizes, temperatures and upstream gradients: no NaN, and errors within their bounds."""
 
 from __future__ import annotations
 
@@ -17,7 +13,7 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class Kind:
-    """What changes the machine code; everything else is drawn anew for every batch."""
+    """Differences in the machine code."""
 
     dtype: torch.dtype
     depth: int
@@ -39,7 +35,7 @@ KINDS = (
 
 
 def make_rows(oracle, kind: Kind, rows: int, rng: torch.Generator, device: torch.device):
-    """A call with extreme rows, and dL/dlogprob of each."""
+    """Make a call with extreme rows, and their upstream gradients."""
 
     def uniform(*shape: int, low: float = 0.0, high: float = 1.0) -> Tensor:
         return low + (high - low) * torch.rand(*shape, generator=rng)
@@ -63,15 +59,9 @@ def make_rows(oracle, kind: Kind, rows: int, rng: torch.Generator, device: torch
     targets[torch.rand(rows, generator=rng) < 0.1] = IGNORED
     upstream = torch.randn(rows, generator=rng) * 10 ** uniform(rows, low=-6.0, high=0.0)
     upstream[torch.rand(rows, generator=rng) < 0.2] = 0
-    call = oracle.Call(
-        hidden.to(device, kind.dtype).requires_grad_(),
-        weight.to(device, kind.dtype).requires_grad_(),
-        targets.to(device),
-        bias,
-        (10 ** uniform(rows, low=-1.3, high=1.3)).to(device) if kind.temperature else 1.0,
-        1.0,
-        kind.softcap,
-    )
+    hidden, weight = (t.to(device, kind.dtype).requires_grad_() for t in (hidden, weight))
+    temperature = (10 ** uniform(rows, low=-1.3, high=1.3)).to(device) if kind.temperature else 1.0
+    call = oracle.Call(hidden, weight, targets.to(device), bias, temperature, softcap=kind.softcap)
     return call, upstream.to(device)
 
 

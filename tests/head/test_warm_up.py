@@ -1,4 +1,4 @@
-"""After a warm-up no later call has anything to compile, by the keys that Triton caches kernels under."""
+"""After a warm-up no later call compiles a kernel, by Triton's cache keys."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Compile every kernel ahead of time, without a GPU: `python tests/kernels/aot.py [ARCHITECTURE ...]`.
 
-Each case runs the head or the policy loss on meta tensors of a real shape. Triton compiles for the named
-architecture and launches nothing, so kernels, tile sizes, warps, stages and specializations are those that
-ship. The exit code is 1 where a kernel has a fault. Run it in a process of its own, without TRITON_INTERPRET.
+Each case runs the head or the policy loss on meta tensors of a real shape. Triton compiles the shipped
+kernels for the architecture and launches nothing. The exit code is 1 if a kernel has a fault. Run it in a
+separate process, without TRITON_INTERPRET.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from grpo_fast.kernels import TILE
 from torch import Tensor
 
 from grpo_fast.head import operator
-from grpo_fast.head.call import HeadCall, KLCall, RowGradients, Wanted
+from grpo_fast.head.autograd import scaled_jacobian
+from grpo_fast.head.call import DivergenceGradients, HeadCall, KLCall, RowGradients, Wanted
 from grpo_fast.head.fused_loss import loss_constants
 from grpo_fast.head.outputs import Certificate
 from grpo_fast.head.plan import Device
@@ -34,7 +35,7 @@ from grpo_fast.objective.catalog import CATALOG
 
 DENSITY = 0.0078  # pairs kept by default on rows of Qwen2.5-Coder-1.5B
 MATRIX_CORES = {"sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma", "gfx942": "v_mfma", "gfx950": "v_mfma"}
-WIDE = {"forward_kernel", "logit_gradient_kernel", "hidden_kernel", "target_rows_kernel"}
+WIDE = {"forward_kernel", "logit_gradient_kernel", "target_rows_kernel"}
 """Kernels that read or write rows of logits."""
 DEEP = ("H=12288", "H=20480")
 STATISTICS = ("entropy", "mean_logit", "max_logit", "log_sum_sq")
@@ -53,7 +54,7 @@ def head(
     temperature: bool = False,
     softcap: float | None = None,
 ) -> HeadCall:
-    """Return a head on meta tensors. Rows of a `depth` that is not a multiple of 8 fit no descriptor."""
+    """Return a head on meta tensors."""
     hidden, weight = meta(rows, depth, dtype=dtype), meta(vocabulary, depth, dtype=dtype)
     of_vocabulary = meta(vocabulary, dtype=dtype) if bias else None
     inv_temperature = meta(rows) if temperature else None
@@ -73,12 +74,16 @@ def step(
     weight: bool = True,
     ask: Callable[[Any], Any] = lambda answer: answer,
 ) -> list[Tensor]:
-    """Run a forward and a backward with a gradient in every row; return inputs, statistics and gradients.
+    """Run a forward and a backward; return inputs, statistics and gradients.
 
-    `exact` is tolerance 0. `everything` asks for all statistics, and for gradients of the entropy and the
-    mean logit. With `keep` the forward keeps what the backward reads; with `accumulate` the weight's gradient
-    is added to a float32 buffer. `hidden` and `weight` (with its bias) say what takes a gradient. `ask` is
-    called with each value that the host reads.
+    Args:
+        exact: tolerance 0.
+        everything: all statistics, and gradients of the entropy and the mean logit.
+        keep: the forward keeps exponentials.
+        accumulate: add the weight's gradient to a float32 buffer.
+        hidden: it takes a gradient.
+        weight: it takes a gradient, with its bias.
+        ask: called with each value that the host reads.
     """
     from grpo_fast.head import accelerated
 
@@ -92,7 +97,7 @@ def step(
         plan = operator._plan_forward(call)
         statistics, saved = accelerated.forward(call, plan)
         if plan.jacobian:
-            gradients = operator.scaled_jacobian(call, upstream, saved.jacobian)
+            gradients = scaled_jacobian(call, row, saved.jacobian)
         else:
             plan = operator.plan_of(call, entropy_gradient=everything, mean_gradient=everything)
             pending = Certificate.pending(row.device)
@@ -104,7 +109,7 @@ def step(
 def on_device(
     architecture: str, call: HeadCall, ask: Callable[[Any], Any] = lambda answer: answer
 ) -> Iterator[None]:
-    """Let meta tensors take the path of a GPU; `ask` is called with each value that the host reads."""
+    """Let meta tensors take a GPU's path; `ask` is called with each value that the host reads."""
     from grpo_fast.head import accelerated
 
     gfx = architecture if architecture.startswith("gfx") else ""
@@ -124,24 +129,24 @@ def on_device(
 def divergence_step(
     call: HeadCall, architecture: str, direction: str, *, one_weight: bool = False, exact: bool = False
 ) -> None:
-    """Run `linear_kl`'s kernels forward and backward, to a reference of half the hidden size or to itself."""
+    """Run `linear_kl`'s kernels; the reference has half the hidden size, or the same weight."""
     from grpo_fast.head import accelerated_divergence
 
-    hidden, weight, vocabulary = call.hidden, call.weight, call.vocabulary
-    reference = hidden, weight
+    hidden, vocabulary = call.hidden, call.vocabulary
+    reference = call._replace(inv_temperature=None)
     if not one_weight:
         depth = hidden.shape[1] // 2
-        reference = meta(len(hidden), depth, dtype=hidden.dtype), meta(vocabulary, depth, dtype=hidden.dtype)
+        operands = (meta(size, depth, dtype=hidden.dtype) for size in (len(hidden), vocabulary))
+        reference = reference._replace(**dict(zip(("hidden", "weight"), operands, strict=True)))
     row = meta(len(hidden))
-    pair = KLCall(hidden, weight, call.bias, call.targets, *reference, call.bias, direction=direction)
-    pair = pair._replace(inv_temperature=call.inv_temperature, softcap=call.softcap, ref_softcap=call.softcap)
-    pair = pair._replace(tolerance=0.0 if exact else None)
+    pair = KLCall(call._replace(tolerance=0.0 if exact else None), reference, direction=direction)
     wanted = Wanted(True, True, call.bias is not None)
     with on_device(architecture, call):
         plan = operator.plan_of(pair.student)
         rows, saved = accelerated_divergence.forward(pair, plan)
         pending = Certificate.pending(row.device)
-        accelerated_divergence.backward(pair, rows, row, None, wanted, saved, pending, plan)
+        gradients = DivergenceGradients(row)
+        accelerated_divergence.backward(pair, rows, gradients, wanted, saved, pending, plan)
 
 
 def policy_loss(options: dict[str, Any], tokens: int = 16_384, sequences: int = 64) -> None:
@@ -173,7 +178,7 @@ HEADS: dict[str, dict[str, Any]] = {
     "float32, bias, temperature, softcap": _ALL | {"dtype": torch.float32},
     "H=2044, bias, temperature, softcap": _ALL | {"depth": 2044},
 }
-"""What changes the machine code: dtypes, alignment, vocabulary edges, the way from a product to a logit."""
+"""Differences in the machine code: dtypes, alignment, vocabulary edges, logit transforms."""
 LOSSES: dict[str, dict[str, Any]] = {
     **{name: {"loss_type": name} for name, facts in CATALOG.items() if facts.fused},
     "grpo with everything": {
@@ -184,7 +189,6 @@ LOSSES: dict[str, dict[str, Any]] = {
 
 
 def cases_of(architecture: str) -> dict[str, Callable[[], object]]:
-    """Return the call that launches the kernels of each case."""
     cases: dict[str, Callable[[], object]] = {}
     for name, sizes in HEADS.items():
         run = partial(step, head(**sizes), architecture)
@@ -214,7 +218,7 @@ def cases_of(architecture: str) -> dict[str, Callable[[], object]]:
 
 @contextmanager
 def offline(architecture: str) -> Iterator[None]:
-    """Let Triton compile for an architecture that is not here."""
+    """Let Triton compile for an architecture without its device."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
@@ -247,10 +251,7 @@ def compile_only(architecture: str) -> Iterator[list[tuple[str, Any]]]:
 
 
 def faults(architecture: str, case: str, name: str, binary: Any) -> list[str]:
-    """Return what keeps a compiled kernel from shipping. Rows of bfloat16 logits move in vectors.
-
-    A row of dX with more than 8,192 columns may spill: that is printed only.
-    """
+    """Return a compiled kernel's faults; spills of dX above 8,192 columns are only printed."""
     found, text = [], binary.asm.get("ptx") or binary.asm["amdgcn"]
     if spills := spilled(binary):
         found.append(f"{spills} instructions spill")
@@ -269,7 +270,7 @@ def faults(architecture: str, case: str, name: str, binary: Any) -> list[str]:
 
 
 def spilled(binary: Any) -> int:
-    """Count the instructions that spill registers; a stack alone need not be used."""
+    """Count the instructions that spill registers; a stack may be unused."""
     if "amdgcn" in binary.asm:
         spills = re.search(r"\.vgpr_spill_count:\s+(\d+)", binary.asm["amdgcn"])
         stack = re.search(r"\.private_segment_fixed_size:\s+(\d+)", binary.asm["amdgcn"])
@@ -282,7 +283,7 @@ def spilled(binary: Any) -> int:
 
 
 def usage(binary: Any) -> dict[str, int]:
-    """Return what a thread of an NVIDIA GPU takes, by cuobjdump's names: REG, STACK, SHARED, …"""
+    """Return an NVIDIA kernel's resources by cuobjdump's names: REG, STACK, SHARED, and others."""
     from triton import knobs
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:

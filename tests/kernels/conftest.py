@@ -1,4 +1,4 @@
-"""What the kernel tests share: a float64 dense oracle of the head on rows from peaked to flat."""
+"""A float64 dense oracle of the head, on rows from peaked to flat."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ class Head:
 
 @pytest.fixture(autouse=True)
 def kernels_meet_garbage(garbage_in_new_memory):
-    """No kernel may read what none has written."""
+    """Fill new memory with garbage: no kernel may read unwritten memory."""
 
 
 @pytest.fixture
 def make_head(rng: torch.Generator, device: torch.device):
-    """Heads with every third row ignored or without gradient; `peak` scales the target's logit."""
+    """Make heads with some rows ignored or without gradient; `peak` scales the target's logit."""
 
     def make(
         rows: int = 70,
@@ -106,7 +106,7 @@ def make_head(rng: torch.Generator, device: torch.device):
 def solve(
     hidden, weight, bias, targets, g, g_logsumexp, g_entropy, inv_temperature, *, logit_scale, softcap
 ) -> Head:
-    """The dense head in float64."""
+    """Compute the dense head in float64."""
     working = targets >= 0
     products = hidden.double() @ weight.double().T
     if bias is not None:

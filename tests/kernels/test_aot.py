@@ -1,4 +1,4 @@
-"""What the compiler makes of the kernels that ship, for GPUs that are not here. All of them: `aot.py`."""
+"""Ahead-of-time compilation of a sample of the kernels; `aot.py` compiles all of them."""
 
 from __future__ import annotations
 
@@ -47,10 +47,7 @@ sizes = ((16_384, 64), (1000, 1), (777, 13), (1, 1))
 heads = [over_tokens(name) for name in ("bfloat16", "bias, temperature, softcap")]
 losses = [aot.variants("sm_90", [partial(aot.policy_loss, {"loss_type": "dapo"}, *size) for size in sizes]),
           aot.variants("sm_90", [partial(loss_of_slice, start) for start in (0, 1, 2, 4, 16)])]
-with aot.compile_only("sm_90") as compiled:
-    aot.cases_of("sm_90")["into a float32 gradient, bfloat16"]()
-registers = {name: aot.usage(binary)["REG"] for name, binary in compiled}
-print(json.dumps({"faults": faults, "heads": heads, "losses": losses, "registers": registers}))
+print(json.dumps({"faults": faults, "heads": heads, "losses": losses}))
 """
 
 
@@ -77,13 +74,9 @@ def test_kernels_fit_every_gpu_without_spills_and_use_its_matrix_cores(found):
     assert {kernel: wrong for kernel, wrong in found["faults"].items() if wrong} == {}
 
 
-def test_two_programs_that_add_to_a_float32_gradient_fit_a_multiprocessor(found):
-    assert 0 < found["registers"]["_weight_gradient"] <= 128  # of 65,536, by 8 warps
-
-
 def test_no_kernel_is_compiled_again_for_another_number_of_tokens(found):
     for kernels in (*found["heads"], *found["losses"]):
-        kernels["forward_kernel"] = kernels.get("forward_kernel", 1) - ("settle_kernel" in kernels)
+        kernels["forward_kernel"] = kernels.get("forward_kernel", 1) - ("zero_invalid_rows" in kernels)
         assert set(kernels.values()) == {1}, kernels
     for kernels in found["heads"]:
         assert kernels.keys() >= HEAD

@@ -1,4 +1,4 @@
-"""The head as its compiled kernels compute it, against float64: edges of sizes, dtypes, layouts and options.
+"""Compiled kernels of the head against float64: edges of sizes, dtypes, layouts and options.
 
 Collected with `EMULATE=sm_90` only: `make test-compiled` runs all of them, `make test` a sample.
 """
@@ -10,19 +10,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from grpo_fast import linear_kl, linear_logprob
 from grpo_fast.head import operator, plan, tuning
 from grpo_fast.head.plan import Device
 from tests.conftest import EMULATED
+from tests.head.conftest import Call, exact_gradients, statistics
+from tests.head.test_divergence import random_pair
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
 
 @dataclass(frozen=True)
 class Case:
-    """What a case changes. `limit` bounds the relative error of its gradients."""
+    """A call. `limit` bounds the relative error of its gradients."""
 
     rows: int = 12
     depth: int = 64
@@ -36,14 +36,15 @@ class Case:
     layout: str = ""
     into: torch.dtype | None = None
     frozen: bool = False
-    options: dict[str, Any] = field(default_factory=dict)
+    transform: dict[str, Any] = field(default_factory=dict)
+    keep: bool = False
     temperature: bool = False
     sizes: dict[str, Any] = field(default_factory=lambda: {"row_entries": 64})  # fewer instructions
     limit: float | None = None
 
 
 EVERY = slice(None)
-WHOLE = {"bias": BF16, "temperature": True, "options": {"softcap": 8.0, "logit_scale": 1.3}}
+WHOLE = {"bias": BF16, "temperature": True, "transform": {"softcap": 8.0, "logit_scale": 1.3}}
 NO_ROOM = {"row_entries": 64, "usual_density": 0.01, "least_pairs": 1}
 CASES = {
     "shipped sizes": Case(rows=6, tolerance=2.5, sizes={}),
@@ -70,8 +71,8 @@ CASES = {
     **{layout: Case(layout=layout, tolerance=2.5) for layout in ("hidden expanded", "hidden column major")},
     "into a float32 gradient": Case(into=F32, tolerance=2.5),
     "into a bf16 gradient, exact": Case(into=BF16, limit=2e-2),
-    "kept exponentials": Case(options={"recompute": False}),
-    "kept exponentials, bias, temperature": Case(bias=BF16, temperature=True, options={"recompute": False}),
+    "kept exponentials": Case(keep=True),
+    "kept exponentials, bias, temperature": Case(bias=BF16, temperature=True, keep=True),
     "frozen, exact": Case(frozen=True),
     "frozen": Case(frozen=True, tolerance=2.5),
     "more pairs than usual": Case(tolerance=2.5, sizes=NO_ROOM | {"most_density": 1.0}),
@@ -92,8 +93,8 @@ def shipped_plan(monkeypatch, garbage_in_new_memory):
     monkeypatch.setattr(operator, "device_facts", lambda kind, index: device)
 
 
-def arranged(case: Case, rng: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden states, weight and targets in the case's memory layout."""
+def arranged(case: Case, rng: torch.Generator) -> Call:
+    """Make a call in the case's memory layout."""
     weight = (torch.randn(case.vocabulary, case.depth, generator=rng) / case.depth**0.5).to(case.dtype)
     targets = torch.randint(0, case.vocabulary, (case.rows,), generator=rng)
     height = case.peak * torch.rand(case.rows, 1, generator=rng)
@@ -115,43 +116,32 @@ def arranged(case: Case, rng: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
                 torch.nn.functional.pad(t, (0, 12), value=torch.nan)[:, : case.depth]
                 for t in (hidden, weight)
             )
-    return hidden.requires_grad_(), weight.requires_grad_(not case.frozen), targets
+    bias = torch.randn(case.vocabulary, generator=rng).to(case.bias).requires_grad_() if case.bias else None
+    temperature = torch.rand(case.rows, generator=rng) + 0.5 if case.temperature else 1.0
+    weight.requires_grad_(not case.frozen)
+    return Call(hidden.requires_grad_(), weight, targets, bias, temperature, **case.transform)
 
 
 def check(case: Case, rng: torch.Generator) -> None:
-    hidden, weight, targets = arranged(case, rng)
-    bias = torch.randn(case.vocabulary, generator=rng).to(case.bias).requires_grad_() if case.bias else None
-    temperature = torch.rand(case.rows, generator=rng) + 0.5 if case.temperature else torch.ones(case.rows)
-    upstream = torch.randn(2, case.rows, generator=rng)
-    upstream[1] *= case.entropy
-    into = torch.randn(weight.shape, generator=rng).to(case.into) if case.into else None
+    call = arranged(case, rng)
+    names = ("logprob", "entropy") if case.entropy else ("logprob",)
+    upstream = {name: torch.randn(case.rows, generator=rng) for name in names}
+    if case.entropy:
+        upstream["entropy"] *= case.entropy
+    into = torch.randn(call.weight.shape, generator=rng).to(case.into) if case.into else None
     before = into.double() if case.into else None
-    outputs = ("logprob", "entropy") if case.entropy else ("logprob",)
 
-    found = linear_logprob(
-        hidden, weight, targets, outputs=outputs, tolerance=case.tolerance, bias=bias, weight_grad=into,
-        temperature=temperature if case.temperature else 1.0, **case.options,
-    )  # fmt: skip
-    loss = sum((getattr(found, name) * g).sum() for name, g in zip(outputs, upstream, strict=False))
-    inputs = [hidden, bias, None if case.frozen or case.into else weight]
+    found = call.outputs(names, tolerance=case.tolerance, weight_grad=into, recompute=not case.keep)
+    loss = sum((found[name] * gradient).sum() for name, gradient in upstream.items())
+    inputs = [call.hidden, None if case.frozen or case.into else call.weight, call.bias]
     gradients = list(torch.autograd.grad(loss, [x for x in inputs if x is not None]))
     if case.into:
-        gradients.append(into.double() - before)
+        gradients.insert(1, into.double() - before)
 
-    exact = [x.detach().double().requires_grad_() for x in (hidden, bias, weight) if x is not None]
-    logits = exact[0] @ exact[-1].T + (exact[1] if case.bias else 0)
-    logits = logits * case.options.get("logit_scale", 1.0)
-    if cap := case.options.get("softcap"):
-        logits = cap * torch.tanh(logits / cap)
-    logprobs = (logits / temperature.double()[:, None]).log_softmax(1)
-    chosen = logprobs.gather(1, targets.clamp(min=0)[:, None])[:, 0]
-    works = targets >= 0
-    loss = (works * (chosen * upstream[0] - (logprobs.exp() * logprobs).sum(1) * upstream[1])).sum()
-    expected = torch.autograd.grad(loss, exact)
-
-    torch.testing.assert_close(found.logprob.double(), chosen * works, rtol=0, atol=2e-4)
+    exact = statistics(call.to(torch.float64))["logprob"]
+    torch.testing.assert_close(found["logprob"].double(), exact, rtol=0, atol=2e-4)
     limit = case.limit or (2e-2 if case.tolerance else 6e-3)
-    for gradient, each in zip(gradients, expected, strict=False):
+    for gradient, each in zip(gradients, exact_gradients(call, upstream), strict=False):
         assert (gradient.double() - each).norm() <= limit * each.norm().clamp(min=1e-30)
 
 
@@ -185,25 +175,15 @@ def test_persistent_programs_reuse_their_ring_of_stages(monkeypatch, rng, name):
 def test_compiled_kernels_give_the_divergence_and_gradients_of_float64(
     rng, direction, one_weight, dtype, tolerance
 ):
-    normal = lambda *shape: torch.randn(*shape, generator=rng)  # noqa: E731
-    hidden, weight = 2 * normal(6, 64), normal(300, 64) / 8
-    other = (hidden + normal(6, 64), weight) if one_weight else (2 * normal(6, 40), normal(300, 40) / 6)
-    hidden, weight, ref_hidden, ref_weight = (t.to(dtype) for t in (hidden, weight, *other))
-    ref_weight = weight if one_weight else ref_weight
-    leaves = hidden.requires_grad_(), weight.requires_grad_()
-    mask = torch.arange(6) != 2
+    pair = random_pair(rng, 6, near=1.0 if one_weight else None).to(dtype)
+    pair = pair.of_one_weight() if one_weight else pair
 
-    options: dict[str, Any] = {"direction": direction, "tolerance": tolerance}
-    found = linear_kl(*leaves, mask, ref_hidden, ref_weight, **options).divergence
-    gradients = torch.autograd.grad(found.sum(), leaves)
+    found = pair.divergence(direction=direction, tolerance=tolerance)
+    gradients = torch.autograd.grad(found.sum(), pair.leaves)
 
-    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
-    p = (exact[0] @ exact[1].T).softmax(1)
-    q = (ref_hidden.double() @ ref_weight.detach().double().T).softmax(1)
-    m = {"reverse": q, "forward": p, "jsd": (p + q) / 2}[direction]
-    ours, theirs = ((each * (each / m).log()).sum(1) for each in (p, q))
-    expected = {"reverse": ours, "forward": theirs, "jsd": (ours + theirs) / 2}[direction] * mask
+    exact = pair.to(torch.float64).with_clean_rows()
+    expected = exact.expected(direction)
     torch.testing.assert_close(found.double(), expected, rtol=2e-5, atol=1e-6)
-    for got, each in zip(gradients, torch.autograd.grad(expected.sum(), exact), strict=True):
+    for got, each in zip(gradients, torch.autograd.grad(expected.sum(), exact.leaves), strict=True):
         limit = 2e-2 if tolerance else 5e-3 if dtype == BF16 else 1e-5
         assert (got.double() - each).norm() <= limit * each.norm()

@@ -1,4 +1,4 @@
-"""The CUDA C++ kernel as nvcc compiles it, emulated on the CPU, or run where it is built."""
+"""The CUDA C++ kernel of `csrc/`, compiled by nvcc and emulated on the CPU, or run where it is built."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ import pytest
 import torch
 from grpo_fast.kernels import BINS, TILE, cuda, select
 from grpo_fast.kernels.coefficients import RowCoefficients, row_coefficients
-from torch import Tensor
 
 from tests.emulator.launch import Launch
 
@@ -26,7 +25,6 @@ SOURCE = ROOT / "csrc" / "count_pairs.cu"
 
 @pytest.fixture(scope="session")
 def ptx(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """`csrc/` as nvcc compiles it for an architecture."""
     compiler = shutil.which("nvcc")
     if compiler is None:
         pytest.skip("needs nvcc")
@@ -38,7 +36,7 @@ def ptx(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def count_pairs_in(ptx: str, call: Any, stream: object) -> None:
-    """Count as the library does, in the emulator: each array of `CountPairs` is as long as its sizes say."""
+    """Run the library's function in the emulator; `call` holds the fields of `CountPairs`."""
     stride, _, rows, tiles, parts, blocks = call[10:]
     floats = [(rows - 1) * stride + tiles, rows, 2 * rows, *5 * [rows], 2 * parts, blocks * BINS]
     spans = [(address, 4 * count) for address, count in zip(call, floats, strict=False) if address]
@@ -53,7 +51,7 @@ def nothing_loaded_nor_asked_before(monkeypatch):
 
 @pytest.fixture
 def emulated(monkeypatch, ptx, device) -> torch.device:
-    """The library's check runs here too, whichever device it asks for."""
+    """Emulate the library on the CPU, for any device."""
     if device.type != "cpu":
         pytest.skip("the emulation is compared with kernels on a CPU: set TRITON_INTERPRET=1")
     (name,) = {*re.findall(r"grpo_fast_count_pairs\w+", SOURCE.read_text())}
@@ -68,7 +66,6 @@ def emulated(monkeypatch, ptx, device) -> torch.device:
 
 @pytest.fixture
 def built(device) -> torch.device:
-    """Where `csrc/` was built for the GPU."""
     if not cuda.LIBRARY.is_file():
         pytest.skip("csrc/ was not built: python setup.py build_ext --inplace")
     return device
@@ -76,7 +73,6 @@ def built(device) -> torch.device:
 
 @pytest.fixture(params=["emulated", pytest.param("built", marks=pytest.mark.gpu)])
 def on(request) -> torch.device:
-    """Where the kernel is emulated, and where it is built."""
     return request.getfixturevalue(request.param)
 
 
@@ -105,54 +101,53 @@ def test_the_counts_are_those_of_triton(on, rng, rows, vocabulary, of_entropy):
     assert (found - expected).abs().sum() <= 2 + 1e-3 * found.sum()  # some lie where rounding decides
 
 
-CAUSES = {
-    "it agrees": None,
-    "a count is wrong": "the pairs of quarter octaves [7]",
-    "not a library": "OSError: ",
-    "other sources": "AttributeError: ",
-    "no launch": "RuntimeError: no kernel image",
-}
+def broken(cause: str, exact: Any) -> tuple[Any, str, Any]:
+    """Return what replaces an attribute of `cuda`, as (object, name, value), to break the library."""
+    if cause == "OSError: ":
+        return cuda, "LIBRARY", ROOT / "setup.py"  # not a library
+    if cause == "AttributeError: ":
+        return cuda.ctypes, "CDLL", lambda path: object()  # built from other sources
+    if cause.startswith("RuntimeError"):
+        return cuda, "_load", lambda: lambda call, stream: b"no kernel image"
+    bin_7 = (torch.arange(BINS) == 7).int()
+    return cuda, "count_pairs", lambda *given: exact(*given) + bin_7.to(given[1].device)
 
 
-@pytest.mark.parametrize("cause", CAUSES)
-def test_the_library_is_used_where_it_agrees_with_triton_else_it_warns(on, monkeypatch, tmp_path, cause):
-    exact, broken = cuda.count_pairs, tmp_path / "libgrpo_fast.so"
-    broken.touch()
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "",
+        "the pairs of quarter octaves [7]",
+        "OSError: ",
+        "AttributeError: ",
+        "RuntimeError: no kernel image",
+    ],
+)
+def test_the_library_is_used_if_it_agrees_with_triton_else_one_warning(on, monkeypatch, fault):
+    if fault:
+        monkeypatch.setattr(*broken(fault, cuda.count_pairs))
 
-    def wrong(*given: object) -> Tensor:
-        found = exact(*given)
-        found[0, 7] += 1
-        return found
-
-    if cause == "a count is wrong":
-        monkeypatch.setattr(cuda, "count_pairs", wrong)
-    elif cause == "not a library":
-        monkeypatch.setattr(cuda, "LIBRARY", broken)
-    elif cause == "other sources":
-        monkeypatch.setattr(cuda.ctypes, "CDLL", lambda path: object())
-    elif cause == "no launch":
-        monkeypatch.setattr(cuda, "_load", lambda: lambda call, stream: b"no kernel image")
-
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         answers = [cuda.usable(torch.device("cuda", 0), select.count_pairs) for _ in range(2)]
 
-    fault, told = CAUSES[cause], [str(w.message) for w in said if w.category is UserWarning]
-    assert answers == [fault is None] * 2 and len(told) == (fault is not None)
-    assert all(f"on cuda:0: {fault}" in message for message in told)
+    messages = [str(w.message) for w in caught if w.category is UserWarning]
+    assert answers == [not fault] * 2 and len(messages) == bool(fault)
+    assert all(f"on cuda:0: {fault}" in message for message in messages)
 
 
 @pytest.mark.usefixtures("emulated")
-@pytest.mark.parametrize("cause", ["nothing built", "no CUDA device", "a graph is captured"])
-def test_nothing_is_checked_and_triton_used_where(monkeypatch, tmp_path, cause):
+def test_triton_counts_without_a_library_a_gpu_or_while_a_graph_is_captured(monkeypatch, tmp_path):
     monkeypatch.setattr(cuda, "disagreement", lambda *_: pytest.fail("checked"))
-    if cause == "nothing built":
-        monkeypatch.setattr(cuda, "LIBRARY", tmp_path / "libgrpo_fast.so")
-    if cause == "a graph is captured":
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    gpu = torch.device("cuda", 0)
 
-    device = torch.device("cpu") if cause == "no CUDA device" else torch.device("cuda", 0)
-    assert not cuda.usable(device, select.count_pairs)
+    assert not cuda.usable(torch.device("cpu"), select.count_pairs)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert not cuda.usable(gpu, select.count_pairs)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(cuda, "LIBRARY", tmp_path / "libgrpo_fast.so")
+    cuda.usable.cache_clear()
+    assert not cuda.usable(gpu, select.count_pairs)
 
 
 @pytest.mark.usefixtures("emulated")

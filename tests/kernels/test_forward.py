@@ -1,10 +1,10 @@
-"""The forward kernel and its finalising one against float64 logits."""
+"""The forward and finalizing kernels against float64 logits."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from grpo_fast.kernels import TILE, ProductTile
+from grpo_fast.kernels import ProductTile
 from grpo_fast.kernels.finalise import row_results
 from grpo_fast.kernels.forward import TileStatistics, gather_rows, tile_statistics
 
@@ -13,7 +13,6 @@ from grpo_fast.head.call import HeadCall, RowStatistics
 EVERY = ("entropy", "mean_logit", "max_logit", "log_sum_sq")
 POINTERS = ProductTile(16, 128, 16, warps=4, stages=2, group=2, descriptors=False)
 DESCRIPTORS = ProductTile(32, 256, 16, warps=4, stages=2, group=2, descriptors=True)
-TILES = {"pointers": POINTERS, "descriptors": DESCRIPTORS}
 
 
 def run(call: HeadCall, *, wanted=EVERY, tile=DESCRIPTORS) -> tuple[TileStatistics, RowStatistics]:
@@ -21,38 +20,6 @@ def run(call: HeadCall, *, wanted=EVERY, tile=DESCRIPTORS) -> tuple[TileStatisti
     gathered = gather_rows(call)
     tiles = tile_statistics(call, gathered, tile=tile)
     return tiles, RowStatistics(*row_results(tiles, call, gathered.target_logit))
-
-
-def lse_of_others(head) -> torch.Tensor:
-    """(N, T) float32: of each tile's logits but the target's."""
-    log_p = head.probability.log().scatter(1, head.targets.clamp(min=0)[:, None], -torch.inf)
-    tiles = torch.stack([tile.logsumexp(1) for tile in log_p.split(TILE, 1)], 1)
-    return (tiles + head.logsumexp[:, None]).float()
-
-
-@pytest.mark.parametrize("tile", TILES.values(), ids=TILES)
-@pytest.mark.parametrize(
-    ("vocabulary", "depth", "transformed"),
-    [
-        *((1, 40, False), (127, 16, True), (128, 8, False), (129, 40, True)),
-        *((255, 1, False), (256, 40, True), (257, 17, False), (513, 15, True)),
-    ],
-)
-def test_tile_masses_match_at_every_tile_edge_and_any_hidden_size(
-    make_head, tile, vocabulary, depth, transformed
-):
-    head = make_head(37, vocabulary, depth, transformed=transformed)
-    if depth * head.hidden.element_size() % 16:  # no descriptor takes such rows
-        tile = POINTERS
-
-    tiles, rows = run(head.call, tile=tile)
-
-    works = head.targets >= 0
-    assert tiles.lse.shape == (37, -(-vocabulary // TILE))
-    torch.testing.assert_close(tiles.lse[works], lse_of_others(head)[works], rtol=1e-5, atol=1e-5)
-    for found, expected in ((rows.logsumexp, head.logsumexp), (rows.logprob, head.logprob)):
-        torch.testing.assert_close(found[works], expected[works], rtol=1e-5, atol=1e-5)
-        assert not found[~works].any()
 
 
 def test_the_entropy_of_huge_logits_errs_no_more_than_their_rounding(device, rng):
@@ -94,34 +61,6 @@ def test_tiles_of_minus_infinity_weigh_nothing(device, rng):
         rows.logprob[kept], expected[kept, targets[kept]].float(), rtol=1e-5, atol=1e-5
     )
     assert not any(getattr(rows, name).isnan().any() for name in ("logsumexp", "entropy", "log_sum_sq"))
-
-
-def test_a_sure_target_has_no_positive_logprob_and_a_nan_stays_in_its_row(device, rng):
-    weight = torch.randn(300, 16, generator=rng).to(device)
-    hidden = 50 * weight[:40]
-    hidden[7] = torch.nan
-
-    _, rows = run(HeadCall(hidden, weight, torch.arange(40, device=device)))
-
-    assert rows.logprob.isnan().nonzero().flatten().tolist() == [7]
-    assert (rows.logprob.nan_to_num(nan=0.0) <= 0).all()
-
-
-def test_rows_without_work_are_neither_read_nor_written_wherever_they_lie(make_head, rng):
-    head = make_head(40, 300, 40, transformed=True)
-    targets = head.targets.masked_fill((torch.rand(40, generator=rng) < 0.5).to(head.targets.device), -1)
-    works = targets >= 0
-    call = head.call._replace(
-        targets=targets,
-        hidden=head.hidden.masked_fill(~works[:, None], torch.nan),
-        inv_temperature=head.inv_temperature.masked_fill(~works, torch.nan),
-    )
-
-    tiles, rows = run(call)
-
-    torch.testing.assert_close(rows.logprob[works], head.logprob[works], rtol=1e-5, atol=1e-5)
-    assert tiles.lse[~works].isnan().all()
-    assert all(not part[~works].any() for part in rows if part.numel())
 
 
 def test_the_order_of_many_rows_is_that_of_those_with_work(device, rng):

@@ -1,4 +1,4 @@
-"""What the session corrects in Triton's interpreter. On a GPU the compiler passes the same tests."""
+"""Corrections of Triton's interpreter in tests/conftest.py; a GPU's compiler passes the same test."""
 
 from __future__ import annotations
 
@@ -19,18 +19,6 @@ def _arithmetic(x, y, out, SIZE: tl.constexpr):
     tl.store(out + 4 * SIZE + index, a.to(tl.float32).to(tl.bfloat16).to(tl.float32))
 
 
-@triton.jit
-def _product(a, b, out, SIZE: tl.constexpr):
-    index = tl.arange(0, SIZE)
-    block = index[:, None] * SIZE + index[None, :]
-    tl.store(out + block, tl.dot(tl.load(a + block), tl.trans(tl.load(b + block))))
-
-
-@triton.jit
-def _sum(x, out, SIZE: tl.constexpr):
-    tl.store(out, tl.sum(tl.load(x + tl.arange(0, SIZE))))
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_bf16_rounds_as_in_torch_and_a_maximum_ignores_nan(device, rng, dtype):
     special = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, -(1 + 2**-8), torch.inf, -torch.inf, 3.4e38, 1e-40, 0])
@@ -49,20 +37,3 @@ def test_bf16_rounds_as_in_torch_and_a_maximum_ignores_nan(device, rng, dtype):
     torch.testing.assert_close(
         out[0, finite], (x * y + x - y)[finite], rtol=2**-6, atol=2**-6, equal_nan=True
     )
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_products_accumulate_in_float32(device, rng, dtype):
-    a, b = (torch.randn(64, 64, generator=rng).to(device, dtype) for _ in range(2))
-    out = torch.empty(64, 64, device=device)
-
-    _product[(1,)](a, b, out, SIZE=64)
-
-    torch.testing.assert_close(out, a.float() @ b.float().T, rtol=1e-5, atol=1e-4)
-
-
-def test_a_bf16_reduction_is_refused_rather_than_summed_as_integers(device):
-    if device.type == "cuda":
-        pytest.skip("the compiler reduces bfloat16 correctly")
-    with pytest.raises(Exception, match="cast to float32"):
-        _sum[(1,)](torch.ones(64, dtype=torch.bfloat16), torch.empty(1, dtype=torch.bfloat16), SIZE=64)
