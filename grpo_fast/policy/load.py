@@ -25,7 +25,6 @@ from grpo_fast.head.operator import backend_on
 from grpo_fast.policy.adapters import add_lora
 from grpo_fast.policy.architecture import (
     check_architecture,
-    has_type,
     packing_obstacle,
     require_vocabulary,
     verify_policy,
@@ -175,8 +174,6 @@ def _load_model(config: ModelConfig, architecture: PreTrainedConfig, home: torch
         **origin_of(config),
         **(loading_settings(config, home) if quantized else {}),
     )
-    if not has_type(model.config):  # of a model's text alone, as Mllama's: nothing would load it
-        model.whole_config = architecture
     return cast_rest(model, dtype) if quantized else model.to(home)
 
 
