@@ -11,6 +11,7 @@ from packaging.version import Version
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from grpo_fast.config.patterns import TEXT_LIMIT, Pattern
 from grpo_fast.config.policy import LoraConfig
 from grpo_fast.distributed.shards import whole
 from grpo_fast.policy.experts import is_expert, is_router
@@ -49,20 +50,25 @@ def add_lora(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
     if all_linear:
         routers = {name for name, _ in model.named_modules() if is_router(name)}
         excluded += map(re.escape, sorted(shared | _read_by_kernels(model) | routers))
+    targets = config.target_modules
+    if isinstance(targets, str) and not all_linear:
+        targets = _matched(given, targets, model)
     alpha: Any = config.alpha  # peft annotates an int, and computes with any number
     lora = peft.LoraConfig(
         r=config.r,
         lora_alpha=alpha,
         lora_dropout=config.dropout,
-        target_modules=config.target_modules,
+        target_modules=targets,
         target_parameters=config.target_parameters,
         exclude_modules="|".join(excluded) or None,
         task_type="CAUSAL_LM",
     )
     try:
         adapted = peft.get_peft_model(model, lora, autocast_adapter_dtype=False)
-    except (ValueError, re.error) as error:
+    except ValueError as error:
         raise ValueError(f"{given}: {error}") from error
+    if targets is not config.target_modules:
+        lora.target_modules = config.target_modules  # for the saved adapter
     settings: Any = model.config if sees_images(model.config) else model.config.get_text_config()
     tied = getattr(settings, "tie_word_embeddings", False)
     weights = ((base_name(name), weight) for name, weight in model.named_parameters())
@@ -95,6 +101,25 @@ def _reads_router(block: nn.Module) -> bool:
     base = getattr(getattr(block, "gate", None), "base_layer", None)
     of_deepseek_v2 = isinstance(base, nn.Linear) and hasattr(block, "topk_method")
     return of_deepseek_v2 or hasattr(base, "e_score_correction_bias")
+
+
+def _matched(given: str, text: str, model: nn.Module) -> str:
+    """Return a pattern of the modules that a user's pattern matches in bounded time, which peft lacks.
+
+    Raises:
+        ValueError: it is no pattern, takes too long, or matches no module.
+    """
+    try:
+        pattern = Pattern(text)
+        names = [name for name, _ in model.named_modules() if pattern.fullmatch(name)]
+    except TimeoutError:
+        problem = f"takes longer than {TEXT_LIMIT:g} s to match a module's name: list the names instead"
+        raise ValueError(f"{given}: {problem}") from None
+    except ValueError as error:
+        raise ValueError(f"{given}: {error}") from None
+    if not names:
+        raise ValueError(f"{given} matches the whole name of no module; write it as .*\\.(q_proj|v_proj)")
+    return "|".join(map(re.escape, names))
 
 
 def _shared(model: PreTrainedModel) -> set[str]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import torch
 
-# Files of a loaded driver: on Linux, and in the Windows subsystem for Linux.
-DRIVERS = (Path("/proc/driver/nvidia/version"), Path("/usr/lib/wsl/lib/nvidia-smi"))
+KERNEL_MODULE = Path("/proc/driver/nvidia/version")
 
 
 def hidden_gpu() -> str | None:
@@ -19,11 +21,26 @@ def hidden_gpu() -> str | None:
     if torch.version.cuda is None or torch.cuda.is_available():
         return None
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
-    if hidden or not any(driver.exists() for driver in DRIVERS):
+    if hidden or (driver := driver_version()) is None:
         return None
     return (
         f"torch {torch.__version__} is built for CUDA {torch.version.cuda} and cannot use a GPU by the "
-        "NVIDIA driver of this machine, which may be too old (nvidia-smi prints its version): update the "
-        "driver, or install a torch for an older CUDA (https://pytorch.org/get-started). In a container, "
-        "give it the GPUs (docker run --gpus all)"
+        f"NVIDIA driver {driver} of this machine. The driver may be too old for it: update the driver, or "
+        "install a torch for an older CUDA (https://pytorch.org/get-started). In a container, give it the "
+        "GPUs (docker run --gpus all)"
     )
+
+
+def driver_version() -> str | None:
+    """Return the version of the loaded NVIDIA driver, from its kernel module or nvidia-smi (WSL)."""
+    if KERNEL_MODULE.exists():
+        found = re.search(r"\b\d{3,}\.\d+(?:\.\d+)?\b", KERNEL_MODULE.read_text(errors="replace"))
+        return found[0] if found else "of unknown version"
+    if (program := shutil.which("nvidia-smi")) is None:
+        return None
+    command = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError):  # no driver is loaded
+        return None
+    return next(iter(answer.stdout.split()), None)

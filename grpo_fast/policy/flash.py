@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import inspect
 import logging
 from collections.abc import Callable
 from functools import cache, partial
@@ -103,7 +104,12 @@ def way(name: str) -> Callable[..., Tensor]:
     """Return a function of queries, keys, values, their bounds, the scale and the window's left."""
     if name != TORCH or installed(name):
         return partial(_package, import_module(PACKAGES[name].module).flash_attn_varlen_func)
-    return _torch_operator
+    try:
+        public: Any = import_module("torch.nn.attention.varlen").varlen_attn
+    except ImportError:
+        return _torch_operator
+    windows = {"scale", "window_size", "enable_gqa"} <= inspect.signature(public).parameters.keys()
+    return partial(_torch_public, public) if windows else _torch_operator
 
 
 def _package(function: Callable[..., Any], *given: Any, **softcap: float) -> Tensor:
@@ -114,8 +120,12 @@ def _package(function: Callable[..., Any], *given: Any, **softcap: float) -> Ten
     return found[0] if isinstance(found, tuple) else found  # some releases add the log-sum-exps
 
 
+def _torch_public(function: Callable[..., Tensor], *given: Any) -> Tensor:
+    *operands, scale, left = given
+    return function(*operands, scale=scale, window_size=(left, 0), enable_gqa=True)
+
+
 def _torch_operator(*given: Any) -> Tensor:
-    # torch.nn.attention.varlen has windows only in newer releases than the oldest torch supported here.
     *operands, scale, left = given
     window = {"window_size_left": left, "window_size_right": 0}
     # No dropout, causal, no debug mask.
