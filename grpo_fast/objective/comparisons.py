@@ -55,14 +55,11 @@ def label_of(loss_type: str) -> str:
 
 @dataclass(frozen=True)
 class PreferenceLossConfig:
-    """One loss, or a weighted sum of several, and its constants.
+    """One loss, or a weighted sum of several, and its constants, or ValueError for a contradiction.
 
     Leave fields alone that none of the losses reads. After construction `beta`, the factor on the log-ratio
     of policy to reference, holds the value in force. A bonus for correctness is a margin of its pair, which
     beta does not multiply.
-
-    Raises:
-        ValueError: a value is out of its range or contradicts another.
     """
 
     __pydantic_config__: ClassVar = AS_WRITTEN
@@ -171,7 +168,7 @@ _READS = {
 
 @dataclass(frozen=True)
 class RankingLossConfig:
-    """Which objective, and its constants. Leave fields alone that the objective does not read.
+    """Which objective, and its constants, or ValueError for a field that the objective does not read.
 
     | objective | what it does |
     |---|---|
@@ -180,9 +177,6 @@ class RankingLossConfig:
     | `pairwise` | logistic loss of every two responses of different rank |
     | `advantage` | standardized ranks as advantages, clipped ratio to the policy that wrote the responses |
     | `advantage_likelihood` | likelihood of each response, weighted by exp(advantage / `temperature`) |
-
-    Raises:
-        ValueError: an unknown objective, a value out of its range, or one that the objective does not read.
     """
 
     __pydantic_config__: ClassVar = AS_WRITTEN

@@ -46,11 +46,10 @@ def option(default: Any, description: str, **bounds: float) -> Any:
 
 
 def refuse_unread(section: Any, names: Iterable[str], why: str, place: str = "") -> None:
-    """Raise ValueError for a field that is set to something else than its default.
+    """Raise ValueError for a field, which nothing reads, with another value than its default.
 
     Args:
         section: a dataclass, or a pydantic model of the configuration.
-        names: fields that nothing reads.
         place: the section's key, for the message.
     """
     known: Any = getattr(type(section), "model_fields", None) or type(section).__dataclass_fields__
@@ -106,13 +105,10 @@ def _described(hint: Any) -> str:
 
 @dataclass(frozen=True)
 class GRPOLossConfig:
-    """Which loss, and its constants.
+    """Which loss, and its constants, or ValueError for a value out of range or a contradiction.
 
-    Leave fields alone that the chosen loss does not read. After construction `epsilon_low` and
-    `epsilon_high` hold the values in force.
-
-    Raises:
-        ValueError: a value is out of its range or contradicts another.
+    Leave fields alone that the chosen loss does not read. After construction `epsilon_low` and `epsilon_high`
+    hold the values in force.
     """
 
     __pydantic_config__: ClassVar = AS_WRITTEN

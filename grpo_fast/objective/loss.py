@@ -118,9 +118,6 @@ def resolve_loss(loss: str | GRPOLossConfig) -> LossFunction:
 
     Args:
         loss: a name of `catalog.CATALOG`, a `package.module:function`, or a configuration.
-
-    Raises:
-        ValueError: the name is unknown, or the path does not lead to a function.
     """
     config = GRPOLossConfig(loss_type=loss) if isinstance(loss, str) else loss
     return _load_custom(config.loss_type) if config.is_custom else partial(policy_loss, config=config)

@@ -25,13 +25,8 @@ def policy_metrics(
 ) -> dict[str, Tensor]:
     """Compute metrics of the ratio, clipping, masking, entropy, the sampler's mismatch and the KL.
 
-    A clip ratio is a share of tokens, or of sequences where the ratio is the sequence's.
-
-    Args:
-        inputs: masked tokens are zero.
-        keep: (N,) bool: tokens whose policy term counts.
-        kl: (N,), as the loss estimates it.
-        totals: of the step.
+    A clip ratio is a share of tokens, or of sequences where the ratio is the sequence's. `keep` (N,) bool is
+    true where the policy term counts, `kl` is (N,), and masked entries of `inputs` are zero.
     """
     segments, mask = tokens.segments, inputs.loss_mask
     measured = StepTotals(
@@ -72,7 +67,6 @@ def mismatch_metrics(log_ratio: Tensor, weights: Tensor, mask: Tensor, mean: Ten
     Args:
         log_ratio: (N,) log π_old/π_sampler.
         weights: (N,) the bounded ratio.
-        mask: (N,) bool, the tokens of the minima and maxima.
         mean: (N,) the weights of a mean over tokens.
     """
     difference, ratio = log_ratio.abs(), log_ratio.exp()

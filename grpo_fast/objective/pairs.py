@@ -52,10 +52,7 @@ class PreferenceInputs:
 def preference_loss(inputs: PreferenceInputs, config: PreferenceLossConfig) -> LossOutputs:
     """Compute the weighted sum of the configured losses, each a mean over pairs (KTO: over completions).
 
-    The metrics `rewards/*` are those of the first loss.
-
-    Raises:
-        ValueError: an input that a loss needs is missing, or margins are given that no loss reads.
+    The metrics `rewards/*` are those of the first loss. ValueError for a missing input, or unread margins.
     """
     _check(inputs, config)
     totals = inputs.totals or PreferenceTotals(

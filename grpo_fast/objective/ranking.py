@@ -35,10 +35,9 @@ class RankedInputs:
 
 
 def ranking_loss(inputs: RankedInputs, config: RankingLossConfig) -> LossOutputs:
-    """Compute the configured objective's mean over the step's groups. A group of ties only adds zero.
+    """Compute the objective's mean over the step's groups, or raise ValueError without a needed reference.
 
-    Raises:
-        ValueError: reference log-probabilities are needed and missing.
+    A group of ties only adds zero.
     """
     if config.needs_reference and inputs.ref_logprobs is None:
         raise ValueError(

@@ -17,12 +17,9 @@ K3_LIMIT = 20.0  # nats, of log π_ref/π_θ; `kernels/policy_terms.py` has it, 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) -> Tensor:
     """Estimate KL(π_θ ‖ π_ref), (N,) nats, from the sampled tokens (Schulman 2020).
 
-    Args:
-        logprobs: (N,) log π_θ, differentiable.
-        ref_logprobs: (N,) log π_ref.
-        estimator: with d = log π_θ − log π_ref: k1 = d, unbiased, but its gradient has zero mean in a loss
-            unless importance-corrected; k2 = d²/2, biased, its gradient is the KL's on-policy;
-            k3 = e⁻ᵈ − 1 + d, unbiased and never negative, with −d at most 20 as in verl, against overflow.
+    With d = log π_θ − log π_ref: k1 = d, unbiased, but its gradient has zero mean in a loss unless
+    importance-corrected; k2 = d²/2, biased, its gradient is the KL's on-policy; k3 = e⁻ᵈ − 1 + d, unbiased
+    and never negative, with −d at most 20 as in verl, against overflow.
     """
     difference = logprobs - ref_logprobs
     if estimator == "k1":
@@ -80,14 +77,10 @@ def off_policy_keep(
 
 
 def entropy_threshold(entropy: Tensor, mask: Tensor, quantile: float) -> Tensor:
-    """Return (), the least entropy of the top `quantile` of the unmasked tokens.
+    """Return (), the least entropy of the top `quantile` of the unmasked tokens; infinite without any.
 
-    Beyond the 80/20 Rule, arXiv 2506.01939, eq. 6, over the tokens of a micro-batch.
-
-    Args:
-        entropy: (N,) nats.
-        mask: (N,) bool; where it is nowhere true, the threshold is infinite.
-        quantile: the share to keep, in [0, 1]; 0 keeps the highest token.
+    Beyond the 80/20 Rule, arXiv 2506.01939, eq. 6, over the tokens of a micro-batch. A quantile of 0 keeps
+    the highest token.
     """
     if not entropy.numel():
         return entropy.new_full((), torch.inf)

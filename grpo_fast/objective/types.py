@@ -124,9 +124,6 @@ def token_weights(
 
     With T tokens and S sequences in the step, and |o| tokens in the token's sequence:
     sequence_mean 1/(S·|o|), token_mean 1/T, sequence_sum 1/S, constant_length 1/(S·max_completion_length).
-
-    Raises:
-        ValueError: constant_length without its length.
     """
     mask = segments.mask.to(segments.counts.dtype)
     if aggregation == "token_mean":

@@ -30,13 +30,10 @@ _BASE = ".base_layer"  # in the name of a wrapped layer
 
 
 def add_lora(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
-    """Return the model with peft's adapters, in the model's dtype.
+    """Return the model with peft's adapters, in the model's dtype, or raise ValueError for wrong targets.
 
     In addition to the head, `all-linear` leaves out routers, weights that layers share, and weights that
     Mamba's kernels read. float32 adapters would keep a float32 copy of their input for the backward.
-
-    Raises:
-        ValueError: modules or parameters that the model does not have, or that cannot be adapted.
     """
     import peft
     from transformers import __version__
@@ -104,11 +101,7 @@ def _reads_router(block: nn.Module) -> bool:
 
 
 def _matched(given: str, text: str, model: nn.Module) -> str:
-    """Return a pattern of the modules that a user's pattern matches in bounded time, which peft lacks.
-
-    Raises:
-        ValueError: it is no pattern, takes too long, or matches no module.
-    """
+    """Return a pattern of the modules that a user's pattern matches in bounded time, or raise ValueError."""
     try:
         pattern = Pattern(text)
         names = [name for name, _ in model.named_modules() if pattern.fullmatch(name)]
@@ -148,10 +141,7 @@ def base_name(name: str) -> str:
 
 
 def adapted_weights(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the layers that LoRA wraps, by their weights' names.
-
-    Each tensor of experts of a module has a layer, nested in one another.
-    """
+    """Yield the layers that LoRA wraps, by their weights' names; those of one module's experts are nested."""
     from peft.tuners.lora import LoraLayer
 
     for name, module in model.named_modules():

@@ -83,12 +83,7 @@ def packing_obstacle(config: PreTrainedConfig) -> str | None:
 
 
 def longest_sequence(policy: Policy, prompts: Iterable[Sequence[int]], completion_length: int = 0) -> int:
-    """Return the tokens of the longest prompt and its completion.
-
-    Args:
-        policy: whose positions and embedding are the limits.
-        prompts: token ids.
-        completion_length: tokens that may follow each.
+    """Return the tokens of the longest prompt (token ids) and a completion of `completion_length`.
 
     Raises:
         ValueError: more tokens than positions, or a token beyond the embedding.
@@ -151,10 +146,7 @@ def _rope_of_length(rope: Any, original_forward: Any, x: Tensor, position_ids: T
 
 
 def require_vocabulary(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, path: str) -> None:
-    """Raise ValueError if the embedding has no rows for the tokenizer's vocabulary or end token.
-
-    Added tokens may lack one, as the image token of Gemma 3's text models.
-    """
+    """Raise ValueError if the embedding lacks rows for the vocabulary (without added tokens) or end token."""
     rows = _embedding_rows(model)
     if max(tokenizer.vocab_size - 1, tokenizer.eos_token_id or 0) >= rows:
         raise ValueError(
@@ -179,8 +171,7 @@ def verify_policy(policy: Policy) -> None:
     """Compare a batch's logits with those of the model's own forward of each sequence.
 
     Raises:
-        ValueError: they differ by more than rounding, or layers do not pass their sliding window to the
-            packed attention.
+        ValueError: they differ by more than rounding, or layers do not pass on their sliding window.
     """
     model = policy.base_model
     prompts, completions = _probes(model)

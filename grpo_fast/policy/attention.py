@@ -110,16 +110,9 @@ def _attend(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attend within one piece; a mask of None is causal.
+    """Attend within one piece: query (B, A, Q, D), key (B, K, N, D), value (B, K, N, E) -> (B, A, Q, E).
 
-    Args:
-        query: (B, A, Q, D).
-        key: (B, K, N, D).
-        value: (B, K, N, E).
-        mask: (B or 1, A or 1, Q, N) or (Q, N) bool.
-        scaling: of the scores; None: the usual one.
-        softcap: of the scores.
-        sinks: (A,) an additional score of each head, without a value.
+    A mask of None is causal. `sinks` (A,) are additional scores without a value.
     """
     causal = mask is None and query.shape[2] > 1
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -149,10 +142,9 @@ def _attend(
 def _attend_with_sinks(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, sinks: Tensor, causal: bool
 ) -> Tensor:
-    """Attend with sinks by SDPA: the sink is a first key whose value is zero.
+    """Attend with sinks by SDPA, which keeps no scores: the sink is a first key whose value is zero.
 
-    Additional elements of queries and keys, zero for all other keys, multiply to the head's sink. SDPA then
-    keeps no scores, and autograd gives the sinks' gradient.
+    Additional elements of queries and keys, zero for all other keys, multiply to the head's sink.
     """
     width, of_value = query.shape[-1], value.shape[-1]
     wide = -(-max(width + 1, of_value) // ALIGNMENT) * ALIGNMENT  # with other sizes SDPA keeps all scores

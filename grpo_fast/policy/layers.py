@@ -43,10 +43,8 @@ def wrap_forward(module: Any, around: Callable[..., Any]) -> None:
 def recompute(model: PreTrainedModel, what: Literal[True, "mlp", "offload"]) -> None:
     """Checkpoint each layer's MLP ("mlp") or each layer, with inputs in host memory for "offload".
 
-    transformers checkpoints layers only in training mode, which a policy is never in.
-
-    Raises:
-        ValueError: the model has no MLPs, or no layers, that transformers names.
+    transformers checkpoints layers only in training mode, which a policy is never in. ValueError if the model
+    has no layers or MLPs that transformers names.
     """
     modules = _mlps(model) if what == "mlp" else decoder_layers(model)
     if not modules:
@@ -61,12 +59,7 @@ def recompute(model: PreTrainedModel, what: Literal[True, "mlp", "offload"]) -> 
 
 
 def tile_mlps(model: nn.Module, *, always: bool = False) -> None:
-    """Compute and recompute token-wise MLPs in tiles of `TILE_TOKENS`.
-
-    Args:
-        model: its language model's layers are changed.
-        always: recompute MLPs over fewer tokens, too.
-    """
+    """Compute token-wise MLPs in tiles of `TILE_TOKENS`; `always`: checkpoint shorter ones, too."""
     if find_spec("liger_kernel") is None:
         logger.warning(
             "MLPs are not computed in tiles of %d tokens, which takes more memory for long sequences: "
@@ -143,12 +136,7 @@ def _in_tiles(always: bool, mlp: Any, original_forward: Callable[..., Any], hidd
 
 
 def resolve_liger(config: ModelConfig, device: torch.device, model_type: str) -> bool:
-    """Return whether Liger's kernels compute the layers.
-
-    Raises:
-        ValueError: true without a GPU, or for a type that Liger does not support.
-        ImportError: true without liger-kernel.
-    """
+    """Return whether Liger computes the layers; ValueError or ImportError if true cannot be."""
     on_gpu, installed = device.type == "cuda", find_spec("liger_kernel") is not None
     if config.liger_kernels is not True:
         return config.liger_kernels == "auto" and on_gpu and installed and model_type in LIGER_TYPES

@@ -245,11 +245,7 @@ def require_head(config: ModelConfig, device: torch.device) -> None:
 
 
 def resolve_packing(config: ModelConfig, architecture: PreTrainedConfig) -> bool:
-    """Return whether the completions of a prompt are packed into one document.
-
-    Raises:
-        ValueError: `model.attention` is one for packed batches, and the model cannot be packed.
-    """
+    """Return whether a prompt's completions share a document; ValueError if `attention` needs packing."""
     obstacle = _obstacle(config, architecture)
     if obstacle is None:
         return True
@@ -290,13 +286,10 @@ def _checksum(model: nn.Module) -> int:
 
 
 def prepare_to_train(model: PreTrainedModel, config: ModelConfig) -> PreTrainedModel | PeftModel:
-    """Add adapters or freeze weights as configured.
+    """Add adapters or freeze weights as configured, or raise ValueError for wrong targets of LoRA.
 
     Only LoRA's dropout is ever in training mode. Other dropout, router jitter or dropped layers would train
     another policy than the one that sampled.
-
-    Raises:
-        ValueError: LoRA modules that the model does not have.
     """
     trained: PreTrainedModel | PeftModel = model
     if config.lora is not None:
@@ -317,11 +310,7 @@ def prepare_to_train(model: PreTrainedModel, config: ModelConfig) -> PreTrainedM
 
 
 def resolve_device(name: str) -> torch.device:
-    """Return the device; `auto` is CUDA if there is one.
-
-    Raises:
-        ValueError: an unknown device, CUDA without a GPU, or `auto` with a GPU that torch cannot use.
-    """
+    """Return the device, or raise ValueError for one that cannot be used; `auto` is CUDA if there is one."""
     if name == "auto":
         if (problem := hidden_gpu()) is not None:
             raise ValueError(f"{problem}. To train on the CPU, set model.device = cpu")
@@ -366,11 +355,7 @@ def _product_seconds(dtype: torch.dtype) -> float:
 
 
 def resolve_attention(name: str, device: torch.device, dtype: str, architecture: PreTrainedConfig) -> str:
-    """Return the attention; `auto` is flash-attention where it fits, else SDPA.
-
-    Raises:
-        ValueError: an attention that this device, dtype or model does not support.
-    """
+    """Return the attention, or raise ValueError; `auto` is flash-attention where it fits, else SDPA."""
     on_gpu, major = device.type == "cuda", 8
     if name != "auto" and name not in PACKAGES:
         return name
@@ -395,12 +380,7 @@ def resolve_attention(name: str, device: torch.device, dtype: str, architecture:
 
 
 def load_architecture(config: ModelConfig) -> PreTrainedConfig:
-    """Load the transformers configuration of a model that can be trained.
-
-    Raises:
-        ValueError: a wrong path, or as `check_architecture`, `quantizes` and `require_router`.
-        ImportError: as `quantizes`.
-    """
+    """Load the configuration of a model, or raise ValueError or ImportError if it cannot be trained."""
     from transformers import AutoConfig
 
     source = resolve_source(config.path)
@@ -413,11 +393,7 @@ def load_architecture(config: ModelConfig) -> PreTrainedConfig:
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
-    """Load only the tokenizer of a model that can be trained, before any weight is read.
-
-    Raises:
-        ValueError: a wrong path or template, or as `load_architecture`.
-    """
+    """Load the tokenizer, or raise ValueError for a wrong path or template, before any weight is read."""
     from transformers import AutoTokenizer
 
     template = config.chat_template
@@ -441,11 +417,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
 
 
 def load_image_reader(config: ModelConfig) -> ImageReader | None:
-    """Return the reader of prompts' images, or None for a text-only model.
-
-    Raises:
-        ValueError: as `load_architecture`.
-    """
+    """Return the reader of prompts' images, or None for a text-only model."""
     architecture = load_architecture(config)
     if not sees_images(architecture):
         return None

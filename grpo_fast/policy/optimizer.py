@@ -243,8 +243,7 @@ class PolicyOptimizer:
     def follow(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Update the factor of `band` by a step's metrics, and return the metric of the factor before.
 
-        Raises:
-            ValueError: the first step that trained does not have the metric. A later one keeps the factor.
+        Raises ValueError if the first step that trained lacks the metric. A later one keeps the factor.
         """
         band = self._config.band
         if band is None:
@@ -305,14 +304,9 @@ class PolicyOptimizer:
     def load_state_tensors(
         self, saved: Mapping[str, Tensor], read: Callable[[Mapping[str, Tensor]], object]
     ) -> None:
-        """Restore `state_tensors`, and set the model's trainable weights from the masters.
+        """Restore `state_tensors` by `read`, which fills tensors of these names, and the trained weights.
 
-        Args:
-            saved: the tensors by name, of which only the shapes are read.
-            read: fills tensors of these names.
-
-        Raises:
-            ValueError: a tensor is missing, unknown or has another shape.
+        `saved` has the saved shapes. ValueError for a tensor that is missing, unknown or of another shape.
         """
         self._adam.state.clear()
         self._make_moments([name for name in self._masters if f"exp_avg.{name}" in saved])

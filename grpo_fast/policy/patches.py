@@ -70,12 +70,7 @@ PATCHES = (
 
 
 def apply_patches(model: Any, setting: Setting) -> None:
-    """Patch a transformers model, with or without adapters.
-
-    Raises:
-        ValueError: a model without experts for `replay`, without layers to recompute, or as `resolve_liger`.
-        ImportError: as `resolve_liger`.
-    """
+    """Patch a transformers model, with or without adapters, or raise ValueError or ImportError."""
     for patch in PATCHES:
         if patch.applies(model, setting):
             patch.apply(model, setting)

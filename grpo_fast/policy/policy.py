@@ -90,11 +90,7 @@ class Policy:
         return Vision(self.base_model, self.image_reader)
 
     def shard(self, world: World) -> None:
-        """Divide the rows of the weights, and of the reference's, over the ranks.
-
-        Raises:
-            ValueError: as `ShardedModel`.
-        """
+        """Divide the rows of the weights, and of the reference's, over the ranks, as `ShardedModel`."""
         from grpo_fast.policy.sharding import ShardedModel  # imports all of FSDP
 
         for policy in filter(None, (self, self._reference)):
@@ -176,7 +172,6 @@ class Policy:
         """Compute the hidden states (N, H) after the final norm that predict `batch.targets`.
 
         Args:
-            batch: of this policy's device.
             layout: the batch's, if it exists already.
             routed: receives the logits of each layer's router, (T, E) for all T input tokens.
         """
@@ -222,11 +217,7 @@ class Policy:
 
     @contextlib.contextmanager
     def reference(self) -> Iterator[Policy]:
-        """Yield the initial policy, or the model of `reference.path`, without gradients.
-
-        Raises:
-            RuntimeError: full fine-tuning, and the policy was loaded without a reference.
-        """
+        """Yield the initial policy, or the model of `reference.path`, without gradients."""
         with torch.no_grad():
             if self._reference is not None:
                 self._reference.packs = self.packs
@@ -301,11 +292,7 @@ class Policy:
             self.save_processor(folder)
 
     def save_adapter(self, folder: str | Path) -> None:
-        """Write the adapter as peft loads it, and the tokenizer.
-
-        Raises:
-            ValueError: the policy has none.
-        """
+        """Write the adapter as peft loads it, and the tokenizer; ValueError if there is none."""
         if not self.has_adapters:
             raise ValueError("there is no adapter: the run trains whole weights (model.lora = null)")
         self.model.save_pretrained(str(folder))

@@ -58,12 +58,7 @@ def cache_folder() -> Path:
 
 
 def resolve_source(path: str) -> str:
-    """Return the folder or hub id to load from.
-
-    Raises:
-        ValueError: a local path that does not exist or holds no safetensors model, or as
-            `converted_package`.
-    """
+    """Return the folder or hub id to load from, or raise ValueError for a path without safetensors."""
     if path.startswith(PREFIX):
         return str(converted_package(path))
     folder, problem = user_path(path, "model.path"), None
@@ -174,14 +169,8 @@ def save_model(
 ) -> None:
     """Write safetensors, configuration, generation configuration and tokenizer.
 
-    Args:
-        like: a model of the same architecture, quantized or not.
-        weights: in full precision; tied ones may be left out.
-        tokenizer: the model's.
-        folder: created if it does not exist.
-
-    Raises:
-        RuntimeError: a weight of the architecture is missing, or one does not belong to it.
+    `like` is a model of the same architecture, quantized or not; tied `weights` may be left out.
+    RuntimeError if the weights are not those of the architecture.
     """
     with torch.device("meta"):
         model = type(like)(unquantized(like.config))
@@ -216,13 +205,11 @@ def quietly() -> Iterator[None]:
 
 @contextmanager
 def loading(path: str, source: str | Path, what: str = "model", key: str = "model.path") -> Iterator[None]:
-    """Raise a ValueError of one sentence for what transformers cannot load.
+    """Raise a ValueError of one sentence for a model or tokenizer that transformers cannot load.
 
     Args:
-        path: the value of the key.
+        path: the value of the configuration's `key`.
         source: the folder or hub id that it resolves to.
-        what: "model" or "tokenizer".
-        key: of the configuration.
     """
     try:
         with quietly():
@@ -245,8 +232,7 @@ def loading(path: str, source: str | Path, what: str = "model", key: str = "mode
 def load_whole(path: str, source: str | Path, auto: Any, **settings: Any) -> PreTrainedModel:
     """Load a causal language model by transformers' class `auto`, all of whose weights are in the checkpoint.
 
-    Raises:
-        ValueError: as `loading`; or tensors are missing, unexpected, of another shape or not finite.
+    ValueError for tensors that are missing, unexpected, of another shape or not finite.
     """
     with loading(path, source):
         integers = [] if "quantization_config" in settings else _integer_weights(Path(source))
@@ -311,12 +297,7 @@ def processor_files(config: ModelConfig) -> list[str]:
 
 
 def load_processor(config: ModelConfig, architecture: PreTrainedConfig) -> Any:
-    """Load the processor of text and images, without that of videos, which needs torchvision.
-
-    Raises:
-        ImportError: Pillow is not installed.
-        ValueError: the model's folder has no processor.
-    """
+    """Load the processor of text and images, without that of videos, which needs torchvision."""
     from transformers import AutoTokenizer
     from transformers.models.auto.image_processing_auto import (
         AutoImageProcessor,
