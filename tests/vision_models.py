@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -106,9 +104,9 @@ CONFIGS = {
 }
 
 
-def save_vision_model(folder: Path, kind: str, **text: Any) -> Path:
+def save_vision_model(folder, kind, **text):
     """A random model of a type, saved as a user would have it on disk; `text` is of Qwen's language model."""
-    settings: dict[str, Any] = copy.deepcopy(CONFIGS[kind])
+    settings = copy.deepcopy(CONFIGS[kind])
     if text:
         settings["text_config"] |= text
         if "rope_parameters" in settings["text_config"]:
@@ -150,7 +148,7 @@ def save_vision_model(folder: Path, kind: str, **text: Any) -> Path:
     return folder
 
 
-def processor_of(kind: str) -> Any:
+def processor_of(kind):
     """Of a type's images."""
     if kind == "gemma3":
         return Gemma3ImageProcessorPil(size={"height": 56, "width": 56})
@@ -164,10 +162,10 @@ def processor_of(kind: str) -> Any:
 class OfGemma4:
     """What transformers' own does, which it cannot be imported for without torchvision."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
 
-    def __call__(self, text: list[str], images: list[list[Image.Image]], **settings: Any) -> dict[str, Any]:
+    def __call__(self, text, images, **settings):
         pixels = processor_of("gemma4")(images[0], return_tensors="pt")
         for count in pixels.pop("num_soft_tokens_per_image"):
             text = [text[0].replace(IMAGE, START + "<SOFT>" * int(count) + END, 1)]
@@ -176,7 +174,7 @@ class OfGemma4:
         return {"input_ids": tokens["input_ids"], "mm_token_type_ids": kinds, **pixels}
 
 
-def picture(width: int, height: int) -> Image.Image:
+def picture(width, height):
     """Random colours."""
     seed = int(torch.randint(2**31, ()))
     pixels = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)

@@ -65,9 +65,9 @@ class MicroBatchBudget:
                 with attempt:
                     ...  # the work with these micro-batches
 
-        Each attempt starts from the same random state. The work must first undo other changes of a failed one.
-        `cut` returns the micro-batches of the current budget, the tokens of the largest of them, and those of
-        the largest unit. `attempt` raises torch.OutOfMemoryError if one unit does not fit, or without `repeats`.
+        Each attempt starts from the same random state. The work must first undo changes of a failed one.
+        `cut` returns the micro-batches of the current budget, the tokens of the largest of them, and those
+        of the largest unit. `attempt` raises torch.OutOfMemoryError if no unit fits, or without `repeats`.
         """
         random_state = capture_rng()
         again = True

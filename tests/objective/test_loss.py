@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ PER_TOKEN = ("logprobs", "advantages", "old_logprobs", "ref_logprobs", "sampler_
 BONUS, HIGH_ENTROPY = {"entropy_coef": 0.01}, {"top_entropy_quantile": 0.6}
 
 
-def full_config(loss_type: str, **changes: float) -> GRPOLossConfig:
+def full_config(loss_type, **changes):
     return GRPOLossConfig(
         loss_type,
         beta=0.0 if CATALOG[loss_type].forbids_kl else 0.1,
@@ -32,11 +32,11 @@ def full_config(loss_type: str, **changes: float) -> GRPOLossConfig:
     )
 
 
-def gradients(batch: Any, *losses: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+def gradients(batch, *losses):
     return torch.autograd.grad(sum(losses), (batch.logprobs, batch.entropy), allow_unused=True)
 
 
-def combine(shares: list[dict[str, torch.Tensor]]) -> dict[str, float]:
+def combine(shares):
     pick = {"_max": max, "_min": min}
     return {name: float(pick.get(name[-4:], sum)([share[name] for share in shares])) for name in shares[0]}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import fields, replace
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ import torch
 from grpo_fast.config.lookup import given
 from grpo_fast.objective.comparisons import PREFERENCE_LOSSES
 from grpo_fast.objective.pairs import (
-    PairScores,
     PreferenceInputs,
     PreferenceLossConfig,
     PreferenceTotals,
@@ -30,7 +28,7 @@ CONSTANTS = {  # that leave no term at zero
 every_loss = pytest.mark.parametrize("name", PREFERENCE_LOSSES)
 
 
-def settings(name: str, beta: float | None = None) -> PreferenceLossConfig:
+def settings(name, beta=None):
     reads = PREFERENCE_LOSSES[name].fields
     constants = {key: value for key, value in CONSTANTS.items() if key in reads}
     return PreferenceLossConfig(name, beta=beta, **constants)
@@ -40,7 +38,7 @@ def settings(name: str, beta: float | None = None) -> PreferenceLossConfig:
 def make_inputs(make_pairs, rng):
     """With all that the loss reads: KTO's reference point, margins and weights."""
 
-    def make(name: str, chosen: int = 7, rejected: int | None = None) -> PreferenceInputs:
+    def make(name, chosen=7, rejected=None):
         facts, more = PREFERENCE_LOSSES[name], {}
         if not facts.paired:
             more["kl"] = torch.tensor(0.4, dtype=torch.float64)
@@ -53,16 +51,16 @@ def make_inputs(make_pairs, rng):
     return make
 
 
-def sigma(x: float) -> float:
+def sigma(x):
     return 1 / (1 + math.exp(-x))
 
 
-def log_odds(mean_logprob: float) -> float:
+def log_odds(mean_logprob):
     p = math.exp(mean_logprob)
     return math.log(p / (1 - p))
 
 
-def transcription(name: str, i: PreferenceInputs, c: PreferenceLossConfig) -> float:
+def transcription(name, i, c):
     """The paper's formula, pair by pair, in Python's own floats."""
     win, lose = i.chosen_logprobs.tolist(), i.rejected_logprobs.tolist()
     ref_win, ref_lose = i.ref_chosen_logprobs.tolist(), i.ref_rejected_logprobs.tolist()
@@ -76,10 +74,10 @@ def transcription(name: str, i: PreferenceInputs, c: PreferenceLossConfig) -> fl
         terms += [c.undesirable_weight * (1 - sigma(beta * (z - l))) for l in losses]
         return sum(w * term for w, term in zip(i.weights.tolist(), terms, strict=True)) / len(terms)
 
-    def smoothed(z: float) -> float:
+    def smoothed(z):
         return -(1 - eps) * math.log(sigma(z)) - eps * math.log(sigma(-z))
 
-    def robust(z: float) -> float:
+    def robust(z):
         # (1 − ε) L(chosen ≻ rejected) − ε L(rejected ≻ chosen), over 1 − 2ε
         return ((1 - eps) * -math.log(sigma(z)) - eps * -math.log(sigma(-z))) / (1 - 2 * eps)
 
@@ -129,7 +127,7 @@ def test_ktos_reference_point_is_a_mean_log_ratio_of_at_least_zero():
 def test_gradients_agree_with_differences_and_reach_no_margin_or_weight(name, make_inputs):
     inputs, config = make_inputs(name), settings(name)
 
-    def loss(chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
+    def loss(chosen, rejected):
         return preference_loss(
             replace(inputs, chosen_logprobs=chosen, rejected_logprobs=rejected), config
         ).loss
@@ -144,9 +142,9 @@ def test_micro_batches_add_up_to_the_step(name, make_inputs):
     inputs, config = make_inputs(name, 9), settings(name)
     totals = PreferenceTotals(9, 9, int(inputs.chosen_lengths.sum()))
 
-    def part(rows: slice) -> PreferenceInputs:
+    def part(rows):
         tensors = {f.name: getattr(inputs, f.name) for f in fields(inputs)}
-        own: dict[str, Any] = {k: t[rows] for k, t in tensors.items() if getattr(t, "ndim", 0)}
+        own = {k: t[rows] for k, t in tensors.items() if getattr(t, "ndim", 0)}
         if name == "kto":
             own["weights"] = torch.cat([half[rows] for half in inputs.weights.split(9)])
         return replace(inputs, **own, totals=totals)
@@ -170,10 +168,10 @@ def test_custom_losses_read_columns_and_take_their_weight_in_a_sum(make_pairs):
     syntax = torch.randn(7, dtype=torch.float64)
     inputs = replace(inputs, columns={"syntax": syntax}, weights=torch.rand(7, dtype=torch.float64))
 
-    def syntax_aware(s: PairScores) -> torch.Tensor:
+    def syntax_aware(s):
         return -torch.nn.functional.logsigmoid(s.beta * (s.chosen - s.rejected) + 2 * s.columns["syntax"])
 
-    def short(s: PairScores) -> torch.Tensor:
+    def short(s):
         return -s.inputs.chosen_logprobs / s.inputs.chosen_lengths
 
     config = PreferenceLossConfig(

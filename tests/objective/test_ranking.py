@@ -27,7 +27,7 @@ every_config = pytest.mark.parametrize(
 )
 
 
-def order_probability(scores: list[float], order: tuple[int, ...]) -> float:
+def order_probability(scores, order):
     probability, rest = 1.0, list(order)
     while rest:
         top = max(scores[i] for i in rest)
@@ -37,7 +37,7 @@ def order_probability(scores: list[float], order: tuple[int, ...]) -> float:
     return probability
 
 
-def brute_force(scores: list[float], grades: list[float]) -> float:
+def brute_force(scores, grades):
     """−log of the summed probability of every order that the grades allow."""
     allowed = [
         order
@@ -55,7 +55,7 @@ def ranked(rng):
     ids = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
     grades[ids == 2] = 0.1
 
-    def random(n: int = len(ids)) -> torch.Tensor:
+    def random(n=len(ids)):
         return torch.rand(n, generator=rng, dtype=torch.float64)
 
     lengths = torch.randint(1, 30, (len(ids),), generator=rng).double()
@@ -71,7 +71,7 @@ def ranked(rng):
     )
 
 
-def definition(i: RankedInputs, c: RankingLossConfig) -> tuple[float, float]:
+def definition(i, c):
     """The loss, and the accuracy of the log-probabilities over the pairs of different grade."""
     losses, accuracies = [], []
     columns = (i.logprobs, i.lengths, i.grades, i.ref_logprobs, i.behaviour_logprobs)
@@ -150,7 +150,7 @@ def test_gradients_agree_with_finite_differences_and_micro_batches_add_up(config
         lambda logprobs: ranking_loss(replace(ranked, logprobs=logprobs), config).loss, (ranked.logprobs,)
     )
 
-    def part(first: int, last: int) -> RankedInputs:
+    def part(first, last):
         own = (ranked.group_ids >= first) & (ranked.group_ids < last)
         return RankedInputs(
             ranked.logprobs[own],

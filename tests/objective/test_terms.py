@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
 
-from grpo_fast.objective import GRPOLossConfig, LossInputs, policy_loss
-from grpo_fast.objective.terms import (
-    EntropyController,
-    kl_estimate,
-    off_policy_keep,
-    sampler_weights,
-)
+from grpo_fast.objective import GRPOLossConfig, policy_loss
+from grpo_fast.objective.terms import EntropyController, kl_estimate, off_policy_keep, sampler_weights
 from grpo_fast.objective.types import Segments
 
 
@@ -54,7 +48,7 @@ def test_k3_is_finite_where_the_policies_are_far_apart_as_verls_is(apart):
     assert logprob.grad.item() == pytest.approx(-math.expm1(apart) if apart < 20 else 0.0, rel=1e-5)
 
 
-def rows(batch: Any) -> list[list[tuple[float, float]]]:
+def rows(batch):
     """(log π_old, log π_sampler) of the tokens that count, by completion."""
     return [
         [(o, s) for o, s, counts in zip(*row, strict=True) if counts]
@@ -62,7 +56,7 @@ def rows(batch: Any) -> list[list[tuple[float, float]]]:
     ]
 
 
-def segments_of(inputs: LossInputs) -> Segments:
+def segments_of(inputs):
     return Segments.of(inputs.sequence_ids, inputs.loss_mask, inputs.num_sequences, torch.float64)
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,14 +12,9 @@ from transformers import AutoConfig
 from grpo_fast.cli import main
 from grpo_fast.config.policy import ModelConfig
 from grpo_fast.distributed.world import World
-from grpo_fast.policy import PackedBatch, Policy, load_policy, longest_sequence
+from grpo_fast.policy import Policy, load_policy, longest_sequence
 from grpo_fast.policy import load as load_module
-from grpo_fast.policy.architecture import (
-    _REFUSED,
-    check_architecture,
-    packing_obstacle,
-    verify_policy,
-)
+from grpo_fast.policy.architecture import _REFUSED, check_architecture, packing_obstacle, verify_policy
 from grpo_fast.policy.load import (
     faster_dtype,
     resolve_attention,
@@ -36,19 +29,19 @@ from tests import tiny
 Load = Callable[..., Policy]
 
 
-def loses_the_layout(policy: Policy) -> None:
+def loses_the_layout(policy):
     attention = policy.model.model.layers[0].self_attn
     forward = attention.forward
     attention.forward = lambda *args, packed_layout=None, **kwargs: forward(*args, **kwargs)
 
 
-def ignores_positions(policy: Policy) -> None:
+def ignores_positions(policy):
     rotary = policy.model.model.rotary_emb
     forward = rotary.forward
     rotary.forward = lambda x, position_ids: forward(x, torch.arange(x.shape[1])[None])
 
 
-def scales_its_logits_otherwise(policy: Policy) -> None:
+def scales_its_logits_otherwise(policy):
     policy.model.config.logit_scale = 0.5
 
 
@@ -57,9 +50,7 @@ def scales_its_logits_otherwise(policy: Policy) -> None:
     ("family", "spoil"),
     [("llama", loses_the_layout), ("llama", ignores_positions), ("granite", scales_its_logits_otherwise)],
 )
-def test_a_model_that_packing_does_not_understand_is_refused(
-    load: Load, family: str, spoil: Callable[[Policy], None], dtype: str
-) -> None:
+def test_a_model_that_packing_does_not_understand_is_refused(load, family, spoil, dtype):
     policy = load(family, dtype=dtype)
     verify_policy(policy)
 
@@ -69,7 +60,7 @@ def test_a_model_that_packing_does_not_understand_is_refused(
         verify_policy(policy)
 
 
-def test_in_16_bits_packed_logits_may_differ_by_the_models_own_rounding(load: Load) -> None:
+def test_in_16_bits_packed_logits_may_differ_by_the_models_own_rounding(load):
     policy = load("llama", dtype="bfloat16")
     for name, parameter in policy.model.named_parameters():
         if "layers" in name and parameter.ndim > 1:
@@ -91,9 +82,7 @@ def test_in_16_bits_packed_logits_may_differ_by_the_models_own_rounding(load: Lo
         pytest.param(["qwen3_next", "granitemoehybrid", "lfm2"], None, marks=tiny.since("5.17")),
     ],
 )
-def test_what_cannot_be_packed_is_known_from_the_configuration(
-    families: list[str], problem: str | None
-) -> None:
+def test_what_cannot_be_packed_is_known_from_the_configuration(families, problem):
     for family in families:
         tiny.require_family(family)
         architecture = AutoConfig.for_model(family)
@@ -106,7 +95,7 @@ def test_what_cannot_be_packed_is_known_from_the_configuration(
 
 
 @pytest.mark.parametrize("family", ["blt", "t5", *_REFUSED])
-def test_what_cannot_be_trained_is_refused_by_its_configuration(family: str) -> None:
+def test_what_cannot_be_trained_is_refused_by_its_configuration(family):
     # transformers' own defaults of a drafter are none that it takes.
     drafter = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0, "num_kv_shared_layers": 0}
     tiny.require_family(family)
@@ -115,9 +104,7 @@ def test_what_cannot_be_trained_is_refused_by_its_configuration(family: str) -> 
         check_architecture(AutoConfig.for_model(family, **given))
 
 
-def test_a_window_that_layers_keep_to_themselves_is_not_packed(
-    load: Load, folder_of: Callable[..., Path], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_window_that_layers_keep_to_themselves_is_not_packed(load, folder_of, caplog):
     """Phi-3.5-MoE's is in its mask alone, which packing replaces; no short text would tell."""
     for window, packs in ((40, False), (256, True)):
         path = str(folder_of("phimoe", sliding_window=window))
@@ -136,9 +123,7 @@ def test_a_window_that_layers_keep_to_themselves_is_not_packed(
     ],
     ids=str,
 )
-def test_a_sequence_longer_than_the_positions_is_refused_with_both_numbers(
-    rope: dict[str, Any], positions: int, load: Load
-) -> None:
+def test_a_sequence_longer_than_the_positions_is_refused_with_both_numbers(rope, positions, load):
     policy = load("llama")
     policy.base_model.config.rope_parameters = rope or policy.base_model.config.rope_parameters
 
@@ -147,7 +132,7 @@ def test_a_sequence_longer_than_the_positions_is_refused_with_both_numbers(
         longest_sequence(policy, [[6] * 12, [4, 5]], positions - 11)
 
 
-def test_a_token_beyond_the_embedding_is_refused_with_both_numbers(load: Load) -> None:
+def test_a_token_beyond_the_embedding_is_refused_with_both_numbers(load):
     policy = load("llama")
 
     assert longest_sequence(policy, [[60]]) == 1
@@ -155,7 +140,7 @@ def test_a_token_beyond_the_embedding_is_refused_with_both_numbers(load: Load) -
         longest_sequence(policy, [[3], [4, 61]])
 
 
-def test_all_linear_adapts_all_but_the_head_and_only_its_dropout_is_on(load: Load) -> None:
+def test_all_linear_adapts_all_but_the_head_and_only_its_dropout_is_on(load):
     policy = load("qwen2", lora={"r": 2, "dropout": 0.25}, dtype="bfloat16")
 
     adapted = {name.split(".lora_")[0].rsplit(".", 1)[-1] for name in policy.trainable()}
@@ -167,9 +152,7 @@ def test_all_linear_adapts_all_but_the_head_and_only_its_dropout_is_on(load: Loa
 
 
 @pytest.mark.parametrize("family", ["opt", "seed_oss", "mixtral", "phimoe"])
-def test_dropout_jitter_and_drawn_experts_are_off_in_what_trains(
-    load: Load, batch: PackedBatch, family: str
-) -> None:
+def test_dropout_jitter_and_drawn_experts_are_off_in_what_trains(load, batch, family):
     """As in OPT's numbers, Seed-OSS's residuals, Mixtral's router and Phi's, which draws experts."""
     policy = load(family, gradient_checkpointing=True)
     with evaluation_mode(policy.model):
@@ -180,7 +163,7 @@ def test_dropout_jitter_and_drawn_experts_are_off_in_what_trains(
 @pytest.mark.parametrize(
     ("family", "name"), [("llama", "model.embed_tokens.weight"), ("qwen2", "lm_head.weight")]
 )
-def test_a_frozen_head_takes_a_tied_embedding_with_it(load: Load, family: str, name: str) -> None:
+def test_a_frozen_head_takes_a_tied_embedding_with_it(load, family, name):
     frozen = load(family, train_lm_head=False).trainable().keys()
     assert load(family).trainable().keys() - frozen == {name}
 
@@ -188,12 +171,12 @@ def test_a_frozen_head_takes_a_tied_embedding_with_it(load: Load, family: str, n
 @pytest.mark.parametrize(
     ("family", "target"), [("qwen2", "lm_head"), ("llama", "embed_tokens"), ("llama", "nonsense")]
 )
-def test_lora_on_the_head_or_on_unknown_modules_is_refused(load: Load, family: str, target: str) -> None:
+def test_lora_on_the_head_or_on_unknown_modules_is_refused(load, family, target):
     with pytest.raises(ValueError, match=rf"model\.lora\.target_modules = .*{target}"):
         load(family, lora={"r": 2, "target_modules": [target]})
 
 
-def test_a_chat_template_comes_from_a_file_and_padding_is_the_end_token(load: Load, tmp_path: Path) -> None:
+def test_a_chat_template_comes_from_a_file_and_padding_is_the_end_token(load, tmp_path):
     file = tmp_path / "template.jinja"
     file.write_text("{{ messages[0]['content'] }}!")
 
@@ -206,9 +189,7 @@ def test_a_chat_template_comes_from_a_file_and_padding_is_the_end_token(load: Lo
 
 
 @pytest.mark.parametrize("faster", ["bfloat16", "float32"])
-def test_auto_is_the_faster_dtype_on_a_cpu_and_bfloat16_on_a_gpu(
-    load: Load, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, faster: str
-) -> None:
+def test_auto_is_the_faster_dtype_on_a_cpu_and_bfloat16_on_a_gpu(load, monkeypatch, caplog, faster):
     monkeypatch.setattr(
         load_module, "_product_seconds", lambda dtype: 1 if str(dtype).endswith(faster) else 4
     )
@@ -249,8 +230,8 @@ FLASH, SDPA = "flash_attention_2", "sdpa"
     ],
 )
 def test_attention_is_chosen_for_device_dtype_and_model_or_refused(
-    monkeypatch: pytest.MonkeyPatch, name, device, dtype, family, capability, chosen
-) -> None:
+    monkeypatch, name, device, dtype, family, capability, chosen
+):
     arguments = (name, torch.device(device), dtype, AutoConfig.for_model(family))
     model_class(arguments[-1])  # its first import asks torch for the GPU
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -263,9 +244,7 @@ def test_attention_is_chosen_for_device_dtype_and_model_or_refused(
             resolve_attention(*arguments)
 
 
-def test_what_a_device_is_not_or_does_not_have_is_refused(
-    load: Load, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_device_is_not_or_does_not_have_is_refused(load, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -282,9 +261,7 @@ def test_what_a_device_is_not_or_does_not_have_is_refused(
             load("llama", **settings)
 
 
-def test_a_missing_triton_is_told_with_the_command_that_installs_it(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_missing_triton_is_told_with_the_command_that_installs_it(monkeypatch, caplog):
     find, device = load_module.importlib.util.find_spec, torch.device("cuda")
     monkeypatch.setattr("importlib.util.find_spec", lambda n, *a: None if n == "triton" else find(n, *a))
     remedy = r"Triton is not installed: pip install 'grpo-fast\[triton\]'"
@@ -312,8 +289,8 @@ SMI = "#!/bin/sh\necho 551.86\n"
     ],
 )
 def test_a_driver_that_torch_cannot_use_is_refused_before_anything_is_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys, module, smi, driver
-) -> None:
+    tmp_path, monkeypatch, capsys, module, smi, driver
+):
     for name, text in (("version", module), ("nvidia-smi", smi)):
         if text is not None:
             (tmp_path / name).write_text(text)
@@ -339,10 +316,10 @@ def test_a_driver_that_torch_cannot_use_is_refused_before_anything_is_loaded(
         assert resolve_device("auto") == torch.device("cpu")
 
 
-def test_ranks_that_loaded_other_weights_are_refused(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_loaded_other_weights_are_refused(load, monkeypatch):
     """The second rank's weights are the first's, one of them moved by its last bits."""
 
-    def exchanged(world: World, place: str, work: Callable[[], Any]) -> list[Any]:
+    def exchanged(world, place, work):
         return [work(), other] if place == "the weights" else [work()]
 
     monkeypatch.setattr(World, "gather_from_all", exchanged)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import random
 from math import inf
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -14,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from grpo_fast.config.policy import ModelConfig
 from grpo_fast.data.table import CompletionTable
-from grpo_fast.policy import PackedBatch, Policy, layout, load_policy, pack
+from grpo_fast.policy import Policy, layout, load_policy, pack
 from grpo_fast.policy.architecture import packing_obstacle
 from grpo_fast.policy.attention import PACKED_ATTENTION, register
 from grpo_fast.policy.layout import LEAST_FILLED, RowLayout, alike
@@ -33,7 +32,7 @@ SINKS = ("gpt_oss", "granite_swa", "mimo_v2_flash")  # of attention: with expert
 ROWS = ("bloom", "falcon", "stablelm", "llama4_text", "jamba", "mamba2")
 
 
-def random_model(family: str, seed: int) -> PreTrainedModel:
+def random_model(family, seed):
     """With every number moved, so that no bias, no decay and no gate is what it begins with."""
     register()
     torch.manual_seed(seed)
@@ -46,12 +45,12 @@ def random_model(family: str, seed: int) -> PreTrainedModel:
     return cast(PreTrainedModel, model)
 
 
-def policy_of(model: PreTrainedModel) -> Policy:
+def policy_of(model):
     fork_states(model)
     return Policy(model, cast(Any, None), packs=packing_obstacle(model.config) is None)
 
 
-def packed(policy: Policy, samples: CompletionTable) -> PackedBatch:
+def packed(policy, samples):
     (batch,) = pack(samples, max_tokens=10_000, device="cpu", shares_prompts=policy.packs)
     return batch
 
@@ -59,13 +58,11 @@ def packed(policy: Policy, samples: CompletionTable) -> PackedBatch:
 @pytest.mark.parametrize(
     "family", [*DENSE, *(pytest.param(family, marks=since("5.17")) for family in HYBRIDS), *SINKS, *ROWS]
 )
-def test_logprobs_and_gradients_are_those_of_each_sequence_alone(
-    family: str, rng: torch.Generator, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_logprobs_and_gradients_are_those_of_each_sequence_alone(family, rng, seed, monkeypatch):
     """Short completions share a call of SDPA, or each has its own."""
     monkeypatch.setattr(layout, "PAIRS_A_CALL", random.Random(seed).choice([-(10**6), 10**6]))
     model = random_model(family, seed)
-    own: Any = copy.deepcopy(model)
+    own = copy.deepcopy(model)
     own.set_attn_implementation("eager")
     policy = policy_of(model)
     assert policy.packs == (family not in ROWS)
@@ -87,7 +84,7 @@ def test_logprobs_and_gradients_are_those_of_each_sequence_alone(
 
 @since("5.17")
 @pytest.mark.parametrize("limit", [[0.0, inf], [0.02, 0.05]])
-def test_time_steps_keep_to_the_limits_of_the_configuration(limit: list[float], tmp_path: Path) -> None:
+def test_time_steps_keep_to_the_limits_of_the_configuration(limit, tmp_path):
     folder = save_model(tmp_path, "nemotron_h", time_step_limit=limit)
     settings = ModelConfig(path=str(folder), dtype="float32", device="cpu")
 
@@ -95,12 +92,12 @@ def test_time_steps_keep_to_the_limits_of_the_configuration(limit: list[float], 
 
     assert policy._reference is not None
     for model in (policy.base_model, policy._reference.base_model):
-        mixers: list[Any] = recurrent_mixers(model)
+        mixers = recurrent_mixers(model)
         assert {mixer.time_step_limit for mixer in mixers} == {tuple(limit)}
 
 
 @since("5.17")
-def test_a_shared_prompt_is_computed_once_and_a_row_s_with_each_completion(rng: torch.Generator) -> None:
+def test_a_shared_prompt_is_computed_once_and_a_row_s_with_each_completion(rng):
     prompt, lengths = 40, [20] * 6
     samples = CompletionTable.of(
         [tuple(torch.randint(VOCABULARY, (prompt,), generator=rng).tolist())] * len(lengths),
@@ -108,7 +105,7 @@ def test_a_shared_prompt_is_computed_once_and_a_row_s_with_each_completion(rng: 
     )
     for family, tokens in (("qwen3_next", 40 + 6 * 19), ("jamba", 6 * (40 + 19))):
         policy = policy_of(random_model(family, seed=1))
-        counted: list[int] = []
+        counted = []
         (mixer,) = recurrent_mixers(policy.base_model)
         mixer.out_proj.register_forward_hook(
             lambda _module, _inputs, output, counted=counted: counted.append(output.shape[:-1].numel())
@@ -119,11 +116,7 @@ def test_a_shared_prompt_is_computed_once_and_a_row_s_with_each_completion(rng: 
         assert sum(counted) == tokens
 
 
-def test_packing_auto_falls_back_to_rows(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_packing_auto_falls_back_to_rows(tmp_path, monkeypatch, caplog):
     folder = save_model(tmp_path, "llama")
     config = ModelConfig(path=str(folder), dtype="float32", device="cpu")
     plain, rows = load_policy(config), load_policy(config.model_copy(update={"packing": "none"}))
@@ -141,7 +134,7 @@ def test_packing_auto_falls_back_to_rows(
         resolve_packing(flash, plain.base_model.config)
 
 
-def test_runs_become_rows_of_about_equal_lengths(rng: torch.Generator) -> None:
+def test_runs_become_rows_of_about_equal_lengths(rng):
     lengths = torch.randint(1, 400, (60,), generator=rng).tolist()
     starts = torch.tensor([0, *lengths]).cumsum(0).tolist()
     values = torch.randn(starts[-1], 2, generator=rng)

@@ -18,7 +18,7 @@ from grpo_fast.rollout.transformers import TransformersEngine
 
 from .conftest import batch_logprobs, save_model
 
-ROUTERS: dict[str, dict] = {
+ROUTERS = {
     **{family: {} for family in ("qwen3_moe", "mixtral", "gemma4_text", "olmoe", "granitemoe", "qwen2_moe")},
     "glm4_moe": {"n_group": 2, "topk_group": 2},
     "ernie4_5_moe": {},
@@ -29,7 +29,7 @@ ROUTERS: dict[str, dict] = {
 }
 
 
-def route_by_hand(policy, row_choices: torch.Tensor, others: torch.Tensor) -> list:
+def route_by_hand(policy, row_choices, others):
     """Hooks with which the model's own routers answer with (t, L, 2) given experts of one sequence; in
     `others` (t, L) they note where they would have chosen others."""
 
@@ -47,7 +47,7 @@ def route_by_hand(policy, row_choices: torch.Tensor, others: torch.Tensor) -> li
     return [block.gate.register_forward_hook(given(number)) for number, block in blocks.items()]
 
 
-def random_choices(rng: torch.Generator, tokens: int) -> torch.Tensor:
+def random_choices(rng, tokens):
     """(tokens, 2 layers, 2 experts), two different ones of 4."""
     return torch.rand(tokens, 2, 4, generator=rng).argsort(-1)[..., :2].to(torch.int16)
 

