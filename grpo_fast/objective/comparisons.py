@@ -89,10 +89,8 @@ class PreferenceLossConfig:
             if name in ("aot", "aot_unpaired"):
                 raise ValueError(f"loss_type = {name!r} was removed; use 'sigmoid', DPO's own")
             if name not in PREFERENCE_LOSSES and ":" not in name:
-                raise ValueError(
-                    f"loss_type = {name!r} is unknown; choose among {', '.join(sorted(PREFERENCE_LOSSES))}, "
-                    "or give your own function as 'module:function'"
-                )
+                known = ", ".join(sorted(PREFERENCE_LOSSES))
+                raise ValueError(f"loss_type = {name!r} is unknown; choose among {known}, or module:function")
         self._check_sum()
         if len({*self.columns}) < len(self.columns):
             raise ValueError(f"columns = {list(self.columns)} names one twice; name each once")
@@ -102,8 +100,7 @@ class PreferenceLossConfig:
             usual = {facts.beta for facts in self.facts if facts.beta is not None}
             if len(usual) > 1:
                 raise ValueError(
-                    f"beta is missing: the losses of the sum {list(self.loss_types)} share one, and their "
-                    f"usual values differ ({sorted(usual)}); set it"
+                    f"beta is missing: the losses' usual values differ ({sorted(usual)}); set it"
                 )
             object.__setattr__(self, "beta", usual.pop() if usual else 1.0)
 
@@ -148,10 +145,7 @@ class PreferenceLossConfig:
         ):
             raise ValueError(f"loss_weights = {list(weights)}: give one number above 0 for each loss_type")
         if len({facts.paired for facts in self.facts}) > 1:
-            raise ValueError(
-                f"loss_type = {list(types)} mixes kto, which reads single labeled completions, with losses "
-                "of pairs; train with one kind"
-            )
+            raise ValueError(f"loss_type = {list(types)} mixes kto with losses of pairs; train with one kind")
 
 
 RankingObjective = Literal["plackett_luce", "group_relative", "pairwise", "advantage", "advantage_likelihood"]

@@ -207,8 +207,7 @@ class GRPOLossConfig:
         elif self.loss_type not in CATALOG | DISTILLATION:
             known = ", ".join((*LOSS_TYPES, *DISTILLATION))
             raise ValueError(
-                f"loss_type = {self.loss_type!r} is unknown; choose one of {known}, or give "
-                "your own function as 'module:function'"
+                f"loss_type = {self.loss_type!r} is unknown; choose one of {known}, or module:function"
             )
         else:
             self._resolve()
@@ -322,42 +321,32 @@ class GRPOLossConfig:
 
     def _check_ranges(self) -> None:
         if self.value_loss_coef:
+            given = f"value_loss_coef = {self.value_loss_coef}"
             raise ValueError(
-                f"value_loss_coef = {self.value_loss_coef}: there is no critic, the mean reward of a group "
-                "is the baseline; set it to 0, or leave it out"
+                f"{given}: there is no critic, a group's mean reward is the baseline; set it to 0"
             )
         if self.kl_estimator == "exact" and (self.kl_in_reward or self.use_bias_correction_kl):
             given = "kl_in_reward" if self.kl_in_reward else "use_bias_correction_kl"
             raise ValueError(
-                f"{given} = True needs an estimate of the KL from one token, and kl_estimator = 'exact' is "
-                f"none; set {given} = False, or kl_estimator to k1, k2 or k3"
+                f"{given} = True needs a KL estimate of one token, which kl_estimator = 'exact' is not; set "
+                f"{given} = False, or kl_estimator to k1, k2 or k3"
             )
         if self.kl_in_reward and self.use_bias_correction_kl:
-            raise ValueError(
-                "use_bias_correction_kl = True corrects a KL in the loss, and kl_in_reward = True subtracts "
-                "it from the reward; set one of them to false"
-            )
+            raise ValueError("use_bias_correction_kl and kl_in_reward exclude each other; set one to false")
         if self.needs_sampler and self.sampler_clip_min is None and self.sampler_clip_max is None:
+            given = f"sampler_correction = {self.sampler_correction!r}"
+            raise ValueError(f"{given} needs sampler_clip_min or sampler_clip_max; set at least one")
+        high, ceiling = self.epsilon_high, 1 + (self.epsilon_high or 0.0)
+        if not self.is_custom and self.facts.absolute_ceiling and ceiling <= 2:
             raise ValueError(
-                f"sampler_correction = {self.sampler_correction!r} has no bound: sampler_clip_min and "
-                "sampler_clip_max are both null; set at least one"
-            )
-        ceiling = 1 + (self.epsilon_high or 0.0)
-        if not self.is_custom and self.facts.absolute_ceiling and (self.epsilon_high or 0.0) <= 1:
-            raise ValueError(
-                f"epsilon_high = {self.epsilon_high} would bound every weight of loss_type = "
-                f"{self.loss_type!r}, whose ceiling is absolute here; what verl writes as "
-                f"{self.epsilon_high} is {ceiling}"
+                f"epsilon_high = {high} would bound every weight of loss_type = {self.loss_type!r}, whose "
+                f"ceiling is absolute here; what verl writes as {high} is {ceiling}"
             )
         if self.delta is not None and self.delta <= ceiling:
-            raise ValueError(
-                f"delta = {self.delta} must exceed 1 + epsilon_high = {ceiling}; raise delta or leave it out"
-            )
+            given = f"delta = {self.delta}"
+            raise ValueError(f"{given} must exceed 1 + epsilon_high = {ceiling}; raise delta or leave it out")
         if self.entropy_coef_min > self.entropy_coef_max:
-            raise ValueError(
-                f"entropy_coef_min = {self.entropy_coef_min} exceeds entropy_coef_max = "
-                f"{self.entropy_coef_max}; swap them"
-            )
+            raise ValueError(f"entropy_coef_min = {self.entropy_coef_min} exceeds entropy_coef_max; swap them")
         for lower, upper in (("clip_cov_low", "clip_cov_high"), ("sampler_clip_min", "sampler_clip_max")):
             low, high = getattr(self, lower), getattr(self, upper)
             if low is not None and high is not None and low >= high:

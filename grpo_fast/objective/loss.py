@@ -170,28 +170,23 @@ def _kept(
 
 def _check(inputs: LossInputs, config: GRPOLossConfig, entropy_coef: float) -> None:
     if config.distills:
+        name = f"loss_type = {config.loss_type!r}"
         raise ValueError(
-            f"loss_type = {config.loss_type!r} compares whole distributions, not tokens' log-probabilities; "
-            "call grpo_fast.linear_kl, or train with `method: opd`"
-        )
-    if config.needs_exact_kl and inputs.exact_kl is None:
-        raise ValueError(
-            f"exact_kl is None, but beta = {config.beta} weighs it; give linear_kl's divergence of the "
-            "tokens (linear_grpo_loss: ref_hidden and ref_weight), or another kl_estimator"
+            f"{name} compares distributions; call grpo_fast.linear_kl, or train with method: opd"
         )
     estimates_kl = config.needs_reference and not (config.kl_in_reward or config.needs_exact_kl)
-    if estimates_kl and inputs.ref_logprobs is None:
-        raise ValueError(
-            f"ref_logprobs is None, but beta = {config.beta} weighs a KL to the reference model; give its "
-            "log-probabilities, or set beta = 0"
-        )
-    if (config.needs_entropy or entropy_coef > 0) and inputs.entropy is None:
-        raise ValueError(
-            "entropy is None, but entropy_coef, use_adaptive_entropy or top_entropy_quantile needs it; ask "
-            "the head for outputs=('logprob', 'entropy')"
-        )
-    if config.needs_sampler and inputs.sampler_logprobs is None:
-        raise ValueError(
-            f"sampler_logprobs is None, but sampler_correction = {config.sampler_correction!r} corrects for "
-            "them; have the engine report them, or set sampler_correction = 'none'"
-        )
+    needed = {
+        "exact_kl": config.needs_exact_kl
+        and "give linear_kl's divergence of the tokens (linear_grpo_loss: "
+        "ref_hidden and ref_weight), or another kl_estimator",
+        "ref_logprobs": estimates_kl and f"give the reference's, or set beta = {config.beta} to 0",
+        "entropy": (config.needs_entropy or entropy_coef > 0)
+        and "entropy_coef, use_adaptive_entropy or "
+        "top_entropy_quantile needs it: ask the head for outputs=('logprob', 'entropy')",
+        "sampler_logprobs": config.needs_sampler
+        and "have the engine report them, or set "
+        f"sampler_correction = {config.sampler_correction!r} to 'none'",
+    }
+    for name, remedy in needed.items():
+        if remedy and getattr(inputs, name) is None:
+            raise ValueError(f"{name} is None, but the loss reads it: {remedy}")

@@ -223,16 +223,17 @@ def _metrics(s: PairScores, config: PreferenceLossConfig) -> dict[str, Tensor]:
 
 
 def _check(inputs: PreferenceInputs, config: PreferenceLossConfig) -> None:
-    references = (inputs.ref_chosen_logprobs, inputs.ref_rejected_logprobs)
+    name = f"loss_type = {config.loss_type!r}"
+    references = inputs.ref_chosen_logprobs, inputs.ref_rejected_logprobs
     if config.needs_reference and any(reference is None for reference in references):
         raise ValueError(
-            f"loss_type = {config.loss_type!r} compares with a reference model: give ref_chosen_logprobs and "
-            "ref_rejected_logprobs, or use simpo, orpo or cpo"
+            f"{name} compares with a reference model: give ref_chosen_logprobs and ref_rejected_logprobs, or "
+            "use simpo, orpo or cpo"
         )
-    if config.paired and len(inputs.chosen_logprobs) != len(inputs.rejected_logprobs):
+    chosen, rejected = len(inputs.chosen_logprobs), len(inputs.rejected_logprobs)
+    if config.paired and chosen != rejected:
         raise ValueError(
-            f"loss_type = {config.loss_type!r} needs pairs, not {len(inputs.chosen_logprobs)} chosen and "
-            f"{len(inputs.rejected_logprobs)} rejected completions; use kto for single completions"
+            f"{name} needs pairs, not {chosen} chosen and {rejected} rejected; use kto for these"
         )
     if not config.paired and inputs.kl is None:
         raise ValueError("kl is None, but kto compares with it: give the step's kto_reference_point")

@@ -40,10 +40,8 @@ def ranking_loss(inputs: RankedInputs, config: RankingLossConfig) -> LossOutputs
     A group of ties only adds zero.
     """
     if config.needs_reference and inputs.ref_logprobs is None:
-        raise ValueError(
-            f"ref_logprobs is None, but objective = {config.objective!r} reads them; give them, or set "
-            "score = 'logprob' if the objective reads it"
-        )
+        name = f"objective = {config.objective!r}"
+        raise ValueError(f"ref_logprobs is None, but {name} reads them; give them, or set score = 'logprob'")
     per_group = OBJECTIVES[config.objective](inputs, config)
     if inputs.weights is not None:
         per_group = per_group * inputs.weights.detach()

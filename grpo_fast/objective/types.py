@@ -136,8 +136,7 @@ def token_weights(
         return per_sequence
     if max_completion_length is None:
         raise ValueError(
-            "max_completion_length = None, but aggregation 'constant_length' divides by it; set it to the "
-            "rollout's"
+            "max_completion_length = None, but aggregation 'constant_length' divides by it; set it"
         )
     return per_sequence / max_completion_length
 
@@ -147,8 +146,7 @@ def refuse_gradients(columns: Mapping[str, Tensor | None]) -> None:
     for name, column in columns.items():
         if column is not None and column.requires_grad and torch.is_grad_enabled():
             raise ValueError(
-                f"{name} requires grad, but the loss has gradients only for the log-probabilities and the "
-                f"entropy: give {name}.detach()"
+                f"{name} requires grad, but the loss reads it as a constant: give {name}.detach()"
             )
 
 
@@ -159,15 +157,11 @@ def check_custom(path: str, loss: Tensor, shape: tuple[int, ...], *, differentia
         wanted = f"a tensor of shape {shape}, a loss for each pair" if shape else "a scalar tensor"
         raise ValueError(f"loss_type = {path!r} returned a loss {shown}; return {wanted}")
     if differentiable and torch.is_grad_enabled() and not loss.requires_grad:
-        raise ValueError(
-            f"loss_type = {path!r} returned a loss without a gradient; compute it from the log-probabilities "
-            "without detach(), item() or torch.no_grad()"
-        )
+        remedy = "compute it from the log-probabilities without detach(), item() or torch.no_grad()"
+        raise ValueError(f"loss_type = {path!r} returned a loss without a gradient; {remedy}")
     if not loss.isfinite().all():
-        raise ValueError(
-            f"loss_type = {path!r} returned a loss that is not finite; bound its divisors, and the arguments "
-            "of its logarithms and exponentials"
-        )
+        remedy = "bound its divisors, and the arguments of its logarithms and exponentials"
+        raise ValueError(f"loss_type = {path!r} returned a loss that is not finite; {remedy}")
 
 
 def step_totals(mask: Tensor, num_sequences: int) -> StepTotals:

@@ -75,10 +75,7 @@ def add_lora(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
         logger.warning("%s adapts no experts; model.lora.target_parameters = %s would", given, names)
     tables = [model.get_output_embeddings(), *([model.get_input_embeddings()] if tied else [])]
     if any(isinstance(table, peft.tuners.lora.LoraLayer) for table in tables):
-        raise ValueError(
-            f"{given} reaches the output head, whose weight the loss reads; leave out the head and an "
-            "embedding tied to it"
-        )
+        raise ValueError(f"{given} reaches the output head; leave out the head and an embedding tied to it")
     if Version(__version__) < _ROUTERS and any(map(_reads_router, model.modules())):
         raise ValueError(
             f"{given} reaches a router, whose weight or bias transformers {__version__} reads past its "
@@ -86,10 +83,8 @@ def add_lora(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
         )
     wrapped = {name for name, part in model.named_modules() if isinstance(part, peft.tuners.lora.LoraLayer)}
     if of_several := sorted(shared & wrapped):
-        raise ValueError(
-            f"{given} reaches {of_several[0]}, whose weight several layers share; leave it out, or set "
-            "all-linear"
-        )
+        problem = f"reaches {of_several[0]}, whose weight several layers share"
+        raise ValueError(f"{given} {problem}; leave it out, or set all-linear")
     return adapted
 
 

@@ -95,10 +95,8 @@ def longest_sequence(policy: Policy, prompts: Iterable[Sequence[int]], completio
         longest = max(longest, len(ids))
         if (token := max(ids, default=0)) >= rows:
             word = policy.tokenizer.convert_ids_to_tokens(token)
-            raise ValueError(
-                f"the data has the token {token} ({word!r}), and the model's embedding {rows} rows; "
-                f"{_OWN_TOKENIZER}"
-            )
+            problem = f"the data has the token {token} ({word!r}), and the model's embedding {rows} rows"
+            raise ValueError(f"{problem}; {_OWN_TOKENIZER}")
     needed, most = longest + completion_length, positions(config)
     if most is not None and needed > most:
         completion = f" and {completion_length} of a completion" if completion_length else " and completion"

@@ -70,15 +70,12 @@ def number_of_experts(block: Any) -> int:
 
 def require_router(config: ModelConfig, architecture: PreTrainedConfig) -> None:
     """Raise ValueError if a key needs a router or a loss that the model does not have."""
-    kind, loss = architecture.model_type, config.router_aux_loss
+    kind, loss = f"model_type = {architecture.model_type!r}", config.router_aux_loss
+    key = "train_router = false" if loss is None else f"router_aux_loss = {loss}"
     if not expert_count(architecture) and (loss is not None or not config.train_router):
-        key = "train_router = false" if loss is None else f"router_aux_loss = {loss}"
-        raise ValueError(f"model.{key}: model_type = {kind!r} has no experts, so no router; leave it out")
+        raise ValueError(f"model.{key}: {kind} has no experts, so no router; leave it out")
     if loss is not None and not has_balance_loss(architecture):
-        raise ValueError(
-            f"model.router_aux_loss = {loss}: transformers has no load-balancing loss for model_type = "
-            f"{kind!r}; leave it out"
-        )
+        raise ValueError(f"model.{key}: transformers has no load-balancing loss for {kind}; leave it out")
 
 
 def has_balance_loss(architecture: PreTrainedConfig) -> bool:

@@ -152,10 +152,8 @@ def load_policy(
                 raise ValueError(problem)
     if replay is not None:
         if not policy.packs:
-            raise ValueError(
-                f"rollout.router_replay = true needs packing, and {type(model).__name__} is not packed "
-                "(model.packing = none); leave it out"
-            )
+            problem = f"needs packing, and {type(model).__name__} is not packed (model.packing = none)"
+            raise ValueError(f"rollout.router_replay = true {problem}; leave it out")
         replay.verify(policy)
     return policy
 
@@ -238,10 +236,8 @@ def require_head(config: ModelConfig, device: torch.device) -> None:
         logger.warning("model.head = 'auto' takes plain torch, since %s", missing)
     dtype = getattr(torch, config.dtype)
     if config.head == "triton" and backend_on(device.type, device.index, dtype) != "triton":
-        raise ValueError(
-            "model.head = 'triton' needs Triton and a GPU from Ampere or CDNA on, and the device is "
-            f"{device}; set it to auto"
-        )
+        problem = f"needs Triton and a GPU from Ampere or CDNA on, and the device is {device}"
+        raise ValueError(f"model.head = 'triton' {problem}; set it to auto")
 
 
 def resolve_packing(config: ModelConfig, architecture: PreTrainedConfig) -> bool:

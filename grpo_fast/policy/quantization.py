@@ -29,15 +29,11 @@ def quantizes(model: ModelConfig, architecture: PreTrainedConfig) -> bool:
         method = saved.get("quant_method", "of an unknown kind")
         what = f"the weights of model.path = {model.path!r} are quantized ({method})"
         if method != "bitsandbytes":
-            raise ValueError(
-                f"{what}, and adapters train only on those of bitsandbytes; give the model in bfloat16, and "
-                "model.quantization = nf4"
-            )
+            remedy = "give the model in bfloat16, and model.quantization = nf4"
+            raise ValueError(f"{what}, and adapters train only on those of bitsandbytes; {remedy}")
         if not saved.get("load_in_4bit"):
-            raise ValueError(
-                f"{what} in 8 bits, which round each token by the others in its batch; give the model in "
-                "bfloat16 or in 4 bits"
-            )
+            remedy = "give the model in bfloat16 or in 4 bits"
+            raise ValueError(f"{what} in 8 bits, which round each token by the others in its batch; {remedy}")
         if model.quantization is not None:
             raise ValueError(f"{what} already; leave model.quantization = {model.quantization!r} out")
     if model.lora is None:

@@ -44,10 +44,8 @@ class RoutingReplay:
         self._model = model
         blocks = expert_blocks(model)
         if not blocks:
-            raise ValueError(
-                f"rollout.router_replay = true, and {type(model).__name__} has no experts in one tensor; "
-                "leave it out"
-            )
+            problem = f"{type(model).__name__} has no experts in one tensor"
+            raise ValueError(f"rollout.router_replay = true, and {problem}; leave it out")
         layers = decoder_layers(model.get_decoder())
         for number, block in blocks.items():
             layers[number].register_forward_pre_hook(

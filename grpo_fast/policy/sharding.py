@@ -38,10 +38,8 @@ class ShardedModel(nn.Module):
         self.head: nn.Module = base.get_output_embeddings()
         embedding: Any = base.get_input_embeddings()
         if not layers:
-            raise ValueError(
-                f"distributed.mode = 'shard' finds no layers in {type(base).__name__}; give replicate, or a "
-                "model that transformers itself implements"
-            )
+            problem = f"finds no layers of transformers in {type(base).__name__}"
+            raise ValueError(f"distributed.mode = 'shard' {problem}; give replicate, or another model")
         tied = embedding.weight is self.head.weight
         tables = [] if tied else [embedding, self.head]
         for unit in (*layers, *tables, self):

@@ -239,8 +239,7 @@ def load_whole(path: str, source: str | Path, auto: Any, **settings: Any) -> Pre
     if integers:
         raise ValueError(
             f"model.path = {path!r} holds integers ({_listed(integers)}), and its config.json has no "
-            "quantization_config: give a checkpoint in bfloat16, and model.quantization = 'nf4' for less "
-            "memory"
+            "quantization_config: give a checkpoint in bfloat16; model.quantization = 'nf4' saves memory"
         )
     with loading(path, source):
         loaded: Any = auto.from_pretrained(

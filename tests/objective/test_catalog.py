@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from dataclasses import replace
 
 import pytest
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from grpo_fast.objective import GRPOLossConfig
 from grpo_fast.objective.catalog import CATALOG, LOSS_TYPES
@@ -26,9 +25,6 @@ def test_the_upper_epsilon_follows_the_lower_and_replace_keeps_the_rest():
     assert GRPOLossConfig("gspo", epsilon_low=0.1).epsilon_high == 0.1
     config = replace(GRPOLossConfig("dr_grpo", epsilon_high=0.3), max_completion_length=7)
     assert (config.epsilon_low, config.epsilon_high, config.max_completion_length) == (0.2, 0.3, 7)
-
-
-FIXED_LEVEL = ("cispo", "sapo", "vespo", "gpg", "reinforce", "gmpo", "kl_cov", "dppo_tv", "gspo_token")
 
 
 @pytest.mark.parametrize(
@@ -62,28 +58,13 @@ FIXED_LEVEL = ("cispo", "sapo", "vespo", "gpg", "reinforce", "gmpo", "kl_cov", "
         ({"loss_type": "clip_cov", "clip_cov_low": 6.0}, "clip_cov_low = 6.0", "lower it"),
         ({"kl_in_reward": True, "use_bias_correction_kl": True}, "use_bias_correction_kl", "to false"),
         ({"loss_type": "vespo", "sampler_correction": "sequence_mask"}, "'sequence_mask'", "'token_mask'"),
-        *(
-            (
-                {"loss_type": name, "importance_sampling_level": "sequence"},
-                "importance_sampling_level",
-                "gspo",
-            )
-            for name in FIXED_LEVEL
-        ),
+        ({"loss_type": "gmpo", "importance_sampling_level": "sequence"}, "importance_sampling_level", "gspo"),
     ],
 )
 def test_a_contradiction_is_refused_by_name_with_a_remedy(values, field, remedy):
     with pytest.raises(ValueError) as error:
         GRPOLossConfig(**values)
     assert field in str(error.value) and remedy in str(error.value)
-
-
-@pytest.mark.parametrize(
-    "values", [{"epsilon_lo": 0.2}, {"kl_estimator": "k4"}, {"sampler_correction": "tis"}, {"beta": "much"}]
-)
-def test_pydantic_refuses_unknown_keys_and_words(values):
-    with pytest.raises(ValidationError):
-        TypeAdapter(GRPOLossConfig).validate_json(json.dumps(values))
 
 
 def test_the_losses_and_their_configurations_need_no_pydantic():

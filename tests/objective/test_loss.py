@@ -196,17 +196,6 @@ def test_a_steps_metrics_come_to_the_host_in_one_copy(monkeypatch):
     assert len(copies) == 1 and sum_metrics([]) == {}
 
 
-def test_an_empty_micro_batch_has_no_loss_and_no_gradient(make_batch):
-    batch = make_batch()
-    inputs = replace(batch.inputs(), loss_mask=torch.zeros(sum(batch.lengths), dtype=torch.bool))
-
-    loss = policy_loss(inputs, full_config("grpo")).loss
-    loss.backward()
-
-    assert loss.item() == 0
-    assert (batch.logprobs.grad == 0).all()
-
-
 def test_a_custom_loss_is_not_asked_about_a_rank_without_completions(make_batch):
     whole, none = make_batch().inputs(), torch.zeros(0, requires_grad=True)
     inputs = replace(whole, logprobs=none, num_sequences=0)

@@ -124,12 +124,10 @@ def test_state_on_the_host_takes_the_same_steps_and_stays_there(
     (plain, stays), (later, moves) = (build(dtype, config, device=device) for _ in range(2))
     model, goes = build(dtype, away, device=device, on_host=() if whole else states)
     masters_there = {"master" in states} if dtype == torch.bfloat16 else set()
+    pairs = (plain, stays), (model, goes), (later, moves)
 
     for steps in (1, 2, 2):
-        expected, *found = repeated(
-            rng,
-            *(partial(train, *pair, rng, steps) for pair in ((plain, stays), (model, goes), (later, moves))),
-        )
+        expected, *found = repeated(rng, *(partial(train, *pair, rng, steps) for pair in pairs))
         matrices = (t for name, t in goes.moments().items() if name.endswith("weight") and t.ndim)
         assert {tensor.data_ptr() in hosts for tensor in matrices} == {True}
         assert {t.data_ptr() in hosts for t in goes.masters().values() if t.ndim == 2} == masters_there
@@ -160,16 +158,12 @@ def test_after_a_reset_the_optimizer_goes_on_as_a_fresh_one(rng, dtype):
     model, optimizer = build(dtype)
     train(model, optimizer, rng, 3)
     fresh_model, fresh = build(dtype, other, steps=4)
-    masters = {k: v.clone() for k, v in optimizer.state_tensors().items() if k.startswith("master.")}
-    load_into(fresh, masters)
+    load_into(fresh, {k: v.clone() for k, v in optimizer.state_tensors().items() if "master." in k})
 
-    before = {name: tensor.clone() for name, tensor in optimizer.state_tensors().items()}
     optimizer.configure(other, total_steps=4)
-    assert all(tensor.equal(before[name]) for name, tensor in optimizer.state_tensors().items())
     optimizer.reset_state()
-    norms, fresh_norms = repeated(
-        rng, lambda: train(model, optimizer, rng, 4), lambda: train(fresh_model, fresh, rng, 4)
-    )
+    runs = (partial(train, *pair, rng, 4) for pair in ((model, optimizer), (fresh_model, fresh)))
+    norms, fresh_norms = repeated(rng, *runs)
 
     assert norms == fresh_norms
     assert optimizer.learning_rate == fresh.learning_rate
@@ -187,15 +181,13 @@ def test_float32_follows_adamw_with_clipping_and_no_decay_of_vectors(rng, kind):
     plain = torch.optim.AdamW(groups, lr=1e-2, betas=config.betas, eps=1e-3)
 
     def reference():
-        norms = []
         for _ in range(4):
             backward(twin, rng)
-            norms.append(float(nn.utils.clip_grad_norm_(twin.parameters(), 0.2)))
+            yield float(nn.utils.clip_grad_norm_(twin.parameters(), 0.2))
             plain.step()
             plain.zero_grad()
-        return norms
 
-    norms, expected = repeated(rng, lambda: train(model, optimizer, rng, 4), reference)
+    norms, expected = repeated(rng, partial(train, model, optimizer, rng, 4), lambda: [*reference()])
 
     close = {"rtol": 1e-5, "atol": 1e-6} if kind == "adamw" else {"rtol": 0, "atol": 2e-3}
     assert norms == pytest.approx(expected, rel=close["atol"]) and max(norms) > 0.2
@@ -265,12 +257,6 @@ def test_what_is_added_to_a_gradient_counts_next_to_autograds(dtype):
     optimizer.gradient_of(weight).fill_(7.0)
     optimizer.zero_grad()
     assert (optimizer.gradient_of(weight) == 0).all()
-
-
-@both_dtypes
-def test_nothing_is_added_past_another_hook_on_the_parameter(dtype):
-    weight, optimizer = one_weight(torch.zeros(4, dtype=dtype))
-
     assert optimizer.gradient_of(torch.zeros(4)) is None
     for register in (weight.register_hook, weight.register_post_accumulate_grad_hook):
         handle = register(lambda _: None)
@@ -281,18 +267,12 @@ def test_nothing_is_added_past_another_hook_on_the_parameter(dtype):
 
 def test_no_weight_has_moved_where_the_moments_do_not_fit(rng, monkeypatch):
     (model, optimizer), (twin, other) = build(torch.float32), build(torch.float32)
-    repeated(rng, lambda: backward(model, rng), lambda: backward(twin, rng))
-    zeros_like, made = torch.zeros_like, []
-
-    def room_for_five(*args, **options):
-        made.append(1)
-        if len(made) > 5:  # of eight: the matrices' four, and one of the vectors'
-            raise torch.OutOfMemoryError("no room")
-        return zeros_like(*args, **options)
+    repeated(rng, partial(backward, model, rng), partial(backward, twin, rng))
+    room = [torch.zeros_like] * 5  # of eight: the matrices' four, and one of the vectors'
 
     with monkeypatch.context() as patch:
-        patch.setattr(torch, "zeros_like", room_for_five)
-        with pytest.raises(torch.OutOfMemoryError, match="no room"):
+        patch.setattr(torch, "zeros_like", lambda *args, **options: room.pop()(*args, **options))
+        with pytest.raises(IndexError):
             optimizer.step()
 
     assert not optimizer.mid_step and not optimizer.moments()
@@ -316,13 +296,13 @@ def test_the_schedule_warms_up_and_falls_to_its_floor_by_steps(schedule, expecte
     weight, optimizer = one_weight(torch.ones(2), steps=6, **config)
     rates = []
     for _ in expected:
-        for _ in range(2):  # optimiser steps of a training step have one rate
-            rates.append(optimizer.learning_rate)
-            weight.sum().backward()
-            optimizer.step()
+        rates.append(optimizer.learning_rate)
+        weight.sum().backward()
+        optimizer.step()
+        assert optimizer.learning_rate == rates[-1]  # until the training step ends
         optimizer.advance()
 
-    assert rates[::2] == rates[1::2] == pytest.approx(expected, abs=1e-3)
+    assert rates == pytest.approx(expected, abs=1e-3)
 
 
 def test_a_band_moves_a_factor_of_the_schedule_that_resumes_and_is_reset():
@@ -342,7 +322,6 @@ def test_a_band_moves_a_factor_of_the_schedule_that_resumes_and_is_reset():
     assert resumed.learning_rate == optimizer.learning_rate
     without = {"loss": 1.0, "update/skipped": 0.0}  # as some steps have no correlation
     assert optimizer.follow(without) == {"learning_rate/factor": 0.95}
-    assert optimizer.learning_rate == resumed.learning_rate
     optimizer.reset_state()
     assert optimizer.learning_rate == 1.0
     with pytest.raises(ValueError, match="'reward/mean' is no number of this step: there are loss"):

@@ -13,7 +13,6 @@ from grpo_fast.data.table import CompletionTable
 from grpo_fast.policy import Policy, load_policy, pack
 from grpo_fast.rollout import Sampling, make_engine
 from tests.policy.conftest import batch_logprobs, save_model
-from tests.tiny import tiny_config, tiny_model
 
 LORA = {"r": 4, "alpha": 8.0}
 Load = Callable[..., Policy]
@@ -78,20 +77,6 @@ def test_an_exported_model_computes_what_the_policy_does(load, tmp_path, family,
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     assert tokenizer.get_vocab() == policy.tokenizer.get_vocab()
     assert not list(tmp_path.glob("*.bin"))
-
-
-def test_the_text_alone_of_a_model_is_exported_as_what_loads_again(folder_of, tmp_path):
-    config = tiny_config("mllama")
-    tiny_model(config).save_pretrained(tmp_path)
-    config.save_pretrained(tmp_path)
-    AutoTokenizer.from_pretrained(folder_of("llama")).save_pretrained(tmp_path)
-    settings = ModelConfig(path=str(tmp_path), dtype="float32", device="cpu")
-    policy, ids = load_policy(settings), torch.arange(4, 20)[None]
-
-    policy.save_pretrained(tmp_path / "export")
-
-    again = load_policy(settings.model_copy(update={"path": str(tmp_path / "export")}))
-    assert torch.equal(again.base_model(ids).logits, policy.base_model(ids).logits)
 
 
 def test_weights_have_checkpoint_names_and_the_changing_ones_are_known(load):
