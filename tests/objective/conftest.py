@@ -26,11 +26,7 @@ class PaddedBatch:
     lengths: list[int]
     group_size: int
 
-    def inputs(
-        self,
-        rows=None,
-        totals=None,
-    ):
+    def inputs(self, rows=None, totals=None):
         """The packed batch of the given completions, in the given order."""
         rows = list(range(len(self.lengths))) if rows is None else rows
 

@@ -207,14 +207,15 @@ def test_what_a_custom_loss_must_not_return_is_an_error_with_its_name(function, 
 
 
 def test_rewards_gap_accuracy_and_ranges_are_reported():
-    inputs = PreferenceInputs(
-        chosen_logprobs=torch.tensor([-1.0, -6.0]),
-        rejected_logprobs=torch.tensor([-4.0, -5.0]),
-        chosen_lengths=torch.tensor([2.0, 3.0]),
-        rejected_lengths=torch.tensor([2.0, 2.0]),
-        ref_chosen_logprobs=torch.tensor([-2.0, -5.0]),
-        ref_rejected_logprobs=torch.tensor([-2.0, -5.0]),
-    )
+    numbers = [
+        [-1, -6],
+        [-4, -5],
+        [2, 3],
+        [2, 2],
+        [-2, -5],
+        [-2, -5],
+    ]  # log-probabilities, lengths, reference
+    inputs = PreferenceInputs(*(torch.tensor(pair).float() for pair in numbers))
     metrics = preference_loss(inputs, PreferenceLossConfig(beta=0.5)).metrics
     found = {name: round(value.item(), 6) for name, value in metrics.items()}
     assert found == {

@@ -145,18 +145,19 @@ def test_gradients_agree_with_finite_differences_and_micro_batches_add_up(config
 
     def part(first, last):
         own = (ranked.group_ids >= first) & (ranked.group_ids < last)
-        return RankedInputs(
-            ranked.logprobs[own],
-            ranked.lengths[own],
-            ranked.grades[own],
-            ranked.advantages[own],
-            ranked.group_ids[own] - first,
-            last - first,
-            ranked.ref_logprobs[own],
-            ranked.behaviour_logprobs[own],
-            ranked.weights[first:last],
-            total_groups=ranked.num_groups,
+        names = (
+            "logprobs",
+            "lengths",
+            "grades",
+            "advantages",
+            "group_ids",
+            "ref_logprobs",
+            "behaviour_logprobs",
         )
+        rows = {name: getattr(ranked, name)[own] for name in names}
+        rows["group_ids"] = rows["group_ids"] - first
+        groups = {"num_groups": last - first, "weights": ranked.weights[first:last], "total_groups": 5}
+        return RankedInputs(**rows, **groups)
 
     whole = ranking_loss(ranked, config)
     parts = [ranking_loss(part(*bounds), config) for bounds in ((0, 2), (2, 3), (3, 5))]

@@ -6,7 +6,6 @@ import math
 from dataclasses import replace
 from statistics import fmean, stdev
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -19,11 +18,8 @@ from grpo_fast.objective.catalog import CATALOG, DISTILLATION, LOSS_TYPES, METHO
 from grpo_fast.record.logs import Clock
 
 L_MAX = 8  # dr_grpo's constant; the limit of a completion in tokens
-CompletionTable = list[
-    tuple[float, Any]
-]  # the advantage of each, and its tokens t: t.new is (C,) log π, t.old log π_old
 
-# Terms of a completion's tokens (C,): its advantage a, the constants c.
+# Terms of a completion's tokens t, t.new (C,) log π and t.old log π_old; its advantage a, the constants c.
 
 
 def ppo(ratio, a, c):
@@ -226,9 +222,7 @@ def test_the_samplers_ratio_enters_vespos_weight_and_multiplies_others(loss_type
 
 def test_vespo_bounds_each_tokens_log_ratio_by_20_before_it_adds_them_up():
     logprobs = torch.full((8,), -1.0, dtype=torch.float64, requires_grad=True)
-    log_ratio = torch.tensor(
-        [-20.0, 18, -21, 18, 20, -19, 21, -19], dtype=torch.float64
-    )  # of pairs of tokens
+    log_ratio = torch.tensor([-20, 18, -21, 18, 20, -19, 21, -19]).double()  # of pairs of tokens
     ones, old = torch.ones_like(log_ratio), logprobs.detach() - log_ratio
     inputs = LossInputs(logprobs, ones, torch.arange(8) // 2, ones.bool(), 4, old_logprobs=old)
     config = GRPOLossConfig("vespo", vespo_k_pos=2.0, vespo_lambda_pos=3.0)

@@ -79,9 +79,7 @@ def test_weights_are_the_bounded_ratio_at_their_level(level, action, make_batch)
 
 def test_weights_multiply_the_policy_term_but_not_the_kl(make_batch):
     # Every token is rejected: its upper bound lies below any ratio.
-    config = GRPOLossConfig(
-        beta=0.5, sampler_correction="token_mask", sampler_clip_min=None, sampler_clip_max=1e-6
-    )
+    config = GRPOLossConfig(beta=0.5, sampler_correction="token_mask", sampler_clip_max=1e-6)
 
     outputs = policy_loss(make_batch().inputs(), config)
 
@@ -145,16 +143,9 @@ def test_the_tokens_of_highest_entropy_keep_their_policy_term(quantile, make_bat
 
 
 def test_the_controller_raises_its_weight_while_entropy_is_low_and_resumes():
-    controller = EntropyController.of(
-        GRPOLossConfig(
-            use_adaptive_entropy=True,
-            entropy_coef=0.05,
-            entropy_target=1.0,
-            entropy_coef_delta=0.1,
-            entropy_coef_min=0.02,
-            entropy_coef_max=0.15,
-        )
-    )
+    bounds = {"entropy_coef_delta": 0.1, "entropy_coef_min": 0.02, "entropy_coef_max": 0.15}
+    config = GRPOLossConfig(use_adaptive_entropy=True, entropy_coef=0.05, entropy_target=1.0, **bounds)
+    controller = EntropyController.of(config)
     history = [controller.active_coef]
 
     for entropy in (0.5, 0.5, 1.0, 2.0, 0.9, 3.0, 3.0):
