@@ -311,7 +311,7 @@ class PolicyOptimizer:
         self._adam.state.clear()
         self._make_moments([name for name in self._masters if f"exp_avg.{name}" in saved])
         tensors = self.state_tensors()
-        require_same_shapes("the optimiser's tensors", saved, tensors)
+        require_same_shapes("the optimizer's tensors", saved, tensors)
         read(tensors)
         for name, master in self._masters.items():
             for kind, moment in self._adam.state.get(master, {}).items():

@@ -116,9 +116,12 @@ def test_words_for_a_router_are_refused_before_any_weight_is_read(tmp_path, fami
         load_architecture(ModelConfig(path=str(tmp_path), **settings))
 
 
-def test_a_frozen_routers_adapter_is_frozen_and_preferences_have_no_balance(load):
+def test_a_frozen_routers_adapter_is_frozen(load):
     policy = load("mixtral", train_router=False, lora=LoraConfig(r=2))  # peft adapts the router by itself
     assert policy.trainable() and not any(".gate." in name for name in policy.trainable())
+
+
+def test_preferences_have_no_balance_loss():
     model = {"path": "x", "router_aux_loss": 0.1}
     with pytest.raises(ValueError, match=r"(?s)model\.router_aux_loss.*is not read by algorithm = 'dpo'"):
         TrainConfig.model_validate({"algorithm": "dpo", "model": model, "dataset": {"source": "-"}})

@@ -6,7 +6,6 @@ import copy
 import random
 import sys
 import weakref
-from collections.abc import Callable
 from contextlib import contextmanager
 from functools import partial
 
@@ -16,10 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from grpo_fast.config.policy import ModelConfig
 from grpo_fast.data.table import CompletionTable
-from grpo_fast.policy import Policy, layers, load_policy, pack
+from grpo_fast.policy import layers, load_policy, pack
 from grpo_fast.policy.layers import LIGER_TYPES, resolve_compile, resolve_liger, use_liger
-
-Load = Callable[..., Policy]
 
 
 def weighted(hidden):

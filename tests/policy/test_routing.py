@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -30,21 +31,17 @@ ROUTERS = {
 
 
 def route_by_hand(policy, row_choices, others):
-    """Hooks with which the model's own routers answer with (t, L, 2) given experts of one sequence; in
-    `others` (t, L) they note where they would have chosen others."""
+    """Hooks by which the routers return (t, L, 2) given experts; `others` (t, L): they would not have."""
 
-    def given(number):
-        def hook(router, args, output):
-            logits, _, own = output
-            chosen = row_choices[:, number].long()
-            others[:, number] = (own.sort(-1).values != chosen.sort(-1).values).any(-1)
-            weights = logits.softmax(-1).gather(-1, chosen)
-            return logits, weights / weights.sum(-1, keepdim=True), chosen
-
-        return hook
+    def hook(number, router, args, output):
+        logits, _, own = output
+        chosen = row_choices[:, number].long()
+        others[:, number] = (own.sort(-1).values != chosen.sort(-1).values).any(-1)
+        weights = logits.softmax(-1).gather(-1, chosen)
+        return logits, weights / weights.sum(-1, keepdim=True), chosen
 
     blocks = expert_blocks(policy.base_model)
-    return [block.gate.register_forward_hook(given(number)) for number, block in blocks.items()]
+    return [block.gate.register_forward_hook(partial(hook, number)) for number, block in blocks.items()]
 
 
 def random_choices(rng, tokens):
