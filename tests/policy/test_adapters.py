@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from importlib.metadata import version
 
 import pytest
@@ -19,7 +18,6 @@ from grpo_fast.policy.load import prepare_to_train
 from tests.policy.conftest import small_config
 from tests.tiny import since
 
-Load = Callable[..., Policy]
 MIXTURES = (
     *("afmoe", "aria_text", "cohere2_moe", "ernie4_5_moe", "flex_olmo", "gemma4_text", "gpt_oss"),
     *("granitemoe", "granitemoeshared", "jetmoe", "llama4_text", "minimax_m2", "mixtral", "nemotron_h"),

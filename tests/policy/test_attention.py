@@ -9,7 +9,6 @@ import itertools
 import math
 import random
 import sys
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -17,15 +16,12 @@ import torch
 from transformers import AutoConfig
 
 from grpo_fast.data.table import CompletionTable
-from grpo_fast.policy import Policy
 from grpo_fast.policy.architecture import verify_policy
 from grpo_fast.policy.attention import flash_obstacle, packed_attention
 from grpo_fast.policy.flash import import_problem, installed, newest_flash, package_obstacle, way
 from grpo_fast.policy.layout import PackedLayout
 from grpo_fast.policy.vision import _runs
 from tests.policy.conftest import packed
-
-Load = Callable[..., Policy]
 
 
 def of_sizes(*sizes):

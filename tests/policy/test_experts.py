@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -13,12 +11,11 @@ from grpo_fast.config.schema import TrainConfig
 from grpo_fast.data.table import CompletionTable
 from grpo_fast.loop.update import packed_loss
 from grpo_fast.objective import StepTotals
-from grpo_fast.policy import Policy, pack
+from grpo_fast.policy import pack
 from grpo_fast.policy.experts import balance_loss
 from grpo_fast.policy.load import load_architecture
 from tests.policy.conftest import small_config
 
-Load = Callable[..., Policy]
 COEFFICIENT = 0.5
 
 

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,13 +9,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from grpo_fast.config.policy import ModelConfig
 from grpo_fast.config.rollout import RolloutConfig
 from grpo_fast.data.table import CompletionTable
-from grpo_fast.policy import Policy, load_policy, pack
+from grpo_fast.policy import load_policy, pack
 from grpo_fast.rollout import Sampling, make_engine
 from tests.policy.conftest import batch_logprobs, save_model
 
 LORA = {"r": 4, "alpha": 8.0}
-Load = Callable[..., Policy]
-lora_and_full = pytest.mark.parametrize("settings", [{"lora": LORA}, {}], ids=["lora", "full"])
 
 
 def shake(policy):
@@ -26,7 +23,7 @@ def shake(policy):
             parameter.add_(torch.randn_like(parameter), alpha=0.05)
 
 
-@lora_and_full
+@pytest.mark.parametrize("settings", [{"lora": LORA}, {}], ids=["lora", "full"])
 def test_the_reference_stays_what_was_loaded(load, batch, settings):
     policy = load("llama", needs_reference=True, **settings)
     before = policy.hidden_states(batch).detach()
@@ -101,18 +98,6 @@ def test_every_end_token_counts(load):
 
 
 BORDER, LONGEST = 48, 180
-
-
-def drawn_of(prompts, groups):
-    """Two completions of each prompt, as an engine gives them."""
-    return CompletionTable.of(
-        [prompt for prompt in prompts for _ in range(2)],
-        [completion.token_ids for group in groups for completion in group],
-        [number for number in range(len(prompts)) for _ in range(2)],
-        sampler_logprobs=[completion.logprobs for group in groups for completion in group],
-    )
-
-
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 4.0, 8.0]}
 
 
@@ -121,7 +106,7 @@ LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [
 def test_rollout_and_update_have_rotary_positions_of_the_longest_sequence(
     tmp_path, samples, rope, longest, seed
 ):
-    """Alone and in company, on both sides of the border; of a run below it they are transformers' own."""
+    """On both sides of the border; below it they are transformers' own."""
     rope = rope | {"rope_theta": 100.0, "original_max_position_embeddings": BORDER}
     folder = save_model(tmp_path, max_position_embeddings=BORDER, rope_parameters=rope)
     policy = load_policy(ModelConfig(path=str(folder), dtype="float32", device="cpu"), needs_reference=True)
@@ -130,7 +115,13 @@ def test_rollout_and_update_have_rotary_positions_of_the_longest_sequence(
     with make_engine(RolloutConfig(engine="transformers"), policy, max_length=longest) as engine:
         groups = engine.generate(prompts, 2, Sampling(6, seed=seed))
 
-    drawn = drawn_of(prompts, groups)
+    rows = [
+        (prompt, c.token_ids, c.logprobs)
+        for prompt, group in zip(prompts, groups, strict=True)
+        for c in group
+    ]
+    drawn = CompletionTable.of(*[list(part) for part in zip(*[row[:2] for row in rows], strict=True)])
+    drawn = drawn.with_columns(sampler_logprobs=torch.tensor([x for *_, logprobs in rows for x in logprobs]))
     with policy.reference() as reference:
         for some, of in ((drawn, policy), (drawn[:2], policy), (drawn, reference)):
             (batch,) = pack(some, max_tokens=10_000, device="cpu")

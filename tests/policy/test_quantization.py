@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 
 import bitsandbytes as bnb
 import pytest
@@ -13,10 +12,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from grpo_fast.config.distributed import DistributedConfig
 from grpo_fast.config.policy import ModelConfig
 from grpo_fast.distributed.world import World
-from grpo_fast.policy import Policy, load_policy, load_tokenizer, quantization
+from grpo_fast.policy import load_policy, load_tokenizer, quantization
 
 LORA = {"r": 4}
-Load = Callable[..., Policy]
 
 
 @pytest.fixture
@@ -106,21 +104,19 @@ def test_adapters_on_it_train_as_on_a_plain_model_with_its_numbers(load, saved, 
         ("llama", {"lora": LORA}, "missing", ImportError, r"pip install 'grpo-fast\[bitsandbytes\]'"),
     ],
 )
-def test_a_quantisation_that_cannot_be_is_refused_before_any_weight_is_read(
+def test_an_impossible_quantization_is_refused_before_any_weight_is_read(
     folder_of, tmp_path, monkeypatch, family, settings, saved_as, error, message
 ):
-    folder = tmp_path / "model"
-    folder.mkdir()
     config = json.loads((folder_of(family) / "config.json").read_text())
     if saved_as == "missing":
         monkeypatch.setattr(quantization, "find_spec", lambda name: None)
     elif saved_as:
         config["quantization_config"] = {"quant_method": "bitsandbytes", **saved_as}
-    (folder / "config.json").write_text(json.dumps(config))
-    (folder / "model.safetensors").write_bytes(b"not read")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").write_bytes(b"not read")
 
     with pytest.raises(error, match=message):
-        load_tokenizer(ModelConfig(path=str(folder), **{"quantization": "nf4", **settings}))
+        load_tokenizer(ModelConfig(path=str(tmp_path), **{"quantization": "nf4", **settings}))
 
 
 def test_sharded_ranks_are_told_to_replicate(folder_of):
