@@ -185,6 +185,10 @@ def save_model(
     model.generation_config = like.generation_config
     with quietly():
         model.save_pretrained(folder)
+        names = like.config.architectures or []
+        if [name.lower() for name in names] == [type(like).__name__.lower()]:  # vLLM's name for Phi-3.5-MoE
+            model.config.architectures = names
+            model.config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
@@ -298,9 +302,7 @@ def processor_files(config: ModelConfig) -> list[str]:
 def load_processor(config: ModelConfig, architecture: PreTrainedConfig) -> Any:
     """Load the processor of text and images, without that of videos, which needs torchvision."""
     from transformers import AutoTokenizer
-    from transformers.models.auto.image_processing_auto import (
-        AutoImageProcessor,
-    )  # not from the top: torchvision
+    from transformers.models.auto.image_processing_auto import AutoImageProcessor  # without torchvision
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
     if find_spec("PIL") is None:

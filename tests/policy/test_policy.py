@@ -115,13 +115,11 @@ def test_rollout_and_update_have_rotary_positions_of_the_longest_sequence(
     with make_engine(RolloutConfig(engine="transformers"), policy, max_length=longest) as engine:
         groups = engine.generate(prompts, 2, Sampling(6, seed=seed))
 
-    rows = [
-        (prompt, c.token_ids, c.logprobs)
-        for prompt, group in zip(prompts, groups, strict=True)
-        for c in group
-    ]
-    drawn = CompletionTable.of(*[list(part) for part in zip(*[row[:2] for row in rows], strict=True)])
-    drawn = drawn.with_columns(sampler_logprobs=torch.tensor([x for *_, logprobs in rows for x in logprobs]))
+    flat = [(prompt, c) for prompt, group in zip(prompts, groups, strict=True) for c in group]
+    logprobs = [c.logprobs for _, c in flat]
+    drawn = CompletionTable.of(
+        [p for p, _ in flat], [c.token_ids for _, c in flat], sampler_logprobs=logprobs
+    )
     with policy.reference() as reference:
         for some, of in ((drawn, policy), (drawn[:2], policy), (drawn, reference)):
             (batch,) = pack(some, max_tokens=10_000, device="cpu")

@@ -257,8 +257,12 @@ def test_what_is_tied_or_constant_may_be_there_or_not(change, load_spoilt, folde
     assert "%|" not in "".join(capfd.readouterr())  # no bar of transformers
 
 
-def test_an_export_refuses_a_tensor_without_a_place(load, tmp_path):
+def test_an_export_keeps_the_spelling_of_its_architecture_and_refuses_other_tensors(load, tmp_path):
     policy = load("llama")
+    for given, written in (("LLaMAForCausalLM", "LLaMAForCausalLM"), ("Another", "LlamaForCausalLM")):
+        policy.base_model.config.architectures = [given]
+        policy.save_pretrained(tmp_path)
+        assert json.loads((tmp_path / "config.json").read_text())["architectures"] == [written]
     policy.base_model.register_parameter("own", torch.nn.Parameter(torch.zeros(2)))
 
     with pytest.raises(RuntimeError, match="no place for own"):
