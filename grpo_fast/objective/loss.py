@@ -168,25 +168,24 @@ def _kept(
     return keep, entropy_mean
 
 
+_REMEDIES = {
+    "exact_kl": "give linear_kl's divergence (linear_grpo_loss: ref_hidden and ref_weight), or another kl_estimator",
+    "ref_logprobs": "give the reference model's log-probabilities, or set beta = 0",
+    "entropy": "ask the head for outputs=('logprob', 'entropy'), or set no key of the entropy",
+    "sampler_logprobs": "have the engine report them, or set sampler_correction = 'none'",
+}
+
+
 def _check(inputs: LossInputs, config: GRPOLossConfig, entropy_coef: float) -> None:
     if config.distills:
         name = f"loss_type = {config.loss_type!r}"
-        raise ValueError(
-            f"{name} compares distributions; call grpo_fast.linear_kl, or train with method: opd"
-        )
-    estimates_kl = config.needs_reference and not (config.kl_in_reward or config.needs_exact_kl)
-    needed = {
-        "exact_kl": config.needs_exact_kl
-        and "give linear_kl's divergence of the tokens (linear_grpo_loss: "
-        "ref_hidden and ref_weight), or another kl_estimator",
-        "ref_logprobs": estimates_kl and f"give the reference's, or set beta = {config.beta} to 0",
-        "entropy": (config.needs_entropy or entropy_coef > 0)
-        and "entropy_coef, use_adaptive_entropy or "
-        "top_entropy_quantile needs it: ask the head for outputs=('logprob', 'entropy')",
-        "sampler_logprobs": config.needs_sampler
-        and "have the engine report them, or set "
-        f"sampler_correction = {config.sampler_correction!r} to 'none'",
+        raise ValueError(f"{name} compares distributions; call linear_kl, or train with method: opd")
+    reads = {
+        "exact_kl": config.needs_exact_kl,
+        "ref_logprobs": config.needs_reference and not (config.kl_in_reward or config.needs_exact_kl),
+        "entropy": config.needs_entropy or entropy_coef > 0,
+        "sampler_logprobs": config.needs_sampler,
     }
-    for name, remedy in needed.items():
-        if remedy and getattr(inputs, name) is None:
-            raise ValueError(f"{name} is None, but the loss reads it: {remedy}")
+    for name, needed in reads.items():
+        if needed and getattr(inputs, name) is None:
+            raise ValueError(f"{name} is None, and the loss reads it: {_REMEDIES[name]}")

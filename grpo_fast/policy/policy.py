@@ -175,7 +175,7 @@ class Policy:
             layout: the batch's, if it exists already.
             routed: receives the logits of each layer's router, (T, E) for all T input tokens.
         """
-        settings = {} if routed is None else {"output_router_logits": True}
+        settings: dict[str, Any] = {} if routed is None else {"output_router_logits": True}
         if not self.packs:
             return self._hidden_states_of_rows(batch, routed, settings)
         # transformers does not touch a 4-D mask, so a tiny one saves its own T × T mask.
