@@ -57,9 +57,6 @@ def _plain_bounds(config: GRPOLossConfig) -> Bounds:
 
 _RANGE = ("epsilon_low", "epsilon_high")
 _VESPO = ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")
-_CLIP_COV = ("clip_cov_ratio", "clip_cov_low", "clip_cov_high")
-_KL_COV = ("kl_cov_ratio", "kl_cov_coef")
-_DPPO = (*_RANGE, "dppo_ratio_max")
 _UNSCALED = {"advantage.scale_rewards": "none"}
 _RESAMPLED = {"advantage.dynamic_sampling": True, "advantage.max_draws": 10}
 _ANY: tuple[RatioLevel, ...] = ("token", "sequence", "sequence_token")
@@ -79,7 +76,7 @@ _dppo = partial(
     aggregation="token_mean",
     cuts=("low", "high"),
     fused=_plain_bounds,
-    fields=_DPPO,
+    fields=(*_RANGE, "dppo_ratio_max"),
     estimator=_UNSCALED,
     sets={"loss.aggregation": "constant_length", "loss.dppo_ratio_max": 10000, "old_logprobs": "sampler"},
 )
@@ -194,7 +191,7 @@ CATALOG: dict[str, LossFacts] = {
         surrogate="clip_cov",
         cuts=("low", "high", "covariance"),
         fused=None,
-        fields=(*_RANGE, *_CLIP_COV),
+        fields=(*_RANGE, "clip_cov_ratio", "clip_cov_low", "clip_cov_high"),
         choosable_levels=("token",),
         sets={"loss.epsilon_low": 1.0, "loss.epsilon_high": 1.0} | _RESAMPLED,
     ),
@@ -204,7 +201,7 @@ CATALOG: dict[str, LossFacts] = {
         "token_mean",
         "kl_cov",
         cuts=("covariance",),
-        fields=_KL_COV,
+        fields=("kl_cov_ratio", "kl_cov_coef"),
         sets={"loss.kl_cov_ratio": 2e-3} | _RESAMPLED,
     ),
     "dppo_tv": _dppo("DPPO-Binary-TV, arXiv 2602.04879", surrogate="dppo_tv", epsilon=(0.15, 0.15)),

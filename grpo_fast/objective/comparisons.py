@@ -67,15 +67,9 @@ class PreferenceLossConfig:
     loss_type: str | list[str] | tuple[str, ...] = option(
         "sigmoid", "one loss, or a list for their weighted sum; `module:function` is a custom one"
     )
-    loss_weights: list[float] | tuple[float, ...] | None = option(
-        None, "one for each loss of the sum; null: all 1"
-    )
-    columns: list[str] | tuple[str, ...] = option(
-        (), "custom loss: numeric columns of a pair's row, in `scores.columns`"
-    )
-    beta: float | None = option(
-        None, "weight of the log-ratio to the reference; null: the loss's usual value, 0.1 for most", gt=0
-    )
+    loss_weights: list[float] | tuple[float, ...] | None = option(None, "one per loss; null: all 1")
+    columns: list[str] | tuple[str, ...] = option((), "custom loss: numeric columns, in scores.columns")
+    beta: float | None = option(None, "weight of the log-ratio; null: the loss's usual, mostly 0.1", gt=0)
     label_smoothing: float = option(0.0, "share of pairs with swapped labels, in [0, 0.5)", ge=0, lt=0.5)
     gamma: float = option(0.5, "simpo: margin of every pair, in units of beta x log-probability", ge=0)
     desirable_weight: float = option(1.0, "kto: weight of desirable completions", ge=0)
@@ -175,12 +169,8 @@ class RankingLossConfig:
 
     __pydantic_config__: ClassVar = AS_WRITTEN
 
-    objective: RankingObjective = option(
-        "plackett_luce", "of the whole order, of every two responses, or of ranks as advantages"
-    )
-    score: Literal["logratio", "logprob"] = option(
-        "logratio", "log-probability against the reference model's, or without one"
-    )
+    objective: RankingObjective = option("plackett_luce", "of the order, of pairs, or of ranks as advantages")
+    score: Literal["logratio", "logprob"] = option("logratio", "with or without the reference model")
     length_normalised: bool = option(False, "scores are per token")
     temperature: float | None = option(
         None,

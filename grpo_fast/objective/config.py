@@ -117,27 +117,15 @@ class GRPOLossConfig:
     columns: tuple[str, ...] | list[str] = option(
         (), "custom loss: numeric dataset columns, or what a reward logs by log_extra, in inputs.columns"
     )
-    whole_groups: bool = option(
-        True, "custom loss: keep a group in one micro-batch; false: as many as micro_batch_tokens holds"
-    )
+    whole_groups: bool = option(True, "custom loss: keep each group in one micro-batch")
     value_loss_coef: float = option(0.0, "only 0: there is no critic, a group's mean reward is the baseline")
-    epsilon_low: float | None = option(
-        None, "how far the ratio may fall below 1; null: the loss's own, 0.2 for most", ge=0
-    )
+    epsilon_low: float | None = option(None, "fall of the ratio below 1; null: the loss's, mostly 0.2", ge=0)
     epsilon_high: float | None = option(
-        None,
-        "how far it may rise above 1; null: as epsilon_low, else the loss's own; cispo: the ceiling",
-        ge=0,
+        None, "rise of the ratio above 1; null: as epsilon_low, else the loss's; cispo: the ceiling", ge=0
     )
-    delta: float | None = option(
-        None, "ceiling of the ratio for negative advantages, above 1 + epsilon_high (dual clip)", gt=0
-    )
-    aggregation: Aggregation | None = option(
-        None, "a token's weight in the loss, see docs/methods.md; null: the loss's own"
-    )
-    importance_sampling_level: ImportanceLevel | None = option(
-        None, "of the importance ratio; null: the loss's own"
-    )
+    delta: float | None = option(None, "ceiling of the ratio for negative advantages (dual clip)", gt=0)
+    aggregation: Aggregation | None = option(None, "a token's weight (docs/methods.md); null: the loss's own")
+    importance_sampling_level: ImportanceLevel | None = option(None, "of the ratio; null: the loss's own")
     max_completion_length: int | None = option(
         None, "tokens, for aggregation constant_length; null: rollout.max_completion_length", gt=0, le=LARGEST
     )
@@ -149,14 +137,10 @@ class GRPOLossConfig:
         "distributions; null: the loss's own, mostly k3",
     )
     kl_in_reward: bool = option(False, "subtract the KL from the reward instead of adding it to the loss")
-    use_bias_correction_kl: bool = option(
-        False, "multiply the KL term by the ratio to the old policy, which makes its gradient unbiased"
-    )
+    use_bias_correction_kl: bool = option(False, "KL times the ratio, so that its gradient is unbiased")
 
     entropy_coef: float = option(0.0, "bonus: minus this times the mean entropy of a token", ge=0)
-    use_adaptive_entropy: bool = option(
-        False, "entropy_coef is only the start, and then follows entropy_target (Skywork-OR1)"
-    )
+    use_adaptive_entropy: bool = option(False, "entropy_coef follows entropy_target (Skywork-OR1)")
     entropy_target: float = option(0.2, "nats a token; adaptive: the bonus acts at or below it", ge=0)
     entropy_coef_min: float = option(0.0, "adaptive: smallest entropy_coef", ge=0)
     entropy_coef_max: float = option(1.0, "adaptive: largest entropy_coef", ge=0)
@@ -185,16 +169,10 @@ class GRPOLossConfig:
     clip_cov_ratio: float = option(2e-4, "clip_cov: share of tokens whose gradient is dropped", gt=0, le=1)
     clip_cov_low: float = option(1.0, "clip_cov: they are sampled from covariances above it")
     clip_cov_high: float = option(5.0, "clip_cov: and below it")
-    kl_cov_ratio: float = option(
-        2e-4, "kl_cov: share of tokens, highest covariance first, that are penalized", gt=0, le=1
-    )
+    kl_cov_ratio: float = option(2e-4, "kl_cov: share of tokens that are penalized", gt=0, le=1)
     kl_cov_coef: float = option(1.0, "kl_cov: weight of the penalty", gt=0)
     jsd_beta: float = option(
-        1.0,
-        "opd: 1 is the reverse KL, KL(policy ‖ reference), 0 the forward KL, between them the generalized "
-        "Jensen-Shannon divergence, as TRL's `beta` of GKD and distillation",
-        ge=0,
-        le=1,
+        1.0, "opd: 1 is KL(policy ‖ reference), 0 the forward KL, between: generalized JSD", ge=0, le=1
     )
     dppo_ratio_max: float = option(20.0, "dppo: ceiling of the ratio that multiplies the gradient", gt=0)
     dro_beta: float = option(0.05, "dro: weight of half the squared log-ratio to the old policy", gt=0)
@@ -321,16 +299,10 @@ class GRPOLossConfig:
 
     def _check_ranges(self) -> None:
         if self.value_loss_coef:
-            given = f"value_loss_coef = {self.value_loss_coef}"
-            raise ValueError(
-                f"{given}: there is no critic, a group's mean reward is the baseline; set it to 0"
-            )
+            raise ValueError(f"value_loss_coef = {self.value_loss_coef}: there is no critic; set it to 0")
         if self.kl_estimator == "exact" and (self.kl_in_reward or self.use_bias_correction_kl):
             given = "kl_in_reward" if self.kl_in_reward else "use_bias_correction_kl"
-            raise ValueError(
-                f"{given} = True needs a KL estimate of one token, which kl_estimator = 'exact' is not; set "
-                f"{given} = False, or kl_estimator to k1, k2 or k3"
-            )
+            raise ValueError(f"{given} = True needs kl_estimator k1, k2 or k3, not 'exact'; set it to false")
         if self.kl_in_reward and self.use_bias_correction_kl:
             raise ValueError("use_bias_correction_kl and kl_in_reward exclude each other; set one to false")
         if self.needs_sampler and self.sampler_clip_min is None and self.sampler_clip_max is None:
@@ -346,9 +318,7 @@ class GRPOLossConfig:
             given = f"delta = {self.delta}"
             raise ValueError(f"{given} must exceed 1 + epsilon_high = {ceiling}; raise delta or leave it out")
         if self.entropy_coef_min > self.entropy_coef_max:
-            raise ValueError(
-                f"entropy_coef_min = {self.entropy_coef_min} exceeds entropy_coef_max; swap them"
-            )
+            raise ValueError(f"entropy_coef_min = {self.entropy_coef_min} exceeds the maximum; swap them")
         for lower, upper in (("clip_cov_low", "clip_cov_high"), ("sampler_clip_min", "sampler_clip_max")):
             low, high = getattr(self, lower), getattr(self, upper)
             if low is not None and high is not None and low >= high:
