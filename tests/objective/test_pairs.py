@@ -206,24 +206,13 @@ def test_what_a_custom_loss_must_not_return_is_an_error_with_its_name(function, 
         preference_loss(make_pairs(), config)
 
 
-def test_rewards_gap_accuracy_and_ranges_are_reported():
-    numbers = [
-        [-1, -6],
-        [-4, -5],
-        [2, 3],
-        [2, 2],
-        [-2, -5],
-        [-2, -5],
-    ]  # log-probabilities, lengths, reference
-    inputs = PreferenceInputs(*(torch.tensor(pair).float() for pair in numbers))
+def test_ranges_of_rewards_are_over_the_pairs_and_a_tie_is_no_win():
+    win, lose, ref = torch.tensor([[-1.0, -6.0], [-4.0, -5.0], [-2.0, -5.0]])
+    inputs = PreferenceInputs(win, lose, torch.ones(2), torch.ones(2), ref, ref)
     metrics = preference_loss(inputs, PreferenceLossConfig(beta=0.5)).metrics
-    found = {name: round(value.item(), 6) for name, value in metrics.items()}
-    assert found == {
-        **{"rewards/chosen": 0.0, "rewards/chosen_min": -0.5, "rewards/chosen_max": 0.5},
-        **{"rewards/rejected": -0.5, "rewards/rejected_min": -1.0, "rewards/rejected_max": 0.0},
-        **{"rewards/margins": 0.5, "rewards/margins_min": -0.5, "rewards/margins_max": 1.5},
-        **{"rewards/accuracies": 0.5, "logps/chosen": -3.5, "logps/rejected": -4.5},
-    }
+    names = [f"{name}_{end}" for name in ("chosen", "rejected", "margins") for end in ("min", "max")]
+    ranges = [metrics[f"rewards/{name}"].item() for name in names]
+    assert ranges == pytest.approx([-0.5, 0.5, -1.0, 0.0, -0.5, 1.5])
     tied = replace(inputs, rejected_logprobs=inputs.chosen_logprobs)
     assert preference_loss(tied, PreferenceLossConfig()).metrics["rewards/accuracies"] == 0
 
