@@ -32,7 +32,7 @@ PREFERENCE_LOSSES: dict[str, PreferenceFacts] = {
     "cdpo": PreferenceFacts("Mitchell 2023, A note on DPO with noisy preferences", _EPSILON),
     "robust": PreferenceFacts("Provably robust DPO, arXiv 2403.00409", _EPSILON),
     "ipo": PreferenceFacts("IPO, arXiv 2310.12036, eq. 17, on log-ratios per token", averaged=True),
-    "hinge": PreferenceFacts("RSO, arXiv 2309.06657: SLiC's hinge on normalised likelihoods"),
+    "hinge": PreferenceFacts("RSO, arXiv 2309.06657: SLiC's hinge on normalized likelihoods"),
     "kto": PreferenceFacts("KTO, arXiv 2402.01306", _WEIGHTS, paired=False, takes_margins=False),
     "simpo": _alone("SimPO, arXiv 2405.14734, eq. 6", _EPSILON | {"gamma"}, beta=2.0, averaged=True),
     "orpo": _alone("ORPO, arXiv 2403.07691, eq. 7; beta is its λ", averaged=True),

@@ -162,9 +162,9 @@ def _kept(
         kept_share = keep.sum().clamp(min=1) / mask.sum().to(entropy_mean.dtype)
         entropy_mean = entropy_mean * keep / kept_share
     if config.off_policy_mask_threshold is not None:
-        behaviour = tokens.old_logprobs if inputs.sampler_logprobs is None else inputs.sampler_logprobs
+        behavior = tokens.old_logprobs if inputs.sampler_logprobs is None else inputs.sampler_logprobs
         limit = config.off_policy_mask_threshold
-        keep = keep & off_policy_keep(tokens.logprobs, behaviour, tokens.advantages, tokens.segments, limit)
+        keep = keep & off_policy_keep(tokens.logprobs, behavior, tokens.advantages, tokens.segments, limit)
     return keep, entropy_mean
 
 

@@ -109,10 +109,10 @@ def _advantage(inputs: RankedInputs, config: RankingLossConfig) -> Tensor:
     The reference replaces that policy where the data has no log-probability. The clip bounds how far a whole
     run may move a response, 0.2 by default: GSPO's 3e-4 is for the few updates between two rollouts.
     """
-    behaviour = present(inputs.ref_logprobs)
+    behavior = present(inputs.ref_logprobs)
     if inputs.behaviour_logprobs is not None:
-        behaviour = torch.where(inputs.behaviour_logprobs.isnan(), behaviour, inputs.behaviour_logprobs)
-    ratio = torch.exp((inputs.logprobs - behaviour) / inputs.lengths)
+        behavior = torch.where(inputs.behaviour_logprobs.isnan(), behavior, inputs.behaviour_logprobs)
+    ratio = torch.exp((inputs.logprobs - behavior) / inputs.lengths)
     advantages = inputs.advantages
     clipped = ratio.clamp(1 - config.epsilon_low, 1 + config.epsilon_high)
     losses = -torch.minimum(ratio * advantages, clipped * advantages)

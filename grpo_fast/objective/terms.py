@@ -61,7 +61,7 @@ def sampler_weights(
 
 
 def off_policy_keep(
-    logprobs: Tensor, behaviour_logprobs: Tensor, advantages: Tensor, segments: Segments, threshold: float
+    logprobs: Tensor, behavior_logprobs: Tensor, advantages: Tensor, segments: Segments, threshold: float
 ) -> Tensor:
     """Mask tokens of negative advantage in sequences that drifted off-policy. Returns (N,) bool: kept.
 
@@ -69,10 +69,10 @@ def off_policy_keep(
 
     Args:
         logprobs: (N,) log π_θ.
-        behaviour_logprobs: (N,) log-probabilities under the policy that sampled the tokens.
-        threshold: the largest mean of log π_behaviour − log π_θ over a sequence, nats a token.
+        behavior_logprobs: (N,) log-probabilities under the policy that sampled the tokens.
+        threshold: the largest mean of log π_behavior − log π_θ over a sequence, nats a token.
     """
-    drift = segments.spread(segments.mean(behaviour_logprobs - logprobs.detach()))
+    drift = segments.spread(segments.mean(behavior_logprobs - logprobs.detach()))
     return (advantages >= 0) | (drift <= threshold)
 
 

@@ -83,8 +83,7 @@ def check_engine(alone, sharded, world, seed):
 
 
 def check_step(alone, sharded, world, seed, tolerance):
-    """Of three micro-batches rank 0 computes two, rank 1 one and an empty one: a mean of the gradient is the
-    moment after one step."""
+    """Rank 0 computes two micro-batches, rank 1 one and an empty one; the moment shows the gradient."""
     samples = make_samples(torch.Generator().manual_seed(seed))
     totals = StepTotals(len(samples.token_ids), len(samples))
     parts = [samples[:5], samples[5:7], samples[7:]]

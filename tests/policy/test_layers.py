@@ -218,8 +218,7 @@ def test_liger_where_it_is_exact_and_torch_compile_elsewhere_on_a_gpu(keys, devi
 # With gradients and without; from transformers 5.24 on a layer and its attention share a wrapper.
 @torch._dynamo.config.patch(recompile_limit=4, fail_on_recompile_limit_hit=True)
 def test_layers_are_compiled_once_for_batches_of_every_length(folder_of, samples, seed, monkeypatch):
-    """With gradients and without, and more layers than that; weights move to other memory, as vLLM's sharing
-    moves them. Generation compiles nothing."""
+    """Also if weights move to other memory, as vLLM's sharing moves them. Generation compiles nothing."""
     graphs = []
     monkeypatch.setattr(layers, "TILE_TOKENS", 20)
 

@@ -25,7 +25,7 @@ WIDTH = 768  # of a layer of 4,608 numbers, enough for moments of 8 bits
 
 @pytest.fixture(autouse=True)
 def uncompiled():
-    """torchao compiles its step for each shape, which takes a CPU ten seconds."""
+    """Do not let torchao compile its step for each shape, which takes a CPU ten seconds."""
     with torch.compiler.set_stance("force_eager"):
         yield
 

@@ -257,7 +257,7 @@ def test_what_is_tied_or_constant_may_be_there_or_not(change, load_spoilt, folde
     assert "%|" not in "".join(capfd.readouterr())  # no bar of transformers
 
 
-def test_an_export_keeps_the_spelling_of_its_architecture_and_refuses_other_tensors(load, tmp_path):
+def test_an_export_spells_its_architecture_as_loaded_and_refuses_others(load, tmp_path):
     policy = load("llama")
     for given, written in (("LLaMAForCausalLM", "LLaMAForCausalLM"), ("Another", "LlamaForCausalLM")):
         policy.base_model.config.architectures = [given]
