@@ -234,8 +234,8 @@ def require_head(config: ModelConfig, device: torch.device) -> None:
         raise ValueError(f"model.head = 'triton': {missing}, or set it to auto")
     if without and config.head == "auto":
         logger.warning("model.head = 'auto' takes plain torch, since %s", missing)
-    dtype = getattr(torch, config.dtype)
-    if config.head == "triton" and backend_on(device.type, device.index, dtype) != "triton":
+    backend = partial(backend_on, device.type, device.index)
+    if config.head == "triton" and backend(getattr(torch, config.dtype)) != "triton":
         problem = f"needs Triton and a GPU from Ampere or CDNA on, and the device is {device}"
         raise ValueError(f"model.head = 'triton' {problem}; set it to auto")
 
