@@ -61,13 +61,16 @@ def refuse_unread(section: Any, names: Iterable[str], why: str, place: str = "")
             raise ValueError(f"{key}{shown if len(shown) <= 70 else ''} is not read {why}; leave it out")
 
 
-_hints = cache(get_type_hints)
+@cache
+def _hints(kind: Any) -> dict[str, Any]:
+    return get_type_hints(kind)
 
 
 def check_fields(config: Any) -> None:
     """Raise ValueError for a dataclass field of a wrong type, not finite, or out of its bounds."""
     for f in fields(config):
-        value, hint = getattr(config, f.name), _hints(type(config))[f.name]
+        kind: Any = type(config)
+        value, hint = getattr(config, f.name), _hints(kind)[f.name]
         if not _is_a(value, hint):
             raise ValueError(f"{f.name} = {value!r}: should be {_described(hint)}")
         for name, (holds, text) in _BOUNDS.items():

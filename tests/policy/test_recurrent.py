@@ -77,7 +77,7 @@ def test_logprobs_and_gradients_are_those_of_each_sequence_alone(family, rng, se
     pairs = [(p.grad, q.grad) for p, q in zip(model.parameters(), own.parameters(), strict=True)]
     apart = sum(float((p - q).square().sum()) for p, q in pairs if p is not None and q is not None)
     norm = sum(float(q.square().sum()) for _, q in pairs if q is not None)
-    assert (apart / norm) ** 0.5 < 1e-5
+    assert (apart / norm) ** 0.5 < 1e-4
     assert all(p is None or not p.any() for p, q in pairs if q is None)
 
 
