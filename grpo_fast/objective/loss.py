@@ -144,10 +144,9 @@ def _load_custom(path: str) -> LossFunction:
 def _zero_masked(inputs: LossInputs) -> LossInputs:
     names = ["logprobs", "entropy", "exact_kl"]
     names += [name for name, dtypes in TOKEN_COLUMNS.items() if dtypes is FLOATS]
-    given: dict[str, Any] = {name: getattr(inputs, name) for name in names}
-    return replace(
-        inputs, **{n: torch.where(inputs.loss_mask, v, 0) for n, v in given.items() if v is not None}
-    )
+    given = {name: getattr(inputs, name) for name in names}
+    kept: dict[str, Any] = {n: torch.where(inputs.loss_mask, v, 0) for n, v in given.items() if v is not None}
+    return replace(inputs, **kept)
 
 
 def _kept(
