@@ -140,6 +140,7 @@ def test_the_tokens_of_highest_entropy_keep_their_policy_term(quantile, make_bat
     assert torch.equal(gradient != 0, highest)  # quantile zero keeps one token
     masked = 1 - highest.sum() / batch.mask.sum()
     assert outputs.metrics["policy/masked_mean"].item() == pytest.approx(masked.item())
+    assert outputs.metrics["entropy"].item() == pytest.approx(entropy[batch.mask].mean().item())
 
 
 def test_the_controller_raises_its_weight_while_entropy_is_low_and_resumes():
