@@ -7,7 +7,7 @@ Sizes shrink by their usual names. One layer of each kind stays: whatever a conf
 from __future__ import annotations
 
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -16,14 +16,14 @@ from packaging.version import Version
 from grpo_fast.policy.vision import auto_class
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
+    pass
 
 _INSTALLED = Version(version("transformers"))
 VOCABULARY = 128
 LAYERS = 2  # where nothing is listed for each layer
 MOST_PARAMETERS = 10_000_000
 STD = 0.1  # of matrices; with larger ones a recurrent model's own forward is off by 1e-5 nats in float32
-_NAMES: dict[int, str] = {
+_NAMES = {
     VOCABULARY: "vocab_size vocab_size_per_layer_input encoder_hash_byte_group_vocab ngram_vocab_size_base",
     512: "max_position_embeddings n_positions max_seq_len model_max_length context_length",
     64: "intermediate_size ffn_dim ffn_hidden_size n_inner feed_forward_size intermediate_size_mlp "
@@ -51,7 +51,7 @@ _NAMES: dict[int, str] = {
 }
 SIZES = {name: size for size, names in _NAMES.items() for name in names.split()}
 TOKENS = {"bos_token_id": 1, "eos_token_id": VOCABULARY - 1, "pad_token_id": VOCABULARY - 2}
-EXCEPTIONS: dict[str, dict[str, Any]] = {
+EXCEPTIONS = {
     "bamba": {"attn_layer_indices": [1]},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "hrm_text": {"num_hidden_layers": 2, "num_layers_per_stack": None},
@@ -71,12 +71,12 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
 """What the usual names do not say."""
 
 
-def since(version: str) -> pytest.MarkDecorator:
+def since(version):
     """Return a mark that skips what needs a newer transformers than the oldest of the range."""
     return pytest.mark.skipif(Version(version) > _INSTALLED, reason=f"needs transformers {version} or newer")
 
 
-def require_family(kind: str) -> None:
+def require_family(kind):
     """Skip a test of a model that transformers 5.17 has, and an older one that is installed does not."""
     from transformers import CONFIG_MAPPING
 
@@ -84,16 +84,16 @@ def require_family(kind: str) -> None:
         pytest.skip(f"transformers {_INSTALLED} has no {kind}")
 
 
-def tiny_config(kind: str) -> PreTrainedConfig:
+def tiny_config(kind):
     """Return a configuration with few layers of each kind, hidden size 32 and 128 words."""
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
     known = {config.model_type: config for config in MODEL_FOR_CAUSAL_LM_MAPPING}
-    config: Any = known.get(kind) or CONFIG_MAPPING[kind]
+    config = known.get(kind) or CONFIG_MAPPING[kind]
     return config(**changes(config()))
 
 
-def changes(base: PreTrainedConfig) -> dict[str, Any]:
+def changes(base):
     """Return what makes a default configuration, and those within it, small."""
     known = base.to_dict()
     sizes = {**SIZES, **TOKENS, "is_decoder": True}
@@ -118,14 +118,14 @@ def changes(base: PreTrainedConfig) -> dict[str, Any]:
     return found | EXCEPTIONS.get(base.model_type, {})
 
 
-def _one_of_each(kinds: list[tuple[Any, ...]], count: int) -> list[int]:
+def _one_of_each(kinds, count):
     """Return the first layer of each kind, and two layers at least."""
     first = {repr(kind): index for index, kind in reversed([*enumerate(kinds)])}
     kept = sorted(first.values())
     return kept if len(kept) >= LAYERS else [*range(min(LAYERS, count))]
 
 
-def tiny_model(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
+def tiny_model(config, seed=0):
     """Build a float32 model whose every parameter is random: biases, sinks, decays and norms too.
 
     Raises:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -49,55 +47,44 @@ HYBRID_TEXT = {  # a recurrent layer, and one of attention
     **{"linear_key_head_dim": 8, "linear_value_head_dim": 8},
     **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
 }
+GEMMA_TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+def of_qwen(text, **tower):
+    return {
+        "text_config": text,
+        "vision_config": {**TOWER, "num_position_embeddings": 64, **tower},
+        **QWEN_IDS,
+    }
+
+
 CONFIGS = {
     "qwen2_5_vl": {
         "text_config": {**TEXT, "rope_parameters": ROPE},
         "vision_config": {**TOWER, "patch_size": 14, "window_size": 56, "fullatt_block_indexes": [1]},
         **QWEN_IDS,
     },
-    "qwen3_vl": {
-        "text_config": {**TEXT, "rope_parameters": INTERLEAVED},
-        "vision_config": {**TOWER, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]},
-        **QWEN_IDS,
-    },
-    "qwen3_vl_moe": {
-        "text_config": {**TEXT, **EXPERTS, "rope_parameters": INTERLEAVED},
-        "vision_config": {**TOWER, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]},
-        **QWEN_IDS,
-    },
-    "qwen3_5": {
-        "text_config": HYBRID_TEXT,
-        "vision_config": {**TOWER, "num_position_embeddings": 64},
-        **QWEN_IDS,
-    },
-    "qwen3_5_moe": {
-        "text_config": {**HYBRID_TEXT, **EXPERTS, "shared_expert_intermediate_size": 32},
-        "vision_config": {**TOWER, "num_position_embeddings": 64},
-        **QWEN_IDS,
-    },
+    "qwen3_vl": of_qwen({**TEXT, "rope_parameters": INTERLEAVED}, deepstack_visual_indexes=[0, 1]),
+    "qwen3_vl_moe": of_qwen(
+        {**TEXT, **EXPERTS, "rope_parameters": INTERLEAVED}, deepstack_visual_indexes=[0]
+    ),
+    "qwen3_5": of_qwen(HYBRID_TEXT),
+    "qwen3_5_moe": of_qwen({**HYBRID_TEXT, **EXPERTS, "shared_expert_intermediate_size": 32}),
     "gemma3": {
         "text_config": {**GEMMA_TEXT, "query_pre_attn_scalar": 8},
-        "vision_config": {
-            **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2},
-            **{"image_size": 56, "patch_size": 14},
-        },
+        "vision_config": {**GEMMA_TOWER, "image_size": 56, "patch_size": 14},
         **{"mm_tokens_per_image": 4, "image_token_index": IMAGE_ID, "image_token_id": IMAGE_ID},
         **{"boi_token_index": IMAGE_ID - 2, "eoi_token_index": IMAGE_ID - 1},
     },
     "gemma4": {
         "text_config": {
-            **GEMMA_TEXT,
-            **{
-                "global_head_dim": 16,
-                "num_global_key_value_heads": 1,
-                "use_bidirectional_attention": "vision",
-            },
-            **{"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 64, "num_kv_shared_layers": 0},
+            **{**GEMMA_TEXT, "global_head_dim": 16, "num_global_key_value_heads": 1},
+            **{"use_bidirectional_attention": "vision", "num_kv_shared_layers": 0},
+            **{"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 64},
         },
         "vision_config": {
-            **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2},
-            **{"num_key_value_heads": 2, "head_dim": 16, "patch_size": 8, "pooling_kernel_size": 2},
-            **{"position_embedding_size": 64, "default_output_length": 70},
+            **{**GEMMA_TOWER, "num_key_value_heads": 2, "head_dim": 16, "patch_size": 8},
+            **{"pooling_kernel_size": 2, "position_embedding_size": 64, "default_output_length": 70},
         },
         "audio_config": None,
         **{"image_token_id": IMAGE_ID, "video_token_id": IMAGE_ID + 1, "audio_token_id": IMAGE_ID + 2},
@@ -106,9 +93,9 @@ CONFIGS = {
 }
 
 
-def save_vision_model(folder: Path, kind: str, **text: Any) -> Path:
+def save_vision_model(folder, kind, **text):
     """A random model of a type, saved as a user would have it on disk; `text` is of Qwen's language model."""
-    settings: dict[str, Any] = copy.deepcopy(CONFIGS[kind])
+    settings = copy.deepcopy(CONFIGS[kind])
     if text:
         settings["text_config"] |= text
         if "rope_parameters" in settings["text_config"]:
@@ -150,7 +137,7 @@ def save_vision_model(folder: Path, kind: str, **text: Any) -> Path:
     return folder
 
 
-def processor_of(kind: str) -> Any:
+def processor_of(kind):
     """Of a type's images."""
     if kind == "gemma3":
         return Gemma3ImageProcessorPil(size={"height": 56, "width": 56})
@@ -164,10 +151,10 @@ def processor_of(kind: str) -> Any:
 class OfGemma4:
     """What transformers' own does, which it cannot be imported for without torchvision."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
 
-    def __call__(self, text: list[str], images: list[list[Image.Image]], **settings: Any) -> dict[str, Any]:
+    def __call__(self, text, images, **settings):
         pixels = processor_of("gemma4")(images[0], return_tensors="pt")
         for count in pixels.pop("num_soft_tokens_per_image"):
             text = [text[0].replace(IMAGE, START + "<SOFT>" * int(count) + END, 1)]
@@ -176,7 +163,7 @@ class OfGemma4:
         return {"input_ids": tokens["input_ids"], "mm_token_type_ids": kinds, **pixels}
 
 
-def picture(width: int, height: int) -> Image.Image:
+def picture(width, height):
     """Random colours."""
     seed = int(torch.randint(2**31, ()))
     pixels = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)

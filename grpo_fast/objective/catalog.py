@@ -1,4 +1,4 @@
-"""The policy losses by name, with the papers that define them, and the methods that are made of them.
+"""Catalog of the policy losses and of the methods built on them, with their papers.
 
 A policy loss is a sum over tokens of  weight × (surrogate + β · KL).  The surrogate is a function in
 `surrogates.py`, the weight comes from the aggregation, the ratio from its level.
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from grpo_fast.objective.config import GRPOLossConfig
 
-Settings = dict[str, Any]  # values by key of the configuration, such as "loss.beta"
+Settings = dict[str, Any]  # values by configuration key, such as "loss.beta"
 Aggregation = Literal["sequence_mean", "token_mean", "constant_length", "sequence_sum"]
 RatioLevel = Literal["token", "sequence", "sequence_token", "product"]
 KLEstimator = Literal["k1", "k2", "k3", "exact"]
@@ -24,53 +24,39 @@ Bounds = tuple[float, float, float]  # as `LossConstants` has them: low, high, c
 
 @dataclass(frozen=True)
 class LossFacts:
-    """One row of the catalogue: a policy loss, and what its paper sets beside it where it is a method."""
+    """One row of the catalog: a policy loss, and the settings of the method of the same name."""
 
     paper: str
     aggregation: Aggregation
-    surrogate: str  # a function of `surrogates.py`, or `module:function` of one's own
-    cuts: tuple[str, ...] = ()  # where it cuts a ratio: the metrics clip_ratio/*
-    fused: Callable[[GRPOLossConfig], Bounds] | None = None  # of the kernel's branch of that name; None: none
-    epsilon: tuple[float | None, float | None] | None = None  # (low, high) by default; None: no clipping
+    surrogate: str  # a function of `surrogates.py`, or a custom `module:function`
+    cuts: tuple[str, ...] = ()  # where it clips the ratio: the metrics clip_ratio/*
+    fused: Callable[[GRPOLossConfig], Bounds] | None = None  # bounds for the kernel's branch; None: no branch
+    epsilon: tuple[float | None, float | None] | None = None  # default (low, high); None: no clipping
     absolute_ceiling: bool = False  # epsilon_high is the ceiling of the ratio itself
-    moves_without_advantage: bool = False  # a token without an advantage has a gradient
-    weighs_sampler: bool = False  # the sampler's token ratios go into a sequence weight of its own
-    fields: tuple[str, ...] = ()  # of the configuration, that not every loss reads
+    moves_without_advantage: bool = False  # a token with advantage 0 has a gradient
+    weighs_sampler: bool = False  # multiplies the sampler's token ratios into its own sequence weight
+    fields: tuple[str, ...] = ()  # configuration fields that not every loss reads
     choosable_levels: tuple[RatioLevel, ...] = ("token",)  # of the importance ratio; the first by default
     kl_estimator: KLEstimator = "k3"
     forbids_kl: str = ""  # why a KL term is refused
-    estimator: Settings = field(default_factory=dict)  # what makes advantages of rewards
+    estimator: Settings = field(default_factory=dict)  # how the method computes advantages
     sets: Settings = field(default_factory=dict)  # the method's other settings
 
 
-def _clip_bounds(config: GRPOLossConfig) -> Bounds:
-    """Of the log-ratio."""
+def clip_bounds(config: GRPOLossConfig) -> Bounds:
+    """Return the bounds of the log-ratio."""
     low, high = config.epsilon_low or 0.0, config.epsilon_high or 0.0
     cap = math.inf if config.delta is None else math.log(config.delta)
     return math.log1p(-low) if low < 1 else -math.inf, math.log1p(high), cap
 
 
 def _plain_bounds(config: GRPOLossConfig) -> Bounds:
-    """Of the ratio itself, or of the divergence."""
+    """Return the bounds of the ratio itself, or of the divergence."""
     return config.epsilon_low or 0.0, config.epsilon_high or 0.0, config.dppo_ratio_max
 
 
-def _sapo_bounds(config: GRPOLossConfig) -> Bounds:
-    """Its two temperatures."""
-    return config.sapo_temperature_neg, config.sapo_temperature_pos, 0.0
-
-
-def _dro_bounds(config: GRPOLossConfig) -> Bounds:
-    """The weight of its penalty, in the place of the cap."""
-    return 0.0, 0.0, config.dro_beta
-
-
 _RANGE = ("epsilon_low", "epsilon_high")
-_SAPO = ("sapo_temperature_pos", "sapo_temperature_neg")
 _VESPO = ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")
-_CLIP_COV = ("clip_cov_ratio", "clip_cov_low", "clip_cov_high")
-_KL_COV = ("kl_cov_ratio", "kl_cov_coef")
-_DPPO = (*_RANGE, "dppo_ratio_max")
 _UNSCALED = {"advantage.scale_rewards": "none"}
 _RESAMPLED = {"advantage.dynamic_sampling": True, "advantage.max_draws": 10}
 _ANY: tuple[RatioLevel, ...] = ("token", "sequence", "sequence_token")
@@ -78,24 +64,24 @@ _clip = partial(
     LossFacts,
     surrogate="clip",
     cuts=("low", "high", "delta"),
-    fused=_clip_bounds,
+    fused=clip_bounds,
     epsilon=(0.2, 0.2),
     fields=(*_RANGE, "delta"),
     choosable_levels=_ANY,
 )
 _gspo = partial(_clip, aggregation="sequence_mean", epsilon=(3e-4, 4e-4))
-# The settings: verl's examples/dppo_trainer/run_qwen30b_dppo.sh, written by its authors.
+# Settings: verl's examples/dppo_trainer/run_qwen30b_dppo.sh, written by the paper's authors.
 _dppo = partial(
     LossFacts,
     aggregation="token_mean",
     cuts=("low", "high"),
     fused=_plain_bounds,
-    fields=_DPPO,
+    fields=(*_RANGE, "dppo_ratio_max"),
     estimator=_UNSCALED,
     sets={"loss.aggregation": "constant_length", "loss.dppo_ratio_max": 10000, "old_logprobs": "sampler"},
 )
 
-# A comment says whose values a row's settings are, where they are not the paper's equations.
+# A comment names the source of a row's settings where it is not the paper's equations.
 CATALOG: dict[str, LossFacts] = {
     # Section 4.2: the KL coefficient; epsilon is not stated there, 0.2 is PPO's.
     "grpo": _clip("DeepSeekMath, arXiv 2402.03300, eq. 3", "sequence_mean", sets={"loss.beta": 0.04}),
@@ -157,7 +143,11 @@ CATALOG: dict[str, LossFacts] = {
         sets={"advantage.dynamic_sampling": True, "advantage.soft_overlong": 0.2},
     ),
     "sapo": LossFacts(
-        "SAPO, arXiv 2511.20347, eq. 5 and 6", "sequence_mean", "sapo", fused=_sapo_bounds, fields=_SAPO
+        "SAPO, arXiv 2511.20347, eq. 5 and 6",
+        "sequence_mean",
+        "sapo",
+        fused=lambda config: (config.sapo_temperature_neg, config.sapo_temperature_pos, 0.0),
+        fields=("sapo_temperature_pos", "sapo_temperature_neg"),
     ),
     # And recipe/vespo/run of FloyedShen/VESPO.
     "vespo": LossFacts("VESPO, arXiv 2602.10693", "token_mean", "vespo", weighs_sampler=True, fields=_VESPO),
@@ -189,7 +179,7 @@ CATALOG: dict[str, LossFacts] = {
         "DRO, arXiv 2405.19107, of each token as verl and Tinker have it",
         aggregation="token_mean",
         surrogate="dro",
-        fused=_dro_bounds,
+        fused=lambda config: (0.0, 0.0, config.dro_beta),  # in place of the cap
         moves_without_advantage=True,
         fields=("dro_beta",),
         estimator=_UNSCALED,
@@ -201,7 +191,7 @@ CATALOG: dict[str, LossFacts] = {
         surrogate="clip_cov",
         cuts=("low", "high", "covariance"),
         fused=None,
-        fields=(*_RANGE, *_CLIP_COV),
+        fields=(*_RANGE, "clip_cov_ratio", "clip_cov_low", "clip_cov_high"),
         choosable_levels=("token",),
         sets={"loss.epsilon_low": 1.0, "loss.epsilon_high": 1.0} | _RESAMPLED,
     ),
@@ -211,7 +201,7 @@ CATALOG: dict[str, LossFacts] = {
         "token_mean",
         "kl_cov",
         cuts=("covariance",),
-        fields=_KL_COV,
+        fields=("kl_cov_ratio", "kl_cov_coef"),
         sets={"loss.kl_cov_ratio": 2e-3} | _RESAMPLED,
     ),
     "dppo_tv": _dppo("DPPO-Binary-TV, arXiv 2602.04879", surrogate="dppo_tv", epsilon=(0.15, 0.15)),
@@ -273,12 +263,12 @@ METHODS: dict[str, Settings] = {
     # The paper takes lambda and beta of every size; these are TRL's defaults.
     "gkd": {"loss.loss_type": "opd", "loss.jsd_beta": 0.5, "rollout.on_policy_share": 0.5},
 }
-"""What each method sets over the defaults: every loss, and those that take another's surrogate."""
+"""Settings of each method: those of every loss, and of methods that use another method's loss."""
 
 LOSS_TYPES = tuple(CATALOG)
 
 
 def loss_specific(names: Iterable[str] | None = None) -> frozenset[str]:
-    """Fields of the configuration that not every loss reads, of these losses or of all."""
+    """Return the configuration fields that not every loss reads, of these losses or of all."""
     rows = CATALOG | DISTILLATION
     return frozenset[str]().union(*(rows[name].fields for name in names or rows))

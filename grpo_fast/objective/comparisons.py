@@ -1,7 +1,4 @@
-"""The losses of fixed completions by name, with the papers that define them, and what chooses one.
-
-Their formulas are in `pairs.py` and `ranking.py`, by the same names.
-"""
+"""Catalog and configuration of the losses of fixed completions; formulas: `pairs.py` and `ranking.py`."""
 
 from __future__ import annotations
 
@@ -15,10 +12,10 @@ from grpo_fast.objective.config import AS_WRITTEN, check_fields, option, refuse_
 
 @dataclass(frozen=True)
 class PreferenceFacts:
-    """One row of the catalogue."""
+    """One row of the catalog."""
 
     paper: str
-    fields: frozenset[str] = frozenset()  # of the configuration, that not every loss reads
+    fields: frozenset[str] = frozenset()  # configuration fields that not every loss reads
     beta: float | None = 0.1  # the usual value; None: the loss has no beta
     needs_reference: bool = True
     averaged: bool = False  # log-probabilities per token instead of per sequence
@@ -35,7 +32,7 @@ PREFERENCE_LOSSES: dict[str, PreferenceFacts] = {
     "cdpo": PreferenceFacts("Mitchell 2023, A note on DPO with noisy preferences", _EPSILON),
     "robust": PreferenceFacts("Provably robust DPO, arXiv 2403.00409", _EPSILON),
     "ipo": PreferenceFacts("IPO, arXiv 2310.12036, eq. 17, on log-ratios per token", averaged=True),
-    "hinge": PreferenceFacts("RSO, arXiv 2309.06657: SLiC's hinge on normalised likelihoods"),
+    "hinge": PreferenceFacts("RSO, arXiv 2309.06657: SLiC's hinge on normalized likelihoods"),
     "kto": PreferenceFacts("KTO, arXiv 2402.01306", _WEIGHTS, paired=False, takes_margins=False),
     "simpo": _alone("SimPO, arXiv 2405.14734, eq. 6", _EPSILON | {"gamma"}, beta=2.0, averaged=True),
     "orpo": _alone("ORPO, arXiv 2403.07691, eq. 7; beta is its λ", averaged=True),
@@ -52,21 +49,17 @@ _LOSS_SPECIFIC = CUSTOM.fields | frozenset[str]().union(
 
 
 def label_of(loss_type: str) -> str:
-    """The name of a loss in its metric: of a custom one that of its function."""
+    """Return the name of a loss in metrics: for a custom loss, its function's name."""
     return loss_type.rpartition(":")[2].partition("@")[0]
 
 
 @dataclass(frozen=True)
 class PreferenceLossConfig:
-    """One loss, or a weighted sum of several, and its constants.
+    """One loss, or a weighted sum of several, and its constants, or ValueError for a contradiction.
 
-    A field that none of the losses reads must be left alone; `beta` holds the value in force once the
-    configuration is made. A factor on the log-ratio of the policy to the reference is a beta, whatever else a
-    method calls it; a bonus for correctness or syntax is a margin of its pair and is not multiplied by beta.
-
-    Raises:
-        ValueError: a value out of its range, or contradicting another; the message names the field, the
-            value and the remedy.
+    Leave fields alone that none of the losses reads. After construction `beta`, the factor on the log-ratio
+    of policy to reference, holds the value in force. A bonus for correctness is a margin of its pair, which
+    beta does not multiply.
     """
 
     __pydantic_config__: ClassVar = AS_WRITTEN
@@ -74,25 +67,13 @@ class PreferenceLossConfig:
     loss_type: str | list[str] | tuple[str, ...] = option(
         "sigmoid", "one loss, or a list for their weighted sum; `module:function` is a custom one"
     )
-    loss_weights: list[float] | tuple[float, ...] | None = option(
-        None, "one for each loss of the sum; null: all 1"
-    )
-    columns: list[str] | tuple[str, ...] = option(
-        (), "for a custom loss: numeric columns of a pair's row, in `scores.columns`"
-    )
-    beta: float | None = option(
-        None,
-        "weight of the log-ratio to the reference; null: the usual value of the loss, 0.1 for most",
-        gt=0,
-    )
-    label_smoothing: float = option(
-        0.0, "share of pairs believed to be labelled the wrong way round, in [0, 0.5)", ge=0, lt=0.5
-    )
-    gamma: float = option(
-        0.5, "simpo: the margin that every pair must keep, in units of beta x log-probability", ge=0
-    )
-    desirable_weight: float = option(1.0, "kto: weight of wanted completions", ge=0)
-    undesirable_weight: float = option(1.0, "kto: weight of unwanted completions", ge=0)
+    loss_weights: list[float] | tuple[float, ...] | None = option(None, "one per loss; null: all 1")
+    columns: list[str] | tuple[str, ...] = option((), "custom loss: numeric columns, in scores.columns")
+    beta: float | None = option(None, "weight of the log-ratio; null: the loss's usual, mostly 0.1", gt=0)
+    label_smoothing: float = option(0.0, "share of pairs with swapped labels, in [0, 0.5)", ge=0, lt=0.5)
+    gamma: float = option(0.5, "simpo: margin of every pair, in units of beta x log-probability", ge=0)
+    desirable_weight: float = option(1.0, "kto: weight of desirable completions", ge=0)
+    undesirable_weight: float = option(1.0, "kto: weight of undesirable completions", ge=0)
     cpo_alpha: float = option(1.0, "cpo: weight of the chosen completions' likelihood", ge=0)
 
     def __post_init__(self) -> None:
@@ -102,17 +83,20 @@ class PreferenceLossConfig:
             if name in ("aot", "aot_unpaired"):
                 raise ValueError(f"loss_type = {name!r} was removed; use 'sigmoid', DPO's own")
             if name not in PREFERENCE_LOSSES and ":" not in name:
-                raise ValueError(
-                    f"loss_type = {name!r} is unknown; choose among {', '.join(sorted(PREFERENCE_LOSSES))}, "
-                    "or give your own function as 'module:function'"
-                )
+                known = ", ".join(sorted(PREFERENCE_LOSSES))
+                raise ValueError(f"loss_type = {name!r} is unknown; choose among {known}, or module:function")
         self._check_sum()
         if len({*self.columns}) < len(self.columns):
             raise ValueError(f"columns = {list(self.columns)} names one twice; name each once")
         read = frozenset[str]().union(*(facts.fields for facts in self.facts))
         refuse_unread(self, _LOSS_SPECIFIC - read, f"by loss_type = {self.loss_type!r}")
         if self.beta is None:
-            object.__setattr__(self, "beta", self._usual_beta())
+            usual = {facts.beta for facts in self.facts if facts.beta is not None}
+            if len(usual) > 1:
+                raise ValueError(
+                    f"beta is missing: the losses' usual values differ ({sorted(usual)}); set it"
+                )
+            object.__setattr__(self, "beta", usual.pop() if usual else 1.0)
 
     @property
     def loss_types(self) -> tuple[str, ...]:
@@ -142,7 +126,7 @@ class PreferenceLossConfig:
         return self.facts[0].averaged
 
     def check_margins(self) -> None:
-        """Raise ValueError where margins are given and the losses have no place for them."""
+        """Raise ValueError if no loss takes margins."""
         if not any(facts.takes_margins for facts in self.facts):
             raise ValueError(f"loss_type = {self.loss_type!r} has no place for margins; leave them out")
 
@@ -153,29 +137,14 @@ class PreferenceLossConfig:
         if weights is not None and (
             len(weights) != len(types) or not all(math.isfinite(weight) and weight > 0 for weight in weights)
         ):
-            raise ValueError(
-                f"loss_weights = {list(weights)} must be one number above zero for each of loss_type = "
-                f"{list(types)}"
-            )
+            raise ValueError(f"loss_weights = {list(weights)}: give one number above 0 for each loss_type")
         if len({facts.paired for facts in self.facts}) > 1:
-            raise ValueError(
-                f"loss_type = {list(types)} mixes kto, which reads single labelled completions, with losses "
-                "of pairs; train with one kind"
-            )
-
-    def _usual_beta(self) -> float:
-        usual = {facts.beta for facts in self.facts if facts.beta is not None}
-        if len(usual) > 1:
-            raise ValueError(
-                f"beta is missing: the usual values of {list(self.loss_types)} differ ({sorted(usual)}), and "
-                "the losses of a sum share one; give it"
-            )
-        return usual.pop() if usual else 1.0
+            raise ValueError(f"loss_type = {list(types)} mixes kto with losses of pairs; train with one kind")
 
 
 RankingObjective = Literal["plackett_luce", "group_relative", "pairwise", "advantage", "advantage_likelihood"]
 
-# Fields that each objective reads, besides its name.
+# Fields that each objective reads.
 _READS = {
     "plackett_luce": {"score", "length_normalised", "temperature"},
     "group_relative": {"score", "temperature"},
@@ -187,37 +156,28 @@ _READS = {
 
 @dataclass(frozen=True)
 class RankingLossConfig:
-    """Which objective, and its constants. A field that it does not read must be left alone.
+    """Which objective, and its constants, or ValueError for a field that the objective does not read.
 
     | objective | what it does |
     |---|---|
     | `plackett_luce` | likelihood of the whole order, ties included, under scores divided by `temperature` |
     | `group_relative` | `plackett_luce` of scores per token, for which a temperature of 0.1 is usual |
     | `pairwise` | logistic loss of every two responses of different rank |
-    | `advantage` | standardised ranks as advantages, clipped ratio to the policy that wrote the responses |
+    | `advantage` | standardized ranks as advantages, clipped ratio to the policy that wrote the responses |
     | `advantage_likelihood` | likelihood of each response, weighted by exp(advantage / `temperature`) |
-
-    Raises:
-        ValueError: an unknown objective, a value out of its range, or one that the objective does not read.
     """
 
     __pydantic_config__: ClassVar = AS_WRITTEN
 
-    objective: RankingObjective = option(
-        "plackett_luce", "of the whole order, of every two responses, or of ranks as advantages"
-    )
-    score: Literal["logratio", "logprob"] = option(
-        "logratio", "log-probability against the reference model's, or without one"
-    )
+    objective: RankingObjective = option("plackett_luce", "of the order, of pairs, or of ranks as advantages")
+    score: Literal["logratio", "logprob"] = option("logratio", "with or without the reference model")
     length_normalised: bool = option(False, "scores are per token")
     temperature: float | None = option(
         None,
-        "divides scores, as 1 / beta of DPO; null: 10, 1 for scores per token, and group_relative's 0.1",
+        "divides scores, as 1 / beta of DPO; null: 10, 1 for scores per token, 0.1 for group_relative",
         gt=0,
     )
-    epsilon_low: float = option(
-        0.2, "advantage: how far the ratio may fall below 1 in the whole training", gt=0
-    )
+    epsilon_low: float = option(0.2, "advantage: how far the ratio may fall below 1 in a whole run", gt=0)
     epsilon_high: float = option(0.2, "advantage: how far it may rise above 1", gt=0)
 
     def __post_init__(self) -> None:
@@ -244,5 +204,5 @@ class RankingLossConfig:
 
     @property
     def averaged(self) -> bool:
-        """Whether log-probabilities per token are what training moves."""
+        """Whether training moves log-probabilities per token."""
         return self.per_token or self.objective == "advantage"

@@ -1,4 +1,4 @@
-"""What is left of rewards by each baseline, and by what it is divided: the words of `advantage`."""
+"""Baselines and scales of advantages: the words of the section `advantage`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GroupStatistics:
-    """What a baseline or a scale may read beside the advantages so far."""
+    """Statistics of the rewards that a baseline or a scale may read."""
 
     rewards: Tensor  # (G, n)
-    centred: Tensor  # (G, n) about the group's mean; zero where there is none, and in flat groups
+    centred: Tensor  # (G, n) rewards minus the group's mean; zero where there is none, and in flat groups
     valid: Tensor  # (G, n) bool: where a reward is a number
     count: Tensor  # (G, 1) of them in the group
     total: Callable[[Tensor], Tensor]  # (G, n) -> (G, 1): summed over the group
@@ -24,11 +24,11 @@ class GroupStatistics:
 
 
 Estimator: TypeAlias = "Callable[[Tensor, GroupStatistics], Tensor]"
-"""Advantages so far, (G, n), at first the centred rewards, to advantages (G, n)."""
+"""Maps advantages (G, n), at first the centered rewards, to advantages (G, n)."""
 
 
 def leave_one_out(advantages: Tensor, of: GroupStatistics) -> Tensor:
-    """r_i minus the mean of the others is the centred reward times n / (n - 1)."""
+    """Subtract the mean of the other rewards, which is the centered reward times n / (n - 1)."""
     return advantages * (of.count / (of.count - 1).clamp(min=1))
 
 
@@ -53,14 +53,14 @@ def by_mean(advantages: Tensor, of: GroupStatistics) -> Tensor:
     rewards = of.rewards.where(of.valid, 0.0)
     if (rewards < 0).any():
         raise ValueError(
-            f"advantage.scale_rewards = 'mean' divides by a group's mean reward, and a reward is "
+            f"advantage.scale_rewards = 'mean' divides by a group's mean, and a reward is "
             f"{rewards.min().item():g}: give rewards of at least 0, or set scale_rewards to group"
         )
     return advantages / (of.total(rewards) / of.count.clamp(min=1) + of.eps)
 
 
 BASELINES: dict[str, Estimator] = {"mean": lambda advantages, _: advantages, "leave_one_out": leave_one_out}
-"""Of each completion: the group's mean, or the mean of the others. A row more is a word more."""
+"""Baselines by name. Add a row to make a new value valid in the configuration."""
 
 SCALES: dict[str, Estimator] = {
     "group": by_group,
@@ -69,9 +69,9 @@ SCALES: dict[str, Estimator] = {
     "mean": by_mean,
     "none": lambda advantages, _: advantages,
 }
-"""By the deviation of the group, the batch or all tokens about their mean, by the group's mean, or not."""
+"""Divisors by name: deviation of the group, the batch or all tokens, the group's mean, or none."""
 
 
 def deviation(values: Tensor) -> Tensor:
-    """() unbiased standard deviation; zero of fewer than two values."""
+    """Return the unbiased standard deviation (); zero for fewer than two values."""
     return values.std() if values.numel() > 1 else values.new_zeros(())

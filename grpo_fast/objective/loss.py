@@ -31,24 +31,25 @@ from grpo_fast.objective.types import (
 
 
 def policy_loss(inputs: LossInputs, config: GRPOLossConfig, entropy_coef: float | None = None) -> LossOutputs:
-    """The loss that `config.loss_type` names, for one micro-batch.
+    """Compute the loss that `config.loss_type` names, for one micro-batch.
 
         loss = Σ_t w_t (keep_t · c_t · surrogate_t + β · kl_t) − entropy_coef · Σ_t e_t · entropy_t
 
     w: the loss's aggregation over the whole step (`StepTotals`); keep: the entropy and off-policy masks;
     c: the sampler correction, times `LossInputs.policy_weights`; e: a mean over the tokens that the entropy
-    mask keeps. Losses and metrics of a step's micro-batches add up to the step's. clip_cov, kl_cov and
-    top_entropy_quantile are the exception: they choose tokens within the micro-batch.
+    mask keeps. Losses and metrics of micro-batches add up to the step's, except for clip_cov, kl_cov and
+    top_entropy_quantile, which choose tokens within the micro-batch.
 
     Args:
-        entropy_coef: in place of the configuration's.
+        inputs: the micro-batch.
+        config: the loss and its constants.
+        entropy_coef: replaces the configuration's.
 
     Returns:
-        `loss` () and `metrics`, see `LossOutputs`. A custom loss (`module:function`) returns its own.
+        The loss () and metrics. A custom loss (`module:function`) returns its own.
 
     Raises:
-        ValueError: an input that the configuration needs is missing, or a token column requires grad that a
-            built-in loss reads.
+        ValueError: a needed input is missing, or a token column that is read as a constant requires grad.
     """
     if config.is_custom:
         return _load_custom(config.loss_type)(inputs)
@@ -56,8 +57,14 @@ def policy_loss(inputs: LossInputs, config: GRPOLossConfig, entropy_coef: float 
     entropy_coef = config.entropy_coef if entropy_coef is None else entropy_coef
     _check(inputs, config, entropy_coef)
     totals = inputs.totals or step_totals(inputs.loss_mask, inputs.num_sequences)
-    inputs = _cleaned(inputs)
-    tokens = _tokens(inputs, config)
+    inputs = _zero_masked(inputs)
+    logprobs, segments = inputs.logprobs, inputs.sequences
+    old_logprobs = logprobs.detach() if inputs.old_logprobs is None else inputs.old_logprobs
+    correction = None
+    if inputs.sampler_logprobs is not None:
+        correction = sampler_weights(old_logprobs, inputs.sampler_logprobs, segments, config)
+    advantages = inputs.advantages.to(logprobs.dtype)
+    tokens = PolicyTokens(logprobs, old_logprobs, advantages, segments, correction)
     keep, entropy_mean = _kept(inputs, tokens, totals, config)
     terms, surrogate, kl = token_terms(
         tokens, config, keep, inputs.ref_logprobs, inputs.policy_weights, exact_kl=inputs.exact_kl
@@ -78,13 +85,13 @@ def token_terms(
     kl_level: RatioLevel = "token",
     exact_kl: Tensor | None = None,
 ) -> tuple[Tensor, Surrogate, Tensor | None]:
-    """keep_t · c_t · surrogate_t + β · kl_t of each token, (N,), and the surrogate and the KL in it.
+    """Compute keep_t · c_t · surrogate_t + β · kl_t of each token, (N,), and the surrogate and the KL in it.
 
     Args:
         keep: (N,) bool; None: all.
-        kl_level: of the ratio that corrects the KL. Each token's own, at whichever level the surrogate's is:
-            DeepSeek-V3.2, arXiv 2512.02556, eq. 7.
-        exact_kl: (N,), in place of an estimate where the configuration says so.
+        kl_level: level of the ratio that corrects the KL; "token" as in DeepSeek-V3.2, arXiv 2512.02556,
+            eq. 7, whichever level the surrogate's ratio has.
+        exact_kl: (N,), for kl_estimator "exact".
     """
     surrogate = surrogate_of(config)(tokens, config)
     terms = surrogate.loss
@@ -107,24 +114,20 @@ def token_terms(
 
 
 def resolve_loss(loss: str | GRPOLossConfig) -> LossFunction:
-    """The function `LossInputs -> LossOutputs` behind a name, an import path or a configuration.
+    """Return the function `LossInputs -> LossOutputs` of a loss.
 
     Args:
-        loss: a word of `catalog.CATALOG`, a user's `package.module:function`, or a whole configuration.
-
-    Raises:
-        ValueError: the name is unknown, or the path does not lead to a function.
+        loss: a name of `catalog.CATALOG`, a `package.module:function`, or a configuration.
     """
     config = GRPOLossConfig(loss_type=loss) if isinstance(loss, str) else loss
     return _load_custom(config.loss_type) if config.is_custom else partial(policy_loss, config=config)
 
 
 def _load_custom(path: str) -> LossFunction:
-    """A user's own loss by import path; TypeError when it returns something other than `LossOutputs`."""
     function = load_once(path, "loss_type")
 
     def checked(inputs: LossInputs) -> LossOutputs:
-        if not len(inputs.logprobs):  # a rank without whole groups of this step, where a mean would be NaN
+        if not len(inputs.logprobs):  # a rank without groups in this step, where a mean would be NaN
             return LossOutputs(inputs.logprobs.sum())
         outputs = function(inputs)
         if not isinstance(outputs, LossOutputs):
@@ -138,36 +141,18 @@ def _load_custom(path: str) -> LossFunction:
     return checked
 
 
-def _cleaned(inputs: LossInputs) -> LossInputs:
-    """The inputs with zeros in place of what `loss_mask` leaves out."""
-    names = (
-        "logprobs",
-        "entropy",
-        "exact_kl",
-        *(name for name, dtypes in TOKEN_COLUMNS.items() if dtypes is FLOATS),
-    )
-    found = {name: getattr(inputs, name) for name in names}
-    clean: dict[str, Any] = {
-        name: torch.where(inputs.loss_mask, v, 0) for name, v in found.items() if v is not None
-    }
-    return replace(inputs, **clean)
-
-
-def _tokens(inputs: LossInputs, config: GRPOLossConfig) -> PolicyTokens:
-    logprobs = inputs.logprobs
-    segments = inputs.sequences
-    old_logprobs = logprobs.detach() if inputs.old_logprobs is None else inputs.old_logprobs
-    advantages = inputs.advantages.to(logprobs.dtype)
-    correction = None
-    if inputs.sampler_logprobs is not None:
-        correction = sampler_weights(old_logprobs, inputs.sampler_logprobs, segments, config)
-    return PolicyTokens(logprobs, old_logprobs, advantages, segments, correction)
+def _zero_masked(inputs: LossInputs) -> LossInputs:
+    names = ["logprobs", "entropy", "exact_kl"]
+    names += [name for name, dtypes in TOKEN_COLUMNS.items() if dtypes is FLOATS]
+    given = {name: getattr(inputs, name) for name in names}
+    kept: dict[str, Any] = {n: torch.where(inputs.loss_mask, v, 0) for n, v in given.items() if v is not None}
+    return replace(inputs, **kept)
 
 
 def _kept(
     inputs: LossInputs, tokens: PolicyTokens, totals: StepTotals, config: GRPOLossConfig
 ) -> tuple[Tensor, Tensor]:
-    """The tokens whose policy term counts, (N,) bool, and the weights of the entropy's mean, (N,)."""
+    """Return which tokens' policy term counts, (N,) bool, and the weights of the mean entropy, (N,)."""
     keep = mask = inputs.loss_mask
     entropy_mean = token_weights("token_mean", tokens.segments, totals)
     if config.top_entropy_quantile < 1:
@@ -176,38 +161,30 @@ def _kept(
         kept_share = keep.sum().clamp(min=1) / mask.sum().to(entropy_mean.dtype)
         entropy_mean = entropy_mean * keep / kept_share
     if config.off_policy_mask_threshold is not None:
-        behaviour = tokens.old_logprobs if inputs.sampler_logprobs is None else inputs.sampler_logprobs
-        threshold = config.off_policy_mask_threshold
-        keep = keep & off_policy_keep(
-            tokens.logprobs, behaviour, tokens.advantages, tokens.segments, threshold
-        )
+        behavior = tokens.old_logprobs if inputs.sampler_logprobs is None else inputs.sampler_logprobs
+        limit = config.off_policy_mask_threshold
+        keep = keep & off_policy_keep(tokens.logprobs, behavior, tokens.advantages, tokens.segments, limit)
     return keep, entropy_mean
+
+
+_REMEDIES = {
+    "exact_kl": "give linear_kl's (linear_grpo_loss: ref_hidden and ref_weight), or another kl_estimator",
+    "ref_logprobs": "give the reference model's log-probabilities, or set beta = 0",
+    "entropy": "ask the head for outputs=('logprob', 'entropy'), or set no key of the entropy",
+    "sampler_logprobs": "have the engine report them, or set sampler_correction = 'none'",
+}
 
 
 def _check(inputs: LossInputs, config: GRPOLossConfig, entropy_coef: float) -> None:
     if config.distills:
-        raise ValueError(
-            f"loss_type = {config.loss_type!r} compares whole distributions, and a policy loss gets "
-            "log-probabilities of tokens; call grpo_fast.linear_kl, or train with `method: opd`"
-        )
-    if config.needs_exact_kl and inputs.exact_kl is None:
-        raise ValueError(
-            f"exact_kl is None, but beta = {config.beta} weighs it; give linear_kl's divergence of the "
-            "tokens (linear_grpo_loss: ref_hidden and ref_weight), or another kl_estimator"
-        )
-    of_tokens = config.needs_reference and not (config.kl_in_reward or config.needs_exact_kl)
-    if of_tokens and inputs.ref_logprobs is None:
-        raise ValueError(
-            f"ref_logprobs is None, but beta = {config.beta} weighs a KL to the reference model; give its "
-            "log-probabilities of the tokens, or set beta = 0"
-        )
-    if (config.needs_entropy or entropy_coef > 0) and inputs.entropy is None:
-        raise ValueError(
-            "entropy is None, but entropy_coef, use_adaptive_entropy or top_entropy_quantile needs it; ask "
-            "the head for outputs=('logprob', 'entropy')"
-        )
-    if config.needs_sampler and inputs.sampler_logprobs is None:
-        raise ValueError(
-            f"sampler_logprobs is None, but sampler_correction = {config.sampler_correction!r} corrects for "
-            "them; have the engine report them, or set sampler_correction = 'none'"
-        )
+        name = f"loss_type = {config.loss_type!r}"
+        raise ValueError(f"{name} compares distributions; call linear_kl, or train with method: opd")
+    reads = {
+        "exact_kl": config.needs_exact_kl,
+        "ref_logprobs": config.needs_reference and not (config.kl_in_reward or config.needs_exact_kl),
+        "entropy": config.needs_entropy or entropy_coef > 0,
+        "sampler_logprobs": config.needs_sampler,
+    }
+    for name, needed in reads.items():
+        if needed and getattr(inputs, name) is None:
+            raise ValueError(f"{name} is None, and the loss reads it: {_REMEDIES[name]}")

@@ -1,4 +1,4 @@
-"""What a policy loss reports. Names are TRL's where TRL has them; see `LossOutputs` for how they combine."""
+"""Metrics of a policy loss, named as in TRL; `LossOutputs` says how those of micro-batches combine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from grpo_fast.objective.config import GRPOLossConfig
 from grpo_fast.objective.surrogates import PolicyTokens, Surrogate
 from grpo_fast.objective.types import LossInputs, StepTotals, present, token_weights
 
-RATIO_BAND = 0.1  # a ratio beyond 1 ± this is more than rounding
+RATIO_BAND = 0.1  # rounding keeps ratios within 1 ± this
 
 
 def policy_metrics(
@@ -23,15 +23,10 @@ def policy_metrics(
     totals: StepTotals,
     config: GRPOLossConfig,
 ) -> dict[str, Tensor]:
-    """Ratio, clipping, masking and entropy, the sampler's mismatch and the KL, where their inputs are there.
+    """Compute metrics of the ratio, clipping, masking, entropy, the sampler's mismatch and the KL.
 
-    A clip ratio is a share of tokens, or of sequences where the ratio is the sequence's.
-
-    Args:
-        inputs: with zeros where no token counts.
-        keep: (N,) bool: tokens whose policy term counts.
-        kl: (N,), as the loss estimates it.
-        totals: of the step; means are over what its batches hold.
+    A clip ratio is a share of tokens, or of sequences where the ratio is the sequence's. `keep` (N,) bool is
+    true where the policy term counts, `kl` is (N,), and masked entries of `inputs` are zero.
     """
     segments, mask = tokens.segments, inputs.loss_mask
     measured = StepTotals(
@@ -67,7 +62,7 @@ def policy_metrics(
 
 
 def mismatch_metrics(log_ratio: Tensor, weights: Tensor, mask: Tensor, mean: Tensor) -> dict[str, Tensor]:
-    """How far the sampler's log-probabilities are from the trainer's, and the weights that correct for it.
+    """Compare the sampler's log-probabilities with the trainer's.
 
     Args:
         log_ratio: (N,) log π_old/π_sampler.
@@ -90,15 +85,17 @@ def mismatch_metrics(log_ratio: Tensor, weights: Tensor, mask: Tensor, mean: Ten
 
 
 def masked_extreme(values: Tensor, mask: Tensor, which: str) -> Tensor:
-    """(): the largest ("max") or smallest ("min") value that counts; ∓∞ where none does."""
+    """Return the largest ("max") or smallest ("min") unmasked value, (); ∓∞ where there is none."""
     worst = -torch.inf if which == "max" else torch.inf
     kept = torch.cat([values.detach().masked_fill(~mask, worst), values.new_full((1,), worst)])
     return kept.amax() if which == "max" else kept.amin()
 
 
 def sum_metrics(shares: Sequence[Mapping[str, Tensor | float]]) -> dict[str, float]:
-    """A step's metrics from the shares of its micro-batches, or of its ranks: they add up, but for extremes
-    (`_max`, `_min`). They come from the device in one copy."""
+    """Combine the shares of micro-batches or ranks: a sum, or the extreme of `_max` and `_min` metrics.
+
+    They come from the device in one copy.
+    """
     names = {name: None for share in shares for name in share}
     found = {name: [torch.as_tensor(s[name]).float() for s in shares if name in s] for name in names}
     values = [value for many in found.values() for value in many]

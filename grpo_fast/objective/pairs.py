@@ -1,8 +1,8 @@
-"""The DPO family: losses of chosen and rejected completions, one definition each.
+"""The DPO family: losses of chosen and rejected completions.
 
-A loss sees scores: log π_θ(y|x), minus log π_ref(y|x) where it has a reference, per token where it averages.
-With z = β (chosen score − rejected score) − margin, most losses are functions of z alone. The margin is DPO's
-offset (ODPO, arXiv 2402.10571): what the chosen reward must be ahead by, in units of the reward.
+A score is log π_θ(y|x), minus log π_ref(y|x) where the loss has a reference, per token where it averages.
+Most losses are functions of z = β (chosen score − rejected score) − margin. The margin is the offset of ODPO
+(arXiv 2402.10571), in units of the reward.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from grpo_fast.objective.types import LossOutputs, check_custom, present
 
 @dataclass(frozen=True)
 class PreferenceTotals:
-    """Counts over a whole optimiser step, so that its micro-batches' losses add up to the step's loss."""
+    """Counts over a whole optimizer step, so that its micro-batches' losses add up to the step's loss."""
 
-    num_chosen: int  # sequences; as many as rejected ones where they come in pairs
+    num_chosen: int  # sequences
     num_rejected: int
     chosen_tokens: int  # completion tokens of the chosen sequences
 
@@ -33,7 +33,7 @@ class PreferenceTotals:
 class PreferenceInputs:
     """One micro-batch: C chosen and R rejected completions, one entry per sequence.
 
-    Pair i is chosen[i] and rejected[i], so C = R, for every loss but KTO, which compares none with another.
+    Pair i is chosen[i] and rejected[i], so C = R, except for KTO, which has no pairs.
     """
 
     chosen_logprobs: Tensor  # (C,) float, differentiable: log π_θ(y | x), summed over the completion
@@ -42,7 +42,7 @@ class PreferenceInputs:
     rejected_lengths: Tensor  # (R,)
     ref_chosen_logprobs: Tensor | None = None  # (C,) of the reference model; needed by most losses
     ref_rejected_logprobs: Tensor | None = None  # (R,)
-    margins: Tensor | None = None  # (C,) what the chosen reward must be ahead by, detached; None: 0
+    margins: Tensor | None = None  # (C,) required lead of the chosen reward, detached; None: 0
     weights: Tensor | None = None  # (C,) factors of a pair's loss; KTO: (C + R,), the chosen first; None: 1
     kl: Tensor | None = None  # () KTO's reference point, `kto_reference_point` of the whole step
     totals: PreferenceTotals | None = None  # None: this micro-batch is the whole step
@@ -50,17 +50,9 @@ class PreferenceInputs:
 
 
 def preference_loss(inputs: PreferenceInputs, config: PreferenceLossConfig) -> LossOutputs:
-    """The weighted sum of the configured losses, each a mean over the step's pairs (KTO: completions).
+    """Compute the weighted sum of the configured losses, each a mean over pairs (KTO: over completions).
 
-    Args:
-        inputs: C chosen and R rejected completions.
-        config: which losses; its `beta` is the one in force.
-
-    Returns:
-        The loss, and metrics as in `LossOutputs`: `rewards/*` are those of the first loss.
-
-    Raises:
-        ValueError: an input that a loss needs is missing, or one is given that it has no place for.
+    The metrics `rewards/*` are those of the first loss. ValueError for a missing input, or unread margins.
     """
     _check(inputs, config)
     totals = inputs.totals or PreferenceTotals(
@@ -81,9 +73,9 @@ def preference_loss(inputs: PreferenceInputs, config: PreferenceLossConfig) -> L
 
 
 def kto_reference_point(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """(): KTO's z₀, an estimate of KL(π_θ ‖ π_ref) from (K,) completions paired with prompts not theirs.
+    """Estimate KTO's z₀, KL(π_θ ‖ π_ref), from (K,) completions paired with other prompts.
 
-    Clamped at zero and without gradient, as the paper has it.
+    It is clamped at zero and has no gradient, as in the paper.
     """
     return (logprobs - ref_logprobs).detach().mean().clamp(min=0)
 
@@ -93,12 +85,9 @@ def kto_reference_point(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class PairScores:
-    """A micro-batch as one loss sees it: what a custom loss takes, to return (C,) losses.
+    """Input of a loss, also of a custom one, which returns (C,) losses."""
 
-    `inputs` holds what the scores are made of: log-probabilities, those of the reference, and lengths.
-    """
-
-    chosen: Tensor  # (C,) scores; of a custom loss the log-ratios to the reference, summed over tokens
+    chosen: Tensor  # (C,) scores; for a custom loss the log-ratios to the reference, summed over tokens
     rejected: Tensor  # (R,)
     beta: float
     inputs: PreferenceInputs
@@ -106,75 +95,57 @@ class PairScores:
 
     @property
     def columns(self) -> Mapping[str, Tensor]:
-        """(C,) each, by name: numeric columns of the pairs' rows."""
+        """Numeric columns of the pairs' rows by name, (C,) each."""
         return self.inputs.columns
 
     @property
     def margin(self) -> Tensor:
-        """(C,), or () zero."""
+        """The margins (C,), or zero ()."""
         return self.chosen.new_zeros(()) if self.inputs.margins is None else self.inputs.margins.detach()
 
     @property
     def logits(self) -> Tensor:
-        """(C,) z, the log-odds that the chosen completion is preferred, less the margin."""
+        """The log-odds z (C,) that the chosen completion is preferred, minus the margin."""
         return self.beta * (self.chosen - self.rejected) - self.margin
 
 
 def _smoothed(logits: Tensor, config: PreferenceLossConfig) -> Tensor:
-    """Cross-entropy with a label that is right with probability 1 − label_smoothing; −log σ(z) without."""
+    """Compute the cross-entropy with a label that is wrong with probability `label_smoothing`."""
     flipped = config.label_smoothing
     return -(1 - flipped) * logsigmoid(logits) - flipped * logsigmoid(-logits)
 
 
-def _logistic(s: PairScores, config: PreferenceLossConfig) -> Tensor:
-    return _smoothed(s.logits, config)
-
-
 def _robust(s: PairScores, config: PreferenceLossConfig) -> Tensor:
-    """Unbiased for the loss without noise when a share ε of the labels is flipped."""
+    """Compute an unbiased estimate of the loss without noise, where a share ε of the labels is flipped."""
     z, flipped = s.logits, config.label_smoothing
     return (-(1 - flipped) * logsigmoid(z) + flipped * logsigmoid(-z)) / (1 - 2 * flipped)
 
 
-def _ipo(s: PairScores, config: PreferenceLossConfig) -> Tensor:
-    # Log-ratios per token: the paper writes sums, its authors' results are with means (so does TRL).
-    return ((s.logits - 0.5) / s.beta).square()
-
-
-def _hinge(s: PairScores, config: PreferenceLossConfig) -> Tensor:
-    return torch.relu(1 - s.logits)
-
-
 def _kto(s: PairScores, config: PreferenceLossConfig) -> Tensor:
-    """(C + R,), the chosen first."""
+    """Compute (C + R,) losses, those of the chosen completions first."""
     kl = present(s.inputs.kl)
     gain, relief = torch.sigmoid(s.beta * (s.chosen - kl)), torch.sigmoid(s.beta * (kl - s.rejected))
     return torch.cat([config.desirable_weight * (1 - gain), config.undesirable_weight * (1 - relief)])
 
 
-def _simpo(s: PairScores, config: PreferenceLossConfig) -> Tensor:
-    return _smoothed(s.logits - config.gamma, config)
-
-
 def _orpo(s: PairScores, config: PreferenceLossConfig) -> Tensor:
-    """−mean log P(chosen token) − λ log σ(log odds ratio), with P the geometric mean over a completion."""
+    """Compute −mean log P(chosen token) − λ log σ(log odds ratio), P the geometric mean over a completion."""
     log_odds = (s.chosen - s.rejected) - (_log1mexp(s.chosen) - _log1mexp(s.rejected))
     return -s.chosen - s.beta * logsigmoid(log_odds - s.margin)
 
 
 def _cpo(s: PairScores, config: PreferenceLossConfig) -> Tensor:
     preference = _smoothed(s.logits, config)
-    # α = 0 is the preference term alone.
     return preference + config.cpo_alpha * _sft(s, config) if config.cpo_alpha else preference
 
 
 def _sft(s: PairScores, config: PreferenceLossConfig) -> Tensor:
-    """Summed over pairs and divided by their number: the mean over the step's chosen tokens."""
+    """Compute losses whose mean over pairs is the mean over the step's chosen tokens."""
     return -s.inputs.chosen_logprobs * (s.totals.num_chosen / max(1, s.totals.chosen_tokens))
 
 
 def _log1mexp(x: Tensor) -> Tensor:
-    """log(1 − eˣ) for x ≤ 0, precise at both ends (Mächler 2012); a certain token (x = 0) stays finite."""
+    """Compute log(1 − eˣ) for x ≤ 0, precise at both ends (Mächler 2012) and finite at 0."""
     x = x.clamp(max=-torch.finfo(x.dtype).tiny)
     near = x > -math.log(2)
     # The branch not taken must be finite too, or its gradient is NaN.
@@ -186,13 +157,14 @@ def _log1mexp(x: Tensor) -> Tensor:
 
 
 FORMULAS: dict[str, Callable[[PairScores, PreferenceLossConfig], Tensor]] = {
-    "sigmoid": _logistic,
-    "cdpo": _logistic,
+    "sigmoid": lambda s, config: _smoothed(s.logits, config),
+    "cdpo": lambda s, config: _smoothed(s.logits, config),
     "robust": _robust,
-    "ipo": _ipo,
-    "hinge": _hinge,
+    # On log-ratios per token: the paper writes sums, its authors' results and TRL use means.
+    "ipo": lambda s, config: ((s.logits - 0.5) / s.beta).square(),
+    "hinge": lambda s, config: torch.relu(1 - s.logits),
     "kto": _kto,
-    "simpo": _simpo,
+    "simpo": lambda s, config: _smoothed(s.logits - config.gamma, config),
     "orpo": _orpo,
     "cpo": _cpo,
     "sft": _sft,
@@ -200,7 +172,7 @@ FORMULAS: dict[str, Callable[[PairScores, PreferenceLossConfig], Tensor]] = {
 
 
 def custom_loss(path: str) -> Callable[[PairScores], Tensor]:
-    """A user's function; raises ValueError where the path leads to none."""
+    """Load a user's function, or raise ValueError."""
     return load_once(path, "preference.loss.loss_type")
 
 
@@ -226,7 +198,7 @@ def _scored(
 
 
 def _metrics(s: PairScores, config: PreferenceLossConfig) -> dict[str, Tensor]:
-    """Rewards are β × score, as TRL reports them; ranges are over the pairs of the step."""
+    """Compute metrics named as in TRL, whose rewards are β × score."""
     totals = s.totals
     chosen, rejected = s.beta * s.chosen.detach(), s.beta * s.rejected.detach()
     of_chosen, of_rejected = max(1, totals.num_chosen), max(1, totals.num_rejected)
@@ -251,18 +223,19 @@ def _metrics(s: PairScores, config: PreferenceLossConfig) -> dict[str, Tensor]:
 
 
 def _check(inputs: PreferenceInputs, config: PreferenceLossConfig) -> None:
-    references = (inputs.ref_chosen_logprobs, inputs.ref_rejected_logprobs)
+    name = f"loss_type = {config.loss_type!r}"
+    references = inputs.ref_chosen_logprobs, inputs.ref_rejected_logprobs
     if config.needs_reference and any(reference is None for reference in references):
         raise ValueError(
-            f"loss_type = {config.loss_type!r} compares with a reference model: give ref_chosen_logprobs and "
-            "ref_rejected_logprobs, or use simpo, orpo or cpo"
+            f"{name} compares with a reference model: give ref_chosen_logprobs and ref_rejected_logprobs, or "
+            "use simpo, orpo or cpo"
         )
-    if config.paired and len(inputs.chosen_logprobs) != len(inputs.rejected_logprobs):
+    chosen, rejected = len(inputs.chosen_logprobs), len(inputs.rejected_logprobs)
+    if config.paired and chosen != rejected:
         raise ValueError(
-            f"{len(inputs.chosen_logprobs)} chosen and {len(inputs.rejected_logprobs)} rejected completions "
-            f"are no pairs, which loss_type = {config.loss_type!r} needs; use kto for single completions"
+            f"{name} needs pairs, not {chosen} chosen and {rejected} rejected; use kto for these"
         )
     if not config.paired and inputs.kl is None:
-        raise ValueError("kl is None, but kto compares with it: give kto_reference_point of the step")
+        raise ValueError("kl is None, but kto compares with it: give the step's kto_reference_point")
     if inputs.margins is not None:
         config.check_margins()

@@ -1,4 +1,4 @@
-"""Objectives of ranked groups: flat over the responses of several groups, grades where higher is better."""
+"""Objectives of ranked groups, flat over the responses of several groups. Higher grades are better."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch.nn.functional import logsigmoid
 from grpo_fast.objective.comparisons import RankingLossConfig
 from grpo_fast.objective.types import LossOutputs, present
 
-# Nodes of the quadrature over the logarithm of time: start, end, step. Beyond them lies less than 1e-17 of
-# the clock's probability; the trapezoidal rule's error on this analytic integrand is exp(−π²/step), nothing.
+# Nodes of the quadrature over log time: start, end, step. Less than 1e-17 of the clock's probability lies
+# beyond them, and the trapezoidal rule's error on this analytic integrand is exp(−π²/step).
 _LOG_TIMES = (-40.0, 6.0, 0.125)
 
 
@@ -29,22 +29,19 @@ class RankedInputs:
     group_ids: Tensor  # (S,) int64 in [0, G)
     num_groups: int  # G
     ref_logprobs: Tensor | None = None  # (S,) of the reference model
-    behaviour_logprobs: Tensor | None = None  # (S,) of the policy that wrote them; NaN: take the reference's
+    behaviour_logprobs: Tensor | None = None  # (S,) of the policy that wrote them; NaN: use the reference's
     weights: Tensor | None = None  # (G,) factors of a group's loss; None: 1
     total_groups: int | None = None  # of the whole step; None: this micro-batch is the step
 
 
 def ranking_loss(inputs: RankedInputs, config: RankingLossConfig) -> LossOutputs:
-    """The configured objective's mean over the step's groups; a group that is all ties adds zero.
+    """Compute the objective's mean over the step's groups, or raise ValueError without a needed reference.
 
-    Raises:
-        ValueError: reference log-probabilities are needed and missing.
+    A group of ties only adds zero.
     """
     if config.needs_reference and inputs.ref_logprobs is None:
-        raise ValueError(
-            f"ref_logprobs is None, but objective = {config.objective!r} reads them; give them, or set "
-            "score = 'logprob' where the objective has one"
-        )
+        name = f"objective = {config.objective!r}"
+        raise ValueError(f"ref_logprobs is None, but {name} reads them; give them, or set score = 'logprob'")
     per_group = OBJECTIVES[config.objective](inputs, config)
     if inputs.weights is not None:
         per_group = per_group * inputs.weights.detach()
@@ -53,14 +50,13 @@ def ranking_loss(inputs: RankedInputs, config: RankingLossConfig) -> LossOutputs
 
 
 def plackett_luce(scores: Tensor, grades: Tensor, group_ids: Tensor, num_groups: int) -> Tensor:
-    """(G,): −log probability of each group's order under Plackett-Luce with log-strengths `scores` (S,).
+    """Compute −log probability of each group's order, (G,), under Plackett-Luce with log-strengths `scores`.
 
-    The responses of a tier come in an order that nobody gave, so the tier's probability is the sum over all
-    of its orders. In the exponential race that defines the model it is the probability that the tier
-    finishes before every response below it, ∫ Π_i (1 − exp(−t eˢⁱ / Λ)) e^(−t) dt with Λ = Σ eˢʲ below:
-    exact for any number of ties, where a sum over orders is not computable and Efron's and Breslow's
-    formulas are approximations. A single response's factor is the usual softmax (Plackett 1975; for
-    policies: DPO, arXiv 2305.18290, A.3).
+    A tier of ties has the summed probability of all its orders. In the exponential race that defines the
+    model this is the probability that the tier finishes before every response below it,
+    ∫ Π_i (1 − exp(−t eˢⁱ / Λ)) e^(−t) dt with Λ = Σ eˢʲ below. It is exact for any number of ties, where
+    Efron's and Breslow's formulas are approximations. The factor of a single response is the usual softmax
+    (Plackett 1975; for policies: DPO, arXiv 2305.18290, A.3).
     """
     same = group_ids[:, None] == group_ids[None, :]
     below = same & (grades[None, :] < grades[:, None])
@@ -84,11 +80,11 @@ def plackett_luce(scores: Tensor, grades: Tensor, group_ids: Tensor, num_groups:
 
 
 def _tier_losses(log_strength: Tensor, member_of: Tensor, num_tiers: int) -> Tensor:
-    """(num_tiers,): −log probability that a tier's members (M,) all finish before a clock of rate 1 rings."""
+    """Compute −log probability, (num_tiers,), that all M members finish before a clock of rate 1 rings."""
     start, end, step = _LOG_TIMES
     log_time = torch.arange(start, end, step, dtype=torch.float64, device=log_strength.device)
     log_hazard = log_strength[:, None] + log_time  # (M, Q)
-    # Below e^-30 a response's probability of having finished is its hazard to the last bit.
+    # Below e^-30 the probability of having finished equals the hazard to the last bit.
     finished = torch.where(
         log_hazard < -30.0, log_hazard, torch.log(-torch.expm1(-log_hazard.clamp(-30.0, 30.0).exp()))
     )
@@ -101,24 +97,22 @@ def _listwise(inputs: RankedInputs, config: RankingLossConfig) -> Tensor:
 
 
 def _pairwise(inputs: RankedInputs, config: RankingLossConfig) -> Tensor:
-    """(G,): mean over pairs of different grade of −log σ(better − worse) (RankNet, Burges et al. 2005)."""
+    """Average −log σ(better − worse) over pairs of different grade (RankNet, Burges et al. 2005): (G,)."""
     scores, ids = _scores(inputs, config), inputs.group_ids
     better, worse = _ordered_pairs(inputs.grades, ids)
     return _group_mean(-logsigmoid(scores[better] - scores[worse]), ids[better], inputs.num_groups)
 
 
 def _advantage(inputs: RankedInputs, config: RankingLossConfig) -> Tensor:
-    """GSPO's clipped sequence ratio (arXiv 2507.18071, eq. 5 and 7) to the policy that wrote the responses.
+    """Clip GSPO's sequence ratio (arXiv 2507.18071, eq. 5 and 7) to the policy that wrote the responses.
 
-    Where the data do not hold that policy's log-probability the reference stands in for it: training starts
-    there, and the clip keeps the policy where the ratio still says something. Here it bounds how far a whole
-    training may move a response, 0.2 by default. GSPO's 3e-4 and 4e-4 bound one rollout's few updates, after
-    which new responses are drawn: of fixed ones they would stop every response after the first steps.
+    The reference replaces that policy where the data has no log-probability. The clip bounds how far a whole
+    run may move a response, 0.2 by default: GSPO's 3e-4 is for the few updates between two rollouts.
     """
-    behaviour = present(inputs.ref_logprobs)
+    behavior = present(inputs.ref_logprobs)
     if inputs.behaviour_logprobs is not None:
-        behaviour = torch.where(inputs.behaviour_logprobs.isnan(), behaviour, inputs.behaviour_logprobs)
-    ratio = torch.exp((inputs.logprobs - behaviour) / inputs.lengths)
+        behavior = torch.where(inputs.behaviour_logprobs.isnan(), behavior, inputs.behaviour_logprobs)
+    ratio = torch.exp((inputs.logprobs - behavior) / inputs.lengths)
     advantages = inputs.advantages
     clipped = ratio.clamp(1 - config.epsilon_low, 1 + config.epsilon_high)
     losses = -torch.minimum(ratio * advantages, clipped * advantages)
@@ -126,10 +120,10 @@ def _advantage(inputs: RankedInputs, config: RankingLossConfig) -> Tensor:
 
 
 def _advantage_likelihood(inputs: RankedInputs, config: RankingLossConfig) -> Tensor:
-    """Advantage-weighted regression (AWR, arXiv 1910.00177), its weights normalised within the group.
+    """Compute advantage-weighted regression (AWR, arXiv 1910.00177), weights normalized within the group.
 
-    Every weight is positive, so the loss is a likelihood and needs no correction for who wrote the
-    responses; a group that is all ties is left out, for it would only imitate.
+    All weights are positive, so the loss is a likelihood and needs no correction for the policy that wrote
+    the responses. A group of ties only is left out: it would only be imitated.
     """
     advantages = inputs.advantages
     weights = torch.exp(advantages / present(config.temperature))
@@ -163,20 +157,20 @@ def _group_sum(values: Tensor, group_ids: Tensor, num_groups: int) -> Tensor:
 
 
 def _group_mean(values: Tensor, group_ids: Tensor, num_groups: int) -> Tensor:
-    """(G,), zero for a group without values."""
+    """Return the means (G,), zero for a group without values."""
     counts = _group_sum(torch.ones_like(values), group_ids, num_groups)
     return _group_sum(values, group_ids, num_groups) / counts.clamp(min=1)
 
 
 def _ordered_pairs(grades: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Indices (better, worse) of every two responses of a group with different grades."""
+    """Return indices (better, worse) of every two responses of a group with different grades."""
     same = group_ids[:, None] == group_ids[None, :]
     better, worse = (same & (grades[:, None] > grades[None, :])).nonzero(as_tuple=True)
     return better, worse
 
 
 def _metrics(inputs: RankedInputs, total: int) -> dict[str, Tensor]:
-    """Shares of the step's means over groups."""
+    """Compute shares of the step's means over groups."""
     better, worse = _ordered_pairs(inputs.grades, inputs.group_ids)
     logprobs, ids, groups = inputs.logprobs.detach(), inputs.group_ids, inputs.num_groups
     right = (logprobs[better] > logprobs[worse]).to(logprobs.dtype)

@@ -1,7 +1,4 @@
-"""The policy term of each loss, per token: what is minimised in place of the expected reward.
-
-Each maps `PolicyTokens` to a `Surrogate`. Papers and equations stand in `catalog.py`.
-"""
+"""The policy term of each loss, per token: maps `PolicyTokens` to a `Surrogate`. Papers: `catalog.py`."""
 
 from __future__ import annotations
 
@@ -14,14 +11,14 @@ import torch
 from torch import Tensor
 
 from grpo_fast.config.lookup import load_callable
-from grpo_fast.objective.catalog import RatioLevel
+from grpo_fast.objective.catalog import RatioLevel, clip_bounds
 from grpo_fast.objective.config import GRPOLossConfig
 from grpo_fast.objective.types import Segments, present
 
 
 @dataclass(frozen=True)
 class PolicyTokens:
-    """The tokens as a surrogate sees them; entries that do not count are zero."""
+    """Input of a surrogate; masked tokens are zero."""
 
     logprobs: Tensor  # (N,) differentiable
     old_logprobs: Tensor  # (N,)
@@ -37,7 +34,7 @@ class PolicyTokens:
 
 @dataclass(frozen=True)
 class Surrogate:
-    """Per-token terms, the ratio they rest on, and where it was cut."""
+    """Per-token terms, the ratio they use, and where it was clipped."""
 
     loss: Tensor  # (N,) differentiable
     ratio: Tensor  # (N,) detached
@@ -46,7 +43,7 @@ class Surrogate:
 
 
 def log_importance(tokens: PolicyTokens, level: RatioLevel) -> Tensor:
-    """(N,) log of the importance ratio; at the sequence levels all tokens of a sequence share it."""
+    """Compute the (N,) log importance ratio; at sequence levels all tokens of a sequence share it."""
     segments, log_ratio = tokens.segments, tokens.log_ratio
     if level == "token":
         return log_ratio
@@ -60,23 +57,22 @@ def log_importance(tokens: PolicyTokens, level: RatioLevel) -> Tensor:
 
 
 def clip(tokens: PolicyTokens, config: GRPOLossConfig) -> Surrogate:
-    """−min(r·A, clip(r)·A), with an absolute ceiling `delta` on r where A is negative."""
+    """Compute PPO's clipped objective, with an absolute ceiling `delta` on r where A is negative."""
     log_ratio = log_importance(tokens, config.ratio_level)
     negative = tokens.advantages < 0
-    low, high = _log_bounds(config)
-    # min() only ever cuts on the side the advantage pushes to, so one clamp by sign says the same, and no
-    # infinite ratio is ever multiplied by a gradient of zero.
-    cap = math.inf if config.delta is None else math.log(config.delta)
+    low, high, cap = clip_bounds(config)
+    # min() clips only on the side that the advantage pushes to, so one clamp by sign is equivalent, and no
+    # infinite ratio is multiplied by a gradient of zero.
     bounded = _clamp_by_sign(log_ratio, negative, low, cap, high)
     loss = -bounded.exp() * tokens.advantages
     clipped = _clipped(log_ratio, tokens.advantages, low, high)
     if config.delta is not None:
-        clipped["delta"] = (log_ratio > math.log(config.delta)) & negative
+        clipped["delta"] = (log_ratio > cap) & negative
     return Surrogate(loss, log_ratio.detach().exp(), clipped)
 
 
 def geometric_mean(tokens: PolicyTokens, config: GRPOLossConfig) -> Surrogate:
-    """−A · (∏ clip(r))^(1/|o|): log-ratios clipped to [−epsilon_low, epsilon_high], then averaged."""
+    """Compute −A · (∏ clip(r))^(1/|o|), with log-ratios clipped to [−epsilon_low, epsilon_high]."""
     log_ratio, segments = tokens.log_ratio, tokens.segments
     negative = tokens.advantages < 0
     low, high = -present(config.epsilon_low), present(config.epsilon_high)
@@ -87,14 +83,14 @@ def geometric_mean(tokens: PolicyTokens, config: GRPOLossConfig) -> Surrogate:
 
 
 def cispo(tokens: PolicyTokens, config: GRPOLossConfig) -> Surrogate:
-    """−sg[min(r, epsilon_high)] · A · log π: every token keeps a gradient, only its weight is bounded."""
+    """Compute −sg[min(r, epsilon_high)] · A · log π: the weight is bounded, every token has a gradient."""
     ratio, ceiling = tokens.log_ratio.detach().exp(), present(config.epsilon_high)
     loss = -ratio.clamp(max=ceiling) * tokens.advantages * tokens.logprobs
     return Surrogate(loss, ratio, {"high": (ratio > ceiling) & (tokens.advantages > 0)})
 
 
 def sapo(tokens: PolicyTokens, config: GRPOLossConfig) -> Surrogate:
-    """−σ(τ(r − 1)) · 4/τ · A, with a temperature τ for each sign of the advantage."""
+    """Compute −σ(τ(r − 1)) · 4/τ · A, with a temperature τ for each sign of the advantage."""
     positive = tokens.advantages > 0
     temperature = _choose(positive, config.sapo_temperature_pos, config.sapo_temperature_neg, tokens.logprobs)
     # e⁴⁰ saturates the gate in every precision; beyond it the gradient would be 0 · ∞.
@@ -104,12 +100,12 @@ def sapo(tokens: PolicyTokens, config: GRPOLossConfig) -> Surrogate:
 
 
 def vespo(tokens: PolicyTokens, config: GRPOLossConfig) -> Surrogate:
-    """−φ(W) · A · log π, φ(W) = e^λ W^k e^(−λW) detached, W the ratio of the whole sequence."""
+    """Compute −φ(W) · A · log π, φ(W) = e^λ W^k e^(−λW) detached, W the ratio of the whole sequence."""
     positive = tokens.advantages >= 0
     k = _choose(positive, config.vespo_k_pos, config.vespo_k_neg, tokens.logprobs)
     rate = _choose(positive, config.vespo_lambda_pos, config.vespo_lambda_neg, tokens.logprobs)
     log_ratio = tokens.log_ratio.detach()
-    # The bounds are the authors': they keep the exponentials in range and are part of the definition.
+    # These bounds are the authors' and part of the definition.
     log_weights = log_ratio.clamp(-20.0, 20.0)
     if tokens.sampler_weight is not None:
         log_weights = log_weights + tokens.sampler_weight.log().clamp(math.log(1e-8), 20.0)
@@ -121,12 +117,12 @@ def vespo(tokens: PolicyTokens, config: GRPOLossConfig) -> Surrogate:
 
 
 def reinforce(tokens: PolicyTokens, config: GRPOLossConfig) -> Surrogate:
-    """−A · log π."""
+    """Compute −A · log π."""
     return Surrogate(-tokens.advantages * tokens.logprobs, tokens.log_ratio.detach().exp())
 
 
 def dro(tokens: PolicyTokens, config: GRPOLossConfig) -> Surrogate:
-    """−A · log π + dro_beta/2 · (log r)²: no clip, a quadratic penalty keeps the policy near the old one."""
+    """Compute −A · log π + dro_beta/2 · (log r)²."""
     log_ratio = tokens.log_ratio
     loss = 0.5 * config.dro_beta * log_ratio.square() - tokens.advantages * tokens.logprobs
     return Surrogate(loss, log_ratio.detach().exp())
@@ -138,9 +134,9 @@ def dro(tokens: PolicyTokens, config: GRPOLossConfig) -> Surrogate:
 
 
 def clip_cov(tokens: PolicyTokens, config: GRPOLossConfig) -> Surrogate:
-    """GRPO's clip, without the gradient of a share of the tokens whose covariance is within bounds.
+    """Clip as GRPO does, and drop the gradient of a share of the tokens whose covariance is within bounds.
 
-    The tokens are sampled by torch's default CPU generator, from those whose ratio is not clipped.
+    torch's default CPU generator samples these tokens from those whose ratio is not clipped.
     """
     surrogate, covariance = clip(tokens, config), _covariance(tokens)
     within = (covariance > config.clip_cov_low) & (covariance < config.clip_cov_high) & tokens.segments.mask
@@ -152,31 +148,31 @@ def clip_cov(tokens: PolicyTokens, config: GRPOLossConfig) -> Surrogate:
 
 
 def kl_cov(tokens: PolicyTokens, config: GRPOLossConfig) -> Surrogate:
-    """−r·A without a clip, plus kl_cov_coef·|log r| on the share of tokens with the highest covariance.
+    """Compute −r·A, plus kl_cov_coef·|log r| on the share of tokens with the highest covariance.
 
-    The paper writes KL(π_old ‖ π_θ); |log r| is what its authors compute for it.
+    The paper writes KL(π_old ‖ π_θ), and its authors' code computes |log r|.
     """
     covariance = _covariance(tokens).where(tokens.segments.mask, -torch.inf)
-    penalised = _first(covariance.argsort(descending=True), config.kl_cov_ratio, tokens)
+    penalized = _first(covariance.argsort(descending=True), config.kl_cov_ratio, tokens)
     log_ratio = tokens.log_ratio
     ratio = log_ratio.exp()
-    loss = torch.where(penalised, config.kl_cov_coef * log_ratio.abs(), 0) - ratio * tokens.advantages
-    return Surrogate(loss, ratio.detach(), {"covariance": penalised})
+    loss = torch.where(penalized, config.kl_cov_coef * log_ratio.abs(), 0) - ratio * tokens.advantages
+    return Surrogate(loss, ratio.detach(), {"covariance": penalized})
 
 
 def _covariance(tokens: PolicyTokens) -> Tensor:
-    """(N,) each token's (A − mean A)(log π − mean log π), with means over the tokens that count."""
+    """Compute (A − mean A)(log π − mean log π) of each token, (N,), with means over unmasked tokens."""
     mask = tokens.segments.mask
     count = mask.sum().clamp(min=1)
 
-    def centred(values: Tensor) -> Tensor:
+    def centered(values: Tensor) -> Tensor:
         return values - torch.where(mask, values, 0).sum() / count
 
-    return centred(tokens.advantages) * centred(tokens.logprobs.detach())
+    return centered(tokens.advantages) * centered(tokens.logprobs.detach())
 
 
 def _first(places: Tensor, share: float, tokens: PolicyTokens) -> Tensor:
-    """(N,) bool: the first `places`, as many as this share of the tokens that count, and at least one."""
+    """Return a mask (N,) of the first `places`: this share of the unmasked tokens, and at least one."""
     mask = tokens.segments.mask
     chosen = torch.zeros_like(mask)
     chosen[places[: max(int(share * int(mask.sum())), 1)]] = True
@@ -184,19 +180,19 @@ def _first(places: Tensor, share: float, tokens: PolicyTokens) -> Tensor:
 
 
 # --------------------------------------------------------------------------------------------------- DPPO
-# A token leaves the update when the policy has moved too far there, not when its ratio is large. How far is
-# judged between two-outcome distributions, "this token" against "any other": no logits are needed.
-# `old_logprobs` should be the sampler's, as in the paper.
+# A token leaves the update where the policy has moved too far. The distance is that of two-outcome
+# distributions, "this token" against "any other", which needs no logits. `old_logprobs` should be the
+# sampler's, as in the paper.
 
 
 def dppo_tv(tokens: PolicyTokens, config: GRPOLossConfig) -> Surrogate:
-    """Trust region on the total variation |π_θ − π_old|."""
+    """Compute the loss with a trust region on the total variation |π_θ − π_old|."""
     moved = torch.expm1(tokens.logprobs.detach()) - torch.expm1(tokens.old_logprobs)
     return _trust_region(tokens, config, moved.abs(), moved)
 
 
 def dppo_kl(tokens: PolicyTokens, config: GRPOLossConfig) -> Surrogate:
-    """Trust region on KL(Bernoulli(π_old) ‖ Bernoulli(π_θ)), nats."""
+    """Compute the loss with a trust region on KL(Bernoulli(π_old) ‖ Bernoulli(π_θ)), nats."""
     logprobs, old = tokens.logprobs.detach(), tokens.old_logprobs
     rest, old_rest = -torch.expm1(logprobs), -torch.expm1(old)
     # xlogy keeps 0 · log 0 = 0 for tokens the old policy was sure of.
@@ -207,7 +203,7 @@ def dppo_kl(tokens: PolicyTokens, config: GRPOLossConfig) -> Surrogate:
 def _trust_region(
     tokens: PolicyTokens, config: GRPOLossConfig, divergence: Tensor, direction: Tensor
 ) -> Surrogate:
-    """−sg[min(r, dppo_ratio_max)] · A · log π, without tokens that are too far and pushed further."""
+    """Compute −sg[min(r, dppo_ratio_max)] · A · log π, without tokens that are pushed further away."""
     positive = tokens.advantages > 0
     high = positive & (direction > 0) & (divergence > present(config.epsilon_high))
     low = ~positive & (direction < 0) & (divergence > present(config.epsilon_low))
@@ -221,26 +217,21 @@ SurrogateFunction = Callable[[PolicyTokens, GRPOLossConfig], Surrogate]
 
 
 def surrogate_of(config: GRPOLossConfig) -> SurrogateFunction:
-    """The function that the catalogue's row names: of this module, or by import path."""
+    """Return the function that the catalog's row names: of this module, or by import path."""
     name = config.facts.surrogate
     return load_callable(name, "surrogate") if ":" in name else getattr(_THIS_MODULE, name)
 
 
 def _clamp_by_sign(values: Tensor, negative: Tensor, floor: float, cap: float, ceiling: float) -> Tensor:
-    """To [floor, cap] where `negative`, to (−∞, ceiling] elsewhere."""
+    """Clamp to [floor, cap] where `negative`, to (−∞, ceiling] elsewhere."""
     return values.clamp(_choose(negative, floor, -math.inf, values), _choose(negative, cap, ceiling, values))
 
 
 def _clipped(log_ratio: Tensor, advantages: Tensor, low: float, high: float) -> dict[str, Tensor]:
-    """Where the ratio is beyond the bound that the advantage pushes it to."""
+    """Return masks of the ratios beyond the bound that the advantage pushes them to."""
     return {"low": (log_ratio < low) & (advantages < 0), "high": (log_ratio > high) & (advantages > 0)}
 
 
 def _choose(condition: Tensor, yes: float, no: float, like: Tensor) -> Tensor:
-    # torch.where on two Python numbers would answer in float32, whatever the dtype of the loss.
+    # torch.where of two Python numbers returns float32, whatever the dtype of the loss.
     return torch.where(condition, like.new_full((), yes), like.new_full((), no))
-
-
-def _log_bounds(config: GRPOLossConfig) -> tuple[float, float]:
-    low, high = present(config.epsilon_low), present(config.epsilon_high)
-    return math.log1p(-low) if low < 1 else -math.inf, math.log1p(high)

@@ -1,4 +1,4 @@
-"""The policy: loading, packing, the forward to hidden states, the optimiser, export."""
+"""The policy: loading, packing, the forward to hidden states, the optimizer, export."""
 
 from typing import TYPE_CHECKING
 

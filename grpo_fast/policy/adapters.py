@@ -1,4 +1,4 @@
-"""Low-rank adapters by peft: which weights have them, and the weights with adapters merged."""
+"""Low-rank adapters by peft: add them, and merge them into weights."""
 
 from __future__ import annotations
 
@@ -24,20 +24,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_BESIDE_THE_LANGUAGE_MODEL = r"(?!.*\blanguage_model\.).*"  # names of modules, for peft
-_ROUTERS = Version("5.13")  # of transformers: a router reads its own weights, as DeepSeek's
-_BASE = ".base_layer"  # in the name of what an adapter wraps
+_OUTSIDE_LANGUAGE_MODEL = r"(?!.*\blanguage_model\.).*"  # module names, for peft
+_ROUTERS = Version("5.13")  # the transformers whose routers read their weights through the adapter
+_BASE = ".base_layer"  # in the name of a wrapped layer
 
 
 def add_lora(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
-    """Return the model with peft's adapters, in the model's dtype.
+    """Return the model with peft's adapters, in the model's dtype, or raise ValueError for wrong targets.
 
-    In addition to the head, `all-linear` leaves out routers, weights that layers share, and what Mamba's
-    kernels read. In float32 each adapter would keep a float32 copy of its input for the backward; the
-    optimizer has float32 masters.
-
-    Raises:
-        ValueError: modules or parameters that the model does not have, or that cannot be adapted.
+    In addition to the head, `all-linear` leaves out routers, weights that layers share, and weights that
+    Mamba's kernels read. float32 adapters would keep a float32 copy of their input for the backward.
     """
     import peft
     from transformers import __version__
@@ -46,7 +42,7 @@ def add_lora(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
     if config.target_parameters:
         given += f", model.lora.target_parameters = {config.target_parameters}"
     shared = _shared(model)
-    excluded = [] if language_model(model) is model else [_BESIDE_THE_LANGUAGE_MODEL]
+    excluded = [] if language_model(model) is model else [_OUTSIDE_LANGUAGE_MODEL]
     all_linear = str(config.target_modules).lower() == "all-linear"
     if all_linear:
         routers = {name for name, _ in model.named_modules() if is_router(name)}
@@ -54,7 +50,7 @@ def add_lora(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
     targets = config.target_modules
     if isinstance(targets, str) and not all_linear:
         targets = _matched(given, targets, model)
-    alpha: Any = config.alpha  # annotated as an int, and used as a number
+    alpha: Any = config.alpha  # peft annotates an int, and computes with any number
     lora = peft.LoraConfig(
         r=config.r,
         lora_alpha=alpha,
@@ -69,7 +65,7 @@ def add_lora(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
     except ValueError as error:
         raise ValueError(f"{given}: {error}") from error
     if targets is not config.target_modules:
-        lora.target_modules = config.target_modules  # as a user of the adapter reads it
+        lora.target_modules = config.target_modules  # for the saved adapter
     settings: Any = model.config if sees_images(model.config) else model.config.get_text_config()
     tied = getattr(settings, "tie_word_embeddings", False)
     weights = ((base_name(name), weight) for name, weight in model.named_parameters())
@@ -79,10 +75,7 @@ def add_lora(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
         logger.warning("%s adapts no experts; model.lora.target_parameters = %s would", given, names)
     tables = [model.get_output_embeddings(), *([model.get_input_embeddings()] if tied else [])]
     if any(isinstance(table, peft.tuners.lora.LoraLayer) for table in tables):
-        raise ValueError(
-            f"{given} reaches the output head, whose weight the loss takes as it is; leave the head and an "
-            "embedding tied to it out"
-        )
+        raise ValueError(f"{given} reaches the output head; leave out the head and an embedding tied to it")
     if Version(__version__) < _ROUTERS and any(map(_reads_router, model.modules())):
         raise ValueError(
             f"{given} reaches a router, whose weight or bias transformers {__version__} reads past its "
@@ -90,26 +83,20 @@ def add_lora(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
         )
     wrapped = {name for name, part in model.named_modules() if isinstance(part, peft.tuners.lora.LoraLayer)}
     if of_several := sorted(shared & wrapped):
-        raise ValueError(
-            f"{given} reaches {of_several[0]}, whose weight several layers share, and each would have an "
-            "adapter of its own; leave it out, or set all-linear"
-        )
+        problem = f"reaches {of_several[0]}, whose weight several layers share"
+        raise ValueError(f"{given} {problem}; leave it out, or set all-linear")
     return adapted
 
 
 def _reads_router(block: nn.Module) -> bool:
-    """Whether a block of an older transformers reads a weight of its router that an adapter hides."""
+    """Return whether an older transformers reads a weight of the block's router past its adapter."""
     base = getattr(getattr(block, "gate", None), "base_layer", None)
     of_deepseek_v2 = isinstance(base, nn.Linear) and hasattr(block, "topk_method")
     return of_deepseek_v2 or hasattr(base, "e_score_correction_bias")
 
 
 def _matched(given: str, text: str, model: nn.Module) -> str:
-    """Return a pattern of the very modules that a user's pattern matches: peft's own search has no limit.
-
-    Raises:
-        ValueError: it is no pattern, takes too long on a module's name, or matches none.
-    """
+    """Return a pattern of the modules that a user's pattern matches in bounded time, or raise ValueError."""
     try:
         pattern = Pattern(text)
         names = [name for name, _ in model.named_modules() if pattern.fullmatch(name)]
@@ -124,7 +111,7 @@ def _matched(given: str, text: str, model: nn.Module) -> str:
 
 
 def _shared(model: PreTrainedModel) -> set[str]:
-    """Layers whose weight another one has as well, as Zamba's attention; a tied head is not meant."""
+    """Return the layers that share a weight, as in Zamba's attention; a tied head does not count."""
     tables = (model.get_output_embeddings(), model.get_input_embeddings())
     owners: dict[int, list[str]] = {}
     for name, module in model.named_modules():
@@ -134,7 +121,7 @@ def _shared(model: PreTrainedModel) -> set[str]:
 
 
 def _read_by_kernels(model: PreTrainedModel) -> set[str]:
-    """Layers of Mamba whose weight is read as it is, without calling them: an adapter would do nothing."""
+    """Return Mamba's layers whose weight is read without a call: an adapter would do nothing."""
     return {
         f"{name}.{part}"
         for name, mixer in model.named_modules()
@@ -144,13 +131,12 @@ def _read_by_kernels(model: PreTrainedModel) -> set[str]:
 
 
 def base_name(name: str) -> str:
-    """A weight's name in the model without adapters."""
+    """Return a weight's name in the model without adapters."""
     return name.replace(_BASE, "")
 
 
 def adapted_weights(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The layers that LoRA wraps, by their weights' names. Of a module with several tensors of experts each
-    has a layer, one within the other."""
+    """Yield the layers that LoRA wraps, by their weights' names; those of one module's experts are nested."""
     from peft.tuners.lora import LoraLayer
 
     for name, module in model.named_modules():
@@ -159,27 +145,26 @@ def adapted_weights(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def expert_adapters(model: nn.Module) -> list[Any]:
-    """peft's layers of experts in one tensor: each adds what its adapters make to the whole tensor before
-    experts compute."""
+    """Return peft's layers of experts in one tensor, which add their update to the whole tensor."""
     return [module for module in model.modules() if hasattr(module, "parameter_name")]
 
 
 def merged(module: Any) -> Tensor:
-    """The weight of a layer that LoRA wraps, adapters added in float32: peft rounds each to its own dtype."""
+    """Return the weight of a layer that LoRA wraps, adapters added in float32 (peft rounds each sum)."""
     of_experts = hasattr(module, "parameter_name")
     weight = whole(module.get_param() if of_experts else dequantized(module)).detach()
-    found = weight.float()
+    total = weight.float()
     for adapter in module.active_adapters:
         parts = ((f"layer.{name}", part) for name, part in module.named_parameters())
         values = {name: whole(part).float() for name, part in parts if name.startswith("layer.lora_")}
-        if of_experts:  # what is added to them gets the dtype and the shape of what they are
-            values |= {f"layer.{n}": found for n, p in module.named_parameters() if p is module.get_param()}
-        found = found + functional_call(_Delta(module), values, (adapter,))
-    return found.to(weight.dtype)
+        if of_experts:  # peft casts the update to the dtype and shape of the experts' tensor
+            values |= {f"layer.{n}": total for n, p in module.named_parameters() if p is module.get_param()}
+        total = total + functional_call(_Delta(module), values, (adapter,))
+    return total.to(weight.dtype)
 
 
 class _Delta(nn.Module):
-    """What one adapter adds, as a forward: of weights that `functional_call` puts in place of a layer's."""
+    """The update of an adapter as a forward, whose weights `functional_call` can replace."""
 
     def __init__(self, layer: Any) -> None:
         super().__init__()

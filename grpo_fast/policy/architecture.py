@@ -1,4 +1,4 @@
-"""What packing and the loss must know of a model: its layers and its head, checked by short forwards."""
+"""Check a model's layers and head, by its configuration and by short forwards."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from grpo_fast.data.table import CompletionTable
 from grpo_fast.policy.layers import decoder_layers, wrap_forward
 from grpo_fast.policy.layout import PackedLayout
 from grpo_fast.policy.packing import pack
-from grpo_fast.policy.vision import model_class
+from grpo_fast.policy.vision import auto_class, model_class
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -24,11 +24,9 @@ if TYPE_CHECKING:
 
 _ATTENTION = ("full_attention", "sliding_attention")
 _RECURRENT = ("linear_attention", "conv", "hybrid", "hybrid_sliding")  # with a state, see `recurrent`
-_KEEPS_STATES = Version("5.17")  # of transformers: its caches return all that `recurrent.StateCache` keeps
+_KEEPS_STATES = Version("5.17")  # the transformers whose caches return what `recurrent.StateCache` keeps
 PACKED_LAYER_TYPES = frozenset([*_ATTENTION, *_RECURRENT, "mlp", "moe"])
 _OWN_TOKENIZER = "give the model its own tokenizer, or enlarge it by resize_token_embeddings and save it"
-
-
 _BERT = "puts a layer between its last hidden states and its output head, which the loss does not read"
 _DRAFTER = "drafts for Gemma 4 from its keys and values, and reads no tokens"
 _REFUSED = {
@@ -37,7 +35,6 @@ _REFUSED = {
     **dict.fromkeys(["roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl"], _BERT),
     "xmod": _BERT,
     "dbrx": "keeps the matrices of its experts below each other in one",
-    "emu3": "is saved with its image tokenizer, without which its language model does not load again",
     **dict.fromkeys(["gemma4_assistant", "gemma4_unified_assistant"], _DRAFTER),
     **dict.fromkeys(["inkling_mm_model", "inkling_text"], "scales its logits by logits_mup_width_multiplier"),
     "recurrent_gemma": "keeps its recurrent state in attributes of its layers, not in a cache",
@@ -45,39 +42,25 @@ _REFUSED = {
     "rwkv": "divides its weights in place when it is evaluated",
     "xlm": "counts a padding token within a text as its end",
 }
-"""Model types that are not trained, and why."""
+"""Model types that cannot be trained, with the reason."""
 
 
 def check_architecture(config: PreTrainedConfig) -> None:
-    """Refuse, before any weight is read, what cannot be trained here.
-
-    Raises:
-        ValueError: no decoder-only language model; the message names its type.
-    """
-    if config.is_encoder_decoder or not has_type(config):
-        raise ValueError(
-            f"model_type = {config.model_type!r} is not a decoder-only language model of text; give one, "
-            "such as Qwen3"
-        )
-    if config.model_type in _REFUSED:
-        raise ValueError(
-            f"model_type = {config.model_type!r} {_REFUSED[config.model_type]}; give another model, such as "
-            "Qwen3"
-        )
-    if not hasattr(config.get_text_config(), "num_hidden_layers"):
-        raise ValueError(
-            f"model_type = {config.model_type!r} has several stacks of layers, and none of them is the "
-            "language model; give a model with one, such as Qwen3"
-        )
-
-
-def has_type(config: PreTrainedConfig) -> bool:
-    """Whether the configuration alone leads to a language model, of transformers or by code of its own."""
-    return model_class(config) is not None or hasattr(config, "auto_map")
+    """Raise ValueError for a model that cannot be trained, by its configuration."""
+    kind, found = config.model_type, model_class(config)
+    problem = _REFUSED.get(kind)
+    if config.is_encoder_decoder or (found is None and not hasattr(config, "auto_map")):
+        problem = "is not a decoder-only language model of text"
+    elif found is not None and auto_class(config)._model_mapping.get(found.config_class, None) is None:
+        problem = "is saved as its text part alone, which no class loads again"
+    elif problem is None and not hasattr(config.get_text_config(), "num_hidden_layers"):
+        problem = "has several stacks of layers, none of which is the language model"
+    if problem is not None:
+        raise ValueError(f"model_type = {kind!r} {problem}; give another model, such as Qwen3")
 
 
 def packing_obstacle(config: PreTrainedConfig) -> str | None:
-    """Return why the configuration rules out packing, or None; `verify_policy` checks the model itself."""
+    """Return why a model cannot be packed, by its configuration, or None. `verify_policy` checks the rest."""
     from transformers import __version__
 
     text, model = config.get_text_config(), model_class(config)
@@ -100,14 +83,10 @@ def packing_obstacle(config: PreTrainedConfig) -> str | None:
 
 
 def longest_sequence(policy: Policy, prompts: Iterable[Sequence[int]], completion_length: int = 0) -> int:
-    """Return the tokens of the longest prompt with its completion.
-
-    Args:
-        prompts: token ids.
-        completion_length: tokens that may follow each.
+    """Return the tokens of the longest prompt (token ids) and a completion of `completion_length`.
 
     Raises:
-        ValueError: more tokens than positions, or a token beyond the embedding; the message has both numbers.
+        ValueError: more tokens than positions, or a token beyond the embedding.
     """
     config = policy.base_model.config.get_text_config()
     rows = _embedding_rows(policy.base_model)
@@ -116,10 +95,8 @@ def longest_sequence(policy: Policy, prompts: Iterable[Sequence[int]], completio
         longest = max(longest, len(ids))
         if (token := max(ids, default=0)) >= rows:
             word = policy.tokenizer.convert_ids_to_tokens(token)
-            raise ValueError(
-                f"the data has the token {token} ({word!r}), and the model's embedding {rows} rows; "
-                f"{_OWN_TOKENIZER}"
-            )
+            problem = f"the data has the token {token} ({word!r}), and the model's embedding {rows} rows"
+            raise ValueError(f"{problem}; {_OWN_TOKENIZER}")
     needed, most = longest + completion_length, positions(config)
     if most is not None and needed > most:
         completion = f" and {completion_length} of a completion" if completion_length else " and completion"
@@ -133,25 +110,24 @@ def longest_sequence(policy: Policy, prompts: Iterable[Sequence[int]], completio
 
 
 def positions(config: PreTrainedConfig) -> int | None:
-    """Those that the model was made for, or that its configuration stretches them to; None: no limit."""
+    """Return the number of positions, stretched ones included; None: no limit."""
     most: int | None = getattr(config, "max_position_embeddings", None)
     rope = getattr(config, "rope_parameters", None) or {}
     rope = rope.get("full_attention", rope)
     if most is None or rope.get("rope_type") not in ("yarn", "linear", "dynamic"):
-        return most  # of the other types it is the stretched number
+        return most  # other types state the stretched number
     return max(most, int(rope["factor"] * (rope.get("original_max_position_embeddings") or most)))
 
 
 def fix_rope(model: nn.Module, length: int | None) -> None:
-    """Pin length-dependent rotary positions to those of a sequence of `length` tokens.
+    """Pin length-dependent RoPE (longrope, dynamic) to that of a sequence of `length` tokens.
 
-    With the types `longrope` and `dynamic`, frequencies depend on the longest sequence of a forward, so that
-    log-probabilities would depend on the other sequences in the batch. None: as in the model's own forward.
+    Otherwise log-probabilities would depend on the longest sequence in the batch. None: the model's own.
     """
     modules: Iterable[Any] = model.modules()
     for rope in modules:
         kinds = getattr(rope, "rope_type", ())
-        kinds = kinds.values() if isinstance(kinds, dict) else [kinds]  # of each type of layer
+        kinds = kinds.values() if isinstance(kinds, dict) else [kinds]  # a dict has one per layer type
         if not {"longrope", "dynamic"}.isdisjoint(kinds):
             if not hasattr(rope, "length"):
                 wrap_forward(rope, _rope_of_length)
@@ -159,7 +135,7 @@ def fix_rope(model: nn.Module, length: int | None) -> None:
 
 
 def _rope_of_length(rope: Any, original_forward: Any, x: Tensor, position_ids: Tensor, *args: Any) -> Any:
-    """Sines and cosines (B, T, D) of `position_ids` (B, T), computed with one more position, the last."""
+    """Compute sines and cosines (B, T, D) of `position_ids` (B, T) as if the last position were there."""
     if rope.length is None:
         return original_forward(x, position_ids, *args)
     last = torch.full_like(position_ids[..., :1], rope.length - 1)
@@ -168,10 +144,7 @@ def _rope_of_length(rope: Any, original_forward: Any, x: Tensor, position_ids: T
 
 
 def require_vocabulary(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, path: str) -> None:
-    """The tokenizer's words and its end token have rows of the embedding, or a ValueError has both numbers.
-
-    An added token may have none while no text has it, as the image token of Gemma 3's text models.
-    """
+    """Raise ValueError if the embedding lacks rows for the vocabulary (without added tokens) or end token."""
     rows = _embedding_rows(model)
     if max(tokenizer.vocab_size - 1, tokenizer.eos_token_id or 0) >= rows:
         raise ValueError(
@@ -186,18 +159,17 @@ def _embedding_rows(model: PreTrainedModel) -> int:
 
 
 def backbone(model: PreTrainedModel) -> Any:
-    """The model without its head; Llama 4's says that it is its own."""
+    """Return the model without its head."""
     inner: Any = model
-    return inner.base_model if inner.base_model is not inner else inner.model
+    return inner.base_model if inner.base_model is not inner else inner.model  # Llama 4
 
 
 @torch.no_grad()
 def verify_policy(policy: Policy) -> None:
-    """Compare a batch's hidden states and head with the model's own logits, sequence by sequence.
+    """Compare a batch's logits with those of the model's own forward of each sequence.
 
     Raises:
-        ValueError: they differ by more than rounding, or packed layers do not pass the window that they have
-            to their attention.
+        ValueError: they differ by more than rounding, or layers do not pass on their sliding window.
     """
     model = policy.base_model
     prompts, completions = _probes(model)
@@ -205,16 +177,16 @@ def verify_policy(policy: Policy) -> None:
     (batch,) = pack(table, max_tokens=10_000, device=policy.device, shares_prompts=policy.packs)
     layout = PackedLayout(batch, policy.attention)
     sequences = [prompts[row] + completions[row] for row in batch.rows.tolist()]
-    found, own, allowed = policy.run(
+    logits, own, allowed = policy.run(
         lambda: (
             policy.head.logits(policy.hidden_states(batch, layout)),
             [own_logits(model, sequence) for sequence in sequences],
-            rounding(model, sequences[0]),
+            rounding_tolerance(model, sequences[0]),
         )
     )
     name = type(model).__name__
-    alone = [logits[len(prompts[row]) - 1 : -1] for logits, row in zip(own, batch.rows.tolist(), strict=True)]
-    error = distance(found, torch.cat(alone))
+    expected = [of[len(prompts[row]) - 1 : -1] for of, row in zip(own, batch.rows.tolist(), strict=True)]
+    error = relative_error(logits, torch.cat(expected))
     kind, part, remedy = "logits of padded rows", "head", "another model"
     if policy.packs:
         kind, part = "packed logits", "attention, its state or its head"
@@ -222,18 +194,18 @@ def verify_policy(policy: Policy) -> None:
     if not error <= allowed:
         raise ValueError(
             f"{kind} of {name} differ from the model's own by {error:.2g} of their norm ({allowed:.2g} "
-            f"allowed): its {part} is not one that is understood here; use {remedy}"
+            f"allowed): its {part} is not supported; use {remedy}"
         )
     window = _window(model.config.get_text_config())
     if policy.packs and window is not None and window not in layout.windows:
         raise ValueError(
-            f"{name} has a window of {window} tokens (sliding_window), which its layers do not tell the "
-            f"attention of packed completions; use {remedy}"
+            f"{name} has a window of {window} tokens (sliding_window), which its layers do not pass to the "
+            f"packed attention; use {remedy}"
         )
 
 
 def _window(config: PreTrainedConfig) -> int | None:
-    """Tokens that some layers look back on; None: all look at everything."""
+    """Return the sliding window of some layers; None: there is none."""
     window: int | None = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
     if not getattr(config, "use_sliding_window", True) or not any("sliding" in kind for kind in kinds):
@@ -241,38 +213,38 @@ def _window(config: PreTrainedConfig) -> int | None:
     return window if window is None or window < (positions(config) or math.inf) else None
 
 
-def distance(found: Tensor, right: Tensor) -> float:
-    """Distance of logits (T, V) in norms of the right ones; a softmax sees no constant, nor does this."""
-    found, right = (logits - logits.mean(dim=-1, keepdim=True) for logits in (found, right))
-    return float((found - right).norm() / right.norm())
+def relative_error(logits: Tensor, expected: Tensor) -> float:
+    """Return the relative error of logits (T, V), without constants that a softmax ignores."""
+    logits, expected = (values - values.mean(dim=-1, keepdim=True) for values in (logits, expected))
+    return float((logits - expected).norm() / expected.norm())
 
 
 @torch.no_grad()
-def rounding(model: PreTrainedModel, ids: Sequence[int]) -> float:
-    """Return the largest `distance` of logits that rounding explains.
+def rounding_tolerance(model: PreTrainedModel, ids: Sequence[int]) -> float:
+    """Return the largest `relative_error` that rounding explains, from 1e-3 (TF32) to 0.1.
 
-    It is twice the distance that one last bit behind every layer makes, from 1e-3 (TF32) to 0.1.
+    It is twice the error of changing the last bit behind every layer.
     """
     generator = torch.Generator().manual_seed(0)
     plain, last_bit = own_logits(model, ids), torch.finfo(model.dtype).eps
 
-    def move(module: nn.Module, inputs: object, output: Any) -> Any:
+    def change_last_bits(module: nn.Module, inputs: object, output: Any) -> Any:
         hidden, *rest = output if isinstance(output, tuple) else (output,)
         signs = torch.randint(2, hidden.shape, generator=generator).to(hidden.device) * 2 - 1
         hidden = (hidden.float() * (1 + last_bit * signs)).to(hidden.dtype)
         return (hidden, *rest) if isinstance(output, tuple) else hidden
 
     modules = [model.get_input_embeddings(), *decoder_layers(model)]
-    hooks = [module.register_forward_hook(move) for module in modules]
+    hooks = [module.register_forward_hook(change_last_bits) for module in modules]
     try:
-        return min(0.1, max(1e-3, 2 * distance(own_logits(model, ids), plain)))
+        return min(0.1, max(1e-3, 2 * relative_error(own_logits(model, ids), plain)))
     finally:
         for hook in hooks:
             hook.remove()
 
 
 def rounding_nats(dtype: torch.dtype, device_type: str = "cuda") -> float:
-    """Return the mean nats per token by which two programs may differ in one policy's log-probabilities.
+    """Return how far two programs' log-probabilities of a policy may differ, mean nats per token.
 
     In 16 bits they differ by 0.01 to 0.1, most where a router's choice flips.
     """
@@ -282,19 +254,19 @@ def rounding_nats(dtype: torch.dtype, device_type: str = "cuda") -> float:
 
 
 def _probes(model: PreTrainedModel) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-    """Prompts and completions: a shared prompt and a lone one; a completion of one token among them."""
+    """Return prompts and completions, with shared prompts and a completion of one token."""
     generator = torch.Generator().manual_seed(0)
-    prompts, found = [], []
-    for prompt, completions in [(6, (4, 5)), (7, (3, 1)), (2, (6,))]:
-        tokens = random_tokens(model, prompt + sum(completions), generator)
-        prompt_ids, *own = (tuple(part.tolist()) for part in tokens.split([prompt, *completions]))
-        prompts += [prompt_ids] * len(own)
-        found += own
-    return prompts, found
+    prompts, completions = [], []
+    for prompt, lengths in [(6, (4, 5)), (7, (3, 1)), (2, (6,))]:
+        tokens = random_tokens(model, prompt + sum(lengths), generator)
+        prompt_ids, *parts = (tuple(part.tolist()) for part in tokens.split([prompt, *lengths]))
+        prompts += [prompt_ids] * len(parts)
+        completions += parts
+    return prompts, completions
 
 
 def random_tokens(model: PreTrainedModel, count: int, generator: torch.Generator) -> Tensor:
-    """Return (count,) int64 random tokens with the padding token among them, without images and sounds."""
+    """Return (count,) int64 random tokens, among them the padding token, without placeholders of images."""
     config: Any = model.config
     placeholders = [getattr(config, f"{kind}_token_id", None) for kind in ("image", "video", "audio")]
     words = torch.arange(config.get_text_config().vocab_size)
@@ -308,7 +280,7 @@ def random_tokens(model: PreTrainedModel, count: int, generator: torch.Generator
 
 
 def own_logits(model: PreTrainedModel, ids: Sequence[int]) -> Tensor:
-    """(T, V) float32."""
+    """Compute the logits (T, V) of a sequence in float32 by the model's own forward."""
     given: Any = {"input_ids": torch.tensor([ids], device=model.device), "use_cache": False}
     logits: Tensor = model(**given).logits
     return logits[0].float()

@@ -1,9 +1,8 @@
-"""Attention over packed documents, as one more attention implementation of transformers.
+"""Attention over packed documents, registered as an attention implementation of transformers.
 
-A dense mask over a micro-batch of T tokens costs T² however short its documents are. Here a token is not
-compared with what it cannot see: an SDPA call for each completion but the short ones, or one call of
-flash-attention (`policy.flash`), so that a shared prompt saves its tokens and costs nothing. Both know the
-sliding window of a layer, which a ready-made 4-D mask cannot, being the same for all layers.
+A dense mask over T tokens would cost T² however short the documents are. Instead one SDPA call computes each
+long completion, or some short ones, or one call of flash-attention (`policy.flash`) computes all. Both
+support a sliding window per layer.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from grpo_fast.policy.vision import model_class
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-PACKED_ATTENTION = "grpo_fast_packed"  # the name under which transformers finds `packed_attention`
-ALIGNMENT = 8  # numbers of a head, of which SDPA's kernels for GPUs want a multiple
+PACKED_ATTENTION = "grpo_fast_packed"  # the name of `packed_attention` in transformers
+ALIGNMENT = 8  # SDPA's GPU kernels need head sizes that are multiples of it
 
 
 def packed_attention(
@@ -38,38 +37,33 @@ def packed_attention(
     packed_layout: PackedLayout | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface: query (B, A, T, D), key and value (B, K, T, D) -> (B, T, A, D).
+    """Attend as transformers' interface: query (B, A, T, D), key and value (B, K, T, D) -> (B, T, A, D).
 
-    Without a layout (generation) this is transformers' SDPA, with the score softcap of Gemma 2 and the sinks
-    of gpt-oss honoured.
+    Without a layout (generation) this is transformers' SDPA plus Gemma 2's softcap and gpt-oss's sinks.
     """
     sinks: Tensor | None = kwargs.get("s_aux")
-    chosen = None
-    if packed_layout is not None:
-        chosen = packed_layout.attention
-        packed_layout.windows.add(sliding_window)
-    plain = packed_layout is None and softcap is None and sinks is None
-    of_all_heads = attention_mask is None or attention_mask.shape[1] == 1
-    if plain and query.shape[2] == 1 and of_all_heads and kwargs.get("position_bias") is None:
-        # A token is decoded: query heads become queries of the key head that they share. transformers would
-        # copy all keys and values for each of them, which on a CPU takes longer than the attention.
-        folded = query.reshape(*key.shape[:2], -1, query.shape[-1])
-        output = scaled_dot_product_attention(folded, key, value, attn_mask=attention_mask, scale=scaling)
-        return output.reshape(*query.shape[:3], -1).transpose(1, 2), None
-    if plain:
+    if packed_layout is None and (softcap is not None or sinks is not None):
+        return _attend(query, key, value, attention_mask, scaling, softcap, sinks).transpose(1, 2), None
+    if packed_layout is None:
+        shared_mask = attention_mask is None or attention_mask.shape[1] == 1
+        if query.shape[2] == 1 and shared_mask and kwargs.get("position_bias") is None:
+            # Decoding: query heads become queries of the key head that they share. transformers would repeat
+            # all keys and values, which on a CPU takes longer than the attention.
+            folded = query.reshape(*key.shape[:2], -1, query.shape[-1])
+            output = scaled_dot_product_attention(folded, key, value, attn_mask=attention_mask, scale=scaling)
+            return output.reshape(*query.shape[:3], -1).transpose(1, 2), None
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    if packed_layout is None:
-        return _attend(query, key, value, attention_mask, scaling, softcap, sinks).transpose(1, 2), None
+    packed_layout.windows.add(sliding_window)
+    chosen = packed_layout.attention
     if chosen in PACKAGES and sinks is None:
         query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
         sequences = packed_layout.sequences
         if len(sequences.index) > len(query):
             key, value = (repeated(tensor, sequences.index) for tensor in (key, value))
-        return varlen_attention(chosen, query, key, value, sequences, scaling, sliding_window, softcap)[
-            None
-        ], None
+        output = varlen_attention(chosen, query, key, value, sequences, scaling, sliding_window, softcap)
+        return output[None], None
     pieces = (packed_layout.own(query), packed_layout.seen(key), packed_layout.seen(value))
     outputs = [
         _attend(*piece, scaling, softcap, sinks)
@@ -79,11 +73,11 @@ def packed_attention(
 
 
 def flash_obstacle(config: PreTrainedConfig, *, softcaps: bool = False) -> str | None:
-    """Why flash-attention, capping scores or not, cannot compute this model's; None: it can."""
+    """Return why flash-attention, with or without softcaps, does not support this model, or None."""
     text = config.get_text_config()
-    for found in head_dims(text):
-        if found > 256 or found % 8:
-            return f"the model's heads have {found} numbers, not a multiple of 8 up to 256"
+    for size in head_dims(text):
+        if size > 256 or size % 8:
+            return f"the model's heads have {size} numbers, not a multiple of 8 up to 256"
     if getattr(text, "v_head_dim", None) is not None:
         return "the model's values are not as wide as its keys"
     if getattr(text, "attn_logit_softcapping", None) is not None and not softcaps:
@@ -92,17 +86,17 @@ def flash_obstacle(config: PreTrainedConfig, *, softcaps: bool = False) -> str |
 
 
 def head_dims(text: PreTrainedConfig) -> set[int]:
-    """Numbers of a query or key of one head, of each kind of layer; 0 of those without heads."""
-    found: set[int] = set()
+    """Return the head sizes of the kinds of layers, 0 for layers without heads."""
+    sizes: set[int] = set()
     for layer in getattr(text, "per_layer_config", None) or [text]:  # Gemma 4's differ
         heads = getattr(layer, "num_attention_heads", 0)  # Mamba has none
         size = heads and (getattr(layer, "head_dim", None) or layer.hidden_size // heads)
-        found |= {size, getattr(layer, "global_head_dim", None) or size}
-    return found
+        sizes |= {size, getattr(layer, "global_head_dim", None) or size}
+    return sizes
 
 
 def has_sinks(config: PreTrainedConfig) -> bool:
-    """Whether the layers hand a score beside those of the keys to their attention, of which SDPA has none."""
+    """Return whether the layers have attention sinks, which SDPA does not support."""
     model = model_class(config)
     return model is not None and not model._supports_sdpa
 
@@ -116,70 +110,62 @@ def _attend(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attention of one piece; a mask of None is causal, or everything for a single query.
+    """Attend within one piece: query (B, A, Q, D), key (B, K, N, D), value (B, K, N, E) -> (B, A, Q, E).
 
-    Args:
-        sinks: (A,) a score of each head beside those of the keys, of no value.
+    A mask of None is causal. `sinks` (A,) are additional scores without a value.
     """
     causal = mask is None and query.shape[2] > 1
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if softcap is None and sinks is not None:
         return _attend_with_sinks(query, key, value, mask, scale, sinks, causal)
+    grouped, repeats = query.shape[1] != key.shape[1], query.shape[1] // key.shape[1]
+    if softcap is not None or (
+        grouped and query.is_cuda
+    ):  # with a mask, SDPA's grouped heads keep all scores
+        key, value = (tensor.repeat_interleave(repeats, dim=1) for tensor in (key, value))
+        grouped = False
     if softcap is None:
-        grouped = query.shape[1] != key.shape[1]
-        if grouped and query.is_cuda:  # where heads share keys, SDPA keeps every score beside a mask
-            repeats, grouped = query.shape[1] // key.shape[1], False
-            key, value = (tensor.repeat_interleave(repeats, dim=1) for tensor in (key, value))
         return scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped
         )
-    repeats = query.shape[1] // key.shape[1]
-    key, value = (tensor.repeat_interleave(repeats, dim=1) for tensor in (key, value))
     if causal:
         mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
     scores = softcap * torch.tanh((query @ key.transpose(2, 3)).float() * (scale / softcap))
     if mask is not None:
         scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
     if sinks is not None:
-        beside = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
-        scores = torch.cat([scores, beside], -1)
+        sink_scores = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, sink_scores], -1)
     return scores.softmax(dim=-1)[..., : key.shape[2]].to(value.dtype) @ value
 
 
 def _attend_with_sinks(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    sinks: Tensor,
-    causal: bool,
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, sinks: Tensor, causal: bool
 ) -> Tensor:
-    """By SDPA without a softcap: the sink is one more key, in front, whose value is zero.
+    """Attend with sinks by SDPA, which keeps no scores: the sink is a first key whose value is zero.
 
-    In numbers more of a query and a key, which are zero of all other keys, the product of these two is the
-    head's sink. So no score is kept, and autograd knows the sinks' gradient.
+    Additional elements of queries and keys, zero for all other keys, multiply to the head's sink.
     """
     width, of_value = query.shape[-1], value.shape[-1]
-    wide = -(-max(width + 1, of_value) // ALIGNMENT) * ALIGNMENT  # all as wide, or SDPA keeps every score
-    beside = sinks.to(query.dtype)[:, None, None].expand(*query.shape[:3], 1)
+    wide = -(-max(width + 1, of_value) // ALIGNMENT) * ALIGNMENT  # with other sizes SDPA keeps all scores
+    sink_elements = sinks.to(query.dtype)[:, None, None].expand(*query.shape[:3], 1)
     first_key = key.new_zeros(wide)
     first_key[width] = 1 / scale
-    # With a query in front as well, which looks at the sink alone, the diagonal of a causal mask stays.
-    query = pad(torch.cat([query, beside], -1), (0, wide - width - 1, int(causal), 0))
+    # A first query, which sees only the sink, keeps the diagonal of a causal mask.
+    query = pad(torch.cat([query, sink_elements], -1), (0, wide - width - 1, int(causal), 0))
     key = torch.cat([first_key.expand(*key.shape[:2], 1, wide), pad(key, (0, wide - width))], 2)
     value = pad(value, (0, wide - of_value, 1, 0))
     if mask is not None:
-        mask = pad(mask, (1, 0), value=float(mask.dtype == torch.bool))  # or it is added to the scores
+        mask = pad(mask, (1, 0), value=float(mask.dtype == torch.bool))  # other masks are added to scores
     output = _attend(query, key, value, mask, scale, None, None)
     return output[:, :, int(causal) :, :of_value]
 
 
 def register() -> None:
-    """Make our attentions known to transformers; calling it again changes nothing."""
+    """Register our attention with transformers."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-    # Its pieces differ from batch to batch: whatever is compiled around it, it is not.
+    # Its pieces differ from batch to batch, so it must not be compiled.
     AttentionInterface.register(PACKED_ATTENTION, torch.compiler.disable(packed_attention))
     AttentionMaskInterface.register(PACKED_ATTENTION, sdpa_mask)

@@ -1,5 +1,4 @@
-"""Mixtures of experts: which of a model's tensors are experts', which their routers', and how even its choice
-is."""
+"""Mixtures of experts: their tensors, their routers, and the load-balancing loss."""
 
 from __future__ import annotations
 
@@ -17,56 +16,52 @@ from grpo_fast.policy.vision import model_class
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-# As transformers' configurations and blocks of experts call them.
+# Names in transformers' configurations and models.
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k", "moe_top_k")
 _ROUTERS = {"gate", "router", "router_gate"}
 
 
 def expert_count(architecture: PreTrainedConfig) -> int:
-    """How many experts a layer's router chooses from; 0 of a dense model."""
+    """Return how many experts a layer's router chooses from; 0 for a dense model."""
     config = architecture.get_text_config()
     return next((count for name in _COUNTS if (count := getattr(config, name, None))), 0)
 
 
 def chosen_count(architecture: PreTrainedConfig) -> int:
-    """How many of them a token visits."""
+    """Return how many experts a token visits."""
     config = architecture.get_text_config()
     return next((n for name in _CHOSEN if (n := getattr(config, name, None))), expert_count(architecture))
 
 
 def chosen_share(architecture: PreTrainedConfig) -> float:
-    """The share of its experts that a token visits; 1 of a dense model."""
-    there = expert_count(architecture)
-    return chosen_count(architecture) / there if there else 1.0
+    """Return the share of its experts that a token visits; 1 for a dense model."""
+    count = expert_count(architecture)
+    return chosen_count(architecture) / count if count else 1.0
 
 
 def is_expert(name: str, parameter: Tensor) -> bool:
-    """Whether a parameter is of experts that a router chooses: of one, of several in one tensor, or adapters
-    of them."""
+    """Return whether a parameter belongs to routed experts or their adapters."""
     if "shared" in name or is_router(name):
         return False
-    return ".experts." in name or _is_stack(name, parameter)
+    per_head = any(mark in name for mark in ("conv", "mamba"))  # a matrix for each head
+    stacked = not per_head and parameter.ndim == 3 and min(parameter.shape[1:]) > 1
+    return ".experts." in name or stacked
 
 
 def is_router(name: str) -> bool:
-    """Whether a module, or a parameter of one, of a mixture of experts chooses between them."""
+    """Return whether a module, or a parameter of one, is a router."""
     return not _ROUTERS.isdisjoint(name.split("."))
 
 
-def _is_stack(name: str, parameter: Tensor) -> bool:
-    of_heads = any(mark in name for mark in ("conv", "mamba"))  # a matrix for each head
-    return not of_heads and parameter.ndim == 3 and min(parameter.shape[1:]) > 1
-
-
 def expert_blocks(model: Any) -> dict[int, Any]:
-    """By the number of its layer, the module in it that has a router and, in one tensor each, experts."""
-    found = {}
+    """Return the modules with a router and experts in one tensor, by the number of their layer."""
+    blocks = {}
     for number, layer in enumerate(decoder_layers(model.get_decoder())):
         for block in layer.modules():
             if isinstance(getattr(block, "experts", None), nn.Module) and number_of_experts(block):
-                found[number] = block
-    return found
+                blocks[number] = block
+    return blocks
 
 
 def number_of_experts(block: Any) -> int:
@@ -74,42 +69,32 @@ def number_of_experts(block: Any) -> int:
 
 
 def require_router(config: ModelConfig, architecture: PreTrainedConfig) -> None:
-    """Raises ValueError where what is said of a router needs one that the model does not have."""
-    said: dict[str, Any] = {} if config.train_router else {"train_router": False}
-    if config.router_aux_loss is not None:
-        said["router_aux_loss"] = config.router_aux_loss
-    for name, value in said.items():
-        given = f"model.{name} = {str(value).lower()}"
-        if not expert_count(architecture):
-            raise ValueError(
-                f"{given}: model_type = {architecture.model_type!r} has no experts, so no router; leave it "
-                "out"
-            )
-        if name == "router_aux_loss" and not has_balance_loss(architecture):
-            raise ValueError(
-                f"{given}: transformers has no load-balancing loss for model_type = "
-                f"{architecture.model_type!r}, whose own training balances experts otherwise; leave it out"
-            )
+    """Raise ValueError if a key needs a router or a loss that the model does not have."""
+    kind, loss = f"model_type = {architecture.model_type!r}", config.router_aux_loss
+    key = "train_router = false" if loss is None else f"router_aux_loss = {loss}"
+    if not expert_count(architecture) and (loss is not None or not config.train_router):
+        raise ValueError(f"model.{key}: {kind} has no experts, so no router; leave it out")
+    if loss is not None and not has_balance_loss(architecture):
+        raise ValueError(f"model.{key}: transformers has no load-balancing loss for {kind}; leave it out")
 
 
 def has_balance_loss(architecture: PreTrainedConfig) -> bool:
-    """Whether transformers has one for models of this type, and tells what their routers said."""
+    """Return whether transformers has a load-balancing loss, and returns router logits, for this type."""
     kind = model_class(architecture)
-    told = getattr(kind, "_can_record_outputs", None) or {}  # transformers' own name, without which none has
-    loss = getattr(sys.modules[kind.__module__], _BALANCE, None) if "router_logits" in told else None
-    return loss is not None and "num_keys" not in inspect.signature(loss).parameters  # as of Doge's experts
+    outputs = getattr(kind, "_can_record_outputs", None) or {}
+    loss = getattr(sys.modules[kind.__module__], _BALANCE, None) if "router_logits" in outputs else None
+    return loss is not None and "num_keys" not in inspect.signature(loss).parameters  # Doge's differs
 
 
 def balance_loss(model: PreTrainedModel, routed: Sequence[Tensor]) -> Tensor:
-    """transformers' load-balancing loss (Fedus et al. 2021, arXiv:2101.03961, equations 4 to 6): 1 per expert
-    that a token visits where all are chosen alike, more where few are.
+    """Compute transformers' load-balancing loss (Fedus et al. 2021, arXiv:2101.03961, eq. 4 to 6).
 
-    Args:
-        routed: (T, E) of each layer, the router's logits.
+    It is 1 per expert that a token visits if all are chosen equally often, and larger otherwise. `routed` has
+    the router's logits (T, E) of each layer.
     """
     balance = getattr(sys.modules[type(model).__module__], _BALANCE)
     loss: Tensor = balance(tuple(routed), expert_count(model.config), chosen_count(model.config))
     return loss
 
 
-_BALANCE = "load_balancing_loss_func"  # in the file of each type of model that has one
+_BALANCE = "load_balancing_loss_func"  # in the modules of transformers' models

@@ -1,4 +1,4 @@
-"""Variable-length flash-attention: that of flash-attn where it is installed, else that of torch."""
+"""Variable-length flash-attention: of flash-attn where it is installed, else of torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class Package(NamedTuple):
-    """A release of flash-attn, and the GPUs and heads that its backward computes."""
+    """A release of flash-attn, and the GPUs and heads that its backward supports."""
 
     distribution: str
     module: str
@@ -33,19 +33,19 @@ PACKAGES = {
     "flash_attention_3": Package("flash_attn_3", "flash_attn_interface", range(9, 10), 256),
     "flash_attention_2": Package("flash-attn", "flash_attn", range(8, 13), 256),
 }
-"""By the name in `model.attention`, the newest first. Of the last torch has a copy."""
+"""Releases by their name in `model.attention`, the newest first. torch has a copy of the last."""
 
 TORCH = "flash_attention_2"
 
 
 def installed(name: str) -> bool:
-    """Return whether flash-attn itself is there, which caps scores."""
+    """Return whether flash-attn itself, which supports softcaps, can be used."""
     return import_problem(name) is None
 
 
 @cache
 def import_problem(name: str) -> str | None:
-    """Return why a package cannot be used on any GPU; None: it can. Log one that is there and broken."""
+    """Return why a package cannot be imported, or None. Log a broken one."""
     package = PACKAGES[name]
     try:
         importlib.metadata.version(package.distribution)
@@ -61,7 +61,7 @@ def import_problem(name: str) -> str | None:
 
 
 def package_obstacle(name: str, major: int, widest_head: int) -> str | None:
-    """Return why a package does not compute heads of that size on a GPU of that capability; None: it does."""
+    """Return why a package does not support heads of this size on a GPU of this capability, or None."""
     package = PACKAGES[name]
     if (problem := import_problem(name)) is not None:
         return problem
@@ -74,7 +74,7 @@ def package_obstacle(name: str, major: int, widest_head: int) -> str | None:
 
 
 def newest_flash(major: int, widest_head: int) -> str:
-    """Return the name of the newest flash-attention that computes such heads on such a GPU."""
+    """Return the name of the newest flash-attention that supports such heads on such a GPU."""
     fitting = (name for name in PACKAGES if package_obstacle(name, major, widest_head) is None)
     return next(fitting, TORCH)
 
@@ -89,11 +89,11 @@ def varlen_attention(
     window: int | None,
     softcap: float | None = None,
 ) -> Tensor:
-    """(T, A, D) and twice (K, heads of keys, D) in 16 bits on a GPU -> (T, A, D).
+    """Attend causally: (T, A, D) and twice (K, key heads, D) in 16 bits on a GPU -> (T, A, D).
 
-    Causal, with the last query of a sequence at its last key. A softcap needs flash-attn.
+    The last query of a sequence is at its last key. A softcap needs flash-attn.
     """
-    longest = max(2, sequences.longest_queries)  # 1 is taken for the decoding of one token a sequence
+    longest = max(2, sequences.longest_queries)  # 1 would be taken for decoding
     bounds = (sequences.queries, sequences.keys, longest, sequences.longest_keys)
     options = {} if softcap is None else {"softcap": softcap}
     return way(name)(query, key, value, *bounds, scaling, -1 if window is None else window - 1, **options)
@@ -101,7 +101,7 @@ def varlen_attention(
 
 @cache
 def way(name: str) -> Callable[..., Tensor]:
-    """Return one of three calls of queries, keys, values, their bounds, the scale and the window's left."""
+    """Return a function of queries, keys, values, their bounds, the scale and the window's left."""
     if name != TORCH or installed(name):
         return partial(_package, import_module(PACKAGES[name].module).flash_attn_varlen_func)
     try:

@@ -1,4 +1,4 @@
-"""Gradients of the trained parameters: added up in float32 over micro-batches, and summed over the ranks."""
+"""Gradients of the trained parameters, added up in float32 over micro-batches and summed over ranks."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _PIECE = 1 << 20  # elements of a gradient that a CPU converts at one time
 
 
 class Gradients:
-    """Gradients by the parameter's name; those of 16-bit parameters in float32 buffers.
+    """Gradients by the parameter's name.
 
-    The gradient of a 16-bit parameter moves into its buffer as soon as a backward has finished it.
+    A hook moves the gradient of a 16-bit parameter into its float32 buffer during the backward.
 
     Attributes:
-        buffers: the float32 buffers, live, by the parameter's name.
+        buffers: the live float32 buffers by the parameter's name.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], world: World) -> None:
@@ -28,7 +28,7 @@ class Gradients:
         self._world = world
         self._device = next(iter(self._parameters.values())).device
         self.buffers: dict[str, Tensor] = {}
-        self._gathered: dict[str, Tensor] = {}  # the buffers that hold a gradient
+        self._gathered: dict[str, Tensor] = {}  # buffers that hold a gradient
         for name, parameter in self._parameters.items():
             if parameter.itemsize < 4:
                 buffer = torch.empty_like(local(parameter), dtype=torch.float32, requires_grad=False)
@@ -36,10 +36,9 @@ class Gradients:
                 parameter.register_post_accumulate_grad_hook(_absorb_into(self._gathered, name, buffer))
 
     def of(self, parameter: Tensor) -> Tensor | None:
-        """Return the tensor to which a backward may add the parameter's gradient itself.
+        """Return the tensor to which a backward may add the parameter's gradient, at first zero.
 
-        It has the parameter's shape and is zero before the first gradient. None if the parameter is not
-        trained, or if somebody else's hook waits for its gradient.
+        None if the parameter is not trained, or if another hook waits for its gradient.
         """
         name = next((name for name, own in self._parameters.items() if own is parameter), None)
         if name is None:
@@ -61,7 +60,7 @@ class Gradients:
             parameter.grad = None
 
     def summed(self) -> dict[str, Tensor]:
-        """Return the gradients of this rank's rows, summed over the ranks; without those of no rank."""
+        """Return the gradients of this rank's rows, summed over the ranks."""
         found = {
             name: local(gradient)
             for name, parameter in self._parameters.items()
@@ -73,23 +72,23 @@ class Gradients:
         reached = torch.tensor([name in found for name in whole], dtype=torch.float32, device=self._device)
         names = [n for n, count in zip(whole, self._world.sum(reached).tolist(), strict=True) if count]
         for name in names:
-            if name not in found:  # experts that no token of this rank went to
+            if name not in found:  # experts that no token of this rank visited
                 dtype = torch.float32 if name in self.buffers else None
                 found[name] = torch.zeros_like(whole[name], dtype=dtype)
         rows = reduce_scatter([found[name] for name in names], self._world)
         return found | dict(zip(names, rows, strict=True))
 
     def whole_parameters(self) -> dict[str, Tensor]:
-        """Return the parameters, live, of which several ranks update rows and each has all."""
+        """Return the live parameters of which every rank holds all rows and updates some."""
         if self._world.size == 1:
             return {}
         return {n: p.detach() for n, p in self._parameters.items() if not isinstance(p, DTensor)}
 
 
 def _absorb_into(gathered: dict[str, Tensor], name: str, buffer: Tensor) -> Callable[[Tensor], None]:
-    """Return a hook that moves a finished gradient into its float32 buffer, which outlives the steps.
+    """Return a hook that moves a gradient into its float32 buffer.
 
-    The hook must not know its owner: no garbage collector sees through a parameter's hooks.
+    The hook must not reference `Gradients`: the garbage collector does not see a parameter's hooks.
     """
 
     def absorb(parameter: Tensor) -> None:
@@ -103,7 +102,7 @@ def _absorb_into(gathered: dict[str, Tensor], name: str, buffer: Tensor) -> Call
         if total.is_cuda or total.ndim == 0:
             total.add_(gradient)
             return
-        # A CPU makes 16 bits float32 before it adds them: those of a large gradient in pieces.
+        # A CPU converts 16 bits to float32 before it adds them: large gradients in pieces.
         pieces = max(1, -(-total.numel() // _PIECE))
         for part, more in zip(total.tensor_split(pieces), gradient.tensor_split(pieces), strict=True):
             part.add_(more)

@@ -1,4 +1,4 @@
-"""Tensors in the host's memory, and their visits to the device."""
+"""Tensors in host memory, and their copies on the device."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ from torch import Tensor
 
 logger = logging.getLogger(__name__)
 ARENA = 16 << 20
-"""Bytes that small tensors share. torch rounds pinned memory of each tensor up to a power of two."""
+"""Bytes of an arena of small tensors. torch would round each tensor's pinned memory to a power of two."""
 _ALIGNMENT = 512  # bytes, as torch aligns tensors on a GPU
 
 
 class PinnedPages(mmap.mmap):
-    """Whole pages of the host's memory, page-locked for copies by a GPU."""
+    """Page-locked host memory. RuntimeError if so much cannot be locked."""
 
     address: int
 
     def __new__(cls, size: int) -> PinnedPages:
-        """Raises RuntimeError where so much cannot be page-locked."""
         pages = super().__new__(cls, -1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         address = torch.frombuffer(pages, dtype=torch.uint8).data_ptr()
         page_lock(address, size)
@@ -40,7 +39,7 @@ class PinnedPages(mmap.mmap):
 def page_lock(address: int, size: int) -> None:
     error = torch.cuda.cudart().cudaHostRegister(address, size, 1)  # for all devices
     if int(error):
-        with suppress(RuntimeError):  # or the next kernel would report the error as its own
+        with suppress(RuntimeError):  # else the next kernel would report the error
             torch.ones(1, device="cuda")
         raise RuntimeError(f"cudaHostRegister of {size} bytes: error {int(error)}")
 
@@ -51,17 +50,13 @@ def page_unlock(address: int) -> None:
 
 
 class Arenas:
-    """Pinned memory without rounding: a tensor has pages of its own, or a part of an arena."""
+    """Pinned memory without rounding: a large tensor has its own pages, small ones share an arena."""
 
     def __init__(self) -> None:
         self._rest = torch.empty(0, dtype=torch.uint8)  # of the last arena
 
     def empty_like(self, tensor: Tensor) -> Tensor:
-        """Memory of the tensor's shape, strides and dtype.
-
-        Raises:
-            OSError, RuntimeError: the host has no more memory, or none that is pinned.
-        """
+        """Allocate memory, or raise OSError or RuntimeError if the host has no more."""
         like = torch.empty_like(tensor, device="meta", requires_grad=False)
         size = -(-max(1, like.nbytes) // _ALIGNMENT) * _ALIGNMENT
         if size > ARENA // 2:
@@ -77,17 +72,13 @@ ARENAS = Arenas()
 
 
 def to_host(tensor: Tensor, *, pinned: bool | None = None) -> None:
-    """Move the content; the tensor stays the same object, and is readable."""
+    """Move the tensor's memory to the host; it stays the same object."""
     tensor.data = host_like(tensor, pinned=pinned).copy_(tensor.detach())
 
 
 @contextmanager
 def waiting_on_host(tensors: Iterable[Tensor], device: torch.device) -> Iterator[Callable[[], None]]:
-    """Hold tensors in the host's ordinary memory, so that others have theirs on `device`.
-
-    Yields:
-        What ends the wait early: it moves to the device those that are still on the host.
-    """
+    """Keep tensors in ordinary host memory, and yield a function that moves them back to `device` early."""
     waiting = [tensor for tensor in tensors if tensor.device.type != "cpu"]
 
     def back() -> None:
@@ -97,14 +88,14 @@ def waiting_on_host(tensors: Iterable[Tensor], device: torch.device) -> Iterator
 
     try:
         for tensor in waiting:
-            to_host(tensor, pinned=False)  # pinned memory would stay with the process
+            to_host(tensor, pinned=False)  # the process would keep pinned memory
         yield back
     finally:
         back()
 
 
 def host_like(tensor: Tensor, *, pinned: bool | None = None) -> Tensor:
-    """Empty memory like `tensor` on the CPU; pinned for a GPU, unless the host has no more of that."""
+    """Allocate memory like `tensor` on the CPU, for a GPU pinned unless the host has no more of that."""
     if tensor.is_cuda if pinned is None else pinned:
         try:
             return ARENAS.empty_like(tensor)
@@ -113,20 +104,16 @@ def host_like(tensor: Tensor, *, pinned: bool | None = None) -> Tensor:
     return torch.empty_like(tensor, device="cpu", requires_grad=False)
 
 
-@cache
+@cache  # warns once
 def _warn_of_ordinary_memory(error: str) -> None:
-    """Once, however many tensors go there."""
-    logger.warning(
-        "no more pinned memory for the trainer's tensors (%s): they move through ordinary memory, slower",
-        error,
-    )
+    logger.warning("no more pinned memory for the trainer's tensors (%s): their copies are slower", error)
 
 
 @contextmanager
 def on_device(tensors: Sequence[Tensor], device: torch.device) -> Iterator[None]:
-    """Hold tensors of the host on the device; their content goes back to the same host memory.
+    """Copy host tensors to the device, and back on exit.
 
-    All copies are queued on the current stream. Synchronize it before the host reads the tensors.
+    The copies are queued on the current stream. Synchronize it before the host reads the tensors.
     """
     hosts = [tensor.data for tensor in tensors]
     move(tensors, [host.to(device, non_blocking=True) for host in hosts])
@@ -141,10 +128,9 @@ def on_device(tensors: Sequence[Tensor], device: torch.device) -> Iterator[None]
 def copies_on(
     device: torch.device, tensors: Sequence[Tensor], stream: torch.cuda.Stream | None
 ) -> tuple[list[Tensor], torch.cuda.Event | None]:
-    """Copy tensors of the host after all work queued so far, without holding up work queued later.
+    """Copy host tensors on `stream`, after all work queued so far.
 
-    Returns:
-        The copies, and the event to wait for before they are read; None without a stream.
+    Returns the copies, and the event to wait for before they are read, or None without a stream.
     """
     if stream is not None:
         stream.wait_stream(torch.cuda.current_stream(stream.device))
@@ -156,7 +142,7 @@ def copies_on(
 
 
 def move(tensors: Sequence[Tensor], places: Sequence[Tensor]) -> None:
-    """Each tensor, the same object, is the memory of its place from now on."""
+    """Make each tensor, the same object, refer to the memory of its place."""
     for tensor, place in zip(tensors, places, strict=True):
         tensor.data = place
 
@@ -166,7 +152,7 @@ def side_stream(device: torch.device) -> torch.cuda.Stream | None:
 
 
 def bytes_in_use(device: torch.device) -> int:
-    """Bytes of the GPU in use by all processes; on a CPU, the peak resident memory of this one."""
+    """Return the bytes of the GPU in use by all processes; on a CPU, this process's peak memory."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return total - free

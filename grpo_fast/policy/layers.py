@@ -1,4 +1,4 @@
-"""How decoder layers run: recomputed, MLPs in tiles (arXiv:2506.13996), by Liger or by torch.compile."""
+"""Run decoder layers with checkpointing, MLPs in tiles (arXiv:2506.13996), Liger or torch.compile."""
 
 from __future__ import annotations
 
@@ -23,57 +23,47 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TILE_TOKENS = 8192
-"""Tokens that an MLP computes at one time. Arithmetic bounds its products of matrices from far fewer on, so
-reading weights, converting 4-bit ones and adding up their gradients once a tile costs little."""
+"""Tokens of an MLP's tile: enough that reading, dequantizing and accumulating its weights costs little."""
 
-# As transformers' layers call them.
+# Names in transformers' layers.
 _MLPS = ("mlp", "feed_forward", "ffn", "block_sparse_moe", "shared_mlp", "mlp_block")
 
 LIGER_TYPES = frozenset(
     ["gemma", "gemma2", "gemma3_text", "granite", "llama", "mistral", "phi3", "qwen2", "qwen3", "smollm3"]
 )
-"""Types of models whose layers Liger computes as transformers does: a test holds each. Not OLMo 2, OLMo 3 and
-GPT-OSS, whose norms it rounds once more, and no experts, whose kernels Triton's interpreter cannot run."""
+"""Model types for which Liger's layers match transformers', each tested. In OLMo 2, OLMo 3 and GPT-OSS Liger
+rounds norms once more, and Triton's interpreter cannot run its kernels for experts."""
 
 
 def wrap_forward(module: Any, around: Callable[..., Any]) -> None:
-    """Call `around(module, original_forward, ...)` in place of the module's forward."""
+    """Replace the module's forward by `around(module, original_forward, ...)`."""
     module.forward = partial(around, module, module.forward)
 
 
 def recompute(model: PreTrainedModel, what: Literal[True, "mlp", "offload"]) -> None:
-    """Let the backward keep only the inputs of each layer's MLP ("mlp") or of each layer.
+    """Checkpoint each layer's MLP ("mlp") or each layer, with inputs in host memory for "offload".
 
-    The inputs of layers stay on the device, or wait in the host's memory ("offload"). transformers recomputes
-    layers only in training mode, which a policy is never in.
-
-    Raises:
-        ValueError: "mlp", and the layers have no MLP; or the model has no layers that transformers knows.
+    transformers checkpoints layers only in training mode, which a policy is never in. ValueError if the model
+    has no layers or MLPs that transformers names.
     """
-    found = _mlps(model) if what == "mlp" else decoder_layers(model)
-    if not found:
-        problem = f"model.gradient_checkpointing = {what!r}: {type(model).__name__} has "
+    modules = _mlps(model) if what == "mlp" else decoder_layers(model)
+    if not modules:
+        problem = "no layers that transformers itself implements; set it to false"
         if what == "mlp":
-            raise ValueError(
-                f"{problem}no MLP named {', '.join(_MLPS)} in its layers; set it to true or false"
-            )
-        raise ValueError(f"{problem}no layers that transformers itself implements; set it to false")
+            problem = f"no MLP named {', '.join(_MLPS)} in its layers; set it to true or false"
+        raise ValueError(f"model.gradient_checkpointing = {what!r}: {type(model).__name__} has {problem}")
     tiled = token_wise_mlps(model) if what == "mlp" else []
-    for module in found:
+    for module in modules:
         if module not in tiled:
             wrap_forward(module, _recomputed_from_host if what == "offload" else _recomputed)
 
 
 def tile_mlps(model: nn.Module, *, always: bool = False) -> None:
-    """Compute token-wise MLPs over more tokens than a tile's in tiles, which a backward recomputes.
-
-    Args:
-        always: recompute MLPs over fewer tokens, too.
-    """
+    """Compute token-wise MLPs in tiles of `TILE_TOKENS`; `always`: checkpoint shorter ones, too."""
     if find_spec("liger_kernel") is None:
         logger.warning(
-            "MLPs are computed whole, and not in tiles of %d tokens, which takes more memory for long "
-            "sequences: pip install liger-kernel",
+            "MLPs are not computed in tiles of %d tokens, which takes more memory for long sequences: "
+            "pip install liger-kernel",
             TILE_TOKENS,
         )
     for mlp in token_wise_mlps(model):
@@ -81,7 +71,7 @@ def tile_mlps(model: nn.Module, *, always: bool = False) -> None:
 
 
 def decoder_layers(model: nn.Module) -> list[Any]:
-    """Of the language model: those of a vision tower are not among them."""
+    """Return the layers of the language model, without those of a vision tower."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     modules = language_model(model).modules()
@@ -97,34 +87,31 @@ def _mlps(model: nn.Module) -> list[Any]:
 
 
 def token_wise_mlps(model: nn.Module) -> list[Any]:
-    """Return the MLPs that Liger can compute in tiles.
+    """Return the MLPs that Liger can compute in tiles, without experts and active dropout.
 
-    Experts sort the tokens of all tiles, and tiles do not repeat the random numbers of a dropout.
+    Experts sort the tokens of all tiles, and a tile's recomputation does not repeat dropout's random numbers.
     """
     if find_spec("liger_kernel") is None:
         return []
-    return [mlp for mlp in _mlps(model) if _is_token_wise(mlp) and not _drops_out(mlp)]
+    return [mlp for mlp in _mlps(model) if _is_token_wise(mlp)]
 
 
 def _is_token_wise(mlp: Any) -> bool:
-    experts = any("expert" in name or weight.ndim > 2 for name, weight in mlp.named_parameters())
-    return not experts and len(inspect.signature(type(mlp).forward).parameters) == 2  # with self
-
-
-def _drops_out(mlp: nn.Module) -> bool:
-    """Whether LoRA's dropout is on; a policy's other dropouts are off."""
-    return any(isinstance(part, nn.Dropout) and part.p and part.training for part in mlp.modules())
+    if any("expert" in name or weight.ndim > 2 for name, weight in mlp.named_parameters()):
+        return False
+    if any(isinstance(part, nn.Dropout) and part.p and part.training for part in mlp.modules()):
+        return False  # LoRA's
+    return len(inspect.signature(type(mlp).forward).parameters) == 2  # with self
 
 
 def _recomputed(module: Any, original_forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Without a backward to come it is plain: `checkpoint` asks for the random numbers' state even there."""
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled():  # `checkpoint` would save the random state
         return original_forward(*args, **kwargs)
     return checkpoint(original_forward, *args, use_reentrant=False, **kwargs)
 
 
 def _recomputed_from_host(layer: Any, original_forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Of what `checkpoint` keeps, positional tensors go to the host: the layer's input."""
+    # `checkpoint` saves positional tensors, here the layer's input.
     forward = partial(original_forward, **kwargs)
     with save_on_cpu(pin_memory=args[0].is_cuda):
         return _recomputed(layer, forward, *args)
@@ -132,30 +119,24 @@ def _recomputed_from_host(layer: Any, original_forward: Callable[..., Any], *arg
 
 @torch.compiler.disable
 def _in_tiles(always: bool, mlp: Any, original_forward: Callable[..., Any], hidden: Tensor) -> Tensor:
-    """(B, T, H) -> (B, T, H)."""
     from liger_kernel.ops.tiled_mlp import apply_tiled_mlp
 
     tiles = -(-hidden[..., 0].numel() // TILE_TOKENS)
     if not always and tiles <= 1:
         return original_forward(hidden)
-    # Only by its input does Liger's function know that a backward comes.
+    # Liger's function prepares a backward only if its input requires grad.
     if torch.is_grad_enabled() and any(weight.requires_grad for weight in mlp.parameters()):
         hidden = hidden if hidden.requires_grad else hidden.detach().requires_grad_()
 
     def tile(_: Any, part: Tensor) -> Tensor:
-        found: Tensor = original_forward(part.reshape(1, -1, part.shape[-1]))
-        return found.view_as(part)
+        output: Tensor = original_forward(part.reshape(1, -1, part.shape[-1]))
+        return output.view_as(part)
 
     return apply_tiled_mlp(tile, mlp, hidden, num_shards=tiles)
 
 
 def resolve_liger(config: ModelConfig, device: torch.device, model_type: str) -> bool:
-    """Whether Liger's kernels compute the layers.
-
-    Raises:
-        ValueError: they are asked for on another device than a GPU, or for a type that Liger does not know.
-        ImportError: they are asked for and liger-kernel is not installed.
-    """
+    """Return whether Liger computes the layers; ValueError or ImportError if true cannot be."""
     on_gpu, installed = device.type == "cuda", find_spec("liger_kernel") is not None
     if config.liger_kernels is not True:
         return config.liger_kernels == "auto" and on_gpu and installed and model_type in LIGER_TYPES
@@ -171,15 +152,14 @@ def resolve_liger(config: ModelConfig, device: torch.device, model_type: str) ->
 
 
 def use_liger(model: PreTrainedModel) -> None:
-    """Let Liger's kernels compute layers, but no loss: ours never forms logits."""
+    """Replace layers by Liger's, but not the loss."""
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
     _apply_liger_kernel_to_instance(model=model, cross_entropy=False, fused_linear_cross_entropy=False)
 
 
 def resolve_compile(config: ModelConfig, device: torch.device, *, liger: bool, plain: bool) -> bool:
-    """Whether torch compiles the layers; those with experts or a state, which are not `plain`, by request
-    alone: nobody has on a GPU yet."""
+    """Return whether torch compiles the layers; "auto" leaves out layers with experts or a state."""
     if config.compile == "auto":
         return device.type == "cuda" and not liger and plain
     return config.compile
@@ -187,7 +167,7 @@ def resolve_compile(config: ModelConfig, device: torch.device, *, liger: bool, p
 
 def compile_layers(model: PreTrainedModel, config: ModelConfig) -> None:
     """Compile decoder layers. A copy of a compiled model runs the original's layers: make copies first."""
-    if config.recomputed:  # tiles end their layer's graph, so an MLP in tiles is compiled by itself
+    if config.recomputed:  # tiles break their layer's graph, so compile a tiled MLP by itself
         for mlp in token_wise_mlps(model):
             mlp.forward = _compiled(mlp.forward)
     for layer in decoder_layers(model):
@@ -195,13 +175,12 @@ def compile_layers(model: PreTrainedModel, config: ModelConfig) -> None:
 
 
 def _compiled(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Rounded where uncompiled layers round: what is fused differs with and without gradients, and the
-    log-probabilities of the two must not."""
+    # Fusion differs with and without gradients; rounding as uncompiled layers keeps log-probabilities equal.
     return torch.compile(plain, dynamic=True, options={"emulate_precision_casts": True})
 
 
 def _compiled_when_packed(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a layer for packed batches of any length; with a cache every length would be another graph."""
+    """Compile a layer for packed batches only: with a cache every length would be another graph."""
     compiled = _compiled(plain)
 
     def forward(*args: Any, **kwargs: Any) -> Any:

@@ -1,5 +1,4 @@
-"""Which tokens of a packed batch see which: documents of a prompt and its completions, in every form that an
-attention takes it in; and runs of tokens as padded rows, for what computes rows and not documents."""
+"""Which tokens of a packed batch attend to which, and runs of tokens as padded rows."""
 
 from __future__ import annotations
 
@@ -17,27 +16,27 @@ if TYPE_CHECKING:
     from grpo_fast.policy.packing import PackedBatch
 
 PAIRS_A_CALL = 2**14
-"""Pairs of tokens that SDPA computes in the time of one more call, about: short completions share one."""
-LEAST_FILLED = 0.75  # of the longest row beside it; a shorter one goes with rows of its own
-FEW_TOKENS = 16  # by which rows may differ all the same
+"""Pairs of tokens that SDPA computes in about the time of one more call."""
+LEAST_FILLED = 0.75  # shortest row of a batch, as a share of the longest
+FEW_TOKENS = 16  # rows of a batch may always differ by so much
 
 
 class Piece(NamedTuple):
-    """A run of positions: a prompt with its first completion, or another completion. Or several of these."""
+    """One SDPA call: a prompt with its first completion, other completions, or several of these."""
 
     tokens: int
-    prompt: int  # tokens of the prompt that it sees before its own
+    prompt: int  # tokens of the prompt before them
     runs: int = 1
 
     @property
     def pairs(self) -> int:
-        """Pairs of a query and a key that a call of SDPA computes, masked or not."""
+        """Pairs of a query and a key that SDPA computes, masked or not."""
         return self.tokens * (self.prompt + self.tokens)
 
 
 @dataclass(frozen=True)
 class Sequences:
-    """The S pieces of a batch as flash-attention takes them: queries, and keys that end with their own."""
+    """The S pieces of a batch for flash-attention. The last query of a piece is at its last key."""
 
     index: Tensor  # (K,) int64 into T: the keys, a prompt's once for each of its pieces
     queries: Tensor  # (S + 1,) int32: where the queries of each begin, and T
@@ -47,18 +46,23 @@ class Sequences:
 
 
 class PackedLayout:
-    """Which tokens of a packed batch attend to which. Masks are made once for each window, not each layer."""
+    """Which tokens of a packed batch attend to which. Layers with one window share masks.
+
+    Args:
+        batch: the packed batch.
+        attention: as `resolve_attention` returns it.
+        both_ways: (T,) int64: tokens of one number other than -1 see each other both ways, only by SDPA.
+
+    Attributes:
+        windows: sliding windows of the layers that have used the layout.
+        experts: (T, L, k) replayed experts of T tokens in L layers, or None.
+    """
 
     def __init__(self, batch: PackedBatch, attention: str, both_ways: Tensor | None = None) -> None:
-        """
-        Args:
-            attention: as `resolve_attention` gives it; flash-attention does not see both ways.
-            both_ways: (T,) int64: tokens of one number other than -1 see each other both ways; none: none do.
-        """
         self.attention = attention
-        self.windows: set[int | None] = set()  # of the layers that have asked
+        self.windows: set[int | None] = set()
         self._both_ways = both_ways
-        self.experts: Tensor | None = None  # (T, L, k) that are given, of T tokens in L layers
+        self.experts: Tensor | None = None
         self._batch = batch
         counts = batch.cu_seqlens.diff()
         documents = torch.arange(len(counts), device=counts.device)
@@ -71,14 +75,14 @@ class PackedLayout:
 
     @cached_property
     def pieces(self) -> list[Piece]:
-        """The runs of tokens of one call each."""
+        """The runs of tokens, one per call."""
         positions = self._batch.position_ids
         starts = (positions.diff(prepend=positions.new_tensor([-2])) != 1).nonzero()[:, 0]
         bounds, prompts = [*starts.tolist(), len(positions)], positions[starts].tolist()
         pieces: list[Piece] = []
         for (start, end), prompt in zip(pairwise(bounds), prompts, strict=True):
             run = Piece(end - start, prompt)
-            if prompt and self.attention == "sdpa":  # it goes on with the document before
+            if prompt and self.attention == "sdpa":  # it continues the previous document
                 last = pieces[-1]
                 both = Piece(last.tokens + run.tokens, last.prompt, last.runs + 1)
                 if both.pairs <= last.pairs + run.pairs + PAIRS_A_CALL:
@@ -98,12 +102,12 @@ class PackedLayout:
 
     @cached_property
     def prompt_rows(self) -> RowLayout:
-        """Each document's prompt, a row each, which all end in the last place."""
+        """One row for each document's prompt, padded on the left."""
         return self._rows(prompts=True)
 
     @cached_property
     def completion_rows(self) -> RowLayout:
-        """Each completion that has inputs, a row each, of two places at least: one is a decoding step."""
+        """One row for each completion that has inputs; a row of one token would be a decoding step."""
         return self._rows(prompts=False)
 
     def _rows(self, *, prompts: bool) -> RowLayout:
@@ -114,21 +118,21 @@ class PackedLayout:
 
     @cached_property
     def prompt_places(self) -> Tensor:
-        """(completions with inputs,) int64: which of `prompt_rows` has each one's prompt."""
+        """Index (completions with inputs,) int64 of each completion's prompt in `prompt_rows`."""
         starts = [start for start, _, is_prompt in self._runs if not is_prompt]
         return self.prompt_rows.runs.argsort()[self._document_ids[starts]]
 
     @cached_property
     def row_order(self) -> Tensor:
-        """(T,) int64: where each token is among what both join to, the prompts' first."""
+        """Index (T,) int64 of each token in the joined rows of prompts and completions."""
         return torch.cat([self.prompt_rows.tokens, self.completion_rows.tokens]).argsort()
 
     def own(self, tokens: Tensor, dim: int = 2) -> tuple[Tensor, ...]:
-        """The tokens of each piece."""
+        """Split into the tokens of each piece."""
         return tokens.split([piece.tokens for piece in self.pieces], dim)
 
     def seen(self, tokens: Tensor, dim: int = 2) -> Iterator[Tensor]:
-        """The tokens that each piece looks at: its own, and before them the prompt of its document."""
+        """Yield the tokens that each piece attends to: its document's prompt and its own."""
         first = tokens
         for own, piece in zip(self.own(tokens, dim), self.pieces, strict=True):
             first = first if piece.prompt else own
@@ -146,7 +150,7 @@ class PackedLayout:
         return Sequences(index, bounds(counts), bounds(keys), max(counts), max(keys))
 
     def visible(self, query: Tensor, key: Tensor, window: int | None) -> Tensor:
-        """Whether the token at index `query` attends to the one at index `key`; the indices broadcast."""
+        """Return whether the token at index `query` attends to that at index `key`; indices broadcast."""
         documents, segments = self._document_ids, self._batch.segment_ids
         seen = key <= query
         if self._both_ways is not None:
@@ -158,7 +162,7 @@ class PackedLayout:
         return seen
 
     def masks(self, window: int | None) -> list[Tensor | None]:
-        """For each piece a bool mask of its tokens × those it looks at; None where it is plainly causal."""
+        """Return for each piece a bool mask (its tokens, tokens seen), or None if it is causal."""
         if window not in self._masks:
             tokens = self._tokens
             masks: list[Tensor | None] = []
@@ -172,21 +176,23 @@ class PackedLayout:
 
 @dataclass(frozen=True)
 class Rows:
-    """B rows of L places, of as many of the R runs."""
+    """One batch of `RowLayout`: B rows of L places."""
 
-    runs: Tensor  # (B,) int64: which run each row is
+    runs: Tensor  # (B,) int64: the run of each row
     tokens: Tensor  # (B, L) int64 into the flat batch; padding repeats the run's nearest token
-    mask: Tensor | None  # (B, L) bool, false for padding; none where there is none
+    mask: Tensor | None  # (B, L) bool, false for padding; None without padding
 
 
 class RowLayout:
-    """Runs of consecutive tokens in a few batches of rows.
+    """Runs of consecutive tokens as batches of padded rows of similar lengths.
 
     Args:
-        starts, lengths: of each run, which has a token at least.
+        starts: first token of each of R runs.
+        lengths: tokens of each run, at least one.
+        device: of the indices.
         pads: the side of the padding.
-        least: places of a row at least.
-        together: one batch for all, however their lengths differ.
+        least: smallest width of a row.
+        together: one batch for all runs.
     """
 
     def __init__(
@@ -201,7 +207,7 @@ class RowLayout:
     ) -> None:
         sizes, firsts = np.asarray(lengths, np.int64), np.asarray(starts, np.int64)
         self.batches: list[Rows] = []
-        places, flat, order, before = [], [], [], 0  # on the host: a mask on the device would wait for it
+        places, flat, order, before = [], [], [], 0  # on the host, without waiting for the device
         for runs in [np.arange(len(sizes))] if together and len(sizes) else alike(sizes):
             width = max(least, int(sizes[runs].max()))
             place = np.arange(width) - (width - sizes[runs, None] if pads == "left" else 0)
@@ -219,15 +225,15 @@ class RowLayout:
 
         self.tokens = joined(flat)  # (T,) int64: the flat token of each result of `join`
         self.runs = joined(order)  # (R,) int64: the run of each row, in the order of the batches
-        self._places = joined(places)  # (T,) int64: where it lies among the batches' results
+        self._places = joined(places)  # (T,) int64 into the batches' places
 
     def join(self, results: Sequence[Tensor]) -> Tensor:
-        """(B, L, ...) of each batch -> (T, ...) without the padding, in the order of `tokens`."""
+        """Join (B, L, ...) of each batch to (T, ...) without padding, in the order of `tokens`."""
         return torch.cat([result.flatten(0, 1) for result in results]).index_select(0, self._places)
 
 
 def alike(lengths: np.ndarray) -> list[np.ndarray]:
-    """Indices of runs that share a batch, the longest first."""
+    """Return the indices of the runs of each batch, the longest first."""
     order = np.argsort(-lengths, kind="stable")
     batches: list[list[int]] = []
     longest = 0
@@ -240,7 +246,7 @@ def alike(lengths: np.ndarray) -> list[np.ndarray]:
 
 
 def repeated(rows: Tensor, index: Tensor) -> Tensor:
-    """(R, ...) and (K,) int64 -> (K, ...): rows, some several times, their gradients summed in float32."""
+    """Index rows (R, ...) by (K,) int64, with gradients summed in float32."""
     return _Repeated.apply(rows, index)
 
 

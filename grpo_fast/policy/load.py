@@ -1,4 +1,4 @@
-"""From a model configuration to a policy: where weights come from, how they attend, what of them trains."""
+"""Load a policy from its configuration: device, dtype, attention, packing, weights, and what trains."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache, partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +25,6 @@ from grpo_fast.head.operator import backend_on
 from grpo_fast.policy.adapters import add_lora
 from grpo_fast.policy.architecture import (
     check_architecture,
-    has_type,
     packing_obstacle,
     require_vocabulary,
     verify_policy,
@@ -66,21 +65,20 @@ def load_policy(
     distributed: DistributedConfig = REPLICATE,
     router_replay: bool = False,
 ) -> Policy:
-    """Load model and tokenizer, freeze or adapt as configured, and check that packing suits the model.
+    """Load model and tokenizer, freeze or adapt weights, and verify the packed forward.
 
     Args:
         config: the run's `model` section.
-        needs_reference: keep the policy as loaded for a KL term. Costs a second copy of the weights
-            when fine-tuning fully, nothing with LoRA.
+        needs_reference: keep the initial policy for a KL term. Costs a second copy of the weights for full
+            fine-tuning, nothing for LoRA.
         reference: the run's section; with a path, that model is the reference.
-        world: the ranks that train together, all of which are here.
-        distributed: the run's section, its `auto` resolved; of mode shard, each rank keeps rows of the
-            weights.
+        world: the ranks that train together; all of them call this.
+        distributed: the run's section, without `auto`; in mode shard each rank keeps rows of the weights.
         router_replay: as `rollout.router_replay`.
 
     Raises:
-        ValueError: a wrong path, device or combination, or a model whose forward is not understood.
-        ImportError: an optional package is missing; the message names it.
+        ValueError: a wrong path, device or combination, or a model whose forward is not supported.
+        ImportError: an optional package is missing.
     """
     device = resolve_device(config.device) if world.size == 1 else world.device
     config = config.model_copy(update={"dtype": resolve_dtype(config.dtype, device.type)})
@@ -88,33 +86,29 @@ def load_policy(
     attention = resolve_attention(config.attention, device, config.dtype, architecture)
     require_head(config, device)
     packs = resolve_packing(config, architecture)
-    resolve_liger(config, device, architecture.model_type)  # what is wrong is told before weights are read
+    resolve_liger(config, device, architecture.model_type)  # raises before weights are read
     if config.gradient_checkpointing == "offload" and device.type != "cuda":
         raise ValueError(
-            "model.gradient_checkpointing = 'offload' moves layers' inputs from a GPU to the host's memory, "
-            f"and model.device is {device.type}; set it to true"
+            "model.gradient_checkpointing = 'offload' moves layers' inputs from a GPU to host memory, and "
+            f"model.device is {device.type}; set it to true"
         )
     tokenizer = load_tokenizer(config)
     other = None
     if needs_reference and reference is not None and reference.path is not None:
         other = reference.model(config)
-        with of_reference():
+        with _named_reference():
             require_same_tokens(tokenizer, load_tokenizer(other), other.path)
     shards = world.size > 1 and distributed.mode == "shard"
-    quantized = quantizes(config, architecture)
-    if shards and quantized:
-        raise ValueError(
-            "distributed.mode = 'shard' cannot divide quantised weights; set it to replicate, where each "
-            "rank has all of them"
-        )
-    home = torch.device("cpu") if shards else device  # from there each layer goes to its ranks by itself
+    if shards and quantizes(config, architecture):
+        raise ValueError("distributed.mode = 'shard' cannot divide quantized weights; set it to replicate")
+    home = torch.device("cpu") if shards else device  # FSDP2 moves each layer from there
     register()
     model = _load_model(config, architecture, home)
     require_vocabulary(tokenizer, model, config.path)
     end_at_turns(model, tokenizer)
     frozen: Any = None
     if other is not None:
-        with of_reference():
+        with _named_reference():
             frozen = _load_model(other, load_architecture(other), home)
             require_vocabulary(tokenizer, frozen, other.path)
     elif needs_reference and config.lora is None:
@@ -136,11 +130,11 @@ def load_policy(
         routing=replay,
         image_reader=load_image_reader(config),
     )
-    found = world.gather_from_all("the weights", partial(_checksum, model)) if world.size > 1 else []
-    if len({*found}) > 1:
+    checksums = world.gather_from_all("the weights", partial(_checksum, model)) if world.size > 1 else []
+    if len({*checksums}) > 1:
         raise ValueError(
-            f"model.path = {config.path!r} is not the same on all ranks: the weights' checksums are {found}; "
-            "give a folder that all see, or a model.revision"
+            f"model.path = {config.path!r} is not the same on all ranks: the weights' checksums are "
+            f"{checksums}; give a folder that all ranks see, or a model.revision"
         )
     if shards:
         with world.all_succeed("the weights"):
@@ -153,40 +147,36 @@ def load_policy(
     if problem is not None:
         raise ValueError(problem)
     if other is not None:
-        with policy.reference() as own, of_reference():
-            if (problem := _problem(own, world)) is not None:
+        with policy.reference() as reference_policy, _named_reference():
+            if (problem := _problem(reference_policy, world)) is not None:
                 raise ValueError(problem)
     if replay is not None:
         if not policy.packs:
-            raise ValueError(
-                f"rollout.router_replay = true goes with packing, and {type(model).__name__} has a row for "
-                "each completion (model.packing = none); leave it out"
-            )
+            problem = f"needs packing, and {type(model).__name__} is not packed (model.packing = none)"
+            raise ValueError(f"rollout.router_replay = true {problem}; leave it out")
         replay.verify(policy)
     return policy
 
 
 def _load_model(config: ModelConfig, architecture: PreTrainedConfig, home: torch.device) -> Any:
-    """Load the transformers model in the dtype of the configuration, not yet adapted or patched."""
+    """Load the transformers model in the configured dtype, without adapters and patches."""
     dtype, quantized = getattr(torch, config.dtype), quantizes(config, architecture)
     model: Any = load_whole(
         config.path,
         resolve_source(config.path),
         auto_class(architecture),
         dtype=dtype,
-        # Without documents it is transformers' SDPA, softcap and sinks besides.
+        # Outside packed batches this is transformers' SDPA, with softcap and sinks.
         attn_implementation=PACKED_ATTENTION if packing_obstacle(architecture) is None else None,
         use_safetensors=True,
         **origin_of(config),
         **(loading_settings(config, home) if quantized else {}),
     )
-    if not has_type(model.config):  # of a model's text alone, as Mllama's: nothing would load it
-        model.whole_config = architecture
     return cast_rest(model, dtype) if quantized else model.to(home)
 
 
 @contextmanager
-def of_reference() -> Iterator[None]:
+def _named_reference() -> Iterator[None]:
     """Name the section `reference` in errors about its model."""
     try:
         yield
@@ -198,80 +188,72 @@ def of_reference() -> Iterator[None]:
 def require_same_tokens(
     tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, path: str
 ) -> None:
-    """Raise ValueError where a number stands for another token in the tokenizer of `path`."""
-    own, others = ({i: text for text, i in one.get_vocab().items()} for one in (tokenizer, other))
-    differing = sorted(i for i in own.keys() | others.keys() if own.get(i) != others.get(i))
+    """Raise ValueError if a token id has another text in the tokenizer of `path`."""
+    ours, theirs = ({i: text for text, i in one.get_vocab().items()} for one in (tokenizer, other))
+    differing = sorted(i for i in ours.keys() | theirs.keys() if ours.get(i) != theirs.get(i))
     if differing:
         first = differing[0]
         raise ValueError(
             f"reference.path = {path!r} has another vocabulary than model.path: {len(differing):,} of "
-            f"{max(len(own), len(others)):,} tokens differ, the first is {first}, {others.get(first)!r} for "
-            f"{own.get(first)!r}; give a model of the same family, with the same tokenizer"
+            f"{max(len(ours), len(theirs)):,} tokens differ, the first is {first}, {theirs.get(first)!r} for "
+            f"{ours.get(first)!r}; give a model of the same family, with the same tokenizer"
         )
 
 
 def end_at_turns(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Make the token that ends a turn of the chat template one of the model's end tokens."""
+    """Add the token that ends a turn of the chat template to the model's end tokens."""
     ends, known = turn_ends(tokenizer), model.generation_config.eos_token_id
-    ids = [i for i in (*(known if isinstance(known, list | tuple) else [known]),) if i is not None]
+    ids = [i for i in (known if isinstance(known, list | tuple) else [known]) if i is not None]
     if ends and not {*ends} & {*ids, tokenizer.eos_token_id}:
         logger.warning(
-            "the chat template ends a turn with %r, which is no end token of %s (%s): completions end there, "
-            "too, and generation_config says so",
+            "the chat template ends a turn with %r, which is no end token of %s (%s): it is added to the "
+            "eos_token_id of generation_config",
             *(tokenizer.decode([ends[0]]), model.config.name_or_path, tokenizer.decode(ids) or "it has none"),
         )
         model.generation_config.eos_token_id = [*ids, ends[0]]
 
 
 def _problem(policy: Policy, world: World) -> str | None:
-    """What `verify_policy` says on the first rank that it refuses."""
+    """Return the error of `verify_policy` on the first rank that has one."""
 
-    def own() -> str | None:
+    def problem_here() -> str | None:
         try:
             verify_policy(policy)
         except ValueError as problem:
             return str(problem)
         return None
 
-    return next(filter(None, world.gather_from_all("the check of the model", own)), None)
+    return next(filter(None, world.gather_from_all("the check of the model", problem_here)), None)
 
 
 def require_head(config: ModelConfig, device: torch.device) -> None:
-    """Raise ValueError where the head's kernels are asked for and none runs; warn where Triton is missing."""
+    """Raise ValueError if `model.head = 'triton'` cannot run; warn if a GPU lacks Triton."""
     missing = "Triton is not installed: pip install 'grpo-fast[triton]'"
     without = device.type == "cuda" and importlib.util.find_spec("triton") is None
     if without and config.head == "triton":
         raise ValueError(f"model.head = 'triton': {missing}, or set it to auto")
     if without and config.head == "auto":
         logger.warning("model.head = 'auto' takes plain torch, since %s", missing)
-    if config.head == "triton":
-        backend = backend_on(device.type, device.index, getattr(torch, config.dtype))
-        if backend != "triton":
-            raise ValueError(
-                f"model.head = 'triton' needs Triton and a GPU from Ampere or CDNA on, and the device is "
-                f"{device}; set it to auto"
-            )
+    backend = partial(backend_on, device.type, device.index)
+    if config.head == "triton" and backend(getattr(torch, config.dtype)) != "triton":
+        problem = f"needs Triton and a GPU from Ampere or CDNA on, and the device is {device}"
+        raise ValueError(f"model.head = 'triton' {problem}; set it to auto")
 
 
 def resolve_packing(config: ModelConfig, architecture: PreTrainedConfig) -> bool:
-    """Whether completions share a document with their prompt.
-
-    Raises:
-        ValueError: an attention of packed documents is asked for, and the model cannot be packed.
-    """
+    """Return whether a prompt's completions share a document; ValueError if `attention` needs packing."""
     obstacle = _obstacle(config, architecture)
     if obstacle is None:
         return True
     if config.attention not in ("auto", "sdpa"):
         raise ValueError(
-            f"model.attention = {config.attention!r} is of packed completions, and {obstacle}: a row is "
-            "computed by the model's own attention; set model.attention = auto"
+            f"model.attention = {config.attention!r} is for packed completions, and {obstacle}: padded "
+            "batches use the model's own attention; set model.attention = auto"
         )
     if config.packing == "auto":
         logger.warning(
             "model.packing = none is chosen: %s cannot be packed, as %s; each completion computes its prompt",
-            architecture.model_type,
-            obstacle,
+            *(architecture.model_type, obstacle),
         )
     return False
 
@@ -281,33 +263,29 @@ def _obstacle(config: ModelConfig, architecture: PreTrainedConfig) -> str | None
 
 
 def require_replay(config: ModelConfig, architecture: PreTrainedConfig) -> None:
-    """Raises ValueError where the configuration tells that the model takes no `rollout.router_replay`."""
+    """Raise ValueError if the model does not support `rollout.router_replay`, by its configuration."""
     obstacle = _obstacle(config, architecture)
     if not expert_count(architecture):
         obstacle = "it has no experts, so no router"
     if obstacle is not None:
+        kind = architecture.model_type
         raise ValueError(
-            "rollout.router_replay = true does not go with model_type = "
-            f"{architecture.model_type!r}: {obstacle}; leave it out"
+            f"rollout.router_replay = true does not go with model_type = {kind!r}: {obstacle}; leave it out"
         )
 
 
 def _checksum(model: nn.Module) -> int:
-    """A sum over all bits of the weights, the same on any device."""
+    """Sum all bits of the weights, with the same result on any device."""
     kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     weights = (parameter.detach() for parameter in model.parameters())
     return sum(int(weight.view(kinds[weight.itemsize]).sum(dtype=torch.int64)) for weight in weights)
 
 
 def prepare_to_train(model: PreTrainedModel, config: ModelConfig) -> PreTrainedModel | PeftModel:
-    """The model, adapted or frozen as configured.
+    """Add adapters or freeze weights as configured, or raise ValueError for wrong targets of LoRA.
 
-    Of it only LoRA's own dropout is ever in training mode: dropout of another kind, jitter of a router or
-    dropped layers would train another policy than the one that sampled.
-
-    Raises:
-        ValueError: LoRA modules that the model does not have.
-        ImportError: LoRA without peft.
+    Only LoRA's dropout is ever in training mode. Other dropout, router jitter or dropped layers would train
+    another policy than the one that sampled.
     """
     trained: PreTrainedModel | PeftModel = model
     if config.lora is not None:
@@ -318,7 +296,7 @@ def prepare_to_train(model: PreTrainedModel, config: ModelConfig) -> PreTrainedM
             model.get_output_embeddings().requires_grad_(False)
     if not config.train_router:
         for name, parameter in model.named_parameters():
-            if is_router(name):  # its adapters too, which peft may add by itself
+            if is_router(name):  # also adapters, which peft adds to some routers by itself
                 parameter.requires_grad_(False)
     trained.eval()
     for module in trained.modules():
@@ -328,11 +306,7 @@ def prepare_to_train(model: PreTrainedModel, config: ModelConfig) -> PreTrainedM
 
 
 def resolve_device(name: str) -> torch.device:
-    """`auto` is CUDA where there is one.
-
-    Raises:
-        ValueError: an unknown device, CUDA where there is none, or `auto` where torch cannot use the GPU.
-    """
+    """Return the device, or raise ValueError for one that cannot be used; `auto` is CUDA if there is one."""
     if name == "auto":
         if (problem := hidden_gpu()) is not None:
             raise ValueError(f"{problem}. To train on the CPU, set model.device = cpu")
@@ -348,31 +322,28 @@ def resolve_device(name: str) -> torch.device:
 
 
 def resolve_dtype(name: str, device_type: str) -> str:
-    """`auto` is bfloat16 on a GPU, and on a CPU what it multiplies faster."""
+    """Return the dtype; `auto` is bfloat16 on a GPU, and the faster dtype on a CPU."""
     if name != "auto":
         return name
     return faster_dtype() if device_type == "cpu" else "bfloat16"
 
 
-@lru_cache(maxsize=1)
+@cache
 def faster_dtype() -> str:
-    """Of bfloat16 and float32, by one product of each: a CPU without instructions for bfloat16, or with them
-    switched off, emulates it."""
+    """Return bfloat16 or float32, whichever this CPU multiplies faster."""
     seconds = {name: _product_seconds(getattr(torch, name)) for name in ("bfloat16", "float32")}
     faster, slower = sorted(seconds, key=seconds.__getitem__)
     ratio = seconds[slower] / seconds[faster]
     logger.warning(
         "chosen for this CPU: model.dtype = %s, which multiplies %.1f times as fast as %s",
-        faster,
-        ratio,
-        slower,
+        *(faster, ratio, slower),
     )
     return faster
 
 
 def _product_seconds(dtype: torch.dtype) -> float:
-    """Of one thread's own time, which no other process takes; the least of three."""
-    from torch.utils.benchmark import Timer  # which takes a while
+    """Measure one thread's CPU time, the least of three, which other processes do not change."""
+    from torch.utils.benchmark import Timer  # a slow import
 
     matrices = {name: torch.ones(rows, 1024, dtype=dtype) for name, rows in (("left", 128), ("right", 1024))}
     timer = Timer("left @ right.T", timer=time.thread_time, globals=matrices, num_threads=1)
@@ -380,11 +351,7 @@ def _product_seconds(dtype: torch.dtype) -> float:
 
 
 def resolve_attention(name: str, device: torch.device, dtype: str, architecture: PreTrainedConfig) -> str:
-    """`auto` is flash-attention where it fits, SDPA elsewhere.
-
-    Raises:
-        ValueError: an attention that this device, dtype or model does not have.
-    """
+    """Return the attention, or raise ValueError; `auto` is flash-attention where it fits, else SDPA."""
     on_gpu, major = device.type == "cuda", 8
     if name != "auto" and name not in PACKAGES:
         return name
@@ -403,20 +370,13 @@ def resolve_attention(name: str, device: torch.device, dtype: str, architecture:
         return flash
     if name == "auto":
         if on_gpu:
-            logger.warning(
-                "model.attention = sdpa is chosen, which is slower than flash-attention: %s", obstacle
-            )
+            logger.warning("model.attention = sdpa is chosen, slower than flash-attention: %s", obstacle)
         return "sdpa"
     raise ValueError(f"model.attention = {name!r} does not fit: {obstacle}; give auto")
 
 
 def load_architecture(config: ModelConfig) -> PreTrainedConfig:
-    """transformers' configuration, of a model that can be trained.
-
-    Raises:
-        ValueError: a wrong path, or as `check_architecture`, `quantizes` and `require_router`.
-        ImportError: as `quantizes`.
-    """
+    """Load the configuration of a model, or raise ValueError or ImportError if it cannot be trained."""
     from transformers import AutoConfig
 
     source = resolve_source(config.path)
@@ -429,25 +389,22 @@ def load_architecture(config: ModelConfig) -> PreTrainedConfig:
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer alone, of a model that can be trained: for the data, before any weight is read.
-
-    Raises:
-        ValueError: a wrong path or template, or as `check_architecture`.
-    """
+    """Load the tokenizer, or raise ValueError for a wrong path or template, before any weight is read."""
     from transformers import AutoTokenizer
 
-    own, template = config.tokenizer is None, config.chat_template
-    source = resolve_source(config.path) if own else str(config.tokenizer)
+    template = config.chat_template
+    source, name, key, origin = resolve_source(config.path), config.path, "model.path", origin_of(config)
+    if config.tokenizer is not None:
+        source, name, key, origin = config.tokenizer, config.tokenizer, "model.tokenizer", {}
     if template is not None and "{%" not in template:
         try:
             template = user_path(template, "model.chat_template").read_text(encoding="utf-8")
         except OSError as error:
             problem = f"model.chat_template = {config.chat_template!r} cannot be read: {error.strerror}"
             raise ValueError(problem) from error
-    load_architecture(config)  # a model that cannot be trained is refused
-    named = (config.path, "model.path") if own else (source, "model.tokenizer")
-    with loading(named[0], source, "tokenizer", named[1]):
-        tokenizer = AutoTokenizer.from_pretrained(source, **origin_of(config) if own else {})
+    load_architecture(config)  # refuses a model that cannot be trained
+    with loading(name, source, "tokenizer", key):
+        tokenizer = AutoTokenizer.from_pretrained(source, **origin)
     if template is not None:
         tokenizer.chat_template = template
     if tokenizer.pad_token is None:
@@ -456,11 +413,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
 
 
 def load_image_reader(config: ModelConfig) -> ImageReader | None:
-    """What reads the images of prompts; None for a model of text alone.
-
-    Raises:
-        ValueError: as `load_architecture`.
-    """
+    """Return the reader of prompts' images, or None for a text-only model."""
     architecture = load_architecture(config)
     if not sees_images(architecture):
         return None

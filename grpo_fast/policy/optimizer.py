@@ -1,4 +1,4 @@
-"""AdamW on float32 masters, with a schedule, clipping, and a state that resumes to the bit."""
+"""AdamW on float32 masters, with a schedule, clipping, and a state that resumes bit-equal."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from grpo_fast.distributed.world import SINGLE_PROCESS, World
 from grpo_fast.policy.gradients import Gradients
 from grpo_fast.policy.host_memory import on_device, to_host
 
-MASTER = "master."  # before a parameter's name, in the names of saved tensors
+MASTER = "master."  # prefix of a parameter's name in the names of saved tensors
 MOMENTS = ("exp_avg", "exp_avg_sq")
-BLOCK_8BIT, LEAST_8BIT = 256, 4096  # numbers of a block, and of the smallest tensor with moments in 8 bits
-SMALLEST = 2**20  # bytes; smaller tensors stay on the device: many copies for nothing
+BLOCK_8BIT, LEAST_8BIT = 256, 4096  # elements of a block, and of the smallest tensor with moments in 8 bits
+SMALLEST = 2**20  # bytes; smaller tensors are not worth a copy to the host
 
 
 class Diverged(FloatingPointError):
@@ -29,27 +29,25 @@ class Diverged(FloatingPointError):
 
 
 class PolicyOptimizer:
-    """Steps the trainable parameters; owns a float32 master of each 16-bit one, but with stochastic rounding.
+    """Steps the trainable parameters, with a float32 master of each 16-bit one.
 
-    Micro-batches' gradients add up in float32 (`Gradients`). Vectors (norms, biases) have no weight decay.
-    Moments and masters may live in the host's memory. 8-bit moments and stochastic rounding are torchao's.
-    8-bit moments are saved as float32, so that an optimizer of any kind loads the state of any other.
+    Gradients of micro-batches add up in float32 (`Gradients`). Vectors (norms, biases) have no weight decay.
+    torchao implements 8-bit moments and stochastic rounding, which replaces the masters. 8-bit moments are
+    saved as float32, so that an optimizer of any kind loads the state of any other.
 
-    Of several ranks, each has masters and moments of its own rows of every parameter. Gradients are summed
-    over the ranks, in `step` or, where a parameter is itself sharded, by FSDP2; of whole parameters all ranks
-    get the updated rows.
+    Each of several ranks has masters and moments of its rows of every parameter. `step`, or FSDP2 for sharded
+    parameters, sums gradients over the ranks. All ranks get the updated rows of whole parameters.
 
     Args:
-        parameters: by name, as `Policy.trainable` gives them; they stay the model's.
+        parameters: by name, as `Policy.trainable` returns them.
         config: the run's `optimizer` section.
         total_steps: training steps of the whole run, for the schedule.
-        on_host: what lives in the host's memory from the start, as `memory.offload` says; of kind
-            adamw_offload everything does.
+        on_host: states in host memory from the start, as `memory.offload`; adamw_offload: all of them.
         world: the ranks that train together.
 
     Raises:
         ValueError: nothing to train.
-        ImportError: torchao is needed, and missing.
+        ImportError: torchao is needed and missing.
     """
 
     def __init__(
@@ -64,15 +62,15 @@ class PolicyOptimizer:
         if not parameters:
             raise ValueError("parameters is empty: everything in the model is frozen")
         self._steps = 0
-        self._factor = 1.0  # of the scheduled rate
-        self.mid_step = False  # whether the weights have changed since the last training step was over
+        self._factor = 1.0  # times the scheduled rate
+        self.mid_step = False  # whether weights have changed since the last training step ended
         self._parameters = dict(parameters)
         self._device = next(iter(self._parameters.values())).device
         self._world = world
         self._on_host: set[State] = {*(get_args(State) if config.kind == "adamw_offload" else on_host)}
         self._masters: dict[str, Tensor] = {}
         self._gradients = Gradients(self._parameters, world)
-        self._rounds = config.stochastic_rounding  # then 16-bit parameters are their own masters
+        self._rounds = config.stochastic_rounding  # 16-bit parameters are their own masters
         for name, parameter in self._parameters.items():
             self._masters[name] = rows = rows_of(parameter, world)
             if rows.itemsize < 4 and not self._rounds:
@@ -92,12 +90,12 @@ class PolicyOptimizer:
         else:
             from torchao.optim.adam import AdamW8bit, _AdamW
 
-            made = AdamW8bit if self._eight_bit else _AdamW
-            self._adam = made(groups, bf16_stochastic_round=self._rounds)
+            kind = AdamW8bit if self._eight_bit else _AdamW
+            self._adam = kind(groups, bf16_stochastic_round=self._rounds)
         self.configure(config, total_steps=total_steps)
 
     def configure(self, config: OptimizerConfig, *, total_steps: int) -> None:
-        """Take over other constants and another schedule; steps and moments stay."""
+        """Change constants and schedule; steps and moments stay."""
         self._config = config
         self._total_steps = total_steps
         for group in self._adam.param_groups:
@@ -105,17 +103,13 @@ class PolicyOptimizer:
             group |= {"betas": config.betas, "eps": config.eps, "weight_decay": decay}
 
     def reset_state(self) -> None:
-        """Drop the moments and begin the schedule anew; the weights stay, in full precision."""
+        """Drop the moments and restart the schedule; the weights stay, in full precision."""
         self._steps, self._factor = 0, 1.0
         self._adam.state.clear()
 
     @property
     def learning_rate(self) -> float:
-        """The rate of every optimiser step in the coming training step.
-
-        A linear warm-up from learning_rate / warmup_steps, then the schedule down to its floor; all of it
-        times the factor of `band`.
-        """
+        """The rate of the next training step: linear warm-up, then the schedule, times `band`'s factor."""
         config, step = self._config, self._steps
         peak = config.learning_rate * self._factor
         if step < config.warmup_steps:
@@ -128,12 +122,12 @@ class PolicyOptimizer:
         return peak * (floor + (1.0 - floor) * left)
 
     def step(self) -> float:
-        """Clip, update, and forget the gradients. Returns the gradient's norm before clipping.
+        """Clip gradients, update, and clear gradients. Returns the gradient's norm before clipping.
 
         Raises:
             RuntimeError: no parameter has a gradient.
-            Diverged: the gradient is not finite; the weights are as before.
-            torch.OutOfMemoryError: if it is for Adam's moments, weights and gradients are as before.
+            Diverged: the gradient is not finite; the weights are unchanged.
+            torch.OutOfMemoryError: if Adam's moments do not fit, weights and gradients are unchanged.
         """
         gradients = self._gradients.summed()
         if not gradients:
@@ -148,7 +142,7 @@ class PolicyOptimizer:
         self._make_moments(gradients)
         limit = self._config.max_grad_norm
         scale = None if limit is None or grad_norm <= limit else (norm + 1e-6) / limit
-        if self._fused:  # its kernel divides the gradient by this as it reads it, as for a GradScaler
+        if self._fused:  # its kernel divides the gradient by this, as for a GradScaler
             self._adam.grad_scale = scale
         elif scale is not None:
             torch._foreach_div_([*gradients.values()], scale)
@@ -170,29 +164,30 @@ class PolicyOptimizer:
         return grad_norm
 
     def _exchange_rows(self, names: Collection[str]) -> None:
-        """Every rank gets the rows that the others have updated, in the model's order, which all share."""
+        """All-gather the updated rows of whole parameters, in the model's order."""
         whole = self._gradients.whole_parameters()
         all_gather([tensor for name, tensor in whole.items() if name in names], self._world)
 
     def _make_moments(self, names: Iterable[str]) -> None:
-        """Adam's state where it is missing: all of it, so that no weight has moved if the memory runs out."""
-        made = {}
+        """Allocate all missing states of Adam, before any weight changes: the memory may run out."""
+        states = {}
         for name in names:
             master = self._masters[name]
             if self._adam.state.get(master):
                 continue
             step = torch.zeros((), device=self._device if self._fused else "cpu")
-            made[master] = {"step": step} | {kind: self._moment(master, kind) for kind in MOMENTS}
-        self._adam.state.update(made)
+            states[master] = {"step": step} | {kind: self._moment(master, kind) for kind in MOMENTS}
+        self._adam.state.update(states)
 
     def _moment(self, master: Tensor, kind: str) -> Tensor:
-        if self._eight_bit and _fits_8bit(master.numel()):
+        size = master.numel()
+        if self._eight_bit and size >= LEAST_8BIT and size % BLOCK_8BIT == 0:
             from torchao.optim.subclass_8bit import OptimState8bit
 
             moment: Any = OptimState8bit.zeros(master.shape, kind == "exp_avg", BLOCK_8BIT, self._device)
             if kind == "exp_avg":
-                # torchao's table ends at 1 and -0.993. With -1 the largest magnitude of a block is always one
-                # of its values, so that quantizing the saved values again gives the same moment.
+                # torchao's table ends at 1 and -0.993. With -1 it holds the largest magnitude of any block,
+                # so that quantizing the saved values again gives the same moment.
                 moment.qmap[0] = -1.0
         else:
             dtype = torch.promote_types(master.dtype, torch.float32)
@@ -203,10 +198,10 @@ class PolicyOptimizer:
         return moment
 
     def _visited(self, names: Iterable[str]) -> Iterator[Sequence[str]]:
-        """Names whose masters and moments are on the device: those that live there, then each other one."""
+        """Yield names whose masters and moments are on the device, and then one by one those on the host."""
         away = {name: tensors for name in names if (tensors := self._movable(name, self._on_host))}
         if stay := [name for name in names if name not in away]:
-            # torchao takes a copy of the gradient in the parameter's dtype: of one parameter at a time.
+            # torchao copies gradients in the parameter's dtype, so only one at a time.
             yield from [stay] if self._fused else [[name] for name in stay]
         for name, tensors in away.items():
             with on_device(tensors, self._device):
@@ -215,7 +210,7 @@ class PolicyOptimizer:
             torch.cuda.current_stream(self._device).synchronize()
 
     def _movable(self, name: str, states: Collection[State]) -> list[Tensor]:
-        """The tensors of these states that are worth moving to the host's memory and back."""
+        """Return the tensors of these states that are worth moving to host memory and back."""
         if self._masters[name].nbytes < SMALLEST:
             return []
         tensors = [*self._moments_of(name).values()] if "optimizer" in states else []
@@ -224,7 +219,7 @@ class PolicyOptimizer:
         return [tensor for tensor in tensors if tensor.ndim]  # without torch's step
 
     def _moments_of(self, name: str) -> dict[str, Tensor]:
-        """Adam's plain tensors: of an 8-bit moment its codes, its scales and its table."""
+        """Return Adam's plain tensors; an 8-bit moment has codes, scales and a table."""
         state = self._adam.state.get(self._masters[name], {})
         return {kind + part: t for kind, moment in state.items() for part, t in _parts(moment).items()}
 
@@ -232,10 +227,7 @@ class PolicyOptimizer:
         return state in self._on_host and like.nbytes >= SMALLEST
 
     def keep_on_host(self, state: State) -> None:
-        """Move the moments or the masters to the host's memory for good, where they stay readable.
-
-        In `step` they visit the device, one parameter's after the other.
-        """
+        """Move the moments or the masters to host memory, from where `step` copies them one by one."""
         if state in self._on_host:
             return
         self._on_host.add(state)
@@ -244,17 +236,14 @@ class PolicyOptimizer:
                 to_host(tensor)
 
     def advance(self) -> None:
-        """A training step is over, however many optimiser steps it took: the schedule moves on."""
+        """End a training step of one or several optimizer steps: advance the schedule."""
         self._steps += 1
         self.mid_step = False
 
     def follow(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Move the factor of `band` by a finished step's metrics; the metric of the factor it had.
+        """Update the factor of `band` by a step's metrics, and return the metric of the factor before.
 
-        A step without the metric, as some have no correlation, leaves the factor as it is.
-
-        Raises:
-            ValueError: the first step that trained does not have the metric.
+        Raises ValueError if the first step that trained lacks the metric. A later one keeps the factor.
         """
         band = self._config.band
         if band is None:
@@ -263,32 +252,29 @@ class PolicyOptimizer:
         if math.isfinite(measured):
             self._factor = band.moved(used, measured, band.min, band.max)
         elif self._steps <= 1 and not metrics.get("update/skipped"):
-            raise ValueError(
-                f"optimizer.band.metric = {band.metric!r} is no number of this step: "
-                f"{choices(band.metric, metrics)}"
-            )
+            known = choices(band.metric, metrics)
+            raise ValueError(f"optimizer.band.metric = {band.metric!r} is no number of this step: {known}")
         return {"learning_rate/factor": used}
 
     def gradient_of(self, parameter: Tensor) -> Tensor | None:
-        """As `Gradients.of`: the tensor to which a backward may add the parameter's gradient itself."""
+        """Return the tensor to which a backward may add the parameter's gradient, as `Gradients.of`."""
         return self._gradients.of(parameter)
 
     def zero_grad(self) -> None:
-        """Forget the gradients gathered so far."""
         self._gradients.clear()
 
     def state(self) -> dict[str, Any]:
-        """What of the state fits into JSON."""
+        """Return the part of the state that fits into JSON."""
         return {"steps": self._steps, "factor": self._factor}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self._steps, self._factor = int(state["steps"]), float(state.get("factor", 1.0))
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """Masters and moments under `KIND.PARAMETER`: with `state`, all that a resumed run needs.
+        """Return masters and moments by `KIND.PARAMETER`: with `state`, all that a resumed run needs.
 
-        The tensors are live, or copies on the host of what is kept in fewer bits; save them before the next
-        step. Of several ranks, each is a DTensor of all rows.
+        The tensors are live, or float32 copies on the host of those in fewer bits. With several ranks they
+        are DTensors of all rows.
         """
         tensors = {}
         for name, master in self._masters.items():
@@ -303,34 +289,29 @@ class PolicyOptimizer:
         return tensors
 
     def moments(self) -> dict[str, Tensor]:
-        """Adam's state of this rank's rows, live, by `KIND.PARAMETER`; empty before the first step."""
+        """Return Adam's live state of this rank's rows by `KIND.PARAMETER`; empty before the first step."""
         return {f"{kind}.{n}": t for n in self._masters for kind, t in self._moments_of(n).items()}
 
     def masters(self) -> dict[str, Tensor]:
-        """The float32 masters of 16-bit parameters that outlive a step, live, by the parameter's name."""
+        """Return the live float32 masters of 16-bit parameters by name."""
         return {} if self._rounds else {name: self._masters[name] for name in self._gradients.buffers}
 
     def gradient_buffers(self) -> dict[str, Tensor]:
-        """What the masters' gradients are gathered in: worth nothing between steps."""
+        """Return the float32 buffers of gradients, whose content is unused between steps."""
         return dict(self._gradients.buffers)
 
     @torch.no_grad()
     def load_state_tensors(
         self, saved: Mapping[str, Tensor], read: Callable[[Mapping[str, Tensor]], object]
     ) -> None:
-        """Take over what `state_tensors` gave, and set the model's trainable weights from the masters.
+        """Restore `state_tensors` by `read`, which fills tensors of these names, and the trained weights.
 
-        Args:
-            saved: by name; only their shapes are asked for.
-            read: fills tensors of these names.
-
-        Raises:
-            ValueError: tensors of another model: one is missing, unknown or has another shape.
+        `saved` has the saved shapes. ValueError for a tensor that is missing, unknown or of another shape.
         """
         self._adam.state.clear()
         self._make_moments([name for name in self._masters if f"exp_avg.{name}" in saved])
         tensors = self.state_tensors()
-        require_same_shapes("the optimiser's tensors", saved, tensors)
+        require_same_shapes("the optimizer's tensors", saved, tensors)
         read(tensors)
         for name, master in self._masters.items():
             for kind, moment in self._adam.state.get(master, {}).items():
@@ -342,44 +323,35 @@ class PolicyOptimizer:
 
     @torch.no_grad()
     def _write_back(self, names: Iterable[str]) -> None:
-        """The parameters of 16 bits become what their masters are, in few launches."""
-        own = [] if self._rounds else [name for name in names if name in self._gradients.buffers]
-        if own:
-            rows = [rows_of(self._parameters[name], self._world) for name in own]
-            torch._foreach_copy_(rows, [self._masters[name] for name in own])
+        if copied := [] if self._rounds else [name for name in names if name in self._gradients.buffers]:
+            rows = [rows_of(self._parameters[name], self._world) for name in copied]
+            torch._foreach_copy_(rows, [self._masters[name] for name in copied])
 
 
 def needs_torchao(config: OptimizerConfig) -> bool:
-    """Whether the optimizer is torchao's.
-
-    Raises:
-        ImportError: it is, and torchao is not installed.
-    """
-    asked = {"optimizer.kind = 'adamw_8bit'": config.kind == "adamw_8bit"}
-    asked["optimizer.stochastic_rounding = true"] = config.stochastic_rounding
-    for what, needed in asked.items():
+    """Return whether torchao implements the optimizer; raise ImportError if it is not installed."""
+    keys = {
+        "optimizer.kind = 'adamw_8bit'": config.kind == "adamw_8bit",
+        "optimizer.stochastic_rounding = true": config.stochastic_rounding,
+    }
+    for key, needed in keys.items():
         if needed and find_spec("torchao") is None:
-            raise ImportError(f"{what}, which needs torchao: pip install 'grpo-fast[torchao]'")
-    logging.getLogger("torchao").setLevel(logging.ERROR)  # it warns of kernels for GPUs that are not here
-    return any(asked.values())
-
-
-def _fits_8bit(numel: int) -> bool:
-    return numel >= LEAST_8BIT and numel % BLOCK_8BIT == 0
+            raise ImportError(f"{key}, which needs torchao: pip install 'grpo-fast[torchao]'")
+    logging.getLogger("torchao").setLevel(logging.ERROR)  # it warns about kernels for other GPUs
+    return any(keys.values())
 
 
 def _parts(moment: Any) -> dict[str, Tensor]:
-    """The plain tensors of one of Adam's: several of an 8-bit one, by what follows its name."""
+    """Return a moment's plain tensors by suffix: one, or several of an 8-bit moment."""
     if not hasattr(moment, "codes"):
         return {"": moment}
     return {".codes": moment.codes, ".scale": moment.scale, ".qmap": moment.qmap}
 
 
 def require_same_shapes(what: str, saved: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
-    """Raises ValueError where `saved` does not have the names and shapes of the model's tensors."""
-    found = {name: tensor.shape for name, tensor in saved.items()}
-    expected = {name: tensor.shape for name, tensor in wanted.items()}
-    if wrong := sorted(name for name in {*saved, *wanted} if found.get(name) != expected.get(name)):
+    """Raise ValueError if `saved` does not have the names and shapes of the model's tensors."""
+    shapes, expected = ({name: t.shape for name, t in tensors.items()} for tensors in (saved, wanted))
+    if wrong := sorted(name for name in {*saved, *wanted} if shapes.get(name) != expected.get(name)):
         raise ValueError(
             f"{what} do not belong to this model: {wrong[0]!r} and {len(wrong) - 1} more are missing, "
             "unknown or of another shape; load them with the configuration they were saved with"

@@ -1,4 +1,4 @@
-"""The packed batch: the only layout inside. Flat tokens; padding exists only at the edges."""
+"""Packed batches of flat tokens, and their division into micro-batches and over ranks."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from torch import Tensor
 from grpo_fast.data.table import CompletionTable, Integers, offsets_of, ranges
 from grpo_fast.distributed.shards import karmarkar_karp
 
-EVEN = 1.01  # the busiest rank's work in units of the mean: more even is not worth a prompt computed twice
+EVEN = 1.01  # accepted work of the busiest rank, relative to the mean
 
 
 @dataclass(frozen=True)
 class PackedBatch:
     """A micro-batch. T input tokens, N sampled completion tokens (targets), S sequences, D documents.
 
-    Completions of one prompt share its tokens: a document is [prompt, c1, c2, ...], and the positions of
-    every completion go on from the prompt's. A token sees the tokens before it in its document that are of
-    the prompt (segment 0) or of its own completion. A completion's last token is a target only.
+    A document is [prompt, c1, c2, ...]; the positions of each completion continue the prompt's. A token
+    attends to earlier tokens of its document in the prompt (segment 0) or its own completion. A completion's
+    last token is only a target.
     """
 
     input_ids: Tensor  # (T,) int64
@@ -36,15 +36,15 @@ class PackedBatch:
     sequence_ids: Tensor  # (N,) int64 in [0, S)
     group_ids: Tensor  # (N,) int64
     num_sequences: int
-    rows: Tensor  # (S,) int64: which completion of the table each sequence is
-    token_index: Tensor  # (N,) int64: which token of the table each target is
-    input_index: Tensor  # (T,) int64: which token each input is, of the table's prompts and then completions
-    columns: Mapping[str, Tensor] = field(default_factory=dict)  # (N,) each, by name: the table's
-    images: tuple[Any, ...] = ()  # of each document's prompt, `PromptImages` or None; empty: none has any
-    inputs: Mapping[str, Tensor] = field(default_factory=dict)  # (T, ...) each, by name: the table's
+    rows: Tensor  # (S,) int64: each sequence's completion in the table
+    token_index: Tensor  # (N,) int64: each target's token in the table
+    input_index: Tensor  # (T,) int64 into the table's prompts, followed by its completions
+    columns: Mapping[str, Tensor] = field(default_factory=dict)  # the table's, (N,) each
+    images: tuple[Any, ...] = ()  # `PromptImages` or None of each document's prompt; empty: no images
+    inputs: Mapping[str, Tensor] = field(default_factory=dict)  # the table's, (T, ...) each
 
     def to(self, device: torch.device | str) -> PackedBatch:
-        """The same batch with its tensors on `device`."""
+        """Return the batch with its tensors on `device`."""
         moved: dict[str, Any] = {n: v.to(device) for n, v in vars(self).items() if isinstance(v, Tensor)}
         columns, inputs = (
             {name: values.to(device) for name, values in part.items()} for part in (self.columns, self.inputs)
@@ -52,7 +52,7 @@ class PackedBatch:
         return replace(self, **moved, columns=columns, inputs=inputs)
 
     def with_columns(self, table: CompletionTable) -> PackedBatch:
-        """With what the table it was packed of has for its targets and inputs."""
+        """Return the batch with its table's columns and inputs."""
         device = self.targets.device
 
         def of(known: Mapping[str, Tensor], index: Tensor) -> dict[str, Tensor]:
@@ -64,14 +64,14 @@ class PackedBatch:
 
 @dataclass(frozen=True)
 class TokenCosts:
-    """Multiplications of a forward, or in proportion."""
+    """Multiplications of a forward, or numbers in proportion."""
 
-    input: float  # of a token that enters the layers
-    target: float  # of a token that the head predicts
-    pair: float  # of two tokens that see each other
+    input: float  # per token that enters the layers
+    target: float  # per token that the head predicts
+    pair: float  # per two tokens that attend to each other
 
     def more_inputs(self, before: int, inputs: int) -> float:
-        """The cost of `inputs` tokens after `before` others; each attends to all before it."""
+        """Return the cost of `inputs` tokens after `before` others."""
         return inputs * (self.input + self.pair * (before + (inputs + 1) / 2))
 
 
@@ -82,10 +82,10 @@ def assign_to_ranks(
     shares_prompts: bool = True,
     whole_groups: bool = False,
 ) -> list[list[int]]:
-    """Which completions each rank computes, so that all finish together.
+    """Return the completions of each rank, with balanced work. The result is the same on all ranks.
 
-    Completions of one prompt go to one rank, or to as few as keep the busiest rank's work least: each of them
-    computes the prompt. With `whole_groups` a group is never split. The same table is dealt alike everywhere.
+    Completions of a prompt go to as few ranks as balance allows, since each rank computes the prompt. With
+    `whole_groups` a group is never split.
     """
     if ranks == 1:
         return [[*range(len(table))]]
@@ -114,7 +114,7 @@ def assign_to_ranks(
 
 
 def _families(keys: Tensor | None, table: CompletionTable) -> list[list[int]]:
-    """Rows of the completions with equal keys (S,); without keys each is alone."""
+    """Return the rows with equal keys (S,); without keys each row is a family."""
     if keys is None:
         return [[row] for row in range(len(table))]
     families: dict[int, list[int]] = {}
@@ -124,7 +124,7 @@ def _families(keys: Tensor | None, table: CompletionTable) -> list[list[int]]:
 
 
 def pack(table: CompletionTable, **options: Any) -> list[PackedBatch]:
-    """`laid_out`, with the table's columns."""
+    """Lay out micro-batches as `laid_out`, with the table's columns."""
     return [batch.with_columns(table) for batch in laid_out(table, **options)]
 
 
@@ -136,19 +136,17 @@ def laid_out(
     whole_groups: bool = False,
     shares_prompts: bool = True,
 ) -> list[PackedBatch]:
-    """Completions flat, in as few and as even micro-batches as `max_tokens` input tokens each allow.
+    """Pack completions into as few and as even micro-batches as `max_tokens` allows.
 
-    The largest micro-batch comes first, so that a budget too large for the memory fails at once. The same
-    table gives the same batches. A sequence is never split: one longer than the budget gets a micro-batch
-    of its own.
+    The largest micro-batch comes first, so that too large a budget fails at once. The result is
+    deterministic. A sequence longer than the budget gets its own micro-batch.
 
     Args:
-        table: completions in any order; one may be alone in its group.
+        table: completions in any order.
         max_tokens: input tokens of one micro-batch, shared prompts counted once.
-        device: where the tensors go.
-        whole_groups: completions that are compared with one another are in one micro-batch, which they may
-            exceed, as one sequence is.
-        shares_prompts: false gives each completion a document, and a prompt, of its own.
+        device: of the tensors.
+        whole_groups: keep each group in one micro-batch, even if it exceeds the budget.
+        shares_prompts: false: one document per completion.
 
     Raises:
         ValueError: no completions, or a budget below one.
@@ -165,7 +163,7 @@ def laid_out(
 
 
 def empty_batch(table: CompletionTable, device: torch.device | str) -> PackedBatch:
-    """A micro-batch of one input and no target: what a rank computes while another has more than it."""
+    """Return a micro-batch of one input and no target, for a rank with fewer micro-batches than others."""
     (batch,) = laid_out(CompletionTable.of([[0]], [[0]]), max_tokens=1, device=device)
     of_targets = ("loss_index", "targets", "sequence_ids", "group_ids", "token_index")
     none = {name: getattr(batch, name)[:0] for name in (*of_targets, "rows", "input_index")}
@@ -175,7 +173,7 @@ def empty_batch(table: CompletionTable, device: torch.device | str) -> PackedBat
 def units_of(
     table: CompletionTable, max_tokens: float, shares_prompts: bool, whole_groups: bool
 ) -> tuple[list[list[list[int]]], list[int]]:
-    """Documents that stay in one micro-batch; the input tokens of each such unit."""
+    """Return the units of documents that stay in one micro-batch, and the input tokens of each unit."""
     documents, lengths = _documents(table, math.inf if whole_groups else max_tokens, shares_prompts)
     if not whole_groups:
         return [[document] for document in documents], lengths
@@ -192,7 +190,7 @@ def units_of(
 def _documents(
     table: CompletionTable, max_tokens: float, shares_prompts: bool
 ) -> tuple[list[list[int]], list[int]]:
-    """Rows of completions that share their prompt, as many as the budget holds; each document's tokens."""
+    """Return the rows of each document, as many as the budget holds, and each document's tokens."""
     documents: list[list[int]] = []
     lengths: list[int] = []
     inputs, prompts = (table.lengths - 1).tolist(), table.prompt_lengths.tolist()
@@ -208,7 +206,7 @@ def _documents(
 
 
 def balance(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Indices into `lengths`, in the fewest bins for which longest-first placement keeps the budget."""
+    """Return the indices of `lengths` in the fewest bins for which longest-first placement fits."""
     oversize = [i for i, length in enumerate(lengths) if length > max_tokens]
     rest = sorted(
         (i for i, length in enumerate(lengths) if length <= max_tokens), key=lambda i: (-lengths[i], i)
@@ -223,7 +221,7 @@ def balance(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
 def _longest_first(
     lengths: Sequence[int], order: Sequence[int], count: int, max_tokens: int
 ) -> list[list[int]] | None:
-    """Graham's longest-processing-time rule into `count` bins; None when one would exceed the budget."""
+    """Fill `count` bins by Graham's longest-processing-time rule; None if one would exceed the budget."""
     bins: list[list[int]] = [[] for _ in range(count)]
     loads = [0] * count
     for i in order:
@@ -236,14 +234,14 @@ def _longest_first(
 
 
 def _lay_out(table: CompletionTable, tokens: Integers, documents: Sequence[Sequence[int]]) -> PackedBatch:
-    """By runs of tokens: a document's prompt is one, what enters of each of its completions another."""
+    """Lay out runs of tokens: a document's prompt, and the inputs of each of its completions."""
     rows = np.array([row for document in documents for row in document], np.int64)
     counts = np.array([len(document) for document in documents], np.int64)
     first = offsets_of(counts)[:-1]  # of each document, among the sequences
     starts, lengths = table.offsets.numpy()[rows], table.lengths.numpy()[rows]
     prompts = table.prompts.numpy()[rows]
     prompt_lengths = table.prompt_lengths.numpy()[rows]
-    # A run a prompt and a run a completion, in the order of the layout.
+    # Runs of prompts and completions, in the order of the layout.
     of_prompt = first + np.arange(len(documents))
     of_completion = np.arange(len(rows)) + np.repeat(np.arange(len(documents)), counts) + 1
     sizes = np.empty(len(rows) + len(documents), np.int64)

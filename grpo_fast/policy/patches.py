@@ -1,7 +1,7 @@
-"""The patches of a model's forward, all of them, in the order in which they are applied.
+"""All patches of a model's forward, in the order in which they are applied.
 
-Each wraps the forwards that are there: what stands first in `PATCHES` is innermost. A backward therefore
-recomputes a layer with its recurrent states and the experts that it was given.
+Each wraps the existing forwards, so the first of `PATCHES` is the innermost. A backward therefore recomputes
+a layer with its recurrent states and replayed experts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from grpo_fast.config.policy import ModelConfig
 from grpo_fast.policy.architecture import fix_rope
 from grpo_fast.policy.layers import (
     compile_layers,
-    decoder_layers,
     recompute,
     resolve_compile,
     resolve_liger,
@@ -31,26 +30,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Setting:
-    """What decides which patches a model gets.
-
-    Attributes:
-        device: the one that the model will be on.
-        trains: false for a reference.
-        replay: of a run with `rollout.router_replay`.
-    """
+    """Conditions of the patches."""
 
     config: ModelConfig
-    device: torch.device
-    trains: bool = True
-    replay: RoutingReplay | None = None
+    device: torch.device  # where the model will be
+    trains: bool = True  # false for a reference
+    replay: RoutingReplay | None = None  # for `rollout.router_replay`
 
     def liger(self, model: Any) -> bool:
         return resolve_liger(self.config, self.device, model.config.model_type)
 
     def compiles(self, model: Any) -> bool:
         experts = any("expert" in name for name, _ in model.named_parameters())
-        recurrent = any(recurrent_mixers(layer) for layer in decoder_layers(model))
-        plain = not (experts or recurrent)
+        plain = not (experts or recurrent_mixers(model))
         return resolve_compile(self.config, self.device, liger=self.liger(model), plain=plain)
 
 
@@ -78,12 +70,7 @@ PATCHES = (
 
 
 def apply_patches(model: Any, setting: Setting) -> None:
-    """Patch a transformers model, adapters in it or not.
-
-    Raises:
-        ValueError: a model without experts for `replay`, without layers to recompute, or as `resolve_liger`.
-        ImportError: as `resolve_liger`.
-    """
+    """Patch a transformers model, with or without adapters, or raise ValueError or ImportError."""
     for patch in PATCHES:
         if patch.applies(model, setting):
             patch.apply(model, setting)

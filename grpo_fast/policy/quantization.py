@@ -1,4 +1,4 @@
-"""A base in 4 bits under adapters (QLoRA: Dettmers et al. 2023, arXiv:2305.14314), by bitsandbytes."""
+"""QLoRA (Dettmers et al. 2023, arXiv:2305.14314): a base in 4 bits, by bitsandbytes."""
 
 from __future__ import annotations
 
@@ -20,50 +20,37 @@ if TYPE_CHECKING:
 
 
 def quantizes(model: ModelConfig, architecture: PreTrainedConfig) -> bool:
-    """Whether linear layers are held in fewer bits: as configured, or because the model is saved so.
-
-    Raises:
-        ValueError: a quantisation that is not trained here, or that this model or configuration cannot have.
-        ImportError: bitsandbytes is missing.
-    """
+    """Return whether linear layers are quantized; ValueError or ImportError if that is not supported."""
     saved = dict(getattr(architecture, "quantization_config", None) or {})
     if not saved and model.quantization is None:
         return False
     what = f"model.quantization = {model.quantization!r}"
     if saved:
         method = saved.get("quant_method", "of an unknown kind")
-        what = f"the weights of model.path = {model.path!r} are quantised ({method})"
+        what = f"the weights of model.path = {model.path!r} are quantized ({method})"
         if method != "bitsandbytes":
-            raise ValueError(
-                f"{what}, and adapters are trained on those of bitsandbytes alone; give the model in "
-                "bfloat16, as it is published beside them, and model.quantization = nf4"
-            )
+            remedy = "give the model in bfloat16, and model.quantization = nf4"
+            raise ValueError(f"{what}, and adapters train only on those of bitsandbytes; {remedy}")
         if not saved.get("load_in_4bit"):
-            raise ValueError(
-                f"{what} in 8 bits, whose layers round a token by what else is in its batch: its "
-                "log-probability would change with the packing; give the model in bfloat16 or in 4 bits"
-            )
+            remedy = "give the model in bfloat16 or in 4 bits"
+            raise ValueError(f"{what} in 8 bits, which round each token by the others in its batch; {remedy}")
         if model.quantization is not None:
             raise ValueError(f"{what} already; leave model.quantization = {model.quantization!r} out")
     if model.lora is None:
-        raise ValueError(
-            f"{what}, and weights of so few bits are not trained: train adapters, model.lora = {{}}"
-        )
+        raise ValueError(f"{what}, and quantized weights do not train: train adapters, model.lora = {{}}")
     if expert_count(architecture):
-        raise ValueError(f"{what}: a mixture of experts has few linear layers to quantise; use a dense model")
+        raise ValueError(f"{what}: a mixture of experts has few linear layers to quantize; use a dense model")
     if architecture.model_type == "gpt2":
-        raise ValueError(
-            f"{what}: GPT-2 keeps its matrices the other way round; use a model of linear layers"
-        )
+        raise ValueError(f"{what}: GPT-2 has no linear layers, but transposed ones; use another model")
     if find_spec("bitsandbytes") is None:
         raise ImportError(f"{what}, which needs bitsandbytes: pip install 'grpo-fast[bitsandbytes]'")
-    # It warns that it would compute faster on some CPUs with kernels that it downloads.
+    # It warns about kernels that it would download for some CPUs.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     return True
 
 
 def loading_settings(model: ModelConfig, device: torch.device) -> dict[str, Any]:
-    """How transformers loads a model that `quantizes`: layer by layer, onto the device."""
+    """Return the `from_pretrained` arguments for a quantized model."""
     settings: dict[str, Any] = {"device_map": {"": device}}
     if model.quantization is not None:
         from transformers import BitsAndBytesConfig
@@ -78,8 +65,8 @@ def loading_settings(model: ModelConfig, device: torch.device) -> dict[str, Any]
 
 
 def cast_rest(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """Let every layer compute in `dtype`, whatever it was saved with; quantised weights keep one layout."""
-    if model.dtype != dtype:  # transformers 5.23 leaves what is not quantised as it was saved
+    """Let every layer compute in `dtype`, and keep the layout of quantized weights."""
+    if model.dtype != dtype:  # transformers 5.23 keeps the saved dtype of other weights
         for parameter in model.parameters():
             if parameter.is_floating_point():
                 parameter.data = parameter.data.to(dtype)
@@ -89,12 +76,12 @@ def cast_rest(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
         if is_quantized(getattr(layer, "weight", None)):
             layer.weight.quant_state.dtype = layer.compute_dtype = dtype
             layer.compute_type_is_set = True
-            layer.support_avx512bf16_for_cpu = False  # which would pack the weight anew to generate
+            layer.support_avx512bf16_for_cpu = False  # it would repack the weight to generate
     return model
 
 
 def unquantized(architecture: PreTrainedConfig) -> PreTrainedConfig:
-    """The configuration of the model in full precision: a copy."""
+    """Return a copy of the configuration without quantization."""
     architecture = copy.deepcopy(architecture)
     if hasattr(architecture, "quantization_config"):
         del architecture.quantization_config
@@ -102,13 +89,13 @@ def unquantized(architecture: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def dequantized(module: nn.Module) -> Tensor:
-    """A layer's weight without adapters, detached: the numbers that a quantised layer computes with."""
+    """Return a layer's weight without adapters, detached and in full precision."""
     from peft.utils.integrations import dequantize_module_weight
 
     return dequantize_module_weight(getattr(module, "base_layer", module)).detach()
 
 
 def count_numbers(weight: Tensor) -> int:
-    """How many numbers a weight has, also one in 4 bits, which stores two in a byte."""
+    """Count the elements of a weight; in 4 bits a byte holds two."""
     state = getattr(weight, "quant_state", None)
     return weight.numel() if state is None else state.shape.numel()

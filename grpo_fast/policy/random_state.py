@@ -1,4 +1,4 @@
-"""The global random states, taken and set again: of Python, NumPy, torch and the current CUDA device."""
+"""Capture and restore the global random states of Python, NumPy, torch and the current CUDA device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def capture_rng() -> dict[str, Any]:
-    """The global random states, as JSON."""
+    """Return the global random states as JSON values."""
     version, internal, gauss = random.getstate()
     numpy: Any = np.random.get_state()
     _, keys, *rest = numpy
@@ -27,16 +27,10 @@ def capture_rng() -> dict[str, Any]:
 
 
 def restore_rng(state: Mapping[str, Any]) -> None:
-    """Set what `capture_rng` gave.
-
-    Raises:
-        ValueError: the states include a CUDA device's and there is none here.
-    """
+    """Restore the states of `capture_rng`, or raise ValueError if CUDA is missing."""
     if "cuda" in state:
         if not torch.cuda.is_available():
-            raise ValueError(
-                "the random states are those of a run with CUDA; resume it where CUDA is available"
-            )
+            raise ValueError("the random states are those of a run with CUDA; resume it with a CUDA device")
         torch.cuda.set_rng_state(_bytes(state["cuda"]))
     torch.set_rng_state(_bytes(state["torch"]))
     version, internal, gauss = state["python"]

@@ -1,8 +1,8 @@
 """Recurrent layers over packed documents: the prompt's state is computed once.
 
-A recurrent mixer (gated delta rule, Mamba, short convolution, linear attention) runs twice: over the
-prompts of a batch, and over the completions, each of which begins with a copy of its prompt's state.
-transformers' own module computes both; its cache is a `StateCache`, which keeps what a backward needs.
+A recurrent mixer (gated delta rule, Mamba, short convolution, linear attention) runs over the prompts of a
+batch, and then over the completions, each from a copy of its prompt's state. transformers' module computes
+both with a `StateCache`, whose states have gradients.
 """
 
 from __future__ import annotations
@@ -23,19 +23,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 STATE_WRITES = frozenset({"update_conv_state", "update_recurrent_state", "set_linear_cache"})
-"""What mixers of transformers call to leave a state in their cache."""
-_CACHES = frozenset({"cache", "cache_params", "past_key_values"})  # the argument that is it
-_MASKS = frozenset({"attention_mask", "conv_mask"})  # and the one that tells padding, (B, L)
+"""Methods of a cache by which transformers' mixers store a state."""
+_CACHES = frozenset({"cache", "cache_params", "past_key_values"})  # names of the cache's argument
+_MASKS = frozenset({"attention_mask", "conv_mask"})  # names of the padding mask (B, L)
 
 States = dict[tuple[str, int], Tensor]
-"""(B, ...) each, by kind and number: what one mixer knows of the tokens before."""
+"""States (B, ...) of one mixer by kind and number."""
 
 
 def keep_step_limits(model: PreTrainedModel) -> None:
-    """Keep time steps of Mamba 2 within the configuration's `time_step_limit`, as a model's authors do.
+    """Limit Mamba 2's time steps by `time_step_limit`, as the authors of Nemotron-H do.
 
-    transformers' Nemotron-H takes `time_step_min` instead, which bounds the steps of first weights alone
-    (its pull request 48989).
+    transformers uses `time_step_min` instead, which is for initial weights (its pull request 48989).
     """
     limit = getattr(model.config.get_text_config(), "time_step_limit", None)
     mixers: list[Any] = [module for module in model.modules() if hasattr(module, "time_step_limit")]
@@ -45,11 +44,7 @@ def keep_step_limits(model: PreTrainedModel) -> None:
 
 
 class StateCache:
-    """transformers' cache as one mixer sees it, with states that have gradients.
-
-    Args:
-        states: before the first token; none: there is nothing before it.
-    """
+    """The cache of one mixer, with states that have gradients, at first those before the first token."""
 
     record_past = True  # else a convolution of one token changes its state in place
 
@@ -66,14 +61,11 @@ class StateCache:
 
     @property
     def conv_states(self) -> dict[int, Tensor]:
-        return self._of("conv")
+        return {number: state for (kind, number), state in self.states.items() if kind == "conv"}
 
     @property
     def recurrent_states(self) -> dict[int, Tensor]:
-        return self._of("recurrent")
-
-    def _of(self, kind: str) -> dict[int, Tensor]:
-        return {number: state for (found, number), state in self.states.items() if found == kind}
+        return {number: state for (kind, number), state in self.states.items() if kind == "recurrent"}
 
     def has_previous_state(self, *_: Any, **__: Any) -> bool:
         return self._begun
@@ -81,7 +73,7 @@ class StateCache:
     def update_conv_state(
         self, new: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any
     ) -> Tensor:
-        """(B, C, T) -> (B, C, K + T) with the K columns before it; the last K are kept."""
+        """Return (B, C, K + T): the K columns before `new` (B, C, T), and `new`. Keep the last K."""
         before = self.conv_states.get(state_idx)
         kernel = conv_kernel_size or (new if before is None else before).shape[-1]
         whole = new if before is None else torch.cat([before, new], dim=-1)
@@ -110,7 +102,7 @@ class StateCache:
 
 
 def recurrent_mixers(model: nn.Module) -> list[Any]:
-    """The modules of a model that carry a state along the tokens."""
+    """Return the modules of a model that carry a state along the tokens."""
     return [module for module in model.modules() if _writes_state(module)]
 
 
@@ -120,7 +112,7 @@ def _writes_state(module: nn.Module) -> bool:
 
 
 def fork_states(model: nn.Module) -> None:
-    """Let recurrent layers take packed batches; all else they compute as before."""
+    """Let recurrent layers compute packed batches."""
     for mixer in recurrent_mixers(model):
         mixer.packed_layout = None
         wrap_forward(mixer, _forked)
@@ -131,7 +123,7 @@ def fork_states(model: nn.Module) -> None:
 
 
 def _with_layout(layer: Any, original_forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """A layer's forward, in which its mixers know the layout: few layers pass it to them."""
+    # Few layers pass the layout to their mixers.
     outer = [mixer.packed_layout for mixer in layer.mixers]
     for mixer in layer.mixers:
         mixer.packed_layout = kwargs.get("packed_layout")
@@ -144,7 +136,7 @@ def _with_layout(layer: Any, original_forward: Callable[..., Any], *args: Any, *
 
 @torch.compiler.disable
 def _forked(mixer: Any, original_forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """A mixer's forward over a packed batch, of (1, T, ...): prompts first, then completions."""
+    """Run a mixer over a packed batch of (1, T, ...): prompts first, then completions."""
     layout: PackedLayout | None = mixer.packed_layout
     if layout is None:
         return original_forward(*args, **kwargs)
@@ -152,24 +144,24 @@ def _forked(mixer: Any, original_forward: Callable[..., Any], *args: Any, **kwar
     given |= given.pop("kwargs", {})
     run = partial(_run, original_forward)
     prompts, completions = layout.prompt_rows, layout.completion_rows
-    read = [run(_at(given, rows.tokens), rows.mask, None) for rows in prompts.batches]
-    behind = {kind: torch.cat([states[kind] for _, states in read]) for kind in read[0][1]}
-    places = layout.prompt_places  # of each completion's prompt among the states
-    written = []
+    of_prompts = [run(_at(given, rows.tokens), rows.mask, None) for rows in prompts.batches]
+    after = {kind: torch.cat([states[kind] for _, states in of_prompts]) for kind in of_prompts[0][1]}
+    of_completions = []
     for rows in completions.batches:
-        before = {kind: repeated(state, places[rows.runs]) for kind, state in behind.items()}
-        written.append(run(_at(given, rows.tokens), None, before))
-    parts = [_joined(prompts, [result for result, _ in read])]
-    parts += [_joined(completions, [result for result, _ in written])] if written else []
+        places = layout.prompt_places[rows.runs]
+        before = {kind: repeated(state, places) for kind, state in after.items()}
+        of_completions.append(run(_at(given, rows.tokens), None, before))
+    parts = [_joined(prompts, [result for result, _ in of_prompts])]
+    parts += [_joined(completions, [result for result, _ in of_completions])] if of_completions else []
     order = layout.row_order
     outputs = tuple(
-        None if found[0] is None else torch.cat(found)[order][None] for found in zip(*parts, strict=True)
+        None if values[0] is None else torch.cat(values)[order][None] for values in zip(*parts, strict=True)
     )
-    return outputs if isinstance(read[0][0], tuple) else outputs[0]
+    return outputs if isinstance(of_prompts[0][0], tuple) else outputs[0]
 
 
 def _at(given: dict[str, Any], tokens: Tensor) -> dict[str, Any]:
-    """Arguments of (1, T, ...) as those of rows: (B, L, ...)."""
+    """Index arguments of (1, T, ...) to rows (B, L, ...)."""
     total = next(iter(given.values())).shape[1]
 
     def rows(value: Any) -> Any:
@@ -182,24 +174,20 @@ def _at(given: dict[str, Any], tokens: Tensor) -> dict[str, Any]:
 
 
 def _joined(layout: RowLayout, results: list[Any]) -> list[Tensor | None]:
-    """What a mixer returned of each batch of rows, (B, L, ...), as (T, ...); None: it is not of tokens."""
-    found: list[Tensor | None] = []
+    """Join a mixer's results of each batch of rows, (B, L, ...), to (T, ...); None for other results."""
+    joined: list[Tensor | None] = []
     shapes = [rows.tokens.shape for rows in layout.batches]
     results = [result if isinstance(result, tuple) else (result,) for result in results]
     for parts in zip(*results, strict=True):
         of_tokens = [part.shape[:2] for part in parts if isinstance(part, Tensor)] == shapes
-        found.append(layout.join(parts) if of_tokens else None)
-    return found
+        joined.append(layout.join(parts) if of_tokens else None)
+    return joined
 
 
 def _run(
     forward: Callable[..., Any], given: dict[str, Any], mask: Tensor | None, states: States | None
 ) -> tuple[Any, States]:
-    """What a mixer returns of rows (B, L, ...) that begin with these states, and the states behind them.
-
-    Args:
-        mask: (B, L), false for padding; none: nothing is before a row's first token.
-    """
+    """Run a mixer on rows (B, L, ...) from these states. Returns its result, and the states after them."""
     cache, names = StateCache(states), inspect.signature(forward).parameters
     given = given | dict.fromkeys(_CACHES.intersection(names), cache)
     return forward(**given | dict.fromkeys(_MASKS.intersection(names), mask)), cache.states

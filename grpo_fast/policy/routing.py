@@ -1,8 +1,8 @@
-"""Rollout routing replay (R3, arXiv:2510.11370): an update sends tokens to the sampler's experts.
+"""Rollout routing replay (R3, arXiv:2510.11370): an update sends tokens to the rollout's experts.
 
-Two programs round differently, so that a router may choose other experts. With replay the trainer takes the
-choice as given; the weights of the chosen experts are its own router's, so that gradients reach the router.
-While a block of experts runs, the router's `torch.topk` returns the given experts and their scores.
+Two programs round differently, so that a router may choose other experts. Replay fixes the choice. The
+weights of the chosen experts still come from the router, which gets gradients. While a block of experts runs,
+`torch.topk` returns the given experts and their scores.
 """
 
 from __future__ import annotations
@@ -26,33 +26,26 @@ from grpo_fast.policy.packing import pack
 if TYPE_CHECKING:
     from grpo_fast.policy.policy import Policy
 
-_CANNOT = "leave it out: the trainer then routes by itself, and loss.sampler_correction corrects for it"
-
 
 class RoutingReplay:
-    """Replays choices in the packed forwards of one model, whose blocks of experts `attach` wraps.
+    """Replays the choice of experts in the packed forwards of one model.
 
-    Choices are (T, L, k) integers for T input tokens and the model's L layers, `UNKNOWN` where the trainer
-    chooses; what lies there for a layer without experts is not read.
-
-    Attributes:
-        shape: (L, k), once `verify` has seen them.
+    Choices are (T, L, k) integers for T input tokens and L layers, `UNKNOWN` where the router chooses. Layers
+    without experts ignore theirs. `shape` is (L, k) after `verify`.
     """
 
     def __init__(self) -> None:
         self.shape: tuple[int, int] | None = None
         self._paused = False
-        self._counts: list[Tensor] = []  # of each block and forward: how many differ, of how many
+        self._counts: list[Tensor] = []  # (2,) of each block and forward: how many differ, of how many
 
     def attach(self, model: Any) -> None:
-        """Raises ValueError for a model without experts."""
+        """Wrap the model's blocks of experts, or raise ValueError if it has none."""
         self._model = model
         blocks = expert_blocks(model)
         if not blocks:
-            raise ValueError(
-                f"rollout.router_replay = true, and {type(model).__name__} has no experts in tensors "
-                "of all, whose choice can be given; leave it out"
-            )
+            problem = f"{type(model).__name__} has no experts in one tensor"
+            raise ValueError(f"rollout.router_replay = true, and {problem}; leave it out")
         layers = decoder_layers(model.get_decoder())
         for number, block in blocks.items():
             layers[number].register_forward_pre_hook(
@@ -63,7 +56,7 @@ class RoutingReplay:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """The model routes by itself, as a reference does, which the sampler knows nothing of."""
+        """Let the model route by itself, as a reference does."""
         before, self._paused = self._paused, True
         try:
             yield
@@ -71,15 +64,14 @@ class RoutingReplay:
             self._paused = before
 
     def differing(self) -> dict[str, Tensor]:
-        """Since the last call, for (token, layer) pairs in forwards with gradients: in how many the trainer
-        would have chosen other experts, and of how many."""
+        """Count the (token, layer) pairs replayed with gradients, and those with another own choice."""
         if not self._counts:
             return {}
-        found, self._counts = torch.stack(self._counts).sum(0), []
-        return {"experts/differing": found[0], "experts/replayed": found[1]}
+        counts, self._counts = torch.stack(self._counts).sum(0), []
+        return {"experts/differing": counts[0], "experts/replayed": counts[1]}
 
     def _hand_over(self, number: int, block: Any, layer: nn.Module, args: Any, kwargs: Any) -> None:
-        """Before a layer runs, also when it is recomputed for a backward, and in other forwards: None."""
+        # Before each forward of a layer, recomputation included.
         layout = kwargs.get("packed_layout")
         choices = None if layout is None or self._paused else layout.experts
         block.chosen = None if choices is None else choices[:, number].long()
@@ -95,7 +87,7 @@ class RoutingReplay:
 
     @torch.no_grad()
     def verify(self, policy: Policy) -> None:
-        """Raises ValueError where experts that are given are not those that compute."""
+        """Raise ValueError if the model does not compute with the given experts."""
         generator = torch.Generator().manual_seed(0)
         tokens = random_tokens(policy.base_model, 12, generator)
         table = CompletionTable.of([tokens[:5].tolist()] * 2, [tokens[5:9].tolist(), tokens[9:].tolist()])
@@ -109,7 +101,7 @@ class RoutingReplay:
                 policy.run(lambda: policy.hidden_states(given))
             return take()
 
-        for own in chosen(None):  # of one forward, or none, where no block hands a choice on to its experts
+        for own in chosen(None):  # of one forward; empty if no block passes a choice to its experts
             if (own[:, [*blocks]] == UNKNOWN).any():
                 break
             others = torch.where(own == UNKNOWN, own, (own + 1) % number_of_experts(block))
@@ -119,12 +111,13 @@ class RoutingReplay:
                 return
         raise ValueError(
             f"rollout.router_replay = true, and {type(block).__name__} in layer {number} does not compute "
-            f"with the experts that it is given; {_CANNOT}"
+            "with the experts that it is given; leave it out: the trainer then routes by itself, and "
+            "loss.sampler_correction corrects for it"
         )
 
 
 class _Given(TorchFunctionMode):
-    """`torch.topk` over a token's experts answers with `chosen` (T, k), where it is known."""
+    """Makes `torch.topk` over a token's experts return `chosen` (T, k) where it is known."""
 
     def __init__(self, chosen: Tensor, experts: int) -> None:
         super().__init__()
@@ -132,26 +125,25 @@ class _Given(TorchFunctionMode):
         self.counts: list[Tensor] = []  # (2,) each: how many differ, of how many
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         if func not in (torch.topk, Tensor.topk):
-            return found
-        scores, own = args[0], found.indices
+            return result
+        scores, own = args[0], result.indices
         if own.shape != self._chosen.shape or scores.shape[-1] != self._experts:
-            return found  # another choice, as of groups of experts
+            return result  # another choice, as of groups of experts
         known = self._chosen != UNKNOWN
         chosen = torch.where(known, self._chosen, own)
         known = known.all(-1)
         differ = known & (chosen.sort(-1).values != own.sort(-1).values).any(-1)
         self.counts.append(torch.stack([differ.sum(), known.sum()]))
-        return type(found)((scores.gather(-1, chosen), chosen))
+        return type(result)((scores.gather(-1, chosen), chosen))
 
 
 @contextmanager
 def recorded(model: Any) -> Iterator[Callable[[], list[Tensor]]]:
-    """Meanwhile it yields a function: the experts chosen in each forward since it was called last.
+    """Record the chosen experts, and yield a function that returns those of each forward since its last call.
 
-    (T, L, k) int16 on the CPU for each, T tokens in the order of its input; `UNKNOWN` for a layer without
-    experts.
+    Each is (T, L, k) int16 on the CPU, in the order of the input; `UNKNOWN` for a layer without experts.
     """
     blocks = expert_blocks(model)
     layers = len(decoder_layers(model.get_decoder()))
@@ -166,9 +158,9 @@ def recorded(model: Any) -> Iterator[Callable[[], list[Tensor]]]:
                 forwards[-1][:, number] = value
 
     def take() -> list[Tensor]:
-        found = [choices.cpu() for choices in forwards]
+        taken = [choices.cpu() for choices in forwards]
         forwards.clear()
-        return found
+        return taken
 
     handles = [
         block.experts.register_forward_pre_hook(partial(note, number), with_kwargs=True)

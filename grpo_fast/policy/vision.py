@@ -1,4 +1,4 @@
-"""Images in a packed batch: features of the frozen vision tower, computed once, replace their tokens."""
+"""Images in a packed batch: cached features of the frozen vision tower replace their tokens."""
 
 from __future__ import annotations
 
@@ -21,68 +21,62 @@ if TYPE_CHECKING:
 IMAGE_TYPES = frozenset(
     ["gemma3", "gemma4", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"]
 )
-"""Types of models whose prompts may have images: a test compares each with the model's own forward."""
+"""Model types whose prompts may have images; a test compares each with the model's own forward."""
 KEPT_BYTES = 2**31
-"""Of features in the host's memory; those used longest ago go first, and are computed again when needed."""
+"""Size of the least-recently-used cache of features in host memory."""
 
 
 def sees_images(config: PreTrainedConfig) -> bool:
-    """Whether the model is one of `IMAGE_TYPES`, by its configuration."""
     return config.model_type in IMAGE_TYPES
 
 
 def looks_both_ways(config: PreTrainedConfig) -> bool:
-    """Whether tokens of one image attend to each other in both directions."""
+    """Return whether tokens of one image attend to each other in both directions."""
     text = config.get_text_config()
     return config.model_type == "gemma3" or getattr(text, "use_bidirectional_attention", None) == "vision"
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
-    """transformers' class that loads such a model whole: with its vision tower, where it has one."""
+    """Return the Auto class of transformers that loads the model, with its vision tower if we support it."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     return AutoModelForImageTextToText if sees_images(config) else AutoModelForCausalLM
 
 
 def model_class(config: PreTrainedConfig) -> Any:
-    """The class that computes such a model; None: it is none of transformers' language models."""
+    """Return the model's class, or None if transformers has no language model of the type."""
     return auto_class(config)._model_mapping.get(type(config), None)
 
 
 def language_model(model: Any) -> Any:
-    """The part of a transformers model that reads tokens: all of it, unless a vision tower is beside it."""
+    """Return a transformers model without its vision tower, if it has one."""
     return getattr(getattr(model, "base_model", model), "language_model", model)
 
 
 def language_parameters(model: PreTrainedModel) -> set[nn.Parameter]:
-    """Of the language model and its head."""
+    """Return the parameters of the language model and its head."""
     parts: list[nn.Module] = [language_model(model), model.get_output_embeddings()]
     return {parameter for part in parts for parameter in part.parameters()}
 
 
 def freeze_vision(model: PreTrainedModel) -> None:
-    """Train the language model and its head alone."""
+    """Freeze all but the language model and its head."""
     for parameter in {*model.parameters()} - language_parameters(model):
         parameter.requires_grad_(False)
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What the model has of a prompt's images. P tokens of the prompt, n of them of its images."""
+    """Features of a prompt's images, for n of the prompt's P tokens."""
 
     features: Tensor  # (n, H), in the model's dtype, on the CPU
-    deep: tuple[Tensor, ...]  # (n, H) each: what is added behind the first layers (DeepStack)
+    deep: tuple[Tensor, ...]  # (n, H) each, added after the first layers (DeepStack)
     positions: Tensor | None  # (3, P) int64: time, height and width; None: those of plain text
-    beyond: int  # by how much a position after the prompt differs from the token's place
+    beyond: int  # offset of the positions after the prompt
 
 
 class Vision:
-    """A model's view of images.
-
-    Args:
-        model: a transformers model of a type in `IMAGE_TYPES`, adapters in it or not.
-        reader: of the model's processor.
-    """
+    """The vision tower of a model of `IMAGE_TYPES`, with a reader of the model's processor."""
 
     def __init__(self, model: PreTrainedModel, reader: ImageReader) -> None:
         config: Any = model.config
@@ -91,17 +85,17 @@ class Vision:
         self.token: int = config.image_token_id
         self.both_ways = looks_both_ways(config)
         self._seen: OrderedDict[PromptImages, Seen] = OrderedDict()
-        self._bytes = 0  # of these
+        self._bytes = 0  # of `_seen`
         backbone: Any = model.base_model
         self._takes = inspect.signature(backbone.get_image_features).parameters
 
     @property
     def three_positions(self) -> bool:
-        """Whether a token has a position in time, in height and in width."""
+        """Whether positions are those of time, height and width."""
         return hasattr(self.model.base_model, "get_rope_index")
 
     def of(self, images: PromptImages) -> Seen:
-        """Computed once, as long as there is room to keep it."""
+        """Return the features, from the cache if it has them."""
         if images not in self._seen:
             self._seen[images] = self._look(images)
             self._bytes += _nbytes(self._seen[images])
@@ -112,30 +106,28 @@ class Vision:
 
     @torch.no_grad()
     def _look(self, images: PromptImages) -> Seen:
-        backbone, given = self.model.base_model, self.reader.inputs(images)
-        named = {name: value for name, value in given.items() if name in self._takes}
+        backbone, inputs, dtype = self.model.base_model, self.reader.inputs(images), self.model.dtype
         moved = {
-            name: value.to(self.model.device, self.model.dtype if value.is_floating_point() else None)
-            for name, value in named.items()
+            name: value.to(self.model.device, dtype if value.is_floating_point() else None)
+            for name, value in inputs.items()
+            if name in self._takes
         }
-        found = backbone.get_image_features(**moved, return_dict=True)
-        features = _joined(found.pooler_output).to(self.model.dtype)
+        output = backbone.get_image_features(**moved, return_dict=True)
+        features = _joined(output.pooler_output).to(dtype)
         features = features.reshape(-1, features.shape[-1]).cpu()
-        positions, length = None, given["input_ids"].shape[1]
-        beyond = 0
+        deep = (_joined(level).to(dtype).cpu() for level in getattr(output, "deepstack_features", ()))
+        positions, beyond, ids = None, 0, inputs["input_ids"]
         if self.three_positions:
-            of_images = (given["input_ids"] == self.token).int()
-            grid = given["image_grid_thw"]
-            positions = backbone.get_rope_index(
-                given["input_ids"], mm_token_type_ids=of_images, image_grid_thw=grid
-            )[0][:, 0]
-            beyond = int(positions.max()) + 1 - length
-        deep = (_joined(level) for level in getattr(found, "deepstack_features", ()))
-        return Seen(features, tuple(level.to(self.model.dtype).cpu() for level in deep), positions, beyond)
+            kinds, grid = (ids == self.token).int(), inputs["image_grid_thw"]
+            positions = backbone.get_rope_index(ids, mm_token_type_ids=kinds, image_grid_thw=grid)[0][:, 0]
+            beyond = int(positions.max()) + 1 - ids.shape[1]
+        return Seen(features, tuple(deep), positions, beyond)
 
     def packed(self, batch: PackedBatch) -> tuple[dict[str, Tensor], Tensor | None]:
-        """The language model's arguments for a packed batch, and which image each token is of, where
-        that says who attends to whom: (T,) int64, -1 for text."""
+        """Return the language model's arguments for a packed batch, and the number of each token's image.
+
+        The numbers, (T,) int64 and -1 for text, are None if images are attended to causally.
+        """
         counts = batch.cu_seqlens.diff()
         with_images = torch.tensor([images is not None for images in batch.images], device=counts.device)
         in_prompt = (batch.segment_ids == 0) & with_images.repeat_interleave(counts)
@@ -152,12 +144,11 @@ class Vision:
         return given, _runs(of_images) if self.both_ways else None
 
     def embedded(self, ids: Tensor, of_images: Tensor, seen: Sequence[Seen]) -> dict[str, Any]:
-        """The language model's arguments for tokens (B, T), of which `of_images` stand for the features of
-        `seen`, in their order."""
+        """Return the language model's arguments for tokens (B, T), with features in place of `of_images`."""
         language, config = language_model(self.model), self.model.config
         words = ids.masked_fill(of_images, 0)
         given: dict[str, Any] = {}
-        if config.model_type == "gemma4":  # to which any such token is padding
+        if config.model_type == "gemma4":  # which replaces all placeholders by padding
             pad = config.get_text_config().pad_token_id
             for name in ("image_token_id", "video_token_id", "audio_token_id"):
                 words = words.masked_fill(ids == getattr(config, name), pad)
@@ -173,13 +164,13 @@ class Vision:
 
 
 def _runs(of_images: Tensor) -> Tensor:
-    """(T,) bool -> (T,) int64: numbers of runs of true, from 0; -1 elsewhere."""
+    """Number the runs of true in (T,) bool from 0, (T,) int64; -1 elsewhere."""
     first = of_images & ~torch.cat([of_images.new_zeros(1), of_images[:-1]])
     return torch.where(of_images, first.cumsum(0) - 1, -1)
 
 
 def _joined(features: Tensor | Sequence[Tensor]) -> Tensor:
-    """Features of all images, which some towers give image by image."""
+    # Some towers return a tensor per image.
     return features if isinstance(features, Tensor) else torch.cat([*features])
 
 

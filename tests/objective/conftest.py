@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
@@ -29,15 +26,11 @@ class PaddedBatch:
     lengths: list[int]
     group_size: int
 
-    def inputs(
-        self,
-        rows: list[int] | None = None,
-        totals: StepTotals | None = None,
-    ) -> LossInputs:
+    def inputs(self, rows=None, totals=None):
         """The packed batch of the given completions, in the given order."""
         rows = list(range(len(self.lengths))) if rows is None else rows
 
-        def pack(values: Tensor) -> Tensor:
+        def pack(values):
             return torch.cat([values[row, : self.lengths[row]] for row in rows])
 
         lengths = torch.tensor([self.lengths[row] for row in rows])
@@ -57,19 +50,19 @@ class PaddedBatch:
         )
 
     @property
-    def totals(self) -> StepTotals:
+    def totals(self):
         return StepTotals(num_tokens=float(self.mask.sum()), num_sequences=float(len(self.lengths)))
 
 
 @pytest.fixture
-def make_batch(rng: torch.Generator) -> Callable[..., PaddedBatch]:
+def make_batch(rng):
     """`make_batch(spread=..., empty=...)`: ratios within e^±spread; `empty`: one completion is masked out."""
 
-    def make(spread: float = math.log(1e3), empty: bool = False) -> PaddedBatch:
-        def integer(low: int, high: int) -> int:
+    def make(spread=6.9, empty=False):
+        def integer(low, high):
             return int(torch.randint(low, high + 1, (), generator=rng))
 
-        def uniform(*shape: int) -> Tensor:
+        def uniform(*shape):
             return torch.rand(*shape, generator=rng, dtype=torch.float64)
 
         group_size = integer(2, 4)
@@ -102,13 +95,13 @@ def make_batch(rng: torch.Generator) -> Callable[..., PaddedBatch]:
 
 
 @pytest.fixture
-def assert_same() -> Callable[..., None]:
+def assert_same():
     """`assert_same(inputs, our_loss, their_loss)`: equal losses and gradients in every leaf of the inputs."""
 
-    def same(inputs: Any, ours: Tensor, theirs: Tensor, rtol: float = 1e-9) -> None:
+    def same(inputs, ours, theirs, rtol=1e-9):
         leaves = [value for value in vars(inputs).values() if getattr(value, "requires_grad", False)]
 
-        def gradients(loss: Tensor) -> list[Tensor]:
+        def gradients(loss):
             found = torch.autograd.grad(loss, leaves, allow_unused=True, retain_graph=True)
             return [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, found, strict=True)]
 
@@ -123,22 +116,22 @@ def assert_same() -> Callable[..., None]:
 
 
 @pytest.fixture
-def make_pairs(rng: torch.Generator) -> Callable[..., PreferenceInputs]:
+def make_pairs(rng):
     """Pairs (seven) of completions of 1 to 40 tokens, about a nat a token, log-ratios of a few nats."""
 
-    def make(num_chosen: int = 7, num_rejected: int | None = None, **changes: object) -> PreferenceInputs:
+    def make(num_chosen=7, num_rejected=None, **changes):
         num_rejected = num_chosen if num_rejected is None else num_rejected
 
-        def lengths(n: int) -> torch.Tensor:
+        def lengths(n):
             return torch.randint(1, 41, (n,), generator=rng).double()
 
-        def logprobs(of: torch.Tensor) -> torch.Tensor:
+        def logprobs(of):
             return -of * (0.05 + torch.rand(len(of), generator=rng, dtype=torch.float64))
 
-        def noise(n: int) -> torch.Tensor:
+        def noise(n):
             return 3 * torch.randn(n, generator=rng, dtype=torch.float64)
 
-        inputs: dict[str, object] = {}
+        inputs = {}
         for name, n in (("chosen", num_chosen), ("rejected", num_rejected)):
             inputs[f"{name}_lengths"] = of = lengths(n)
             inputs[f"{name}_logprobs"] = own = logprobs(of)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
-from grpo_fast.objective.pairs import PreferenceInputs, PreferenceLossConfig, preference_loss
+from grpo_fast.objective.pairs import PreferenceLossConfig, preference_loss
 
 Loss = PreferenceLossConfig
 
@@ -21,13 +20,13 @@ class Accelerator:
     num_processes = 1
     sync_gradients = True
 
-    def gather(self, values: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    def gather(self, values, *_, **__):
         return values
 
     gather_for_metrics = reduce = pad_across_processes = gather
 
 
-def trls_step(inputs: PreferenceInputs, config: Loss) -> tuple[torch.Tensor, dict[str, float]]:
+def trls_step(inputs, config):
     """`DPOTrainer._compute_loss` on an object that has just what it reads, and the metrics that it notes."""
     trl = pytest.importorskip("trl", reason="pip install --no-deps trl==1.16.0")
     lengths = torch.cat([inputs.chosen_lengths, inputs.rejected_lengths])
@@ -36,7 +35,7 @@ def trls_step(inputs: PreferenceInputs, config: Loss) -> tuple[torch.Tensor, dic
     logprobs = mask * (summed / lengths)[:, None]  # per token, adding up to the sums
     blank = torch.zeros_like(logprobs)
 
-    def model(**_: Any) -> SimpleNamespace:  # as TRL's fused head
+    def model(**_):  # as TRL's fused head
         zeros = dict.fromkeys(("entropy", "mean_logits", "log_sum_sq_probs"), blank)
         return SimpleNamespace(log_probs=logprobs, is_top1=blank.bool(), **zeros)
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from statistics import fmean, stdev
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from grpo_fast.data import Prompt
 from grpo_fast.data import table as tables
@@ -21,88 +18,85 @@ from grpo_fast.objective.catalog import CATALOG, DISTILLATION, LOSS_TYPES, METHO
 from grpo_fast.record.logs import Clock
 
 L_MAX = 8  # dr_grpo's constant; the limit of a completion in tokens
-CompletionTable = list[
-    tuple[float, Any]
-]  # the advantage of each, and its tokens t: t.new is (C,) log π, t.old log π_old
 
-# Terms of a completion's tokens (C,): its advantage a, the constants c.
+# Terms of a completion's tokens t, t.new (C,) log π and t.old log π_old; its advantage a, the constants c.
 
 
-def ppo(ratio: Tensor, a: float, c: Any) -> Tensor:
+def ppo(ratio, a, c):
     capped = ratio if c.delta is None else ratio.clamp(max=c.delta)
     return -torch.minimum(capped * a, ratio.clamp(1 - c.epsilon_low, 1 + c.epsilon_high) * a)
 
 
-def of_token(t: Any, a: float, c: Any) -> Tensor:
+def of_token(t, a, c):
     return ppo((t.new - t.old).exp(), a, c)
 
 
-def of_sequence(t: Any, a: float, c: Any) -> Tensor:
+def of_sequence(t, a, c):
     return ppo((t.new.sum().exp() / t.old.sum().exp()).pow(1 / max(len(t.new), 1)).expand_as(t.new), a, c)
 
 
-def of_sequence_and_token(t: Any, a: float, c: Any) -> Tensor:
+def of_sequence_and_token(t, a, c):
     return ppo((t.new - t.old).mean().detach().exp() * t.new.exp() / t.new.detach().exp(), a, c)
 
 
-def of_product(t: Any, a: float, c: Any) -> Tensor:
+def of_product(t, a, c):
     return ppo((t.new - t.old).exp().prod().expand_as(t.new), a, c)
 
 
-def gmpo(t: Any, a: float, c: Any) -> Tensor:
+def gmpo(t, a, c):
     ratio, sign = (t.new - t.old).exp(), math.copysign(1, a)
     clipped = ratio.clamp(math.exp(-c.epsilon_low), math.exp(c.epsilon_high))
     product = torch.minimum(sign * ratio, sign * clipped).abs().prod()
     return -a * product.pow(1 / max(len(ratio), 1)).expand_as(ratio)
 
 
-def cispo(t: Any, a: float, c: Any) -> Tensor:
+def cispo(t, a, c):
     return -(t.new - t.old).exp().clamp(max=c.epsilon_high).detach() * a * t.new
 
 
-def sapo(t: Any, a: float, c: Any) -> Tensor:
+def sapo(t, a, c):
     tau = c.sapo_temperature_pos if a > 0 else c.sapo_temperature_neg
     return -a * 4 / tau / (1 + (-tau * ((t.new - t.old).exp() - 1)).exp())
 
 
-def vespo(t: Any, a: float, c: Any) -> Tensor:
+def vespo(t, a, c):
     k, rate = (c.vespo_k_pos, c.vespo_lambda_pos) if a >= 0 else (c.vespo_k_neg, c.vespo_lambda_neg)
     log_weight = min(max((t.new - t.old).sum().item(), math.log(1e-8)), 20)
     return -math.exp(rate * (1 - math.exp(log_weight)) + k * log_weight) * a * t.new
 
 
-def reinforce(t: Any, a: float, c: Any) -> Tensor:
+def reinforce(t, a, c):
     return -a * t.new
 
 
-def dro(t: Any, a: float, c: Any) -> Tensor:
+def dro(t, a, c):
     return -(a * t.new - c.dro_beta / 2 * (t.new - t.old) ** 2)
 
 
-def clip_cov(t: Any, a: float, c: Any) -> Tensor:
+def clip_cov(t, a, c):
     return of_token(t, a, c) * ~t.held
 
 
-def kl_cov(t: Any, a: float, c: Any) -> Tensor:
+def kl_cov(t, a, c):
     return -(t.new - t.old).exp() * a + c.kl_cov_coef * (t.new - t.old).abs() * t.held
 
 
-def dppo_tv(t: Any, a: float, c: Any) -> Tensor:
+def dppo_tv(t, a, c):
     return trust_region(t, a, c, (t.new.exp() - t.old.exp()).abs())
 
 
-def dppo_kl(t: Any, a: float, c: Any) -> Tensor:
+def dppo_kl(t, a, c):
     p, q = t.new.exp(), t.old.exp()
     return trust_region(t, a, c, q * (q / p).log() + (1 - q) * ((1 - q) / (1 - p)).log())
 
 
-def trust_region(t: Any, a: float, c: Any, distance: Tensor) -> Tensor:
+def trust_region(t, a, c, distance):
     away = (t.new - t.old) * a > 0
     kept = ~(away & (distance > (c.epsilon_high if a > 0 else c.epsilon_low)))
     return -(t.new - t.old).exp().clamp(max=c.dppo_ratio_max).detach() * a * t.new * kept
 
 
-def hold_back(completions: CompletionTable, c: Any) -> None:
+def hold_back(completions, c):
     """Sets t.held: of all tokens, those that Clip-Cov draws, or those of KL-Cov's highest covariance."""
     rows = [(a, *pair) for a, t in completions for pair in zip(t.new.tolist(), t.old.tolist(), strict=True)]
     mean_a, mean_new = fmean(a for a, _, _ in rows), fmean(new for _, new, _ in rows)
@@ -125,25 +119,25 @@ def hold_back(completions: CompletionTable, c: Any) -> None:
         t.held = torch.tensor([next(places) in chosen for _ in t.new], dtype=torch.bool)
 
 
-def over_completions(rows: list[Tensor]) -> Tensor:
+def over_completions(rows):
     return torch.stack([row.sum() / max(len(row), 1) for row in rows]).mean()
 
 
-def over_tokens(rows: list[Tensor]) -> Tensor:
+def over_tokens(rows):
     return torch.cat(rows).mean()
 
 
-def sum_of_tokens(rows: list[Tensor]) -> Tensor:
+def sum_of_tokens(rows):
     return torch.stack([row.sum() for row in rows]).mean()
 
 
-def constant_length(rows: list[Tensor]) -> Tensor:
+def constant_length(rows):
     return sum_of_tokens(rows) / L_MAX
 
 
 # The term, what is done with the terms of all completions, and constants away from the defaults, so that a
 # constant that is not read shows.
-LOSSES: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], dict[str, float]]] = {
+LOSSES = {
     "grpo": (of_token, over_completions, {"epsilon_low": 0.2, "epsilon_high": 0.28, "delta": 3.0}),
     "bnpo": (of_token, over_tokens, {"epsilon_low": 1.0, "epsilon_high": 0.2}),  # no ratio is as low
     "dr_grpo": (of_token, constant_length, {}),
@@ -176,11 +170,11 @@ LOSSES: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], dict[str, 
 }
 
 
-def config_for(loss_type: str) -> GRPOLossConfig:
+def config_for(loss_type):
     return GRPOLossConfig(loss_type, max_completion_length=L_MAX, **LOSSES[loss_type][2])
 
 
-def terms(completions: CompletionTable, c: Any) -> list[Tensor]:
+def terms(completions, c):
     if c.loss_type in ("clip_cov", "kl_cov"):
         hold_back(completions, c)
     return [LOSSES[c.loss_type][0](t, a, c) for a, t in completions]
@@ -228,9 +222,7 @@ def test_the_samplers_ratio_enters_vespos_weight_and_multiplies_others(loss_type
 
 def test_vespo_bounds_each_tokens_log_ratio_by_20_before_it_adds_them_up():
     logprobs = torch.full((8,), -1.0, dtype=torch.float64, requires_grad=True)
-    log_ratio = torch.tensor(
-        [-20.0, 18, -21, 18, 20, -19, 21, -19], dtype=torch.float64
-    )  # of pairs of tokens
+    log_ratio = torch.tensor([-20, 18, -21, 18, 20, -19, 21, -19]).double()  # of pairs of tokens
     ones, old = torch.ones_like(log_ratio), logprobs.detach() - log_ratio
     inputs = LossInputs(logprobs, ones, torch.arange(8) // 2, ones.bool(), 4, old_logprobs=old)
     config = GRPOLossConfig("vespo", vespo_k_pos=2.0, vespo_lambda_pos=3.0)
@@ -266,72 +258,72 @@ def test_ratios_beyond_the_range_of_floats_leave_no_nan_in_bounded_losses(loss_t
 Rows = list[list[float]]  # (G, n): a number of each completion
 
 
-def centred(rewards: Rows, *_: Rows) -> Rows:
+def centred(rewards, *_):
     return [[r - fmean(group) for r in group] for group in rewards]
 
 
-def leave_one_out(rewards: Rows, *_: Rows) -> Rows:
+def leave_one_out(rewards, *_):
     return [[r - (sum(group) - r) / (len(group) - 1) for r in group] for group in rewards]
 
 
-def by_group(rewards: Rows, *_: Rows) -> Rows:
+def by_group(rewards, *_):
     rows = zip(centred(rewards), rewards, strict=True)
     return [[a / (stdev(group) + 1e-4) for a in row] for row, group in rows]
 
 
-def by_mean(rewards: Rows, *_: Rows) -> Rows:
+def by_mean(rewards, *_):
     rows = zip(centred(rewards), rewards, strict=True)
     return [[a / (fmean(group) + 1e-4) for a in row] for row, group in rows]
 
 
-def by_batch(rewards: Rows, *_: Rows) -> Rows:
+def by_batch(rewards, *_):
     return [[a / (stdev(flat(rewards)) + 1e-4) for a in row] for row in centred(rewards)]
 
 
-def whitened(rewards: Rows, lengths: Rows, *_: Rows) -> Rows:
+def whitened(rewards, lengths, *_):
     pairs = zip(flat(centred(rewards)), flat(lengths), strict=True)
     tokens = [a for a, length in pairs for _ in range(int(length))]
     return [[(a - fmean(tokens)) / math.hypot(stdev(tokens), 1e-4) for a in row] for row in centred(rewards)]
 
 
-def gpg(rewards: Rows, *_: Rows) -> Rows:
+def gpg(rewards, *_):
     live = sum(len(set(group)) > 1 for group in rewards)
     return [[a * len(rewards) / live for a in row] for row in centred(rewards)]
 
 
-def gdpo(_: Rows, __: Rows, first: Rows, second: Rows) -> Rows:
+def gdpo(_, __, first, second):
     pairs = zip(flat(by_group(first)), flat(by_group(second)), strict=True)
     summed = [2 * a - b / 2 for a, b in pairs]
     return by_three([a / (stdev(summed) + 1e-4) for a in summed])
 
 
-def flat(rows: Rows) -> list[float]:
+def flat(rows):
     return [value for row in rows for value in row]
 
 
-def by_three(values: list[float]) -> Rows:
+def by_three(values):
     return [values[i : i + 3] for i in range(0, len(values), 3)]
 
 
-def k2(t: Any) -> Tensor:
+def k2(t):
     return (t.new - t.ref) ** 2 / 2
 
 
-def k3(t: Any) -> Tensor:
+def k3(t):
     return (t.ref - t.new).exp() - 1 - (t.ref - t.new)
 
 
-def entropy(t: Any) -> Tensor:
+def entropy(t):
     return t.entropy
 
 
-def clip(low: float, high: float, **more: Any) -> dict[str, Any]:
+def clip(low, high, **more):
     return {"epsilon_low": low, "epsilon_high": high, **more}
 
 
 # The surrogate's loss_type, advantages, constants, and other terms with their coefficients.
 DPPO = {"dppo_ratio_max": 1e4, "aggregation": constant_length}
-PAPERS: dict[str, tuple[Any, ...]] = {
+PAPERS = {
     "grpo": ("grpo", by_group, clip(0.2, 0.2), (0.04, k3)),
     "bnpo": ("bnpo", by_group, clip(0.2, 0.2)),
     "dr_grpo": ("dr_grpo", centred, clip(0.2, 0.2)),
@@ -378,7 +370,7 @@ def test_a_methods_whole_update_is_its_papers(method, make_trainer, assert_same,
     lengths = torch.randint(1, L_MAX + 1, (15,), generator=rng).tolist()
     ids = torch.arange(sum(lengths)).split(lengths)
 
-    def random(low: float, high: float) -> Tensor:  # few digits, so that float32 holds them
+    def random(low, high):  # few digits, so that float32 holds them
         return torch.randint(int(64 * low), int(64 * high), (sum(lengths),), generator=rng).double() / 64
 
     old, ref, nats = random(-4, -0.5), random(-4, -0.5), random(0, 3)
@@ -421,7 +413,7 @@ def test_a_methods_whole_update_is_its_papers(method, make_trainer, assert_same,
         },
     )
 
-    def logprobs_of(policy: Any, batch: Any, *_: Any) -> Any:
+    def logprobs_of(policy, batch, *_):
         return SimpleNamespace(logprob=(old if policy is trainer.policy else ref)[batch.targets].float())
 
     monkeypatch.setattr(trainer, "rollout", lambda *_: drawn_once)

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
 
-from grpo_fast.objective import GRPOLossConfig, LossInputs, policy_loss
-from grpo_fast.objective.terms import (
-    EntropyController,
-    kl_estimate,
-    off_policy_keep,
-    sampler_weights,
-)
+from grpo_fast.objective import GRPOLossConfig, policy_loss
+from grpo_fast.objective.terms import EntropyController, kl_estimate, off_policy_keep, sampler_weights
 from grpo_fast.objective.types import Segments
 
 
@@ -37,12 +31,7 @@ def test_the_mean_of_k1_and_k3_and_the_promised_gradients_are_the_kls(estimator,
         torch.testing.assert_close(gradient, torch.autograd.grad(exact, logits)[0])
 
 
-def test_k3_keeps_its_digits_where_the_policies_nearly_agree():
-    estimate = kl_estimate(torch.tensor(1e-4), torch.tensor(0.0), "k3")
-    assert estimate.item() == pytest.approx(1e-8 / 2, rel=1e-3)
-
-
-@pytest.mark.parametrize("apart", [19.5, 30.0, 300.0])  # nats; e^300 is no float32
+@pytest.mark.parametrize("apart", [-1e-4, 19.5, 30.0, 300.0])  # nats; e^300 is no float32
 def test_k3_is_finite_where_the_policies_are_far_apart_as_verls_is(apart):
     logprob = torch.tensor(-apart, requires_grad=True)
 
@@ -50,11 +39,12 @@ def test_k3_is_finite_where_the_policies_are_far_apart_as_verls_is(apart):
     estimate.backward()
 
     bounded = min(apart, 20.0)
-    assert estimate.item() == pytest.approx(math.expm1(bounded) - bounded, rel=1e-5)
-    assert logprob.grad.item() == pytest.approx(-math.expm1(apart) if apart < 20 else 0.0, rel=1e-5)
+    tolerance = 1e-5 if apart > 0 else 1e-3
+    assert estimate.item() == pytest.approx(math.expm1(bounded) - bounded, rel=tolerance)
+    assert logprob.grad.item() == pytest.approx(-math.expm1(apart) if apart < 20 else 0.0, rel=tolerance)
 
 
-def rows(batch: Any) -> list[list[tuple[float, float]]]:
+def rows(batch):
     """(log π_old, log π_sampler) of the tokens that count, by completion."""
     return [
         [(o, s) for o, s, counts in zip(*row, strict=True) if counts]
@@ -62,7 +52,7 @@ def rows(batch: Any) -> list[list[tuple[float, float]]]:
     ]
 
 
-def segments_of(inputs: LossInputs) -> Segments:
+def segments_of(inputs):
     return Segments.of(inputs.sequence_ids, inputs.loss_mask, inputs.num_sequences, torch.float64)
 
 
@@ -89,9 +79,7 @@ def test_weights_are_the_bounded_ratio_at_their_level(level, action, make_batch)
 
 def test_weights_multiply_the_policy_term_but_not_the_kl(make_batch):
     # Every token is rejected: its upper bound lies below any ratio.
-    config = GRPOLossConfig(
-        beta=0.5, sampler_correction="token_mask", sampler_clip_min=None, sampler_clip_max=1e-6
-    )
+    config = GRPOLossConfig(beta=0.5, sampler_correction="token_mask", sampler_clip_max=1e-6)
 
     outputs = policy_loss(make_batch().inputs(), config)
 
@@ -152,19 +140,13 @@ def test_the_tokens_of_highest_entropy_keep_their_policy_term(quantile, make_bat
     assert torch.equal(gradient != 0, highest)  # quantile zero keeps one token
     masked = 1 - highest.sum() / batch.mask.sum()
     assert outputs.metrics["policy/masked_mean"].item() == pytest.approx(masked.item())
+    assert outputs.metrics["entropy"].item() == pytest.approx(entropy[batch.mask].mean().item())
 
 
 def test_the_controller_raises_its_weight_while_entropy_is_low_and_resumes():
-    controller = EntropyController.of(
-        GRPOLossConfig(
-            use_adaptive_entropy=True,
-            entropy_coef=0.05,
-            entropy_target=1.0,
-            entropy_coef_delta=0.1,
-            entropy_coef_min=0.02,
-            entropy_coef_max=0.15,
-        )
-    )
+    bounds = {"entropy_coef_delta": 0.1, "entropy_coef_min": 0.02, "entropy_coef_max": 0.15}
+    config = GRPOLossConfig(use_adaptive_entropy=True, entropy_coef=0.05, entropy_target=1.0, **bounds)
+    controller = EntropyController.of(config)
     history = [controller.active_coef]
 
     for entropy in (0.5, 0.5, 1.0, 2.0, 0.9, 3.0, 3.0):

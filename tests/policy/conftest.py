@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from functools import cache
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from grpo_fast.config.policy import ModelConfig
 from grpo_fast.data.table import CompletionTable
-from grpo_fast.policy import PackedBatch, Policy, load_policy, pack
+from grpo_fast.policy import load_policy, pack
 from tests import tiny
 
 VOCABULARY = 61
@@ -23,7 +19,7 @@ SIZES = {
     **{"vocab_size": VOCABULARY, "max_position_embeddings": 256},
     **{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2},
 }
-CHANGES: dict[str, dict[str, Any]] = {  # of the sizes that `tests.tiny` gives a family
+CHANGES = {  # of the sizes that `tests.tiny` gives a family
     "llama": {"tie_word_embeddings": True},
     "gemma2": {"attn_logit_softcapping": 2.0},  # one sliding layer, one full; both softcaps
     # Heads of two widths, experts beside the MLP, and a layer that takes the keys of the one before.
@@ -44,13 +40,13 @@ CHANGES: dict[str, dict[str, Any]] = {  # of the sizes that `tests.tiny` gives a
 }
 
 
-def small_config(family: str, **changes: object) -> Any:
+def small_config(family, **changes):
     tiny.require_family(family)
     usual = tiny.changes(AutoConfig.for_model(family))
     return AutoConfig.for_model(family, **{**usual, **SIZES, **CHANGES.get(family, {}), **changes})
 
 
-def save_model(folder: Path, family: str = "llama", **changes: object) -> Path:
+def save_model(folder, family="llama", **changes):
     """A random model with a word tokenizer, saved as a user would have it on disk."""
     model = AutoModelForCausalLM.from_config(small_config(family, **changes))
     for name, parameter in model.named_parameters():  # small random weights barely move the logits
@@ -70,12 +66,10 @@ def save_model(folder: Path, family: str = "llama", **changes: object) -> Path:
     return folder
 
 
-def make_samples(
-    rng: torch.Generator, groups: int = 4, generations: int = 3, prompt: int = 9, completion: int = 6
-) -> CompletionTable:
+def make_samples(rng, groups=4, generations=3, prompt=9, completion=6):
     """Prompts of 1 to `prompt` tokens, the first the longest; completions of 1 to `completion`; shuffled."""
 
-    def integers(high: int, count: int) -> tuple[int, ...]:
+    def integers(high, count):
         return tuple(torch.randint(0, high, (count,), generator=rng).tolist())
 
     rows = []
@@ -90,17 +84,17 @@ def make_samples(
     return table.select(torch.randperm(len(rows), generator=rng))
 
 
-def packed(table: CompletionTable, max_tokens: int = 10**6, **options: Any) -> list[PackedBatch]:
+def packed(table, max_tokens=10**6, **options):
     return pack(table, max_tokens=max_tokens, device="cpu", **options)
 
 
-def batch_logprobs(policy: Policy, batch: PackedBatch) -> Tensor:
+def batch_logprobs(policy, batch):
     """(N,) of the batch's targets."""
     logits = policy.head.logits(policy.hidden_states(batch))
     return logits.log_softmax(-1).gather(1, batch.targets[:, None])[:, 0]
 
 
-def own_logprobs(model: Any, table: CompletionTable, rows: Iterable[int]) -> Tensor:
+def own_logprobs(model, table, rows):
     """(N,) of these completions' tokens, by the model's own forward of each sequence alone."""
     found = []
     for row in rows:
@@ -112,23 +106,21 @@ def own_logprobs(model: Any, table: CompletionTable, rows: Iterable[int]) -> Ten
 
 
 @pytest.fixture(scope="session")
-def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+def folder_of(tmp_path_factory):
     """`folder_of("gemma2")`: a saved random model of that family, made once."""
 
     @cache
-    def folder(family: str, **changes: object) -> Path:
+    def folder(family, **changes):
         return save_model(tmp_path_factory.mktemp(family), family, **changes)
 
     return folder
 
 
 @pytest.fixture(scope="session")
-def load(folder_of: Callable[..., Path]) -> Callable[..., Policy]:
+def load(folder_of):
     """`load("llama", dtype="bfloat16")`: a policy of that family, in float32 unless said otherwise."""
 
-    def load(
-        family: str = "llama", *, needs_reference: bool = False, router_replay: bool = False, **settings: Any
-    ) -> Policy:
+    def load(family="llama", *, needs_reference=False, router_replay=False, **settings):
         settings = {"path": str(folder_of(family)), "dtype": "float32", "device": "cpu", **settings}
         config = ModelConfig.model_validate(settings)
         return load_policy(config, needs_reference=needs_reference, router_replay=router_replay)
@@ -137,11 +129,11 @@ def load(folder_of: Callable[..., Path]) -> Callable[..., Policy]:
 
 
 @pytest.fixture
-def samples(rng: torch.Generator) -> CompletionTable:
+def samples(rng):
     return make_samples(rng)
 
 
 @pytest.fixture
-def batch(samples: CompletionTable) -> PackedBatch:
+def batch(samples):
     (batch,) = pack(samples, max_tokens=10_000, device="cpu")
     return batch

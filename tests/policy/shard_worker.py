@@ -6,7 +6,6 @@ import random
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,14 +18,14 @@ from grpo_fast.config.distributed import DistributedConfig
 from grpo_fast.config.policy import ModelConfig, OptimizerConfig
 from grpo_fast.config.rollout import RolloutConfig
 from grpo_fast.distributed.shards import local, rows_of, whole
-from grpo_fast.distributed.world import SINGLE_PROCESS, World
+from grpo_fast.distributed.world import SINGLE_PROCESS
 from grpo_fast.loop.update import packed_loss
 from grpo_fast.objective import GRPOLossConfig, StepTotals
-from grpo_fast.policy import PackedBatch, Policy, PolicyOptimizer, layers, load_policy, pack
+from grpo_fast.policy import PolicyOptimizer, layers, load_policy, pack
 from grpo_fast.policy.packing import empty_batch
 from grpo_fast.rollout import Sampling, make_engine
 
-CASES: list[tuple[str, dict[str, Any]]] = [
+CASES = [
     ("phi", {}),  # whose head has a bias
     ("qwen2", {"lora": {"r": 3, "target_modules": ["embed_tokens", "v_proj"]}}),
     ("gemma2", {"gradient_checkpointing": True}),
@@ -39,7 +38,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def loaded(path: Path, settings: dict[str, Any], world: World) -> Policy:
+def loaded(path, settings, world):
     """Moved from what it was loaded as, by the same everywhere."""
     torch.manual_seed(0)  # of adapters and the move
     config = ModelConfig.model_validate({"path": str(path), "dtype": "float32", "device": "cpu"} | settings)
@@ -50,7 +49,7 @@ def loaded(path: Path, settings: dict[str, Any], world: World) -> Policy:
     return policy
 
 
-def check_rows(alone: Policy, sharded: Policy, batch: PackedBatch) -> None:
+def check_rows(alone, sharded, batch):
     """Weights are whole while they are read, and one by one where all are asked for."""
     with torch.no_grad():
         sharded.run(lambda: sharded.hidden_states(batch))
@@ -61,7 +60,7 @@ def check_rows(alone: Policy, sharded: Policy, batch: PackedBatch) -> None:
     assert sharded.token_costs == alone.token_costs
 
 
-def check_engine(alone: Policy, sharded: Policy, world: World, seed: int) -> None:
+def check_engine(alone, sharded, world, seed):
     """A sharded policy's engine draws what that of whole weights does, and holds nothing while it sleeps."""
     drawn = random.Random(seed)
     prompts = [drawn.choices(range(61), k=drawn.randint(1, 9)) for _ in range(3 + world.rank)]
@@ -83,9 +82,8 @@ def check_engine(alone: Policy, sharded: Policy, world: World, seed: int) -> Non
         assert ours == theirs
 
 
-def check_step(alone: Policy, sharded: Policy, world: World, seed: int, tolerance: float) -> None:
-    """Of three micro-batches rank 0 computes two, rank 1 one and an empty one: a mean of the gradient is the
-    moment after one step."""
+def check_step(alone, sharded, world, seed, tolerance):
+    """Rank 0 computes two micro-batches, rank 1 one and an empty one; the moment shows the gradient."""
     samples = make_samples(torch.Generator().manual_seed(seed))
     totals = StepTotals(len(samples.token_ids), len(samples))
     parts = [samples[:5], samples[5:7], samples[7:]]
@@ -93,14 +91,14 @@ def check_step(alone: Policy, sharded: Policy, world: World, seed: int, toleranc
     check_rows(alone, sharded, batches[0])
     own = [batches[2], empty_batch(samples, "cpu")] if world.rank else batches[:2]
 
-    def loss_of(policy: Policy, optimizer: PolicyOptimizer, batch: PackedBatch) -> torch.Tensor:
+    def loss_of(policy, optimizer, batch):
         out = packed_loss(policy, batch, GRPOLossConfig("gspo"), totals=totals, optimizer=optimizer)
         logprobs.append(out.logprobs)
         return out.loss
 
     found = []
     for policy, ranks, work in ((alone, SINGLE_PROCESS, batches), (sharded, world, own)):
-        logprobs: list[torch.Tensor] = []
+        logprobs = []
         optimizer = PolicyOptimizer(policy.trainable(), OptimizerConfig(), total_steps=1, world=ranks)
         for batch in work:
             policy.run(partial(loss_of, policy, optimizer, batch)).backward()
@@ -120,7 +118,7 @@ def check_step(alone: Policy, sharded: Policy, world: World, seed: int, toleranc
             assert error <= tolerance * moment.norm() + 1e-7, (name, error)
 
 
-def main(world: World, folder: str, seed: str) -> None:
+def main(world, folder, seed):
     drawn = random.Random(seed)
     torch.manual_seed(int(seed))
     layers.TILE_TOKENS = drawn.randint(2, 9)

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from importlib.metadata import version
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from packaging.version import Version
-from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_fast.config.policy import LoraConfig, ModelConfig
@@ -22,7 +18,6 @@ from grpo_fast.policy.load import prepare_to_train
 from tests.policy.conftest import small_config
 from tests.tiny import since
 
-Load = Callable[..., Policy]
 MIXTURES = (
     *("afmoe", "aria_text", "cohere2_moe", "ernie4_5_moe", "flex_olmo", "gemma4_text", "gpt_oss"),
     *("granitemoe", "granitemoeshared", "jetmoe", "llama4_text", "minimax_m2", "mixtral", "nemotron_h"),
@@ -31,7 +26,7 @@ MIXTURES = (
 WITH_ROUTER = ("deepseek_v2", "deepseek_v3", "dots1", "glm4_moe", "glm4_moe_lite", "solar_open")
 
 
-def mixture(family: str, folder: Path, **lora: Any) -> Policy:
+def mixture(family, folder, **lora):
     """A random policy of this family, its adapters moved; it need not be one that can be packed."""
     config = small_config(family)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
@@ -50,7 +45,7 @@ def mixture(family: str, folder: Path, **lora: Any) -> Policy:
 
 
 @torch.no_grad()
-def logprobs(model: Any, ids: Tensor) -> Tensor:
+def logprobs(model, ids):
     return model(input_ids=ids, use_cache=False).logits.log_softmax(-1)
 
 
@@ -59,15 +54,15 @@ def logprobs(model: Any, ids: Tensor) -> Tensor:
 )
 @pytest.mark.drawn(8)
 def test_experts_in_one_tensor_are_adapted_beside_the_attention_and_exported(
-    folder_of: Callable[..., Path], tmp_path: Path, family: str, seed: int
-) -> None:
+    folder_of, tmp_path, family, seed
+):
     torch.manual_seed(seed)
     policy, ids = mixture(family, folder_of("llama")), torch.randint(4, 60, (2, 14))
     names = policy.changing_weights()
 
     policy.save_pretrained(tmp_path)
 
-    settings: Any = {"dtype": torch.float32, "attn_implementation": "eager"}
+    settings = {"dtype": torch.float32, "attn_implementation": "eager"}
     exported = AutoModelForCausalLM.from_pretrained(tmp_path, **settings)
     with policy.reference() as reference:
         before = logprobs(reference.model, ids)
@@ -80,9 +75,7 @@ def test_experts_in_one_tensor_are_adapted_beside_the_attention_and_exported(
 
 
 @pytest.mark.parametrize("family", WITH_ROUTER)
-def test_a_router_of_which_a_weight_is_read_without_a_call_is_refused(
-    folder_of: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, family: str
-) -> None:
+def test_a_router_of_which_a_weight_is_read_without_a_call_is_refused(folder_of, monkeypatch, family):
     if family != "deepseek_v2":  # whose old router alone is a linear layer
         monkeypatch.setattr(adapters, "_ROUTERS", Version("99"))
     elif Version(version("transformers")) >= adapters._ROUTERS:
@@ -93,9 +86,7 @@ def test_a_router_of_which_a_weight_is_read_without_a_call_is_refused(
 
 
 @pytest.mark.parametrize(("family", "by_itself"), [("qwen3_moe", True), ("gpt_oss", False)])
-def test_all_linear_warns_of_experts_that_peft_does_not_adapt_by_itself(
-    folder_of: Callable[..., Path], caplog: pytest.LogCaptureFixture, family: str, by_itself: bool
-) -> None:
+def test_all_linear_warns_of_experts_that_peft_does_not_adapt_by_itself(folder_of, caplog, family, by_itself):
     names = mixture(family, folder_of("llama"), target_parameters=None).changing_weights()
 
     assert any("experts" in name for name in names) == by_itself
@@ -103,7 +94,7 @@ def test_all_linear_warns_of_experts_that_peft_does_not_adapt_by_itself(
     assert (remedy in caplog.text) == (not by_itself)
 
 
-def with_shared_layers(folder: Path, **lora: Any) -> Policy:
+def with_shared_layers(folder, **lora):
     """Of Zamba 2: the attention and MLP of its hybrid layers are the same."""
     config = small_config("zamba2")
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
@@ -111,9 +102,7 @@ def with_shared_layers(folder: Path, **lora: Any) -> Policy:
     return Policy(prepare_to_train(model, settings), AutoTokenizer.from_pretrained(folder))
 
 
-def test_all_linear_leaves_out_what_layers_share_and_what_kernels_read(
-    folder_of: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_all_linear_leaves_out_what_layers_share_and_what_kernels_read(folder_of, tmp_path):
     policy, ids = with_shared_layers(folder_of("llama")), torch.arange(4, 20)[None]
     with torch.no_grad():
         for parameter in policy.trainable().values():
@@ -134,9 +123,7 @@ def test_all_linear_leaves_out_what_layers_share_and_what_kernels_read(
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])  # whose tensors lie in both orders
-def test_what_is_merged_is_what_peft_adds_rounded_once(
-    folder_of: Callable[..., Path], family: str, seed: int
-) -> None:
+def test_what_is_merged_is_what_peft_adds_rounded_once(folder_of, family, seed):
     torch.manual_seed(seed)
     policy = mixture(family, folder_of("llama"))
     policy.model.bfloat16()
@@ -159,8 +146,6 @@ def test_what_is_merged_is_what_peft_adds_rounded_once(
         ({"dropout": 0.1}, r"target_parameters = .*lora_dropout"),
     ],
 )
-def test_what_experts_cannot_be_adapted_by_is_refused(
-    folder_of: Callable[..., Path], lora: dict[str, Any], problem: str
-) -> None:
+def test_what_experts_cannot_be_adapted_by_is_refused(folder_of, lora, problem):
     with pytest.raises(ValueError, match=problem):
         mixture("qwen3_moe", folder_of("llama"), **lora)

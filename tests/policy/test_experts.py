@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from grpo_fast.config.policy import LoraConfig, ModelConfig
@@ -16,16 +11,15 @@ from grpo_fast.config.schema import TrainConfig
 from grpo_fast.data.table import CompletionTable
 from grpo_fast.loop.update import packed_loss
 from grpo_fast.objective import StepTotals
-from grpo_fast.policy import Policy, pack
+from grpo_fast.policy import pack
 from grpo_fast.policy.experts import balance_loss
 from grpo_fast.policy.load import load_architecture
 from tests.policy.conftest import small_config
 
-Load = Callable[..., Policy]
 COEFFICIENT = 0.5
 
 
-def tables(seed: int) -> tuple[CompletionTable, Tensor, Tensor]:
+def tables(seed):
     """Completions without a prompt in common, and what transformers takes in their place."""
     generator = torch.Generator().manual_seed(seed)
     sizes = [torch.randint(1, 7, (2,), generator=generator).tolist() for _ in range(4)]
@@ -46,14 +40,14 @@ def tables(seed: int) -> tuple[CompletionTable, Tensor, Tensor]:
 @pytest.mark.parametrize("family", ["jetmoe", "mixtral", "olmoe", "phimoe", "qwen3_moe"])
 @pytest.mark.drawn(8)
 def test_the_packed_balance_loss_and_its_gradient_are_transformers(
-    load: Load, folder_of: Callable[..., Path], family: str, packing: str, how: dict[str, Any], seed: int
-) -> None:
+    load, folder_of, family, packing, how, seed
+):
     policy = load(family, packing=packing, router_aux_loss=COEFFICIENT, **how)
     own = AutoModelForCausalLM.from_pretrained(
         folder_of(family), dtype=torch.float32, attn_implementation="eager"
     )
     table, ids, mask = tables(seed)
-    routed: list[Tensor] = []
+    routed = []
     (batch,) = pack(table, max_tokens=10_000, device="cpu")
 
     policy.hidden_states(batch, routed=routed)
@@ -69,7 +63,7 @@ def test_the_packed_balance_loss_and_its_gradient_are_transformers(
         torch.testing.assert_close(policy.trainable()[name].grad, gradient, rtol=1e-3, atol=1e-5)
 
 
-def test_micro_batches_add_a_mean_of_their_balances_to_the_loss(load: Load, seed: int) -> None:
+def test_micro_batches_add_a_mean_of_their_balances_to_the_loss(load, seed):
     """With their completions' tokens as weights, whatever the batches are."""
     policy, plain = load("qwen3_moe", router_aux_loss=COEFFICIENT), load("qwen3_moe")
     table, _, _ = tables(seed)
@@ -78,7 +72,7 @@ def test_micro_batches_add_a_mean_of_their_balances_to_the_loss(load: Load, seed
     expected = 0.0
     added = found = torch.zeros(())
     for batch in batches:
-        routed: list[Tensor] = []
+        routed = []
         policy.hidden_states(batch, routed=routed)
         expected += float(balance_loss(policy.base_model, routed)) * len(batch.targets) / len(table.token_ids)
         ours, theirs = (packed_loss(one, batch, totals=totals) for one in (policy, plain))
@@ -92,7 +86,7 @@ def test_micro_batches_add_a_mean_of_their_balances_to_the_loss(load: Load, seed
 
 
 @pytest.mark.parametrize("family", ["ernie4_5_moe", "gemma4_text", "jetmoe", "mixtral", "qwen3_moe"])
-def test_a_router_is_frozen_by_a_word_and_nothing_else_is(load: Load, family: str) -> None:
+def test_a_router_is_frozen_by_a_word_and_nothing_else_is(load, family):
     trained, frozen = (load(family, train_router=word).trainable().keys() for word in (True, False))
 
     left_out = trained - frozen
@@ -111,9 +105,7 @@ def test_a_router_is_frozen_by_a_word_and_nothing_else_is(load: Load, family: st
         ("qwen4_exp_text", {"router_aux_loss": 1e-3}, r"transformers has no load-bal.*'qwen4_exp_text'"),
     ],
 )
-def test_words_for_a_router_are_refused_before_any_weight_is_read(
-    tmp_path: Path, family: str, settings: dict[str, Any], problem: str
-) -> None:
+def test_words_for_a_router_are_refused_before_any_weight_is_read(tmp_path, family, settings, problem):
     small_config(family).save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"")  # which would not load
 
@@ -121,9 +113,12 @@ def test_words_for_a_router_are_refused_before_any_weight_is_read(
         load_architecture(ModelConfig(path=str(tmp_path), **settings))
 
 
-def test_a_frozen_routers_adapter_is_frozen_and_preferences_have_no_balance(load: Load) -> None:
+def test_a_frozen_routers_adapter_is_frozen(load):
     policy = load("mixtral", train_router=False, lora=LoraConfig(r=2))  # peft adapts the router by itself
     assert policy.trainable() and not any(".gate." in name for name in policy.trainable())
+
+
+def test_preferences_have_no_balance_loss():
     model = {"path": "x", "router_aux_loss": 0.1}
     with pytest.raises(ValueError, match=r"(?s)model\.router_aux_loss.*is not read by algorithm = 'dpo'"):
         TrainConfig.model_validate({"algorithm": "dpo", "model": model, "dataset": {"source": "-"}})

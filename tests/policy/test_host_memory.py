@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,9 +17,9 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def locked(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
+def locked(monkeypatch):
     """Bytes by address that a GPU would find page-locked; every host tensor is to be pinned."""
-    pages: dict[int, int] = {}
+    pages = {}
     monkeypatch.setattr(host_memory, "page_lock", pages.__setitem__)
     monkeypatch.setattr(host_memory, "page_unlock", pages.pop)
     monkeypatch.setattr(host_memory, "ARENAS", Arenas())
@@ -29,9 +28,7 @@ def locked(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
 
 
 @pytest.mark.parametrize("device", [CPU, "pinned", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_what_becomes_of_visitors_is_what_the_host_holds(
-    rng: torch.Generator, device: torch.device | str, request: pytest.FixtureRequest
-) -> None:
+def test_what_becomes_of_visitors_is_what_the_host_holds(rng, device, request):
     """Also where the visit breaks off; of a parameter, a vector, and a transposed matrix in 16 bits."""
     if device == "pinned":
         request.getfixturevalue("locked")
@@ -57,7 +54,7 @@ def test_what_becomes_of_visitors_is_what_the_host_holds(
     assert kinds == [(t.data_ptr(), t.stride(), t.dtype, t.is_pinned()) for t in tensors]
 
 
-def test_pinned_memory_is_what_tensors_take_and_one_arena(locked: dict[int, int], tmp_path: Path) -> None:
+def test_pinned_memory_is_what_tensors_take_and_one_arena(locked, tmp_path):
     """Tensors of a layer, each a little more than a power of two, of which torch would pin twice as much."""
     sizes = [2**22 + 8, 3 * 2**21, *[2**10 + 1] * 40, 0, 2**18 + 3]
     tensors = {str(place): torch.full((size,), float(place)) for place, size in enumerate(sizes)}
@@ -78,8 +75,8 @@ def test_pinned_memory_is_what_tensors_take_and_one_arena(locked: dict[int, int]
     assert not locked
 
 
-def test_a_host_without_pinned_memory_to_give_gives_ordinary_memory(locked, monkeypatch, caplog) -> None:
-    def without_pinned(address: int, size: int) -> None:
+def test_a_host_without_pinned_memory_to_give_gives_ordinary_memory(locked, monkeypatch, caplog):
+    def without_pinned(address, size):
         raise RuntimeError("CUDA error: out of memory\nand how to compile for debugging")
 
     monkeypatch.setattr(host_memory, "page_lock", without_pinned)

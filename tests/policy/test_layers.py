@@ -6,55 +6,43 @@ import copy
 import random
 import sys
 import weakref
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from grpo_fast.config.policy import ModelConfig
 from grpo_fast.data.table import CompletionTable
-from grpo_fast.policy import (
-    PackedBatch,
-    Policy,
-    layers,
-    load_policy,
-    pack,
-)
+from grpo_fast.policy import layers, load_policy, pack
 from grpo_fast.policy.layers import LIGER_TYPES, resolve_compile, resolve_liger, use_liger
 
-Load = Callable[..., Policy]
 
-
-def weighted(hidden: Tensor) -> Tensor:
+def weighted(hidden):
     """An objective: not the sum of squares, which the final norm has made constant."""
     weights = torch.linspace(-1, 1, hidden.numel(), dtype=hidden.dtype, device=hidden.device)
     return (hidden * weights.view_as(hidden)).sum()
 
 
-def gradients_of(policy: Policy, batch: PackedBatch, seed: int) -> dict[str, Tensor]:
+def gradients_of(policy, batch, seed):
     torch.manual_seed(seed)  # of LoRA's dropout
     policy.model.zero_grad()
     weighted(policy.hidden_states(batch)).backward()
     return {name: p.grad for name, p in policy.trainable().items() if p.grad is not None}
 
 
-def distance(found: Tensor, right: Tensor) -> float:
+def distance(found, right):
     return float((found - right).norm() / right.norm())
 
 
 @contextmanager
-def tokens_computed(policy: Policy) -> Iterator[list[int]]:
+def tokens_computed(policy):
     """Of each call of an MLP's own forward."""
-    counts: list[int] = []
+    counts = []
     mlps = [mlp for name, mlp in policy.base_model.named_modules() if name.endswith(".mlp")]
 
-    def count(module: Any, inputs: tuple[Tensor]) -> None:
+    def count(module, inputs):
         counts.append(inputs[0][..., 0].numel())
 
     hooks = [next(mlp.children()).register_forward_pre_hook(count) for mlp in mlps]
@@ -81,15 +69,8 @@ def tokens_computed(policy: Policy) -> Iterator[list[int]]:
 )
 @pytest.mark.drawn(6)
 def test_recomputed_layers_have_the_same_gradients_and_mlps_run_in_tiles(
-    load: Load,
-    batch: PackedBatch,
-    seed: int,
-    family: str,
-    how: Any,
-    settings: Any,
-    passes: int | None,
-    monkeypatch,
-) -> None:
+    load, batch, seed, family, how, settings, passes, monkeypatch
+):
     """None: not in tiles."""
     on_load = how if how != "offload" else False  # which is refused without a GPU
     plain, ours = (load(family, gradient_checkpointing=on, **settings) for on in (False, on_load))
@@ -120,7 +101,7 @@ def test_recomputed_layers_have_the_same_gradients_and_mlps_run_in_tiles(
         assert max(counts) <= (tile if passes else tokens)
 
 
-def test_a_reference_computes_long_batches_in_tiles(load: Load, batch: PackedBatch, monkeypatch: Any) -> None:
+def test_a_reference_computes_long_batches_in_tiles(load, batch, monkeypatch):
     monkeypatch.setattr(layers, "TILE_TOKENS", 5)
     policy = load("llama", gradient_checkpointing=True, needs_reference=True)
     with policy.reference() as reference, tokens_computed(reference) as counts:
@@ -129,9 +110,9 @@ def test_a_reference_computes_long_batches_in_tiles(load: Load, batch: PackedBat
 
 
 @pytest.mark.gpu
-def test_inputs_of_layers_wait_in_host_memory(load: Load, samples: CompletionTable, seed: int) -> None:
+def test_inputs_of_layers_wait_in_host_memory(load, samples, seed):
     plain, ours = (load("llama", device="cuda", gradient_checkpointing=how) for how in (False, "offload"))
-    inputs: list[Any] = []
+    inputs = []
     for layer in layers.decoder_layers(ours.model):
         layer.register_forward_pre_hook(lambda _, args: inputs.append(weakref.ref(args[0].untyped_storage())))
     (batch,) = pack(samples, max_tokens=10_000, device="cuda")
@@ -143,13 +124,13 @@ def test_inputs_of_layers_wait_in_host_memory(load: Load, samples: CompletionTab
     assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
 
 
-def test_a_model_without_mlps_of_its_own_cannot_recompute_them(load: Load) -> None:
+def test_a_model_without_mlps_of_its_own_cannot_recompute_them(load):
     with pytest.raises(ValueError, match=r"model\.gradient_checkpointing = 'mlp': OPTForCausalLM has no MLP"):
         load("opt", gradient_checkpointing="mlp")
 
 
 @pytest.fixture
-def liger_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+def liger_interpreted(monkeypatch):
     """What the interpreter lacks: the device's mathematical functions, and numbers as tensors of float32."""
     pytest.importorskip("liger_kernel", reason="install liger-kernel")
     if torch.cuda.is_available():
@@ -161,7 +142,7 @@ def liger_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
 
     plain = interpreter._implicit_cvt
 
-    def converted(value: Any) -> Any:
+    def converted(value):
         if not isinstance(value, float):
             return plain(value)
         return tl.tensor(interpreter.TensorHandle(np.array([value], np.float32), tl.float32), tl.float32)
@@ -171,7 +152,7 @@ def liger_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(geglu, "tanh", lambda x: 1 - 2 / (tl.exp(2 * x) + 1))
 
 
-def outcome(model: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
+def outcome(model, ids):
     """Hidden states, and the gradient of every weight."""
     hidden = model.base_model(ids, use_cache=False).last_hidden_state.float()
     weighted(hidden).backward()
@@ -181,9 +162,7 @@ def outcome(model: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("kind", sorted(LIGER_TYPES))
 @pytest.mark.drawn(5)
-def test_liger_computes_a_layer_as_transformers_does(
-    kind: str, liger_interpreted: None, device: torch.device, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_liger_computes_a_layer_as_transformers_does(kind, liger_interpreted, device, seed, monkeypatch):
     """In float32 to rounding; in bfloat16 no further from float32 than transformers: it rounds as often."""
     torch.manual_seed(seed)
     ids = torch.randint(61, (1, 4), device=device)
@@ -210,7 +189,7 @@ def test_liger_computes_a_layer_as_transformers_does(
 
 
 # keys, device, type of model; Liger or why it is refused, torch.compile
-CHOICES: list[tuple[dict[str, Any], str, str, bool | str, bool]] = [
+CHOICES = [
     ({}, "cuda", "qwen2", True, False),
     ({}, "cuda", "olmo2", False, True),
     ({}, "cuda", "qwen3_moe", False, False),
@@ -225,9 +204,7 @@ CHOICES: list[tuple[dict[str, Any], str, str, bool | str, bool]] = [
 
 
 @pytest.mark.parametrize(("keys", "device", "kind", "liger", "compiled"), CHOICES)
-def test_liger_where_it_is_exact_and_torch_compile_elsewhere_on_a_gpu(
-    keys: dict[str, Any], device: str, kind: str, liger: bool | str, compiled: bool
-) -> None:
+def test_liger_where_it_is_exact_and_torch_compile_elsewhere_on_a_gpu(keys, device, kind, liger, compiled):
     pytest.importorskip("liger_kernel", reason="install liger-kernel")
     config, plain = ModelConfig(path="-", **keys), kind != "qwen3_moe"
     if isinstance(liger, str):
@@ -240,15 +217,12 @@ def test_liger_where_it_is_exact_and_torch_compile_elsewhere_on_a_gpu(
 
 # With gradients and without; from transformers 5.24 on a layer and its attention share a wrapper.
 @torch._dynamo.config.patch(recompile_limit=4, fail_on_recompile_limit_hit=True)
-def test_layers_are_compiled_once_for_batches_of_every_length(
-    folder_of: Callable[..., Path], samples: CompletionTable, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With gradients and without, and more layers than that; weights move to other memory, as vLLM's sharing
-    moves them. Generation compiles nothing."""
-    graphs: list[Any] = []
+def test_layers_are_compiled_once_for_batches_of_every_length(folder_of, samples, seed, monkeypatch):
+    """Also if weights move to other memory, as vLLM's sharing moves them. Generation compiles nothing."""
+    graphs = []
     monkeypatch.setattr(layers, "TILE_TOKENS", 20)
 
-    def backend(graph: Any, inputs: Any, **_: Any) -> Any:
+    def backend(graph, inputs, **_):
         graphs.append(graph)
         return graph
 
@@ -273,10 +247,8 @@ def test_layers_are_compiled_once_for_batches_of_every_length(
     assert counts[0] > 0 and counts == counts[:1] * 3
 
 
-def test_a_compiled_reference_has_layers_of_its_own(
-    load: Load, batch: PackedBatch, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    called: list[Any] = []
+def test_a_compiled_reference_has_layers_of_its_own(load, batch, monkeypatch):
+    called = []
     monkeypatch.setattr(
         torch, "compile", lambda forward, **_: lambda *a, **k: [called.append(0), forward(*a, **k)][1]
     )
@@ -295,9 +267,7 @@ def test_a_compiled_reference_has_layers_of_its_own(
 @pytest.mark.gpu
 @pytest.mark.parametrize("checkpointing", [False, "mlp", True])
 @pytest.mark.parametrize("lora", [None, {"r": 2}])
-def test_compiled_layers_on_a_gpu_round_as_plain_ones_do(
-    load: Load, samples: CompletionTable, checkpointing: Any, lora: Any
-) -> None:
+def test_compiled_layers_on_a_gpu_round_as_plain_ones_do(load, samples, checkpointing, lora):
     """Else the log-probabilities of a forward with gradients would not be those of one without."""
     settings = {"device": "cuda", "dtype": "bfloat16", "lora": lora, "gradient_checkpointing": checkpointing}
     plain, compiled = (load("llama", **settings, liger_kernels=False, compile=c) for c in (False, True))

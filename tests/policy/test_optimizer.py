@@ -4,13 +4,11 @@ import gc
 import json
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from grpo_fast.config.policy import OptimizerConfig
 from grpo_fast.policy import PolicyOptimizer, host_memory
@@ -26,36 +24,30 @@ WIDTH = 768  # of a layer of 4,608 numbers, enough for moments of 8 bits
 
 
 @pytest.fixture(autouse=True)
-def uncompiled() -> Iterator[None]:
-    """torchao compiles its step for each shape, which takes a CPU ten seconds."""
+def uncompiled():
+    """Do not let torchao compile its step for each shape, which takes a CPU ten seconds."""
     with torch.compiler.set_stance("force_eager"):
         yield
 
 
-def build(
-    dtype: torch.dtype,
-    config: OptimizerConfig = CONFIG,
-    steps: int = 10,
-    device: str = "cpu",
-    **options: object,
-) -> tuple[nn.Module, PolicyOptimizer]:
+def build(dtype, config=CONFIG, steps=10, device="cpu", **options):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 3)).to(device, dtype)
     return model, PolicyOptimizer(dict(model.named_parameters()), config, total_steps=steps, **options)
 
 
-def one_weight(values: Tensor, steps: int = 100, **config: object) -> tuple[nn.Parameter, PolicyOptimizer]:
+def one_weight(values, steps=100, **config):
     weight = nn.Parameter(values)
     options = OptimizerConfig(**{"max_grad_norm": None, **config})
     return weight, PolicyOptimizer({"weight": weight}, options, total_steps=steps)
 
 
-def backward(model: nn.Module, rng: torch.Generator) -> None:
+def backward(model, rng):
     weight = next(model.parameters())
     model(torch.randn(5, 6, generator=rng).to(weight)).float().square().mean().backward()
 
 
-def train(model: nn.Module, optimizer: PolicyOptimizer, rng: torch.Generator, steps: int) -> list[float]:
+def train(model, optimizer, rng, steps):
     """The norms of the gradients of some steps."""
     norms = []
     for _ in range(steps):
@@ -65,7 +57,7 @@ def train(model: nn.Module, optimizer: PolicyOptimizer, rng: torch.Generator, st
     return norms
 
 
-def repeated(rng: torch.Generator, *runs: Callable[[], object]) -> list[object]:
+def repeated(rng, *runs):
     """What the runs return, all on the same random numbers."""
     before, results = rng.get_state(), []
     for run in runs:
@@ -74,12 +66,12 @@ def repeated(rng: torch.Generator, *runs: Callable[[], object]) -> list[object]:
     return results
 
 
-def same(first: nn.Module, second: nn.Module) -> bool:
+def same(first, second):
     return all(map(torch.equal, first.parameters(), second.parameters()))
 
 
-def load_into(optimizer: PolicyOptimizer, saved: Mapping[str, torch.Tensor]) -> None:
-    def read(tensors: Mapping[str, torch.Tensor]) -> None:
+def load_into(optimizer, saved):
+    def read(tensors):
         for name, tensor in tensors.items():
             tensor.copy_(saved[name])
 
@@ -89,9 +81,7 @@ def load_into(optimizer: PolicyOptimizer, saved: Mapping[str, torch.Tensor]) -> 
 @kinds
 @both_dtypes
 @pytest.mark.parametrize("rounded", [False, True])
-def test_a_resumed_optimiser_continues_to_the_bit(
-    rng: torch.Generator, dtype: torch.dtype, kind: str, rounded: bool
-) -> None:
+def test_a_resumed_optimiser_continues_to_the_bit(rng, dtype, kind, rounded):
     config = CONFIG.model_copy(update={"kind": kind, "stochastic_rounding": rounded})
     model, optimizer = build(dtype, config)
     train(model, optimizer, rng, 3)
@@ -100,7 +90,7 @@ def test_a_resumed_optimiser_continues_to_the_bit(
     load_into(resumed, saved)
     resumed.load_state(json.loads(json.dumps(optimizer.state())))
 
-    def go_on(*pair: Any) -> list[float]:
+    def go_on(*pair):
         torch.manual_seed(1)  # of rounding
         return train(*pair, rng, 3)
 
@@ -117,14 +107,14 @@ def test_a_resumed_optimiser_continues_to_the_bit(
 @pytest.mark.parametrize("states", [("optimizer",), ("optimizer", "master")])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_state_on_the_host_takes_the_same_steps_and_stays_there(
-    rng: torch.Generator, monkeypatch: Any, dtype: torch.dtype, kind: str, states: Any, device: str
-) -> None:
+    rng, monkeypatch, dtype, kind, states, device
+):
     config = CONFIG.model_copy(update={"kind": kind})
     whole = kind == "adamw" and states == ("optimizer", "master")
     away = CONFIG.model_copy(update={"kind": "adamw_offload"}) if whole else config
     host_like, hosts = host_memory.host_like, set()
 
-    def noted(tensor: Tensor, **options: bool) -> Tensor:
+    def noted(tensor, **options):
         made = host_like(tensor, **options)
         hosts.add(made.data_ptr())
         return made
@@ -134,12 +124,10 @@ def test_state_on_the_host_takes_the_same_steps_and_stays_there(
     (plain, stays), (later, moves) = (build(dtype, config, device=device) for _ in range(2))
     model, goes = build(dtype, away, device=device, on_host=() if whole else states)
     masters_there = {"master" in states} if dtype == torch.bfloat16 else set()
+    pairs = (plain, stays), (model, goes), (later, moves)
 
     for steps in (1, 2, 2):
-        expected, *found = repeated(
-            rng,
-            *(partial(train, *pair, rng, steps) for pair in ((plain, stays), (model, goes), (later, moves))),
-        )
+        expected, *found = repeated(rng, *(partial(train, *pair, rng, steps) for pair in pairs))
         matrices = (t for name, t in goes.moments().items() if name.endswith("weight") and t.ndim)
         assert {tensor.data_ptr() in hosts for tensor in matrices} == {True}
         assert {t.data_ptr() in hosts for t in goes.masters().values() if t.ndim == 2} == masters_there
@@ -155,7 +143,7 @@ def test_state_on_the_host_takes_the_same_steps_and_stays_there(
     assert same(plain, model)
 
 
-def test_an_optimiser_that_nobody_needs_any_more_is_forgotten(rng: torch.Generator) -> None:
+def test_an_optimiser_that_nobody_needs_any_more_is_forgotten(rng):
     model, optimizer = build(torch.bfloat16)
     train(model, optimizer, rng, 1)
     parameter, optimizer = weakref.ref(next(model.parameters())), weakref.ref(optimizer)
@@ -165,21 +153,17 @@ def test_an_optimiser_that_nobody_needs_any_more_is_forgotten(rng: torch.Generat
 
 
 @both_dtypes
-def test_after_a_reset_the_optimizer_goes_on_as_a_fresh_one(rng: torch.Generator, dtype: torch.dtype) -> None:
+def test_after_a_reset_the_optimizer_goes_on_as_a_fresh_one(rng, dtype):
     other = OptimizerConfig(learning_rate=3e-3, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.3)
     model, optimizer = build(dtype)
     train(model, optimizer, rng, 3)
     fresh_model, fresh = build(dtype, other, steps=4)
-    masters = {k: v.clone() for k, v in optimizer.state_tensors().items() if k.startswith("master.")}
-    load_into(fresh, masters)
+    load_into(fresh, {k: v.clone() for k, v in optimizer.state_tensors().items() if "master." in k})
 
-    before = {name: tensor.clone() for name, tensor in optimizer.state_tensors().items()}
     optimizer.configure(other, total_steps=4)
-    assert all(tensor.equal(before[name]) for name, tensor in optimizer.state_tensors().items())
     optimizer.reset_state()
-    norms, fresh_norms = repeated(
-        rng, lambda: train(model, optimizer, rng, 4), lambda: train(fresh_model, fresh, rng, 4)
-    )
+    runs = (partial(train, *pair, rng, 4) for pair in ((model, optimizer), (fresh_model, fresh)))
+    norms, fresh_norms = repeated(rng, *runs)
 
     assert norms == fresh_norms
     assert optimizer.learning_rate == fresh.learning_rate
@@ -187,7 +171,7 @@ def test_after_a_reset_the_optimizer_goes_on_as_a_fresh_one(rng: torch.Generator
 
 
 @kinds
-def test_float32_follows_adamw_with_clipping_and_no_decay_of_vectors(rng: torch.Generator, kind: str) -> None:
+def test_float32_follows_adamw_with_clipping_and_no_decay_of_vectors(rng, kind):
     config = OptimizerConfig(kind=kind, learning_rate=1e-2, weight_decay=0.3, max_grad_norm=0.2, eps=1e-3)
     (model, optimizer), (twin, _) = build(torch.float32, config), build(torch.float32, config)
     groups = [
@@ -196,16 +180,14 @@ def test_float32_follows_adamw_with_clipping_and_no_decay_of_vectors(rng: torch.
     ]
     plain = torch.optim.AdamW(groups, lr=1e-2, betas=config.betas, eps=1e-3)
 
-    def reference() -> list[float]:
-        norms = []
+    def reference():
         for _ in range(4):
             backward(twin, rng)
-            norms.append(float(nn.utils.clip_grad_norm_(twin.parameters(), 0.2)))
+            yield float(nn.utils.clip_grad_norm_(twin.parameters(), 0.2))
             plain.step()
             plain.zero_grad()
-        return norms
 
-    norms, expected = repeated(rng, lambda: train(model, optimizer, rng, 4), reference)
+    norms, expected = repeated(rng, partial(train, model, optimizer, rng, 4), lambda: [*reference()])
 
     close = {"rtol": 1e-5, "atol": 1e-6} if kind == "adamw" else {"rtol": 0, "atol": 2e-3}
     assert norms == pytest.approx(expected, rel=close["atol"]) and max(norms) > 0.2
@@ -213,7 +195,7 @@ def test_float32_follows_adamw_with_clipping_and_no_decay_of_vectors(rng: torch.
         torch.testing.assert_close(mine, other, **close)
 
 
-def test_an_optimiser_of_another_kind_takes_up_the_state(rng: torch.Generator) -> None:
+def test_an_optimiser_of_another_kind_takes_up_the_state(rng):
     kinds, saved = ("adamw", "adamw_8bit", "adamw_offload", "adamw_8bit"), [{}]
     for kind in kinds:
         model, optimizer = build(torch.bfloat16, CONFIG.model_copy(update={"kind": kind}))
@@ -231,7 +213,7 @@ def test_an_optimiser_of_another_kind_takes_up_the_state(rng: torch.Generator) -
 
 
 @pytest.mark.parametrize("rounded", [False, True])
-def test_masters_and_stochastic_rounding_keep_updates_below_bfloat16(rounded: bool) -> None:
+def test_masters_and_stochastic_rounding_keep_updates_below_bfloat16(rounded):
     options = {"learning_rate": 1e-4, "stochastic_rounding": rounded}
     weight, optimizer = one_weight(torch.ones(64, 64, dtype=torch.bfloat16), **options)
 
@@ -244,7 +226,7 @@ def test_masters_and_stochastic_rounding_keep_updates_below_bfloat16(rounded: bo
     assert [m.nbytes for m in optimizer.masters().values()] == [4 * 64 * 64] * (not rounded)
 
 
-def test_gradients_of_micro_batches_add_up_in_float32() -> None:
+def test_gradients_of_micro_batches_add_up_in_float32():
     weight, optimizer = one_weight(torch.zeros(1, dtype=torch.bfloat16))
 
     (weight * 256.0).sum().backward()
@@ -261,7 +243,7 @@ def test_gradients_of_micro_batches_add_up_in_float32() -> None:
 
 
 @both_dtypes
-def test_what_is_added_to_a_gradient_counts_next_to_autograds(dtype: torch.dtype) -> None:
+def test_what_is_added_to_a_gradient_counts_next_to_autograds(dtype):
     weight, optimizer = one_weight(torch.zeros(4, 4, dtype=dtype))
 
     for _ in range(2):  # whether or not autograd was there first
@@ -275,12 +257,6 @@ def test_what_is_added_to_a_gradient_counts_next_to_autograds(dtype: torch.dtype
     optimizer.gradient_of(weight).fill_(7.0)
     optimizer.zero_grad()
     assert (optimizer.gradient_of(weight) == 0).all()
-
-
-@both_dtypes
-def test_nothing_is_added_past_another_hook_on_the_parameter(dtype: torch.dtype) -> None:
-    weight, optimizer = one_weight(torch.zeros(4, dtype=dtype))
-
     assert optimizer.gradient_of(torch.zeros(4)) is None
     for register in (weight.register_hook, weight.register_post_accumulate_grad_hook):
         handle = register(lambda _: None)
@@ -289,22 +265,14 @@ def test_nothing_is_added_past_another_hook_on_the_parameter(dtype: torch.dtype)
         assert optimizer.gradient_of(weight) is not None
 
 
-def test_no_weight_has_moved_where_the_moments_do_not_fit(
-    rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_weight_has_moved_where_the_moments_do_not_fit(rng, monkeypatch):
     (model, optimizer), (twin, other) = build(torch.float32), build(torch.float32)
-    repeated(rng, lambda: backward(model, rng), lambda: backward(twin, rng))
-    zeros_like, made = torch.zeros_like, []
-
-    def room_for_five(*args: object, **options: object) -> Tensor:
-        made.append(1)
-        if len(made) > 5:  # of eight: the matrices' four, and one of the vectors'
-            raise torch.OutOfMemoryError("no room")
-        return zeros_like(*args, **options)
+    repeated(rng, partial(backward, model, rng), partial(backward, twin, rng))
+    room = [torch.zeros_like] * 5  # of eight: the matrices' four, and one of the vectors'
 
     with monkeypatch.context() as patch:
-        patch.setattr(torch, "zeros_like", room_for_five)
-        with pytest.raises(torch.OutOfMemoryError, match="no room"):
+        patch.setattr(torch, "zeros_like", lambda *args, **options: room.pop()(*args, **options))
+        with pytest.raises(IndexError):
             optimizer.step()
 
     assert not optimizer.mid_step and not optimizer.moments()
@@ -321,24 +289,24 @@ def test_no_weight_has_moved_where_the_moments_do_not_fit(
         ("cosine", [0.5, 1, 1, 0.868, 0.55, 0.232, 0.1, 0.1]),
     ],
 )
-def test_the_schedule_warms_up_and_falls_to_its_floor_by_steps(schedule: str, expected: list[float]) -> None:
-    config: dict[str, Any] = {"learning_rate": 1.0, "schedule": schedule, "warmup_steps": 2}
+def test_the_schedule_warms_up_and_falls_to_its_floor_by_steps(schedule, expected):
+    config = {"learning_rate": 1.0, "schedule": schedule, "warmup_steps": 2}
     if schedule != "constant":
         config["min_learning_rate_ratio"] = 0.1
     weight, optimizer = one_weight(torch.ones(2), steps=6, **config)
     rates = []
     for _ in expected:
-        for _ in range(2):  # optimiser steps of a training step have one rate
-            rates.append(optimizer.learning_rate)
-            weight.sum().backward()
-            optimizer.step()
+        rates.append(optimizer.learning_rate)
+        weight.sum().backward()
+        optimizer.step()
+        assert optimizer.learning_rate == rates[-1]  # until the training step ends
         optimizer.advance()
 
-    assert rates[::2] == rates[1::2] == pytest.approx(expected, abs=1e-3)
+    assert rates == pytest.approx(expected, abs=1e-3)
 
 
-def test_a_band_moves_a_factor_of_the_schedule_that_resumes_and_is_reset() -> None:
-    config: dict[str, Any] = {"learning_rate": 1.0, "schedule": "linear"}
+def test_a_band_moves_a_factor_of_the_schedule_that_resumes_and_is_reset():
+    config = {"learning_rate": 1.0, "schedule": "linear"}
     config["band"] = {"metric": "reward/mean", "below": 0.5, "above": 0.8, "min": 0.95, "max": 1.2}
     _, optimizer = one_weight(torch.ones(2), steps=10, **config)
     factor, measured = 1.0, [0.4, 0.1, 0.5, 0.8, 0.9, 0.9, 0.9, math.nan]
@@ -354,7 +322,6 @@ def test_a_band_moves_a_factor_of_the_schedule_that_resumes_and_is_reset() -> No
     assert resumed.learning_rate == optimizer.learning_rate
     without = {"loss": 1.0, "update/skipped": 0.0}  # as some steps have no correlation
     assert optimizer.follow(without) == {"learning_rate/factor": 0.95}
-    assert optimizer.learning_rate == resumed.learning_rate
     optimizer.reset_state()
     assert optimizer.learning_rate == 1.0
     with pytest.raises(ValueError, match="'reward/mean' is no number of this step: there are loss"):
@@ -363,7 +330,7 @@ def test_a_band_moves_a_factor_of_the_schedule_that_resumes_and_is_reset() -> No
     assert resumed.learning_rate == pytest.approx(0.7)
 
 
-def test_what_cannot_be_stepped_or_loaded_leaves_the_weights_alone() -> None:
+def test_what_cannot_be_stepped_or_loaded_leaves_the_weights_alone():
     weight, optimizer = one_weight(torch.ones(2))
     (weight * math.inf).sum().backward()
     with pytest.raises(Diverged, match="the gradient norm is inf"):

@@ -6,12 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_fast.data.table import BASELINE, CompletionTable
-from grpo_fast.policy import PackedBatch, pack
+from grpo_fast.policy import pack
 
 Row = tuple[int, int, int]  # tokens of the prompt and of the completion, and the group
 
 
-def table_of(*rows: Row) -> CompletionTable:
+def table_of(*rows):
     return CompletionTable.of(
         [range(prompt) for prompt, _, _ in rows],
         [range(10, 10 + completion) for _, completion, _ in rows],
@@ -19,18 +19,18 @@ def table_of(*rows: Row) -> CompletionTable:
     )
 
 
-def sizes(batches: list[PackedBatch]) -> list[int]:
+def sizes(batches):
     return [len(batch.input_ids) for batch in batches]
 
 
-def packed(table: CompletionTable, max_tokens: int = 10**6) -> dict[str, list]:
+def packed(table, max_tokens=10**6):
     """The only batch's tensors as lists."""
     (batch,) = pack(table, max_tokens=max_tokens, device="cpu")
     tensors = {**vars(batch), **batch.columns}
     return {name: value.tolist() for name, value in tensors.items() if isinstance(value, torch.Tensor)}
 
 
-def test_a_prompt_is_laid_out_once_and_environments_tokens_are_no_targets() -> None:
+def test_a_prompt_is_laid_out_once_and_environments_tokens_are_no_targets():
     table = CompletionTable.of(
         [range(3)] * 2,
         [range(10, 15), range(10, 12)],
@@ -52,7 +52,7 @@ def test_a_prompt_is_laid_out_once_and_environments_tokens_are_no_targets() -> N
     assert batch["sequence_ids"] == [0, 0, 0, 1, 1]
 
 
-def test_a_document_is_of_one_group_and_as_long_as_the_budget_lets_it() -> None:
+def test_a_document_is_of_one_group_and_as_long_as_the_budget_lets_it():
     two_groups = packed(table_of((3, 2, 0), (3, 3, 1)))
     assert two_groups["cu_seqlens"] == [0, 4, 9]
     assert two_groups["position_ids"] == [0, 1, 2, 3, 0, 1, 2, 3, 4]
@@ -68,9 +68,7 @@ def test_a_document_is_of_one_group_and_as_long_as_the_budget_lets_it() -> None:
     ),
     max_tokens=st.integers(1, 120),
 )
-def test_every_sample_is_packed_once_within_the_budget(
-    lengths: list[tuple[int, int, int]], max_tokens: int
-) -> None:
+def test_every_sample_is_packed_once_within_the_budget(lengths, max_tokens):
     table = table_of(*lengths)
     table = table.with_columns(place=torch.arange(len(table.token_ids)))
 
@@ -102,16 +100,14 @@ GROUPS_OF_FIVE = [(10, 21, group) for group in range(4) for _ in range(5)]
         ([(5, 2, 0), (40, 9, 1), (5, 2, 2)], 16, [48, 12]),  # too long for it: first, and alone
     ],
 )
-def test_micro_batches_are_as_few_and_as_even_as_they_can_be(
-    samples: list[tuple[int, int, int]], budget: int, expected: list[int]
-) -> None:
+def test_micro_batches_are_as_few_and_as_even_as_they_can_be(samples, budget, expected):
     batches = pack(table_of(*samples), max_tokens=budget, device="cpu")
 
     assert sizes(batches) == expected
     assert all(len(batch.cu_seqlens) == 2 for batch in batches if len(batch.input_ids) > budget)
 
 
-def test_completions_of_a_prompt_stay_together_on_request() -> None:
+def test_completions_of_a_prompt_stay_together_on_request():
     """However many they are: as one sequence, they may exceed the budget."""
     batches = pack(table_of(*GROUPS_OF_FIVE), max_tokens=70, device="cpu", whole_groups=True)
     assert sizes(batches) == [10 + 5 * 20] * 4
@@ -126,7 +122,7 @@ def test_completions_of_a_prompt_stay_together_on_request() -> None:
         assert [{*batch.group_ids.tolist()} for batch in found] == [{0}, {0}]
 
 
-def test_bad_input_is_named() -> None:
+def test_bad_input_is_named():
     with pytest.raises(ValueError, match="the table is empty"):
         pack(table_of((1, 1, 0))[:0], max_tokens=8, device="cpu")
     with pytest.raises(ValueError, match="max_tokens = 0"):

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,25 +9,22 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from grpo_fast.config.policy import ModelConfig
 from grpo_fast.config.rollout import RolloutConfig
 from grpo_fast.data.table import CompletionTable
-from grpo_fast.policy import PackedBatch, Policy, load_policy, pack
+from grpo_fast.policy import load_policy, pack
 from grpo_fast.rollout import Sampling, make_engine
 from tests.policy.conftest import batch_logprobs, save_model
-from tests.tiny import tiny_config, tiny_model
 
 LORA = {"r": 4, "alpha": 8.0}
-Load = Callable[..., Policy]
-lora_and_full = pytest.mark.parametrize("settings", [{"lora": LORA}, {}], ids=["lora", "full"])
 
 
-def shake(policy: Policy) -> None:
+def shake(policy):
     """Move every trainable weight, as training would; LoRA starts as the identity."""
     with torch.no_grad():
         for parameter in policy.trainable().values():
             parameter.add_(torch.randn_like(parameter), alpha=0.05)
 
 
-@lora_and_full
-def test_the_reference_stays_what_was_loaded(load: Load, batch: PackedBatch, settings: dict) -> None:
+@pytest.mark.parametrize("settings", [{"lora": LORA}, {}], ids=["lora", "full"])
+def test_the_reference_stays_what_was_loaded(load, batch, settings):
     policy = load("llama", needs_reference=True, **settings)
     before = policy.hidden_states(batch).detach()
     trainable = policy.trainable().keys()
@@ -57,9 +52,7 @@ def test_the_reference_stays_what_was_loaded(load: Load, batch: PackedBatch, set
         ("gpt2", {"lora": LORA}),  # whose matrices stand the other way round
     ],
 )
-def test_an_exported_model_computes_what_the_policy_does(
-    load: Load, tmp_path: Path, family: str, settings: dict
-) -> None:
+def test_an_exported_model_computes_what_the_policy_does(load, tmp_path, family, settings):
     policy = load(family, **settings)
     shake(policy)
     ids = torch.arange(4, 20)[None]
@@ -83,23 +76,7 @@ def test_an_exported_model_computes_what_the_policy_does(
     assert not list(tmp_path.glob("*.bin"))
 
 
-def test_the_text_alone_of_a_model_is_exported_as_what_loads_again(
-    folder_of: Callable[..., Path], tmp_path: Path
-) -> None:
-    config = tiny_config("mllama")
-    tiny_model(config).save_pretrained(tmp_path)
-    config.save_pretrained(tmp_path)
-    AutoTokenizer.from_pretrained(folder_of("llama")).save_pretrained(tmp_path)
-    settings = ModelConfig(path=str(tmp_path), dtype="float32", device="cpu")
-    policy, ids = load_policy(settings), torch.arange(4, 20)[None]
-
-    policy.save_pretrained(tmp_path / "export")
-
-    again = load_policy(settings.model_copy(update={"path": str(tmp_path / "export")}))
-    assert torch.equal(again.base_model(ids).logits, policy.base_model(ids).logits)
-
-
-def test_weights_have_checkpoint_names_and_the_changing_ones_are_known(load: Load) -> None:
+def test_weights_have_checkpoint_names_and_the_changing_ones_are_known(load):
     plain, adapted = dict(load("llama").named_weights()), dict(load("llama", lora=LORA).named_weights())
     assert "lm_head.weight" not in plain  # tied
     assert adapted.keys() == plain.keys()
@@ -113,7 +90,7 @@ def test_weights_have_checkpoint_names_and_the_changing_ones_are_known(load: Loa
     assert lora.changing_weights() == {name for name in names if name.endswith("_proj.weight")}
 
 
-def test_every_end_token_counts(load: Load) -> None:
+def test_every_end_token_counts(load):
     policy = load("llama")
     assert policy.eos_token_ids == (2, 3)
     policy.base_model.generation_config.eos_token_id = 9
@@ -121,27 +98,15 @@ def test_every_end_token_counts(load: Load) -> None:
 
 
 BORDER, LONGEST = 48, 180
-
-
-def drawn_of(prompts: list, groups: list) -> CompletionTable:
-    """Two completions of each prompt, as an engine gives them."""
-    return CompletionTable.of(
-        [prompt for prompt in prompts for _ in range(2)],
-        [completion.token_ids for group in groups for completion in group],
-        [number for number in range(len(prompts)) for _ in range(2)],
-        sampler_logprobs=[completion.logprobs for group in groups for completion in group],
-    )
-
-
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 4.0, 8.0]}
 
 
 @pytest.mark.parametrize("rope", [LONGROPE, {"rope_type": "dynamic", "factor": 4.0}], ids=["long", "dynamic"])
 @pytest.mark.parametrize("longest", [BORDER, LONGEST])
 def test_rollout_and_update_have_rotary_positions_of_the_longest_sequence(
-    tmp_path: Path, samples: CompletionTable, rope: dict, longest: int, seed: int
-) -> None:
-    """Alone and in company, on both sides of the border; of a run below it they are transformers' own."""
+    tmp_path, samples, rope, longest, seed
+):
+    """On both sides of the border; below it they are transformers' own."""
     rope = rope | {"rope_theta": 100.0, "original_max_position_embeddings": BORDER}
     folder = save_model(tmp_path, max_position_embeddings=BORDER, rope_parameters=rope)
     policy = load_policy(ModelConfig(path=str(folder), dtype="float32", device="cpu"), needs_reference=True)
@@ -150,7 +115,11 @@ def test_rollout_and_update_have_rotary_positions_of_the_longest_sequence(
     with make_engine(RolloutConfig(engine="transformers"), policy, max_length=longest) as engine:
         groups = engine.generate(prompts, 2, Sampling(6, seed=seed))
 
-    drawn = drawn_of(prompts, groups)
+    flat = [(prompt, c) for prompt, group in zip(prompts, groups, strict=True) for c in group]
+    logprobs = [c.logprobs for _, c in flat]
+    drawn = CompletionTable.of(
+        [p for p, _ in flat], [c.token_ids for _, c in flat], sampler_logprobs=logprobs
+    )
     with policy.reference() as reference:
         for some, of in ((drawn, policy), (drawn[:2], policy), (drawn, reference)):
             (batch,) = pack(some, max_tokens=10_000, device="cpu")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from pathlib import Path
 
 import bitsandbytes as bnb
 import pytest
@@ -14,17 +12,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from grpo_fast.config.distributed import DistributedConfig
 from grpo_fast.config.policy import ModelConfig
 from grpo_fast.distributed.world import World
-from grpo_fast.policy import PackedBatch, Policy, load_policy, load_tokenizer, quantization
+from grpo_fast.policy import load_policy, load_tokenizer, quantization
 
 LORA = {"r": 4}
-Load = Callable[..., Policy]
 
 
 @pytest.fixture
-def saved(tmp_path: Path, folder_of: Callable[..., Path]) -> Callable[..., Path]:
+def saved(tmp_path, folder_of):
     """A model of the family as transformers saves it in these bits."""
 
-    def save(family: str, **bits: object) -> Path:
+    def save(family, **bits):
         source = folder_of(family)
         settings = {"dtype": torch.bfloat16, "device_map": {"": "cpu"}}
         settings["quantization_config"] = BitsAndBytesConfig(**bits)
@@ -36,13 +33,13 @@ def saved(tmp_path: Path, folder_of: Callable[..., Path]) -> Callable[..., Path]
     return save
 
 
-def difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+def difference(ours, theirs):
     """As a share of the norm."""
     ours, theirs = ours.detach().float(), theirs.detach().float()
     return float((ours - theirs).norm() / theirs.norm())
 
 
-def test_every_linear_layer_but_the_head_is_rounded_to_nf4_and_nothing_else(load: Load) -> None:
+def test_every_linear_layer_but_the_head_is_rounded_to_nf4_and_nothing_else(load):
     plain = dict(load("qwen2").named_weights())
     lora = {**LORA, "target_modules": ["v_proj"]}
     policy = load("qwen2", quantization="nf4", lora=lora)
@@ -64,9 +61,7 @@ def test_every_linear_layer_but_the_head_is_rounded_to_nf4_and_nothing_else(load
 @pytest.mark.parametrize(
     ("bits", "dtype"), [(None, "float32"), (None, "bfloat16"), ("nf4", "float32"), ("fp4", "bfloat16")]
 )
-def test_adapters_on_it_train_as_on_a_plain_model_with_its_numbers(
-    load: Load, saved: Callable[..., Path], batch: PackedBatch, tmp_path: Path, bits: str | None, dtype: str
-) -> None:
+def test_adapters_on_it_train_as_on_a_plain_model_with_its_numbers(load, saved, batch, tmp_path, bits, dtype):
     """Also where the model was saved in 4 bits, in bfloat16, and whichever dtype it is trained in."""
     source = {"quantization": "nf4"}
     if bits:
@@ -109,31 +104,29 @@ def test_adapters_on_it_train_as_on_a_plain_model_with_its_numbers(
         ("llama", {"lora": LORA}, "missing", ImportError, r"pip install 'grpo-fast\[bitsandbytes\]'"),
     ],
 )
-def test_a_quantisation_that_cannot_be_is_refused_before_any_weight_is_read(
-    folder_of, tmp_path: Path, monkeypatch, family, settings, saved_as, error, message
-) -> None:
-    folder = tmp_path / "model"
-    folder.mkdir()
+def test_an_impossible_quantization_is_refused_before_any_weight_is_read(
+    folder_of, tmp_path, monkeypatch, family, settings, saved_as, error, message
+):
     config = json.loads((folder_of(family) / "config.json").read_text())
     if saved_as == "missing":
         monkeypatch.setattr(quantization, "find_spec", lambda name: None)
     elif saved_as:
         config["quantization_config"] = {"quant_method": "bitsandbytes", **saved_as}
-    (folder / "config.json").write_text(json.dumps(config))
-    (folder / "model.safetensors").write_bytes(b"not read")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").write_bytes(b"not read")
 
     with pytest.raises(error, match=message):
-        load_tokenizer(ModelConfig(path=str(folder), **{"quantization": "nf4", **settings}))
+        load_tokenizer(ModelConfig(path=str(tmp_path), **{"quantization": "nf4", **settings}))
 
 
-def test_sharded_ranks_are_told_to_replicate(folder_of: Callable[..., Path]) -> None:
+def test_sharded_ranks_are_told_to_replicate(folder_of):
     config = ModelConfig(path=str(folder_of("llama")), lora=LORA, quantization="nf4", device="cpu")
 
     with pytest.raises(ValueError, match=r"distributed\.mode = 'shard' .*replicate"):
         load_policy(config, world=World(0, 2), distributed=DistributedConfig(mode="shard"))
 
 
-def test_a_head_in_4_bits_is_refused(load: Load, saved: Callable[..., Path]) -> None:
+def test_a_head_in_4_bits_is_refused(load, saved):
     folder = saved("qwen2", load_in_4bit=True, llm_int8_skip_modules=["none"])
 
     with pytest.raises(ValueError, match="the output head is a Linear4bit"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from grpo_fast.rollout.transformers import TransformersEngine
 
 from .conftest import batch_logprobs, save_model
 
-ROUTERS: dict[str, dict] = {
+ROUTERS = {
     **{family: {} for family in ("qwen3_moe", "mixtral", "gemma4_text", "olmoe", "granitemoe", "qwen2_moe")},
     "glm4_moe": {"n_group": 2, "topk_group": 2},
     "ernie4_5_moe": {},
@@ -29,25 +30,21 @@ ROUTERS: dict[str, dict] = {
 }
 
 
-def route_by_hand(policy, row_choices: torch.Tensor, others: torch.Tensor) -> list:
-    """Hooks with which the model's own routers answer with (t, L, 2) given experts of one sequence; in
-    `others` (t, L) they note where they would have chosen others."""
+def route_by_hand(policy, row_choices, others):
+    """Hooks by which the routers return (t, L, 2) given experts; `others` (t, L): they would not have."""
 
-    def given(number):
-        def hook(router, args, output):
-            logits, _, own = output
-            chosen = row_choices[:, number].long()
-            others[:, number] = (own.sort(-1).values != chosen.sort(-1).values).any(-1)
-            weights = logits.softmax(-1).gather(-1, chosen)
-            return logits, weights / weights.sum(-1, keepdim=True), chosen
-
-        return hook
+    def hook(number, router, args, output):
+        logits, _, own = output
+        chosen = row_choices[:, number].long()
+        others[:, number] = (own.sort(-1).values != chosen.sort(-1).values).any(-1)
+        weights = logits.softmax(-1).gather(-1, chosen)
+        return logits, weights / weights.sum(-1, keepdim=True), chosen
 
     blocks = expert_blocks(policy.base_model)
-    return [block.gate.register_forward_hook(given(number)) for number, block in blocks.items()]
+    return [block.gate.register_forward_hook(partial(hook, number)) for number, block in blocks.items()]
 
 
-def random_choices(rng: torch.Generator, tokens: int) -> torch.Tensor:
+def random_choices(rng, tokens):
     """(tokens, 2 layers, 2 experts), two different ones of 4."""
     return torch.rand(tokens, 2, 4, generator=rng).argsort(-1)[..., :2].to(torch.int16)
 

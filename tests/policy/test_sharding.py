@@ -3,20 +3,19 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from grpo_fast.distributed.world import World
-from grpo_fast.policy import Policy, gradients
+from grpo_fast.policy import gradients
 from grpo_fast.policy.out_of_memory import MicroBatchBudget
 
 HERE = Path(__file__).resolve().parent
 
 
-def test_sharded_weights_compute_generate_and_are_written_as_whole_ones(tmp_path: Path, seed: int) -> None:
+def test_sharded_weights_compute_generate_and_are_written_as_whole_ones(tmp_path, seed):
     paths = f"{os.environ['PYTHONPATH']}:{HERE.parent / 'distributed'}"
     worker = subprocess.run(
         [sys.executable, str(HERE / "shard_worker.py"), str(tmp_path), str(seed)],
@@ -28,7 +27,7 @@ def test_sharded_weights_compute_generate_and_are_written_as_whole_ones(tmp_path
     assert worker.returncode == 0, worker.stdout + worker.stderr[-3000:]
 
 
-def test_what_fsdp_cannot_divide_is_refused_by_name(load: Callable[..., Policy]) -> None:
+def test_what_fsdp_cannot_divide_is_refused_by_name(load):
     ranks = World(0, 2)
     mixed, single, layerless, listed, named, weights = (load("qwen2") for _ in range(6))
     mixed.base_model.lm_head.to(torch.bfloat16)
@@ -48,7 +47,7 @@ def test_what_fsdp_cannot_divide_is_refused_by_name(load: Callable[..., Policy])
             policy.shard(ranks)
 
 
-def test_a_gradient_that_one_rank_lacks_is_zero_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gradient_that_one_rank_lacks_is_zero_there(monkeypatch):
     """As an expert's, of a list, to which no token of the rank went."""
     monkeypatch.setattr(World, "sum", lambda self, reached: reached + torch.tensor([1.0, 1.0, 0.0]))
     monkeypatch.setattr(gradients, "reduce_scatter", lambda tensors, world: tensors)
@@ -60,7 +59,7 @@ def test_a_gradient_that_one_rank_lacks_is_zero_there(monkeypatch: pytest.Monkey
     assert {name: gradient.sum() for name, gradient in found.items()} == {"here": 4, "there": 0}
 
 
-def test_work_of_all_ranks_that_does_not_fit_is_no_ones_to_repeat() -> None:
+def test_work_of_all_ranks_that_does_not_fit_is_no_ones_to_repeat():
     budget = MicroBatchBudget(unit="a sample", remedy="-", repeats=False)
 
     with pytest.raises(torch.OutOfMemoryError, match=r"96 tokens.*lower micro_batch_tokens.*CUDA out of mem"):

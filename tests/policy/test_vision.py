@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 
 from grpo_fast.config.data import DatasetConfig
 from grpo_fast.config.policy import LoraConfig, ModelConfig
-from grpo_fast.data.dataset import PromptDataset, prompts_of
+from grpo_fast.data.dataset import prompts_of
 from grpo_fast.data.images import ImageReader
 from grpo_fast.data.table import CompletionTable
-from grpo_fast.policy import Policy, load_policy, pack
+from grpo_fast.policy import load_policy, pack
 from grpo_fast.policy.experts import balance_loss
 from tests.vision_models import CONFIGS, IMAGE_ID, OfGemma4, picture, save_vision_model
 
@@ -22,20 +18,20 @@ KINDS = sorted(CONFIGS)
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(request, tmp_path_factory):
     return save_vision_model(tmp_path_factory.mktemp(request.param), request.param)
 
 
-def load(folder: Path, **changes: Any) -> Policy:
+def load(folder, **changes):
     policy = load_policy(ModelConfig(path=str(folder), dtype="float32", device="cpu", **changes))
     if policy.base_model.config.model_type == "gemma4":
         policy.image_reader = ImageReader(lambda: OfGemma4(folder), policy.image_reader.files)
     return policy
 
 
-def questions(policy: Policy) -> PromptDataset:
+def questions(policy):
     """Two images, one, one more with the same text, and none."""
-    rows: list[dict[str, Any]] = [
+    rows = [
         {"prompt": [{"role": "user", "content": "how many"}], "images": [picture(64, 64), picture(90, 40)]},
         {"prompt": "how many shapes", "image": picture(40, 64)},
         {"prompt": "how many shapes", "image": picture(40, 64)},
@@ -44,7 +40,7 @@ def questions(policy: Policy) -> PromptDataset:
     return prompts_of(rows, DatasetConfig(source="rows"), policy.tokenizer, images=policy.image_reader)
 
 
-def completions_of(dataset: PromptDataset) -> CompletionTable:
+def completions_of(dataset):
     owners = [0, 0, 1, 1, 2, 3]
     words = [torch.randint(IMAGE_ID + 3, 60, (length,)).tolist() for length in (2, 30, 1, 4, 9, 3)]
     return CompletionTable.of(
@@ -55,12 +51,12 @@ def completions_of(dataset: PromptDataset) -> CompletionTable:
     )
 
 
-def own_logprobs(policy: Policy, table: CompletionTable) -> Tensor:
+def own_logprobs(policy, table):
     """(N,) by the model's own forward of each sequence alone, tower and all."""
     found, model = [], policy.base_model
     for row in range(len(table)):
         prompt, own = table.prompt_of(row), table.tokens_of(row)
-        given: dict[str, Any] = {}
+        given = {}
         if (images := table.objects["images"][row]) is not None:
             given = {**policy.vision.reader.inputs(images)}
             assert torch.equal(given.pop("input_ids")[0], prompt)
@@ -75,7 +71,7 @@ def own_logprobs(policy: Policy, table: CompletionTable) -> Tensor:
     return torch.cat(found)
 
 
-def packed_logprobs(policy: Policy, table: CompletionTable, max_tokens: int) -> Tensor:
+def packed_logprobs(policy, table, max_tokens):
     found = torch.zeros(len(table.token_ids))
     for batch in pack(table, max_tokens=max_tokens, device="cpu"):
         logprobs = policy.head.logits(policy.hidden_states(batch)).log_softmax(-1)
@@ -83,7 +79,7 @@ def packed_logprobs(policy: Policy, table: CompletionTable, max_tokens: int) -> 
     return found
 
 
-def test_packed_images_have_the_models_own_logprobs_and_gradients(folder: Path) -> None:
+def test_packed_images_have_the_models_own_logprobs_and_gradients(folder):
     policy = load(folder)
     table = completions_of(questions(policy))
     own = own_logprobs(policy, table)
@@ -103,14 +99,14 @@ def test_packed_images_have_the_models_own_logprobs_and_gradients(folder: Path) 
 
 
 @pytest.mark.drawn(3)
-def test_the_tower_looks_once_at_a_prompt_and_is_neither_trained_nor_adapted(folder: Path) -> None:
+def test_the_tower_looks_once_at_a_prompt_and_is_neither_trained_nor_adapted(folder):
     policy = load(folder, lora=LoraConfig(r=2), gradient_checkpointing=True)
     names = [name for name, _ in policy.model.named_parameters() if "lora_" in name]
     assert names and all("language_model" in name for name in names)
     full = load(folder)
     assert all("language_model" in name or "lm_head" in name for name in full.trainable())
-    looks: list[Any] = []
-    backbone: Any = policy.base_model.base_model
+    looks = []
+    backbone = policy.base_model.base_model
     tower = getattr(backbone, "visual", None) or backbone.vision_tower
     tower.register_forward_hook(lambda *_: looks.append(0))
     table = completions_of(questions(policy))
@@ -121,18 +117,18 @@ def test_the_tower_looks_once_at_a_prompt_and_is_neither_trained_nor_adapted(fol
 
 
 @pytest.mark.parametrize("kind", ["qwen3_5_moe", "qwen3_vl_moe"])
-def test_a_mixture_that_sees_images_has_its_own_balance(kind: str, tmp_path: Path) -> None:
+def test_a_mixture_that_sees_images_has_its_own_balance(kind, tmp_path):
     policy = load(save_vision_model(tmp_path, kind), router_aux_loss=0.1)
     ids = torch.randint(IMAGE_ID + 3, 60, (9,)).tolist()
     (batch,) = pack(CompletionTable.of([ids[:5]], [ids[5:]]), max_tokens=100, device="cpu")
-    routed: list[Tensor] = []
+    routed = []
     policy.hidden_states(batch, routed=routed)
-    model: Any = policy.base_model
+    model = policy.base_model
     own = model(input_ids=torch.tensor([ids[:-1]]), output_router_logits=True, use_cache=False)
     torch.testing.assert_close(balance_loss(model, routed), own.aux_loss)
 
 
-def test_features_used_longest_ago_make_room(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_features_used_longest_ago_make_room(folder, monkeypatch):
     policy = load(folder)
     first, second, third = (prompt.images for prompt in questions(policy)[:3])
     assert first and second and third
@@ -147,7 +143,7 @@ def test_features_used_longest_ago_make_room(folder: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.drawn(3)
-def test_a_written_model_has_its_tower_and_its_processor(folder: Path, tmp_path: Path) -> None:
+def test_a_written_model_has_its_tower_and_its_processor(folder, tmp_path):
     policy = load(folder, lora=LoraConfig(r=2))
     for adapter in policy.trainable().values():
         torch.nn.init.normal_(adapter, std=0.1)
