@@ -6,12 +6,11 @@ import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
-from math import inf, prod
+from math import prod
 from pathlib import Path
 from typing import Any, cast
 
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from grpo_fast.config.foreign.conversion import Algorithm, Conversion, Entry, convert_entries
 from grpo_fast.config.foreign.names import NAMES, PREFERENCE, as_list, betas
@@ -30,15 +29,19 @@ from grpo_fast.config.tree import flatten, value_at
 from grpo_fast.objective.catalog import LOSS_TYPES
 from grpo_fast.objective.comparisons import PREFERENCE_LOSSES
 
-_REFERENCE = re.compile(r"\$\{([\w.\[\]-]+)\}")
+_REFERENCE = re.compile(r"\$\{([^${}]*)\}")
 MOST_REFERENCES = 10_000  # of a file, each counted as often as it is followed
 
 # What a missing key means there, where ours would mean something else.
 DEFAULTS = {"loss_fn.use_importance_sampling_correction": False}
 
 
+class _OutsideError(Exception):
+    """A reference leads out of the file."""
+
+
 def read_nemo_rl(document: Mapping[str, Any]) -> Conversion:
-    """Every leaf is an entry, references resolved."""
+    """Convert a document; every leaf is an entry, with references resolved."""
     leaves = _resolved(document)
     algorithm = _algorithm(leaves)
     flat_names = NAMES | (PREFERENCE if algorithm != "grpo" else {})
@@ -79,7 +82,7 @@ def _algorithm(leaves: Mapping[str, Any]) -> Algorithm:
 
 
 def with_defaults(path: Path, read: Callable[[Path], Mapping[str, Any]]) -> dict[str, Any]:
-    """Return a file's document over the files that its `defaults:` names, where they lie beside it.
+    """Return a file's document over the files next to it that its `defaults:` names.
 
     Raises:
         ValueError: a file is among its own defaults.
@@ -93,7 +96,7 @@ def with_defaults(path: Path, read: Callable[[Path], Mapping[str, Any]]) -> dict
         if (found := known.get(path)) is None:
             known[path], document = None, read(path)
             names = [str(name) for name in as_list(document.get("defaults"))]
-            found = dict(document)  # hydra's are names of the tool's own
+            found = dict(document)  # Hydra's defaults name no files
             if names and all(name.endswith((".yaml", ".yml")) for name in names):
                 own = {key: value for key, value in document.items() if key != "defaults"}
                 below = [whole(path.parent / name) for name in dict.fromkeys(names)]
@@ -105,58 +108,44 @@ def with_defaults(path: Path, read: Callable[[Path], Mapping[str, Any]]) -> dict
 
 
 def _resolved(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the leaves with OmegaConf's references filled in; those that lead out of the file stay.
+    """Return the leaves with `${...}` and `${mul:...}` filled in; what leads out of the file stays.
 
     Raises:
         ValueError: references lead back to themselves, or are too many once they are followed.
     """
+    count = 0
+
+    def followed(reference: str, place: str, path: tuple[str, ...]) -> Any:
+        nonlocal count
+        count += 1
+        factors = reference.removeprefix("mul:").replace(" ", "").split(",")
+        if factors != [reference] and all(factor.isdigit() for factor in factors):
+            return prod(map(int, factors))
+        name = reference.lstrip(".")
+        above = place.split(".")[: len(name) - len(reference)] if name != reference else []
+        target = ".".join([*above, name]).replace("[", ".").replace("]", "")
+        if target == place or (value := value_at(document, target)) is None:
+            raise _OutsideError
+        if target in path or count > MOST_REFERENCES:
+            many = "lead back to themselves" if target in path else f"are more than {MOST_REFERENCES:,}"
+            raise ValueError(f"{path[0]}: references, once followed, {many}; write the value in their place")
+        return resolved(value, target, (*path, target))
+
+    def resolved(value: Any, place: str, path: tuple[str, ...]) -> Any:
+        if isinstance(value, list):
+            return [resolved(item, f"{place}.{index}", path) for index, item in enumerate(value)]
+        if isinstance(value, Mapping):
+            return {key: resolved(item, f"{place}.{key}", path) for key, item in value.items()}
+        while isinstance(value, str) and (found := _REFERENCE.search(value)):
+            part = followed(found[1], place, path)
+            value = part if found[0] == value else value.replace(found[0], str(part), 1)
+        return value
+
     leaves = flatten(document)
-    _check_references(document, leaves)
-    OmegaConf.register_resolver("mul", lambda *factors: prod(factors), replace=True)
-    tree = OmegaConf.create(dict(document))
-    for key, value in leaves.items():
-        if isinstance(value, str) and "${" in value and "${oc." not in value:
-            with suppress(OmegaConfBaseException):
-                found = OmegaConf.select(tree, key)
-                found = OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found
-                leaves[key] = value if found is None else found
+    for place, value in leaves.items():
+        with suppress(_OutsideError):
+            leaves[place] = resolved(value, place, (place,))
     return leaves
-
-
-def _check_references(document: Mapping[str, Any], leaves: Mapping[str, Any]) -> None:
-    costs: dict[str, float] = {}  # references that a place stands for; infinite while it is followed
-
-    def cost(value: Any, place: str) -> float:
-        if isinstance(value, str):
-            found = (_target(name, place) for name in _REFERENCE.findall(value))
-            # One that is its own value leads out of the file: a file over this one has the value.
-            return sum(1 + of_place(there) for there in found if there != place)
-        items = dict(enumerate(value)) if isinstance(value, list) else value
-        pairs = items.items() if isinstance(items, Mapping) else ()
-        return sum(cost(item, f"{place}.{name}" if place else str(name)) for name, item in pairs)
-
-    def of_place(place: str) -> float:
-        if place not in costs:
-            costs[place] = inf
-            costs[place] = cost(value_at(document, place), place)
-        return costs[place]
-
-    total = 0.0
-    for place in leaves:
-        try:
-            total += of_place(place)
-        except RecursionError:
-            total = inf
-        if total > MOST_REFERENCES:
-            many = "lead back to themselves" if total == inf else f"are more than {MOST_REFERENCES:,}"
-            raise ValueError(f"{place}: references, once followed, {many}; write the value in their place")
-
-
-def _target(name: str, place: str) -> str:
-    """Return the place that a reference leads to; with n dots, one in the n-th section around it."""
-    leaf = name.lstrip(".")
-    around = place.split(".")[: -(len(name) - len(leaf))] if leaf != name else []
-    return ".".join([*around, leaf]).replace("[", ".").replace("]", "")
 
 
 def loss_type(value: Any, leaves: Siblings) -> Places:
