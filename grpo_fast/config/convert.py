@@ -55,9 +55,7 @@ def convert_file(
     path = user_path(path, "FILE")
     problem = ""
     if path.suffix not in (".yaml", ".yml", ".json", *SCRIPTS):
-        problem = (
-            "is none of .yaml, .yml, .json, .py and .ipynb; write flags as lines `key: value`"
-        )
+        problem = "is none of .yaml, .yml, .json, .py and .ipynb; write flags as lines `key: value`"
     elif path.suffix in SCRIPTS and (source is not None or output is None):
         problem = "is a script: it takes -o OUT, for its functions go next to it, and no --source"
     if problem:
@@ -193,9 +191,7 @@ def convert(document: Mapping[str, Any], *, source: str | None = None) -> Conver
     if not document:
         raise ValueError("is empty")
     for key in tops & NOT_CONVERTED.keys():
-        raise ValueError(
-            f"is {NOT_CONVERTED[key]}'s, which is not converted; write the keys by hand"
-        )
+        raise ValueError(f"is {NOT_CONVERTED[key]}'s, which is not converted; write the keys by hand")
     if source is None and (ours := _ours(document)):
         raise ValueError(f"has our sections already ({', '.join(ours)}); `grpo-fast train` takes it as it is")
     source = source or tool_of(document) or ("trl" if tops & NAMES.keys() else None)

@@ -46,7 +46,7 @@ def read_nemo_rl(document: Mapping[str, Any]) -> Conversion:
     algorithm = _algorithm(leaves)
     flat_names = NAMES | (PREFERENCE if algorithm != "grpo" else {})
     siblings = dict(leaves)
-    # A game makes its own rows and rewards, whatever else the file has inherited.
+    # A game makes its own rows and rewards; other environments are inherited defaults.
     games = sorted({key.split(".")[1] for key in leaves if key.startswith("env.")} - {*_SCORERS})
     entries: list[Entry] = []
     for key, value in leaves.items():
@@ -61,18 +61,18 @@ def read_nemo_rl(document: Mapping[str, Any]) -> Conversion:
         rule = find_rule(known, RULES)
         rule = flat_names.get(leaf) if rule is None and (leaf != key or algorithm == "rank") else rule
         if games and key.startswith(("env.", "data.")):
-            its = key.split(".")[1] in games
-            rule = _GAME if its else Absent(f"belongs to what {games[0]} is in place of")
+            is_game = key.split(".")[1] in games
+            rule = _GAME if is_game else Absent(f"{games[0]} is in its place")
         if key.startswith(_OFF[bool(leaves.get(f"{_MEGATRON}.enabled"))]) and not key.endswith(".enabled"):
             rule = Absent("belongs to the backend that is off")
         entries.append(Entry(key, value, rule))
-    # Several keys of this section say together what the loss is.
+    # Keys of this section decide together on the loss.
     entries.sort(key=lambda entry: not entry.key.startswith("loss_fn."))
     return convert_entries("NeMo-RL", entries, siblings, RULES, DEFAULTS, algorithm=algorithm)
 
 
 def _algorithm(leaves: Mapping[str, Any]) -> Algorithm:
-    """Return what a file trains by; one of the tutorial on ranked groups does not say so."""
+    """Return the algorithm; a file of the tutorial on ranked groups does not name it."""
     sections = {key.partition(".")[0] for key in leaves}
     name = str(leaves.get("algorithm.name", leaves.get("algorithm", "")))
     if name in ("dpo", "custom_dpo") or (not name and "dpo" in sections):
@@ -152,16 +152,16 @@ def loss_type(value: Any, leaves: Siblings) -> Places:
     if leaves.get("loss_fn.use_cispo"):
         return {"loss.loss_type": "cispo"}
     if leaves.get("loss_fn.disable_ppo_ratio"):
-        raise ValueError("REINFORCE's normalisation differs; choose loss.loss_type gpg, rloo or reinforce")
+        raise ValueError("REINFORCE normalizes otherwise; choose loss.loss_type gpg, rloo or reinforce")
     return {"loss.loss_type": "dapo" if value else "grpo"}
 
 
 def clip(end: str, value: Any, leaves: Siblings) -> Places:
-    """A bound of the ratio; CISPO's are distances from 1 there, and one absolute ceiling here."""
+    """Translate a bound of the ratio; CISPO's are distances from 1 there, an absolute ceiling here."""
     if value is None or not leaves.get("loss_fn.use_cispo"):
         return {} if value is None else {f"loss.epsilon_{end}": value}
     if end == "low" and value < 1:
-        raise ValueError("the weight of CISPO has no floor here; 1 or more asks for none")
+        raise ValueError("CISPO's weight has no floor here; set 1 or more for none")
     return {"loss.epsilon_high": 1 + value} if end == "high" else {}
 
 
@@ -193,7 +193,7 @@ def lora_targets(value: Any, leaves: Siblings) -> Places:
 
 
 def scheduler(value: Any, leaves: Siblings) -> Places:
-    """A chain of torch schedulers: a linear rise, then constant, linear or cosine."""
+    """Translate a chain of torch schedulers: a linear warmup, then constant or cosine."""
     places: Places = {}
     stages = [stage for stage in value or [] if "name" in stage]
     names = [stage["name"].rpartition(".")[2] for stage in stages]
@@ -201,7 +201,7 @@ def scheduler(value: Any, leaves: Siblings) -> Places:
         places["optimizer.warmup_steps"] = stages.pop(0)["kwargs"]["total_iters"]
         names.pop(0)
     if names not in ([], ["ConstantLR"], ["CosineAnnealingLR"]):
-        raise ValueError("no such schedule; optimizer.schedule is constant or cosine, with warmup_steps")
+        raise ValueError("is another schedule; optimizer.schedule is constant or cosine, with warmup_steps")
     cosine = names == ["CosineAnnealingLR"]
     rate, floor = leaves.get("policy.optimizer.kwargs.lr"), cosine and stages[0]["kwargs"].get("eta_min")
     if rate and floor:
@@ -220,14 +220,13 @@ def similarity_threshold(value: Any, leaves: Siblings) -> Places:
 
 
 def custom_loss(value: Any, leaves: Siblings) -> Places:
-    """One of our losses, or a function; the code behind another name is not in the file."""
+    """Take one of our losses, or a function; another name's code is not in the file."""
     preference = _algorithm(leaves) == "dpo"
     known = PREFERENCE_LOSSES if preference else LOSS_TYPES
     if value is None or value in known or ":" in str(value):
         return {} if value is None else {f"{'preference.' * preference}loss.loss_type": value}
-    raise ValueError(
-        f"its code is not in this file: set {'preference.' * preference}loss.loss_type to module:function"
-    )
+    key = f"{'preference.' * preference}loss.loss_type"
+    raise ValueError(f"its code is not in this file: set {key} to module:function")
 
 
 def sequence_length(value: Any, _: Siblings) -> Places:
@@ -242,7 +241,7 @@ def answer_column(value: Any, _: Siblings) -> Places:
 # Sections of `env` that score answers; `env_name` says which does.
 _SCORERS = ("math", "dapo", "code", "code_jaccard", "reward_model", "math_multi_reward")
 _GAME = Absent(
-    "an environment of NeMo-RL's own; write its class for rollout.environment, and its rows as a file",
+    "is NeMo-RL's environment; write its class for rollout.environment, and its rows as a file",
     decide=True,
 )
 _LORA = "policy.dtensor_cfg.lora_cfg"
