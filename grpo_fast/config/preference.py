@@ -1,4 +1,4 @@
-"""The `preference` section of the configuration."""
+"""The section `preference`."""
 
 from __future__ import annotations
 
@@ -20,36 +20,37 @@ from grpo_fast.objective.comparisons import PreferenceLossConfig, RankingLossCon
 
 
 class BetaConfig(Section):
-    """How `preference.loss.beta` moves during the run."""
+    """How `preference.loss.beta` changes during the run."""
 
     schedule: Literal["constant", "linear", "cosine"] = Field(
-        "constant", description="the way from loss.beta to final, over max_steps"
+        "constant", description="from loss.beta to final, over max_steps"
     )
-    final: Positive | None = Field(None, description="beta of the last step")
+    final: Positive | None = Field(None, description="beta at the last step")
     gap_gain: NotNegative = Field(
-        0.0, description="how much beta follows the gap of chosen over rejected rewards; 0: not at all"
+        0.0, description="how fast beta follows the gap of chosen and rejected rewards"
     )
-    gap_smoothing: Fraction = Field(0.9, description="share of the old in the running mean of the gaps")
+    gap_smoothing: Fraction = Field(
+        0.9, description="weight of the previous mean in the running mean of gaps"
+    )
     band: BandConfig | None = Field(
-        None,
-        description="beta follows `rewards/margins`, the reward gap of the step before; null: not at all",
+        None, description="beta follows `rewards/margins`, the previous step's reward gap; null: no"
     )
-    min: Positive | None = Field(None, description="beta at least; null: no bound")
-    max: Positive | None = Field(None, description="beta at most; null: no bound")
+    min: Positive | None = Field(None, description="smallest beta; null: no bound")
+    max: Positive | None = Field(None, description="largest beta; null: no bound")
 
     @model_validator(mode="after")
     def _complete(self) -> BetaConfig:
         if (self.schedule == "constant") != (self.final is None):
             raise ValueError(
-                f"schedule = {self.schedule!r} and final = {self.final} contradict each other: linear and "
-                "cosine lead to a final beta, constant to none"
+                f"schedule = {self.schedule!r} contradicts final = {self.final}: linear and cosine need a "
+                "final beta, constant has none"
             )
         if (self.gap_gain or self.band) and (self.min is None or self.max is None):
             mover = "band" if self.band else f"gap_gain = {self.gap_gain}"
-            raise ValueError(f"{mover} lets beta move freely; bound it with min and max")
+            raise ValueError(f"{mover} needs bounds of beta; set min and max")
         if self.band and (self.gap_gain or self.schedule != "constant"):
             raise ValueError(
-                f"band moves beta, and so does gap_gain = {self.gap_gain} or schedule = {self.schedule!r}; "
+                f"band changes beta, and so does gap_gain = {self.gap_gain} or schedule = {self.schedule!r}; "
                 "keep one"
             )
         if self.min is not None and self.max is not None and self.min > self.max:
@@ -58,17 +59,19 @@ class BetaConfig(Section):
 
 
 class AnswersConfig(Section):
-    """Completions made from the right answer and plausible wrong ones."""
+    """Completions made from the correct answer and plausible wrong ones."""
 
-    template: str = Field("{answer}", description="makes a completion of an answer")
-    column: str = Field("answer", description="the column with the right answer, a whole number")
-    wrong: PositiveInt = Field(1, description="plausible wrong answers for each prompt")
+    template: str = Field("{answer}", description="turns an answer into a completion")
+    column: str = Field("answer", description="column of the correct answer, a whole number")
+    wrong: PositiveInt = Field(1, description="number of wrong answers for each prompt")
 
     @field_validator("template")
     @classmethod
     def _has_answer(cls, template: str) -> str:
         if "{answer}" not in template:
-            raise ValueError(f"{template!r} has no {{answer}}, so that right and wrong would read the same")
+            raise ValueError(
+                f"{template!r} has no {{answer}}, so correct and wrong completions would be equal"
+            )
         return template
 
 
@@ -76,17 +79,17 @@ class PreferenceConfig(Section):
     """Training on fixed completions: `algorithm: dpo` reads `loss` and `beta`, `rank` reads `ranking`."""
 
     loss: Annotated[PreferenceLossConfig, FromMapping()] = Field(
-        PreferenceLossConfig(), description="of algorithm: dpo"
+        PreferenceLossConfig(), description="the loss of algorithm: dpo"
     )
-    beta: BetaConfig = Field(BetaConfig(), description="how `loss.beta` moves during the run")
+    beta: BetaConfig = Field(BetaConfig(), description="how `loss.beta` changes during the run")
     ranking: Annotated[RankingLossConfig, FromMapping()] = Field(
-        RankingLossConfig(), description="of algorithm: rank"
+        RankingLossConfig(), description="the loss of algorithm: rank"
     )
     answers: AnswersConfig | None = Field(
-        None, description="makes the completions from the right answer, where the data hold none"
+        None, description="makes completions from answers, if the data has none"
     )
     max_completion_length: PositiveInt | None = Field(
-        None, description="tokens; a longer completion is an error"
+        None, description="tokens; a longer completion is an error; null: no limit"
     )
 
     @model_validator(mode="after")
@@ -94,6 +97,6 @@ class PreferenceConfig(Section):
         beta, low, high = self.loss.beta or 0.0, self.beta.min or 0.0, self.beta.max or math.inf
         if self.beta.band and not low <= beta <= high:
             raise ValueError(
-                f"loss.beta = {beta} lies outside of beta.min = {low} and beta.max = {high}; move a bound"
+                f"loss.beta = {beta} is not within beta.min = {low} and beta.max = {high}; move a bound"
             )
         return self

@@ -29,6 +29,10 @@ Count = Annotated[int, Field(ge=0, le=LARGEST), _whole]
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+Share = Annotated[float, Field(gt=0, le=1)]
+OpenShare = Annotated[float, Field(gt=0, lt=1)]
+Group = Annotated[int, Field(ge=1, le=2**16)]
+Seconds = Annotated[float, Field(gt=0, le=1e6)]
 Seed = Count
 
 EXACT = ConfigDict(extra="forbid", allow_inf_nan=False)
@@ -45,7 +49,7 @@ class BandConfig(Section):
 
     below: float = Field(description="multiply by 1 + step while the metric is below this")
     above: float = Field(description="multiply by 1 - step while the metric is above this")
-    step: Annotated[float, Field(gt=0, lt=1)] = Field(0.1, description="relative change per step")
+    step: OpenShare = Field(0.1, description="relative change per step")
 
     @model_validator(mode="after")
     def _ordered(self) -> BandConfig:
