@@ -150,8 +150,8 @@ class ReferenceConfig(Section):
             )
         if self.weights == "policy" and self.prompt_template is None:
             raise ValueError(
-                "reference.weights = 'policy' without prompt_template compares the policy with itself: give a "
-                "template with more than {prompt}, or set weights to loaded"
+                "reference.weights = 'policy' without prompt_template compares the policy with itself: give "
+                "a template with more than {prompt}, or set weights to loaded"
             )
         if "solution" not in self.fields:
             refuse_unread(self, ["success_threshold"], "without {solution} in prompt_template")

@@ -223,7 +223,7 @@ def _contradictions(c: TrainConfig) -> Iterator[str]:
     if c.algorithm == "grpo" and not (loss.distills or _scores(c)):
         yield "rewards is empty: give at least one, or a rollout.environment with a method get_reward"
     if loss.distills and not _scores(c) and (c.curriculum or c.evaluation.dataset):
-        yield "rewards is empty, and curriculum and evaluation.dataset need one: give a reward, or leave them out"
+        yield "rewards is empty, and curriculum and evaluation.dataset need one: give one, or leave them out"
     if rollout.on_policy_share < 1 and (not loss.distills or _is_episode(c)):
         yield (
             f"rollout.on_policy_share = {rollout.on_policy_share:g} needs loss.loss_type = opd, without "
