@@ -39,14 +39,11 @@ TUTORIAL_MODEL = {"model.name", "model.max_length"}  # all keys of the section `
 _KEY = re.compile(r"[a-z_]+(?:\.[a-z_]+)*")
 
 
-def convert_file(
-    path: str | Path, *, source: str | None = None, output: str | Path | None = None
-) -> tuple[Conversion, str]:
+def convert_file(path: str | Path, *, output: str | Path | None = None) -> tuple[Conversion, str]:
     """Return what became of each key of a foreign file, and our YAML.
 
     Args:
         path: YAML or JSON; or a training script or notebook, which is read without running it.
-        source: `axolotl`, `trl` or `nemo_rl`; by default recognized by the keys.
         output: the YAML file to be written; the file of a script's functions is named after it.
 
     Raises:
@@ -56,8 +53,8 @@ def convert_file(
     problem = ""
     if path.suffix not in (".yaml", ".yml", ".json", *SCRIPTS):
         problem = "is none of .yaml, .yml, .json, .py and .ipynb; write flags as lines `key: value`"
-    elif path.suffix in SCRIPTS and (source is not None or output is None):
-        problem = "is a script: it takes -o OUT, for its functions go next to it, and no --source"
+    elif path.suffix in SCRIPTS and output is None:
+        problem = "is a script: it takes -o OUT, and its functions go next to it"
     if problem:
         raise ConfigError(str(path), [Problem("the file", problem)])
     if path.suffix in SCRIPTS:
@@ -68,12 +65,12 @@ def convert_file(
         except ValueError as error:
             raise ConfigError(str(path), [Problem("the file", str(error))]) from None
     else:
-        found = read_foreign(path, source, {})[0]
+        found = read_foreign(path, {})[0]
     conversion, tree = fitted(found)
     return conversion, conversion.heading() + dump_yaml(tree)
 
 
-def read_foreign(path: Path, source: str | None, given: Mapping[str, Any]) -> tuple[Conversion, Places]:
+def read_foreign(path: Path, given: Mapping[str, Any]) -> tuple[Conversion, Places]:
     """Convert a file under overrides, and return those of them that are in our terms.
 
     An override in the tool's terms replaces the file's value. One in ours decides the keys whose reason
@@ -87,12 +84,12 @@ def read_foreign(path: Path, source: str | None, given: Mapping[str, Any]) -> tu
         document = nemo_rl.with_defaults(path, partial(read_mapping, problems=problems))
         if problems:
             raise ConfigError(str(path), problems)
-        tool = source or tool_of(document)
+        tool = tool_of(document)
         if any(given.get(name) is not None for name in LENGTH):
             document = {name: value for name, value in document.items() if name not in LENGTH}
         theirs = {name: value for name, value in given.items() if _is_theirs(name, value, document, tool)}
         document = merged([document, theirs], problems) if theirs else document
-        conversion = convert(document, source=source)
+        conversion = convert(document)
     except ConfigError:
         raise
     except ValueError as error:
@@ -181,7 +178,7 @@ def tool_of(document: Mapping[str, Any]) -> str | None:
     return next(iter(found), None)
 
 
-def convert(document: Mapping[str, Any], *, source: str | None = None) -> Conversion:
+def convert(document: Mapping[str, Any]) -> Conversion:
     """Return our configuration from a foreign one, with an account of each key.
 
     Raises:
@@ -192,9 +189,9 @@ def convert(document: Mapping[str, Any], *, source: str | None = None) -> Conver
         raise ValueError("is empty")
     for key in tops & NOT_CONVERTED.keys():
         raise ValueError(f"is {NOT_CONVERTED[key]}'s, which is not converted; write the keys by hand")
-    if source is None and (ours := _ours(document)):
+    if ours := _ours(document):
         raise ValueError(f"has our sections already ({', '.join(ours)}); `grpo-fast train` takes it as it is")
-    source = source or tool_of(document) or ("trl" if tops & NAMES.keys() else None)
+    source = tool_of(document) or ("trl" if tops & NAMES.keys() else None)
     if source is None:
         raise ValueError("holds no key of TRL, Axolotl or NeMo-RL")
     return READERS[source](document)
