@@ -34,6 +34,7 @@ FIRST_STEPS = (
 )
 REMOVED = {  # commands and options, and what replaces them
     "groups": "`groups describe` was removed: `grpo-fast preview CONFIG --groups` prints the first groups",
+    "convert --source": "--source was removed: the tool is recognized by the file's keys; leave it out",
     "plan --gpus-per-node": "--gpus-per-node was removed: the plan counts bytes alone; leave it out",
     "train --changed-code": "--changed-code was removed: --resume accepts edited code, and warns of it",
     "plan --table": "--table was removed: give --model and --gpu once for each model and GPU",
@@ -211,7 +212,7 @@ def build_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argum
     option("--num-prompts", **count, metavar="N", help="number of prompts (2)")
     option("--groups", **switch, help="print the first step's baseline groups instead")
 
-    text = "what fits: bytes by part, the largest group and the longest completion, what makes room"
+    text = "what fits: bytes by part, the largest group, what makes room"
     option = add("plan", "commands:plan", text, overrides=True)
     option("config", nargs="?", metavar="CONFIG", help=CONFIG_HELP)
     option("--model", metavar="MODEL", help="a folder, config.json, hub id, or a known shape as Qwen2.5-1.5B")

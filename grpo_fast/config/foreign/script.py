@@ -166,10 +166,12 @@ class _Script:
                     self._put(name, self.program.read(node), rule)
             except (ValueError, TypeError) as reason:
                 self.unread.add(name)
-                place = NAMES.get(key) if rule is None else rule
-                remedy = f"; set {place}" if isinstance(place, str) else ""
-                if not (isinstance(place, Absent) and not place.decide):
-                    self._decide(name, self.program.source(node), f"{reason}{remedy}")
+                known = NAMES.get(key) if rule is None else rule
+                if not isinstance(known, Absent):
+                    known = Absent(
+                        f"{reason}; set {known}" if isinstance(known, str) else str(reason), decide=True
+                    )
+                self.entries.append(Entry(name, self.program.source(node), known))
 
     def _call(self, node: ast.expr) -> tuple[ast.Call, str]:
         """Return the call that makes a value, or a tuple with it, and its kind."""

@@ -69,7 +69,9 @@ class Program(ast.NodeTransformer):
         return str(without_pairs(redacted(ast.unparse(node))))
 
     def unread(self, node: ast.expr, problem: str = "is known only when the script runs") -> UnreadError:
-        """Return the error that names a place of the program."""
+        """Return the error about a place of the program."""
+        if reason := self._reasons.get(getattr(node, "id", "")):
+            return UnreadError(reason)
         return UnreadError(f"line {node.lineno}: {self.source(node)[:80]} {problem}")
 
     # Statements
@@ -204,8 +206,7 @@ class Program(ast.NodeTransformer):
                 pairs = zip(keyword.value.keys, keyword.value.values, strict=True)
                 found |= {str(key.value): value for key, value in pairs if isinstance(key, ast.Constant)}
             else:
-                reason = self._reasons.get(getattr(keyword.value, "id", ""))
-                problems.append(reason or str(self.unread(keyword.value)))
+                problems.append(str(self.unread(keyword.value)))
         return found, problems
 
     def read(self, node: ast.expr) -> Any:
@@ -228,8 +229,6 @@ class Program(ast.NodeTransformer):
         match node:
             case ast.Constant(value=str() | int() | float() | None as constant):
                 return constant
-            case ast.Name(id=name) if reason := self._reasons.get(name):
-                raise UnreadError(reason)
             case ast.List(elts=parts) | ast.Tuple(elts=parts) | ast.Set(elts=parts):
                 return [self.read(part) for part in parts]
             case ast.Dict() if None not in node.keys:
