@@ -189,54 +189,19 @@ def test_an_unsloth_notebook_gives_its_settings_rewards_and_rows(tmp_path):
     assert row["answer"] == "2"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "before", "expected"),
-    [
-        ("args=a", "a = GRPOConfig('o', beta=2 * 0.1)", {"loss.beta": 0.2, "output_dir": "o"}),
-        ("args=GRPOConfig(**k)", "k = {'seed': 2}", {"seed": 2}),
-        ("args=GRPOConfig(f'{N}-x')", "C = dict(name='y')\nN = C['name']", {"output_dir": "y-x"}),
-        ("args=GRPOConfig(seed=7 if ON else 8)", "ON = not True", {"seed": 8}),
-        ("args=GRPOConfig(seed=f(4))", "def f(n, m=2):\n    return n * m", {"seed": 8}),
-        ("train_dataset=load_dataset('csv', data_files={'x': 'a.csv'})", "", {"dataset.source": "a.csv"}),
-        ("train_dataset=Dataset.from_csv('a.csv')", "", {"dataset.source": "a.csv"}),
-        ("eval_dataset=load_dataset('a/b')['test']", "", {"evaluation.dataset.split": "test"}),
-        ("['rw', think_format_reward][1:]", "", {"rewards": [{"reward": "FILL_IN"}]}),
-    ],
-)
-def test_values_are_resolved_by_the_text_alone(tmp_path, arguments, before, expected):
-    found = read(tmp_path, trainer(arguments, before))
-    assert {place: found.places.get(place) for place in expected} == expected
+CASES = yaml.safe_load(Path(__file__).with_name("scripts.yaml").read_text(encoding="utf-8"))
 
 
-ONE, LINE = "is one of several; write one function", "is known only when the script runs"
+@pytest.mark.parametrize("case", CASES["values"])
+def test_values_are_resolved_by_the_text_alone(tmp_path, case):
+    found = read(tmp_path, trainer(case["arguments"], case.get("before", "")))
+    assert {place: found.places.get(place) for place in case["expected"]} == case["expected"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "before", "key", "reason"),
-    [
-        ("args=GRPOConfig(seed=f())", "", "seed", f"line 4: f() {LINE}; set seed"),
-        ("args=GRPOConfig(seed=a.s)", "a = p.parse_args()", "seed", LINE),
-        ("args=GRPOConfig(os.getenv('X', 'o'))", "", "output_dir", LINE),
-        ("args=GRPOConfig(**k)", "k = {}\nk['seed'] = 2", "GRPOConfig", "line 4 changes k"),
-        ("args=a", "a = GRPOConfig('o')\na.beta = 0.2", "args", "line 4 changes a"),
-        ("train_dataset=load_dataset('a/b', split='x[:9]')", "", "load_dataset.split", "set dataset.size"),
-        ("args=GRPOConfig(seed=s)", "for s in (1, 2): pass", "seed", "decides on s"),
-        ("args=p.parse()", "", "args", "set it by hand"),
-        ("args=GRPOConfig(num_generations=n())", "", "num_generations", f"n() {LINE}"),
-        ("peft_config=LoraConfig(use_rslora=True)", "", "LoraConfig.use_rslora", "square root of r"),
-        ("'org/judge'", "", "reward_funcs.0", "is a reward model"),
-        ("r", "r = AutoModel.from_pretrained('a')", "reward_funcs.0", "is no function of the script"),
-        ("r", "def r(completions):\n    return lost(completions)", "lost", "does not define it"),
-        ("r", "t = p.parse_args()\ndef r(completions):\n    return t.x", "t", "or reads the command line"),
-        ("callbacks=[Stop(3)]", "", "callbacks", "derive one from grpo_fast.Callback"),
-        ("train_dataset=load_dataset('a/b').filter(keep)", "", "dataset.filter", "the rows that remain"),
-        ("train_dataset=load_dataset('a').map(f).map(g)", "", "dataset.map", ONE),
-        ("train_dataset=Dataset.from_list([{}])", "", "dataset.source", "write them as a JSONL file"),
-    ],
-)
-def test_what_cannot_be_read_is_left_to_decide(tmp_path, arguments, before, key, reason):
-    found = read(tmp_path, trainer(arguments, before))
-    assert reason in reasons(found)[key], reasons(found)
+@pytest.mark.parametrize("case", CASES["decisions"])
+def test_what_cannot_be_read_is_left_to_decide(tmp_path, case):
+    found = read(tmp_path, trainer(case["arguments"], case.get("before", "")))
+    assert case["reason"] in reasons(found)[case["key"]], reasons(found)
 
 
 def test_a_pair_of_settings_that_is_refused_here_leaves_one_to_decide(tmp_path):
