@@ -73,22 +73,17 @@ def test_a_nemo_rl_file_inherits_from_the_one_beside_it(tmp_path: Path):
     check_places(convert_file(child)[0], {"rollout.num_generations": 8, "prompts_per_step": 32})
 
 
+LONG = ", ".join(f"a{n}: ['${{policy.a{n - 1}}}', '${{..a{n - 1}}}']" for n in range(1, 60))
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        (
-            "policy: {a: '${grpo.b}'}\ngrpo: {b: '${policy.a}'}",
-            "policy.a: references, .* lead back to themselves",
-        ),
-        ("grpo: {b: ['${grpo.b}'], c: '${grpo.b}'}", "grpo.b: references, .* lead back to themselves"),
-        ("grpo: {b: '${policy}'}\npolicy: {a: {c: '${grpo.b}'}}", "lead back to themselves"),
-        (
-            "grpo: {a0: x}\npolicy: {a0: x, "
-            + ", ".join(f"a{n}: ['${{policy.a{n - 1}}}', '${{..a{n - 1}}}']" for n in range(1, 60))
-            + "}",
-            "are more than 10,000",
-        ),
-        ("defaults: [b.yaml, a.yaml]\ngrpo: {b: 1}", "defaults: a.yaml is among its own defaults"),
+        ("{policy: {a: '${grpo.b}'}, grpo: {b: '${policy.a}'}}", "policy.a: .* lead back to themselves"),
+        ("grpo: {b: ['${grpo.b}'], c: '${grpo.b}'}", "grpo.b: .* lead back to themselves"),
+        ("{grpo: {b: '${policy}'}, policy: {a: {c: '${grpo.b}'}}}", "lead back to themselves"),
+        (f"{{grpo: {{a0: x}}, policy: {{a0: x, {LONG}}}}}", "are more than 10,000"),
+        ("{defaults: [b.yaml, a.yaml], grpo: {b: 1}}", "defaults: a.yaml is among its own defaults"),
     ],
 )
 def test_references_without_end_are_refused_by_their_place(tmp_path: Path, text, says):
@@ -96,13 +91,6 @@ def test_references_without_end_are_refused_by_their_place(tmp_path: Path, text,
     (tmp_path / "b.yaml").write_text("grpo: {c: 1}")
     with pytest.raises(ConfigError, match=says):
         convert_file(tmp_path / "a.yaml")
-
-
-def test_trls_text_prompts_stay_text(tmp_path: Path):
-    (tmp_path / "a.yaml").write_text("model_name_or_path: a/b\ndataset_name: a/c\nmax_steps: 3\n")
-    conversion, text = convert_file(tmp_path / "a.yaml")
-    assert yaml.safe_load(text)["dataset"]["chat"] == "messages"
-    assert "text prompts = 'sent as they are' -> dataset.chat (TRL's default)" in conversion.listing()
 
 
 def test_references_of_nemo_rl_resolve_and_others_stay_as_written(monkeypatch):
