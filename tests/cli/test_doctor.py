@@ -13,7 +13,7 @@ from grpo_fast.cli.doctor import examine
 
 def test_a_working_installation_is_healthy_and_says_what_it_has(capsys):
     assert main(["doctor"]) == 0
-    assert "all that training needs is there" in capsys.readouterr().out
+    assert "everything that training needs is installed" in capsys.readouterr().out
     assert {"torch", "triton", "vllm", "liger-kernel", "cpu", "head"} <= {found.name for found in examine()}
 
 

@@ -59,12 +59,6 @@ def test_what_the_user_sets_wins_and_is_said_to_be_no_longer_the_method():
     assert "advantage.scale_rewards='batch' (not 'none')" in text.partition("; no longer rloo: ")[2]
 
 
-def test_what_only_the_method_sets_may_go_unread():
-    unread = run_of(method="rloo", loss={"beta": 0.0})
-    assert unread.loss.kl_in_reward and departures(unread, "rloo").keys() == {"loss.beta"}
-    run_of(method="rloo", advantage={"function": "mine:own"})
-
-
 def test_another_loss_leaves_out_the_methods_keys_of_its_own():
     config = run_of(method="dapo", loss={"loss_type": "gspo"})
     assert config.loss == GRPOLossConfig("gspo") and config.advantage.dynamic_sampling
