@@ -93,8 +93,8 @@ def test_references_of_nemo_rl_resolve_and_others_stay_as_written(monkeypatch):
     found = converted("""
 policy:
   {model_name: a/b, max_total_sequence_length: 512, train_micro_batch_size: 4,
-   sequence_packing:
-     {enabled: true, train_mb_tokens: "${mul:${..max_total_sequence_length}, ${policy.train_micro_batch_size}}"},
+   sequence_packing: {enabled: true,
+     train_mb_tokens: "${mul:${..max_total_sequence_length}, ${..train_micro_batch_size}}"},
    generation: {temperature: 0.5, val_temperature: "${.temperature}", top_p: "${oc.env:HF_TOKEN}"}}
 grpo: {max_num_steps: "${grpo.max_num_steps}"}
 checkpointing: {checkpoint_dir: "${no.where}"}
