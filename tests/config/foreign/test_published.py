@@ -161,33 +161,7 @@ RANKED = [
     {"prompt": f"w{i} w9", "group": [{"response": f"w{i + rank}", "rank": rank} for rank in (1, 2, 3)]}
     for i in range(2, 14)
 ]
-FILES = {
-    "NeMo-RL": """
-policy: {{model_name: {model}, precision: float32, generation: {{max_new_tokens: 4}}}}
-algorithm: {{name: custom_grpo, group_size: 4, clip_ratio: 0.1, value_loss_coef: 0.5}}
-data: {{train_data_path: {rows}}}
-""",
-    "Axolotl": """
-base_model: {model}
-rl: grpo
-micro_batch_size: 8
-max_steps: 2
-dtype: float32
-trl: {{num_generations: 4, max_completion_length: 4, reward_funcs: '{reward}'}}
-datasets: [{{path: {rows}, type: own.rows}}]
-""",
-    "tutorial": """
-model: {{name: {model}, max_length: 64}}
-training: {{batch_size: 2, group_size: 3, warmup_steps: 1}}
-data: {{train_file: {ranked}, validation_file: {held_out}}}
-temperature: 0.5
-""",
-}
-SETTINGS = {
-    "NeMo-RL": ["rewards=[{{reward: {reward}}}]", "max_steps=2", "prompts_per_step=2"],
-    "Axolotl": ["datasets.0.type=null"],
-    "tutorial": ["max_steps=2", "model.dtype=float32"],
-}
+FILES = CASES["trained"]
 
 
 @pytest.mark.parametrize("tool", FILES)
@@ -198,8 +172,8 @@ def test_another_tools_file_trains_and_its_run_resumes(tool, toy, tmp_path, caps
         Path(names[name]).write_text(json.dumps(rows), encoding="utf-8")
     names["reward"] = toy["rewards"][0]["reward"]
     file, run_dir = tmp_path / "foreign.yaml", tmp_path / "run"
-    file.write_text(FILES[tool].format(**names), encoding="utf-8")
-    sets = [setting.format(**names) for setting in SETTINGS[tool]]
+    file.write_text(FILES[tool]["text"].format(**names), encoding="utf-8")
+    sets = [setting.format(**names) for setting in FILES[tool]["sets"]]
     sets += [f"output_dir={run_dir}", "model.device=cpu", "logging.tensorboard=false"]
 
     assert cli.main(["train", str(file), *sets]) == 0

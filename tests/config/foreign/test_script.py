@@ -15,112 +15,7 @@ from grpo_fast.config.foreign.script import read_script
 from grpo_fast.config.keys import ConfigError
 from grpo_fast.config.lookup import load_callable
 
-TRL = """
-from __future__ import annotations
-import re, string
-
-import torch
-from datasets import load_dataset
-from peft import LoraConfig
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from trl import GRPOConfig, GRPOTrainer
-
-BASE, OUT = "{model}", "{out}"
-WORD = re.compile(r"w\\d+")
-OPENAI_API_KEY = "0123456789"
-
-
-def words(text: str) -> list[str]:
-    return WORD.findall(text)  # in order
-
-
-def unused(text):
-    raise AssertionError
-
-
-def count_reward(completions, **columns):
-    responses = completions
-    return [float(len(words(text))) for text in responses]
-
-
-class Scaled:
-    def __init__(self, base, factor):
-        self.base, self.factor, self.__name__ = base, factor, "scaled"
-
-    def __call__(self, **columns):
-        return [self.factor * reward for reward in self.base(**columns)]
-
-
-def main():
-    rows = load_dataset("json", data_files="{rows}", split="train")
-    responses = ["of main, not of the reward"]
-    model = AutoModelForCausalLM.from_pretrained(BASE, torch_dtype=torch.float32, device_map="auto")
-    tokenizer = AutoTokenizer.from_pretrained(BASE)
-    tokenizer.pad_token = tokenizer.eos_token
-    args = GRPOConfig(
-        output_dir=f"{{OUT}}/run", per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=2,
-        num_generations=8, max_completion_length=4, reward_weights=[1.0, 0.5, 0.25], report_to="none",
-    )
-    def seven(completions, **columns):
-        return [float("w7" in words(text)) for text in completions]
-    trainer = GRPOTrainer(
-        model=model,
-        processing_class=tokenizer,
-        reward_funcs=[count_reward, Scaled(count_reward, 0.5), seven],
-        args=args,
-        train_dataset=rows.rename_column("question", "prompt").shuffle(seed=1).select(range(8)),
-        peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"),
-    )
-    trainer.train()
-    trainer.save_model("final")
-
-if __name__ == "__main__":
-    main()
-"""
-
-UNSLOTH = '''
-from unsloth import FastLanguageModel, is_bfloat16_supported
-from datasets import load_dataset
-length, prompt = 1024, 256
-model, tokenizer = FastLanguageModel.from_pretrained(
-    model_name = "org/model", max_seq_length = length, token = "hf_0123456789abcdefghij",
-)
-model = FastLanguageModel.get_peft_model(model, r = 32, target_modules = ["q_proj"], lora_alpha = 64)
-mark = "####"
-SYSTEM = f"""End with
-    {mark}"""
-
-def gold(text):
-    return text.split(mark)[1].strip() if mark in text else None
-
-def get_questions(split = "train"):
-    data = load_dataset("openai/gsm8k", "main")[split]
-    data = data.map(lambda x: {
-        "prompt": [{"role": "system", "content": SYSTEM}, {"role": "user", "content": x["question"]}],
-        "answer": gold(x["answer"]),
-    }, num_proc = 4)
-    return data
-
-def close(prompts, completions, answer, **kwargs):
-    return [1.0 if c[0]["content"] == a else 0.0 for c, a in zip(completions, answer)]
-
-def long(completions, **kwargs):
-    return [len(tokenizer(c[0]["content"])) / length for c in completions]
-
-from trl import GRPOConfig, GRPOTrainer
-from vllm import SamplingParams
-args = GRPOConfig(
-    vllm_sampling_params = SamplingParams(min_p = 0.1, top_k = -1, stop = [tokenizer.eos_token]),
-    bf16 = is_bfloat16_supported(), per_device_train_batch_size = 1, num_generations = 6, max_steps = 250,
-    max_prompt_length = prompt, max_completion_length = length - prompt, output_dir = "outputs",
-)
-trainer = GRPOTrainer(
-    model = model, processing_class = tokenizer, args = args, train_dataset = get_questions(),
-    reward_funcs = [close, long, lambda completions, **_: [0.0 for _ in completions]],
-)
-trainer.train()
-model.save_lora("saved")
-'''
+CASES = yaml.safe_load(Path(__file__).with_name("scripts.yaml").read_text(encoding="utf-8"))
 
 
 def read(tmp_path: Path, text: str) -> Conversion:
@@ -140,7 +35,7 @@ def test_a_trl_script_trains_as_a_run_with_its_functions(tmp_path, toy, capsys):
     (tmp_path / "rows.jsonl").write_text("".join(f'{{"question": "w{2 + i} w3"}}\n' for i in range(12)))
     names = {"model": toy["model"]["path"], "rows": tmp_path / "rows.jsonl", "out": tmp_path}
     script, out = tmp_path / "train.py", tmp_path / "run.yaml"
-    script.write_text(TRL.format(**names))
+    script.write_text(CASES["trl"].format(**names))
 
     assert main(["convert", str(script), "-o", str(out)]) == 0
     shown, run = capsys.readouterr().err, yaml.safe_load(out.read_text())
@@ -162,7 +57,7 @@ def test_a_trl_script_trains_as_a_run_with_its_functions(tmp_path, toy, capsys):
 
 
 def test_an_unsloth_notebook_gives_its_settings_rewards_and_rows(tmp_path):
-    cells = ["%%capture\nif True:\n    !pip install unsloth\n", "%%bash\nls (\n", UNSLOTH]
+    cells = ["%%capture\nif True:\n    !pip install unsloth\n", "%%bash\nls (\n", CASES["unsloth"]]
     document = {"cells": [{"cell_type": "code", "source": cell.splitlines(True)} for cell in cells]}
     (tmp_path / "nb.ipynb").write_text(json.dumps(document))
     functions = tmp_path / "f.py"
@@ -187,9 +82,6 @@ def test_an_unsloth_notebook_gives_its_settings_rewards_and_rows(tmp_path):
     row = make_row({"question": "1+1?", "answer": "#### 2"})
     assert [turn["content"] for turn in row["prompt"]] == ["End with\n    ####", "1+1?"]
     assert row["answer"] == "2"
-
-
-CASES = yaml.safe_load(Path(__file__).with_name("scripts.yaml").read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("case", CASES["values"])
