@@ -8,28 +8,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from grpo_fast.config.foreign.names import ABSENT, MOVED
+from grpo_fast.config.foreign.names import ABSENT, MOVED, WORDS
 from grpo_fast.config.keys import ConfigError, Problem, keys, removed, unknown_key, without_positions
 from grpo_fast.config.load import RECIPES
 from grpo_fast.config.section import LARGEST
 
-ALIASES = {  # words that people search for
-    "lr": ("optimizer.learning_rate", "optimizer.schedule"),
-    "kl": ("loss.beta",),
-    "kl_coef": ("loss.beta",),
-    "enable_thinking": ("dataset.chat_template_kwargs",),
-    "thinking": ("dataset.chat_template_kwargs",),
-    "calculator": ("rollout.environment", "rollout.tools"),
-    "eval": ("evaluation.dataset", "evaluation.every"),
-    "gpu": ("model.device",),
-    "max_tokens": ("rollout.max_completion_length", "dataset.max_prompt_length"),
-    "bf16": ("model.dtype",),
-    "fp16": ("model.dtype",),
-    "fsdp": ("distributed.mode",),
-    "deepspeed": ("distributed.mode", "memory.offload"),
-    "context": ("dataset.max_prompt_length", "rollout.max_completion_length"),
-    "context_length": ("dataset.max_prompt_length", "rollout.max_completion_length"),
-}
 KINDS = {"integer": "whole number", "string": "text", "boolean": "true or false", "object": "mapping"}
 BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 HEADING = """# The configuration
@@ -47,7 +30,7 @@ def config(args: argparse.Namespace, _: Sequence[str]) -> int:
     rows = [row(key) for key in keys() if not key.startswith("evaluation.dataset.")]
     found = [cells for cells in rows if not name or f"{cells[0]}.".startswith(f"{name}.")]
     found = found or [cells for cells in rows if name in (cells[0].rpartition(".")[2], *cells[4].split(", "))]
-    meant = ALIASES.get(name.lower(), ())
+    meant = WORDS.get(name.lower(), ())
     found = [cells for cells in rows if cells[0] in meant and cells not in found] + found
     absent = name in ABSENT or removed(name) is not None
     also = [] if absent or not name or "." in name else search(name, rows)

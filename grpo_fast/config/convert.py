@@ -229,15 +229,12 @@ def _deciding(reason: str, decided: set[str]) -> str | None:
 
 
 def _blamed(problem: Problem, places: Mapping[str, Any]) -> list[str]:
-    """Return the places of the converted values that a problem is about.
-
-    These are its own place, one that its message begins with or shows with its value, else those of the
-    section, else the first that its message names.
-    """
-    start, section = problem.message.partition(" ")[0], problem.name.rpartition(".")[0]
-    named = [name for name in (problem.name, start, f"{problem.name}.{start}") if name in places]
-    within = {place: place.removeprefix(f"{problem.name}.") for place in places}
-    named += [p for p, key in within.items() if key != p and f"{key} = {places[p]!r}" in problem.message]
-    around = [place for place in places if section and f"{place}.".startswith(f"{section}.")]
-    shown = sorted((problem.message.index(name), name) for name in places if f"{name} = " in problem.message)
-    return named[:1] or around or [name for _, name in shown[:1]]
+    """Return the converted place that a problem names first, else those of its section."""
+    text = f"{problem.name}: {problem.name}.{problem.message}"
+    named = [
+        found for place in places if (found := re.search(rf"(?<!\w){re.escape(place)}(?!\w|\.[a-z_])", text))
+    ]
+    if named:
+        return [min(named, key=lambda found: found.start())[0]]
+    section = problem.name.rpartition(".")[0] or problem.name
+    return [place for place in places if place.startswith(f"{section}.")]

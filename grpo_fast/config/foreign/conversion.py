@@ -28,15 +28,26 @@ UNKNOWN = "is not a key that this converter knows"
 
 
 @dataclass(frozen=True)
+class Entry:
+    """A foreign key to convert."""
+
+    key: str  # dotted, as in the source
+    value: Any
+    rule: Rule | None  # None for a key that the converter does not know
+    note: str = ""  # how the value was translated
+    missing: bool = False  # the value is the source's default of a missing key
+
+
+@dataclass(frozen=True)
 class ForeignKey:
     """A foreign key and its outcome."""
 
-    key: str  # dotted, as in the source
+    key: str
     value: Any
     outcome: Outcome
     places: tuple[str, ...] = ()  # our keys that it set
     reason: str = ""
-    missing: bool = False  # not in the file: the value is the source's default
+    missing: bool = False
 
     def __str__(self) -> str:
         return f"{self.key} = {short(masked(self.value, self.key))}"
@@ -72,13 +83,10 @@ class Conversion:
 
     def without(self, refused: Mapping[str, str]) -> Conversion:
         """Leave out the places that are refused, each for a reason."""
-        rows = []
-        for row in self.rows:
-            reasons = dict.fromkeys(refused[place] for place in row.places if place in refused)
-            changes: Any = (
-                {"outcome": TO_DECIDE, "places": (), "reason": "; ".join(reasons)} if reasons else {}
-            )
-            rows.append(replace(row, **changes))
+        rows = [*self.rows]
+        for index, row in enumerate(rows):
+            if reasons := dict.fromkeys(refused[place] for place in row.places if place in refused):
+                rows[index] = replace(row, outcome=TO_DECIDE, places=(), reason="; ".join(reasons))
         given = {place: value for place, value in self.given.items() if place not in refused}
         return replace(self, given=given, rows=tuple(rows))
 
@@ -116,17 +124,6 @@ class Conversion:
         if self.open and not settled:
             lines.append(f"not the same experiment before these are decided: {', '.join(self.open)}")
         return "\n".join(lines)
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A foreign key to convert."""
-
-    key: str  # dotted, as in the source
-    value: Any
-    rule: Rule | None  # None for a key that the converter does not know
-    note: str = ""  # how the value was translated
-    missing: bool = False  # the value is the source's default of a missing key
 
 
 def convert_entries(

@@ -129,6 +129,7 @@ def correction(value: Any, siblings: Siblings) -> Places:
 _TABLE = load_yaml("trl.yaml")
 DEFAULTS: dict[str, Any] = _TABLE["defaults"]  # of missing keys, where ours differ
 REWARDS: dict[str, dict[str, Any]] = _TABLE["rewards"]
+WORDS: dict[str, list[str]] = _TABLE["words"]
 PREFERENCE: dict[str, Rule] = dict(rules_of(_TABLE["preference"]))  # when training is on fixed pairs
 MOVED: dict[str, Rule] = {
     **dict(rules_of(_TABLE["moved"])),

@@ -209,10 +209,6 @@ def scheduler(value: Any, leaves: Siblings) -> Places:
     return {**places, "optimizer.schedule": "cosine" if cosine else "constant"}
 
 
-def clip_ratio(value: Any, _: Siblings) -> Places:
-    return {} if value is None else {"loss.epsilon_low": value, "loss.epsilon_high": value}
-
-
 def similarity_threshold(value: Any, leaves: Siblings) -> Places:
     if (strategy := leaves.get("guide.group_strategy")) in ("random", "performance"):
         raise NotApplicable(f"{strategy} groups have no threshold")
@@ -229,9 +225,9 @@ def custom_loss(value: Any, leaves: Siblings) -> Places:
     raise ValueError(f"its code is not in this file: set {key} to module:function")
 
 
-def sequence_length(value: Any, _: Siblings) -> Places:
-    keys = ("dataset.max_prompt_length", "preference.max_completion_length")
-    return {} if value is None else dict.fromkeys(keys, value)
+def each(places: tuple[str, ...], value: Any, _: Siblings) -> Places:
+    """Set several of our keys to one value."""
+    return {} if value is None else dict.fromkeys(places, value)
 
 
 def answer_column(value: Any, _: Siblings) -> Places:
@@ -245,16 +241,17 @@ _GAME = Absent(
     decide=True,
 )
 _LORA = "policy.dtensor_cfg.lora_cfg"
+_LENGTHS = ("dataset.max_prompt_length", "preference.max_completion_length")
 _MEGATRON = "policy.megatron_cfg"
 # What does not count with Megatron, and without.
 _OFF = {True: ("policy.optimizer.", "policy.scheduler", "policy.dtensor_cfg."), False: (f"{_MEGATRON}.",)}
 RULES: dict[str, Rule] = {
     **dict(rules_of(load_yaml("nemo_rl.yaml"))),
     **dict.fromkeys(("data.output_key", "data.train.output_key"), answer_column),
-    "guide.clip_ratio": clip_ratio,
+    "guide.clip_ratio": partial(each, ("loss.epsilon_low", "loss.epsilon_high")),
     "guide.grouping.similarity_threshold": similarity_threshold,
     "guide.loss.type": custom_loss,
-    **dict.fromkeys(("tutorial.model.max_length", "tutorial.data.max_seq_length"), sequence_length),
+    **dict.fromkeys(("tutorial.model.max_length", "tutorial.data.max_seq_length"), partial(each, _LENGTHS)),
     "loss_fn.ratio_clip_max": partial(clip, "high"),
     "loss_fn.ratio_clip_min": partial(clip, "low"),
     "loss_fn.token_level_loss": loss_type,
