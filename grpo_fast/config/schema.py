@@ -255,8 +255,8 @@ def _contradictions(c: TrainConfig) -> Iterator[str]:
         )
     if c.minibatches > c.prompts_per_step:
         yield (
-            f"minibatches = {c.minibatches} exceeds prompts_per_step = {c.prompts_per_step}, and a group is "
-            "never split: lower minibatches or raise prompts_per_step"
+            f"minibatches = {c.minibatches} exceeds prompts_per_step = {c.prompts_per_step}: a group is "
+            "never split over optimizer steps; lower minibatches or raise prompts_per_step"
         )
     if c.old_logprobs == "sampler" and loss.needs_sampler:
         yield (
