@@ -58,6 +58,7 @@ class Functions:
         if isinstance(value, ast.Subscript) and isinstance(value.slice, ast.Constant):
             value, index = value.value, value.slice.value
         calls = (node for node in ast.walk(statement) if isinstance(node, ast.Call))
+        binds = isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name | ast.Tuple)
         trains = id(value) in self.policy or any(ast.unparse(call.func).endswith(_ENDS) for call in calls)
         if isinstance(statement, ast.Import | ast.ImportFrom):
             kept = [one for one in statement.names if (one.asname or one.name).partition(".")[0] == name]
@@ -65,10 +66,10 @@ class Functions:
             if isinstance(statement, ast.ImportFrom):
                 only = ast.ImportFrom(statement.module, kept, statement.level)
             self._parts[statement.lineno, name] = ast.unparse(only)
-        elif id(value) in self.policy and index == 1:
+        elif binds and id(value) in self.policy and index == 1:
             loaded = f"{name} = AutoTokenizer.from_pretrained({self.policy[id(value)]!r})"
             self._parts[statement.lineno, ""] = f"from transformers import AutoTokenizer\n\n{loaded}"
-        elif trains and isinstance(statement, ast.Assign):
+        elif binds and trains:
             does = "trains, or reads the command line"
             self.problems[name] = f"line {statement.lineno} {does}, and {user} uses {name}"
         else:
@@ -98,7 +99,8 @@ def _globals(table: symtable.SymbolTable) -> Iterator[str]:
     """Yield the names that code takes from outside itself."""
     top = table.get_type() == "module"
     for symbol in table.get_symbols():
-        if symbol.is_referenced() and (top or symbol.is_global()) and not (top and symbol.is_imported()):
+        used = symbol.is_declared_global() or (symbol.is_referenced() and (top or symbol.is_global()))
+        if used and not (top and symbol.is_imported()):
             yield symbol.get_name()
     for child in table.get_children():
         yield from _globals(child)
