@@ -24,11 +24,9 @@ class EvaluationConfig(Section):
         "on as many questions as add at most 10 % to the completions, or 0 if these are fewer than 30",
     )
     size: PositiveInt | None = Field(
-        None, description="number of questions during training; before and after all are used"
+        None, description="questions during training; all are used before and after"
     )
     num_samples: Group = Field(1, description="completions for each question; more than 1 need a temperature")
-    temperature: Annotated[float, Field(ge=0, le=100)] = Field(
-        0.0, description="sampling temperature; 0: greedy"
-    )
+    temperature: Annotated[float, Field(ge=0, le=100)] = Field(0.0, description="of sampling; 0: greedy")
     threshold: float = Field(1.0, description="reward from which a completion is correct")
     reward: str | None = Field(None, description="name of the reward that is compared; null: the first")

@@ -82,11 +82,9 @@ class GroupConfig(Section):
         "of step, total_steps, embeddings, rewards and completions",
     )
     similarity_threshold: Share = Field(
-        0.4, description="smallest cosine similarity in a group; for combined, 1 - distance"
+        0.4, description="smallest cosine similarity; for combined, 1 - distance"
     )
-    min_group_size: PositiveInt = Field(
-        2, description="prompts; smaller groups are split into single prompts"
-    )
+    min_group_size: PositiveInt = Field(2, description="prompts; smaller groups are split into prompts")
     max_group_size: PositiveInt = Field(4, description="largest number of prompts that share a baseline")
     size_by: Annotated[dict[str, str | int], BeforeValidator(_with_text_keys)] | None = Field(
         None,
@@ -94,9 +92,7 @@ class GroupConfig(Section):
         "with different values share no baseline",
     )
     embedding: str = Field("tfidf", description="`tfidf`, or `module:function` from N texts to N vectors")
-    prefix_turns: PositiveInt | None = Field(
-        None, description="turns that must be equal; null: all but the last"
-    )
+    prefix_turns: PositiveInt | None = Field(None, description="turns that must agree; null: all but last")
     criteria: list[CriterionConfig] = Field([], description="for strategy: combined")
     phases: list[PhaseConfig] = Field([], description="for strategy: adaptive, in order; the last until: 1.0")
 
@@ -174,16 +170,12 @@ class CurriculumConfig(Section):
     bucket_edges: Annotated[list[OpenShare], Field(min_length=1)] = Field(
         [0.2, 0.8], description="pass rates between buckets, rising"
     )
-    bucket_weights: list[Positive] = Field(
-        [1.0, 2.0, 1.0], description="relative share of each bucket, the hardest first"
-    )
+    bucket_weights: list[Positive] = Field([1.0, 2.0, 1.0], description="share of each bucket, hardest first")
     smoothing: Share = Field(0.5, description="weight of a new observation in a running pass rate")
     initial_pass_rate: Fraction = Field(0.5, description="pass rate of prompts that were not sampled yet")
     pass_rate_column: str | None = Field(None, description="column with initial pass rates")
     threshold: float = Field(1.0, description="reward from which a completion passes")
-    reward: str | None = Field(
-        None, description="name of the reward that is compared; null: the weighted sum"
-    )
+    reward: str | None = Field(None, description="the reward that is compared; null: the weighted sum")
 
     @model_validator(mode="after")
     def _consistent(self) -> CurriculumConfig:
@@ -202,9 +194,7 @@ class AdaptiveWeightsConfig(Section):
     """Reward weights that change: each is its configured weight times a bounded factor."""
 
     method: Literal["target"] = Field("target", description="raises the weight of a reward below its target")
-    targets: Annotated[dict[str, float], Field(min_length=1)] = Field(
-        description="reward -> target of its mean"
-    )
+    targets: Annotated[dict[str, float], Field(min_length=1)] = Field(description="reward -> target mean")
     rate: Positive = Field(0.05, description="change of the factor per step")
     smoothing: Share = Field(0.1, description="weight of a new step in the running mean")
     min_factor: Share = Field(0.2, description="smallest factor")
@@ -236,9 +226,7 @@ class AdvantageConfig(Section):
         description="leave groups with zero reward variance out of the update, including KL and entropy "
         "terms; null: if that does not change the result",
     )
-    dynamic_sampling: bool = Field(
-        False, description="sample until the batch is full of groups with variance"
-    )
+    dynamic_sampling: bool = Field(False, description="sample until all groups of the batch have variance")
     max_draws: Annotated[int, Field(ge=1, le=1000)] = Field(
         3, description="largest number of batches that dynamic_sampling samples for a step"
     )

@@ -39,12 +39,8 @@ class ModelConfig(Section):
     """The model to train."""
 
     path: str = Field(description="a folder, a hub id, or `package:NAME` for a GGUF file of a Python package")
-    tokenizer: str | None = Field(
-        None, description="folder or hub id of another tokenizer; null: the model's"
-    )
-    revision: str | None = Field(
-        None, description="branch, tag or commit of a hub id; null: the default branch"
-    )
+    tokenizer: str | None = Field(None, description="folder or hub id of a tokenizer; null: the model's")
+    revision: str | None = Field(None, description="branch, tag or commit of a hub id; null: the default")
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
         "auto",
         description="of weights and computation; logits are float32. auto: bfloat16 on a GPU, on a CPU "
@@ -98,9 +94,7 @@ class ModelConfig(Section):
     compile: Literal["auto"] | bool = Field(
         "auto", description="torch.compile of each layer; auto: on a GPU without Liger, not of experts"
     )
-    chat_template: str | None = Field(
-        None, description="a Jinja file, or a template's text; null: the tokenizer's"
-    )
+    chat_template: str | None = Field(None, description="a Jinja file, or its text; null: the tokenizer's")
     trust_remote_code: bool = Field(False, description="run the Python code of the model's repository")
 
     @model_validator(mode="after")
@@ -206,7 +200,7 @@ class OptimizerConfig(Section):
     )
     learning_rate: Positive = Field(1e-6, description="after the warmup")
     betas: Annotated[tuple[Decay, Decay], Field(strict=False)] = Field(
-        (0.9, 0.95), description="decays of Adam's two moments"
+        (0.9, 0.95), description="decays of the moments"
     )
     # A smaller one would be zero in float32.
     eps: Annotated[float, Field(ge=1e-20)] = Field(1e-8, description="added to the root of the second moment")
@@ -219,7 +213,7 @@ class OptimizerConfig(Section):
         0, description="steps of a linear warmup; with epochs, a value below 1 is a share of the steps"
     )
     min_learning_rate_ratio: Fraction = Field(
-        0.0, description="end of linear and cosine, as a share of learning_rate"
+        0.0, description="final share of learning_rate (linear, cosine)"
     )
     band: RateBandConfig | None = Field(
         None, description="multiply the scheduled rate by a factor that follows a metric; null: no"

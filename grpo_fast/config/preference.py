@@ -26,12 +26,8 @@ class BetaConfig(Section):
         "constant", description="from loss.beta to final, over max_steps"
     )
     final: Positive | None = Field(None, description="beta at the last step")
-    gap_gain: NotNegative = Field(
-        0.0, description="how fast beta follows the gap of chosen and rejected rewards"
-    )
-    gap_smoothing: Fraction = Field(
-        0.9, description="weight of the previous mean in the running mean of gaps"
-    )
+    gap_gain: NotNegative = Field(0.0, description="how fast beta follows the gap of the rewards")
+    gap_smoothing: Fraction = Field(0.9, description="weight of the old mean in the running mean of gaps")
     band: BandConfig | None = Field(
         None, description="beta follows `rewards/margins`, the previous step's reward gap; null: no"
     )
@@ -83,11 +79,9 @@ class PreferenceConfig(Section):
     )
     beta: BetaConfig = Field(BetaConfig(), description="how `loss.beta` changes during the run")
     ranking: Annotated[RankingLossConfig, FromMapping()] = Field(
-        RankingLossConfig(), description="the loss of algorithm: rank"
+        RankingLossConfig(), description="for algorithm: rank"
     )
-    answers: AnswersConfig | None = Field(
-        None, description="makes completions from answers, if the data has none"
-    )
+    answers: AnswersConfig | None = Field(None, description="makes completions from answers")
     max_completion_length: PositiveInt | None = Field(
         None, description="tokens; a longer completion is an error; null: no limit"
     )

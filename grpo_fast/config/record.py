@@ -52,7 +52,7 @@ class LoggingConfig(Section):
     verbose: bool = Field(False, description="print all metrics of a step; `--verbose`")
     samples_every: Count = Field(5, description="steps between those whose completions are saved; 0: none")
     samples: PositiveInt = Field(
-        4, description="prompts to save: all completions of the first, one of each other"
+        4, description="prompts to save: the first with all completions, others with one"
     )
     tensorboard: bool = Field(True, description="write metrics to tensorboard/ in the run's folder")
     wandb: bool = Field(False, description="send metrics to Weights & Biases")
@@ -65,10 +65,10 @@ class AlertsConfig(Section):
 
     window: PositiveInt = Field(10, description="steps of a mean")
     clear_margin: Fraction = Field(
-        0.1, description="share of the threshold by which a mean must return before an alert clears"
+        0.1, description="share of the threshold that a mean must return before it clears"
     )
     reward_rise: Positive | None = Field(
-        0.05, description="rise of the reward while the held-out score falls: reward hacking"
+        0.05, description="rise of the reward while the held-out score falls"
     )
     held_out_drop: Positive = Field(
         0.03,
@@ -78,24 +78,18 @@ class AlertsConfig(Section):
         0.8, description="largest absolute correlation of length and reward within groups"
     )
     length_drift: Factor | None = Field(
-        2.0, description="largest factor between the mean length and that of the first window"
+        2.0, description="largest factor of the mean length since the first window"
     )
-    unique_completions: OpenShare | None = Field(
-        0.1, description="smallest share of distinct completions in a group"
-    )
-    entropy: Positive | None = Field(
-        0.02, description="smallest entropy, in nats per token, where it is measured"
-    )
+    unique_completions: OpenShare | None = Field(0.1, description="smallest share of distinct completions")
+    entropy: Positive | None = Field(0.02, description="smallest entropy, in nats per token, if measured")
     kl: Positive | None = Field(0.5, description="largest KL to the reference, in nats per token")
     flat_groups: Fraction | None = Field(0.9, description="largest share of groups with zero reward variance")
     stale_rewards: Positive | None = Field(1e-6, description="smallest difference of rewards in a window")
     truncated: Fraction | None = Field(0.5, description="largest share of truncated completions")
     evaluation_truncated: Fraction | None = Field(
-        0.2, description="largest share of truncated completions in an evaluation"
+        0.2, description="largest share of truncation in evaluations"
     )
-    divergence: Factor | None = Field(
-        10.0, description="largest factor of the gradient norm between the halves of a window"
-    )
+    divergence: Factor | None = Field(10.0, description="largest factor of the gradient norm in a window")
     sampler_drift: Positive | None = Field(
         0.1,
         description="largest difference, in nats per token, of the rollout engine's and the trainer's "

@@ -29,9 +29,7 @@ class RewardConfig(Section):
     """A reward function and its weight."""
 
     reward: str = Field(description="a built-in reward, `module:function` or `path/to/file.py:function`")
-    weight: float = Field(
-        1.0, ge=-1e6, le=1e6, description="factor in the sum of rewards; negative: a penalty"
-    )
+    weight: float = Field(1.0, ge=-1e6, le=1e6, description="factor in the sum of rewards; negative: penalty")
     options: dict[str, Any] = Field({}, description="keyword arguments of the function")
     timeout: Seconds = Field(
         DEFAULT_TIMEOUT,

@@ -34,7 +34,7 @@ class VLLMConfig(Section):
         "max_completion_length",
     )
     enforce_eager: bool | None = Field(
-        None, description="no compilation and no CUDA graphs: a quick start; null: on a CPU"
+        None, description="neither compile nor capture CUDA graphs; null: on a CPU"
     )
     sleep_level: Literal["auto", 0, 1, 2] = Field(
         "auto",
@@ -51,9 +51,7 @@ class VLLMConfig(Section):
         "base; auto: adapter with a quantized base, else by the plan",
     )
     fp32_head: bool = Field(False, description="compute logits in float32")
-    tensor_parallel_size: PositiveInt = Field(
-        1, description="consecutive ranks of torchrun that share a vLLM"
-    )
+    tensor_parallel_size: PositiveInt = Field(1, description="consecutive ranks of torchrun that share vLLM")
 
 
 class RolloutConfig(Section):
@@ -72,9 +70,7 @@ class RolloutConfig(Section):
         description="for loss_type opd: share of steps on sampled completions, GKD's lambda; others train on "
         "the data's column `completion`",
     )
-    max_completion_length: PositiveInt = Field(
-        256, description="tokens of all turns, including those of an environment"
-    )
+    max_completion_length: PositiveInt = Field(256, description="tokens of all turns, environments included")
     # vLLM raises smaller ones, and larger ones sample as evenly.
     temperature: Annotated[float, Field(ge=0.01, le=100)] = Field(
         1.0, description="divides the logits, in sampling and in the loss"

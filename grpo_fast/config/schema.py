@@ -61,13 +61,9 @@ class TrainConfig(Section):
     )
     output_dir: Annotated[str, AfterValidator(_path)] = Field("runs/default", description="the run's folder")
     seed: Seed = Field(0, description="of prompts, completions and new weights; a CPU run is reproducible")
-    max_steps: PositiveInt = Field(
-        100, description="steps: a rollout and its updates, or a batch of comparisons"
-    )
+    max_steps: PositiveInt = Field(100, description="steps: a rollout and its updates, or a batch of pairs")
     epochs: Positive | None = Field(None, description="passes over the prompts, in place of max_steps")
-    prompts_per_step: PositiveInt = Field(
-        16, description="prompts of a rollout, or of a batch of comparisons"
-    )
+    prompts_per_step: PositiveInt = Field(16, description="prompts of a rollout, or a batch of comparisons")
     num_iterations: PositiveInt = Field(1, description="epochs over one rollout")
     minibatches: PositiveInt = Field(1, description="optimizer steps in one epoch over a rollout")
     old_logprobs: Literal["recompute", "sampler"] = Field(
@@ -83,7 +79,7 @@ class TrainConfig(Section):
         "the plan, else 16,384",
     )
     threads: Annotated[int, Field(ge=1, le=1024)] | None = Field(
-        None, description="CPU threads; null: torch's default"
+        None, description="CPU threads; null: torch's"
     )
     model: ModelConfig
     reference: ReferenceConfig = ReferenceConfig()
@@ -100,9 +96,7 @@ class TrainConfig(Section):
     preference: PreferenceConfig = PreferenceConfig()
     groups: GroupConfig = GroupConfig()
     curriculum: CurriculumConfig | None = Field(None, description="sample prompts by difficulty")
-    adaptive_weights: AdaptiveWeightsConfig | None = Field(
-        None, description="change the rewards' weights during the run"
-    )
+    adaptive_weights: AdaptiveWeightsConfig | None = Field(None, description="change rewards' weights")
     stages: list[StageConfig] = Field([], description="stages of the run, in order")
     optimizer: OptimizerConfig = OptimizerConfig()
     alerts: AlertsConfig = AlertsConfig()
@@ -110,7 +104,7 @@ class TrainConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
     callbacks: list[str] = Field(
-        [], description="`module:Class` or `path/to/file.py:Class`, subclasses of grpo_fast.Callback"
+        [], description="subclasses of grpo_fast.Callback, `module:Class` or `file.py:Class`"
     )
     hub: HubConfig | None = Field(None, description="push the trained model to the hub")
 

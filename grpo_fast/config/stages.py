@@ -40,7 +40,7 @@ class StageConfig(Section):
     name: Annotated[str, Field(min_length=1)] = Field(description="unique; for messages and the report")
     steps: PositiveInt | None = Field(None, description="null, for the last stage: until max_steps")
     fresh_optimizer: bool = Field(
-        False, description="reset the optimizer's moments, and restart the learning rate's schedule"
+        False, description="reset the moments, and restart the learning rate's schedule"
     )
     overrides: dict[str, Any] = Field(
         {},
