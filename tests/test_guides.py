@@ -109,9 +109,6 @@ def start_of(model: str, run: grpo_fast.Run) -> Any:
     return type("Start", (), {"model": loaded, "tokenizer": run.policy.tokenizer})
 
 
-# ------------------------------------------------------------------ rewards, as TRL and Axolotl call them
-
-
 def content(completions: Sequence[Any]) -> list[str]:
     return [said if isinstance(said, str) else said[-1]["content"] for said in completions]
 
@@ -135,9 +132,6 @@ def tags_so_far(completions, **columns) -> list[float]:
     ]
     found = [sum(tag in text for tag in TAGS) for text in content(completions)]
     return [0.25 * tags - 0.001 * rest for tags, rest in zip(found, after, strict=True)]
-
-
-# -------------------------------------------------------------------------------------- the guide to TRL
 
 
 def test_partial_credit_orders_drafts_and_raises_the_best(model):
@@ -249,10 +243,8 @@ def test_collapse_and_drift_raise_an_alert_with_what_to_try(model, script):
 def test_merged_adapters_load_in_transformers_and_answer_a_conversation(script):
     """004: saving and merging LoRA, inference; memory of adapters."""
     folder = script.run.folder.parent
-    ids, start = (
-        torch.tensor([[20, 21, 22]]),
-        AutoModelForCausalLM.from_pretrained(folder / "out/inputs/model"),
-    )
+    ids = torch.tensor([[20, 21, 22]])
+    start = AutoModelForCausalLM.from_pretrained(folder / "out/inputs/model")
     trained = script.run.policy.model(ids).logits
     for name in ("merged", "exported"):
         merged = AutoModelForCausalLM.from_pretrained(folder / name)
@@ -366,9 +358,6 @@ def test_preview_shows_completions_and_rewards_without_training(model, capsys):
     assert "strategy = 'prompt' makes each prompt a group" in capsys.readouterr().err
 
 
-# ------------------------------------------------------------------------- ranked groups and preferences
-
-
 WRONG = [{"response": "it is", "rank": 2}, {"response": "cats so", "rank": 3}]
 RANKED = [
     {"prompt": f"{n} plus 2", "group": [*WRONG, {"response": f"so {n + 2}", "rank": 1}], "group_type": kind}
@@ -377,32 +366,26 @@ RANKED = [
 HELD_OUT = [row | {"prompt": row["prompt"].replace("2", "3")} for row in RANKED[:6]]
 
 
-def in_rank_order(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The guide's preprocessing."""
-    return [row | {"group": sorted(row["group"], key=lambda response: response["rank"])} for row in rows]
-
-
 @pytest.mark.parametrize("ranking", [{}, {"objective": "group_relative", "temperature": 0.1}])
 def test_ranked_groups_train_and_are_scored_by_type(model, ranking):
     """002: group structure, preprocessing, training script, parameters, evaluation, group analysis."""
     common = {"algorithm": "rank", "evaluation": HELD_OUT, "preference": {"ranking": ranking}}
     common |= {"gradient_checkpointing": True, "learning_rate": 5e-3, "prompts_per_step": 8}
     run = train(model, dataset=RANKED, **common)
-    again = train(model, dataset=in_rank_order(RANKED), output_dir="again", **common)
+    in_order = [
+        row | {"group": sorted(row["group"], key=lambda response: response["rank"])} for row in RANKED
+    ]
+    again = train(model, dataset=in_order, output_dir="again", **common)
 
     steps = run.metrics
     assert steps["loss"].tolist()[1:] == pytest.approx(again.metrics["loss"].tolist()[1:], rel=1e-4)
     assert steps["grad_norm"].loc[1:].gt(0).all() and steps["memory/peak_bytes"].loc[1:].gt(0).all()
     assert {"learning_rate", "ranking/pairwise_accuracy"} <= {*steps}
-    kept = [
-        [
-            logprob(run.policy, f"user {row['prompt']} assistant", f"{of['response']} </s>")
-            for of in row["group"]
-        ]
-        for row in HELD_OUT
-    ]
-    orders = [[a > b, a > c, b > c] for b, c, a in kept]
-    by_row = [sum(order) / 3 for order in orders]
+    by_row = []
+    for row in HELD_OUT:
+        texts = [f"{response['response']} </s>" for response in row["group"]]
+        b, c, a = (logprob(run.policy, f"user {row['prompt']} assistant", text) for text in texts)
+        by_row.append(((a > b) + (a > c) + (b > c)) / 3)
     last = steps.iloc[-1]
     assert last["eval/ranking/sum/pairwise_accuracy"] == pytest.approx(sum(by_row) / 6)
     for name, found in {"sums": by_row[::2], "others": by_row[1::2]}.items():
@@ -410,9 +393,6 @@ def test_ranked_groups_train_and_are_scored_by_type(model, ranking):
         spread = torch.tensor(found).std(correction=0).item()
         assert last[f"eval/ranking/consistency/{name}"] == pytest.approx(1 - spread)
     assert steps["loss"][2] < steps["loss"][1]
-
-
-# ------------------------------------------------------------ NeMo: groups of prompts, GRPO's custom losses
 
 
 TOPICS = ["cats", "dogs", "it is", "so so"]
@@ -460,10 +440,7 @@ def pairs_of(levels: Sequence[int]) -> set[frozenset[int]]:
 TOPIC_PAIRS = {frozenset((place, place + 4)) for place in range(4)}
 PAIRS = {"min_group_size": 2, "max_group_size": 2}
 AGREED = [0, 2, 4, 6, 1, 3, 5, 7]  # levels by which a topic's two prompts are neighbors
-COMBINED = yaml.safe_load("""{strategy: combined, similarity_threshold: 0.6, criteria: [
-  {by: embedding, weight: 0.4}, {by: reward, weight: 0.3}, {by: diversity, weight: 0.3}]}""")
-ADAPTIVE = yaml.safe_load("""{strategy: adaptive, phases: [
-  {until: 0.3, strategy: random}, {until: 0.7, strategy: performance}, {until: 1.0, strategy: semantic}]}""")
+COMBINED, ADAPTIVE = GUIDES["combined"], GUIDES["adaptive"]
 PARITY = {frozenset(range(0, 8, 2)), frozenset(range(1, 8, 2))}
 
 
@@ -598,9 +575,6 @@ def test_preview_counts_groups_before_training(model, capsys, groups, shown):
     assert {*map(int, re.findall(r"row (\d+):", said))} == {*range(8)}
 
 
-# ---------------------------------------------------------------------------------- NeMo: losses of pairs
-
-
 PAIRS_OF_TEXT = [
     {"prompt": f"{n} plus 2", "chosen": f"so {n + 2}", "rejected": "cats so"}
     | {"math_correctness": n % 2, "syntax_scores": n / 8}
@@ -719,9 +693,6 @@ def test_a_loss_that_is_not_finite_ends_the_run_by_its_name(model):
     assert len(read_jsonl(Path("out/metrics.jsonl"))) == 2  # the step before the first, and the first
     with pytest.raises(ValueError, match=r"of_tokens_overflows.* returned a loss that is not finite"):
         train(model, loss={"loss_type": of_tokens_overflows}, output_dir="tokens")
-
-
-# ------------------------------------------------------------------- configuration files of the guides
 
 
 @pytest.mark.parametrize("guide", GUIDES["files"], ids=lambda guide: guide["guide"])

@@ -61,7 +61,7 @@ class TrainConfig(Section):
     )
     output_dir: Annotated[str, AfterValidator(_path)] = Field("runs/default", description="the run's folder")
     seed: Seed = Field(0, description="of prompts, completions and new weights; a CPU run is reproducible")
-    max_steps: PositiveInt = Field(100, description="steps: a rollout and its updates, or a batch of pairs")
+    max_steps: PositiveInt = Field(100, description="steps, each a rollout and its updates or one batch")
     epochs: Positive | None = Field(None, description="passes over the prompts, in place of max_steps")
     prompts_per_step: PositiveInt = Field(16, description="prompts of a rollout, or a batch of comparisons")
     num_iterations: PositiveInt = Field(1, description="epochs over one rollout")
