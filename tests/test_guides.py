@@ -372,9 +372,7 @@ def test_ranked_groups_train_and_are_scored_by_type(model, ranking):
     common = {"algorithm": "rank", "evaluation": HELD_OUT, "preference": {"ranking": ranking}}
     common |= {"gradient_checkpointing": True, "learning_rate": 5e-3, "prompts_per_step": 8}
     run = train(model, dataset=RANKED, **common)
-    in_order = [
-        row | {"group": sorted(row["group"], key=lambda response: response["rank"])} for row in RANKED
-    ]
+    in_order = [row | {"group": sorted(row["group"], key=lambda one: one["rank"])} for row in RANKED]
     again = train(model, dataset=in_order, output_dir="again", **common)
 
     steps = run.metrics

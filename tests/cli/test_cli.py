@@ -145,7 +145,7 @@ def test_an_interruption_and_an_unexpected_error_have_their_codes(monkeypatch, c
         ("eval", ["c", "--output", "a=b.json", "x=1"], ["c", "--output", "a=b.json"], ["x=1"]),
     ],
 )
-def test_overrides_are_told_from_the_commands_own_options(command, tokens, own, overrides):
+def test_overrides_are_split_from_the_options_of_a_command(command, tokens, own, overrides):
     _, parsers = cli.build_parser()
     assert cli.split_overrides(parsers[command], tokens) == (own, overrides)
 

@@ -53,7 +53,7 @@ def test_preference_terms_are_not_taken_for_grpos(text):
     assert not any(place.split(".")[0] in ("loss", "rollout", "rewards") for place in found.places)
 
 
-def test_keys_that_disagree_are_told_and_tokens_are_not_shown():
+def test_keys_that_disagree_are_listed_and_tokens_are_not_shown():
     found = converted("{num_generations: 8, bf16: true, dtype: float32, hub_token: hf_secret}")
     reasons = {row.key: row.reason for row in found.rows}
     assert "model.dtype" in reasons["dtype"] and "bf16" in reasons["dtype"]

@@ -145,7 +145,7 @@ def test_what_stays_open_or_is_wrong_is_listed_by_its_key(case, tmp_path):
     assert ("read as NeMo-RL's by data:" in str(caught.value)) == ("data:" in case["text"])
 
 
-def test_flat_names_of_another_tool_in_a_file_of_ours_are_told(tmp_path, caplog):
+def test_flat_names_of_another_tool_in_our_file_are_warned_of(tmp_path, caplog):
     (tmp_path / "run.yaml").write_text("num_generations: 4\nwarmup_ratio: 0.5\nmax_steps: 4")
     assert load_config(tmp_path / "run.yaml", REWARDED | {"beta": 0.1}).optimizer.schedule == "constant"
     assert "read as a file of grpo-fast; num_generations: names of TRL" in caplog.text
