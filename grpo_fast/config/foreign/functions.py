@@ -55,8 +55,9 @@ class Functions:
 
     def _copy(self, name: str, statement: ast.stmt, user: str) -> None:
         value, index = self.program.values.get(name), None
-        if isinstance(value, ast.Subscript) and isinstance(value.slice, ast.Constant):
-            value, index = value.value, value.slice.value
+        match value:
+            case ast.Subscript(value=made, slice=ast.Constant(value=part)):
+                value, index = made, part
         calls = (node for node in ast.walk(statement) if isinstance(node, ast.Call))
         binds = isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name | ast.Tuple)
         trains = id(value) in self.policy or any(ast.unparse(call.func).endswith(_ENDS) for call in calls)

@@ -173,7 +173,9 @@ class Program(ast.NodeTransformer):
         self.calls.append(node)
         name = node.func.id if isinstance(node.func, ast.Name) else ""
         if name == "dict" and not node.args:
-            keys: list[ast.expr | None] = [one.arg and ast.Constant(one.arg) for one in node.keywords]
+            keys: list[ast.expr | None] = [
+                ast.Constant(one.arg) if one.arg else None for one in node.keywords
+            ]
             return ast.Dict(keys, [one.value for one in node.keywords], lineno=node.lineno)
         function = self._functions.get(name)
         if function is None or name in self._open or self._calls_left <= 0:
