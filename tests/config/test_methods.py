@@ -14,6 +14,7 @@ import yaml
 from grpo_fast.config.load import dump_config, load_config
 from grpo_fast.config.methods import departures, describe_method
 from grpo_fast.config.schema import TrainConfig
+from grpo_fast.config.section import at
 from grpo_fast.config.stages import resolve_stages
 from grpo_fast.loop.collect import overlong_penalties
 from grpo_fast.objective import GRPOLossConfig
@@ -31,16 +32,11 @@ def run_of(**settings: Any) -> TrainConfig:
     return TrainConfig.model_validate(MINIMAL | settings)
 
 
-def value_of(config: TrainConfig, key: str) -> Any:
-    section, _, name = key.rpartition(".")
-    return getattr(getattr(config, section) if section else config, name)
-
-
 def test_every_loss_is_a_method_and_each_sets_what_it_says():
     assert set(LOSS_TYPES) <= METHODS.keys()
     for name, own in METHODS.items():
         config = run_of(method=name, **({"reference": {"path": "t"}} if name in ("opd", "gkd") else {}))
-        assert {key: value_of(config, key) for key in own} == own, name
+        assert {key: at(config, key) for key in own} == own, name
         assert not departures(config, name) and describe_method(config).startswith(
             f"{name} sets loss.loss_type="
         )
@@ -105,9 +101,6 @@ def test_a_surrogate_alone_says_when_advantages_are_not_its_papers():
     assert not describe_method(run_of()) and not describe_method(run_of(loss={"loss_type": "grpo"}))
     assert not describe_method(run_of(loss={"loss_type": "rloo"}, advantage={"function": "mine:own"}))
     assert not describe_method(run_of(loss={"loss_type": "mine:loss"}))
-
-
-# ---------------------------------------------------------------------- the length of completions
 
 
 def test_a_soft_punishment_falls_over_the_last_share_of_the_limit(make_trainer):

@@ -63,14 +63,8 @@ def test_an_override_changes_its_keys_and_another_loss_its_whole_section():
 
 
 def test_a_learning_rate_schedule_spans_from_one_fresh_optimizer_to_the_next():
-    stages = resolve_stages(
-        stages_of(
-            stage("a", 2),
-            stage("b", 4, num_iterations=2),
-            stage("c", 3, fresh_optimizer=True, minibatches=3),
-            stage("d", 1),
-        )
-    )
+    whole = (stage("a", 2), stage("b", 4), stage("c", 3, fresh_optimizer=True, minibatches=3), stage("d", 1))
+    stages = resolve_stages(stages_of(*whole))
     assert [schedule_steps(stages, i) for i in range(4)] == [6, 6, 4, 4]
 
 
