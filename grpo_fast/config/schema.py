@@ -240,7 +240,7 @@ def _contradictions(c: TrainConfig) -> Iterator[str]:
     if rollout.router_replay and (c.model.compile is True or c.dataset.is_taskset):
         yield (
             "rollout.router_replay = true: `verifiers:` does not hand on which experts were chosen, and "
-            "compiled layers ignore them; set model.compile to false, or leave router_replay out"
+            "compiled layers do not look; set model.compile to false, or leave router_replay out"
         )
     if rollout.has_turns and c.dataset.overlong_prompts == "truncate":
         yield (

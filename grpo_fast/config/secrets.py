@@ -114,8 +114,8 @@ def in_use(options: Mapping[str, Any], place: str) -> dict[str, Any]:
         of_text = MASK in leaf and any(redacted(leaf.replace(MASK, text)) == leaf for text in _FILLED)
         if of_text or (leaf == MASK and is_secret(name)):
             raise ValueError(
-                f"{key} = {leaf!r} is hidden in a run's folder: set {key}=VALUE again, or an environment "
-                "variable, ${NAME}"
+                f"{key} = {leaf!r} is hidden in a run's folder: give it again as {key}=VALUE, or as an "
+                "environment variable, ${NAME}"
             )
         if (found := VARIABLE.fullmatch(leaf)) is None:
             return leaf
