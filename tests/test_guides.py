@@ -109,9 +109,6 @@ def start_of(model: str, run: grpo_fast.Run) -> Any:
     return type("Start", (), {"model": loaded, "tokenizer": run.policy.tokenizer})
 
 
-# ------------------------------------------------------------------ rewards, as TRL and Axolotl call them
-
-
 def content(completions: Sequence[Any]) -> list[str]:
     return [said if isinstance(said, str) else said[-1]["content"] for said in completions]
 
@@ -137,9 +134,6 @@ def tags_so_far(completions, **columns) -> list[float]:
     return [0.25 * tags - 0.001 * rest for tags, rest in zip(found, after, strict=True)]
 
 
-# -------------------------------------------------------------------------------------- the guide to TRL
-
-
 def test_partial_credit_orders_drafts_and_raises_the_best(model):
     """004: rewards by template, correctness, format, incremental format; the mathematical intuition."""
     rewards = [tags_so_far, in_blocks, is_seven]
@@ -157,17 +151,8 @@ def test_partial_credit_orders_drafts_and_raises_the_best(model):
     assert gain[DRAFTS[4]] > max(0, gain[DRAFTS[2]])  # against the worst
 
 
-SCRIPT = yaml.safe_load("""{learning_rate: 5.0e-6, adam_beta1: 0.9, adam_beta2: 0.99, weight_decay: 0.1,
-  warmup_ratio: 0.1, lr_scheduler_type: cosine, per_device_train_batch_size: 1, num_train_epochs: 1,
-  num_generations: 8, max_prompt_length: 256, max_completion_length: 512, bf16: true,
-  optim: adamw_8bit, max_grad_norm: 0.1, gradient_accumulation_steps: 4,
-  logging_steps: 1, save_steps: 100}""")
-LARGE = yaml.safe_load("""{learning_rate: 1.0e-5, per_device_train_batch_size: 4, num_train_epochs: 1,
-  bf16: true, gradient_accumulation_steps: 2, num_generations: 16, max_prompt_length: 512,
-  max_completion_length: 1024, use_vllm: true, logging_steps: 10}""")
-SMALL = yaml.safe_load("""{max_completion_length: 12, max_steps: 2, bf16: false, use_cpu: true,
-  optim: adamw_torch, learning_rate: 1.0e-2, warmup_ratio: 0.0, beta: 0.04, output_dir: out, report_to: none,
-  loss_type: grpo}""")
+GUIDES = yaml.safe_load(Path(__file__).with_name("guides.yaml").read_text(encoding="utf-8"))
+SCRIPT, LARGE, SMALL = (GUIDES[name] for name in ("script", "large", "small"))
 QUESTIONS = [{"question": f"{i} plus {7 - i}", "raw_answer": "so it is #### 7"} for i in range(8)]
 LOGGED = {"logging.samples_every": 1, "logging.samples": 100}
 ADAPTERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -187,20 +172,14 @@ def scripted(model: Any, tokenizer: Any, rewards: list[Any], args: Any = None, *
     return grpo_fast.GRPOTrainer(model=model, reward_funcs=rewards, **common | more)
 
 
-MEMORY = """{optimizer.kind: adamw_8bit, optimizer.betas: [0.9, 0.99], epochs: 1, optimizer.schedule: cosine,
-  optimizer.warmup_steps: 0.1, logging.wandb: true, prompts_per_step: 1, model.dtype: bfloat16,
-  optimizer.max_grad_norm: 0.1, rollout.num_generations: 8, dataset.max_prompt_length: 256,
-  checkpoint.every: 100}"""
-SPEED = """{rollout.engine: vllm, rollout.num_generations: 16, prompts_per_step: 1, epochs: 1,
-  logging.every: 10, rollout.max_completion_length: 1024}"""
-
-
-@pytest.mark.parametrize(("args", "expected"), [(SCRIPT | {"report_to": "wandb"}, MEMORY), (LARGE, SPEED)])
+@pytest.mark.parametrize(
+    ("args", "expected"), [(SCRIPT | {"report_to": "wandb"}, "script_places"), (LARGE, "large_places")]
+)
 def test_a_training_configuration_of_trl_keeps_its_values_and_trains(model, args, expected):
     places = trl_places(grpo_fast.GRPOConfig("out", **args), {"reward_funcs": ["length"]})
     config = load_config(places | {"model.path": "m", "dataset.source": "d"})
     found = flatten(config.model_dump(mode="json"))
-    for place, value in yaml.safe_load(expected).items():
+    for place, value in GUIDES[expected].items():
         assert found[place] == value, place
     own = args | SMALL | {"use_vllm": False}
     run = scripted(model, AutoTokenizer.from_pretrained(model), [tags_so_far], own, **LOGGED).train()
@@ -264,10 +243,8 @@ def test_collapse_and_drift_raise_an_alert_with_what_to_try(model, script):
 def test_merged_adapters_load_in_transformers_and_answer_a_conversation(script):
     """004: saving and merging LoRA, inference; memory of adapters."""
     folder = script.run.folder.parent
-    ids, start = (
-        torch.tensor([[20, 21, 22]]),
-        AutoModelForCausalLM.from_pretrained(folder / "out/inputs/model"),
-    )
+    ids = torch.tensor([[20, 21, 22]])
+    start = AutoModelForCausalLM.from_pretrained(folder / "out/inputs/model")
     trained = script.run.policy.model(ids).logits
     for name in ("merged", "exported"):
         merged = AutoModelForCausalLM.from_pretrained(folder / name)
@@ -378,13 +355,7 @@ def test_preview_shows_completions_and_rewards_without_training(model, capsys):
     assert "user 3 plus 4 assistant" in shown and len(re.findall(r"debug\W+1", shown)) >= 2
     assert not Path("runs").exists()
     assert main(["preview", "run.yaml", "--groups", "prompts_per_step=1"]) == 2
-    with pytest.raises(SystemExit):
-        main(["preview", "run.yaml", "--groups", "--num-prompts", "3"])
-    refused = capsys.readouterr().err
-    assert "strategy = 'prompt' makes each prompt a group of its own" in refused and "not allowed" in refused
-
-
-# ------------------------------------------------------------------------- ranked groups and preferences
+    assert "strategy = 'prompt' makes each prompt a group" in capsys.readouterr().err
 
 
 WRONG = [{"response": "it is", "rank": 2}, {"response": "cats so", "rank": 3}]
@@ -395,32 +366,24 @@ RANKED = [
 HELD_OUT = [row | {"prompt": row["prompt"].replace("2", "3")} for row in RANKED[:6]]
 
 
-def in_rank_order(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The guide's preprocessing."""
-    return [row | {"group": sorted(row["group"], key=lambda response: response["rank"])} for row in rows]
-
-
 @pytest.mark.parametrize("ranking", [{}, {"objective": "group_relative", "temperature": 0.1}])
 def test_ranked_groups_train_and_are_scored_by_type(model, ranking):
     """002: group structure, preprocessing, training script, parameters, evaluation, group analysis."""
     common = {"algorithm": "rank", "evaluation": HELD_OUT, "preference": {"ranking": ranking}}
     common |= {"gradient_checkpointing": True, "learning_rate": 5e-3, "prompts_per_step": 8}
     run = train(model, dataset=RANKED, **common)
-    again = train(model, dataset=in_rank_order(RANKED), output_dir="again", **common)
+    in_order = [row | {"group": sorted(row["group"], key=lambda one: one["rank"])} for row in RANKED]
+    again = train(model, dataset=in_order, output_dir="again", **common)
 
     steps = run.metrics
     assert steps["loss"].tolist()[1:] == pytest.approx(again.metrics["loss"].tolist()[1:], rel=1e-4)
     assert steps["grad_norm"].loc[1:].gt(0).all() and steps["memory/peak_bytes"].loc[1:].gt(0).all()
     assert {"learning_rate", "ranking/pairwise_accuracy"} <= {*steps}
-    kept = [
-        [
-            logprob(run.policy, f"user {row['prompt']} assistant", f"{of['response']} </s>")
-            for of in row["group"]
-        ]
-        for row in HELD_OUT
-    ]
-    orders = [[a > b, a > c, b > c] for b, c, a in kept]
-    by_row = [sum(order) / 3 for order in orders]
+    by_row = []
+    for row in HELD_OUT:
+        texts = [f"{response['response']} </s>" for response in row["group"]]
+        b, c, a = (logprob(run.policy, f"user {row['prompt']} assistant", text) for text in texts)
+        by_row.append(((a > b) + (a > c) + (b > c)) / 3)
     last = steps.iloc[-1]
     assert last["eval/ranking/sum/pairwise_accuracy"] == pytest.approx(sum(by_row) / 6)
     for name, found in {"sums": by_row[::2], "others": by_row[1::2]}.items():
@@ -428,9 +391,6 @@ def test_ranked_groups_train_and_are_scored_by_type(model, ranking):
         spread = torch.tensor(found).std(correction=0).item()
         assert last[f"eval/ranking/consistency/{name}"] == pytest.approx(1 - spread)
     assert steps["loss"][2] < steps["loss"][1]
-
-
-# ------------------------------------------------------------ NeMo: groups of prompts, GRPO's custom losses
 
 
 TOPICS = ["cats", "dogs", "it is", "so so"]
@@ -478,10 +438,7 @@ def pairs_of(levels: Sequence[int]) -> set[frozenset[int]]:
 TOPIC_PAIRS = {frozenset((place, place + 4)) for place in range(4)}
 PAIRS = {"min_group_size": 2, "max_group_size": 2}
 AGREED = [0, 2, 4, 6, 1, 3, 5, 7]  # levels by which a topic's two prompts are neighbors
-COMBINED = yaml.safe_load("""{strategy: combined, similarity_threshold: 0.6, criteria: [
-  {by: embedding, weight: 0.4}, {by: reward, weight: 0.3}, {by: diversity, weight: 0.3}]}""")
-ADAPTIVE = yaml.safe_load("""{strategy: adaptive, phases: [
-  {until: 0.3, strategy: random}, {until: 0.7, strategy: performance}, {until: 1.0, strategy: semantic}]}""")
+COMBINED, ADAPTIVE = GUIDES["combined"], GUIDES["adaptive"]
 PARITY = {frozenset(range(0, 8, 2)), frozenset(range(1, 8, 2))}
 
 
@@ -616,9 +573,6 @@ def test_preview_counts_groups_before_training(model, capsys, groups, shown):
     assert {*map(int, re.findall(r"row (\d+):", said))} == {*range(8)}
 
 
-# ---------------------------------------------------------------------------------- NeMo: losses of pairs
-
-
 PAIRS_OF_TEXT = [
     {"prompt": f"{n} plus 2", "chosen": f"so {n + 2}", "rejected": "cats so"}
     | {"math_correctness": n % 2, "syntax_scores": n / 8}
@@ -739,103 +693,23 @@ def test_a_loss_that_is_not_finite_ends_the_run_by_its_name(model):
         train(model, loss={"loss_type": of_tokens_overflows}, output_dir="tokens")
 
 
-# ------------------------------------------------------------------- configuration files of the guides
-
-
-AXOLOTL = """
-base_model: {model}
-rl: grpo
-trl: {beta: 0.001, max_completion_length: 512, num_generations: 16, use_vllm: true,
-  reward_funcs: [mine.shorter]}
-vllm: {host: 0.0.0.0, port: 8000, tensor_parallel_size: 1, gpu_memory_utilization: 0.7, max_model_len: 800}
-learning_rate: 1.0e-6
-gradient_accumulation_steps: 1
-micro_batch_size: 16
-gradient_checkpointing: true
-datasets: [{path: rows.jsonl}]
-"""
-TUTORIAL = """
-model: {name: {model}, max_length: 512}
-training: {batch_size: 1, learning_rate: 5e-6, num_epochs: 3, warmup_steps: 100, group_size: 3}
-data: {train_file: ranked.json, validation_file: held_out.json, max_seq_length: 512}
-"""
-CUSTOM_GRPO = """
-algorithm: {name: custom_grpo, group_size: 4, group_strategy: semantic, learning_rate: 3e-4, clip_ratio: 0.2,
-  grouping: {similarity_threshold: 0.8, max_group_size: 6, min_group_size: 2}, value_loss_coef: 0.5,
-  entropy_coef: 0.01}
-"""
-CUSTOM_DPO = """
-algorithm: {name: custom_dpo, beta: 0.1, learning_rate: 1e-5, max_grad_norm: 1.0, warmup_steps: 100,
-  loss: {type: custom_math_reasoning, math_weight: 2.0, syntax_weight: 1.5}}
-"""
-MINE = '''
-def shorter(prompts, completions, labels, context=None):
-    """Axolotl's signature: labels are the answers, the context has all columns."""
-    assert labels == [str(int(question[0]) + 2) for question in context["question"]]
-    return [1.0 - len(str(completion)) / 1000 for completion in completions]
-
-
-def with_turns(example, tokenizer=None):
-    assert tokenizer is not None
-    turns = [{"role": "user", "content": example["question"]}]
-    return {"prompt": turns, "answer": example["reference_answer"]}
-'''
-MISSING = "model.path={model} prompts_per_step=8 max_steps=2 dataset.source="
-FROM_FILES = [
-    (
-        AXOLOTL,
-        "dataset.transform=mine.py:with_turns 'rewards=[{reward: mine.py:shorter}]' max_steps=2",
-        """{loss.beta: 0.001, rollout.num_generations: 16, optimizer.learning_rate: 1.0e-6,
-          prompts_per_step: 1, model.gradient_checkpointing: true, rollout.engine: vllm,
-          rollout.vllm.max_model_length: 800, rollout.vllm.gpu_memory_utilization: 0.7}""",
-        "port",
-    ),
-    (
-        TUTORIAL,
-        "",
-        """{algorithm: rank, optimizer.learning_rate: 5.0e-6, prompts_per_step: 1, epochs: 3,
-          optimizer.warmup_steps: 100, dataset.source: ranked.json}""",
-        "group_size",
-    ),
-    (
-        CUSTOM_GRPO,
-        MISSING + "prompts.jsonl 'rewards=[{reward: length, options: {target: 3}}]'",
-        """{rollout.num_generations: 4, groups.strategy: semantic, loss.epsilon_low: 0.2,
-          loss.entropy_coef: 0.01, groups.similarity_threshold: 0.8, groups.max_group_size: 6,
-          groups.min_group_size: 2, optimizer.learning_rate: 3.0e-4, loss.value_loss_coef: 0}""",
-        "value_loss_coef",
-    ),
-    (
-        CUSTOM_DPO,
-        MISSING
-        + "pairs.jsonl optimizer.warmup_steps=1 preference.loss.loss_type=tests.test_guides:mathematical",
-        """{algorithm: dpo, preference.loss.beta: 0.1, optimizer.learning_rate: 1.0e-5,
-          optimizer.max_grad_norm: 1.0}""",
-        "custom_math_reasoning",
-    ),
-]
-FILE_IDS = ["003: Axolotl", "002: ranked groups", "000, 001: custom GRPO", "001: custom DPO"]
-
-
-@pytest.mark.parametrize(("text", "missing", "expected", "told"), FROM_FILES, ids=FILE_IDS)
-def test_a_guides_file_trains_as_it_stands_and_says_what_became_of_it(
-    model, text, missing, expected, told, capsys
-):
-    Path("mine.py").write_text(MINE)
-    Path("guide.yaml").write_text(text.replace("{model}", model))
+@pytest.mark.parametrize("guide", GUIDES["files"], ids=lambda guide: guide["guide"])
+def test_a_guides_file_trains_as_it_stands_and_says_what_became_of_it(model, guide, capsys):
+    Path("mine.py").write_text(GUIDES["mine"])
+    Path("guide.yaml").write_text(guide["text"].replace("{model}", model))
     write_rows("rows.jsonl", [{"question": f"{n} plus 2", "reference_answer": str(n + 2)} for n in range(4)])
     write_rows("prompts.jsonl", [{"prompt": f"cats {n}"} for n in range(8)])
     write_rows("pairs.jsonl", PAIRS_OF_TEXT)
     write_rows("ranked.json", RANKED)
     write_rows("held_out.json", [row | {"prompt": "7 plus 3"} for row in RANKED[:2]])
-    given = ["train", "guide.yaml", *shlex.split(missing.replace("{model}", model))]
+    given = ["train", "guide.yaml", *shlex.split(guide["missing"].replace("{model}", model))]
 
     code, printed = main([*given, "--print-config"]), capsys.readouterr()
     assert code == 0, printed.err
     found = flatten(yaml.safe_load(printed.out))
-    assert told in printed.err
+    assert guide["listed"] in printed.err
     found["dataset.source"] = Path(found["dataset.source"]).name
-    for place, value in yaml.safe_load(expected).items():
+    for place, value in guide["expected"].items():
         assert found[place] == value, place
     small = ["model.dtype=float32", "output_dir=out", "logging.tensorboard=false"]
     if found["algorithm"] == "grpo":
@@ -848,21 +722,7 @@ def test_a_guides_file_trains_as_it_stands_and_says_what_became_of_it(
 
 def test_a_script_converts_into_a_run_that_trains(model, capsys):
     """004: the template; a whole script read without running it."""
-    Path("script.py").write_text(
-        f"""
-from datasets import load_dataset
-from trl import GRPOConfig, GRPOTrainer
-
-def lively(completions, **kwargs):
-    return [float(len(set(str(text).split()))) for text in completions]
-
-args = GRPOConfig(output_dir="out", learning_rate=5e-6, num_generations=4, max_completion_length=8,
-                  max_steps=2, per_device_train_batch_size=4, use_cpu=True, report_to="none")
-dataset = load_dataset("json", data_files="prompts.jsonl", split="train")
-trainer = GRPOTrainer(model={model!r}, reward_funcs=[lively], args=args, train_dataset=dataset)
-trainer.train()
-"""
-    )
+    Path("script.py").write_text(GUIDES["template"].replace("{model}", model))
     write_rows("prompts.jsonl", [{"prompt": f"cats {n}"} for n in range(4)])
 
     assert main(["convert", "script.py", "-o", "run.yaml"]) == 0

@@ -1,6 +1,6 @@
-"""What each command of `grpo-fast` does; it returns the exit code.
+"""Commands of `grpo-fast`; each returns the exit code.
 
-A command imports what needs torch when its configuration is known to be right: a mistake shows at once.
+A command validates its configuration before it imports torch.
 """
 
 from __future__ import annotations
@@ -26,14 +26,11 @@ def train(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         print(dump_config(resolve_auto(config)), end="")
         return 0
     check_filled_in(config)
-    if args.changed_code:
-        gone = "is gone: --resume goes on with edited code, and warns of it; leave it out"
-        raise ConfigError("train", [Problem("--changed-code", gone)])
+    if args.resume and args.overwrite:
+        raise ConfigError("train", [Problem("--overwrite", "contradicts --resume; keep one")])
     print("loading: PyTorch and transformers", file=sys.stderr, flush=True)
     from grpo_fast import run
 
-    if args.resume and args.overwrite:
-        raise ConfigError("train", [Problem("--overwrite", "goes without --resume; keep one")])
     named = args.resume == "latest" and user_path(args.config).is_dir()
     resume = config.output_dir if named else args.resume  # this folder, not the newest next to it
     ended = run.train(config, resume=resume, overwrite=args.overwrite)
@@ -41,7 +38,7 @@ def train(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def plan(args: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """`grpo-fast plan`: 0 where the run fits, 1 where it does not."""
+    """Print the plan; 0 where the run fits, 1 where it does not."""
     config = plan_config(args, overrides)
     from rich.console import Console
 
@@ -51,7 +48,7 @@ def plan(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     from grpo_fast.policy.load import resolve_device
 
     if args.calibrate and args.gpu is not None:
-        raise ConfigError("plan", [Problem("--calibrate", "measures the device at hand; leave --gpu out")])
+        raise ConfigError("plan", [Problem("--calibrate", "measures this machine's device; leave --gpu out")])
     device = replace(device_budget(args.gpu), ranks=args.gpus)
     shape = shape_of(config.model, device.kind, config.reference)
     prompt_length = args.prompt_length or config.dataset.max_prompt_length
@@ -82,24 +79,23 @@ def export(args: argparse.Namespace, _: Sequence[str]) -> int:
 def report(args: argparse.Namespace, _: Sequence[str]) -> int:
     from grpo_fast.record.report import write_report
 
-    # As they were written, for titles and legends.
+    # Titles and legends have the paths as written.
     runs = (run if run.exists() else user_path(run) for run in map(Path, args.runs))
     print(write_report(*runs, to=Path(args.output) if args.output else None))
     return 0
 
 
 def convert(args: argparse.Namespace, _: Sequence[str]) -> int:
-    """`grpo-fast convert`: the configuration on standard output or in a file, the list of keys on stderr; 3
-    where a person has to decide something before it is the same experiment."""
+    """Print or write the converted configuration, and list its keys on stderr; 3 where one is to decide."""
     from grpo_fast.config.convert import convert_file
 
-    conversion, text = convert_file(args.file, source=args.source, output=args.output)
+    conversion, text = convert_file(args.file, output=args.output)
     print(conversion.listing(), file=sys.stderr)
     if args.output:
         try:
             for file, content in conversion.files.items():
                 if Path(file).exists() and Path(file).read_text(encoding="utf-8") != content:
-                    raise OSError(f"{file} is there and differs; move it, or give another OUT")
+                    raise OSError(f"{file} exists and differs; move it, or give another OUT")
             for file, content in {**conversion.files, args.output: text}.items():
                 Path(file).write_text(content, encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
@@ -110,7 +106,7 @@ def convert(args: argparse.Namespace, _: Sequence[str]) -> int:
 
 
 def plan_config(args: argparse.Namespace, overrides: Sequence[str]) -> TrainConfig:
-    """The configuration of `plan`: a file's, or defaults for --model, whatever they would be trained on."""
+    """Return the configuration to plan: a file's, or defaults for --model."""
     given = [*overrides, *([f"model.path={json.dumps(args.model)}"] if args.model else [])]
     if args.config is not None:
         return load_config(args.config, given)

@@ -1,4 +1,4 @@
-"""`grpo-fast doctor`: what is installed, which device there is, and how to get what is missing."""
+"""`grpo-fast doctor`: check libraries, devices, kernels and rollout engines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 from grpo_fast.config.lookup import requirements
 from grpo_fast.rollout.vllm import installed_version, version_problem
 
-NOT_OURS = ("test", "trl")  # extras of developers, and of those who train with another trainer
+NOT_OURS = ("test", "trl")  # extras that training does not need
 
 
 class Finding(NamedTuple):
@@ -28,17 +28,17 @@ class Finding(NamedTuple):
 
 
 def doctor(args: argparse.Namespace, _: Sequence[str]) -> int:
-    """Print the diagnosis; 0 where training can work."""
+    """Print the findings; 0 where training can work."""
     findings = [*examine()]
     for state, name, detail, _essential in findings:
         print(f"{state:<8}{name:<{max(len(finding.name) for finding in findings)}}  {detail}")
     healthy = all(finding.state == "ok" for finding in findings if finding.essential)
-    print("all that training needs is there" if healthy else "training cannot work like this")
+    print("everything that training needs is installed" if healthy else "training cannot work")
     return 0 if healthy else 1
 
 
 def examine() -> Iterator[Finding]:
-    """Look at this machine; what fails is a finding."""
+    """Check this machine; a check that fails is a finding."""
     for check in (libraries, devices, head, kernels_name):
         try:
             yield from check()
@@ -47,7 +47,7 @@ def examine() -> Iterator[Finding]:
 
 
 def libraries() -> Iterator[Finding]:
-    """Compare what is installed with what is required; the trainer's libraries are essential."""
+    """Compare installed with required versions; the trainer's libraries are essential."""
     for text, module, extra in requirements():
         wanted, essential = Requirement(text), extra in ("", "train")
         name = wanted.name
@@ -66,7 +66,7 @@ def libraries() -> Iterator[Finding]:
             yield Finding("missing", name, remedy, essential)
         except Exception as error:
             yield Finding("broken", name, f"{error}: {remedy}", essential)
-    vllm = installed_version()  # of builds that have other names
+    vllm = installed_version()  # builds have other names
     state = "missing" if vllm is None else "broken" if version_problem(vllm) else "ok"
     yield Finding(state, "vllm", version_problem(vllm) or f"{vllm}, for rollout.engine")
 
@@ -92,7 +92,7 @@ def devices() -> Iterator[Finding]:
 
 
 def head() -> Iterator[Finding]:
-    """Run the head forward and backward on the default device, and compare its kernels with torch."""
+    """Run the head forward and backward, and compare its kernels with torch."""
     import torch
 
     from grpo_fast.head import HeadParameters, linear_logprob, warm_up
@@ -110,7 +110,7 @@ def head() -> Iterator[Finding]:
 
 
 def kernels_name() -> Iterator[Finding]:
-    """Find a top-level `kernels` that is not the hub's package: transformers would take it for that."""
+    """Find a top-level package `kernels` that transformers would take for the hub's."""
     spec, name = importlib.util.find_spec("kernels"), "top-level `kernels`"
     hub = any(found.metadata["Name"] == "kernels" for found in importlib.metadata.distributions())
     if hub or spec is None or spec.origin is None:

@@ -1,4 +1,4 @@
-"""`grpo-fast eval` and `grpo-fast preview`: a policy answers questions, and rewards score the answers."""
+"""`grpo-fast eval` and `grpo-fast preview`: sample completions of a policy, and score them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def evaluate(args: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """`grpo-fast eval`: score answers to the held-out questions."""
+    """Score completions of the held-out questions."""
     config = load_config(args.config, overrides)
     num_samples = max(args.k) if args.num_samples is None else args.num_samples
     if num_samples < max(args.k):
@@ -45,7 +45,7 @@ def evaluate(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         try:
             output.open("ab").close()
         except OSError as error:
-            message = f"must be a file that can be written, in a folder that is there ({error.strerror})"
+            message = f"must be a writable file in an existing folder ({error.strerror})"
             raise ConfigError("eval", [Problem("--output", message, args.output)]) from None
     from grpo_fast.distributed.world import SINGLE_PROCESS
     from grpo_fast.loop.evaluate import evaluate as score_answers
@@ -83,69 +83,62 @@ def evaluate(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def preview(args: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """`grpo-fast preview`: print prompts, completions and rewards before training."""
+    """Print prompts, completions and rewards before training."""
     config = load_config(args.config, overrides)
     check_filled_in(config)
-    from grpo_fast.loop.collect import (
-        KL,
-        OVERLONG,
-        groups_of,
-        overlong_penalties,
-        part_weights,
-        score,
-        with_advantages,
-        with_penalties,
-    )
+    if args.groups and args.num_prompts:
+        raise ConfigError("preview", [Problem("--num-prompts", "is not allowed with --groups; keep one")])
+    from grpo_fast.loop import collect
     from grpo_fast.loop.context import CONTEXT, TeacherContext
     from grpo_fast.plan import resolve_auto
 
     require_engine(config.rollout)
     config = resolve_auto(config)
     if args.groups:
-        return preview_groups(config, args.config)
+        from grpo_fast.data.sources import rows_read_once
+
+        with rows_read_once():
+            return _preview_groups(config, args.config)
     parts = Parts.load(config, args.config, held_out=False)
-    if args.num_prompts > len(parts.questions):
+    num_prompts = args.num_prompts or 2
+    if num_prompts > len(parts.questions):
         message = f"the dataset has {plural(len(parts.questions), 'prompt')}"
-        raise ConfigError("preview", [Problem("--num-prompts", message, args.num_prompts)])
-    prompts = parts.questions[: args.num_prompts]
+        raise ConfigError("preview", [Problem("--num-prompts", message, num_prompts)])
+    prompts = parts.questions[:num_prompts]
     print(parts.questions.described)
     if parts.config.dataset.transform is not None:
         print(transform_text(parts.config.dataset, prompts[0]))
     sampling = sampling_of(config.rollout, config.seed)
     with parts.engine(prompts, sampling) as engine:
         completions = parts.rollout(engine, prompts, config.rollout.num_generations, sampling)
-    table, penalties = score(prompts, completions, parts.rewards), {}
+    table, penalties = collect.score(prompts, completions, parts.rewards), {}
     if config.advantage.soft_overlong is not None:
         limit = config.rollout.max_completion_length
-        penalties[OVERLONG] = overlong_penalties(table, limit, config.advantage.soft_overlong)
+        penalties[collect.OVERLONG] = collect.overlong_penalties(table, limit, config.advantage.soft_overlong)
     if config.loss.kl_in_reward:
-        penalties[KL] = table.facts["reward"].new_zeros(len(table))  # the model is its own reference
+        penalties[collect.KL] = table.facts["reward"].new_zeros(len(table))  # the model is its own reference
         if parts.step is not None:
-            print(f"{KL} is 0 here: preview loads no reference model; training takes beta times the KL")
-    weights = part_weights(parts.rewards.names, parts.rewards.weights, penalties)
+            print(
+                f"{collect.KL} is 0: preview loads no reference model; training subtracts beta times the KL"
+            )
+    weights = collect.part_weights(parts.rewards.names, parts.rewards.weights, penalties)
     tokenizer = parts.policy.tokenizer
     if not config.loss.distills:
-        table = with_advantages(with_penalties(table, penalties), config.advantage, parts.rewards.weights)
+        table = collect.with_penalties(table, penalties)
+        table = collect.with_advantages(table, config.advantage, parts.rewards.weights)
     elif config.reference.prompt_template is not None:
         table = TeacherContext(config.reference, parts.questions, tokenizer).of(table)
     contexts = iter(table.objects.get(CONTEXT, ()))
-    for group in groups_of(table):
+    for group in collect.groups_of(table):
         print(group_text(group, weights, str(tokenizer.decode(list(group.prompt.token_ids)))))
         for number, ids in enumerate(islice(contexts, len(group.completions)), 1):
-            seen = "nothing more, so this completion trains nothing" if ids is None else tokenizer.decode(ids)
+            seen = "nothing else, so this completion does not train" if ids is None else tokenizer.decode(ids)
             print(f"the teacher of completion {number} reads\n{_block(str(seen))}")
     return 0
 
 
-def preview_groups(config: TrainConfig, source: str) -> int:
-    """Print the first step's baseline groups, with completions only where the strategy reads them."""
-    from grpo_fast.data.sources import rows_read_once
-
-    with rows_read_once():
-        return _preview_groups(config, source)
-
-
 def _preview_groups(config: TrainConfig, source: str) -> int:
+    """Print the first step's baseline groups; completions are sampled only where the strategy needs them."""
     from grpo_fast.config.stages import resolve_stages
     from grpo_fast.groups.formation import with_enough
     from grpo_fast.groups.sampler import GroupSampler
@@ -158,7 +151,7 @@ def _preview_groups(config: TrainConfig, source: str) -> int:
     part = build_stages(resolve_stages(config)[:1], Loader(config))[0]
     config, sampler = part.stage.config, part.prompts
     if not isinstance(sampler, GroupSampler):
-        message = "groups.strategy = 'prompt' makes each prompt a group of its own; set another strategy"
+        message = "groups.strategy = 'prompt' makes each prompt a group; set another strategy"
         raise ConfigError("preview", [Problem("--groups", message)])
     sampler.begin(0, config.max_steps)
     prompts, table = sampler.next(), None
@@ -191,18 +184,18 @@ def _preview_groups(config: TrainConfig, source: str) -> int:
 
 @dataclass(frozen=True)
 class Parts:
-    """What answers questions and scores the answers."""
+    """The policy, its questions, and its rewards."""
 
     config: TrainConfig
     rewards: RewardSet
     policy: Policy
-    step: int | None  # of the weights, where they are a run's
+    step: int | None  # of a run's weights
     questions: PromptDataset
     rollout: Rollout
 
     @classmethod
     def load(cls, config: TrainConfig, source: str, *, held_out: bool) -> Parts:
-        """The weights are those of the run or checkpoint `source`, if it is one."""
+        """Load all parts; the weights of the run or checkpoint `source`, if it is one."""
         from grpo_fast.data import load_held_out, load_prompts
         from grpo_fast.environments import load_toolsets, make_rollout
         from grpo_fast.policy import load_policy
@@ -217,7 +210,7 @@ class Parts:
         toolsets = load_toolsets(config.rollout, dataset or config.dataset)
         optional = config.loss.distills and not held_out
         rewards = load_rewards(config.rewards, toolsets.classes if toolsets else (), optional=optional)
-        rewards.position(config.evaluation.reward)  # refused before any work where there is no such reward
+        rewards.position(config.evaluation.reward)  # raises for an unknown reward before any work
         if (folder := user_path(source)).is_dir() and config_path(source).name == CONFIG_FILE:
             policy, step = trained_policy(config, *locate(folder))
         else:
@@ -235,7 +228,7 @@ class Parts:
         return cls(config, rewards, policy, step, questions, rollout)
 
     def engine(self, prompts: Sequence[Prompt], sampling: Sampling) -> AbstractContextManager[Engine]:
-        """With room for the longest prompt and its completion."""
+        """Make an engine for the longest prompt and its completion."""
         from grpo_fast.data.tasksets import library_prompts
         from grpo_fast.policy import longest_sequence
 
@@ -246,7 +239,7 @@ class Parts:
 
 
 def evaluation_sampling(config: TrainConfig, num_samples: int) -> Sampling:
-    """As training evaluates; several answers need a temperature, and take the rollout's where none is set."""
+    """Return the sampling of an evaluation; several completions take the rollout's temperature if greedy."""
     temperature = config.evaluation.temperature
     if num_samples > 1 and temperature == 0:
         temperature = config.rollout.temperature
@@ -254,7 +247,7 @@ def evaluation_sampling(config: TrainConfig, num_samples: int) -> Sampling:
 
 
 def transform_text(dataset: DatasetConfig, prompt: Prompt) -> str:
-    """A prompt's row before and after `dataset.transform`, a column a line."""
+    """Describe a row before and after `dataset.transform`, one column per line."""
     from grpo_fast.data.sources import source_row
 
     after = {dataset.prompt_column: prompt.prompt, **prompt.columns}
@@ -265,7 +258,7 @@ def transform_text(dataset: DatasetConfig, prompt: Prompt) -> str:
 
 
 def group_text(group: Group, weights: Mapping[str, float], rendered_prompt: str) -> str:
-    """The prompt as the model sees it, its completions, and the parts of their rewards with their weights."""
+    """Describe the rendered prompt, its completions, and their weighted rewards."""
     head = f"prompt of row {group.prompt.index}, {plural(len(group.prompt.token_ids), 'token')}"
     lines = [head, _block(rendered_prompt)]
     answers = zip(group.completions, group.rewards.tolist(), group.reward_table.tolist(), strict=True)
@@ -286,13 +279,13 @@ def group_text(group: Group, weights: Mapping[str, float], rendered_prompt: str)
 
     if len(group.rewards) > 1 and weights:
         spread = f"standard deviation {spread_within(group.rewards[None]):.3f}"
-        verdict = "all rewards are equal, so this group trains nothing" if group.flat else spread
+        verdict = "all rewards are equal, so this group does not train" if group.flat else spread
         lines.append(f"group: mean reward {reward_text(group.rewards.nanmean().item())}, {verdict}")
     return "\n".join(lines) + "\n"
 
 
 def reward_text(value: float) -> str:
-    """`0.500`; NaN stands for a reward that does not apply."""
+    """Return `0.500`; NaN is a reward that does not apply."""
     return "not applicable" if math.isnan(value) else f"{value:.3f}"
 
 
@@ -301,7 +294,7 @@ def _block(text: str) -> str:
 
 
 def evaluation_table(result: Evaluation, ks: Sequence[int], temperature: float) -> str:
-    """The figures for a person."""
+    """Format an evaluation as a table."""
     rows = {}
     for k in sorted(set(ks)):
         fewer = "" if (counted := result.counted_at(k)) == result.n else f" of {plural(counted, 'question')}"
@@ -322,7 +315,7 @@ def evaluation_table(result: Evaluation, ks: Sequence[int], temperature: float) 
 
 
 def evaluation_record(result: Evaluation, ks: Sequence[int]) -> dict[str, Any]:
-    """The figures for a program, with every answer; null stands for a score that does not apply."""
+    """Return an evaluation as JSON, with all completions; null is a score that does not apply."""
     answers = zip(result.prompts, result.scores, result.completions, strict=True)
     names = ("n", "skipped", "num_samples", "threshold", "mean_reward", "truncated")
     return {name: getattr(result, name) for name in names} | {

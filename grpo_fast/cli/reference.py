@@ -1,4 +1,4 @@
-"""`grpo-fast config` and `grpo-fast metrics`: every key of the configuration, and every metric."""
+"""`grpo-fast config` and `grpo-fast metrics`: describe keys of the configuration, and metrics."""
 
 from __future__ import annotations
 
@@ -8,46 +8,29 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from grpo_fast.config.foreign.names import ABSENT, MOVED
+from grpo_fast.config.foreign.names import ABSENT, MOVED, WORDS
 from grpo_fast.config.keys import ConfigError, Problem, keys, removed, unknown_key, without_positions
 from grpo_fast.config.load import RECIPES
 from grpo_fast.config.section import LARGEST
 
-ALIASES = {  # what people type
-    "lr": ("optimizer.learning_rate", "optimizer.schedule"),
-    "kl": ("loss.beta",),
-    "kl_coef": ("loss.beta",),
-    "enable_thinking": ("dataset.chat_template_kwargs",),
-    "thinking": ("dataset.chat_template_kwargs",),
-    "calculator": ("rollout.environment", "rollout.tools"),
-    "eval": ("evaluation.dataset", "evaluation.every"),
-    "gpu": ("model.device",),
-    "max_tokens": ("rollout.max_completion_length", "dataset.max_prompt_length"),
-    "bf16": ("model.dtype",),
-    "fp16": ("model.dtype",),
-    "fsdp": ("distributed.mode",),
-    "deepspeed": ("distributed.mode", "memory.offload"),
-    "context": ("dataset.max_prompt_length", "rollout.max_completion_length"),
-    "context_length": ("dataset.max_prompt_length", "rollout.max_completion_length"),
-}
 KINDS = {"integer": "whole number", "string": "text", "boolean": "true or false", "object": "mapping"}
 BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 HEADING = """# The configuration
 
-The keys of a run's YAML file; `evaluation.dataset` has those of `dataset`. `grpo-fast config --markdown`
-writes this page.
+The keys of a run's YAML file. `evaluation.dataset` has the keys of `dataset`. `grpo-fast config --markdown`
+prints this page.
 
 | key | type | default | meaning | TRL, Axolotl |
 |---|---|---|---|---|"""
 
 
 def config(args: argparse.Namespace, _: Sequence[str]) -> int:
-    """Print the keys that are asked for, as lines or as the page of all."""
+    """Print the keys that match a word, or all keys."""
     name = without_positions((args.key or "").strip("- ").replace("-", "_").replace(" ", "_"))
     rows = [row(key) for key in keys() if not key.startswith("evaluation.dataset.")]
     found = [cells for cells in rows if not name or f"{cells[0]}.".startswith(f"{name}.")]
     found = found or [cells for cells in rows if name in (cells[0].rpartition(".")[2], *cells[4].split(", "))]
-    meant = ALIASES.get(name.lower(), ())
+    meant = WORDS.get(name.lower(), ())
     found = [cells for cells in rows if cells[0] in meant and cells not in found] + found
     absent = name in ABSENT or removed(name) is not None
     also = [] if absent or not name or "." in name else search(name, rows)
@@ -66,7 +49,7 @@ def config(args: argparse.Namespace, _: Sequence[str]) -> int:
 
 
 def search(word: str, rows: Sequence[list[str]]) -> list[list[str]]:
-    """Return the rows that have a word in their key, another tool's name or the meaning, in this order."""
+    """Return the rows with a word in the key, another tool's name or the description, in this order."""
     spaced = re.escape(word).replace("_", "[_ -]")
     pattern = re.compile(rf"(?<![a-z0-9]){spaced}s?(?![a-z0-9])", re.IGNORECASE)
     found: list[list[str]] = []
@@ -87,7 +70,7 @@ explains one metric, and `grpo-fast metrics --markdown` writes this page.
 
 
 def metrics(args: argparse.Namespace, _: Sequence[str]) -> int:
-    """Print what each metric means, or one by its name or its word."""
+    """Describe all metrics, or one by its name."""
     from grpo_fast.record.summary import METRICS, metric_of
 
     found = [*METRICS.values()]
@@ -106,7 +89,7 @@ def metrics(args: argparse.Namespace, _: Sequence[str]) -> int:
 
 
 def row(name: str) -> list[str]:
-    """Describe a key: its name, type, default and meaning, and what TRL and Axolotl call it."""
+    """Return a key's name, type, default, description, and names in TRL and Axolotl."""
     schema, leaf = keys()[name], not any(key.startswith(f"{name}.") for key in keys())
     default = json.dumps(schema["default"]) if "default" in schema else "required"
     theirs = [
@@ -123,7 +106,7 @@ def row(name: str) -> list[str]:
 
 
 def kind(schema: Mapping[str, Any]) -> str:
-    """Name the type of a key, with its bounds."""
+    """Return the type of a key, with its bounds."""
     if "anyOf" in schema:
         return " or ".join(dict.fromkeys(map(kind, schema["anyOf"])))
     if values := schema.get("enum", [schema["const"]] if "const" in schema else []):

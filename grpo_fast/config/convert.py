@@ -1,4 +1,4 @@
-"""The file of another tool in our terms, every key accounted for: `grpo-fast convert` and `train`."""
+"""Convert the file of another tool, with an account of every key: `grpo-fast convert` and `train`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from grpo_fast.objective.config import LARGEST
 
 SCRIPTS = (".py", ".ipynb")
 READERS = {"axolotl": read_axolotl, "trl": read_trl, "nemo_rl": nemo_rl.read_nemo_rl}
-# Top-level keys by which a tool's file is recognized; ours has none of them.
+# Top-level keys that identify a tool's file; ours has none of them.
 _NEMO_RL = "policy grpo dpo loss_fn env cluster checkpointing logger data defaults training group_size"
 _AXOLOTL = "base_model rl trl vllm datasets test_datasets micro_batch_size"
 MARKS = {
@@ -34,50 +34,43 @@ MARKS = {
     "axolotl": {*_AXOLOTL.split(" ")},
     "trl": ABSENT.keys() | {"model_name_or_path", "dataset_name"},
 }
+NOT_CONVERTED = {"algo": "OpenRLHF", "ckpt": "OpenRLHF", "actor_rollout_ref": "verl"}
 TUTORIAL_MODEL = {"model.name", "model.max_length"}  # all keys of the section `model` in NeMo-RL's tutorial
 _KEY = re.compile(r"[a-z_]+(?:\.[a-z_]+)*")
 
 
-def convert_file(
-    path: str | Path, *, source: str | None = None, output: str | Path | None = None
-) -> tuple[Conversion, str]:
+def convert_file(path: str | Path, *, output: str | Path | None = None) -> tuple[Conversion, str]:
     """Return what became of each key of a foreign file, and our YAML.
 
     Args:
         path: YAML or JSON; or a training script or notebook, which is read without running it.
-        source: `axolotl`, `trl` or `nemo_rl`; by default recognised by the keys.
-        output: where the YAML is to be, by which the files of a script's functions and rows are named.
+        output: the YAML file to be written; the file of a script's functions is named after it.
 
     Raises:
         ConfigError: the file cannot be read, or holds no foreign configuration.
     """
     path = user_path(path, "FILE")
+    problem = ""
     if path.suffix not in (".yaml", ".yml", ".json", *SCRIPTS):
-        message = (
-            "is none of .yaml, .yml, .json, .py and .ipynb; write a command's flags as lines `key: value`"
-        )
-        raise ConfigError(str(path), [Problem("the file", message)])
-    if path.suffix not in SCRIPTS:
-        found = read_foreign(path, source, {})[0]
-    elif source is not None or output is None:
-        needs = "is a script: it takes -o OUT, for its functions go beside it, and no --source"
-        raise ConfigError(str(path), [Problem("the file", needs)])
+        problem = "is none of .yaml, .yml, .json, .py and .ipynb; write flags as lines `key: value`"
+    elif path.suffix in SCRIPTS and output is None:
+        problem = "is a script: it takes -o OUT, and its functions go next to it"
+    if problem:
+        raise ConfigError(str(path), [Problem("the file", problem)])
+    if path.suffix in SCRIPTS:
+        base = Path(str(output)).absolute().with_suffix("")
+        base = base.relative_to(Path.cwd()) if base.is_relative_to(Path.cwd()) else base
+        try:
+            found = read_script(path, f"{base}_functions.py")
+        except ValueError as error:
+            raise ConfigError(str(path), [Problem("the file", str(error))]) from None
     else:
-        found = _read_script(path, Path(output).absolute().with_suffix(""))
+        found = read_foreign(path, {})[0]
     conversion, tree = fitted(found)
     return conversion, conversion.heading() + dump_yaml(tree)
 
 
-def _read_script(path: Path, base: Path) -> Conversion:
-    """Convert a script whose functions and rows go into files that begin as `base`."""
-    base = base.relative_to(Path.cwd()) if base.is_relative_to(Path.cwd()) else base
-    try:
-        return read_script(path, f"{base}_functions.py", f"{base}_{{}}.jsonl")
-    except ValueError as error:
-        raise ConfigError(str(path), [Problem("the file", str(error))]) from None
-
-
-def read_foreign(path: Path, source: str | None, given: Mapping[str, Any]) -> tuple[Conversion, Places]:
+def read_foreign(path: Path, given: Mapping[str, Any]) -> tuple[Conversion, Places]:
     """Convert a file under overrides, and return those of them that are in our terms.
 
     An override in the tool's terms replaces the file's value. One in ours decides the keys whose reason
@@ -91,12 +84,12 @@ def read_foreign(path: Path, source: str | None, given: Mapping[str, Any]) -> tu
         document = nemo_rl.with_defaults(path, partial(read_mapping, problems=problems))
         if problems:
             raise ConfigError(str(path), problems)
-        tool = source or tool_of(document)
+        tool = tool_of(document)
         if any(given.get(name) is not None for name in LENGTH):
             document = {name: value for name, value in document.items() if name not in LENGTH}
         theirs = {name: value for name, value in given.items() if _is_theirs(name, value, document, tool)}
         document = merged([document, theirs], problems) if theirs else document
-        conversion = convert(document, source=source)
+        conversion = convert(document)
     except ConfigError:
         raise
     except ValueError as error:
@@ -105,8 +98,7 @@ def read_foreign(path: Path, source: str | None, given: Mapping[str, Any]) -> tu
     ours = {name: value for name, value in given.items() if name not in theirs or name in both}
     algorithm = conversion.given.get("algorithm", "grpo")
     if (asked := ours.get("algorithm", algorithm)) != algorithm:
-        message = f"the file's keys are read as those of {algorithm}; set the algorithm in the file's own "
-        message += "terms, or edit what `grpo-fast convert` makes of it"
+        message = f"the file's keys are read as those of {algorithm}; set the algorithm by the file's own key"
         raise ConfigError(str(path), [Problem("algorithm", message, asked)])
     decided = {*flatten(placed(ours, {**document, **given}, []))}
     decided |= {place for row in conversion.rows if row.key in theirs for place in row.places}
@@ -119,7 +111,7 @@ def read_foreign(path: Path, source: str | None, given: Mapping[str, Any]) -> tu
 def fitted(
     conversion: Conversion, layered: Callable[[Places], dict[str, Any]] = lambda file: merged([file], [])
 ) -> tuple[Conversion, dict[str, Any]]:
-    """Return a conversion without what is refused here, and its configuration.
+    """Return a conversion without the values that are refused here, and its configuration.
 
     Args:
         layered: makes the configuration of the converted places.
@@ -133,14 +125,13 @@ def fitted(
         unmarked = {**tree, "max_steps": LARGEST} if tree.get("max_steps") == FILL_IN else tree
         try:
             validated(unmarked, f"the configuration converted from {conversion.source}")
+            return conversion, tree
         except ConfigError as error:
             found = [(_blamed(problem, conversion.given), str(problem)) for problem in error.problems]
             refused = {place: reason for places, reason in found for place in places}
             if not refused:
                 raise
             conversion = conversion.without(refused)
-        else:
-            return conversion, tree
 
 
 def open_problems(conversion: Conversion, tree: Mapping[str, Any]) -> list[Problem]:
@@ -169,12 +160,12 @@ def recognized(document: Mapping[str, Any]) -> dict[str, list[str]]:
         return {}
     found = {tool: sorted(_tops(document) & marks) for tool, marks in MARKS.items()}
     nested = {place.partition(".")[0] for place in flatten(document) if "." in place}
-    found["nemo_rl"] += sorted(nested & {"algorithm", "model"})  # which are not ours, as they stand
+    found["nemo_rl"] += sorted(nested & {"algorithm", "model"})
     return {tool: keys for tool, keys in found.items() if keys}
 
 
 def tool_of(document: Mapping[str, Any]) -> str | None:
-    """Return the tool whose file this is; None where no key says so.
+    """Return the tool of a file; None where no key tells.
 
     Raises:
         ValueError: the keys are those of two tools.
@@ -187,7 +178,7 @@ def tool_of(document: Mapping[str, Any]) -> str | None:
     return next(iter(found), None)
 
 
-def convert(document: Mapping[str, Any], *, source: str | None = None) -> Conversion:
+def convert(document: Mapping[str, Any]) -> Conversion:
     """Return our configuration from a foreign one, with an account of each key.
 
     Raises:
@@ -196,12 +187,11 @@ def convert(document: Mapping[str, Any], *, source: str | None = None) -> Conver
     tops = _tops(document)
     if not document:
         raise ValueError("is empty")
-    for key, tool in {"algo": "OpenRLHF", "ckpt": "OpenRLHF", "actor_rollout_ref": "verl"}.items():
-        if key in tops:
-            raise ValueError(f"is {tool}'s, which is not converted; write the keys that matter by hand")
-    if source is None and (ours := _ours(document)):
+    for key in tops & NOT_CONVERTED.keys():
+        raise ValueError(f"is {NOT_CONVERTED[key]}'s, which is not converted; write the keys by hand")
+    if ours := _ours(document):
         raise ValueError(f"has our sections already ({', '.join(ours)}); `grpo-fast train` takes it as it is")
-    source = source or tool_of(document) or ("trl" if tops & NAMES.keys() else None)
+    source = tool_of(document) or ("trl" if tops & NAMES.keys() else None)
     if source is None:
         raise ValueError("holds no key of TRL, Axolotl or NeMo-RL")
     return READERS[source](document)
@@ -213,9 +203,8 @@ def _tops(document: Mapping[str, Any]) -> set[str]:
 
 def _ours(document: Mapping[str, Any]) -> list[str]:
     """Return the top-level keys that only our files have."""
-    places = flatten(document)
     shared = {"algorithm", *NAMES}  # NeMo-RL's section, and flat names
-    if {place for place in places if place.partition(".")[0] == "model"} <= TUTORIAL_MODEL:
+    if {place for place in flatten(document) if place.partition(".")[0] == "model"} <= TUTORIAL_MODEL:
         shared.add("model")
     if isinstance(document.get("optimizer"), str):  # Axolotl's
         shared.add("optimizer")
@@ -240,15 +229,12 @@ def _deciding(reason: str, decided: set[str]) -> str | None:
 
 
 def _blamed(problem: Problem, places: Mapping[str, Any]) -> list[str]:
-    """Return the places of converted values that are refused.
-
-    A problem's own, or what its message begins with or names with its value, else what the problem lies in,
-    or is missing beside, or the first that its message names.
-    """
-    start, section = problem.message.partition(" ")[0], problem.name.rpartition(".")[0]
-    named = [name for name in (problem.name, start, f"{problem.name}.{start}") if name in places]
-    within = {place: place.removeprefix(f"{problem.name}.") for place in places}
-    named += [p for p, key in within.items() if key != p and f"{key} = {places[p]!r}" in problem.message]
-    around = [place for place in places if section and f"{place}.".startswith(f"{section}.")]
-    told = sorted((problem.message.index(name), name) for name in places if f"{name} = " in problem.message)
-    return named[:1] or around or [name for _, name in told[:1]]
+    """Return the converted place that a problem names first, else those of its section."""
+    text = f"{problem.name}: {problem.name}.{problem.message}"
+    named = [
+        found for place in places if (found := re.search(rf"(?<!\w){re.escape(place)}(?!\w|\.[a-z_])", text))
+    ]
+    if named:
+        return [min(named, key=lambda found: found.start())[0]]
+    section = problem.name.rpartition(".")[0] or problem.name
+    return [place for place in places if place.startswith(f"{section}.")]

@@ -1,4 +1,4 @@
-"""Where prompts come from: the `dataset` section of the configuration."""
+"""The section `dataset`: the source of prompts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ VERIFIERS = "verifiers:"
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".tsv")
 
 
-# What decides how a row becomes a prompt; `evaluation.dataset` has that of `dataset` where it says nothing.
+# How a row becomes a prompt; `evaluation.dataset` inherits these keys from `dataset`.
 RENDERING = (
     *("transform", "prompt_column", "rename", "prompt_template", "chat", "system_prompt", "examples"),
     *("chat_template_kwargs", "max_prompt_length", "overlong_prompts"),
@@ -26,60 +26,51 @@ _OF_SOURCE = ("source", "name", "options")  # inherited, too, where the source i
 
 
 class DatasetConfig(Section):
-    """Where prompts come from, and how a row becomes one."""
+    """The source of prompts, and how a row becomes a prompt."""
 
     source: str = Field(
-        description="JSONL, Parquet, CSV or TSV file, folder, hub id, `reasoning_gym:TASK`, "
-        "`verifiers:TASKSET`"
+        description="JSONL, JSON, Parquet, CSV or TSV file, folder, hub id, `reasoning_gym:TASK` or "
+        "`verifiers:TASKSET`",
     )
-    name: str | None = Field(None, description="the hub dataset's configuration; in a folder, a folder")
-    split: str = Field(
-        "train", description="of a hub dataset; in a folder, how its files' names begin; a file has none"
-    )
+    name: str | None = Field(None, description="configuration of a hub dataset; a subfolder of a folder")
+    split: str = Field("train", description="split of a hub dataset; in a folder, the prefix of file names")
     transform: str | None = Field(
         None,
-        description="`module:function` or `path/to/file.py:function`: gets a row, returns the columns to add "
-        "or replace, before `rename`; with the signature of Axolotl's or of `datasets.Dataset.map`",
+        description="`module:function` or `path/to/file.py:function` from a row to the columns to add or "
+        "replace, before `rename`; takes the signature of Axolotl or of `datasets.Dataset.map`",
     )
     prompt_column: str = Field("prompt", description="text, or a list of messages {role, content}")
-    rename: dict[str, str] = Field({}, description="column in the data -> its name everywhere else")
-    prompt_template: str | None = Field(
-        None, description="str.format over the row's columns; makes the prompt"
-    )
+    rename: dict[str, str] = Field({}, description="column in the data -> new name")
+    prompt_template: str | None = Field(None, description="makes the prompt, by str.format over the row")
     chat: Literal["auto", "messages"] | bool = Field(
         "auto",
-        description="text becomes a user turn of the chat template; auto: where the tokenizer has one; "
-        "messages: where a system prompt, examples or tools make turns of it, else the model gets it as it "
-        "is, as in TRL",
+        description="whether a text prompt becomes a user message of the chat template; auto: if the "
+        "tokenizer has one; messages: only with a system prompt, examples or tools, as in TRL",
     )
-    system_prompt: str | None = Field(None, description="goes before every prompt")
+    system_prompt: str | None = Field(None, description="system message of every prompt")
     examples: list[Annotated[tuple[str, str], Field(strict=False)]] = Field(
-        [], description="turns (user, assistant) shown before each prompt"
+        [], description="few-shot examples: (user, assistant) messages before each prompt"
     )
     chat_template_kwargs: dict[str, Any] = Field(
         {}, description="variables of the chat template, such as `enable_thinking: false`"
     )
     max_prompt_length: PositiveInt | None = Field(
-        None, description="tokens, the chat template's included; null: no limit"
+        None, description="tokens, including those of the chat template; null: no limit"
     )
     overlong_prompts: Literal["filter", "truncate", "error"] = Field(
-        "filter", description="what becomes of prompts above max_prompt_length; truncate keeps their end"
+        "filter", description="for prompts above max_prompt_length; truncate keeps their end"
     )
-    size: PositiveInt | None = Field(None, description="rows to generate, or to keep")
-    seed: Seed | None = Field(
-        None,
-        description="of the generator of `reasoning_gym:TASK`: row i is drawn from seed + i, null is 0; "
-        "of the order of `verifiers:TASKSET`, null is its own",
-    )
+    size: PositiveInt | None = Field(None, description="number of rows to generate or keep; null: all")
+    seed: Seed | None = Field(None, description="of a generator; null: 0, of `verifiers:TASKSET` its own")
     options: dict[str, Any] = Field(
         {},
-        description="passed to the generator of `reasoning_gym:TASK`; of `verifiers:TASKSET` its `env` "
-        "block, and that library's `select`",
+        description="options of `reasoning_gym:TASK`'s generator; for `verifiers:TASKSET` its `env` block "
+        "and the library's `select`",
     )
 
     @property
     def is_taskset(self) -> bool:
-        """Whether the prompts, and their rewards, are those of the verifiers library."""
+        """Whether the verifiers library gives the prompts and their rewards."""
         return self.source.startswith(VERIFIERS)
 
     @property
@@ -97,7 +88,7 @@ class DatasetConfig(Section):
 
 
 def with_inherited(held_out: Any, dataset: Any) -> Any:
-    """Return the settings of `evaluation.dataset` with those that it takes from `dataset`."""
+    """Return the settings of `evaluation.dataset` with those that it inherits from `dataset`."""
     given, below = (
         one.model_dump(exclude_unset=True) if isinstance(one, DatasetConfig) else one
         for one in (held_out, dataset)

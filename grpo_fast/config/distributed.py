@@ -1,4 +1,4 @@
-"""How several ranks divide a run: the section `distributed`."""
+"""The section `distributed`."""
 
 from __future__ import annotations
 
@@ -10,18 +10,15 @@ from grpo_fast.config.section import Positive, Section
 
 
 class DistributedConfig(Section):
-    """What `torchrun` starts: each rank takes whole groups. Without torchrun nothing of it is read."""
+    """Training on several ranks of `torchrun`, each with whole groups. Not read on a single process."""
 
     mode: Literal["auto", "replicate", "shard"] = Field(
         "auto",
-        description="replicate: whole weights on every rank, gradients, masters and moments sharded; shard: "
-        "weights too (FSDP2); auto: by the plan, on a CPU replicate",
+        description="replicate: each rank has all weights, and a shard of gradients, masters and moments; "
+        "shard: weights are sharded, too (FSDP2); auto: by the plan, on a CPU replicate",
     )
-    timeout: Positive = Field(
-        30.0, description="minutes that a rank waits for the others before the run stops with an error"
-    )
+    timeout: Positive = Field(30.0, description="minutes to wait for other ranks before the run fails")
     heartbeat_timeout: Annotated[float, Field(ge=5)] = Field(
         300.0,
-        description="seconds without a sign of life after which a rank is lost; torchrun notices a process "
-        "that died at once",
+        description="seconds without a heartbeat after which a rank is lost; an exit is noticed at once",
     )

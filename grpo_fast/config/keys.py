@@ -1,4 +1,4 @@
-"""The keys of the configuration, and what is wrong with one: every error in our words."""
+"""The configuration's keys, and errors about them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from grpo_fast.config.schema import TrainConfig
 from grpo_fast.config.secrets import masked, redacted, without_pairs
 from grpo_fast.config.section import short
 
-TO_FILL_IN = "is to be filled in: the file that it was converted from does not say"
-# What the configuration no longer has: a key, for all below it too, or `key=value`, and what replaces it.
+TO_FILL_IN = "is to be filled in: the converted file does not have it"
+# Removed keys, with all below them, and `key=value`: the replacement.
 REMOVED: dict[str, str] = {
     "actor_rollout_ref": "verl's names are not read; `grpo-fast config` lists ours",
     "adaptive_weights.method=inverse_std": "was removed: advantage.multi_objective_aggregation = "
@@ -35,7 +35,7 @@ REMOVED: dict[str, str] = {
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing wrong with a configuration."""
+    """An error in a configuration."""
 
     name: str  # dotted, or as the user wrote it
     message: str  # what is wrong, and what to do
@@ -47,7 +47,7 @@ class Problem:
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be used; `problems` holds all that is wrong with it."""
+    """A configuration that cannot be used, with all its `problems`."""
 
     def __init__(self, source: str, problems: Sequence[Problem]) -> None:
         self.source = source
@@ -58,7 +58,7 @@ class ConfigError(ValueError):
 
 @cache
 def keys() -> dict[str, Mapping[str, Any]]:
-    """The JSON schema of each key by dotted name, sections before what they hold, without list positions."""
+    """Return the JSON schema of each dotted key, sections before their keys, without list positions."""
     found: dict[str, Mapping[str, Any]] = {}
     schema = TrainConfig.model_json_schema()
 
@@ -76,40 +76,37 @@ def keys() -> dict[str, Mapping[str, Any]]:
 
 
 def types_of(name: str) -> set[str]:
-    """Return the types of a key's value, `string` and the like, also by a foreign name; none: any."""
+    """Return the JSON types of a key, or of a flat name; none where any value is allowed."""
     place = MOVED.get(name, name)
     schema = keys().get(without_positions(place), {}) if isinstance(place, str) else {}
     return {kind.get("type", "object") for kind in schema.get("anyOf", [schema]) if kind}
 
 
 def takes_text(name: str) -> bool:
-    """Whether the value of a key is a text and nothing else."""
+    """Whether the value of a key is text."""
     return bool(types := types_of(name)) and types <= {"string", "null"}
 
 
 def without_positions(name: str) -> str:
-    """`rewards.0.weight` as `rewards.weight`."""
+    """Return `rewards.weight` for `rewards.0.weight`."""
     return ".".join(part for part in name.split(".") if not part.isdigit())
 
 
 def removed(name: str) -> str | None:
-    """What to do in place of a key or `key=value` that there was; None: there was none."""
+    """Return the replacement of a removed key or `key=value`, or None."""
     return next((why for key, why in REMOVED.items() if name == key or name.startswith(f"{key}.")), None)
 
 
 def unknown_key(name: str, value: Any = ...) -> Problem:
-    """A key that does not exist: why, where it once did or people know it from elsewhere, or the nearest."""
+    """Return the problem of an unknown key: its replacement, why it has no place, or the nearest keys."""
     bare = without_positions(name)
     leaf = bare.rpartition(".")[2]
     if leaf in ABSENT or removed(bare):
         return Problem(name, removed(bare) or f"has no place here: {ABSENT[leaf].reason}", value)
     known = [*keys(), *MOVED]
-    near = [
-        *get_close_matches(bare, known, 2, 0.75),
-        *(key for key in known if key.rpartition(".")[2] == leaf),
-    ]
     leaves = {key.rpartition(".")[2]: key for key in reversed(known)}
-    near += [leaves[one] for one in ([] if near else get_close_matches(leaf, leaves, 2, 0.75))]
+    near = get_close_matches(bare, known, 2, 0.75) + [key for key in known if key.endswith(f".{leaf}")]
+    near = near or [leaves[one] for one in get_close_matches(leaf, leaves, 2, 0.75)]
     parent, section = name.rpartition(".")[0], f"{bare.rpartition('.')[0]}."
     near = [f"{parent}.{key.removeprefix(section)}" if key.startswith(section) else key for key in near]
     likely = " or ".join([*dict.fromkeys(near)][:3])
@@ -118,7 +115,7 @@ def unknown_key(name: str, value: Any = ...) -> Problem:
 
 
 def problems_of(error: ValidationError) -> list[Problem]:
-    """Pydantic's errors in our words, the alternatives of one value together."""
+    """Return pydantic's errors as problems, one for the alternatives of a value."""
     found: dict[str, Problem] = {}
     for item in error.errors(include_url=False):
         kind, value, name = item["type"], item["input"], ".".join(map(str, item["loc"]))
@@ -126,7 +123,7 @@ def problems_of(error: ValidationError) -> list[Problem]:
             found[name] = unknown_key(name, value)
             continue
         while name and without_positions(name) not in keys():
-            name = name.rpartition(".")[0]  # a member of a union
+            name = name.rpartition(".")[0]  # within a union
         bare = without_positions(name)
         message = item["msg"].removeprefix("Value error, ").replace("Input should", "should", 1)
         message = message.removeprefix(f"{name} = {value!r}: ")

@@ -1,4 +1,4 @@
-"""Layers of settings: a file's mapping, foreign names in our places, layers merged and validated."""
+"""Layers of settings: read a file, put flat names in their places, merge and validate."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ FREE_FORM = ("options", "rename", "targets", "environment")  # mappings whose ke
 
 
 def read_mapping(path: Path, problems: list[Problem] | None = None) -> dict[str, Any]:
-    """A YAML or JSON file that holds a mapping, or nothing.
+    """Read a YAML or JSON file that holds a mapping, or nothing.
 
     Args:
-        problems: gets those of values that YAML reads otherwise than they look.
+        problems: gets those of values that YAML reads in unexpected ways.
     """
     try:
         text = path.read_text(encoding="utf-8")
         document = json.loads(text) if path.suffix == ".json" else parse_yaml(text)
         if problems is not None and path.suffix != ".json":
             problems += misread(text)
-        document = with_leaves(document, lambda leaf: leaf)  # a copy, in which no two places share a mapping
+        document = with_leaves(document, lambda leaf: leaf)  # a copy without shared mappings
     except RecursionError:
         raise ConfigError(str(path), [Problem("the file", "is nested too deeply")]) from None
     except (OSError, ValueError) as error:
@@ -50,19 +50,18 @@ def read_mapping(path: Path, problems: list[Problem] | None = None) -> dict[str,
 
 
 def misread(text: str, key: str = "") -> list[Problem]:
-    """Return a problem for each value of a YAML text that is another than it looks.
+    """Return a problem for each value of a text that YAML reads in an unexpected way.
 
-    Where a switch is wanted `yes` is one, and where a number is wanted `1_000`. Where anything may stand,
-    both get a warning.
+    `yes` for a switch and `1_000` for a number are none. In free-form mappings both get a warning.
 
     Args:
-        key: the key of an override, whose value the text is.
+        key: the key of the override whose value the text is.
     """
     found = []
     for place, line, written, kind, value in surprises(text):
         name = ".".join(filter(None, (key, place)))
         types, shown = types_of(name), masked(written, name)
-        ruled = name in NAMES and not types  # by what reads a foreign name
+        ruled = name in NAMES and not types  # its rule checks the value
         wanted = {"switch": {"boolean"}, "number": {"integer", "number"}}.get(kind)
         if wanted and (ruled or types & wanted):
             continue
@@ -78,10 +77,10 @@ def misread(text: str, key: str = "") -> list[Problem]:
 
 
 def merged(layers: Sequence[Places], problems: list[Problem]) -> dict[str, Any]:
-    """The tree of values at their places, later layers over earlier ones.
+    """Return the tree of values at their places, later layers over earlier ones.
 
-    Sections merge; all else, and what is given for a free-form mapping, replaces what was there. Text passes
-    as bytes, for OmegaConf would read `${}` and `???` in it.
+    Sections merge; everything else replaces, free-form mappings included. Text passes OmegaConf as bytes,
+    since it would interpret `${}` and `???`.
     """
     tree = OmegaConf.create(flags={"allow_objects": True})
     for place, value in (pair for layer in layers for pair in layer.items()):
@@ -106,7 +105,7 @@ def _shown(leaf: Any) -> Any:
 
 
 def placed(layer: Mapping[str, Any], siblings: Mapping[str, Any], problems: list[Problem]) -> Places:
-    """One layer's values at their places: a key belongs where it says, or where a foreign name leads."""
+    """Return a layer's values by our keys, with flat names translated."""
     found: Places = {}
     for name, value in layer.items():
         ours = name.partition(".")[0] in TrainConfig.model_fields
@@ -128,17 +127,17 @@ def placed(layer: Mapping[str, Any], siblings: Mapping[str, Any], problems: list
 
 
 def validated(tree: Any, source: str, problems: Sequence[Problem] = ()) -> TrainConfig:
-    """The configuration that nested mappings hold, unless there are problems already.
+    """Validate a configuration.
 
     Raises:
-        ConfigError: these and all further ones.
+        ConfigError: `problems`, and all further ones.
     """
     try:
         config = TrainConfig.model_validate(tree)
     except ValidationError as error:
         known = {problem.name: problem for problem in problems}
         for problem in problems_of(error):
-            source_of = known.get(problem.name.removeprefix("evaluation."))  # of what is inherited
+            source_of = known.get(problem.name.removeprefix("evaluation."))  # of an inherited value
             if source_of is None or replace(source_of, name=problem.name) != problem:
                 known.setdefault(problem.name, problem)
         raise ConfigError(source, [*known.values()]) from None

@@ -1,6 +1,6 @@
-"""Configuration files: files and overrides in, one validated `TrainConfig` out, and back to YAML.
+"""Load a validated `TrainConfig` from a file and overrides, and write it as YAML.
 
-One `ConfigError` lists everything that is wrong, with the nearest names to a name that does not exist.
+One `ConfigError` lists all problems.
 """
 
 from __future__ import annotations
@@ -32,27 +32,25 @@ from grpo_fast.objective.catalog import METHODS
 
 logger = logging.getLogger(__name__)
 RECIPES = Path(__file__).parents[1] / "recipes"
-SHARED = {"warmup_ratio"}  # a flat name that files of ours have, too
+SHARED = {"warmup_ratio"}  # a flat name that our files use, too
 DATASETS = ("dataset", "evaluation.dataset")
 
 
 def load_config(
     path: str | Path | Places | None, overrides: Sequence[str] | Mapping[str, Any] = ()
 ) -> TrainConfig:
-    """A validated configuration from a YAML file and overrides, which win over the file.
+    """Load and validate a configuration from a YAML file and overrides.
 
     Args:
-        path: a YAML file, a run's directory, or the name of a shipped recipe; None for overrides alone. A
-            file of TRL, Axolotl or NeMo-RL is converted, and the outcome of its keys goes to stderr. A
-            run's directory is its output_dir, wherever it was when the run was started, and only overrides
-            set `model.trust_remote_code`. Or places with values.
+        path: a YAML file, a run's folder, the name of a recipe, or None. A file of TRL, Axolotl or NeMo-RL
+            is converted, with the outcome of its keys on stderr. A run's folder becomes its output_dir, and
+            only overrides set `model.trust_remote_code`. Or values by their dotted keys.
         overrides: `optimizer.learning_rate=1e-6`, `--optimizer.learning_rate=1e-6`, or the latter as two
-            items. Values are YAML. `rewards.0.weight=2` reaches into a list. The flat names of
-            TRL and Axolotl (`learning_rate=1e-6`) serve as well, here and at the top level of the file. Or
-            names with their values as Python has them. With another tool's file, its own names serve, too.
+            items. Values are YAML. `rewards.0.weight=2` sets an item of a list. Flat names of TRL and
+            Axolotl (`learning_rate=1e-6`), and names of a converted file, work, too. Or values by names.
 
     Raises:
-        ConfigError: anything unknown, contradictory, out of range or to decide; it lists every problem.
+        ConfigError: it lists everything that is unknown, contradictory, out of range or to decide.
     """
     problems: list[Problem] = []
     found = None if path is None or isinstance(path, dict) else config_path(path)
@@ -60,18 +58,18 @@ def load_config(
     if found is not None:
         is_folder, is_run = user_path(str(path)).is_dir(), (found.parent / LOCK_FILE).exists()
         if is_folder and is_run:
-            _move(file, found.parent)  # a run's folder may have been moved or copied
+            _move(file, found.parent)  # it may have been moved or copied
         if (is_folder or is_run) and isinstance(model := file.get("model"), dict):
-            model.pop("trust_remote_code", None)  # another person may have written it
+            model.pop("trust_remote_code", None)  # someone else may have written it
     given = dict(overrides) if isinstance(overrides, Mapping) else _parse_overrides(overrides)
     source = "the settings" if found is None else str(path)
     if found is None or not (marks := recognized(file)):
         if found and (flat := sorted(file.keys() & NAMES.keys() - TrainConfig.model_fields.keys() - SHARED)):
-            told = "%s: read as a file of grpo-fast; %s: names of TRL or Axolotl, whose defaults do not hold"
-            logger.warning(told, path, ", ".join(flat))
+            message = "%s: read as a file of grpo-fast; %s: names of TRL or Axolotl, without their defaults"
+            logger.warning(message, path, ", ".join(flat))
         return validated(_layered(file, given, problems), source, problems)
     # The file is another tool's.
-    conversion, ours = read_foreign(found, None, given)
+    conversion, ours = read_foreign(found, given)
     conversion, _ = fitted(conversion, lambda file: _layered(file, ours, []))
     tree = _layered(conversion.given, ours, problems)
     if problems := problems + open_problems(conversion, tree):
@@ -87,14 +85,14 @@ def _layered(file: Mapping[str, Any], given: Mapping[str, Any], problems: list[P
     """Merge overrides over a file's settings."""
     if any(given.get(name) is not None for name in LENGTH):
         file = {name: value for name, value in file.items() if name not in LENGTH}
-    # A value relative to another key (a share of max_steps) is relative to that key's final value.
+    # A share of max_steps is one of its final value.
     below, above = (placed(layer, {**file, **given}, problems) for layer in (file, given))
     if (method := above.get("method", below.get("method"))) != below.get("method") and str(method) in METHODS:
         _leave_to_method(method, below)
     tree = merged([below, above], problems)
     given = flatten(above)
     for place in [place for place in DATASETS if f"{place}.source" in given]:
-        section = value_at(tree, place)  # whose `split` and the like may be of the old source
+        section = value_at(tree, place)  # drop `split` and the like of the old source
         for key in DatasetConfig.model_construct(source=str(section["source"])).idle_keys:
             if f"{place}.{key}" not in given:
                 section.pop(key, None)
@@ -102,23 +100,22 @@ def _layered(file: Mapping[str, Any], given: Mapping[str, Any], problems: list[P
 
 
 def check_filled_in(config: TrainConfig) -> None:
-    """Raise ConfigError where a converted file has a mark that nobody has replaced."""
+    """Raise ConfigError where a converted file still has a mark to fill in."""
     values = flatten(config.model_dump())
     if marked := sorted(name for name, value in values.items() if FILL_IN in repr(value)):
         raise ConfigError("the configuration", [Problem(name, TO_FILL_IN, FILL_IN) for name in marked])
 
 
 def dump_config(config: TrainConfig) -> str:
-    """The whole configuration as YAML, defaults included; `load_config` gives the same one back, without
-    secrets that are written there."""
+    """Return the whole configuration as YAML, with defaults and without secrets."""
     return dump_yaml(masked(config.model_dump()))
 
 
 def config_path(name: str | Path) -> Path:
-    """The file meant by a path, by a run's or a checkpoint's directory or by the name of a shipped recipe.
+    """Return the file of a path, a run's or a checkpoint's folder, or a recipe's name.
 
     Raises:
-        ConfigError: there is none; it names the recipes.
+        ConfigError: there is none; the message lists the recipes.
     """
     path = user_path(name, "CONFIG")
     recipe = RECIPES / f"{name}.yaml"
@@ -133,7 +130,7 @@ def config_path(name: str | Path) -> Path:
 
 
 def _move(file: dict[str, Any], run_dir: Path) -> None:
-    """Let a run's configuration name the folder where it lies, and what the run keeps there."""
+    """Change a run's configuration to the folder where it is now."""
     before, file["output_dir"] = str(file.get("output_dir")), str(run_dir)
     model: Any = file.get("model")
     for key in ("path", "tokenizer") if isinstance(model, dict) else ():
@@ -143,7 +140,7 @@ def _move(file: dict[str, Any], run_dir: Path) -> None:
 
 
 def _leave_to_method(method: Any, places: Places) -> None:
-    """Drop a file's settings that a method named beside it replaces."""
+    """Drop a file's settings that an override of `method` replaces."""
     replaced = flatten({key: places.pop(key) for key in [*places] if key.partition(".")[0] in REPLACED})
     if replaced:
         listed = " ".join(f"{key}={short(masked(value, key))}" for key, value in replaced.items())
@@ -151,11 +148,6 @@ def _leave_to_method(method: Any, places: Places) -> None:
 
 
 def _parse_overrides(tokens: Sequence[str]) -> dict[str, Any]:
-    """Names and values of overrides.
-
-    Raises:
-        ConfigError: a token that is no assignment, or a `--name` without a value.
-    """
     given: dict[str, Any] = {}
     waiting = iter(tokens)
     for token in waiting:
@@ -173,7 +165,7 @@ def _parse_overrides(tokens: Sequence[str]) -> dict[str, Any]:
 
 
 def _parse_value(name: str, text: str) -> Any:
-    """A value as YAML; for a key of text alone the text as it stands, unless that is quoted or null."""
+    """Parse a value as YAML; for a key of text it is the text, unless quoted or null."""
     problems: list[Problem] = []
     try:
         value = parse_value(text)

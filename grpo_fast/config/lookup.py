@@ -1,4 +1,4 @@
-"""Names and what they lead to: a function of the user's by import path, a room's public name, a near miss."""
+"""Find objects by name: a user's function by its import path, a package's public name, the nearest name."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _GIVEN: ContextVar[Mapping[str, Any]] = ContextVar("objects of a Python program,
 
 @contextmanager
 def given(objects: Mapping[str, Any]) -> Iterator[None]:
-    """Inside, these names lead to these objects."""
+    """Resolve these names to these objects inside of the context."""
     before = _GIVEN.set(objects)
     try:
         yield
@@ -37,10 +37,10 @@ def given(objects: Mapping[str, Any]) -> Iterator[None]:
 
 
 def load_callable(path: str, key: str) -> Callable[..., Any]:
-    """The function, class or other callable that `load_object` finds.
+    """Return the function or class that `load_object` finds.
 
     Raises:
-        ValueError: the path leads to nothing that can be called.
+        ValueError: there is none, or it cannot be called.
     """
     found = load_object(path, key)
     if not callable(found):
@@ -49,7 +49,7 @@ def load_callable(path: str, key: str) -> Callable[..., Any]:
 
 
 def load_once(path: str, key: str) -> Callable[..., Any]:
-    """As `load_callable`, which imports a file anew each time; a file is imported once."""
+    """Return what `load_callable` does, but import each file once."""
     # Two Python calls may give two objects one name.
     return load_callable(path, key) if OBJECT_MARK in path else _imported(path, key)
 
@@ -58,25 +58,25 @@ _imported = cache(load_callable)
 
 
 def load_object(path: str, key: str) -> Any:
-    """The object at `package.module:name` or `path/to/file.py:name`, or was given under this name.
+    """Return the object at `package.module:name` or `path/to/file.py:name`, or `given` under this name.
 
     Args:
-        key: the configuration's, for the error.
+        key: the configuration's key, for the error.
 
     Raises:
-        ValueError: the path leads to nothing.
+        ValueError: there is none.
     """
     if path in (objects := _GIVEN.get({})):
         return objects[path]
     place, colon, name = (path, ":", "") if path.endswith(".py") else path.rpartition(":")
     if OBJECT_MARK in name:
         raise ValueError(
-            f"{key} = {path!r} was an object of a Python call: repeat that call, or set {key} to a name that "
-            "a configuration file can have"
+            f"{key} = {path!r} was an object of a Python call: repeat that call, or set {key} to an import "
+            "path"
         )
     try:
         if not colon:
-            raise ImportError("there is no ':' in it")
+            raise ImportError("it has no ':'")
         module = _load_file(user_path(place, key)) if place.endswith(".py") else _load_module(place)
     except (Exception, SystemExit) as error:  # a user's module may raise anything
         problem = f"{type(error).__name__}: {error}{raised_at(error)}"
@@ -92,7 +92,7 @@ def load_object(path: str, key: str) -> Any:
 
 
 def raised_at(error: BaseException) -> str:
-    """The innermost line of the user's own file that an error went through; nothing where none was."""
+    """Return the innermost line of the user's file in an error's traceback, or an empty string."""
     libraries = (importlib, asyncio)
     machinery = (
         "<frozen",
@@ -128,9 +128,9 @@ def _load_module(name: str) -> ModuleType:
 
 @contextmanager
 def importing_from(folder: Path) -> Iterator[None]:
-    """Import from a folder first, as `python file.py` does there, and afterwards last, for later imports.
+    """Put a folder first on the Python path, and afterwards last, for later imports.
 
-    A module that came from another user's folder does not stand for one of the same name in this folder.
+    A module of the same name that was imported from another user folder is dropped.
     """
     _USER_FOLDERS.add(folder)
     for name, module in [*sys.modules.items()]:
@@ -151,27 +151,25 @@ def importing_from(folder: Path) -> Iterator[None]:
 
 
 def _home(module: ModuleType) -> Path | None:
-    """Return the folder on the Python path in which a top-level module lies."""
+    """Return the folder on the Python path that holds a top-level module."""
     file = Path(str(getattr(module, "__dict__", {}).get("__file__")))  # a lazy module may import by getattr
     return file.parent.parent if file.name == "__init__.py" else file.parent
 
 
 @contextmanager
 def exits_are_errors() -> Iterator[None]:
-    """Raise RuntimeError for a SystemExit of a user's code, which would end the run without a word."""
+    """Raise RuntimeError in place of a SystemExit in a user's code, which would end the run silently."""
     try:
         yield
     except SystemExit as error:
         raise RuntimeError(
-            f"sys.exit({error.code!r}) was called{raised_at(error)}; code that a run calls must return, or "
-            "raise another error"
+            f"sys.exit({error.code!r}) was called{raised_at(error)}; return from this code, or raise another "
+            "error"
         ) from error
 
 
 def lazy_names(package: str, modules: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:
-    """A package's `__getattr__`: a public name's module is imported when the name is first used.
-
-    The configuration's sections lie in packages whose other modules need torch, which takes seconds.
+    """Return a package's `__getattr__` that imports a public name's module when the name is first used.
 
     Args:
         modules: the package's modules, and the public names that each defines.
@@ -189,7 +187,7 @@ def lazy_names(package: str, modules: Mapping[str, Sequence[str]]) -> Callable[[
 
 
 def requirements() -> Iterator[tuple[str, str, str]]:
-    """Yield each requirement of the package, its module, and the extra that brings it, or ""."""
+    """Yield each requirement of the package with its module and its extra, or ""."""
     for line in importlib.metadata.requires("grpo-fast") or ():
         wanted, _, marker = line.partition(";")
         name = re.split(r"[^\w-]", wanted)[0]
@@ -198,7 +196,7 @@ def requirements() -> Iterator[tuple[str, str, str]]:
 
 
 def trainer_missing(error: ModuleNotFoundError) -> str | None:
-    """Return how to install the trainer; None where the missing module is not one of its own."""
+    """Return how to install the trainer; None where it does not require the missing module."""
     missing, modules = str(error.name).partition(".")[0], set()
     with suppress(importlib.metadata.PackageNotFoundError):  # a checkout that is not installed
         modules = {module for _, module, extra in requirements() if extra == "train"}
@@ -208,7 +206,7 @@ def trainer_missing(error: ModuleNotFoundError) -> str | None:
 
 
 def choices(name: str, known: Iterable[str]) -> str:
-    """`there are a, b, c; did you mean 'b'?`, the question only where a name is near."""
+    """Return `there are a, b, c; did you mean 'b'?`, the question only where a name is near."""
     names = sorted(known)
     listing = f"there are {', '.join(names)}" if names else "there are none"
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)

@@ -1,7 +1,6 @@
-"""A method by one word: what its paper, or its authors' recipe, sets beside the surrogate.
+"""Presets: `method` sets the loss, advantages and more as a paper or its authors' recipe does.
 
-`METHODS` has keys of the configuration and their values, which lie below what the user sets. The
-configuration then holds all of them, so what is the method's and what is not follows from the values.
+The user's keys override those of `METHODS`.
 """
 
 from __future__ import annotations
@@ -16,19 +15,18 @@ if TYPE_CHECKING:
     from grpo_fast.config.schema import TrainConfig
 
 REPLACED = ("loss", "advantage", "old_logprobs")  # by another method
-# What turns rewards into advantages.
+# Keys that turn rewards into advantages.
 ESTIMATOR = {"advantage.multi_objective_aggregation"}.union(*(facts.estimator for facts in CATALOG.values()))
-# Follow from cost: with another value of them a method is still itself.
+# A method does not depend on the values of these.
 _OF_THE_RUN = ("advantage.max_draws", "advantage.skip_flat_groups")
 
 MethodName = Annotated[str, one_of(METHODS, "method"), words(METHODS)]
 
 
 def with_method(settings: Any) -> Any:
-    """Merge a configuration's settings over those of the method that they name.
+    """Merge a configuration's settings over those of its method.
 
-    Beside another `loss_type` than the method's, the method's keys of `loss` are left out: they are about its
-    own.
+    With another `loss_type`, the method's keys of `loss` are left out.
     """
     if not isinstance(settings, Mapping) or settings.get("algorithm", "grpo") != "grpo":
         return settings
@@ -45,15 +43,15 @@ def with_method(settings: Any) -> Any:
 
 
 def departures(config: TrainConfig, method: str | None) -> dict[str, tuple[Any, Any]]:
-    """Return keys that a method sets and a configuration has otherwise: the value in force, the method's."""
+    """Return (value, method's value) of each key of a method that the configuration overrides."""
     own = {key: value for key, value in METHODS.get(method or "", {}).items() if key not in _OF_THE_RUN}
     return {key: (at(config, key), value) for key, value in own.items() if at(config, key) != value}
 
 
 def describe_method(config: TrainConfig) -> str:
-    """Say what of a configuration its method sets, and what is set otherwise.
+    """Describe what the method sets, and what overrides it.
 
-    Without a method: where advantages are not those of the paper whose surrogate `loss_type` is, or nothing.
+    Without a method, describe how advantages differ from those of the paper of `loss_type`, if they do.
     """
     name, alone = config.method or config.loss.loss_type, config.method is None
     changed = departures(config, name)

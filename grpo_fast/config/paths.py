@@ -1,4 +1,4 @@
-"""Paths that a user writes: `~` and variables expanded, and those of a run made absolute when it starts."""
+"""Paths of the user: expand `~` and variables, and make those of a run absolute."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from grpo_fast.config.schema import TrainConfig
 
 _VARIABLE = re.compile(r"\$(?:\{(\w+)\}|([A-Za-z_]\w*))")
-# Keys by their places without list positions, at the top level and in the overrides of a stage.
+# Keys without list positions, at the top level and in a stage's overrides.
 _DATA = (
     *("model.path", "model.tokenizer", "reference.path"),
     *("dataset.source", "evaluation.dataset.source"),
@@ -30,9 +30,7 @@ _JINJA = re.compile(r"\{[%{]|\n")
 
 
 def user_path(written: str | Path, key: str = "path") -> Path:
-    """Return the absolute path that a user's text stands for.
-
-    `~`, `~user`, `$NAME` and `${NAME}` are expanded. A relative path is one in the working directory.
+    """Return the absolute path of a user's text, with `~`, `~user`, `$NAME` and `${NAME}` expanded.
 
     Args:
         key: the key, argument or option, for errors.
@@ -43,7 +41,7 @@ def user_path(written: str | Path, key: str = "path") -> Path:
     text = str(written)
     if not text or "\0" in text:
         raise ValueError(f"{key} = {text!r}: is no path; give a file or folder")
-    if text[0] != "~" and os.path.lexists(text):  # a `$` in the name of a file that is there
+    if text[0] != "~" and os.path.lexists(text):  # an existing file with `$` in its name
         return Path(text).absolute()
     for name in (braced or bare for braced, bare in _VARIABLE.findall(text)):
         if name not in os.environ:
@@ -56,7 +54,7 @@ def user_path(written: str | Path, key: str = "path") -> Path:
 
 
 def local_path(written: str, key: str) -> Path | None:
-    """Return the path of a file or folder that is there; None for a hub id or the name of a generator."""
+    """Return the path of an existing file or folder; None for a hub id or a generator's name."""
     if "://" in written:
         return None
     path = user_path(written, key)
@@ -64,9 +62,9 @@ def local_path(written: str, key: str) -> Path | None:
 
 
 def with_absolute_paths(config: TrainConfig) -> TrainConfig:
-    """Return the configuration with every path of a file or folder absolute.
+    """Make every path of a configuration absolute, so that it holds in other working directories, too.
 
-    The run then means the same from another working directory. Hub ids, packages and modules stay.
+    Hub ids, packages and modules stay.
 
     Raises:
         ValueError: as `user_path`.
@@ -91,5 +89,5 @@ def _absolute(value: Any, place: str) -> Any:
         if file := _CODE_FILE.fullmatch(value):
             return f"{user_path(file[1], key)}{file[2] or ''}"
         if (module := _MODULE.fullmatch(value)) and (here := Path(f"{module[1]}.py")).is_file():
-            return f"{here.absolute()}{module[2]}"  # which is on the Python path in this folder only
+            return f"{here.absolute()}{module[2]}"  # importable in this folder only
     return value

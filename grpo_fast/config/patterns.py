@@ -1,4 +1,4 @@
-"""Regular expressions of the user's, with a limit of time: one that backtracks cannot hold up a run."""
+"""Regular expressions of the user, with a time limit, so that backtracking cannot hang a run."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ NO_QUANTIFIER = re.compile(r"(\\N\{[^}]*\}|\\.)|\{(?!(?:\d+(?:,\d*)?|,\d*)\})", 
 
 
 class Pattern:
-    """A pattern of `re` that stops with TimeoutError on a text that takes longer than `limit` seconds.
+    """A pattern of `re` that raises TimeoutError on a text that takes longer than `limit` seconds.
 
-    The package `regex` matches it. Where its syntax goes beyond that of `re`, the pattern keeps the meaning
-    that `re` gives it: `{e}` is text, not a fuzzy match.
+    The package `regex` matches it, with the syntax of `re`: `{e}` is text, not a fuzzy match.
     """
 
     def __init__(self, text: str) -> None:
-        """Raises ValueError for what is no pattern of `re`."""
+        """Raise ValueError for an invalid pattern."""
         try:
             re.compile(text)
             self._compiled = regex.compile(NO_QUANTIFIER.sub(lambda found: found[1] or r"\{", text))
@@ -31,6 +30,6 @@ class Pattern:
         return self._compiled.fullmatch(text, timeout=self.limit, concurrent=True) is not None
 
     def last(self, text: str) -> str | None:
-        """Return what the first group matches, the last time that the pattern does."""
+        """Return the first group of the last match, or None."""
         found = [*self._compiled.finditer(text, timeout=self.limit, concurrent=True)]
         return found[-1][1] if found else None

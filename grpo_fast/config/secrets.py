@@ -1,7 +1,7 @@
-"""Values that nobody else may read: hidden in whatever a run writes down, and given by variables.
+"""Secrets: hidden in everything that a run writes, and read from environment variables.
 
-Secret is what stands under a name as `api_key`, `token`, `password` or `authorization`, what authorizes in a
-URL or a header, and what looks like a token of a well-known service.
+A value is secret by its key (`api_key`, `token`, `password`, `authorization`), in a URL or a header, or as a
+token of a well-known service.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ _ENDS = (
     r"|authorization|bearer|cookies?|(?:\b|[_-])auth|(?:\b|access|api|auth|bearer|hf|hub|id|refresh|secret|session|user)[_-]?tokens)"
 )
 _NAME = re.compile(f"{_ENDS}$", re.IGNORECASE)
-# Words of the model's vocabulary and of data, which are no secrets.
+# Special tokens, and keys of data, which are no secrets.
 _SPECIAL = re.compile(
     r"(^|_)((bos|eos|pad|unk|sep|cls|mask|stop|end|start|begin|image|audio|video|think|thinking|tool|special)_token"
     r"|(answer|question|prompt|row|column|label|target|reward|metric|group|sort|cache|primary|foreign)_keys?)$"
 )
-_FREE = {"rename", "chat_template_kwargs"}  # whose keys are names of columns and of a template's variables
-_COUNTS = ("keys", "tokens")  # with numbers, they count
+_FREE = {"rename", "chat_template_kwargs"}  # mappings of columns, and of a template's variables
+_COUNTS = ("keys", "tokens")  # not secret with a number
 _PROSE = {"system_prompt", "prompt_template", "examples", "template", "chat_template", "stop"}
 _IN_URL = re.compile(
     r"(?P<before>\w+://[^\s/:@?#]*:|https?://(?=[^\s/:]+@))[^\s/]+(?=@)"
@@ -35,7 +35,7 @@ _SERVICES = (
     r"\b(?:(hf_|npm_|sk-)(?=\w*\d)[A-Za-z0-9]{16,}|(sk-(?:proj|ant)-)[\w-]{16,}|(gh[opsu]_)\w{30,}"
     r"|(github_pat_)\w{20,}|(glpat-)[\w-]{16,}|(xox[abp]-)[\w-]{16,}|(A[KS]IA)[A-Z0-9]{16}|(AIza)[\w-]{35,})"
 )
-_FILLED = ("aA1" * 14, "A1" * 8)  # what every pattern of `_SERVICES` takes, one or the other
+_FILLED = ("aA1" * 14, "A1" * 8)  # one of them matches any pattern of `_SERVICES`
 _IN_TEXT = re.compile(
     rf"(?i:({_HEADER}).*|(^bearer\s+)\S+$|(\bbearer\s+)(?=\S*\d)[^\s'\",;]{{8,}}"
     rf"|(\bbasic\s+)(?:[\w+/]{{6,}}={{1,2}}|(?=[\w+/]*\d)[\w+/]{{16,}}))|{_SERVICES}",
@@ -48,7 +48,7 @@ _KEY = re.compile(r"(--)?[A-Za-z_][\w.-]*=")  # at the beginning of an override
 
 
 def is_secret(name: str) -> bool:
-    """Whether a key's value is hidden."""
+    """Whether a key's value is secret."""
     return bool(_NAME.search(name)) and not _SPECIAL.search(name)
 
 
@@ -64,7 +64,7 @@ def redacted(text: str) -> str:
 
 
 def without_pairs(value: Any) -> Any:
-    """Return what may be shown of a value that may be a section written as text: `{api_key: ...}`."""
+    """Hide secrets in a value that may be a section written as text: `{api_key: ...}`."""
 
     def hidden(leaf: Any, *_: str) -> Any:
         if not isinstance(leaf, str):
@@ -78,10 +78,10 @@ def without_pairs(value: Any) -> Any:
 
 
 def masked(value: Any, name: str = "", *, variables: bool = True) -> Any:
-    """What may be shown of the value that stands under a key, however deep secrets lie in it.
+    """Hide the secrets in a key's value, at any depth.
 
     Args:
-        variables: show names of variables, `${NAME}`, that stand for secrets.
+        variables: keep `${NAME}` in the place of a secret.
     """
 
     def hidden(leaf: Any, name: str, place: str) -> Any:
@@ -99,13 +99,13 @@ def masked(value: Any, name: str = "", *, variables: bool = True) -> Any:
 
 
 def in_use(options: Mapping[str, Any], place: str) -> dict[str, Any]:
-    """Options with the environment's values where `${NAME}` stands for them.
+    """Replace `${NAME}` in options by the environment's values.
 
     Args:
-        place: the key that holds them, for errors.
+        place: the options' key, for errors.
 
     Raises:
-        ValueError: a variable that is not set, or a secret that was hidden.
+        ValueError: a variable is not set, or a secret was hidden.
     """
 
     def value_of(leaf: Any, name: str, key: str) -> Any:
@@ -114,8 +114,8 @@ def in_use(options: Mapping[str, Any], place: str) -> dict[str, Any]:
         of_text = MASK in leaf and any(redacted(leaf.replace(MASK, text)) == leaf for text in _FILLED)
         if of_text or (leaf == MASK and is_secret(name)):
             raise ValueError(
-                f"{key} = {leaf!r} is hidden in a run's folder: give it again as {key}=VALUE, or as a "
-                "variable of the environment, ${NAME}"
+                f"{key} = {leaf!r} is hidden in a run's folder: give it again as {key}=VALUE, or as an "
+                "environment variable, ${NAME}"
             )
         if (found := VARIABLE.fullmatch(leaf)) is None:
             return leaf
@@ -127,7 +127,7 @@ def in_use(options: Mapping[str, Any], place: str) -> dict[str, Any]:
 
 
 def masked_command(arguments: Sequence[str]) -> list[str]:
-    """A command line as it may be shown: overrides `KEY=VALUE`, `--KEY=VALUE` and `--KEY VALUE` are known.
+    """Hide the secrets of a command line, in `KEY=VALUE`, `--KEY=VALUE` and `--KEY VALUE`.
 
     A mapping or list that holds a secret is hidden as a whole.
     """
@@ -142,7 +142,7 @@ def masked_command(arguments: Sequence[str]) -> list[str]:
 
 
 def _changed(value: Any, name: str, place: str, change: Callable[[Any, str, str], Any]) -> Any:
-    """A tree with its leaves changed by their value, name and place; all below a secret's name have it."""
+    """Change a tree's leaves by value, name and place; leaves below a secret name inherit it."""
     if isinstance(value, Mapping):
         return {
             key: _changed(item, name if is_secret(name) else str(key), f"{place}.{key}", change)

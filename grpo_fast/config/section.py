@@ -1,7 +1,6 @@
-"""The base class of every section of the configuration, and the types of its values.
+"""The base class of the configuration's sections, and the types of their values.
 
-Sections are strict: a number is a number, a text a text and a switch a switch. Numbers are finite; null
-stands for no limit.
+Sections are strict: nothing is converted between numbers, text and switches, and numbers are finite.
 """
 
 from __future__ import annotations
@@ -30,23 +29,27 @@ Count = Annotated[int, Field(ge=0, le=LARGEST), _whole]
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+Share = Annotated[float, Field(gt=0, le=1)]
+OpenShare = Annotated[float, Field(gt=0, lt=1)]
+Group = Annotated[int, Field(ge=1, le=2**16)]
+Seconds = Annotated[float, Field(gt=0, le=1e6)]
 Seed = Count
 
 EXACT = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
 class Section(BaseModel):
-    """A part of the configuration. Unknown keys are errors; values don't change once made."""
+    """A part of the configuration: frozen, without unknown keys."""
 
     model_config = ConfigDict(**EXACT, strict=True, frozen=True, validate_default=True)
 
 
 class BandConfig(Section):
-    """A value that rises by a share while a metric is below a band, and falls by it while above."""
+    """A value that rises while a metric is below a band, and falls while it is above."""
 
-    below: float = Field(description="the metric below it: the value rises, times 1 + step")
-    above: float = Field(description="the metric above it: the value falls, times 1 - step")
-    step: Annotated[float, Field(gt=0, lt=1)] = Field(0.1, description="share of the value in one step")
+    below: float = Field(description="multiply by 1 + step while the metric is below this")
+    above: float = Field(description="multiply by 1 - step while the metric is above this")
+    step: OpenShare = Field(0.1, description="relative change per step")
 
     @model_validator(mode="after")
     def _ordered(self) -> BandConfig:
@@ -55,13 +58,13 @@ class BandConfig(Section):
         return self
 
     def moved(self, value: float, measured: float, low: float, high: float) -> float:
-        """The value after a step whose metric was `measured`, within [low, high]."""
+        """Return the value after a step whose metric was `measured`, within [low, high]."""
         factor = 1 + self.step if measured < self.below else 1 - self.step if measured > self.above else 1.0
         return min(high, max(low, value * factor))
 
 
 class FromMapping:
-    """Annotation of a strict dataclass that is a section: accept a mapping of its fields, too."""
+    """Annotate a strict dataclass that is a section: it accepts a mapping of its fields, too."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> Any:
         schema = handler(source)
@@ -71,7 +74,7 @@ class FromMapping:
 
 
 def one_of(table: Mapping[str, Any], kind: str) -> AfterValidator:
-    """Annotation of `str`: the rows of a table, including rows that are added later."""
+    """Annotate `str`: the keys of a table, including keys that are added later."""
 
     def known(name: str) -> str:
         if name not in table:
@@ -82,21 +85,21 @@ def one_of(table: Mapping[str, Any], kind: str) -> AfterValidator:
 
 
 def words(table: Mapping[str, Any]) -> WithJsonSchema:
-    """Annotation next to `one_of`: what the reference lists."""
+    """Annotate next to `one_of`: the values that the reference lists."""
     return WithJsonSchema({"enum": [*table]})
 
 
 def at(config: Any, name: str) -> Any:
-    """The value of a dotted key; None within a section that is not there."""
+    """Return the value of a dotted key; None within a section that is null."""
     return reduce(lambda section, key: getattr(section, key, None), name.split("."), config)
 
 
 def plural(count: int, noun: str) -> str:
-    """`1 prompt`, `1,200 prompts`."""
+    """Return `1 prompt`, `1,200 prompts`."""
     return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
 def short(value: Any, limit: int = 70) -> str:
-    """A value in one line of a message."""
+    """Return a value for one line of a message."""
     text = repr(value)
     return text if len(text) <= limit else f"{text[: limit - 3]}..."

@@ -1,10 +1,8 @@
-"""A run in stages: what each trains with, and which one a step belongs to.
+"""Stages of a run: the configuration of each, and the stage of a step.
 
-A stage overrides sections of the configuration and leaves the rest: `loss: {beta: 0.05}` changes one key.
-An override that names what a section is made of (`dataset.source`, `loss.loss_type`, `groups.strategy`)
-replaces the whole section, since the other keys belonged to the old choice; another `method` replaces all
-that methods set.
-The stage follows from the step, so a resumed run is in the right one.
+A stage overrides keys: `loss: {beta: 0.05}` changes one. A new `dataset.source`, `loss.loss_type` or
+`groups.strategy` replaces its whole section, and another `method` all that methods set. The stage follows
+from the step, so a resumed run is in the right one.
 """
 
 from __future__ import annotations
@@ -37,23 +35,23 @@ SECTION_DISCRIMINATOR = {"dataset": "source", "loss": "loss_type", "groups": "st
 
 
 class StageConfig(Section):
-    """A stretch of the run with settings of its own."""
+    """A stage, as configured."""
 
-    name: Annotated[str, Field(min_length=1)] = Field(description="in messages and the report; each another")
-    steps: PositiveInt | None = Field(None, description="steps; null, for the last stage: until max_steps")
+    name: Annotated[str, Field(min_length=1)] = Field(description="unique; for messages and the report")
+    steps: PositiveInt | None = Field(None, description="null, for the last stage: until max_steps")
     fresh_optimizer: bool = Field(
-        False, description="forget the moments, and begin the learning rate's schedule anew"
+        False, description="reset the moments, and restart the learning rate's schedule"
     )
     overrides: dict[str, Any] = Field(
         {},
-        description="sections as at the top level; a new source, loss_type, strategy or method replaces its "
+        description="sections of the configuration; a new source, loss_type, strategy or method replaces its "
         "section",
     )
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One stretch of a run."""
+    """A stage, resolved."""
 
     name: str
     start: int  # its first step, counted from 0
@@ -67,17 +65,17 @@ class Stage:
 
 
 def resolve_stages(config: TrainConfig) -> tuple[Stage, ...]:
-    """Return the stages of a run in order; one that is the whole run where none are configured.
+    """Return the stages of a run in order; where none are configured, one for the whole run.
 
     Raises:
-        ValueError: names that repeat, steps that don't add up to max_steps, or overrides that are not allowed
-            or make no valid configuration; the message names the stage.
+        ValueError: names repeat, steps do not add up to max_steps, or overrides are invalid; the message
+            names the stage.
     """
     if not config.stages:
         return (Stage("", 0, config.max_steps, config, fresh_optimizer=False),)
     names, base = [stage.name for stage in config.stages], config.model_dump() | {"stages": []}
     if len(set(names)) < len(names):
-        raise ValueError(f"stages = {names}: two have one name; rename one")
+        raise ValueError(f"stages = {names}: two have the same name; rename one")
     stages = tuple(
         Stage(stage.name, start, end, _configure(type(config), stage, base), stage.fresh_optimizer)
         for stage, (start, end) in zip(config.stages, pairwise(_bounds(config)), strict=True)
@@ -93,19 +91,19 @@ def resolve_stages(config: TrainConfig) -> tuple[Stage, ...]:
 
 
 def stage_at(stages: Sequence[Stage], step: int) -> int:
-    """Return the index of the stage that trains `step`; beyond the end, of the last one."""
+    """Return the index of the stage of a step; the last one beyond the end."""
     return next((i for i, stage in enumerate(stages) if step < stage.end), len(stages) - 1)
 
 
 def schedule_steps(stages: Sequence[Stage], index: int) -> int:
-    """Count the steps from one fresh optimizer to the next, around stage `index`: what its schedule spans."""
+    """Count the steps of the learning rate's schedule at stage `index`: between two fresh optimizers."""
     first = max((i for i in range(1, index + 1) if stages[i].fresh_optimizer), default=0)
     last = next((i for i in range(index + 1, len(stages)) if stages[i].fresh_optimizer), len(stages))
     return sum(stage.steps for stage in stages[first:last])
 
 
 def _bounds(config: TrainConfig) -> list[int]:
-    """Return where each stage starts, and the end."""
+    """Return the first step of each stage, and the end."""
     *earlier, last = [stage.steps for stage in config.stages]
     if None in earlier:
         name = config.stages[earlier.index(None)].name
@@ -134,7 +132,7 @@ def _configure(kind: type[TrainConfig], stage: StageConfig, base: Mapping[str, A
                 raise ValueError(f"overrides {section}.{min(found)}, one for all stages; set it outside")
         if "optimizer" in over and not stage.fresh_optimizer:
             raise ValueError(
-                "overrides the optimizer, which goes on from the stage before; add fresh_optimizer: true"
+                "overrides the optimizer, which continues from the previous stage; add fresh_optimizer: true"
             )
         if over.get("method", base["method"]) != base["method"]:
             base = {key: value for key, value in base.items() if key not in REPLACED}

@@ -1,4 +1,4 @@
-"""Trees of plain data, as files hold configurations, and the dotted places in them: `rewards.0.weight`."""
+"""Trees of plain data, and dotted places in them: `rewards.0.weight`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """What stands at each place; lists and empty mappings are leaves."""
+    """Return the leaves by their places; lists and empty mappings are leaves."""
     found: dict[str, Any] = {}
     for key, value in tree.items():
         name = f"{prefix}{key}"
@@ -16,21 +16,21 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def with_leaves(tree: Any, change: Callable[[Any], Any]) -> Any:
-    """A copy of a tree in which each leaf is changed."""
+    """Copy a tree with each leaf changed."""
     if isinstance(tree, Mapping):
         return {key: with_leaves(value, change) for key, value in tree.items()}
     return [with_leaves(item, change) for item in tree] if isinstance(tree, list | tuple) else change(tree)
 
 
 def value_at(tree: Any, place: str) -> Any:
-    """What stands at a place; None where nothing does."""
+    """Return the value at a place, or None."""
     for part in place.split("."):
         tree = tree.get(part) if isinstance(tree, dict) else _items(tree).get(part)
     return tree
 
 
 def differences(before: Any, now: Any, place: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """(place, value before, value now) wherever two trees differ, of lists of other lengths as a whole."""
+    """Yield (place, before, now) of what differs; lists of different lengths differ as a whole."""
     if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
         before, now = _items(before), _items(now)
     if not (isinstance(before, dict) and isinstance(now, dict)):
@@ -42,5 +42,4 @@ def differences(before: Any, now: Any, place: str = "") -> Iterator[tuple[str, A
 
 
 def _items(value: Any) -> dict[str, Any]:
-    """Those of a list by their places."""
     return {str(index): item for index, item in enumerate(value)} if isinstance(value, list) else {}

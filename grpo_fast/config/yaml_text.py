@@ -1,4 +1,4 @@
-"""YAML as configurations are written: plain data, exponents without a point, no key twice, dates as text."""
+"""YAML of configurations: plain data, exponents without a point, no duplicate keys, dates as text."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 
 import yaml
 
-LONGEST = 1_000_000  # values of a text; what an alias repeats is counted each time
+LONGEST = 1_000_000  # values of a text, each alias counted
 # PyYAML follows YAML 1.1, whose floats need a point; YAML 1.2, and everybody who writes 1e-6, does not.
 EXPONENT = re.compile(r"^[-+]?[0-9]+[eE][-+]?[0-9]+$")
 AS_TEXT = ("tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:value")
 
 
-# What YAML 1.1 reads otherwise than it looks: octal and sexagesimal numbers, `_` in numbers, switches.
+# Values that YAML 1.1 reads in unexpected ways: octal and sexagesimal numbers, `_` in numbers, switches.
 _SURPRISES = {
     "changed": re.compile(r"[-+]?(0[0-7_]+|[\d_]+(:[0-5]?\d)+(\.\d*)?)"),
     "number": re.compile(r".*\d_.*"),
@@ -24,7 +24,7 @@ _TYPED = {f"tag:yaml.org,2002:{kind}" for kind in ("int", "float", "bool")}
 
 
 class Surprise(NamedTuple):
-    """A plain value that YAML reads otherwise than it looks."""
+    """A plain value that YAML reads in an unexpected way."""
 
     place: str  # dotted
     line: int  # from 1
@@ -34,7 +34,7 @@ class Surprise(NamedTuple):
 
 
 class Loader(yaml.SafeLoader):
-    """Plain data only; a key given twice is an error."""
+    """A loader of plain data; a duplicate key is an error."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
@@ -46,7 +46,7 @@ class Loader(yaml.SafeLoader):
 
 
 class Dumper(yaml.SafeDumper):
-    """Writes a value that stands in two places twice."""
+    """A dumper without aliases."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -67,10 +67,10 @@ for _class in (Loader, Dumper):  # both, so that the string "1e-6" is written wi
 
 
 def parse_yaml(text: str) -> Any:
-    """Return the plain data that a text holds; None where it holds nothing.
+    """Return the plain data of a text; None for an empty one.
 
     Raises:
-        ValueError: it is no YAML, gives a key twice, or stands for something that is not plain or has no end.
+        ValueError: it is no YAML, has a duplicate key, or is not plain or not finite.
     """
     try:
         loader, document = _composed(text)
@@ -92,14 +92,14 @@ def _composed(text: str) -> tuple[Loader, yaml.Node | None]:
 
 
 def parse_value(text: str) -> Any:
-    """Return what one value of a command line stands for: `parse_yaml`, without comments in plain text."""
+    """Parse one value of a command line: `parse_yaml`, but `#` begins no comment in plain text."""
     value = parse_yaml(text)
     plain = value is None or (isinstance(value, str) and text.strip()[0] not in "'\"|>!&")
     return text.strip() if plain and "#" in text else value
 
 
 def surprises(text: str) -> list[Surprise]:
-    """Return the values, of a text that `parse_yaml` accepts, that are others than they look."""
+    """Return the values of a valid text that YAML reads in unexpected ways."""
     loader, document = _composed(text)
     lines = text.splitlines()
     known: set[int] = set()
@@ -129,7 +129,7 @@ def surprises(text: str) -> list[Surprise]:
 
 
 def _values(node: yaml.Node, known: dict[int, int]) -> int:
-    """Count the values that a node stands for, its aliases followed."""
+    """Count the values of a node, with its aliases followed."""
     if id(node) not in known:
         parts = node.value if isinstance(node, yaml.CollectionNode) else ()
         pairs = parts if isinstance(node, yaml.MappingNode) else [(part,) for part in parts]
@@ -138,5 +138,5 @@ def _values(node: yaml.Node, known: dict[int, int]) -> int:
 
 
 def dump_yaml(data: Any) -> str:
-    """Write data as a file has it, in the order of the keys."""
+    """Return data as YAML, in the order of the keys."""
     return yaml.dump(data, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=110)

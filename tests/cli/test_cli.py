@@ -104,34 +104,13 @@ def test_print_config_shows_the_whole_configuration_and_reads_it(config, tmp_pat
     assert capsys.readouterr().out == printed
 
 
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        (["train", "quickstrat"], "quickstart"),
-        (["train", "mine.yaml"], "dpo, gsm8k, quickstart, rank"),
-        (["trian"], "did you mean 'train'?"),
-        (["improve"], "doctor, eval"),
-        (["eval", "quickstart", "--k", "0"], "--k"),
-        (["eval", "quickstart", "--output", "nowhere/at/all.json"], "--output = 'nowhere/at/all.json'"),
-        (["eval", "quickstart", "--output", "."], "--output = '.'"),
-        (["preview", "quickstart", "--num-prompts", "0"], "--num-prompts: 0 must be at least 1"),
-        (["eval", str(Path(__file__).parent)], "is a folder without config.yaml"),
-        (["eval", "quickstart", "--k", "8", "--num-samples", "4"], "--num-samples"),
-        (["train", "quickstart", "max_steps", "3"], "max_steps 3"),
-        (["train", "quickstart", "--print-confg"], "did you mean --print-config?"),
-        (["train", "quickstart", "--changed-code"], "--changed-code: is gone"),
-        (["groups", "describe", "run.yaml"], "groups describe` was removed"),
-        (["plan", "--model", "Qwen3-8B", "--table"], "--table was removed"),
-        (["plan", "--gpus-per-node=8"], "--gpus-per-node was removed"),
-        (["report", "run", "--outptu"], "--outptu"),
-        (["train"], "CONFIG"),
-        (["plan"], "CONFIG"),
-        ([], "COMMAND"),
-    ],
-)
-def test_wrong_usage_leaves_with_code_2_and_says_what_may_have_been_meant(arguments, named, capsys):
-    assert leave(*arguments) == 2
-    assert named in capsys.readouterr().err
+USAGE = yaml.safe_load(Path(__file__).with_name("usage.yaml").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("case", USAGE, ids=lambda case: " ".join(case["arguments"]))
+def test_wrong_usage_exits_with_2_and_says_what_may_have_been_meant(case, capsys):
+    assert leave(*case["arguments"]) == 2
+    assert case["says"] in capsys.readouterr().err
 
 
 def test_a_failure_is_one_sentence_and_code_1_and_debug_shows_the_traceback(tmp_path, capsys):
@@ -166,7 +145,7 @@ def test_an_interruption_and_an_unexpected_error_have_their_codes(monkeypatch, c
         ("eval", ["c", "--output", "a=b.json", "x=1"], ["c", "--output", "a=b.json"], ["x=1"]),
     ],
 )
-def test_overrides_are_told_from_the_commands_own_options(command, tokens, own, overrides):
+def test_overrides_are_split_from_the_options_of_a_command(command, tokens, own, overrides):
     _, parsers = cli.build_parser()
     assert cli.split_overrides(parsers[command], tokens) == (own, overrides)
 

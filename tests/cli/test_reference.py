@@ -13,31 +13,28 @@ PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 KEYS = [name for name in keys() if not name.startswith("evaluation.dataset.")]
 
 
-def told(capsys, *arguments: str) -> str:
+def printed(capsys, *arguments: str) -> str:
     assert cli.main(["config", *arguments]) == 0
     return capsys.readouterr().out
 
 
 def test_the_page_is_what_the_command_prints_and_has_every_key(capsys):
     page = PAGE.read_text("utf-8")
-    assert page == told(capsys, "--markdown"), "grpo-fast config --markdown > docs/configuration.md"
+    assert page == printed(capsys, "--markdown"), "grpo-fast config --markdown > docs/configuration.md"
     assert [line.split("`")[1] for line in page.splitlines() if line.startswith("| `")] == KEYS
 
 
 def test_the_terminal_shows_types_defaults_meanings_and_other_names(capsys):
-    assert told(capsys, "optimizer.eps").startswith("optimizer.eps: number ≥ 1e-20 = 1e-08\n")
-    assert all(word in told(capsys, "optimizer.eps") for word in ("second moment", "adam_epsilon"))
+    assert printed(capsys, "optimizer.eps").startswith("optimizer.eps: number ≥ 1e-20 = 1e-08\n")
+    assert all(word in printed(capsys, "optimizer.eps") for word in ("second moment", "adam_epsilon"))
 
 
 def test_the_page_of_metrics_is_what_the_command_prints(capsys):
     assert cli.main(["metrics", "--markdown"]) == 0
     page = PAGE.with_name("metrics.md").read_text("utf-8")
     assert page == capsys.readouterr().out, "grpo-fast metrics --markdown > docs/metrics.md"
-    for name, said in {
-        "lr": "learning_rate: ",
-        "reward/x/mean": "reward/NAME/mean: ",
-        "tools": "tools/calls: ",
-    }.items():
+    names = {"lr": "learning_rate: ", "reward/x/mean": "reward/NAME/mean: ", "tools": "tools/calls: "}
+    for name, said in names.items():
         assert cli.main(["metrics", name]) == 0 and capsys.readouterr().out.startswith(said)
     assert cli.main(["metrics", "rewrad"]) == 2 and "is no metric" in capsys.readouterr().err
 
@@ -58,15 +55,15 @@ def test_the_page_of_metrics_is_what_the_command_prints(capsys):
     ],
 )
 def test_a_key_is_found_by_its_name_its_last_part_and_other_names(wanted, found, capsys):
-    lines = [line for line in told(capsys, wanted.removeprefix("--")).splitlines() if line[:1] != " "]
+    lines = [line for line in printed(capsys, wanted.removeprefix("--")).splitlines() if line[:1] != " "]
     assert [line.partition(":")[0] for line in lines] == found
 
 
 def test_a_word_shows_the_keys_and_recipes_that_are_about_it(capsys):
-    said = told(capsys, "kl")
+    said = printed(capsys, "kl")
     assert all(key in said for key in ("loss.kl_estimator", "loss.kl_in_reward"))
-    assert "chat_template" in told(capsys, "enable_thinking") and "model.lora.r" in told(capsys, "lora")
-    assert "`grpo-fast train calculator`" in told(capsys, "calculator")
+    assert "chat_template" in printed(capsys, "enable_thinking") and "model.lora.r" in printed(capsys, "lora")
+    assert "`grpo-fast train calculator`" in printed(capsys, "calculator")
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from grpo_fast.config.keys import REMOVED, ConfigError, keys
 from grpo_fast.config.load import dump_config, load_config
 from grpo_fast.config.schema import TrainConfig
 from grpo_fast.config.secrets import masked, masked_command
-from grpo_fast.config.tree import differences, flatten, value_at, with_leaves
+from grpo_fast.config.tree import differences, value_at, with_leaves
 from grpo_fast.objective.catalog import LOSS_TYPES
 
 MINIMAL_KEYS = ["model.path=m", "dataset.source=rows.jsonl"]
@@ -55,34 +55,6 @@ def test_files_overrides_and_flat_names_reach_their_places(write, case):
         assert {place: value_at(config, place) for place in case["places"]} == case["places"]
 
 
-FLAT = """
-num_generations=4 max_completion_length=99 temperature=0.7 top_k=-1 max_prompt_length=98 beta=0.04 epsilon=0.1
-epsilon_high=0.28 loss_type=dr_grpo scale_rewards=false lora_r=4 mask_truncated_completions=true
-max_grad_norm=0 lr_scheduler_type=constant_with_warmup adam_beta2=0.99 bf16=false gradient_checkpointing=true
-logging_steps=7 save_steps=8 eval_steps=9 save_total_limit=5 report_to=[wandb] dtype=torch.float32
-use_vllm=false stop=end model_init_kwargs={"revision":"main"} generation_kwargs={"top_p":0.9}
-flash_attention=true hub_token=null repetition_penalty=1.0 push_to_hub=false use_cache=true
-"""
-PLACED = """
-rollout: {num_generations: 4, max_completion_length: 99, temperature: 0.7, top_k: 0, top_p: 0.9, stop: [end],
-          engine: transformers}
-dataset: {max_prompt_length: 98}
-loss: {beta: 0.04, epsilon_low: 0.1, epsilon_high: 0.28, loss_type: dr_grpo}
-advantage: {scale_rewards: none, mask_truncated: true}
-optimizer: {schedule: constant, max_grad_norm: null, betas: [0.9, 0.99]}
-model: {dtype: float32, gradient_checkpointing: true, revision: main, attention: flash_attention_2,
-        lora: {r: 4}}
-logging: {every: 7, tensorboard: false, wandb: true}
-checkpoint: {every: 8, keep: 5}
-evaluation: {every: 9}
-"""
-
-
-def test_flat_names_known_from_trl_and_axolotl_find_their_place(write):
-    places = yaml.safe_load(MINIMAL) | flatten(yaml.safe_load(PLACED))
-    assert load_config(write(MINIMAL), FLAT.split()) == load_config(None, places)
-
-
 @pytest.mark.parametrize("case", cases("refused.yaml"), ids=lambda case: case["set"])
 def test_a_wrong_setting_is_refused_by_its_key(write, case):
     overrides = re.split(r" (?=[\w.]+=)", case["set"])
@@ -111,76 +83,20 @@ def test_every_problem_is_listed_at_once_with_its_place_and_value(write):
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "tokens", "part"),
+    "case",
     [
-        (
-            "a.yaml",
-            MINIMAL + "seed: #1\n",
-            [],
-            "seed: line 4: YAML reads #1 as a comment; write '#1' for the",
-        ),
-        (
-            "a.yaml",
-            "rewards:\n- options:\n    a: [010]",
-            MINIMAL_KEYS,
-            "rewards.0.options.a.0: line 3: YAML reads 010 as 8",
-        ),
-        ("a.yaml", MINIMAL + "max_steps: 1:30", [], "max_steps: line 4: YAML reads 1:30 as 90"),
-        (
-            "a.yaml",
-            MINIMAL + "stages: [{overrides: {no: 1}}]",
-            [],
-            "stages.0.overrides.no: line 4: YAML reads no as",
-        ),
-        (
-            "a.yaml",
-            MINIMAL,
-            ["rewards.0.options.a=010"],
-            "rewards.0.options.a: YAML reads 010 as 8; write rewards.0.options.a=",
-        ),
-        ("a.yaml", MINIMAL + "seed: 1\nseed: 1\n", [], "the key `seed` is given twice"),
-        ("a.yaml", "- a\n- b\n", [], "holds no mapping"),
-        ("a.yaml", "just words", [], "holds no mapping"),
-        ("a.yaml", "a: [1", [], "line 1"),
-        ("a.yaml", "a: !!python/object:os.system {}", [], "line 1"),
-        ("a.yaml", "a: \x01", [], "cannot be read"),
-        ("a.yaml", b"\xff\xfe\x00seed", [], "cannot be read"),
-        ("a.yaml", ALIAS_BOMB, [], "1,000,000 values by its aliases"),
-        ("a.yaml", "a: &a [*a]\n", [], "nested too deeply, or in itself"),
-        ("a.yaml", "a: " + 5000 * "[", [], "nested too deeply"),
-        ("a.json", 10**5 * "[" + 10**5 * "]", [], "nested too deeply"),
-        ("a.yaml", MINIMAL, ["learning_rate"], "is no assignment"),
-        ("a.yaml", MINIMAL, ["--learning_rate"], "is no assignment"),
-        ("a.yaml", MINIMAL, ["--learning_rate", "--beta", "1"], "is no assignment"),
-        ("a.yaml", MINIMAL, ["seed=1", "seed=2"], "given twice"),
-        ("a.yaml", MINIMAL + "warmup_ratio: 0.1", [], "needs max_steps"),
-        ("a.yaml", MINIMAL + "learning_rate: 1e-5\noptimizer: {learning_rate: 1e-6}", [], "given twice"),
+        *cases("unreadable.yaml"),
+        {"file": "a: \x01", "says": "cannot be read"},
+        {"file": b"\xff\xfe\x00seed", "says": "cannot be read"},
+        {"file": ALIAS_BOMB, "says": "1,000,000 values by its aliases"},
+        {"file": "a: " + 5000 * "[", "says": "nested too deeply"},
+        {"file": 10**5 * "[" + 10**5 * "]", "says": "nested too deeply", "name": "a.json"},
     ],
 )
-def test_what_holds_no_plain_mapping_or_assignment_is_refused(tmp_path, name, text, tokens, part):
-    (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
-    assert part in str(problems_of(tmp_path / name, tokens))
-
-
-@pytest.mark.parametrize(
-    ("override", "value"),
-    [
-        ("dataset.system_prompt=#x", "#x"),
-        ("dataset.system_prompt= a #b: [", " a #b: ["),
-        ("dataset.system_prompt='null'", "null"),
-        ("dataset.system_prompt=null", None),
-        ("model_revision=010", "010"),
-        ("model.revision=1:30", "1:30"),
-        ("rewards.0.options.marker=####", "####"),
-        ("rewards.0.options.marker=a # b", "a # b"),
-        ('rewards.0.options.marker="010"', "010"),
-        ("logging.wandb=yes", True),
-        ("max_steps=1_000", 1000),
-    ],
-)
-def test_text_on_the_command_line_is_the_text_and_no_yaml(write, override, value):
-    place = override.partition("=")[0].replace("model_revision", "model.revision")
-    assert value_at(load_config(write(MINIMAL), [override]).model_dump(), place) == value
+def test_what_holds_no_plain_mapping_or_assignment_is_refused(tmp_path, case):
+    text, file = case.get("file", MINIMAL + case.get("add", "")), tmp_path / case.get("name", "a.yaml")
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    assert case["says"] in str(problems_of(file, case.get("sets", [])))
 
 
 def test_a_word_and_a_number_that_may_be_text_are_warned_of(write, caplog):
@@ -295,55 +211,9 @@ def test_a_runs_length_is_in_steps_or_in_epochs_and_the_command_line_wins(write)
     assert (back.epochs, back.max_steps) == (None, 100)
 
 
-@pytest.mark.parametrize(
-    ("written", "shown"),
-    [
-        ({"api_key": "a", "clientSecret": "c", "x": 1}, {"api_key": "***", "clientSecret": "***", "x": 1}),
-        ({"HF_TOKEN": "b", "password": 1234}, {"HF_TOKEN": "***", "password": "***"}),
-        ({"token": {"value": "a", "of": ["b"]}}, {"token": {"value": "***", "of": ["***"]}}),
-        ([{"auth": {"key": "a"}}, "plain"], [{"auth": {"key": "***"}}, "plain"]),
-        ({"key": "${NAME}", "token": None, "secret": False}, ...),
-        ({"num_tokens": 5, "max_new_tokens": "7", "tokenizer": "t", "eos_token": "<e>"}, ...),
-        ({"url": "postgres://me:pw@host:5432/db"}, {"url": "postgres://me:***@host:5432/db"}),
-        ({"url": "https://host:80/a@b"}, ...),
-        ({"url": "https://host/?a=1&api_key=x&b=2"}, {"url": "https://host/?a=1&api_key=***&b=2"}),
-        (
-            {"api_keys": ["a"], "tokens": "b", "passwd": "c"},
-            {"api_keys": ["***"], "tokens": "***", "passwd": "***"},
-        ),
-        (
-            {"credentials": {"id": "a"}, "authorization": "b"},
-            {"credentials": {"id": "***"}, "authorization": "***"},
-        ),
-        (
-            {"headers": ["Authorization: Bearer a", "X-Api-Key: b"]},
-            {"headers": ["Authorization: ***", "X-Api-Key: ***"]},
-        ),
-        ({"headers": {"with": "Bearer a1.b2"}}, {"headers": {"with": "Bearer ***"}}),
-        (
-            {"urls": ["https://tok@host/", "https://me:p@w@h"]},
-            {"urls": ["https://***@host/", "https://me:***@h"]},
-        ),
-        ({"any": "sk-0123456789abcdef hf_0123456789abcdefgh"}, {"any": "sk-*** hf_***"}),
-        ({"any": "hf_checkpoints_2024/m sk-experiment-number-one basic 12345678"}, ...),
-        ({"rename": {"my_key": "answer"}, "options": {"answer_key": "a", "think_token": "<t>"}}, ...),
-        ({"any": "Say: Bearer ab12cd34, Basic dTpwdw=="}, {"any": "Say: Bearer ***, Basic ***"}),
-        (
-            {
-                "tokens": 7,
-                "stop_tokens": ["a"],
-                "keys": ["a"],
-                "author": "a",
-                "text": "A basic question.",
-                "u": "ssh://git@h",
-                "system_prompt": "Bearer a1",
-            },
-            ...,
-        ),
-    ],
-)
-def test_what_is_secret_is_hidden_and_what_only_sounds_so_is_not(written: Any, shown: Any):
-    assert masked(written) == (written if shown is ... else shown)
+@pytest.mark.parametrize("case", cases("secrets.yaml"))
+def test_what_is_secret_is_hidden_and_what_only_sounds_so_is_not(case):
+    assert masked(case["written"]) == case.get("shown", case["written"])
 
 
 def test_an_error_shows_no_secret_of_a_section_written_as_text_or_of_a_url(write):

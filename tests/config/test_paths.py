@@ -12,6 +12,7 @@ from grpo_fast.config.load import load_config
 from grpo_fast.config.lookup import load_object
 from grpo_fast.config.paths import user_path, with_absolute_paths
 from grpo_fast.config.schema import TrainConfig
+from grpo_fast.config.tree import value_at
 
 
 @pytest.fixture(autouse=True)
@@ -56,22 +57,25 @@ def test_a_runs_paths_become_absolute_and_names_stay(home: Path, tmp_path: Path)
     )
     found = with_absolute_paths(config)
     here = str(tmp_path)
-    assert found.reference.path == f"{here}/m"
-    assert (found.model.path, found.model.chat_template) == (f"{here}/m", f"{here}/t.jinja")
-    assert found.dataset.source == f"{home}/gone.jsonl" and found.evaluation.dataset.source == "hub/id"
-    assert found.dataset.transform == f"{here}/near.py:f"
-    assert found.evaluation.dataset.transform == f"{here}/t.py:f"
-    assert [one.reward for one in found.rewards] == [f"{here}/r.py:f", "mine:f"]
-    assert found.rewards[0].options == {"file": "r.py"}
-    assert found.rollout.tools == [f"{home}/t.py:f"]
-    assert found.rollout.environment == {"a": f"{here}/e.py:E", "b": "p.e:E"}
-    assert found.callbacks == [f"{here}/c.py", "p.c:C", f"{here}/near.py:C"]
-    assert "seed" not in found.dataset.model_fields_set
-    assert (found.advantage.function, found.loss.loss_type) == (f"{here}/a.py:f", f"{here}/l.py:f")
-    assert found.stages[0].overrides["dataset"]["source"] == f"{here}/d.jsonl"
-    assert found.stages[0].overrides["rewards"][0]["reward"] == f"{here}/r.py:f"
-    assert found.output_dir == f"{here}/runs/../x"
-    assert with_absolute_paths(found) == found
+    tree = found.model_dump()
+    expected = {
+        **{
+            "reference.path": f"{here}/m",
+            "model.path": f"{here}/m",
+            "model.chat_template": f"{here}/t.jinja",
+        },
+        **{"dataset.source": f"{home}/gone.jsonl", "evaluation.dataset.source": "hub/id"},
+        **{"dataset.transform": f"{here}/near.py:f", "evaluation.dataset.transform": f"{here}/t.py:f"},
+        **{"rewards.0.reward": f"{here}/r.py:f", "rewards.0.options": {"file": "r.py"}},
+        **{"rewards.1.reward": "mine:f", "rollout.tools": [f"{home}/t.py:f"]},
+        **{"rollout.environment": {"a": f"{here}/e.py:E", "b": "p.e:E"}},
+        **{"callbacks": [f"{here}/c.py", "p.c:C", f"{here}/near.py:C"], "output_dir": f"{here}/runs/../x"},
+        **{"advantage.function": f"{here}/a.py:f", "loss.loss_type": f"{here}/l.py:f"},
+        **{"stages.0.overrides.dataset.source": f"{here}/d.jsonl"},
+        **{"stages.0.overrides.rewards.0.reward": f"{here}/r.py:f"},
+    }
+    assert {place: value_at(tree, place) for place in expected} == expected
+    assert "seed" not in found.dataset.model_fields_set and with_absolute_paths(found) == found
 
 
 def test_code_imports_the_files_beside_it_and_modules_of_the_working_folder(tmp_path: Path):

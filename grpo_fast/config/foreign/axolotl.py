@@ -12,7 +12,7 @@ from grpo_fast.config.foreign.names import import_path
 from grpo_fast.config.foreign.rules import NOTHING, Absent, Places, Rule, find_rule, load_yaml, rules_of
 from grpo_fast.config.foreign.trl import trl_rules, with_usual
 
-# Axolotl's own names for what TRL calls otherwise.
+# Axolotl's names: TRL's.
 SYNONYMS = {
     "num_epochs": "num_train_epochs",
     "micro_batch_size": "per_device_train_batch_size",
@@ -32,11 +32,9 @@ SHARED = "here vLLM and the trainer share the GPU: lower it where they do not fi
 
 
 def read_axolotl(document: Mapping[str, Any]) -> Conversion:
-    """Keys of the `trl:` block count as TRL's, those of the file by Axolotl's names or TRL's."""
-    if not document.get("rl") and document.keys() & {"base_model", "datasets"}:  # no part of a file
-        raise ValueError(
-            "has no `rl`, so it trains on given answers, and runs here on rewards or comparisons"
-        )
+    """Convert a file, whose own keys have Axolotl's names or TRL's, and its blocks."""
+    if not document.get("rl") and document.keys() & {"base_model", "datasets"}:  # not a part of a file
+        raise ValueError("has no `rl`, so it is supervised training; give `rl: grpo` or `rl: dpo`")
     blocks = {name: document.get(name) or {} for name in ("trl", "vllm")}
     lists = {name: document.get(name) or [] for name in ("datasets", "test_datasets")}
     for name, block in blocks.items():
@@ -66,20 +64,20 @@ def read_axolotl(document: Mapping[str, Any]) -> Conversion:
 
 
 def _wandb(value: Any, document: Mapping[str, Any]) -> Places:
-    """A project turns W&B on, unless another key turns it off."""
+    """Turn W&B on by its project, unless another key turns it off."""
     on = document.get("use_wandb") is not False and document.get("wandb_mode") != "disabled"
     return {"logging.project": value, "logging.wandb": on} if value else {}
 
 
 def _transform(place: str, value: Any, _: Mapping[str, Any]) -> Places:
-    """A function of the user's, `module.function`, makes the columns."""
+    """Take a user's function, `module.function`, that makes the columns."""
     if value and not (isinstance(value, str) and OWN_FUNCTION.fullmatch(value)):
         raise ValueError(TRANSFORM)
     return {place: import_path(value)} if value else {}
 
 
 def _datasets(lists: Mapping[str, Any], key: str, prefix: str) -> Iterator[Entry]:
-    """The first dataset; a run here has one, and one for its held-out questions."""
+    """Yield the keys of the first dataset; a run has one, and one of held-out questions."""
     for position, entry in enumerate(lists[key]):
         for name, value in entry.items():
             rule: Rule = Absent(TRANSFORM, NOTHING, decide=True)

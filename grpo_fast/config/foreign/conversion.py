@@ -1,4 +1,4 @@
-"""The result of a conversion: our configuration, and the outcome of each foreign key."""
+"""Conversions: our configuration, and the outcome of each foreign key."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from grpo_fast.objective.catalog import CATALOG, loss_specific
 
 FILL_IN = "FILL_IN"
 REQUIRED = {"model.path": FILL_IN, "dataset.source": FILL_IN, "rewards": [{"reward": FILL_IN}]}
-# Sections that only training on the policy's own completions reads.
+# Sections that only `algorithm: grpo` reads.
 SAMPLING = frozenset({"rewards", "rollout", "advantage", "loss", "num_iterations", "minibatches"})
 
 Algorithm = Literal["grpo", "dpo", "rank"]
@@ -28,15 +28,26 @@ UNKNOWN = "is not a key that this converter knows"
 
 
 @dataclass(frozen=True)
-class ForeignKey:
-    """One foreign key."""
+class Entry:
+    """A foreign key to convert."""
 
     key: str  # dotted, as in the source
+    value: Any
+    rule: Rule | None  # None for a key that the converter does not know
+    note: str = ""  # how the value was translated
+    missing: bool = False  # the value is the source's default of a missing key
+
+
+@dataclass(frozen=True)
+class ForeignKey:
+    """A foreign key and its outcome."""
+
+    key: str
     value: Any
     outcome: Outcome
     places: tuple[str, ...] = ()  # our keys that it set
     reason: str = ""
-    missing: bool = False  # not in the file: the value is the source's default
+    missing: bool = False
 
     def __str__(self) -> str:
         return f"{self.key} = {short(masked(self.value, self.key))}"
@@ -44,41 +55,38 @@ class ForeignKey:
 
 @dataclass(frozen=True)
 class Conversion:
-    """Our configuration and its account."""
+    """Our configuration, and the outcome of each foreign key."""
 
     source: str  # "Axolotl", "TRL", "NeMo-RL" or a script's name
     given: Places  # what the source sets
     rows: tuple[ForeignKey, ...]
-    files: Mapping[str, str] = field(default_factory=dict)  # path: text, of what the configuration names
+    files: Mapping[str, str] = field(default_factory=dict)  # text by path, that the configuration names
 
     @property
     def fill_in(self) -> tuple[str, ...]:
-        """Our keys that the source does not set, for a person to set."""
+        """Required keys that the source does not set."""
         preference = self.given.get("algorithm") in ("dpo", "rank")
         required = [place for place in REQUIRED if not (preference and place in SAMPLING)]
-        length = [] if "epochs" in self.given else ["max_steps"]  # ours has a default that nobody chose
+        length = [] if "epochs" in self.given else ["max_steps"]  # our default is nobody's choice
         return tuple(place for place in (*required, *length) if place not in self.given)
 
     @property
     def places(self) -> Places:
-        """Our keys and their values, with a mark in each place to fill in."""
+        """Our keys and their values; FILL_IN in those to fill in."""
         return {place: REQUIRED.get(place, FILL_IN) for place in self.fill_in} | self.given
 
     @property
     def open(self) -> tuple[str, ...]:
-        """Keys, theirs and ours, without which this is another experiment: a person has to decide."""
+        """Keys, theirs and ours, that a person has to decide before it is the same experiment."""
         undecided = (row.key for row in self.rows if row.outcome == TO_DECIDE)
         return tuple(dict.fromkeys([*undecided, *self.fill_in]))
 
     def without(self, refused: Mapping[str, str]) -> Conversion:
-        """Leave out the places whose value is refused here, for the reason given."""
-        rows = []
-        for row in self.rows:
-            reasons = dict.fromkeys(refused[place] for place in row.places if place in refused)
-            changes: Any = (
-                {"outcome": TO_DECIDE, "places": (), "reason": "; ".join(reasons)} if reasons else {}
-            )
-            rows.append(replace(row, **changes))
+        """Leave out the places that are refused, each for a reason."""
+        rows = [*self.rows]
+        for index, row in enumerate(rows):
+            if reasons := dict.fromkeys(refused[place] for place in row.places if place in refused):
+                rows[index] = replace(row, outcome=TO_DECIDE, places=(), reason="; ".join(reasons))
         given = {place: value for place, value in self.given.items() if place not in refused}
         return replace(self, given=given, rows=tuple(rows))
 
@@ -88,18 +96,18 @@ class Conversion:
         return replace(self, rows=tuple(replace(r, **changes) if r.key == key else r for r in self.rows))
 
     def heading(self) -> str:
-        """Comment lines for the top of the YAML file."""
+        """Return comment lines for the top of the YAML file."""
         lines = [f"Converted from {self.source}."]
         lines += [f"Needs a decision: {row}: {row.reason}" for row in self.rows if row.outcome == TO_DECIDE]
         lines += [f"To fill in: {', '.join(self.fill_in)}."] if self.fill_in else []
         return "".join(f"# {' '.join(line.split())}\n" for line in lines)
 
     def listing(self, *, whole: bool = True, settled: bool = False) -> str:
-        """Each key with what became of it, those without a place together under their reason.
+        """List each key with its outcome; keys without a place are grouped by their reason.
 
         Args:
-            whole: list keys that are taken as they are, and defaults, too.
-            settled: what the file does not say is set elsewhere.
+            whole: include defaults, and keys that are taken as they are.
+            settled: overrides set what the file leaves open.
         """
         lines = [f"converted from {self.source}:"]
         unlisted = (LEFT_OUT, TO_DECIDE, *(() if whole else ("taken", "written for a default")))
@@ -118,17 +126,6 @@ class Conversion:
         return "\n".join(lines)
 
 
-@dataclass(frozen=True)
-class Entry:
-    """A foreign key to convert."""
-
-    key: str  # dotted, as in the source
-    value: Any
-    rule: Rule | None  # None for a key that the converter does not know
-    note: str = ""  # how the value was translated
-    missing: bool = False  # the value is the source's default of a missing key
-
-
 def convert_entries(
     source: str,
     entries: Sequence[Entry],
@@ -138,21 +135,20 @@ def convert_entries(
     *,
     algorithm: Algorithm,
 ) -> Conversion:
-    """Our configuration from foreign keys; every key is in the account.
+    """Convert foreign keys.
 
     Args:
         siblings: all values by the names that the rules know.
-        defaults: what a missing key means there, where ours would mean something else.
-        algorithm: what the file trains by.
+        defaults: values of missing keys there, where our default differs.
     """
     preference = algorithm != "grpo"
     note = f"{source}'s default"
     missing = [key for key in defaults if siblings.get(key) is None]
     entries = [*entries, *(Entry(key, defaults[key], rules[key], note, missing=True) for key in missing)]
     places: Places = {"algorithm": algorithm} if preference else {}
-    set_by = dict.fromkeys(places, "the kind of file")
+    set_by = dict.fromkeys(places, "the file's kind")
     rows: list[ForeignKey] = []
-    # The loss first: it decides which of its constants are read.
+    # The loss first, since it decides which of its constants are read.
     for entry in sorted(entries, key=lambda entry: "loss_type" not in entry.key):
         try:
             found = _translated(entry, {**siblings, entry.key: entry.value} if entry.missing else siblings)
@@ -170,7 +166,7 @@ def convert_entries(
             continue
         outcome = "renamed" if any(place != entry.key for place in found) else "taken"
         outcome = "written for a default" if entry.missing else outcome
-        reason = entry.note or ("" if found else "it is so here anyway")
+        reason = entry.note or ("" if found else "this is the behavior here")
         rows.append(ForeignKey(entry.key, entry.value, outcome, tuple(found), reason, entry.missing))
         places |= found
         set_by |= dict.fromkeys(found, entry.key)
@@ -178,18 +174,18 @@ def convert_entries(
 
 
 def _translated(entry: Entry, siblings: Mapping[str, Any]) -> Places:
-    """Translate an entry; raises ValueError with the reason why the key has no place."""
+    """Translate an entry; ValueError says why the key has no place."""
     if entry.rule is None:
         unknown = NotApplicable if entry.value in NOTHING else ValueError
         raise unknown(UNKNOWN)
     counts = not isinstance(entry.rule, Absent) or entry.rule.decide
     if counts and isinstance(entry.value, str) and "${" in entry.value:
-        raise ValueError("refers to something outside this file; set it by hand")
+        raise ValueError("has a reference that leads out of this file; set it by hand")
     return translate(entry.rule, entry.value, siblings)
 
 
 def _check_read(place: str, value: Any, loss_type: Any, preference: bool) -> None:
-    """Raise NotApplicable where algorithm or loss do not read the place, ValueError where not this value."""
+    """Raise NotApplicable where algorithm or loss do not read a place, ValueError for a wrong level."""
     section, _, name = place.rpartition(".")
     if preference and place.partition(".")[0] in SAMPLING:
         raise NotApplicable("training on fixed completions does not read it")
@@ -197,6 +193,6 @@ def _check_read(place: str, value: Any, loss_type: Any, preference: bool) -> Non
     if preference or section != "loss" or facts is None:
         return
     if name in loss_specific() and name not in facts.fields:
-        raise NotApplicable(f"the loss that is chosen does not read loss.{name}")
+        raise NotApplicable(f"the chosen loss does not read loss.{name}")
     if name == "importance_sampling_level" and value not in facts.choosable_levels:
-        raise ValueError(f"the loss that is chosen has its own ratio; see loss.{name}")
+        raise ValueError(f"the chosen loss has its own ratio; see loss.{name}")

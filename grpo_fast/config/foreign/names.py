@@ -1,7 +1,7 @@
-"""The one table of names that people know from TRL and Axolotl: each one's place here, or why it has none.
+"""The table of TRL's and Axolotl's names: the place of each one here, or why it has none.
 
-`load_config` reads it for flat names in files and overrides, `grpo-fast convert` for whole files. What only
-changes its name or its values and what has no place is in `trl.yaml`; what depends on other keys is here.
+`load_config` reads it for flat names in files and overrides, `grpo-fast convert` for whole files. `trl.yaml`
+has the names whose value stays or is mapped; the functions here translate those that depend on other keys.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ TRACKERS = ("tensorboard", "wandb", "trackio")
 
 
 def as_list(value: Any) -> list[Any]:
-    """One value or several, as a list."""
+    """Return one value or several as a list."""
     return [value] if isinstance(value, str) else list(value or [])
 
 
 def steps(place: str, strategy: str, value: Any, siblings: Siblings) -> Places:
-    """An interval in steps, which HF's trainer reads only when the strategy beside it says `steps`."""
+    """Translate an interval in steps; HF's trainer reads it only where its strategy is `steps`."""
     if siblings.get(strategy) in ("no", "epoch", False):
         return {}
     return translate(place, in_steps(value, siblings, place), {})
 
 
 def in_steps(value: Any, siblings: Siblings, place: str) -> Any:
-    """A number of steps; below 1 it is a share of the run, rounded up as HF's trainer does."""
+    """Return a number of steps; below 1 it is a share of the run, rounded up as HF's trainer does."""
     if value is None or not 0 < float(value) < 1:
         return value
     if int(siblings.get("max_steps") or -1) < 1:
-        raise ValueError(f"a share of the run needs max_steps beside it; set {place} as a number of steps")
+        raise ValueError(f"a share of the run needs max_steps; set {place} as a number of steps")
     return math.ceil(float(value) * int(siblings["max_steps"]))
 
 
@@ -72,7 +72,7 @@ def bf16(value: Any, siblings: Siblings) -> Places:
 
 
 def betas(prefix: str, _: Any, siblings: Siblings) -> Places:
-    """Adam's two, of which one may be missing."""
+    """Join Adam's two decays, one of which may be missing."""
     usual = {"adam_beta1": 0.9, "adam_beta2": 0.999}
     return {"optimizer.betas": [siblings.get(f"{prefix}{key}", value) for key, value in usual.items()]}
 
@@ -81,7 +81,7 @@ def report_to(value: Any, _: Siblings) -> Places:
     asked = [name for name in as_list(value) if name not in ("none", "console", "file")]
     asked = list(TRACKERS) if asked == ["all"] else asked
     if unknown := [name for name in asked if name not in TRACKERS]:
-        raise ValueError(f"{', '.join(unknown)} is not among the trackers here: {', '.join(TRACKERS)}")
+        raise ValueError(f"{', '.join(unknown)} is no tracker here; choose among {', '.join(TRACKERS)}")
     return {f"logging.{name}": name in asked for name in TRACKERS}
 
 
@@ -95,32 +95,30 @@ def reward_funcs(value: Any, siblings: Siblings) -> Places:
 
 
 def reward(name: str) -> dict[str, Any]:
-    """A published name by the table; `module.function` as `module:function`; ours and a file's stay."""
+    """Return the entry of a reward: a published name by the table, else its import path."""
     if name.removeprefix("trl.rewards.") in REWARDS:
         return REWARDS[name.removeprefix("trl.rewards.")]
     is_model = "/" in name and ":" not in name and not name.endswith(".py")
     if is_model or (not set(name) & set("/:.") and name not in BUILTINS):
-        what = (
-            "a reward model, and rewards here are functions" if is_model else "no reward that is known here"
-        )
+        what = "a reward model, and rewards here are functions" if is_model else "an unknown reward"
         raise ValueError(f"{name} is {what}; give a function's import path in `rewards`, `module:function`")
     return {"reward": import_path(name)}
 
 
 def reward_weights(value: Any, siblings: Siblings) -> Places:
     if value is not None and "reward_funcs" not in siblings:
-        raise ValueError("goes with reward_funcs; beside `rewards` give each its own `weight`")
+        raise ValueError("goes with reward_funcs; in `rewards` give each entry its own `weight`")
     return {}
 
 
 def import_path(name: str) -> str:
-    """`module.function` as `module:function`."""
+    """Return `module.function` as `module:function`."""
     module, dot, function = name.rpartition(".")
     return name if ":" in name or not dot else f"{module}:{function}"
 
 
 def correction(value: Any, siblings: Siblings) -> Places:
-    """TRL's correction is of vLLM's log-probabilities only; `value` is the switch, or the mode beside it."""
+    """Translate the switch or the mode of TRL's correction, which is of vLLM's log-probabilities alone."""
     switch = siblings.get("vllm_importance_sampling_correction", True)
     if value is None or (isinstance(value, str) and not switch):
         return {}
@@ -129,8 +127,9 @@ def correction(value: Any, siblings: Siblings) -> Places:
 
 
 _TABLE = load_yaml("trl.yaml")
-DEFAULTS: dict[str, Any] = _TABLE["defaults"]  # what a missing key means there, where ours means another
+DEFAULTS: dict[str, Any] = _TABLE["defaults"]  # of missing keys, where ours differ
 REWARDS: dict[str, dict[str, Any]] = _TABLE["rewards"]
+WORDS: dict[str, list[str]] = _TABLE["words"]
 PREFERENCE: dict[str, Rule] = dict(rules_of(_TABLE["preference"]))  # when training is on fixed pairs
 MOVED: dict[str, Rule] = {
     **dict(rules_of(_TABLE["moved"])),

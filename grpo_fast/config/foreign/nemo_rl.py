@@ -6,12 +6,11 @@ import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
-from math import inf, prod
+from math import prod
 from pathlib import Path
 from typing import Any, cast
 
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from grpo_fast.config.foreign.conversion import Algorithm, Conversion, Entry, convert_entries
 from grpo_fast.config.foreign.names import NAMES, PREFERENCE, as_list, betas
@@ -30,20 +29,24 @@ from grpo_fast.config.tree import flatten, value_at
 from grpo_fast.objective.catalog import LOSS_TYPES
 from grpo_fast.objective.comparisons import PREFERENCE_LOSSES
 
-_REFERENCE = re.compile(r"\$\{([\w.\[\]-]+)\}")
+_REFERENCE = re.compile(r"\$\{([^${}]*)\}")
 MOST_REFERENCES = 10_000  # of a file, each counted as often as it is followed
 
 # What a missing key means there, where ours would mean something else.
 DEFAULTS = {"loss_fn.use_importance_sampling_correction": False}
 
 
+class _OutsideError(Exception):
+    """A reference leads out of the file."""
+
+
 def read_nemo_rl(document: Mapping[str, Any]) -> Conversion:
-    """Every leaf is an entry, references resolved."""
+    """Convert a document; every leaf is an entry, with references resolved."""
     leaves = _resolved(document)
     algorithm = _algorithm(leaves)
     flat_names = NAMES | (PREFERENCE if algorithm != "grpo" else {})
     siblings = dict(leaves)
-    # A game makes its own rows and rewards, whatever else the file has inherited.
+    # A game makes its own rows and rewards; other environments are inherited defaults.
     games = sorted({key.split(".")[1] for key in leaves if key.startswith("env.")} - {*_SCORERS})
     entries: list[Entry] = []
     for key, value in leaves.items():
@@ -58,18 +61,18 @@ def read_nemo_rl(document: Mapping[str, Any]) -> Conversion:
         rule = find_rule(known, RULES)
         rule = flat_names.get(leaf) if rule is None and (leaf != key or algorithm == "rank") else rule
         if games and key.startswith(("env.", "data.")):
-            its = key.split(".")[1] in games
-            rule = _GAME if its else Absent(f"belongs to what {games[0]} is in place of")
+            is_game = key.split(".")[1] in games
+            rule = _GAME if is_game else Absent(f"{games[0]} is in its place")
         if key.startswith(_OFF[bool(leaves.get(f"{_MEGATRON}.enabled"))]) and not key.endswith(".enabled"):
             rule = Absent("belongs to the backend that is off")
         entries.append(Entry(key, value, rule))
-    # Several keys of this section say together what the loss is.
+    # Keys of this section decide together on the loss.
     entries.sort(key=lambda entry: not entry.key.startswith("loss_fn."))
     return convert_entries("NeMo-RL", entries, siblings, RULES, DEFAULTS, algorithm=algorithm)
 
 
 def _algorithm(leaves: Mapping[str, Any]) -> Algorithm:
-    """Return what a file trains by; one of the tutorial on ranked groups does not say so."""
+    """Return the algorithm; a file of the tutorial on ranked groups does not name it."""
     sections = {key.partition(".")[0] for key in leaves}
     name = str(leaves.get("algorithm.name", leaves.get("algorithm", "")))
     if name in ("dpo", "custom_dpo") or (not name and "dpo" in sections):
@@ -79,7 +82,7 @@ def _algorithm(leaves: Mapping[str, Any]) -> Algorithm:
 
 
 def with_defaults(path: Path, read: Callable[[Path], Mapping[str, Any]]) -> dict[str, Any]:
-    """Return a file's document over the files that its `defaults:` names, where they lie beside it.
+    """Return a file's document over the files next to it that its `defaults:` names.
 
     Raises:
         ValueError: a file is among its own defaults.
@@ -93,7 +96,7 @@ def with_defaults(path: Path, read: Callable[[Path], Mapping[str, Any]]) -> dict
         if (found := known.get(path)) is None:
             known[path], document = None, read(path)
             names = [str(name) for name in as_list(document.get("defaults"))]
-            found = dict(document)  # hydra's are names of the tool's own
+            found = dict(document)  # Hydra's defaults name no files
             if names and all(name.endswith((".yaml", ".yml")) for name in names):
                 own = {key: value for key, value in document.items() if key != "defaults"}
                 below = [whole(path.parent / name) for name in dict.fromkeys(names)]
@@ -105,74 +108,60 @@ def with_defaults(path: Path, read: Callable[[Path], Mapping[str, Any]]) -> dict
 
 
 def _resolved(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the leaves with OmegaConf's references filled in; those that lead out of the file stay.
+    """Return the leaves with `${...}` and `${mul:...}` filled in; what leads out of the file stays.
 
     Raises:
         ValueError: references lead back to themselves, or are too many once they are followed.
     """
+    count = 0
+
+    def followed(reference: str, place: str, path: tuple[str, ...]) -> Any:
+        nonlocal count
+        count += 1
+        factors = reference.removeprefix("mul:").replace(" ", "").split(",")
+        if factors != [reference] and all(factor.isdigit() for factor in factors):
+            return prod(map(int, factors))
+        name = reference.lstrip(".")
+        above = place.split(".")[: len(name) - len(reference)] if name != reference else []
+        target = ".".join([*above, name]).replace("[", ".").replace("]", "")
+        if target == place or (value := value_at(document, target)) is None:
+            raise _OutsideError
+        if target in path or count > MOST_REFERENCES:
+            many = "lead back to themselves" if target in path else f"are more than {MOST_REFERENCES:,}"
+            raise ValueError(f"{path[0]}: references, once followed, {many}; write the value in their place")
+        return resolved(value, target, (*path, target))
+
+    def resolved(value: Any, place: str, path: tuple[str, ...]) -> Any:
+        if isinstance(value, list):
+            return [resolved(item, f"{place}.{index}", path) for index, item in enumerate(value)]
+        if isinstance(value, Mapping):
+            return {key: resolved(item, f"{place}.{key}", path) for key, item in value.items()}
+        while isinstance(value, str) and (found := _REFERENCE.search(value)):
+            part = followed(found[1], place, path)
+            value = part if found[0] == value else value.replace(found[0], str(part), 1)
+        return value
+
     leaves = flatten(document)
-    _check_references(document, leaves)
-    OmegaConf.register_resolver("mul", lambda *factors: prod(factors), replace=True)
-    tree = OmegaConf.create(dict(document))
-    for key, value in leaves.items():
-        if isinstance(value, str) and "${" in value and "${oc." not in value:
-            with suppress(OmegaConfBaseException):
-                found = OmegaConf.select(tree, key)
-                found = OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found
-                leaves[key] = value if found is None else found
+    for place, value in leaves.items():
+        with suppress(_OutsideError):
+            leaves[place] = resolved(value, place, (place,))
     return leaves
-
-
-def _check_references(document: Mapping[str, Any], leaves: Mapping[str, Any]) -> None:
-    costs: dict[str, float] = {}  # references that a place stands for; infinite while it is followed
-
-    def cost(value: Any, place: str) -> float:
-        if isinstance(value, str):
-            found = (_target(name, place) for name in _REFERENCE.findall(value))
-            # One that is its own value leads out of the file: a file over this one has the value.
-            return sum(1 + of_place(there) for there in found if there != place)
-        items = dict(enumerate(value)) if isinstance(value, list) else value
-        pairs = items.items() if isinstance(items, Mapping) else ()
-        return sum(cost(item, f"{place}.{name}" if place else str(name)) for name, item in pairs)
-
-    def of_place(place: str) -> float:
-        if place not in costs:
-            costs[place] = inf
-            costs[place] = cost(value_at(document, place), place)
-        return costs[place]
-
-    total = 0.0
-    for place in leaves:
-        try:
-            total += of_place(place)
-        except RecursionError:
-            total = inf
-        if total > MOST_REFERENCES:
-            many = "lead back to themselves" if total == inf else f"are more than {MOST_REFERENCES:,}"
-            raise ValueError(f"{place}: references, once followed, {many}; write the value in their place")
-
-
-def _target(name: str, place: str) -> str:
-    """Return the place that a reference leads to; with n dots, one in the n-th section around it."""
-    leaf = name.lstrip(".")
-    around = place.split(".")[: -(len(name) - len(leaf))] if leaf != name else []
-    return ".".join([*around, leaf]).replace("[", ".").replace("]", "")
 
 
 def loss_type(value: Any, leaves: Siblings) -> Places:
     if leaves.get("loss_fn.use_cispo"):
         return {"loss.loss_type": "cispo"}
     if leaves.get("loss_fn.disable_ppo_ratio"):
-        raise ValueError("REINFORCE's normalisation differs; choose loss.loss_type gpg, rloo or reinforce")
+        raise ValueError("REINFORCE normalizes otherwise; choose loss.loss_type gpg, rloo or reinforce")
     return {"loss.loss_type": "dapo" if value else "grpo"}
 
 
 def clip(end: str, value: Any, leaves: Siblings) -> Places:
-    """A bound of the ratio; CISPO's are distances from 1 there, and one absolute ceiling here."""
+    """Translate a bound of the ratio; CISPO's are distances from 1 there, an absolute ceiling here."""
     if value is None or not leaves.get("loss_fn.use_cispo"):
         return {} if value is None else {f"loss.epsilon_{end}": value}
     if end == "low" and value < 1:
-        raise ValueError("the weight of CISPO has no floor here; 1 or more asks for none")
+        raise ValueError("CISPO's weight has no floor here; set 1 or more for none")
     return {"loss.epsilon_high": 1 + value} if end == "high" else {}
 
 
@@ -204,7 +193,7 @@ def lora_targets(value: Any, leaves: Siblings) -> Places:
 
 
 def scheduler(value: Any, leaves: Siblings) -> Places:
-    """A chain of torch schedulers: a linear rise, then constant, linear or cosine."""
+    """Translate a chain of torch schedulers: a linear warmup, then constant or cosine."""
     places: Places = {}
     stages = [stage for stage in value or [] if "name" in stage]
     names = [stage["name"].rpartition(".")[2] for stage in stages]
@@ -212,16 +201,12 @@ def scheduler(value: Any, leaves: Siblings) -> Places:
         places["optimizer.warmup_steps"] = stages.pop(0)["kwargs"]["total_iters"]
         names.pop(0)
     if names not in ([], ["ConstantLR"], ["CosineAnnealingLR"]):
-        raise ValueError("no such schedule; optimizer.schedule is constant or cosine, with warmup_steps")
+        raise ValueError("is another schedule; optimizer.schedule is constant or cosine, with warmup_steps")
     cosine = names == ["CosineAnnealingLR"]
     rate, floor = leaves.get("policy.optimizer.kwargs.lr"), cosine and stages[0]["kwargs"].get("eta_min")
     if rate and floor:
         places["optimizer.min_learning_rate_ratio"] = floor / rate
     return {**places, "optimizer.schedule": "cosine" if cosine else "constant"}
-
-
-def clip_ratio(value: Any, _: Siblings) -> Places:
-    return {} if value is None else {"loss.epsilon_low": value, "loss.epsilon_high": value}
 
 
 def similarity_threshold(value: Any, leaves: Siblings) -> Places:
@@ -231,19 +216,18 @@ def similarity_threshold(value: Any, leaves: Siblings) -> Places:
 
 
 def custom_loss(value: Any, leaves: Siblings) -> Places:
-    """One of our losses, or a function; the code behind another name is not in the file."""
+    """Take one of our losses, or a function; another name's code is not in the file."""
     preference = _algorithm(leaves) == "dpo"
     known = PREFERENCE_LOSSES if preference else LOSS_TYPES
     if value is None or value in known or ":" in str(value):
         return {} if value is None else {f"{'preference.' * preference}loss.loss_type": value}
-    raise ValueError(
-        f"its code is not in this file: set {'preference.' * preference}loss.loss_type to module:function"
-    )
+    key = f"{'preference.' * preference}loss.loss_type"
+    raise ValueError(f"its code is not in this file: set {key} to module:function")
 
 
-def sequence_length(value: Any, _: Siblings) -> Places:
-    keys = ("dataset.max_prompt_length", "preference.max_completion_length")
-    return {} if value is None else dict.fromkeys(keys, value)
+def each(places: tuple[str, ...], value: Any, _: Siblings) -> Places:
+    """Set several of our keys to one value."""
+    return {} if value is None else dict.fromkeys(places, value)
 
 
 def answer_column(value: Any, _: Siblings) -> Places:
@@ -253,20 +237,21 @@ def answer_column(value: Any, _: Siblings) -> Places:
 # Sections of `env` that score answers; `env_name` says which does.
 _SCORERS = ("math", "dapo", "code", "code_jaccard", "reward_model", "math_multi_reward")
 _GAME = Absent(
-    "an environment of NeMo-RL's own; write its class for rollout.environment, and its rows as a file",
+    "is NeMo-RL's environment; write its class for rollout.environment, and its rows as a file",
     decide=True,
 )
 _LORA = "policy.dtensor_cfg.lora_cfg"
+_LENGTHS = ("dataset.max_prompt_length", "preference.max_completion_length")
 _MEGATRON = "policy.megatron_cfg"
 # What does not count with Megatron, and without.
 _OFF = {True: ("policy.optimizer.", "policy.scheduler", "policy.dtensor_cfg."), False: (f"{_MEGATRON}.",)}
 RULES: dict[str, Rule] = {
     **dict(rules_of(load_yaml("nemo_rl.yaml"))),
     **dict.fromkeys(("data.output_key", "data.train.output_key"), answer_column),
-    "guide.clip_ratio": clip_ratio,
+    "guide.clip_ratio": partial(each, ("loss.epsilon_low", "loss.epsilon_high")),
     "guide.grouping.similarity_threshold": similarity_threshold,
     "guide.loss.type": custom_loss,
-    **dict.fromkeys(("tutorial.model.max_length", "tutorial.data.max_seq_length"), sequence_length),
+    **dict.fromkeys(("tutorial.model.max_length", "tutorial.data.max_seq_length"), partial(each, _LENGTHS)),
     "loss_fn.ratio_clip_max": partial(clip, "high"),
     "loss_fn.ratio_clip_min": partial(clip, "low"),
     "loss_fn.token_level_loss": loss_type,

@@ -1,14 +1,14 @@
-"""Rules that put a foreign key in our terms, and the YAML tables that most of them stand in.
+"""Rules that translate a foreign key into ours; most of them are in YAML tables.
 
 An entry of a table is one of these:
 
 | entry | meaning |
 |---|---|
-| `section.key` | the place here, where the value stays |
-| `(reason)` | no place here, and the result is the same without it |
-| `? reason` | no place here: a person has to decide, unless the value asks for nothing |
+| `section.key` | our key; the value stays |
+| `(reason)` | no key here; the result is the same without it |
+| `? reason` | no key here: a person has to decide, unless the value is null, false, 0 or empty |
 | `{to: ..., values: ...}` | the arguments of `by_table` |
-| `{options: {name: place}}` | a mapping whose keys have places of their own |
+| `{options: {name: place}}` | a mapping; the table of its keys |
 | another mapping | entries below this name |
 """
 
@@ -27,11 +27,11 @@ logger = logging.getLogger(__name__)
 Places = dict[str, Any]  # dotted name here -> value
 Siblings = Mapping[str, Any]  # the keys beside one, with their values
 
-NOTHING: tuple[Any, ...] = (None, False, "", [], {}, 0)  # values that ask for nothing
+NOTHING: tuple[Any, ...] = (None, False, "", [], {}, 0)  # values that request nothing
 
 
 class NotApplicable(ValueError):
-    """The key does not change the result: nothing has to be decided."""
+    """The key does not change the result, so nothing has to be decided."""
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,12 @@ class Absent:
     """A foreign key without a place here, and what to do instead."""
 
     reason: str
-    harmless: Sequence[Any] = ()  # values that ask for what holds here anyway
+    harmless: Sequence[Any] = ()  # values that are the behavior here
     decide: bool = False  # the key changes the result, so a person has to decide
 
 
-# A function gets the value and the keys beside it. It gives no place when the value asks for what is so
-# anyway, and raises ValueError, with the remedy, for a value without an equivalent.
+# A function gets the value and the other keys of the file. It returns nothing for a value that holds here,
+# and raises ValueError with the remedy for one without an equivalent.
 Translate = Callable[[Any, Siblings], Places]
 Rule = str | Translate | Absent  # a string is a place: the value stays, null sets nothing
 
@@ -79,13 +79,13 @@ def by_table(
     """Translate a value by a table's entry; a null that `values` does not have sets nothing.
 
     Args:
-        to: the place.
-        beside: the switch that must be on for the key to count, or `key=value` that must not be otherwise.
-        without: what that means, in place of the switch's name.
-        when_on: what a switch chooses; off, it sets nothing.
+        to: our key.
+        beside: a key that must be true for this one to count, or `key=value`.
+        without: the reason where it is not, in place of "counts only with".
+        when_on: our value where theirs is true; false sets nothing.
         ignored: values that set nothing.
-        values: what is written differently here, without `to` as several places. Others stay as they are,
-        otherwise: or are refused with this reason.
+        values: theirs to ours; without `to`, theirs to several keys of ours. Other values stay,
+        otherwise: or are refused for this reason.
     """
     values = values or {}
     if value in ignored or (value is None and None not in values):
@@ -126,7 +126,7 @@ def by_option(options: Mapping[str, Rule], value: Any, siblings: Siblings) -> Pl
 
 
 def load_yaml(name: str) -> dict[str, Any]:
-    """Read a table that lies beside this file."""
+    """Read a table from this folder."""
     fast = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     return yaml.load(Path(__file__).with_name(name).read_text(encoding="utf-8"), fast)
 
@@ -147,7 +147,7 @@ def rules_of(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def find_rule(key: str, rules: Mapping[str, Rule]) -> Rule | None:
-    """Find the rule of a key, or the reason of the part that it belongs to, by the longest name that fits."""
+    """Find the rule of a key, else the reason of the longest section or pattern that it belongs to."""
     if key in rules:
         return rules[key]
     starts = {name: name.removesuffix("*") if "*" in name else f"{name}." for name in rules}

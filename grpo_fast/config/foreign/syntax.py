@@ -1,4 +1,7 @@
-"""Values in a Python program, read from its syntax tree: nothing of it is imported or run."""
+"""Values in a Python program, read from its syntax tree: nothing of it is imported or run.
+
+Names in an expression are replaced by what they stand for, so the call of a trainer holds all its arguments.
+"""
 
 from __future__ import annotations
 
@@ -6,313 +9,254 @@ import ast
 import operator
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from copy import deepcopy
 from typing import Any
 
 from grpo_fast.config.secrets import redacted, without_pairs
 
 LARGEST = 1_000_000  # characters of a program
-BUDGET = 100_000  # expressions that one value may be made of
-LONGEST = 100_000  # characters of a text that is put together
-Function = ast.FunctionDef | ast.AsyncFunctionDef
-# Questions about the machine, which are true on the GPUs that such programs are written for.
+BUDGET = 100_000  # nodes of one expression
+LONGEST = 100_000  # characters of a string
+MOST_CALLS = 100  # of the program's functions
+# True on the GPUs that such programs are written for.
 ASSUMED = ("is_bfloat16_supported", "is_bf16_supported", "torch.cuda.is_available")
 _MUTATORS = ("append", "extend", "update", "add", "insert", "setdefault", "remove", "discard", "pop")
 _ARITHMETIC: dict[type, Callable[[Any, Any], Any]] = {
-    **{ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Mod: operator.mod},
-    **{ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv, ast.Pow: operator.pow},
+    **{ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul},
+    **{ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv},
 }
-_UNARY: dict[type, Callable[[Any], Any]] = {ast.USub: operator.neg, ast.Not: operator.not_}
 _CALLS: dict[str, Callable[..., Any]] = {
     **{kind.__name__: kind for kind in (str, int, float, len, min, max)},
     **{"pathlib.Path": str, "os.path.join": os.path.join},
 }
+_SCOPES = ast.Lambda | ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
 
 
 class UnreadError(ValueError):
     """The value is known only when the program runs."""
 
 
-@dataclass(frozen=True)
-class Expression:
-    """An expression where it stands; `index` is its part of the tuple that the expression makes."""
-
-    node: ast.expr
-    scope: Scope
-    index: int | None = None
-
-
-@dataclass(frozen=True)
-class Binding:
-    """What gives a name its value; `value` is missing of a definition and an import."""
-
-    statement: ast.stmt
-    value: ast.expr | None = None
-    index: int | None = None
-    sure: bool = True
-
-
-@dataclass
-class Scope:
-    """The names of the module, or of a function as one call enters it."""
-
-    parent: Scope | None = None
-    parameters: dict[str, Expression] = field(default_factory=dict)
-    bindings: dict[str, list[Binding]] = field(default_factory=dict)
-    changes: dict[str, list[ast.stmt]] = field(default_factory=dict)  # of a name's object
-    returns: list[tuple[ast.expr, bool]] = field(default_factory=list)
-
-    def find(self, node: ast.Name) -> tuple[Binding | Expression, Scope]:
-        """Return the last binding of a name before it is used, or a call's argument."""
-        scope: Scope | None = self
-        before: tuple[float, int] = (node.lineno, node.col_offset)
-        while scope is not None:
-            for found in reversed(scope.bindings.get(node.id, ())):
-                last = found.value or found.statement
-                if (last.end_lineno or 0, last.end_col_offset or 0) > before:
-                    continue
-                if not found.sure:
-                    raise UnreadError(
-                        f"line {found.statement.lineno} decides on {node.id} when the script runs"
-                    )
-                return found, scope
-            if node.id in scope.parameters:
-                return scope.parameters[node.id], scope
-            scope, before = scope.parent, (float("inf"), 0)
-        raise UnreadError(f"line {node.lineno}: {node.id} is not assigned in the script")
-
-
-class Program:
-    """The syntax tree of a program, with the names that its statements bind.
+class Program(ast.NodeTransformer):
+    """The calls of a program with their arguments, and the statements that bind its names.
 
     Raises:
         ValueError: the text is no Python, or too long.
+        RecursionError: it is nested too deeply.
     """
 
     def __init__(self, text: str) -> None:
         if len(text) > LARGEST:
             raise ValueError(f"has {len(text):,} characters, of at most {LARGEST:,}; move its data to a file")
         try:
-            self.tree = ast.parse(text)
+            tree = ast.parse(text)
         except SyntaxError as error:
             raise ValueError(f"line {error.lineno or 1}: {error.msg}, which is no Python") from None
         except (RecursionError, MemoryError, ValueError) as error:
             raise ValueError(f"cannot be parsed: {str(error) or 'it is nested too deeply'}") from None
         self.lines = text.split("\n")
-        self._left = BUDGET
-        self.aliases: dict[str, str] = {}
         self.calls: list[ast.Call] = []
-        for node in ast.walk(self.tree):
-            if isinstance(node, ast.Call):
-                self.calls.append(node)
-            elif isinstance(node, ast.Import):
-                self.aliases |= {a.asname: a.name for a in node.names if a.asname}
-            elif isinstance(node, ast.ImportFrom):
-                module = "." * node.level + (node.module or "")
-                self.aliases |= {a.asname or a.name: f"{module}.{a.name}" for a in node.names}
-        self.module = Scope()
-        self._bind(self.tree.body, self.module)
+        self.names: dict[str, Any] = {}  # expressions, by the names that stand for them
+        self.values: dict[str, Any] = {}  # the last one of each name, of those inside functions too
+        self.statements: dict[str, list[ast.stmt]] = {}  # that bind or change a name
+        self._functions: dict[str, ast.FunctionDef] = {}
+        self._reasons: dict[str, str] = {}  # why the value of a name is not known
+        self._open: list[str] = []  # functions that are being read
+        self._calls_left, self._nodes = MOST_CALLS, 0
+        self._run(tree.body)
 
-    # Names
-
-    def _bind(self, body: Sequence[ast.stmt], scope: Scope, outer: ast.stmt | None = None) -> None:
-        """Enter what statements bind, in order; `outer` is the one that may not be carried out."""
-        for node in body:
-            statement, sure = outer or node, outer is None
-            match node:
-                case ast.Assign(targets=[target], value=value) | ast.AnnAssign(target=target, value=value):
-                    self._assign(target, Binding(statement, value, None, sure), scope)
-                case ast.AugAssign(target=ast.Name(id=name)):
-                    scope.changes.setdefault(name, []).append(statement)
-                case ast.Expr(value=ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr=method))):
-                    if method in _MUTATORS:
-                        scope.changes.setdefault(name, []).append(statement)
-                case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
-                    scope.bindings.setdefault(node.name, []).append(Binding(statement, sure=sure))
-                case ast.Import() | ast.ImportFrom():
-                    for alias in node.names:
-                        name = (alias.asname or alias.name).partition(".")[0]
-                        scope.bindings.setdefault(name, []).append(Binding(statement))
-                case ast.Return(value=ast.expr() as value):
-                    scope.returns.append((value, sure))
-                case ast.If(test=ast.Compare(left=ast.Name(id="__name__"))) | ast.With():
-                    self._bind(node.body, scope, outer)
-                case ast.For():
-                    self._assign(node.target, Binding(statement, node.iter, None, sure=False), scope)
-                    self._bind(node.body, scope, statement)
-                case ast.If() | ast.While() | ast.Try():
-                    self._bind([*node.body, *node.orelse], scope, statement)
-
-    def _assign(self, target: ast.expr, binding: Binding, scope: Scope) -> None:
-        match target:
-            case ast.Name(id=name) if binding.value is not None:
-                scope.bindings.setdefault(name, []).append(binding)
-            case ast.Tuple(elts=parts):
-                for index, part in enumerate(parts):
-                    if isinstance(part, ast.Name):
-                        one = Binding(binding.statement, binding.value, index, binding.sure)
-                        scope.bindings.setdefault(part.id, []).append(one)
-            case ast.Subscript(value=ast.Name(id=name)) | ast.Attribute(value=ast.Name(id=name)):
-                scope.changes.setdefault(name, []).append(binding.statement)
-
-    def dotted(self, node: ast.AST) -> str:
-        """Return `package.module.name` for a name, by the imports; nothing for another expression."""
-        if isinstance(node, ast.Attribute):
-            before = self.dotted(node.value)
-            return f"{before}.{node.attr}" if before else ""
-        return self.aliases.get(node.id, node.id) if isinstance(node, ast.Name) else ""
-
-    def source(self, node: ast.expr) -> str:
-        """Return an expression's text as it may be shown: on one line, without secrets."""
-        return str(without_pairs(redacted(" ".join(self.segment(node).split()))))
-
-    def segment(self, node: ast.expr | ast.stmt) -> str:
-        """Return the text of a node; `ast.get_source_segment` splits the whole text each time."""
-        lines = [line.encode() for line in self.lines[node.lineno - 1 : node.end_lineno]]
-        lines[-1] = lines[-1][: node.end_col_offset]
-        lines[0] = lines[0][node.col_offset :]
-        return b"\n".join(lines).decode()
+    def source(self, node: ast.AST) -> str:
+        """Return an expression's text without secrets."""
+        return str(without_pairs(redacted(ast.unparse(node))))
 
     def unread(self, node: ast.expr, problem: str = "is known only when the script runs") -> UnreadError:
-        """Return the error that names a place of the script."""
+        """Return the error about a place of the program."""
+        if reason := self._reasons.get(getattr(node, "id", "")):
+            return UnreadError(reason)
         return UnreadError(f"line {node.lineno}: {self.source(node)[:80]} {problem}")
 
-    def enter(self, function: Function, call: Expression | None) -> Scope:
-        """Return the names inside a function, with the arguments of a call."""
-        names = [argument.arg for argument in function.args.args]
-        defaults = zip(names[::-1], function.args.defaults[::-1], strict=False)
-        scope = Scope(self.module, {name: Expression(default, self.module) for name, default in defaults})
-        if call is not None:
-            scope.parameters |= self.arguments(call, names)[0]
-        self._bind(function.body, scope)
-        return scope
+    # Statements
 
-    def follow(self, place: Expression) -> Expression:
-        """Return the expression that names, and functions of the script with one `return`, lead to."""
-        for _ in range(100):
-            node, scope, index = place.node, place.scope, place.index
+    def _run(self, body: Sequence[ast.stmt], outer: ast.stmt | None = None) -> ast.expr | None:
+        """Bind names in order, and return what is returned; `outer` is a condition or a loop around."""
+        for node in body:
+            statement = outer or node
             match node:
-                case ast.Name():
-                    found, home = scope.find(node)
-                    if isinstance(found, Expression):
-                        place = Expression(found.node, found.scope, index)
-                    elif found.value is not None:
-                        place = Expression(found.value, home, index if found.index is None else found.index)
-                    else:
-                        return place
-                case ast.Tuple(elts=parts) if index is not None and index < len(parts):
-                    place = Expression(parts[index], scope)
-                case ast.Call(func=ast.Name(id=name)) if name in self.module.bindings:
-                    function = self.module.bindings[name][-1].statement
-                    if not isinstance(function, Function):
-                        return place
-                    inside = self.enter(function, Expression(node, scope))
-                    if not inside.returns or not inside.returns[0][1]:
-                        raise self.unread(node, "decides what it returns")
-                    place = Expression(inside.returns[0][0], inside, index)
-                case _:
-                    return place
-        raise self.unread(place.node, "leads in a circle")
+                case ast.Import() | ast.ImportFrom():
+                    module = "." * node.level + f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+                    for one in node.names:
+                        name = one.asname or (one.name if module else one.name.partition(".")[0])
+                        dotted = one.name if one.asname or module else name
+                        self._bind(name, ast.Name(module + dotted, lineno=node.lineno), statement)
+                case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                    self._bind(node.name, None, statement)
+                    if isinstance(node, ast.FunctionDef):
+                        self._functions[node.name] = node
+                case ast.Assign(targets=[target, *_], value=value):
+                    self._assign(target, self._inlined(value), statement)
+                case ast.AnnAssign(target=target, value=ast.expr() as value):
+                    self._assign(target, self._inlined(value), statement)
+                case ast.AugAssign(target=target):
+                    self._change(target, statement)
+                case ast.Expr(value=value):
+                    self._inlined(value)
+                    match value:
+                        case ast.Call(func=ast.Attribute(value=target, attr=name)) if name in _MUTATORS:
+                            self._change(target, statement)
+                case ast.Return(value=ast.expr() as value):
+                    return self._inlined(value) if outer is None else None
+                case ast.With() | ast.If(test=ast.Compare(left=ast.Name(id="__name__"))):
+                    self._run(node.body, outer)
+                case ast.If(test=ast.Constant(value=holds)):
+                    self._run(node.body if holds else node.orelse, outer)
+                case ast.If() | ast.For() | ast.While() | ast.Try():
+                    before = {**self.names}
+                    if isinstance(node, ast.For):
+                        self._assign(node.target, node.iter, statement)
+                    self._run([*node.body, *node.orelse], statement)
+                    for name in [name for name, now in self.names.items() if now is not before.get(name)]:
+                        if not isinstance(self.names[name], ast.Name):  # of an import
+                            self._forget(name, f"line {node.lineno} decides on {name} when the script runs")
+        return None
 
-    def arguments(self, place: Expression, names: Sequence[str]) -> tuple[dict[str, Expression], list[str]]:
-        """Return a call's arguments by name, and why some could not be read.
+    def _bind(self, name: str, value: ast.expr | None, statement: ast.stmt) -> None:
+        self.statements.setdefault(name, []).append(statement)
+        self._forget(name, "")
+        if value is not None:
+            self.names[name] = self.values[name] = value
 
-        Args:
-            names: of the positional arguments.
-        """
-        call, found, problems = place.node, {}, []
-        assert isinstance(call, ast.Call)
-        for position, argument in enumerate(call.args):
-            if isinstance(argument, ast.Starred) or position >= len(names):
-                problems.append(str(self.unread(argument, "is one argument too many")))
-                break
-            found[names[position]] = Expression(argument, place.scope)
+    def _forget(self, name: str, reason: str) -> None:
+        self.names.pop(name, None)
+        self._reasons[name] = reason
+
+    def _assign(self, target: ast.expr, value: ast.expr, statement: ast.stmt) -> None:
+        match target:
+            case ast.Name(id=name):
+                self._bind(name, value, statement)
+            case ast.Tuple(elts=parts):
+                items = value.elts if isinstance(value, ast.Tuple | ast.List) else []
+                for index, part in enumerate(parts):
+                    item: ast.expr = ast.Subscript(value, ast.Constant(index), lineno=target.lineno)
+                    self._assign(part, items[index] if index < len(items) else item, statement)
+            case ast.Attribute(value=ast.Name(id=name), attr=attribute) if attribute.startswith("pad"):
+                self.statements.setdefault(name, []).append(statement)  # nothing is padded here
+            case ast.Subscript(value=changed) | ast.Attribute(value=changed):
+                self._change(changed, statement)
+
+    def _change(self, target: ast.expr, statement: ast.stmt) -> None:
+        """Forget the value of a name that a statement changes."""
+        if isinstance(target, ast.Name):
+            self.statements.setdefault(target.id, []).append(statement)
+            self._forget(target.id, f"line {statement.lineno} changes {target.id}")
+
+    # Expressions
+
+    def _inlined(self, node: ast.expr) -> ast.expr:
+        before, self._nodes = self._nodes, 0
+        found = self.visit(deepcopy(node))
+        if self._nodes > BUDGET:
+            raise ValueError(f"line {node.lineno}: has too many parts; move them to a file")
+        found.nodes, self._nodes = self._nodes, self._nodes + before
+        return found
+
+    def visit(self, node: ast.AST) -> Any:
+        """Replace names by their values, and calls of the program's functions by what they return."""
+        self._nodes += 1
+        return node if isinstance(node, _SCOPES) else super().visit(node)
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        found = self.names.get(node.id, node)
+        self._nodes += getattr(found, "nodes", 0)
+        return found
+
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        self.generic_visit(node)
+        self.calls.append(node)
+        name = node.func.id if isinstance(node.func, ast.Name) else ""
+        if name == "dict" and not node.args:
+            keys: list[ast.expr | None] = [
+                ast.Constant(one.arg) if one.arg else None for one in node.keywords
+            ]
+            return ast.Dict(keys, [one.value for one in node.keywords], lineno=node.lineno)
+        function = self._functions.get(name)
+        if function is None or name in self._open or self._calls_left <= 0:
+            return node
+        self._calls_left -= 1
+        self._open.append(name)
+        found = self._returned(function, node)
+        self._open.pop()
+        # A function that it makes has a name inside of it only.
+        is_function = isinstance(found, ast.Lambda) or getattr(found, "id", "") in self._functions
+        return node if found is None or is_function else found
+
+    def _returned(self, function: ast.FunctionDef, call: ast.Call) -> ast.expr | None:
+        outside, names = self.names, [argument.arg for argument in function.args.args]
+        self.names = {name: value for name, value in outside.items() if name not in names}
+        self.names |= dict(zip(names[::-1], function.args.defaults[::-1], strict=False))
+        self.names |= self.arguments(call, names)[0]
+        found = self._run(function.body)
+        self.names = outside
+        return found
+
+    def arguments(self, call: ast.Call, names: Sequence[str]) -> tuple[dict[str, ast.expr], list[str]]:
+        """Return a call's arguments by name, the positional ones by `names`, and why some are missing."""
+        found = dict(zip(names, call.args, strict=False))
+        problems = [str(self.unread(one, "is one argument too many")) for one in call.args[len(names) :]]
         for keyword in call.keywords:
-            inner = Expression(keyword.value, place.scope)
             if keyword.arg:
-                found[keyword.arg] = inner
-                continue
-            try:
-                self._check_unchanged(inner)
-                end = self.follow(inner)
-                if not isinstance(end.node, ast.Dict):
-                    raise self.unread(end.node)
-                for key, value in zip(end.node.keys, end.node.values, strict=True):
-                    if not isinstance(key, ast.Constant):
-                        raise self.unread(end.node)
-                    found[str(key.value)] = Expression(value, end.scope)
-            except UnreadError as reason:
-                problems.append(str(reason))
+                found[keyword.arg] = keyword.value
+            elif isinstance(keyword.value, ast.Dict):
+                pairs = zip(keyword.value.keys, keyword.value.values, strict=True)
+                found |= {str(key.value): value for key, value in pairs if isinstance(key, ast.Constant)}
+            else:
+                problems.append(str(self.unread(keyword.value)))
         return found, problems
 
-    def _check_unchanged(self, place: Expression) -> None:
-        if isinstance(place.node, ast.Name) and (changes := place.scope.changes.get(place.node.id)):
-            raise UnreadError(f"line {changes[0].lineno} changes {place.node.id}")
-
-    # Values
-
-    def read(self, place: Expression) -> Any:
+    def read(self, node: ast.expr) -> Any:
         """Return a value, tuples and sets as lists, a dtype of torch as its name.
 
         Raises:
             UnreadError: it is known only when the program runs.
         """
-        self._left = BUDGET
         try:
-            return self._value(place)
-        except RecursionError:
-            raise UnreadError(f"line {place.node.lineno}: is nested too deeply") from None
-
-    def _value(self, place: Expression) -> Any:
-        self._left -= 1
-        if self._left < 0:
-            raise UnreadError(f"line {place.node.lineno}: has too many parts; move them to a file")
-        self._check_unchanged(place)
-        end = self.follow(place)
-        if end.index is not None:
-            raise self.unread(end.node)
-        try:
-            found = self._computed(end.node, lambda inner: self._value(Expression(inner, end.scope)))
+            found = self._computed(node)
         except UnreadError:
             raise
         except (TypeError, ValueError, ArithmeticError, LookupError) as error:
-            raise self.unread(end.node, f"fails: {error}") from None
+            raise self.unread(node, f"fails: {error}") from None
         if isinstance(found, str) and len(found) > LONGEST:
-            raise self.unread(end.node, "is too long; move it to a file")
+            raise self.unread(node, "is too long; move it to a file")
         return found
 
-    def _computed(self, node: ast.expr, value: Callable[[ast.expr], Any]) -> Any:
+    def _computed(self, node: ast.expr) -> Any:
         match node:
             case ast.Constant(value=str() | int() | float() | None as constant):
                 return constant
             case ast.List(elts=parts) | ast.Tuple(elts=parts) | ast.Set(elts=parts):
-                return [value(item) for item in parts]
+                return [self.read(part) for part in parts]
             case ast.Dict() if None not in node.keys:
-                return {
-                    value(key): value(one) for key, one in zip(node.keys, node.values, strict=True) if key
-                }
+                pairs = zip(node.keys, node.values, strict=True)
+                return {self.read(key): self.read(value) for key, value in pairs if key}
             case ast.JoinedStr():
-                return "".join(str(value(part)) for part in node.values)
+                return "".join(str(self.read(part)) for part in node.values)
             case ast.FormattedValue(conversion=-1, format_spec=None):
-                return value(node.value)
-            case ast.UnaryOp() if type(node.op) in _UNARY:
-                return _UNARY[type(node.op)](value(node.operand))
+                return self.read(node.value)
+            case ast.UnaryOp(op=ast.USub()):
+                return -self.read(node.operand)
+            case ast.UnaryOp(op=ast.Not()):
+                return not self.read(node.operand)
             case ast.BinOp() if type(node.op) in _ARITHMETIC:
-                left, right = value(node.left), value(node.right)
-                numbers = all(isinstance(side, int | float) and abs(side) < 1e9 for side in (left, right))
-                texts = isinstance(node.op, ast.Add) and isinstance(left, str) and isinstance(right, str)
-                if texts or (numbers and (abs(right) <= 64 or not isinstance(node.op, ast.Pow))):
+                left, right = self.read(node.left), self.read(node.right)
+                numbers = isinstance(left, int | float) and isinstance(right, int | float)
+                if numbers or (isinstance(node.op, ast.Add) and isinstance(left, str)):
                     return _ARITHMETIC[type(node.op)](left, right)
             case ast.IfExp():
-                return value(node.body if value(node.test) else node.orelse)
+                return self.read(node.body if self.read(node.test) else node.orelse)
             case ast.Subscript() if not isinstance(node.slice, ast.Slice):
-                return value(node.value)[value(node.slice)]
+                return self.read(node.value)[self.read(node.slice)]
             case ast.Attribute(attr="bfloat16" | "float16" | "float32" as dtype):
                 return dtype
-            case ast.Call(keywords=[]) if self.dotted(node.func) in _CALLS:
-                return _CALLS[self.dotted(node.func)](*map(value, node.args))
-            case ast.Call() if self.dotted(node.func).endswith(ASSUMED):
+            case ast.Call(func=function, args=args) if (name := ast.unparse(function)) in _CALLS:
+                return _CALLS[name](*map(self.read, args))
+            case ast.Call(func=function) if ast.unparse(function).endswith(ASSUMED):
                 return True
-            case ast.Call(func=ast.Name(id="dict"), args=[]) if all(one.arg for one in node.keywords):
-                return {one.arg: value(one.value) for one in node.keywords}
         raise self.unread(node)

@@ -32,7 +32,7 @@ TEXT_PROMPTS = Entry(
 
 
 def read_trl(document: Mapping[str, Any]) -> Conversion:
-    """Each key with its rule; keys that only a `DPOConfig` has make it one."""
+    """Convert a `GRPOConfig`, or a `DPOConfig`, which keys that only it has identify."""
     preference = "num_generations" not in document and any(key in document for key in DPO_ONLY)
     rules, notes = trl_rules(document, preference)
     entries = [Entry(key, value, rules.get(key), notes.get(key, "")) for key, value in document.items()]
@@ -43,7 +43,7 @@ def read_trl(document: Mapping[str, Any]) -> Conversion:
 
 
 def with_usual(defaults: Mapping[str, Any], document: Mapping[str, Any]) -> dict[str, Any]:
-    """TRL's defaults, and those that depend on what is set."""
+    """Return TRL's defaults, with those that depend on other keys."""
     usual = {"num_generations": 8, **defaults}
     if not any(document.get(key) for key in BATCH):
         usual["per_device_train_batch_size"] = 8
@@ -60,7 +60,7 @@ def with_usual(defaults: Mapping[str, Any], document: Mapping[str, Any]) -> dict
 
 
 def trl_rules(document: Mapping[str, Any], preference: bool) -> tuple[dict[str, Rule], dict[str, str]]:
-    """The rule of each of TRL's names beside the other keys of the document, and a note for some."""
+    """Return the rule of each of TRL's names in a document, and notes for some."""
     batch, note, per_rollout = _batch(document, preference)
     rules = NAMES | (PREFERENCE | {"loss_type": _preference_loss} if preference else {})
     rules |= dict.fromkeys(BATCH, batch)
@@ -71,7 +71,7 @@ def trl_rules(document: Mapping[str, Any], preference: bool) -> tuple[dict[str, 
         notes["reward_funcs"] = f"{' and '.join(theirs)} must be installed, and prompts be conversations"
     if per_rollout > 1:
         rules |= {key: partial(_in_rollouts, rules[key], per_rollout) for key in STEPS}
-        notes |= dict.fromkeys(STEPS, f"a step here is a rollout, {per_rollout} optimiser steps there")
+        notes |= dict.fromkeys(STEPS, f"a step here is a rollout, {per_rollout} optimizer steps there")
     return rules, notes
 
 
@@ -84,20 +84,20 @@ def whole_groups(document: Mapping[str, Any], processes: int = 1) -> dict[str, A
     batch = (sizes["per_device_train_batch_size"] or 8) * processes
     group = sizes["num_generations"] or 8
     if sizes["steps_per_generation"]:
-        sizes["generation_batch_size"] = None  # which TRL computes of it
+        sizes["generation_batch_size"] = None  # TRL computes it
     if not sizes["generation_batch_size"] and batch * rounds < group:
-        told = "per_device_train_batch_size: a step has %d completions, less than one group: it gets %d"
-        logger.warning(told, batch * rounds, group)
+        message = "per_device_train_batch_size: a step has %d completions, less than one group: it gets %d"
+        logger.warning(message, batch * rounds, group)
         batch, sizes["steps_per_generation"], sizes["gradient_accumulation_steps"] = group, None, 1
     sizes["per_device_train_batch_size"] = batch
     return {key: sizes[key] for key in document.keys() & sizes.keys() | {"per_device_train_batch_size"}}
 
 
 def _batch(document: Mapping[str, Any], preference: bool) -> tuple[Rule, str, int]:
-    """Prompts a step and minibatches from TRL's four batch sizes; the last is optimiser steps per rollout.
+    """Return the rule of TRL's four batch sizes, its note, and the optimizer steps of a rollout.
 
     On one process TRL generates `generation_batch_size` completions, by default per-device batch x
-    steps_per_generation, and makes an optimiser step of every `gradient_accumulation_steps` batches of them.
+    steps_per_generation, and makes an optimizer step of every `gradient_accumulation_steps` batches of them.
     """
     given = {key: document[key] for key in BATCH if document.get(key)}
     group = 1 if preference else document.get("num_generations") or 8
@@ -131,7 +131,7 @@ def _in_rollouts(rule: Rule, per_rollout: int, value: Any, siblings: Siblings) -
 
 
 def _preference_loss(value: Any, siblings: Siblings) -> Places:
-    """TRL's names are ours, but for `sigmoid` with smoothed labels, which is cDPO."""
+    """Translate a loss: TRL's names are ours, except that `sigmoid` with smoothed labels is cDPO."""
     names = as_list(value)
     if siblings.get("label_smoothing"):
         names = ["cdpo" if name == "sigmoid" else name for name in names]

@@ -105,168 +105,47 @@ def test_a_game_of_nemo_rl_is_not_the_maths_that_its_file_inherits(tmp_path):
     assert asked <= {*found.open} and "rollout.environment" in found.listing()
 
 
-@pytest.mark.parametrize(
-    ("source", "keys", "expected"),
-    [
-        ("trl", {"max_steps": -1}, {"epochs": 3.0}),
-        ("trl", {"num_train_epochs": 2}, {"epochs": 2}),
-        ("axolotl", {"learning_rate": 1e-6}, {"epochs": 1.0}),
-        ("axolotl", {"num_epochs": 4}, {"epochs": 4}),
-        ("nemo_rl", {"grpo": {"max_num_epochs": 2, "max_num_steps": 1000000}}, {"epochs": 2}),
-        ("nemo_rl", {"grpo": {"max_num_epochs": 2, "max_num_steps": 70}}, {"max_steps": 70}),
-        ("nemo_rl", {"grpo": {"seed": 1}}, {"max_steps": "FILL_IN"}),
-    ],
-)
-def test_the_length_of_a_run_is_carried_over_or_asked_for(source, keys, expected, tmp_path):
-    usual = {key: value for key, value in USUAL[source].items() if key != "algorithm.max_num_steps"}
-    found = run(tmp_path, yaml.safe_dump(usual | keys))
-    assert {key: found.places[key] for key in ("max_steps", "epochs") if key in found.places} == expected
+@pytest.mark.parametrize("case", CASES["lengths"])
+def test_the_length_of_a_run_is_carried_over_or_asked_for(case, tmp_path):
+    usual = {key: value for key, value in USUAL[case["source"]].items() if key != "algorithm.max_num_steps"}
+    found = run(tmp_path, yaml.safe_dump(usual | case["keys"])).places
+    assert {key: found[key] for key in ("max_steps", "epochs") if key in found} == case["expected"]
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "words"),
-    [
-        ("run.sh", "trl grpo --seed 1", "flags as lines `key: value`"),
-        ("run.yaml", "", "is empty"),
-        ("run.yaml", "[1, 2]", "holds no mapping"),
-        ("run.json", "{", "cannot be read"),
-        ("run.yaml", "base_model: m\nrl: grpo\ntrl: 3", "trl = 3"),
-        ("run.yaml", "base_model: m\nrl: grpo\ndatasets: [a]", "datasets = ['a']"),
-        ("run.yaml", "base_model: m\nnum_epochs: 3", "given answers"),
-        ("run.yaml", "actor_rollout_ref: {model: {path: m}}", "verl's, which is not converted"),
-        ("run.yaml", "algo.advantage.estimator: group_norm", "OpenRLHF"),
-        ("run.yaml", "model: {path: m}\ndataset: {source: d}", "grpo-fast train"),
-        (
-            "run.yaml",
-            "policy: {model_name: a}\ntrl: {beta: 1}",
-            "policy are NeMo-RL's keys, and trl those of Axolotl",
-        ),
-        ("run.yaml", "colour: red", "holds no key of TRL, Axolotl or NeMo-RL"),
-    ],
-)
-def test_a_file_that_holds_no_foreign_run_is_refused(name, text, words, tmp_path):
-    (tmp_path / name).write_text(text, encoding="utf-8")
+@pytest.mark.parametrize("case", CASES["refused"])
+def test_a_file_that_holds_no_foreign_run_is_refused(case, tmp_path):
+    (tmp_path / case["name"]).write_text(case["text"], encoding="utf-8")
     with pytest.raises(ConfigError) as caught:
-        convert_file(tmp_path / name)
-    assert words in str(caught.value) and name in str(caught.value)
+        convert_file(tmp_path / case["name"])
+    assert case["says"] in str(caught.value) and case["name"] in str(caught.value)
 
 
-GUIDE = "algorithm: {name: custom_dpo, beta: 0.2, loss: {type: mine, weight: 2}, warmup_steps: 90, odd: 1}"
-SOURCES: dict[str, Any] = {"model.path": "m", "dataset.source": "d.jsonl"}
-REWARDED = SOURCES | {"rewards": [{"reward": "length"}]}
+REWARDED: dict[str, Any] = {"model.path": "m", "dataset.source": "d.jsonl", "rewards": [{"reward": "length"}]}
 
 
-@pytest.mark.parametrize(
-    ("text", "given", "expected"),
-    [
-        (  # in our terms, and in theirs
-            GUIDE,
-            {**SOURCES, "max_steps": 100, "preference.loss.loss_type": "ipo", "algorithm.odd": None},
-            {"preference.loss.loss_type": "ipo", "preference.loss.beta": 0.2, "optimizer.warmup_steps": 90},
-        ),
-        (
-            GUIDE,
-            {
-                **SOURCES,
-                "epochs": 2,
-                "algorithm.loss.type": "ipo",
-                "algorithm.odd": None,
-                "learning_rate": 0.1,
-            },
-            {"preference.loss.loss_type": "ipo", "epochs": 2.0, "optimizer.learning_rate": 0.1},
-        ),
-        (
-            "{model_name_or_path: m, num_generations: 4, per_device_train_batch_size: 8, warmup_ratio: 0.1}",
-            {"dataset_name": "d.jsonl", "reward_funcs": "length", "max_steps": 20, "num_generations": 2},
-            {
-                "prompts_per_step": 4,
-                "optimizer.warmup_steps": 2,
-                "optimizer.schedule": "linear",
-                "max_steps": 20,
-            },
-        ),
-        (
-            "{rl: grpo, base_model: m, datasets: [{path: d, split: a, type: own.rows}], trl: {beta: 0.1}}",
-            {"dataset.source": "d.jsonl", "datasets.0.type": None, "rewards": [{"reward": "length"}]},
-            {"dataset.source": "d.jsonl", "dataset.split": "train", "loss.beta": 0.1},
-        ),
-        (
-            "model_name_or_path: m\ndataset_name: d.jsonl\nreward_funcs: [fns.rew]\nmax_steps: 10",
-            {"num_train_epochs": 2},
-            {"epochs": 2, "model.path": "m"},
-        ),
-        (
-            "{base_model: m, rl: grpo, datasets: [{path: d.jsonl}], optimizer: adamw_torch, max_steps: 9}",
-            {
-                "rewards": [{"reward": "length"}],
-                "optimizer": "adamw_8bit",
-                "max_steps": None,
-                "num_epochs": 2,
-            },
-            {"optimizer.kind": "adamw_8bit", "epochs": 2},
-        ),
-    ],
-)
-def test_overrides_fill_in_and_decide_what_another_tools_file_leaves_open(
-    text, given, expected, tmp_path, capsys
-):
-    (tmp_path / "run.yaml").write_text(text, encoding="utf-8")
-    config = load_config(tmp_path / "run.yaml", given)
-    found = config.model_dump()
-    assert {place: value_at(found, place) for place in expected} == expected
-    said = capsys.readouterr().err
-    assert "renamed: " in said and not any(words in said for words in ("to fill in", "taken", "default"))
-    load_config(tmp_path / "run.yaml", {**given, "logging.verbose": True})
-    assert ("written for a default" in capsys.readouterr().err) == (text is not GUIDE)
+@pytest.mark.parametrize("case", CASES["overrides"])
+def test_overrides_fill_in_and_decide_what_a_foreign_file_leaves_open(case, tmp_path, capsys):
+    (tmp_path / "run.yaml").write_text(case["text"], encoding="utf-8")
+    found = load_config(tmp_path / "run.yaml", case["given"]).model_dump()
+    assert {place: value_at(found, place) for place in case["expected"]} == case["expected"]
+    shown = capsys.readouterr().err
+    assert "renamed: " in shown and not any(words in shown for words in ("to fill in", "taken", "default"))
+    load_config(tmp_path / "run.yaml", {**case["given"], "logging.verbose": True})
+    assert ("written for a default" in capsys.readouterr().err) == ("custom_dpo" not in case["text"])
 
 
-@pytest.mark.parametrize(
-    ("text", "given", "problems"),
-    [
-        (
-            GUIDE,
-            {"model.path": "m", "max_steps": 50},
-            {
-                "algorithm.loss.type": "algorithm.loss.type=null leaves it out",
-                "algorithm.loss.weight": "preference.loss.loss_type",
-                "algorithm.odd": "not a key that this converter knows",
-                "algorithm.warmup_steps": "leaves no step of max_steps = 50",
-                "dataset.source": "add dataset.source=VALUE",
-            },
-        ),
-        (
-            "algorithm: {name: custom_grpo, group_strategy: combined}",
-            REWARDED | {"max_steps": 2},
-            {"algorithm.group_strategy": "groups.criteria is empty"},
-        ),
-        (
-            "algorithm: {name: custom_grpo}",
-            {**REWARDED, "optimizer.learning_rat": 1},
-            {"optimizer.learning_rat": "did you mean optimizer.learning_rate"},
-        ),
-        ("policy: {model_name: a}\nrl: grpo", {}, {"the file": "keep one tool's"}),
-        ("rl: grpo\nbase_model: m", {"algorithm": "dpo"}, {"algorithm": "read as those of grpo"}),
-        ("model_name_or_path: m", {"algorithm": "dpo"}, {"algorithm": "read as those of grpo"}),
-        # Mistakes in a file of ours.
-        ("model: {name: m}\ndataset: {source: d}", REWARDED, {"model.name": "no such key"}),
-        ("policy: {model_name: m}\nrewards: [{reward: length}]", REWARDED, {"policy": "no such key"}),
-        ("max_steps: 2\nnum_generation: 4", REWARDED, {"num_generation": "did you mean num_generations"}),
-        ("data: {}\nroll_out: 3", REWARDED | {"max_steps": 2}, {"roll_out": "knows; did you mean rollout"}),
-        ("env: {}\nlearning_rate: 1", REWARDED | {"max_steps": 2}, {"learning_rate": "and not of NeMo-RL"}),
-        ("trl", {}, {"the file": "holds no mapping"}),
-    ],
-)
-def test_what_stays_open_or_is_wrong_is_listed_by_its_key(text, given, problems, tmp_path):
-    (tmp_path / "run.yaml").write_text(text, encoding="utf-8")
+@pytest.mark.parametrize("case", CASES["open"])
+def test_what_stays_open_or_is_wrong_is_listed_by_its_key(case, tmp_path):
+    (tmp_path / "run.yaml").write_text(case["text"], encoding="utf-8")
     with pytest.raises(ConfigError) as caught:
-        load_config(tmp_path / "run.yaml", given)
+        load_config(tmp_path / "run.yaml", case["given"])
     found = {problem.name: str(problem) for problem in caught.value.problems}
-    assert found.keys() == problems.keys()
-    assert all(words in found[key] for key, words in problems.items()), found
-    assert ("read as NeMo-RL's by data:" in str(caught.value)) == ("data:" in text)
+    assert found.keys() == case["problems"].keys()
+    assert all(words in found[key] for key, words in case["problems"].items()), found
+    assert ("read as NeMo-RL's by data:" in str(caught.value)) == ("data:" in case["text"])
 
 
-def test_flat_names_of_another_tool_in_a_file_of_ours_are_told(tmp_path, caplog):
+def test_flat_names_of_another_tool_in_our_file_are_warned_of(tmp_path, caplog):
     (tmp_path / "run.yaml").write_text("num_generations: 4\nwarmup_ratio: 0.5\nmax_steps: 4")
     assert load_config(tmp_path / "run.yaml", REWARDED | {"beta": 0.1}).optimizer.schedule == "constant"
     assert "read as a file of grpo-fast; num_generations: names of TRL" in caplog.text
@@ -282,33 +161,7 @@ RANKED = [
     {"prompt": f"w{i} w9", "group": [{"response": f"w{i + rank}", "rank": rank} for rank in (1, 2, 3)]}
     for i in range(2, 14)
 ]
-FILES = {
-    "NeMo-RL": """
-policy: {{model_name: {model}, precision: float32, generation: {{max_new_tokens: 4}}}}
-algorithm: {{name: custom_grpo, group_size: 4, clip_ratio: 0.1, value_loss_coef: 0.5}}
-data: {{train_data_path: {rows}}}
-""",
-    "Axolotl": """
-base_model: {model}
-rl: grpo
-micro_batch_size: 8
-max_steps: 2
-dtype: float32
-trl: {{num_generations: 4, max_completion_length: 4, reward_funcs: '{reward}'}}
-datasets: [{{path: {rows}, type: own.rows}}]
-""",
-    "tutorial": """
-model: {{name: {model}, max_length: 64}}
-training: {{batch_size: 2, group_size: 3, warmup_steps: 1}}
-data: {{train_file: {ranked}, validation_file: {held_out}}}
-temperature: 0.5
-""",
-}
-SETTINGS = {
-    "NeMo-RL": ["rewards=[{{reward: {reward}}}]", "max_steps=2", "prompts_per_step=2"],
-    "Axolotl": ["datasets.0.type=null"],
-    "tutorial": ["max_steps=2", "model.dtype=float32"],
-}
+FILES = CASES["trained"]
 
 
 @pytest.mark.parametrize("tool", FILES)
@@ -319,8 +172,8 @@ def test_another_tools_file_trains_and_its_run_resumes(tool, toy, tmp_path, caps
         Path(names[name]).write_text(json.dumps(rows), encoding="utf-8")
     names["reward"] = toy["rewards"][0]["reward"]
     file, run_dir = tmp_path / "foreign.yaml", tmp_path / "run"
-    file.write_text(FILES[tool].format(**names), encoding="utf-8")
-    sets = [setting.format(**names) for setting in SETTINGS[tool]]
+    file.write_text(FILES[tool]["text"].format(**names), encoding="utf-8")
+    sets = [setting.format(**names) for setting in FILES[tool]["sets"]]
     sets += [f"output_dir={run_dir}", "model.device=cpu", "logging.tensorboard=false"]
 
     assert cli.main(["train", str(file), *sets]) == 0

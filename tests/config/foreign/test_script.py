@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -16,124 +15,12 @@ from grpo_fast.config.foreign.script import read_script
 from grpo_fast.config.keys import ConfigError
 from grpo_fast.config.lookup import load_callable
 
-TRL = '''
-from __future__ import annotations
-import os
-import re, string
-
-import torch
-from datasets import load_dataset
-from peft import LoraConfig
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from trl import GRPOConfig, GRPOTrainer
-
-BASE = "{model}"
-# What counts as a word.
-WORD = re.compile(r"w\\d+")
-OPENAI_API_KEY = "0123456789"
-
-
-def words(text: str) -> list[str]:
-    return WORD.findall(text)  # in order
-
-
-def unused(text):
-    raise AssertionError
-
-
-def count_reward(completions, **columns):
-    responses = completions
-    return [float(len(words(text))) for text in responses]
-
-
-class Scaled:
-    """A reward with a state."""
-
-    def __init__(self, base, factor):
-        self.base, self.factor, self.__name__ = base, factor, "scaled"
-
-    def __call__(self, **columns):
-        return [self.factor * reward for reward in self.base(**columns)]
-
-
-def main():
-    rows = load_dataset("json", data_files="{rows}", split="train")
-    responses = ["of the module, not of the reward"]
-    model = AutoModelForCausalLM.from_pretrained(BASE, torch_dtype=torch.float32, device_map="auto")
-    tokenizer = AutoTokenizer.from_pretrained(BASE)
-    tokenizer.pad_token = tokenizer.eos_token
-    args = GRPOConfig(
-        output_dir=f"{{OUT}}/run", per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=2,
-        num_generations=8, max_completion_length=4, reward_weights=[1.0, 0.5, 0.25], report_to="none",
-    )
-    def seven(completions, **columns):
-        return [float("w7" in words(text)) for text in completions]
-    trainer = GRPOTrainer(
-        model=model,
-        processing_class=tokenizer,
-        reward_funcs=[count_reward, Scaled(count_reward, 0.5), seven],
-        args=args,
-        train_dataset=rows.rename_column("question", "prompt").shuffle(seed=1).select(range(8)),
-        peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"),
-    )
-    trainer.train()
-    trainer.save_model("final")
-
-OUT = "{out}"
-if __name__ == "__main__":
-    main()
-'''
-
-UNSLOTH = '''
-from unsloth import FastLanguageModel, is_bfloat16_supported
-import torch
-from datasets import load_dataset
-length, prompt = 1024, 256
-model, tokenizer = FastLanguageModel.from_pretrained(
-    model_name = "org/model", max_seq_length = length, fast_inference = True,
-    token = "hf_0123456789abcdefghij",
-)
-model = FastLanguageModel.get_peft_model(model, r = 32, target_modules = ["q_proj"], lora_alpha = 64)
-mark = "####"
-SYSTEM = f"""End with
-    {mark}"""
-
-def gold(text):
-    return text.split(mark)[1].strip() if mark in text else None
-
-def get_questions(split = "train"):
-    data = load_dataset("openai/gsm8k", "main")[split]
-    data = data.rename_column("question", "q")
-    return data.map(lambda x: {
-        "prompt": [{"role": "system", "content": SYSTEM}, {"role": "user", "content": x["q"]}],
-        "answer": gold(x["answer"]),  # the number alone
-    }, num_proc = 4)
-
-def close(prompts, completions, answer, **kwargs):
-    return [1.0 if c[0]["content"] == a else 0.0 for c, a in zip(completions, answer)]
-
-def long(completions, **kwargs):
-    return [len(tokenizer(c[0]["content"])) / length for c in completions]
-
-from trl import GRPOConfig, GRPOTrainer
-from vllm import SamplingParams
-args = GRPOConfig(
-    vllm_sampling_params = SamplingParams(min_p = 0.1, top_k = -1, stop = [tokenizer.eos_token]),
-    bf16 = is_bfloat16_supported(), per_device_train_batch_size = 1, num_generations = 6, max_steps = 250,
-    max_prompt_length = prompt, max_completion_length = length - prompt, output_dir = "outputs",
-)
-trainer = GRPOTrainer(
-    model = model, processing_class = tokenizer, args = args, train_dataset = get_questions(),
-    reward_funcs = [close, long, lambda completions, **_: [0.0 for _ in completions]],
-)
-trainer.train()
-model.save_lora("saved")
-'''
+CASES = yaml.safe_load(Path(__file__).with_name("scripts.yaml").read_text(encoding="utf-8"))
 
 
 def read(tmp_path: Path, text: str) -> Conversion:
     (tmp_path / "train.py").write_text(text)
-    return read_script(tmp_path / "train.py", str(tmp_path / "functions.py"), str(tmp_path / "{}.jsonl"))
+    return read_script(tmp_path / "train.py", str(tmp_path / "functions.py"))
 
 
 def trainer(arguments: str = "", before: str = "") -> str:
@@ -144,42 +31,38 @@ def reasons(conversion: Conversion) -> dict[str, str]:
     return {row.key: row.reason for row in conversion.rows if row.outcome == "needs a decision"}
 
 
-def test_a_trl_script_trains_as_a_run_with_its_functions_beside(tmp_path, toy, capsys):
+def test_a_trl_script_trains_as_a_run_with_its_functions(tmp_path, toy, capsys):
     (tmp_path / "rows.jsonl").write_text("".join(f'{{"question": "w{2 + i} w3"}}\n' for i in range(12)))
     names = {"model": toy["model"]["path"], "rows": tmp_path / "rows.jsonl", "out": tmp_path}
     script, out = tmp_path / "train.py", tmp_path / "run.yaml"
-    script.write_text(TRL.format(**names))
+    script.write_text(CASES["trl"].format(**names))
 
     assert main(["convert", str(script), "-o", str(out)]) == 0
-    told, run = capsys.readouterr().err, yaml.safe_load(out.read_text())
+    shown, run = capsys.readouterr().err, yaml.safe_load(out.read_text())
 
     kept = (tmp_path / "run_functions.py").read_text()
     assert [entry["weight"] for entry in run["rewards"]] == [1.0, 0.5, 0.25]
     assert run["model"]["lora"] == {"r": 4, "alpha": 8, "target_modules": ["q_proj", "v_proj"]}
     assert (run["dataset"]["rename"], run["dataset"]["size"]) == ({"question": "prompt"}, 8)
-    assert "grpo-fast export" in told
-    assert (
-        "# What counts as a word.\nWORD = re" in kept and "  # in order" in kept and "\nimport re\n" in kept
-    )
+    assert "grpo-fast export" in shown and "  # in order" in kept and "\nimport re\n" in kept
     for left in ("unused", "string", "torch", "OPENAI", "from_pretrained", "GRPO", "not of the reward"):
         assert left not in kept
     assert main(["train", str(out), "model.device=cpu", "model.gradient_checkpointing=false"]) == 0
     metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert metrics[-1]["reward/scaled/mean"] == metrics[-1]["reward/count_reward/mean"] / 2
 
-    assert main(["convert", str(script), "-o", str(out)]) == 0
     (tmp_path / "run_functions.py").write_text("mine = 1\n")
     assert main(["convert", str(script), "-o", str(out)]) == 2
     assert (tmp_path / "run_functions.py").read_text() == "mine = 1\n"
 
 
 def test_an_unsloth_notebook_gives_its_settings_rewards_and_rows(tmp_path):
-    cells = ["%%capture\nif True:\n    !pip install unsloth\n", "%%bash\nls (\n", UNSLOTH]
+    cells = ["%%capture\nif True:\n    !pip install unsloth\n", "%%bash\nls (\n", CASES["unsloth"]]
     document = {"cells": [{"cell_type": "code", "source": cell.splitlines(True)} for cell in cells]}
     (tmp_path / "nb.ipynb").write_text(json.dumps(document))
     functions = tmp_path / "f.py"
 
-    found = read_script(tmp_path / "nb.ipynb", str(functions), "{}.jsonl")
+    found = read_script(tmp_path / "nb.ipynb", str(functions))
     functions.write_text(found.files[str(functions)])
 
     expected = {
@@ -187,75 +70,30 @@ def test_an_unsloth_notebook_gives_its_settings_rewards_and_rows(tmp_path):
         **{"model.gradient_checkpointing": "offload", "model.lora.alpha": 64, "model.lora.r": 32},
         **{"rollout.max_completion_length": 768, "rollout.top_k": 0, "rollout.min_p": 0.1},
         **{"prompts_per_step": 1, "max_steps": 250, "dataset.split": "train", "dataset.name": "main"},
-        **{"dataset.source": "openai/gsm8k", "dataset.transform": f"{functions}:transform"},
+        **{"dataset.source": "openai/gsm8k", "dataset.transform": f"{functions}:make_row"},
     }
     assert {place: found.given.get(place) for place in expected} == expected
-    assert [entry["reward"].partition(":")[2] for entry in found.given["rewards"]] == [
-        *("close", "long", "reward_3")
-    ]
+    rewards = [entry["reward"].partition(":")[2] for entry in found.given["rewards"]]
+    assert rewards == ["close", "long", "reward_3"]
     assert found.open == () and "hf_0123456789abcdefghij" not in found.listing() + str(found.files)
     assert "tokenizer = AutoTokenizer.from_pretrained('org/model')" in functions.read_text()
     functions.write_text(functions.read_text().replace("AutoTokenizer.from_pretrained", "str"))
-    row = load_callable(f"{functions}:transform", "dataset.transform")(
-        {"question": "1+1?", "answer": "#### 2"}
-    )
-    assert row["prompt"][0]["content"] == "End with\n    ####" and row["prompt"][1]["content"] == "1+1?"
+    make_row = load_callable(f"{functions}:make_row", "dataset.transform")
+    row = make_row({"question": "1+1?", "answer": "#### 2"})
+    assert [turn["content"] for turn in row["prompt"]] == ["End with\n    ####", "1+1?"]
     assert row["answer"] == "2"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "before", "expected"),
-    [
-        ("args=a", "a = GRPOConfig('o', beta=2 * 0.1)", {"loss.beta": 0.2, "output_dir": "o"}),
-        ("args=GRPOConfig(**k)", "k = {'seed': 2}", {"seed": 2}),
-        ("args=GRPOConfig(f'{N}-x')", "C = {'name': 'y'}\nN = C['name']", {"output_dir": "y-x"}),
-        ("args=GRPOConfig(seed=7 if ON else 8)", "ON = not True", {"seed": 8}),
-        ("train_dataset=load_dataset('csv', data_files={'x': 'a.csv'})", "", {"dataset.source": "a.csv"}),
-        ("train_dataset=Dataset.from_csv('a.csv')", "", {"dataset.source": "a.csv"}),
-        ("eval_dataset=load_dataset('a/b')['test']", "", {"evaluation.dataset.split": "test"}),
-        ("['rw', think_format_reward][1:]", "", {"rewards": [{"reward": "FILL_IN"}]}),
-        ("peft_config=LoraConfig(r=4, use_rslora=True)", "", {"model.lora.alpha": 16, "model.lora.r": 4}),
-    ],
-)
-def test_values_are_resolved_by_the_text_alone(tmp_path, arguments, before, expected):
-    found = read(tmp_path, trainer(arguments, before))
-    assert {place: found.places.get(place) for place in expected} == expected
+@pytest.mark.parametrize("case", CASES["values"])
+def test_values_are_resolved_by_the_text_alone(tmp_path, case):
+    found = read(tmp_path, trainer(case["arguments"], case.get("before", "")))
+    assert {place: found.places.get(place) for place in case["expected"]} == case["expected"]
 
 
-def test_rows_that_are_written_down_become_a_file(tmp_path):
-    found = read(
-        tmp_path,
-        trainer("train_dataset=Dataset.from_dict({'prompt': ['a', 'b'], 'n': [1, 1]})"),
-    )
-    rows = found.files[found.given["dataset.source"]].splitlines()
-    assert [json.loads(row) for row in rows] == [{"prompt": "a", "n": 1}, {"prompt": "b", "n": 1}]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "before", "key", "reason"),
-    [
-        ("args=GRPOConfig(seed=f())", "", "seed", "line 4: f() is known only when the script runs; set seed"),
-        ("args=GRPOConfig(seed=a.s)", "a = p.parse_args()", "seed", "a.s is known only"),
-        ("args=GRPOConfig(os.getenv('X', 'o'))", "", "output_dir", "is known only"),
-        ("args=GRPOConfig(**k)", "k = {}\nk['seed'] = 2", "GRPOConfig", "line 4 changes k"),
-        ("args=a", "a = GRPOConfig('o')\na.beta = 0.2", "a.beta", "line 4 sets it later"),
-        ("train_dataset=load_dataset('a/b', split='x[:9]')", "", "dataset.split", "set dataset.size"),
-        ("args=GRPOConfig(seed=s)", "for s in (1, 2): pass", "seed", "decides on s"),
-        ("args=p.parse()", "", "args", "set it by hand"),
-        ("args=GRPOConfig(num_generations=n())", "", "num_generations", "n() is known only"),
-        ("'org/judge'", "", "reward_funcs.0", "is a reward model"),
-        ("r", "r = AutoModel.from_pretrained('a')", "reward_funcs.0", "call it inside a function"),
-        ("r", "def r(completions):\n    return lost(completions)", "lost", "does not define it"),
-        ("r", "t = p.parse_args()\ndef r(completions):\n    return t.x", "t", "or reads the command line"),
-        ("callbacks=[Stop(3)]", "", "callbacks", "derive one from grpo_fast.Callback"),
-        ("train_dataset=load_dataset('a/b').filter(keep)", "", "dataset.filter", "the rows that remain"),
-        ("train_dataset=Dataset.from_list([{}] * 10**9)", "", "dataset.source", "is known only"),
-        ("train_dataset=make()", "", "dataset.source", "write them as a JSONL file"),
-    ],
-)
-def test_what_cannot_be_read_is_left_to_decide_with_its_line(tmp_path, arguments, before, key, reason):
-    found = read(tmp_path, trainer(arguments, before))
-    assert reason in reasons(found)[key], reasons(found)
+@pytest.mark.parametrize("case", CASES["decisions"])
+def test_what_cannot_be_read_is_left_to_decide(tmp_path, case):
+    found = read(tmp_path, trainer(case["arguments"], case.get("before", "")))
+    assert case["reason"] in reasons(found)[case["key"]], reasons(found)
 
 
 def test_a_pair_of_settings_that_is_refused_here_leaves_one_to_decide(tmp_path):
@@ -273,6 +111,9 @@ def test_other_trainers_of_a_script_are_listed(tmp_path):
     assert pairs.given["algorithm"] == "dpo" and pairs.given["preference.loss.beta"] == 0.3
 
 
+MANY = "".join(f"a{i} = [{', '.join([f'a{i + 1}'] * 9)}]\n" for i in range(40)[::-1])
+
+
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
@@ -281,6 +122,9 @@ def test_other_trainers_of_a_script_are_listed(tmp_path):
         ("x = 1\ny = = 2", "line 2: invalid syntax"),
         (f"x = [{'1,' * 600_000}]", "move its data to a file"),
         (f"x = {'-' * 100_000}1", "cannot be parsed"),
+        (f"x = {'-' * 900}1", "nested too deeply"),
+        (f"x = {'+'.join(['1'] * 2000)}", "nested too deeply"),
+        (MANY, "has too many parts"),
     ],
 )
 def test_a_text_that_is_no_such_script_is_refused(tmp_path, text, problem):
@@ -292,22 +136,12 @@ def test_a_text_that_is_no_such_script_is_refused(tmp_path, text, problem):
 
 
 @pytest.mark.parametrize(
-    "value",
-    [
-        "__import__('os').system('touch PWNED')",
-        "9 ** 9 ** 9 ** 9",
-        "'x' * 10 ** 12",
-        "a0",
-        f"{'-' * 900}1",
-        "+".join(["1"] * 2000),
-        "b0",
-    ],
+    "value", ["__import__('os').system('touch PWNED')", "9 ** 9 ** 9 ** 9", "'x' * 10 ** 12", "b0"]
 )
 def test_nothing_of_a_script_runs_and_reading_it_ends(tmp_path, monkeypatch, value):
     monkeypatch.chdir(tmp_path)
     before = "import os\nos.system('touch PWNED')\nexec(\"open('PWNED', 'w')\")\n"
-    before += "".join(f"a{i} = [{', '.join([f'a{i + 1}'] * 9)}]\n" for i in range(40)[::-1])
-    before += "b0 = b1\nb1 = b0\ndef c0(): return c0()\n"
+    before += "def b0(): return b1()\ndef b1(): return b0()\ndef c0(): return c0()\n"
     before += "@os.system('touch PWNED')\ndef r(completions, x=open('PWNED', 'w')): return c0()\n"
-    found: Any = read(tmp_path, trainer(f"r, args=GRPOConfig(beta={value}, seed=c0())", before))
+    found = read(tmp_path, trainer(f"r, args=GRPOConfig(beta={value}, seed=c0())", before))
     assert {"beta", "seed"} <= reasons(found).keys() and not Path("PWNED").exists()
