@@ -1,30 +1,21 @@
-"""slime's log-probabilities of a Megatron model against ours in their place.
-
-The real slime runs here, from a checkout `slime`, on the real Megatron Core.
-"""
+"""slime's log-probabilities of a Megatron model against ours in their place, on the real Megatron Core."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
 from contextlib import nullcontext
-from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from host_stubs import importable, use_checkout
+from host_stubs import importable, why_missing, with_gradients
 from torch import Tensor, multiprocessing
 
-use_checkout("slime", ".")
-if find_spec("slime") is None or find_spec("megatron") is None:
-    pytest.skip(
-        "slime is not importable: pip install --no-deps megatron-core, and set GRPO_FAST_PEER_SOURCES to a "
-        "folder with a checkout slime",
-        allow_module_level=True,
-    )
+if reason := why_missing("slime"):
+    pytest.skip(reason, allow_module_level=True)
 
 VOCABULARY = 52
 ARGS = SimpleNamespace(
@@ -42,23 +33,22 @@ def gpt(ranks: int, tied: bool) -> Any:
     from megatron.core.models.gpt import GPTModel, gpt_layer_specs
     from megatron.core.transformer import TransformerConfig
 
-    sizes = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2}
+    sizes = {
+        "num_layers": 1,
+        "hidden_size": 16,
+        "num_attention_heads": 2,
+        "tensor_model_parallel_size": ranks,
+    }
+    without = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "bias_dropout_fusion": False}
+    without |= {"gradient_accumulation_fusion": False}
     torch.manual_seed(3)
-    config = TransformerConfig(
-        **sizes,
-        tensor_model_parallel_size=ranks,
-        use_cpu_initialization=True,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        bias_dropout_fusion=False,
-        gradient_accumulation_fusion=False,
-    )
+    config = TransformerConfig(**sizes, **without, use_cpu_initialization=True)
     spec = gpt_layer_specs.get_gpt_layer_local_spec()
     return GPTModel(config, spec, VOCABULARY, 32, share_embeddings_and_output_weights=tied)
 
 
 def scores(rank: int, ranks: int, tied: bool, port: int, results: Any) -> None:
-    """Compare on each rank, and keep the width of the logits with our head and the largest difference."""
+    """Compare on each rank; keep the widths of the logits and the largest difference."""
     torch.cuda.current_device = lambda: torch.device("cpu")  # where Megatron puts its buffers
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     dist.init_process_group("gloo", rank=rank, world_size=ranks)
@@ -74,7 +64,6 @@ def scores(rank: int, ranks: int, tied: bool, port: int, results: Any) -> None:
         model = gpt(ranks, tied)
         generator = torch.Generator().manual_seed(5)
         tokens = torch.randint(VOCABULARY, (1, 12), generator=generator)
-        weights = torch.randn(2, 12, generator=generator)
         widths = []
 
         def evaluate() -> list[Tensor]:
@@ -84,9 +73,8 @@ def scores(rank: int, ranks: int, tied: bool, port: int, results: Any) -> None:
             _, found = loss.get_log_probs_and_entropy(
                 logits.float(), args=ARGS, **parts, response_lengths=[4, 3], with_entropy=True
             )
-            logprobs, entropy = torch.cat(found["log_probs"]), torch.cat(found["entropy"])
-            total = (weights[0, :7] * logprobs).sum() + (weights[1, :7] * entropy).sum()
-            return [logprobs, entropy, *torch.autograd.grad(total, list(model.parameters()))]
+            scores = [torch.cat(found["log_probs"]), torch.cat(found["entropy"])]
+            return with_gradients(scores, model.parameters())
 
         expected = evaluate()
         adapter.patch(ARGS)

@@ -1,11 +1,10 @@
-"""A tiny model of words, and TRL's trainers on it: what they log of each step, and how far apart two are."""
+"""A tiny model of words, TRL's trainers on it, and a comparison of what they log."""
 
 from __future__ import annotations
 
 import itertools
-import math
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from transformers import (
 WORDS = 64
 SEED = 7
 _NUMBERS = "^(?!.*(time|per_second|flos))"  # names of what is the algorithm's
+History = list[dict[str, float]]
 
 
 def save_words(folder: Path) -> None:
@@ -52,8 +52,8 @@ def small_words(completions: list[str], **_: Any) -> list[float]:
 
 def train_words(
     kind: Callable[..., Any], folder: Path, loss_type: str, steps: int, *, lora: bool = False, **options: Any
-) -> list[dict[str, float]]:
-    """Return what a trainer with TRL's interface logs of each step, on the model saved there.
+) -> History:
+    """Train the model saved there with a trainer of TRL's interface; return what it logs of each step.
 
     16 completions of up to 8 words a generation, two micro-batches a step, two steps a generation, KL, a clip
     range that is reached; from the same weights, prompts and seed as any other. `options` are GRPOConfig's.
@@ -92,16 +92,13 @@ def train_words(
     return [entry for entry in trainer.state.log_history if "loss" in entry]
 
 
-def differences(a: Sequence[dict[str, float]], b: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Return the largest difference of each number that two histories log, relative where it is above one.
-
-    What one of them lacks at a step is infinitely far.
-    """
+def assert_same_history(found: History, expected: History, noise: float = 2e-5) -> None:
+    """Compare all numbers that two trainers log, but times; relatively where a number is above one."""
     import pandas
 
-    mine, other = (pandas.DataFrame(history, dtype=float).filter(regex=_NUMBERS) for history in (a, b))
-    alone = {*mine} ^ {*other}
-    assert not alone, f"{sorted(alone)} is logged by one trainer only"
-    apart = (mine - other).abs() / mine.abs().clip(lower=1)
-    both_lack = mine.isna() & other.isna()
-    return apart.where(~both_lack, 0.0).fillna(math.inf).max().to_dict()
+    mine, other = (pandas.DataFrame(of, dtype=float).filter(regex=_NUMBERS) for of in (found, expected))
+    assert {*mine} == {*other} and len(mine) == len(other) > 0
+    other = other[mine.columns]
+    assert mine.isna().equals(other.isna())
+    apart = ((mine - other).abs() / mine.abs().clip(lower=1)).fillna(0).max()
+    assert (apart < noise).all(), apart.to_dict()
