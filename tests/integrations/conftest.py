@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 sys.path.insert(0, str(Path(__file__).parent))  # for `host_stubs`, which the two ranks import by its name too
-from host_stubs import loaded  # noqa: E402
+from host_stubs import loaded
 
 
 @pytest.fixture(scope="module")

@@ -30,10 +30,10 @@ from grpo_fast.integrations.compat import HOSTS, private
 
 
 class Source(NamedTuple):
-    """How a host is imported for its tests."""
+    """How a host is imported for its tests; lists are separated by spaces."""
 
     mocked: str = ""  # top-level modules, where they are not installed
-    modules: dict[str, str] = {}  # of the host, by the name that its tests give them
+    modules: str = ""  # of the host, besides those of `HOSTS`
     needed: str = ""  # other packages, without which the tests are skipped
     folders: str = ""  # of a checkout, to import from
     version: str = ""  # file of a checkout with the version, from the package
@@ -42,29 +42,16 @@ class Source(NamedTuple):
 SOURCES = {
     "verl": Source(
         "ray tensordict omegaconf hydra codetiming orjson torchdata cloudpickle",
-        {
-            "dense": "models.transformers.dense_common",
-            "algos": "trainer.ppo.core_algos",
-            "fused": "utils.experimental.torch_functional",
-            "kernel": "utils.kernel.linear_cross_entropy",
-        },
+        "models.transformers.dense_common",
     ),
-    "openrlhf": Source(
-        "deepspeed flash_attn ray bitsandbytes torchdata pylatexenc jsonlines aiohttp",
-        {"actor": "models.actor", "loss": "models.loss"},
-    ),
+    "openrlhf": Source("deepspeed flash_attn ray bitsandbytes torchdata pylatexenc jsonlines aiohttp"),
     "nemo_rl": Source(
         "ray tensordict megatron decord zmq pynvml mlflow swanlab wandb prometheus_client hydra",
-        {"losses": "algorithms.loss.loss_functions", "utils": "distributed.model_utils"},
+        "algorithms.loss.loss_functions",
         folders=".",
     ),
     "prime_rl": Source(
         "torchtitan loguru wandb",
-        {
-            "loss": "trainer.rl.loss",
-            "head": "trainer.models.layers.lm_head",
-            "gemma": "trainer.models.layers.lm_head_gemma",
-        },
         needed="jaxtyping beartype pydantic_config",
         folders="src packages/prime-rl-configs/src",
         version="../../pyproject.toml",
@@ -72,17 +59,11 @@ SOURCES = {
     "slime": Source("ray sglang sglang_router", needed="megatron", folders=".", version="../setup.py"),
     "skyrl": Source(
         "ray flash_attn hydra tensordict megatron cloudpathlib fastapi",
-        {
-            "losses": "backends.skyrl_train.utils.ppo_utils",
-            "wrapper": "backends.skyrl_train.workers.model_wrapper",
-            "config": "train.config",
-        },
+        "train.config",
         needed="skyrl_gym jaxtyping loguru",
         folders=". skyrl-gym",
     ),
-    "trl": Source(modules={"utils": "trainer.utils"}),
-    "axolotl": Source(),
-    "swift": Source(),
+    **dict.fromkeys(("trl", "axolotl", "swift"), Source()),
 }
 
 
@@ -189,18 +170,21 @@ def forget(*names: str) -> None:
 
 @contextmanager
 def loaded(host: str) -> Iterator[SimpleNamespace]:
-    """Yield the host's modules and our `adapter`, not patched; skip the test where the host is missing."""
+    """Yield the host's modules by their last names, and our `adapter`, not patched.
+
+    The test is skipped where the host is missing, or of a version that the adapter does not know.
+    """
     if reason := why_missing(host):
         pytest.skip(reason)
     with importable(host):
         try:
-            for path in HOSTS[host].names:
-                private(host, path)
+            modules = [private(host, path) for path in HOSTS[host].names]
         except ImportError as error:
             if "does not know" not in str(error):
                 raise
             pytest.skip(str(error))
-        found = {of: importlib.import_module(f"{host}.{path}") for of, path in SOURCES[host].modules.items()}
+        modules += [importlib.import_module(f"{host}.{path}") for path in SOURCES[host].modules.split()]
+        found = {module.__name__.rpartition(".")[2]: module for module in modules}
         before = private_names(host)
         adapter = importlib.import_module(f"grpo_fast.integrations.{host}")
         patched_by_import = private_names(host) != before

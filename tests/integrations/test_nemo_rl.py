@@ -37,19 +37,11 @@ def batch(rng: torch.Generator) -> dict[str, Tensor]:
     }
 
 
-# All of it, as 0.6 wants it.
-DEFAULTS = {
-    "reference_policy_kl_penalty": 0.0,
-    "reference_policy_kl_type": "k3",
-    "kl_input_clamp_value": 20.0,
-    "kl_output_clamp_value": 10.0,
-    "ratio_clip_min": 0.2,
-    "ratio_clip_max": 0.2,
-    "ratio_clip_c": None,
-    "use_on_policy_kl_approximation": False,
-    "use_importance_sampling_correction": False,
-    "truncated_importance_sampling_ratio": None,
-    "token_level_loss": True,
+DEFAULTS: dict[str, Any] = {  # all of it, as 0.6 wants it
+    **{"reference_policy_kl_penalty": 0.0, "reference_policy_kl_type": "k3", "token_level_loss": True},
+    **{"kl_input_clamp_value": 20.0, "kl_output_clamp_value": 10.0, "ratio_clip_c": None},
+    **{"ratio_clip_min": 0.2, "ratio_clip_max": 0.2, "use_on_policy_kl_approximation": False},
+    **{"use_importance_sampling_correction": False, "truncated_importance_sampling_ratio": None},
 }
 CASES: dict[str, tuple[dict[str, Any], GRPOLossConfig]] = {
     "token level": ({}, GRPOLossConfig("dapo")),
@@ -83,10 +75,14 @@ def test_the_loss_is_the_hosts(host, batch, name):
     if on_policy := options.get("force_on_policy_ratio", False):
         batch["prev_logprobs"] = current
         # Since 0.7 the KL has the gradient of sampling, too.
-        corrected = "importance_sampling_weights" in inspect.signature(host.losses.calculate_kl).parameters
+        corrected = (
+            "importance_sampling_weights" in inspect.signature(host.loss_functions.calculate_kl).parameters
+        )
         config = replace(config, use_bias_correction_kl=corrected)
     current = current[:, 1:].clone().requires_grad_()
-    theirs = host.losses.ClippedPGLossFn(host.losses.ClippedPGLossConfig(**DEFAULTS | options))
+    theirs = host.loss_functions.ClippedPGLossFn(
+        host.loss_functions.ClippedPGLossConfig(**DEFAULTS | options)
+    )
     ours = host.adapter.PolicyLoss(config, exactly_on_policy=on_policy)
 
     results = []

@@ -70,9 +70,9 @@ def test_what_the_host_cannot_serve_is_refused(host, rng, options):
 @pytest.mark.parametrize("softcap", [None, 3.0])
 def test_the_fused_output_layer_is_the_hosts(host, rng, softcap):
     if softcap is None:
-        layer = host.head.FusedOutputLinear(16, 53, chunk_size=5)
+        layer = host.lm_head.FusedOutputLinear(16, 53, chunk_size=5)
     else:
-        layer = host.gemma.GemmaFusedOutputLinear(16, 53, chunk_size=5, softcap=softcap)
+        layer = host.lm_head_gemma.GemmaFusedOutputLinear(16, 53, chunk_size=5, softcap=softcap)
     hidden = torch.randn(2, 7, 16, generator=rng, requires_grad=True)
     labels = torch.randint(0, 53, (2, 7), generator=rng)
     temperature = 0.5 + torch.rand(2, 7, generator=rng)

@@ -15,7 +15,7 @@ from torch import Tensor
 def test_log_probabilities_entropies_and_gradients_are_the_hosts(
     host, small_model, rng, monkeypatch, family, sliced
 ):
-    model = host.wrapper.HFModelWrapper(small_model(family, attn_implementation="eager"))
+    model = host.model_wrapper.HFModelWrapper(small_model(family, attn_implementation="eager"))
     sequences = torch.randint(2, 53, (3, 8), generator=rng)
     mask = torch.ones_like(sequences)
     mask[1, :3] = 0
@@ -25,9 +25,9 @@ def test_log_probabilities_entropies_and_gradients_are_the_hosts(
         def second_half(*tensors, **_):
             return *(None if tensor is None else tensor[:, 4:] for tensor in tensors[:3]), 0
 
-        monkeypatch.setattr(host.wrapper, "ulysses_pad_and_slice_inputs", second_half)
+        monkeypatch.setattr(host.model_wrapper, "ulysses_pad_and_slice_inputs", second_half)
         monkeypatch.setattr(
-            host.wrapper, "gather_outputs_and_unpad", lambda x, **_: torch.cat((x.detach() * 0, x), -1)
+            host.model_wrapper, "gather_outputs_and_unpad", lambda x, **_: torch.cat((x.detach() * 0, x), -1)
         )
 
     def evaluate() -> list[Tensor]:
@@ -47,7 +47,7 @@ def test_log_probabilities_entropies_and_gradients_are_the_hosts(
     ("ours", "theirs"), [("dapo", "regular"), ("gspo_token", "gspo"), ("sapo", "sapo"), ("cispo", "cispo")]
 )
 def test_a_registered_loss_is_the_hosts_loss_with_its_constants(host, padded, ours, theirs):
-    registry = host.losses.PolicyLossRegistry
+    registry = host.ppo_utils.PolicyLossRegistry
     before = registry.list_available()
     host.adapter.patch()
     config = host.config.AlgorithmConfig(policy_loss_type=theirs, eps_clip_low=0.1, eps_clip_high=0.3)

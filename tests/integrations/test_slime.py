@@ -40,7 +40,7 @@ def gpt(ranks: int, tied: bool) -> Any:
         "tensor_model_parallel_size": ranks,
     }
     without = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "bias_dropout_fusion": False}
-    without |= {"gradient_accumulation_fusion": False}
+    without |= {"gradient_accumulation_fusion": False, "tensor_model_parallel_size": ranks}
     torch.manual_seed(3)
     config = TransformerConfig(**sizes, **without, use_cpu_initialization=True)
     spec = gpt_layer_specs.get_gpt_layer_local_spec()

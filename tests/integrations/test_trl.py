@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,12 +13,11 @@ from torch import Tensor
 
 trl = pytest.importorskip("trl", "1.16", reason="pip install --no-deps 'trl~=1.16.0'")
 
-from datasets import Dataset  # noqa: E402
 from host_stubs import with_gradients  # noqa: E402
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, set_seed  # noqa: E402
+from transformers import AutoModelForCausalLM  # noqa: E402
 from trl.kernels import ChunkedLogProbFunction  # noqa: E402
 from trl.trainer import utils  # noqa: E402
-from words import History, assert_same_history, small_words  # noqa: E402
+from words import History, assert_same_history, make_trainer, train  # noqa: E402
 
 from grpo_fast.integrations.trl import patch, patched, unpatch  # noqa: E402
 from grpo_fast.integrations.trl.patch import FusedHead  # noqa: E402
@@ -143,32 +141,20 @@ TRAINERS = {
 }
 
 
-def train_one(kind: str, folder: Path, output: Path) -> History:
-    """Train two steps with one of TRL's trainers; return what it logs of each."""
+@pytest.mark.parametrize("kind", TRAINERS)
+def test_the_other_trainers_train_the_same_with_the_patch(kind, rows, model_folder):
     row, options = TRAINERS[kind]
     data = [{**row, "prompt": f"{row['prompt']} w{i}"} for i in range(8)]
     if "label" in row:
         data = [{**changed, "label": i % 2 == 0} for i, changed in enumerate(data)]
     options = {**options, "max_steps": 2, "per_device_train_batch_size": 4, "learning_rate": 1e-3}
-    options |= {"use_cpu": True, "bf16": False, "logging_steps": 1, "save_strategy": "no", "report_to": []}
-    set_seed(3)
-    built = getattr(trl, f"{kind}Trainer")(
-        model=str(folder),
-        **({"reward_funcs": small_words} if kind == "RLOO" else {}),
-        args=getattr(trl, f"{kind}Config")(output_dir=str(output), disable_tqdm=True, **options),
-        train_dataset=Dataset.from_list(data),
-        processing_class=PreTrainedTokenizerFast.from_pretrained(folder),
-    )
-    built.train()
-    return [entry for entry in built.state.log_history if "loss" in entry]
 
+    def trained() -> History:
+        made = getattr(trl, f"{kind}Trainer"), model_folder, data, getattr(trl, f"{kind}Config")
+        return train(make_trainer(*made, **options))
 
-@pytest.mark.parametrize("kind", TRAINERS)
-def test_the_other_trainers_train_the_same_with_the_patch(kind, rows, model_folder, tmp_path):
-    plain = train_one(kind, model_folder, tmp_path)
+    plain = trained()
     assert not rows
     with patched():
-        ours = train_one(kind, model_folder, tmp_path)
-
+        assert_same_history(trained(), plain)
     assert rows
-    assert_same_history(ours, plain)

@@ -20,15 +20,15 @@ def test_the_fused_head_is_verls_own(host, rng, temperature, kernel):
     hidden = torch.randn(3, 7, 16, generator=rng, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(53, 16, generator=rng, dtype=torch.float64, requires_grad=True)
     batch = hidden, weight, torch.randint(0, 53, (3, 7), generator=rng), temperature
-    module = host.fused.FusedLinearForPPO(chunk_size=5)
+    module = host.torch_functional.FusedLinearForPPO(chunk_size=5)
 
     def evaluate() -> list[Tensor]:
-        patched = host.kernel.linear_cross_entropy is host.adapter.fused_linear_cross_entropy
+        patched = host.linear_cross_entropy.linear_cross_entropy is host.adapter.fused_linear_cross_entropy
         if patched and kernel == "linear_cross_entropy":  # whose Triton needs a GPU
-            logprobs, entropy = host.kernel.linear_cross_entropy(*batch, "none")
+            logprobs, entropy = host.linear_cross_entropy.linear_cross_entropy(*batch, "none")
             assert logprobs.shape == (21,)
             for reduction in ("sum", "mean"):
-                reduced, _ = host.kernel.linear_cross_entropy(*batch, reduction)
+                reduced, _ = host.linear_cross_entropy.linear_cross_entropy(*batch, reduction)
                 torch.testing.assert_close(reduced, getattr(logprobs, reduction)())
         else:
             logprobs, entropy = module(*batch)
@@ -38,7 +38,7 @@ def test_the_fused_head_is_verls_own(host, rng, temperature, kernel):
     # verl rounds float64 logits of size 20 or so to float32, and entropies weigh the error by as much again.
     assert_unchanged_by_patch(host, evaluate, rtol=1e-4, atol=2e-4)
     with pytest.raises(ValueError, match="reduction"):
-        host.kernel.linear_cross_entropy(*batch, "max")
+        host.linear_cross_entropy.linear_cross_entropy(*batch, "max")
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
@@ -48,7 +48,7 @@ def test_a_model_under_verls_forward_returns_our_numbers(host, rng, small_model,
     logits = model(ids).logits / 0.8
     expected = logits.log_softmax(-1).gather(-1, ids.roll(-1, 1)[..., None])[..., 0]
 
-    forward = getattr(host.dense, f"forward_with_{backend}_backend")
+    forward = getattr(host.dense_common, f"forward_with_{backend}_backend")
     found = forward(model, input_ids=ids, temperature=0.8, return_dict=True)
 
     torch.testing.assert_close(found.log_probs.reshape(2, 6), expected, rtol=1e-4, atol=1e-5)
@@ -106,7 +106,9 @@ def batch(host: SimpleNamespace, padded: SimpleNamespace) -> dict[str, Tensor]:
 @pytest.mark.parametrize("name", HOST_LOSSES)
 def test_a_policy_loss_is_verls_own(host, rng, batch, monkeypatch, name, info):
     theirs, aggregation, constants = HOST_LOSSES[name]
-    monkeypatch.setattr(host.algos, "ActorConfig", SimpleNamespace)  # whose __init__ wants the whole of verl
+    monkeypatch.setattr(
+        host.core_algos, "ActorConfig", SimpleNamespace
+    )  # whose __init__ wants the whole of verl
     plain = theirs in ("vanilla", "sapo")  # the others take weights of sequences, or measure something else
     weights = torch.rand(4, 9, generator=rng, dtype=torch.float64) if plain else None
     options = {"loss_agg_mode": aggregation, "rollout_is_weights": weights}
@@ -115,7 +117,7 @@ def test_a_policy_loss_is_verls_own(host, rng, batch, monkeypatch, name, info):
     results = []
     for mode in (theirs, f"grpo_fast_{name}"):
         torch.manual_seed(0)  # clip_cov draws
-        loss, metrics = host.algos.get_policy_loss_fn(mode)(**batch, **options)
+        loss, metrics = host.core_algos.get_policy_loss_fn(mode)(**batch, **options)
         results.append((loss, *torch.autograd.grad(loss, batch["log_prob"]), metrics))
 
     (*expected, metrics), (*found, our_metrics) = results
@@ -141,7 +143,7 @@ def test_advantages_are_verls(estimator, theirs, ours, host, rng):
     mask = (torch.arange(12) < lengths.view(-1, 1)).double()
     last = torch.nn.functional.one_hot(lengths.view(-1) - 1, 12) * rewards.view(-1, 1)
 
-    function = getattr(host.algos, f"compute_{estimator}_outcome_advantage")
+    function = getattr(host.core_algos, f"compute_{estimator}_outcome_advantage")
     expected, _ = function(last, mask, torch.arange(4).repeat_interleave(3).tolist(), **theirs)
 
     found = group_advantages(rewards, lengths=lengths, **ours).advantages
@@ -152,13 +154,13 @@ def test_every_loss_of_the_catalogue_is_registered_and_differentiable(host, batc
     masked = ~batch["response_mask"]
     batch["advantages"][masked] = torch.nan  # never read
     for name in CATALOG:
-        loss, _ = host.algos.get_policy_loss_fn(f"grpo_fast_{name}")(
+        loss, _ = host.core_algos.get_policy_loss_fn(f"grpo_fast_{name}")(
             **batch, loss_agg_mode="seq-mean-token-mean", config=actor()
         )
         (gradient,) = torch.autograd.grad(loss, batch["log_prob"])
         assert gradient.isfinite().all() and not gradient[masked].any(), name
     host.adapter.unpatch()
-    assert not [name for name in host.algos.POLICY_LOSS_REGISTRY if name.startswith("grpo_fast_")]
+    assert not [name for name in host.core_algos.POLICY_LOSS_REGISTRY if name.startswith("grpo_fast_")]
 
 
 @pytest.mark.parametrize(
@@ -167,6 +169,6 @@ def test_every_loss_of_the_catalogue_is_registered_and_differentiable(host, batc
     ids=["an unknown aggregation", "several ranks without counts of the step"],
 )
 def test_what_would_divide_by_the_wrong_count_is_refused(host, batch, aggregation, info, named):
-    compute = host.algos.get_policy_loss_fn("grpo_fast_dapo")
+    compute = host.core_algos.get_policy_loss_fn("grpo_fast_dapo")
     with pytest.raises(ValueError, match=named):
         compute(**batch, loss_agg_mode=aggregation, config=actor(global_batch_info=info))

@@ -61,41 +61,31 @@ def trl(rank: int, folder: Path) -> None:
     from grpo_fast.integrations.trl import FastGRPOTrainer
     from grpo_fast.integrations.trl.trainer import LossAtHead, add_loss_to_forward, step_scale
 
-    def scored_model() -> Any:
+    def trained_model(inputs: dict[str, Any], processes: int) -> Any:
         model = AutoModelForCausalLM.from_pretrained(folder)
         add_fused_lm_head(model, outputs=("log_probs", "entropy"))
         add_loss_to_forward(model)
+        wrapped = sharded(model, *model.model.layers) if processes > 1 else model
+        scale = step_scale("dapo", inputs, processes, accumulated=1, generated=1)
+        head = LossAtHead(inputs, GRPOLossConfig("dapo", epsilon_low=0.1), scale)
+        ids, mask = inputs["completion_ids"], inputs["completion_mask"]
+        labels = nn.functional.pad(ids.masked_fill(mask == 0, -100), (1, 0), value=-100)
+        forward = head.forward_of(wrapped)
+        ids = nn.functional.pad(ids, (1, 0), value=5)  # a prompt of one token
+        forward(input_ids=ids, labels=labels, fused_lm_head=True).loss.backward()
         return model
-
-    def loss_of(model: nn.Module, inputs: dict[str, Any], processes: int) -> Tensor:
-        config = GRPOLossConfig("dapo", beta=0.1, epsilon_low=0.1)
-        head = LossAtHead(inputs, config, step_scale("dapo", inputs, processes, accumulated=1, generated=1))
-        prompts = torch.full_like(inputs["prompt_ids"], -100)
-        labels = inputs["completion_ids"].masked_fill(inputs["completion_mask"] == 0, -100)
-        return head.forward_of(model)(
-            input_ids=torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
-            attention_mask=torch.cat([torch.ones_like(prompts), inputs["completion_mask"]], dim=1),
-            labels=torch.cat([prompts, labels], dim=1),
-            fused_lm_head=True,
-        ).loss
 
     mask = (torch.arange(6) < torch.tensor([6, 2, 1, 5])[:, None]).long()
     whole = {
-        "prompt_ids": torch.randint(60, (4, 3)),
         "completion_ids": torch.randint(60, (4, 6)),
         "completion_mask": mask,
         "advantages": torch.randn(4),
-        "old_per_token_logps": 0.3 * torch.randn(4, 6) - 5,
-        "ref_per_token_logps": 0.3 * torch.randn(4, 6) - 5,
-        "num_items_in_batch": mask.sum(),
     }
+    whole |= {"old_per_token_logps": 0.3 * torch.randn(4, 6) - 5, "num_items_in_batch": mask.sum()}
     mine = {name: value.chunk(2)[rank] if value.dim() else value for name, value in whole.items()}
-    plain, halves = scored_model(), scored_model()
-    wrapped = sharded(halves, *halves.model.layers)
+    halves = trained_model(mine, processes=2)
     assert isinstance(halves.lm_head.weight, DTensor)
-    loss_of(plain, whole, processes=1).backward()
-    loss_of(wrapped, mine, processes=2).backward()
-    assert_gradients(halves, plain)
+    assert_gradients(halves, trained_model(whole, processes=1))
 
     options = {"ddp_backend": "gloo", "per_device_train_batch_size": 2, "num_generations": 2}
     kinds = GRPOTrainer, FastGRPOTrainer
