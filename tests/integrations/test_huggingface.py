@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -200,13 +199,10 @@ def test_a_batch_without_targets_still_reaches_every_parameter(tiny, batch):
 def test_unpatching_leaves_the_model_and_a_wrapper_around_it(tiny, batch, wrapped):
     model = tiny()
     before = set(vars(model))
-    patch_causal_lm(model)
     with pytest.raises(ValueError, match="patched already"):
-        patch_causal_lm(model)
-    patched = model.forward
-    outer = functools.partial(patched)
+        patch_causal_lm(patch_causal_lm(model))
     if wrapped:
-        model.forward = outer
+        model.forward = outer = partial(model.forward)
     unpatch_causal_lm(model)
     assert model.forward is outer if wrapped else set(vars(model)) == before
     assert model(**batch).logits is not None

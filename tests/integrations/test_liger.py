@@ -30,27 +30,22 @@ def assert_same(settings: dict[str, Any], arguments: dict[str, Any]) -> None:
     torch.testing.assert_close(*results, rtol=2e-5, atol=2e-5, check_dtype=False)
 
 
-def random(rng: torch.Generator, *shape: int, scale: float = 1.0) -> Tensor:
-    return scale * torch.randn(*shape, generator=rng)
-
-
 @pytest.fixture
 def make_completions(rng: torch.Generator):
     def make(**extra: Any) -> dict[str, Any]:
         """Make a batch; a shape among the extra arguments becomes positive weights."""
+
+        def random(*shape: int, scale: float = 1.0) -> Tensor:
+            return scale * torch.randn(*shape, generator=rng)
+
         mask = (torch.rand(B, T, generator=rng) < 0.7).long()
         mask[0] = 0  # a completion masked out whole
         mask[1, 0] = 1
-        arguments = {
-            "_input": random(rng, B, T, H),
-            "lin_weight": random(rng, V, H, scale=0.3),
-            "bias": random(rng, V, scale=0.3),
-            "selected_token_ids": torch.randint(V, (B, T), generator=rng),
-            "attention_mask": mask,
-            "advantages": random(rng, B),
-            "old_per_token_logps": random(rng, B, T, scale=0.3) - 4,
-            "ref_per_token_logps": random(rng, B, T, scale=0.3) - 4,
-        }
+        arguments = {"_input": random(B, T, H), "attention_mask": mask, "advantages": random(B)}
+        arguments |= {"lin_weight": random(V, H, scale=0.3), "bias": random(V, scale=0.3)}
+        arguments |= {"selected_token_ids": torch.randint(V, (B, T), generator=rng)}
+        for name in ("old_per_token_logps", "ref_per_token_logps"):
+            arguments[name] = random(B, T, scale=0.3) - 4
         for name, value in extra.items():
             arguments[name] = torch.rand(value, generator=rng) + 0.3 if isinstance(value, tuple) else value
         return arguments
