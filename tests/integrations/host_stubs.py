@@ -111,9 +111,8 @@ def importable(host: str) -> Iterator[None]:
         if host == "nemo_rl":
             sys.modules["nemo_rl.models.policy"] = MagicMock()
         if host == "skyrl":
-            patch.setattr(
-                typing, "TypedDict", typing_extensions.TypedDict
-            )  # which pydantic wants before 3.12
+            # pydantic refuses typing's own before Python 3.12
+            patch.setattr(typing, "TypedDict", typing_extensions.TypedDict)
             patch.setattr(importlib.import_module("ray"), "is_initialized", lambda: False)
         if host == "openrlhf":
             _without_kernels(patch, "flash_attn" in absent)
