@@ -93,13 +93,12 @@ def test_the_head_is_walked_while_zero3_has_gathered_it(rng, monkeypatch):
 
 def test_leaving_a_block_restores_what_was_there_before():
     before = dict(vars(utils))
-    with patched():
-        assert utils._ChunkedLogProbFunction is FusedHead
-    assert vars(utils) == before
-    patch()
-    with patched():
-        pass
-    assert utils._ChunkedLogProbFunction is FusedHead
+    for outer in (nullcontext, patch):
+        outer()
+        inside = dict(vars(utils))
+        with patched():
+            assert utils._ChunkedLogProbFunction is FusedHead
+        assert vars(utils) == inside
     unpatch()
     assert vars(utils) == before
 
