@@ -117,7 +117,7 @@ SEQUENCE = {"importance_sampling_level": "sequence"}
         ({"loss_type": "dr_grpo", "temperature": 0.6}, None),
         ({"loss_type": "cispo", "cast_lm_head_to_fp32": True, "epsilon_high": 2.0}, None),
         ({"entropy_coef": 0.01}, "the entropy bonus"),
-        ({"loss_type": "cispo", **SEQUENCE}, "importance_sampling_level"),
+        ({"loss_type": "cispo", **SEQUENCE, "beta": 0.0}, "importance_sampling_level"),
         ({**SEQUENCE}, "use_bias_correction_kl"),
         ({"delta": 1.1}, "delta = 1.1"),
     ],
