@@ -68,7 +68,7 @@ class PolicyLoss:
             next_token_logprobs: (B, T − 1), differentiable.
             data: `advantages`, `prev_logprobs`, `generation_logprobs`, `token_mask` (B, T), `sample_mask`
                 (B,), and `reference_policy_logprobs` where `config.beta` > 0.
-            global_valid_seqs, global_valid_toks: () counts over the optimiser step.
+            global_valid_seqs, global_valid_toks: () counts over the optimizer step.
 
         Returns:
             The loss (), and metrics that NeMo-RL sums over micro-batches.

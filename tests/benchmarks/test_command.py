@@ -74,7 +74,7 @@ ROWS = [
 ]
 
 
-def test_a_table_goes_by_the_ratio_and_has_turns_in_one_line_and_only_full_columns():
+def test_a_table_is_sorted_by_ratio_with_turns_in_one_line():
     title, (heads, *lines) = table(ROWS)
 
     found = [dict(zip(heads, line, strict=True)) for line in lines]

@@ -150,7 +150,7 @@ def test_advantages_are_verls(estimator, theirs, ours, host, rng):
     torch.testing.assert_close(found.view(-1, 1) * mask, expected)
 
 
-def test_every_loss_of_the_catalogue_is_registered_and_differentiable(host, batch):
+def test_every_loss_of_the_catalog_is_registered_and_differentiable(host, batch):
     masked = ~batch["response_mask"]
     batch["advantages"][masked] = torch.nan  # never read
     for name in CATALOG:

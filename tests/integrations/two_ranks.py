@@ -29,7 +29,7 @@ CLOSE = {"rtol": 1e-3, "atol": 1e-6}
 
 
 def huggingface(rank: int, folder: Path) -> None:
-    """Each rank has half a batch and the normaliser of the whole; its gradients add up to those of one."""
+    """Each rank has half a batch and the normalizer of the whole; its gradients add up to those of one."""
     model = AutoModelForCausalLM.from_pretrained(folder)
     ids = torch.randint(2, 61, (4, 8))
     labels = ids.masked_fill(torch.rand(4, 8) < 0.3, -100)
