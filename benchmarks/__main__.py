@@ -20,7 +20,7 @@ WRONG_USAGE = 2
 
 
 def main(arguments: Sequence[str] | None = None, *, program: str = "python -m benchmarks") -> int:
-    """Run pytest; return its exit code: 0 measured, 1 something failed, 2 interrupted or wrong usage."""
+    """Run pytest; return its exit code: 0 measured, 1 a benchmark failed, 2 interrupted or wrong usage."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     files = {path.stem.removeprefix("test_"): path for path in sorted(HERE.glob("test_*.py"))}
     if arguments[:1] == ["tables"]:

@@ -1,7 +1,7 @@
-"""Fixtures and options of the benchmarks, and the table that each run ends with.
+"""Fixtures and options of the benchmarks, and the table at the end of each run.
 
-A module's `AXES` are its parameters and their usual values, its `SIZES` what `--sizes` changes. What is not
-measured becomes a row that says why.
+A module's `AXES` are its parameters and their defaults, its `SIZES` what `--sizes` changes. A row without a
+measurement has the reason.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ON_GPU = torch.cuda.is_available()
 DTYPE = "bfloat16" if ON_GPU else "float32"
 TRAINABLE, FROZEN = "trainable", "frozen"
 MOST_ROUNDS = 25
-LISTS = {  # options that take a list with commas: what of, and the values there are where all modules agree
+LISTS = {  # options that take a list with commas: their help, and the values if all modules have the same
     "peer": ("words in the names of the implementations to measure", ()),
     "shape": ("sizes NxHxV of the head", ()),
     "rows": ("kinds of rows", KINDS),
@@ -65,7 +65,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    global ON_GPU, DTYPE  # the modules, imported later, have their usual values by these
+    global ON_GPU, DTYPE  # modules that are imported later read these
     config.stash[ROWS] = []
     config.stash[DEADLINE] = time.monotonic() + 60 * config.getoption("minutes")
     for name, form in FORMS.items():
@@ -82,7 +82,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Parametrize by the module's `AXES`: all but the peers for the session, so that they share inputs."""
+    """Parametrize by the module's `AXES`, for the session so that peers share inputs."""
     config, module = metafunc.config, metafunc.module
     for name, usual in getattr(module, "AXES", {}).items():
         if name not in metafunc.fixturenames:
@@ -101,7 +101,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def chosen(config: pytest.Config, names: Iterable[str]) -> list[str]:
-    """Return the names with a word of `--peer` in them, all where none is given."""
+    """Return the names that contain a word of `--peer`; without `--peer`, all."""
     names, words = list(names), config.getoption("peer") or [""]
     if idle := [word for word in words if not any(word.lower() in name.lower() for name in names)]:
         known = ", ".join(map(repr, names))
@@ -110,7 +110,6 @@ def chosen(config: pytest.Config, names: Iterable[str]) -> list[str]:
 
 
 def _changes(config: pytest.Config, sizes: dict[str, Any]) -> dict[str, float]:
-    """Return the numbers that `--sizes` gives."""
     found = {}
     for text in config.getoption("sizes") if sizes else ():
         name, _, value = text.partition("=")
@@ -125,7 +124,7 @@ def _changes(config: pytest.Config, sizes: dict[str, Any]) -> dict[str, float]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Refuse options that no chosen benchmark has, and let all take as long as they take."""
+    """Refuse options that no chosen benchmark has, and remove time limits."""
     names = {name for item in items for name in item.fixturenames}
     names |= {"recipe", "set"} if "test_recipe" in {item.originalname for item in items} else set()
     for name in (*LISTS, "recipe", "set"):
@@ -151,7 +150,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Any:
 
 
 def _without_traceback(item: pytest.Item) -> Iterator[None]:
-    """Skip what cannot run here and fail what is wrong, without its traceback: it would hold the memory."""
+    """Turn an error into a skip or a failure without its traceback, which would hold memory."""
     try:
         return (yield)
     except Exception as error:
@@ -169,7 +168,6 @@ def _without_traceback(item: pytest.Item) -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Function, call: pytest.CallInfo) -> Any:
-    """Keep a row of each benchmark."""
     report = yield
     if "benchmark" not in item.fixturenames or (report.passed and report.when != "call"):
         return report
@@ -192,7 +190,7 @@ def pytest_runtest_makereport(item: pytest.Function, call: pytest.CallInfo) -> A
 def pytest_benchmark_update_machine_info(machine_info: dict[str, Any]) -> None:
     found = provenance()
     device = torch.cuda.get_device_name() if ON_GPU else found["device"]
-    machine_info.pop("node", None)  # records are published
+    machine_info.pop("node", None)  # the name of the machine
     machine_info |= {"device": device, "versions": found["versions"] | registry.versions()}
 
 
@@ -220,24 +218,22 @@ def device(pytestconfig: pytest.Config) -> torch.device:
 
 @pytest.fixture(scope="session")
 def seed(pytestconfig: pytest.Config) -> int:
-    """Of all random input."""
     return int(*pytestconfig.getoption("seed") or ["0"])
 
 
 @pytest.fixture(scope="module")
 def sizes(request: pytest.FixtureRequest, device: torch.device) -> dict[str, Any]:
-    """The module's `SIZES` on this device, with the changes of `--sizes`, less those that are 0."""
-    usual = {name: on[device.type == "cpu"] for name, on in request.module.SIZES.items()}
-    return {
-        name: size for name, size in (usual | _changes(request.config, request.module.SIZES)).items() if size
-    }
+    """The module's `SIZES` on this device, with the changes of `--sizes`, without those that are 0."""
+    found = {name: on[device.type == "cpu"] for name, on in request.module.SIZES.items()}
+    found |= _changes(request.config, request.module.SIZES)
+    return {name: size for name, size in found.items() if size}
 
 
 @pytest.fixture(scope="session")
 def problems(shape, rows, loss, mode, weight, dtype, device, seed) -> list[Problem]:
     """Batches of one setting, too many for the cache."""
     if "torch._inductor.compile_fx" in sys.modules:
-        torch.compiler.reset()  # Dynamo runs a function uncompiled once it has seen it at eight shapes
+        torch.compiler.reset()  # after eight shapes Dynamo stops compiling a function
     trainable = weight == TRAINABLE or mode == FORWARD
     return make_problems(
         Setting(rows, *map(int, shape.split("x")), mode, trainable, dtype, loss), device, seed
@@ -246,25 +242,23 @@ def problems(shape, rows, loss, mode, weight, dtype, device, seed) -> list[Probl
 
 @pytest.fixture(scope="session")
 def problem(problems: Sequence[Problem]) -> Problem:
-    """The first batch, which the oracle judges."""
     return problems[0]
 
 
 @pytest.fixture(scope="session")
 def oracle(problem: Problem) -> Oracle:
-    """Exact log-probabilities, loss and gradients of the problem."""
     return consult(problem)
 
 
 @pytest.fixture(scope="session")
 def vendor(problems: Sequence[Problem]) -> Callable[[], None]:
-    """One product X Wᵀ by the vendor's library, of each batch in turn."""
+    """Compute one product X Wᵀ by the vendor's library, of each batch in turn."""
     return multiplication([(problem.hidden.detach(), problem.weight.detach()) for problem in problems])
 
 
 @pytest.fixture
 def peak_memory(benchmark: Any, device: torch.device) -> Callable[[Callable[[], object]], None]:
-    """Note the bytes that torch's allocator hands out at the peak of a call, results included."""
+    """Record the peak of torch's allocated bytes during a call, results included."""
 
     def note(call: Callable[[], object]) -> None:
         give_back_memory(device)
@@ -275,9 +269,9 @@ def peak_memory(benchmark: Any, device: torch.device) -> Callable[[Callable[[], 
 
 @pytest.fixture
 def in_turns(benchmark: Any, device: torch.device, pytestconfig: pytest.Config) -> Callable[..., None]:
-    """Time calls, each after one of a reference: their ratio does not depend on how busy the machine is.
+    """Time each call after one of a reference, so that other load changes their ratio little.
 
-    `--benchmark-max-time` and `--benchmark-min-rounds` bound the rounds. Phases are those of the watch.
+    `--benchmark-max-time` and `--benchmark-min-rounds` bound the rounds. The watch has the phases.
     """
     clock = Moment if device.type == "cuda" else time.perf_counter
 

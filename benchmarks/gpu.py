@@ -1,8 +1,8 @@
-"""Measure what a GPU can answer, the most telling first: `python -m benchmarks.gpu --out DIR`.
+"""Run all measurements that need a GPU, the most telling first: `python -m benchmarks.gpu --out DIR`.
 
-Each part is a process of its own with a time limit, and does not stop the next. `DIR/NAME.json` is its
-record, `DIR/NAME.log` its output, `DIR/summary.json` how each ended. The same command again goes on with the
-parts that have not run, then with those that failed; `--only` repeats those that are done, too.
+Each part runs in its own process with a time limit, and does not stop the next. `DIR/NAME.json` is its
+record, `DIR/NAME.log` its output, `DIR/summary.json` the state of each. The same command again continues with
+the parts that have not run, then with those that failed; `--only` also repeats those that are done.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import contextlib
 import importlib.util
 import json
 import os
-import re
 import shlex
 import shutil
 import signal
@@ -33,14 +32,14 @@ from grpo_fast.record.files import write_whole
 from .measure import NO_TIME
 
 ROOT = Path(__file__).resolve().parents[1]
-TO_END = 45.0  # seconds beyond a part's limit for its last measurement
-TO_DIE = 10.0  # seconds for a killed part to leave the device
+TO_END = 45.0  # seconds beyond a part's limit, for its last measurement
+TO_DIE = 10.0  # seconds for a killed part to free the device
 BENCHMARK = ["python", "-m", "benchmarks"]
 DONE, FAILED, LATE, SKIPPED = "done", "failed", "out of time", "skipped"
 
 
 class Part(NamedTuple):
-    """One command: a subcommand of the benchmarks, or `python ...` or a program."""
+    """One command: a benchmark, `python ...`, or a program."""
 
     name: str
     minutes: float
@@ -48,7 +47,6 @@ class Part(NamedTuple):
     needs: str = ""  # distributions, some with a bound on their version, and programs on the path
 
 
-# Verbose: the log says what was found. A file that needs what is not installed does not stop the others.
 _PYTEST = "python -m pytest -p no:cacheprovider -v -ra --tb=short --continue-on-collection-errors"
 _WORKERS = "-n 8" if importlib.util.find_spec("xdist") else ""  # most of the time goes into compiling
 PARTS = [
@@ -58,7 +56,7 @@ PARTS = [
 
 
 def run_part(part: Part, minutes: float, out: Path) -> dict[str, object]:
-    """Run one part for so many minutes at most, and return how it ended."""
+    """Run one part for at most so many minutes; return its state."""
     words, record = shlex.split(part.command), out / f"{part.name}.json"
     ours = words[0] not in ("python", "compute-sanitizer")
     needs = [*part.needs.split(), *["pytest-benchmark"] * ours]
@@ -78,30 +76,21 @@ def run_part(part: Part, minutes: float, out: Path) -> dict[str, object]:
         child = subprocess.Popen(words, cwd=ROOT, env=environment, start_new_session=True, **streams)
         try:
             code = child.wait(60 * minutes + TO_END)
-            # A peer that failed (1) is a row of the record. One that broke the device stopped the rest (2).
+            # 1: a peer failed, which the record says. 2: a peer broke the device, which stopped the rest.
             state = DONE if code == 0 or (code == 1 and record.exists()) else FAILED
         except subprocess.TimeoutExpired:
             code, state = None, LATE
-            for end in (signal.SIGINT, signal.SIGKILL):  # pytest writes its record; then all that it started
+            for end in (signal.SIGINT, signal.SIGKILL):  # at the first, pytest writes its record
                 with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
                     os.killpg(child.pid, end)
                     code = child.wait(TO_DIE)  # the device may hold a process
-    printed = (out / f"{part.name}.log").read_text(errors="replace")
-    state = LATE if state == DONE and ours and NO_TIME in printed else state  # some was not measured
-    found = {"state": state, "exit_code": code, "seconds": round(time.monotonic() - start, 1)}
-    failures = failed_tests(printed)
-    return found | ({"failures": failures} if failures else {})
-
-
-def failed_tests(log: str) -> list[str]:
-    """Return the tests that failed by a log of pytest, which may end anywhere."""
-    lines = re.findall(r"^(?:\[gw.*?\] )?(?:FAILED|ERROR) (\S+\.py.*?)(?: - .*)?$", log, re.MULTILINE)
-    lines += re.findall(r"^(\S+::.+?) (?:FAILED|ERROR)\b", log, re.MULTILINE)
-    return list(dict.fromkeys(line.strip() for line in lines))
+    if state == DONE and ours and NO_TIME in (out / f"{part.name}.log").read_text(errors="replace"):
+        state = LATE  # part of it was not measured
+    return {"state": state, "exit_code": code, "seconds": round(time.monotonic() - start, 1)}
 
 
 def _has(need: str) -> bool:
-    """Whether a distribution is there in a version that will do, or a program."""
+    """Return whether a distribution is installed in a version that fits, or a program."""
     asked = Requirement(need)
     try:
         return asked.specifier.contains(metadata.version(asked.name), prereleases=True)
@@ -110,7 +99,7 @@ def _has(need: str) -> bool:
 
 
 def run(parts: Sequence[Part], minutes: float, out: Path, again: bool = False) -> int:
-    """Run parts until all are done or the time is spent; return 1 where one failed or ran late."""
+    """Run parts until all are done or the time is over; return 1 where one failed or ran late."""
     out.mkdir(parents=True, exist_ok=True)
     summary = out / "summary.json"
     found = json.loads(summary.read_text()) if summary.exists() else {}
@@ -120,7 +109,7 @@ def run(parts: Sequence[Part], minutes: float, out: Path, again: bool = False) -
             print(f"{part.name:<14} done before", flush=True)
             continue
         left = (deadline - time.monotonic()) / 60
-        found[part.name] = {"state": SKIPPED, "why": "the time is spent"}
+        found[part.name] = {"state": SKIPPED, "why": NO_TIME}
         if left > 0.1:
             found[part.name] = run_part(part, min(part.minutes, left), out)
         write_whole(summary, json.dumps(found, indent=1).encode())

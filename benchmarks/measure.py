@@ -1,4 +1,4 @@
-"""Measure one call: its time and phases, its peak memory, its process, and why it failed."""
+"""Measure one call: time, phases and memory, in this process or another, and the reason of a failure."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ import torch
 from grpo_fast.policy.host_memory import bytes_in_use
 from grpo_fast.policy.out_of_memory import is_out_of_memory
 
+from .problem import Unsupported
+
 SKIPPED, OOM, FAILED = "skipped", "out of memory", "failed"
 NO_TIME = "no time left"
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else torch's profiler prints when it starts and stops
@@ -26,12 +28,8 @@ _POLL = 0.02  # seconds
 T = TypeVar("T")
 
 
-class Unsupported(Exception):
-    """Raised where an implementation cannot do what is asked; the message is the reason shown."""
-
-
 class Failure(Exception):
-    """Raised by `in_a_process`: status and reason of what ended the call there."""
+    """Raised by `in_a_process`, with the status and the reason."""
 
 
 def failure_of(error: Exception) -> tuple[str, str]:
@@ -48,7 +46,7 @@ def failure_of(error: Exception) -> tuple[str, str]:
 
 
 class Moment:
-    """A CUDA event on the current stream. The difference of two is in seconds, as pytest-benchmark asks."""
+    """CUDA event on the current stream. The difference of two is in seconds."""
 
     def __init__(self) -> None:
         self.event = torch.cuda.Event(enable_timing=True)
@@ -63,18 +61,18 @@ _replayed = [0.0]
 
 
 def elsewhere() -> float:
-    """Return the time of a clock that stands still but where `replay` hands over seconds."""
+    """Return the time of a clock that only `replay` advances."""
     return _replayed[0]
 
 
 def replay(benchmark: Any, seconds: Sequence[float]) -> None:
-    """Hand what another process has timed to a benchmark that is marked with the timer `elsewhere`."""
+    """Pass times of another process to a benchmark that is marked with the timer `elsewhere`."""
     spent = iter(seconds)
     benchmark.pedantic(lambda: _replayed.append(_replayed.pop() + next(spent)), rounds=len(seconds))
 
 
 class Stopwatch:
-    """Times a call and the phases marked in it by the wall clock. Each mark waits for the device."""
+    """Wall-clock timer of a call and its phases. Each mark waits for the device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self._last = device, 0.0
@@ -88,7 +86,7 @@ class Stopwatch:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count what runs inside for `name`, without inner phases; it decorates functions, too."""
+        """Add the time inside to `name`, without inner phases; also a decorator of functions."""
         self._mark()
         outer, self._phase = self._phase, name
         try:
@@ -110,7 +108,7 @@ class Stopwatch:
 
 
 def medians(samples: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the median of each phase; a repetition without a phase counts as zero."""
+    """Return the median of each phase; a sample without it counts as zero."""
     names = dict.fromkeys(name for sample in samples for name in sample)
     return {name: statistics.median(sample.get(name, 0.0) for sample in samples) for name in names}
 
@@ -131,15 +129,15 @@ def give_back_memory(device: torch.device) -> None:
 def in_a_process(
     device: torch.device, call: Callable[..., T], *arguments: Any, seconds: float = math.inf
 ) -> tuple[T, int]:
-    """Call in a process of its own; return the result, and the bytes in use meanwhile beyond those before.
+    """Call in a new process; return the result, and the peak of the bytes beyond those used before.
 
-    The bytes are of the whole GPU, polled; on a CPU, the growth of the process at its largest.
+    On a GPU the bytes are those of the whole device, polled; on a CPU, those of the process.
 
     Raises:
-        Failure: the call failed, took longer than so many seconds, or its process died, as out of memory.
+        Failure: the call failed, took longer than so many seconds, or its process died.
     """
     on_gpu, deadline = device.type == "cuda", time.monotonic() + seconds
-    # A fork cannot use a GPU that an import of its parent has looked for.
+    # A fork cannot use a GPU that its parent has initialized.
     context = multiprocessing.get_context("spawn" if on_gpu else "forkserver")
     before = highest = bytes_in_use(device)
     with ProcessPoolExecutor(1, mp_context=context) as pool:
@@ -148,7 +146,7 @@ def in_a_process(
             highest = max(highest, bytes_in_use(device))
         late = not answer.done()
         for process in multiprocessing.active_children():
-            process.kill()  # also where libraries would keep it from ending
+            process.kill()  # even if a library keeps it from ending
     if late:
         raise Failure(SKIPPED, f"{NO_TIME}: took more than {seconds:g} s")
     try:
@@ -159,7 +157,7 @@ def in_a_process(
 
 
 def _answer(call: Callable[..., T], arguments: tuple[Any, ...]) -> tuple[T, int]:
-    """Return the result, and the bytes by which this process grew; what fails need not be picklable."""
+    """Return the result, and the bytes by which this process grew. Errors become a picklable Failure."""
     before = bytes_in_use(torch.device("cpu"))
     try:
         return call(*arguments), bytes_in_use(torch.device("cpu")) - before
@@ -168,5 +166,5 @@ def _answer(call: Callable[..., T], arguments: tuple[Any, ...]) -> tuple[T, int]
 
 
 def preload(*libraries: str) -> None:
-    """Import libraries once for all processes on a CPU; pass over what is missing."""
+    """Import libraries once for all later processes on a CPU; missing ones are skipped."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(["torch", "transformers", *libraries])

@@ -1,6 +1,6 @@
-"""What a step works on: real architectures with random weights, and sequences of real lengths.
+"""Real architectures with random weights, and sequences of real lengths.
 
-Rows of a random model are flat, so that a sparse backward takes its dense path.
+The logits of a random model are flat, so that a sparse backward takes its dense path.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ def architecture(name: str, layers: int | None = None) -> PretrainedConfig:
 
 
 def make_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
-    """Make a tokenizer with one token for each letter, a to z; other tokens read w26, w27, …
+    """Make a tokenizer with one token for each letter, a to z; the other tokens are w26, w27, and so on.
 
-    transformers reads the tokenizer file of any Qwen2 as Qwen2's, which splits words but not letters.
+    transformers loads the tokenizer file of any Qwen2 as Qwen2's, which splits words but not letters.
     """
     from tokenizers import Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast
@@ -62,7 +62,7 @@ def make_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
 
 
 def make_policy(model: ModelConfig, layers: int | None = None, seed: int = 0) -> Policy:
-    """Make a policy with random weights, as `load_policy` would; `model.path` is one of `ARCHITECTURES`."""
+    """Make a policy with random weights; `model.path` is one of `ARCHITECTURES`."""
     device = torch.device(model.device)
     config = architecture(model.path, layers)
     attention = resolve_attention("auto", device, model.dtype, config)
@@ -85,9 +85,9 @@ def draw_lengths(prompts: int, group: int, seed: int) -> list[tuple[int, int]]:
 def make_samples(
     lengths: Sequence[tuple[int, int]], group: int, vocabulary: int, seed: int
 ) -> tuple[CompletionTable, StepTotals]:
-    """Sample random tokens of the given lengths; a group shares its prompt, and half of it has advantage 1.
+    """Sample random tokens of the given lengths, without the last two of the vocabulary, padding and end.
 
-    The last two tokens of the vocabulary, padding and end, are left out.
+    A group shares its prompt, and half of it has advantage 1.
     """
     generator = random.Random(seed)
     rows = []

@@ -1,6 +1,6 @@
 """Write the tables of README.md and docs/ from the records.
 
-Between `<!-- table: NAME -->` and `<!-- end -->` stands the table of pytest-benchmark's `results/NAME.json`.
+The table between `<!-- table: NAME -->` and `<!-- end -->` is made of `results/NAME.json`.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _REGION = re.compile(r"(<!-- table: (?P<name>\S+) -->\n)(?P<body>.*?)(<!-- end -
 
 
 def filled(page: Path, results: Path) -> str:
-    """Return the text of a page with its tables as the records have them.
+    """Return the text of a page with new tables.
 
     Raises:
-        ValueError: a marker without its end, or a file that is no record.
+        ValueError: a marker has no end, or a file is not a record.
     """
     text = page.read_text(encoding="utf-8")
     if len(_REGION.findall(text)) != text.count("<!-- table: "):

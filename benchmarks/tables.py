@@ -1,4 +1,4 @@
-"""The one table, on the screen after a run and in the documents."""
+"""Make the table of a run, for the terminal and for the documents."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from grpo_fast.record.summary import duration_text, score_text
 
 Row = dict[str, Any]  # a benchmark of pytest-benchmark's JSON; without `stats` where it was not measured
 DASH, TIMES = "\N{EN DASH}", "\N{MULTIPLICATION SIGN}"
-ERRORS = {"logprob": "|Δlogp|", "loss": "|Δloss|", "hidden_gradient": "dX", "weight_gradient": "dW"}
+ERRORS = {"logprob": "|Δlogp|", "divergence": "|ΔKL|", "loss": "|Δloss|"}
+ERRORS |= {"hidden_gradient": "dX", "weight_gradient": "dW"}
 LEAST_SHARE = 0.01  # of a time: phases that take less are left out
 
 
 def table(rows: Sequence[Row], brief: bool = False) -> tuple[str, list[list[str]]]:
-    """Return what all rows agree on, and lines under their heads, by the ratio to the reference or time.
+    """Return what is common to all rows, and the lines of the table, sorted by ratio or time.
 
-    Turns of one implementation are one line. Columns without content are left out. A `brief` table also
-    leaves out spreads, phases, metrics, and what was not measured.
+    Turns of one implementation are one line, and empty columns are left out. A `brief` table has no spreads,
+    phases, metrics, and rows that were not measured.
     """
     merged: dict[str, tuple[dict[str, Any], dict[str, Any], list[float]]] = {}
     for row in rows:
@@ -30,6 +31,12 @@ def table(rows: Sequence[Row], brief: bool = False) -> tuple[str, list[list[str]
             merged.setdefault(repr((about, "stats" in row)), given)[2].extend(
                 row.get("stats", {}).get("data", [])
             )
+    # Trainers of one recipe are compared with TRL's.
+    base = {
+        repr(about | {"peer": ""}): median(data)
+        for about, info, data in merged.values()
+        if about["peer"] == "TRL" and "scores" in info and data
+    }
     axes = {axis: [] for about, *_ in merged.values() for axis in about}
     for axis, values in axes.items():
         values += [number(about.get(axis, "")) for about, *_ in merged.values()]
@@ -38,6 +45,8 @@ def table(rows: Sequence[Row], brief: bool = False) -> tuple[str, list[list[str]
     for about, info, data in merged.values():
         line = {axis: number(about.get(axis, "")) for axis in varying}
         time, setting = median(data) if data else math.inf, repr({**line, "peer": ""})
+        if (theirs := base.get(repr(about | {"peer": ""}))) and data:
+            info = info | {"ratio": time / theirs, "reference": "TRL"}
         key = settings.setdefault(setting, len(settings)), info.get("ratio", math.inf), time, len(found)
         found.append((key, line | columns(info, time, brief)))
         for name, spent in () if brief else info.get("phases", {}).items():
@@ -55,7 +64,7 @@ def table(rows: Sequence[Row], brief: bool = False) -> tuple[str, list[list[str]
 
 
 def columns(info: dict[str, Any], seconds: float, brief: bool) -> dict[str, str]:
-    """Return the text of each column, "" where there is nothing."""
+    """Return the text of each column, "" where it is empty."""
     found = {
         f"{end} [95 %]": score_text(info[end]["score"], info[end]["interval"])
         for end in ("before", "after")
@@ -64,13 +73,16 @@ def columns(info: dict[str, Any], seconds: float, brief: bool) -> dict[str, str]
     if found:
         found["points"] = f"{100 * (info['after']['score'] - info['before']['score']):+.1f}"
     hidden = math.isinf(seconds) or "largest_group" in info or (found and brief)
-    spread = "" if brief or "ratio" not in info else f" [{', '.join(map(number, info['quartiles']))}]"
+    spread = "" if brief or "quartiles" not in info else f" [{', '.join(map(number, info['quartiles']))}]"
+    scores = [f"{score_text(of['score'])} in {duration_text(of['seconds'])}" for of in info.get("scores", ())]
     found |= {
         "ms": "" if hidden else number(1e3 * seconds),
+        "s/step": number(seconds) if scores and not math.isinf(seconds) else "",
         f"{TIMES} {info.get('reference')}": f"{info['ratio']:.2f}{spread}" if "ratio" in info else "",
         "tokens/s": number(info["tokens"] / seconds) if "tokens" in info else "",
         "largest_group": number(info.get("largest_group", "")),
         **{name: duration_text(info[name]) if name in info else "" for name in ("training", "whole_command")},
+        "score after training": ", ".join(scores[1:]),
         "MiB": f"{info['peak_bytes'] / 2**20:,.0f}" if info.get("peak_bytes") else "",
     }
     errors = info.get("accuracy", {})
@@ -83,7 +95,7 @@ def columns(info: dict[str, Any], seconds: float, brief: bool) -> dict[str, str]
 
 
 def number(value: Any) -> str:
-    """Return three digits of a float, all of a whole number."""
+    """Write a float with three digits, a whole number with all."""
     if isinstance(value, float) and abs(value) < 1000:
         return f"{value:#.3g}".rstrip(".")
     return f"{value:,.0f}" if isinstance(value, int | float) else str(value)

@@ -1,8 +1,8 @@
 """Errors of a sampled and of a dropped gradient, relative to the exact one, against the number of tokens.
 
-Of dX, dW, and a weight behind the head, which sums over tokens, so that errors on the same side add up.
-`ours` samples the pairs of a token and a tile below a threshold; `dropped` leaves all of those out. The
-`bias` of `ours` is n·|mean error|² / mean |error|² of dX over n draws: 1 where unbiased, at most n.
+They are of dX, dW, and a weight behind the head, which sums over tokens, so that equal errors add up. `ours`
+samples the pairs of a token and a tile below a threshold; `dropped` leaves all of them out. The `bias` of
+`ours` is n·|mean error|² / mean |error|² of dX over n draws: 1 if unbiased, at most n.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def draw(hidden: Tensor, weight: Tensor, tokens: int, seed: int) -> Batch:
 
 
 def by_head(batch: Batch, tolerance: float, order: Tensor) -> tuple[Gradients, float]:
-    """Return the head's gradients of reordered rows, and its density; each order draws anew."""
+    """Return the head's gradients of reordered rows, and its density; each order samples other pairs."""
     hidden, weight = batch.hidden[order].requires_grad_(), batch.weight.clone().requires_grad_()
     out = linear_logprob(hidden, weight, batch.targets[order], tolerance=tolerance)
     dx, dw = torch.autograd.grad(out.logprob, (hidden, weight), batch.upstream[order])
@@ -50,7 +50,7 @@ def by_head(batch: Batch, tolerance: float, order: Tensor) -> tuple[Gradients, f
 
 
 def by_logits(batch: Batch, density: float) -> dict[str, Gradients]:
-    """Return the gradients of the rounded logit gradient, and of its pairs above the threshold."""
+    """Compute the gradients from the rounded logit gradient, and from its pairs above the threshold."""
     logits = (batch.hidden @ batch.weight.T).softmax(1).neg_()
     logits[torch.arange(len(logits)), batch.targets] += 1
     logits *= batch.upstream[:, None]

@@ -1,8 +1,8 @@
 """The largest group whose update fits, found by trying.
 
 A group is one prompt with n completions of full length, in one forward and backward. Each try is two updates
-in a process of its own: n doubles until memory runs out, then the interval is halved. Bytes are those of
-model, optimizer and update. On a CPU `memory` limits by how much a process may grow, libraries included.
+in a new process: n doubles until memory runs out, then the interval is halved. Bytes are those of model,
+optimizer and update. On a CPU `memory` limits the growth of the process, libraries included.
 """
 
 from __future__ import annotations
@@ -48,11 +48,7 @@ class Probe:
 
 
 def run_probe(probe: Probe) -> int | None:
-    """Try one size; return its peak bytes, None where it is out of memory.
-
-    Raises:
-        Failure: it fails for another reason.
-    """
+    """Try one size; return its peak bytes, or None where memory runs out."""
     device = torch.device(probe.model.device)
     try:
         allocated, grown = measure.in_a_process(device, _try, probe, seconds=_TRY_SECONDS)
@@ -65,7 +61,7 @@ def run_probe(probe: Probe) -> int | None:
 
 
 def _try(probe: Probe) -> int | None:
-    """Update twice, since Adam's moments are there from the second time on; return torch's peak on a GPU."""
+    """Update twice, since Adam allocates its moments in the first; return torch's peak on a GPU."""
     device = torch.device(probe.model.device)
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
@@ -79,9 +75,7 @@ def _try(probe: Probe) -> int | None:
 
 
 def search(probe: Probe, largest: int, deadline: float) -> tuple[int, int, str]:
-    """Double the group from one until memory runs out, then go halfway to what did not fit.
-
-    No try begins after the deadline, on the monotonic clock.
+    """Double the group until memory runs out, then halve the interval; begin no try after the deadline.
 
     Returns:
         The largest group that fits, its peak bytes, and a remark where the next larger was not tried.

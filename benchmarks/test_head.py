@@ -1,8 +1,8 @@
 """Time, memory and accuracy of the LM head, ours and the peers'.
 
-An oracle judges the first result of each implementation, ours most strictly, and a wrong one is not timed.
+An oracle checks the first result of each implementation, ours most strictly, and a wrong one is not timed.
 Each round is one product X Wᵀ by the vendor's library, then one call: the table has their ratio. With
-`--benchmark-disable` nothing is timed: is the head right on this device?
+`--benchmark-disable` only the results are checked.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Each kernel of the head in one forward and backward, under torch's profiler.
 
-The time is without the profiler. Its phases are the kernels, on a CPU torch's operations, and `idle`.
+The time is measured without the profiler. Its phases are kernels, on a CPU torch's operations, and `idle`.
 """
 
 from __future__ import annotations

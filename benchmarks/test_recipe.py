@@ -1,8 +1,8 @@
 """Held-out score of a recipe before and after training, over several seeds, with times.
 
-Each run has a process of its own, with the same weights, prompts, rewards and settings for both trainers.
-`our head` is TRL's with our head. With `--set evaluation.every=5` the record has the time of training to each
-score. `ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2` emulates a CPU without AVX-512.
+Each run has its own process, and the same weights, prompts, rewards and settings for both trainers. `our
+head` is TRL's trainer with our head. With `--set evaluation.every=5` the record has scores during training.
+`ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2` emulates a CPU without AVX-512.
 """
 
 from __future__ import annotations

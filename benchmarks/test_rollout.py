@@ -1,6 +1,6 @@
 """A rollout engine's cycle: generate, sleep, sync, wake.
 
-Almost no completion of random weights ends before the limit. Tokens per second are those of the whole cycle.
+With random weights almost no completion ends before the limit. Tokens per second are of the whole cycle.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Whole training steps, phase by phase, of our trainer and of TRL's.
 
 Both start from the same random weights and prompts and use the same engine. They take turns of a few steps,
-each turn in a process of its own, since vLLM's sleeping memory serves one engine per process. The first step
-of each turn warms up and does not count. The reward counts digits.
+each turn in a new process, since vLLM's sleeping memory allows one engine per process. The first step of each
+turn is a warm-up and does not count. The reward counts digits.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SIZES = {  # on a GPU, on a CPU
     "micro_batch_tokens": (16_384, 512),  # of a forward and backward
     "steps": (3, 3),  # of a turn that count
 }
-CORRECTION = "token_truncate"  # of vLLM's completions: all of them are work for the backward
+CORRECTION = "token_truncate"  # of vLLM's completions: no token is left out of the backward
 
 
 @pytest.fixture(scope="module")

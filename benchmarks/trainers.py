@@ -1,7 +1,7 @@
-"""Train a configuration of ours with our trainer, or with TRL's GRPOTrainer on the same terms.
+"""Train a configuration with our trainer, or with TRL's GRPOTrainer and the same settings.
 
 Our loader gives TRL the model in float32; `model.dtype: bfloat16` becomes TRL's autocast. With vLLM TRL loads
-it. Our rewards score TRL's completions, and our engine both trainers' held-out questions.
+the model. Our rewards score TRL's completions, and our engine answers both trainers' held-out questions.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _TRL_PHASES = {
 
 
 def train_ours(recipe: str, overrides: Sequence[str], *_: Any) -> dict[str, Any]:
-    """Take the steps alone, without evaluations and checkpoints; return them as `train_with_trl` does."""
+    """Train without evaluations and checkpoints; return steps and lengths as `train_with_trl` does."""
     from grpo_fast.plan import resolve_auto
     from grpo_fast.run import build_trainer
 
@@ -49,14 +49,14 @@ def train_ours(recipe: str, overrides: Sequence[str], *_: Any) -> dict[str, Any]
 def train_with_trl(
     recipe: str, overrides: Sequence[str], rows: int, our_head: bool = False
 ) -> dict[str, Any]:
-    """Train in this process, with micro-batches of so many rows, and perhaps with our head in TRL's trainer.
+    """Train with TRL in this process, with micro-batches of so many rows.
 
     Returns:
         `steps`, seconds and phases of each; `lengths`, mean tokens of a completion in each; `scores`,
         evaluations with the seconds of training before them; and `peak_bytes` of the process.
 
     Raises:
-        ValueError: the recipe asks for what TRL's trainer does not do alike.
+        ValueError: a setting of the recipe has no equivalent in TRL's trainer.
     """
     from transformers import TrainerCallback
 
@@ -165,7 +165,7 @@ def _options(config: TrainConfig, rows: int) -> dict[str, Any]:
 
 
 def _given(section: Any, *names: str, **renamed: str) -> dict[str, Any]:
-    """Return the keys of a section that are set, some under TRL's names."""
+    """Return the keys of a section that are not None, some under TRL's names."""
     found = {of: getattr(section, name) for of, name in ({name: name for name in names} | renamed).items()}
     return {name: value for name, value in found.items() if value is not None}
 
@@ -175,7 +175,7 @@ def _uses_vllm(config: TrainConfig) -> bool:
 
 
 def _require_translatable(config: TrainConfig) -> None:
-    """Raise ValueError for settings that `_options` does not hand over."""
+    """Raise ValueError for settings that `_options` does not translate."""
     rollout, advantage = config.rollout, config.advantage
     asked = {
         "algorithm": config.algorithm != "grpo",

@@ -1,8 +1,8 @@
 """One policy update of a real architecture, ours and TRL's, and TRL's trainer on prompts.
 
-`ours` does what the trainer does in one optimizer step. `TRL` is the loss of its GRPOTrainer on padded
-batches. The loss is DAPO's. The learning rate is so small that the weights stay: losses and gradient norms
-can be compared. Tokens count every sequence with its own prompt and without padding, for both.
+`ours` runs one optimizer step of our trainer. `TRL` runs the loss of its GRPOTrainer on padded batches. The
+loss is DAPO's. The learning rate is so small that the weights stay equal: losses and gradient norms can be
+compared. For both, tokens count every sequence with its own prompt and without padding.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ if TYPE_CHECKING:
 OURS, TRL = IMPLEMENTATIONS = ("ours", "TRL")
 FORWARD, HEAD, BACKWARD, OPTIMIZER, PACK = "forward", "head and loss", "backward", "optimizer", "pack"
 LOSS = GRPOLossConfig(loss_type="dapo", epsilon_low=0.2, epsilon_high=0.28)
-TRL_LOSS = {"loss_type": "dapo", "epsilon": 0.2, "epsilon_high": 0.28, "beta": 0.0}
-"""The same for GRPOConfig."""
+TRL_LOSS = {"loss_type": "dapo", "epsilon": 0.2, "epsilon_high": 0.28, "beta": 0.0}  # of GRPOConfig
 _STILL = OptimizerConfig(learning_rate=1e-12)
 
 
@@ -44,12 +43,12 @@ class Prepared:
 
     run: Callable[[], None]  # one update, with its phases marked on the watch
     watch: Stopwatch
-    last: dict[str, float]  # tokens, loss and gradient norm of the last update
+    last: dict[str, float]  # tokens, loss and gradient norm of the last update, equal for all
 
 
 @dataclass
 class Update:
-    """What is updated on what."""
+    """A model, an optimizer and a batch."""
 
     model: ModelConfig  # its path is an architecture's name
     layers: int
@@ -72,7 +71,6 @@ class Update:
     ) -> Prepared:
         """Make an implementation from its micro-batches and the loss of each."""
         policy, optimizer = self.policy, self.optimizer
-        # Loss and norm show that all implementations compute the same.
         last, watch = {"tokens": float(sum(map(sum, self.lengths)))}, Stopwatch(policy.device)
 
         def run() -> None:

@@ -1,4 +1,4 @@
-"""The implementations of the head: ours, the peers', and those that installed packages offer.
+"""The implementations of the head: ours, the peers', and those of entry points.
 
 An entry point names a `Peer`, anything else with a `name` and a `prepare`, or a sequence of them.
 """
@@ -14,8 +14,7 @@ from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, v
 
 from torch import Tensor
 
-from ..measure import Unsupported
-from ..problem import CROSS_ENTROPY, NAMES, Problem, Run
+from ..problem import CROSS_ENTROPY, NAMES, Problem, Run, Unsupported
 
 ENTRY_POINT_GROUP = "grpo_fast.benchmark_peers"
 MODULES = ("ours", "functions", "liger")
@@ -30,9 +29,9 @@ Function = Callable[[Tensor, Tensor, Tensor], Tensor]  # of hidden (N, H), weigh
 class Peer:
     """An implementation of the head.
 
-    `prepare(problem)` imports what it needs and returns a callable that computes `problem`'s loss, and its
-    gradients into `hidden.grad` and `weight.grad` where `problem.backward`. It raises ImportError where its
-    library is missing and `Unsupported` where it cannot do this. Nothing heavy may be imported before.
+    `prepare(problem)` imports what it needs and returns a callable that computes the loss, and its gradients
+    into `hidden.grad` and `weight.grad` where `problem.backward`. It raises ImportError where its library is
+    missing, and `Unsupported` where it cannot compute this loss.
     """
 
     name: str
@@ -40,7 +39,7 @@ class Peer:
 
 
 def of_logprobs(name: str, load: Callable[[], Function], *, cuda: bool = False) -> Peer:
-    """Return a peer whose function gives log-probabilities (N,)."""
+    """Make a peer of a function that returns log-probabilities (N,)."""
 
     def prepare(problem: Problem) -> Run:
         if cuda:
@@ -54,10 +53,7 @@ def of_logprobs(name: str, load: Callable[[], Function], *, cuda: bool = False) 
 def of_cross_entropy(
     name: str, load: Callable[[str], Function], *, cuda: bool = False, alone: bool = False
 ) -> Peer:
-    """Return a peer whose function gives cross-entropies (N,) by the reduction "none", () by "mean".
-
-    One that is `alone` gives only the mean, and so no other loss.
-    """
+    """Make a peer of a function that returns cross-entropies (N,) or their mean, `alone` the mean only."""
 
     def prepare(problem: Problem) -> Run:
         if alone:
@@ -87,7 +83,7 @@ def require_loss(problem: Problem, *losses: str) -> None:
 
 
 def all_peers() -> list[Peer]:
-    """Return all peers, ours first. Importing a peer's file imports nothing of the peer."""
+    """Return all peers, ours first, without importing their libraries."""
     peers = [peer for name in MODULES for peer in importlib.import_module(f"{__name__}.{name}").PEERS]
     for entry in entry_points(group=ENTRY_POINT_GROUP):
         peers += _load(entry)
@@ -99,7 +95,6 @@ def peer_named(name: str) -> Peer:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of the peers' packages that are installed."""
     found = {}
     for name in PACKAGES:
         with suppress(PackageNotFoundError):
@@ -108,7 +103,7 @@ def versions() -> dict[str, str]:
 
 
 def _load(entry: EntryPoint) -> list[Peer]:
-    """Load the peers of a plugin; a broken one becomes a peer that raises, so that its failure shows."""
+    """Load the peers of an entry point; a broken one becomes a peer that raises its error."""
     try:
         found = entry.load()
         found = [found] if hasattr(found, "prepare") else list(found)

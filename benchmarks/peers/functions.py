@@ -1,12 +1,10 @@
-"""Libraries with one function of hidden states, head and targets, for log-probabilities or cross-entropies.
-
-Each is imported by the function that loads it.
-"""
+"""Peers with a function of hidden states and head. Each library is imported by the function that loads it."""
 
 from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -14,17 +12,16 @@ from types import ModuleType
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, kl_div
 
-from ..problem import CROSS_ENTROPY, Outcome, Problem, Run
-from . import Function, Peer, Unsupported, of_cross_entropy, of_logprobs, require_cuda
+from ..problem import CROSS_ENTROPY, KL, Outcome, Problem, Run
+from . import Function, Peer, Unsupported, of_cross_entropy, of_logprobs, require_cuda, require_loss
 
 TRL_CHUNK = 32_768  # that its trainers use
 UNSLOTH, UNSLOTH_FILE = "unsloth_zoo", "fused_losses/fused_linear.py"
 
 
 def logprobs(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Form all logits, in plain torch."""
     logits = (hidden @ weight.T).float()
     return logits.gather(1, targets[:, None]).squeeze(1) - logits.logsumexp(1)
 
@@ -33,10 +30,17 @@ def full_logits(problem: Problem, *, compiled: bool = False) -> Run:
     def negative_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         return -cross_entropy((hidden @ weight.T).float(), targets, reduction="none")
 
-    function = negative_cross_entropy if problem.loss == CROSS_ENTROPY else logprobs
+    def kl(hidden: Tensor, weight: Tensor, ref_hidden: Tensor, ref_weight: Tensor) -> Tensor:
+        log_p = (hidden @ weight.T).float().log_softmax(1)
+        log_q = (ref_hidden @ ref_weight.T).float().log_softmax(1)
+        return kl_div(log_q, log_p, reduction="none", log_target=True).sum(1)
+
+    function = {CROSS_ENTROPY: negative_cross_entropy, KL: kl}.get(problem.loss, logprobs)
     if compiled:
         require_cuda(problem)
         function = torch.compile(function, dynamic=False)
+    if problem.loss == KL:
+        return divergence(problem, function)
     return lambda: problem.finish(function(problem.hidden, problem.weight, problem.targets))
 
 
@@ -48,8 +52,28 @@ def trl() -> Function:
     return lambda hidden, weight, targets: apply(hidden, weight, None, targets, *options)[0]
 
 
+def divergence(problem: Problem, function: Callable[..., Tensor]) -> Run:
+    """Prepare a function of hidden states and head, and of the reference's, for the KL of each row."""
+
+    def run() -> Outcome:
+        found = function(problem.hidden, problem.weight, problem.ref_hidden, problem.ref_weight)
+        return problem.finish_loss(found.mean(), found)
+
+    return run
+
+
+def trl_divergence(problem: Problem) -> Run:
+    require_loss(problem, KL)
+    from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
+
+    def function(hidden: Tensor, weight: Tensor, *reference: Tensor) -> Tensor:
+        return ChunkedDivergenceFunction.apply(hidden, weight, None, *reference, None, 1.0)[0]  # reverse KL
+
+    return divergence(problem, function)
+
+
 def cut_cross_entropy(reduction: str, *, preset: str) -> Function:
-    """Load Apple's. Release 25.1.1 has no presets, and is exact without its filter."""
+    """Load Apple's function. Release 25.1.1 has no presets, and is exact without its filter."""
     from cut_cross_entropy import LinearCrossEntropyImpl, linear_cross_entropy
 
     if preset.upper() in LinearCrossEntropyImpl.__members__:
@@ -60,9 +84,9 @@ def cut_cross_entropy(reduction: str, *, preset: str) -> Function:
 
 
 def unsloth(problem: Problem) -> Run:
-    """Import its file without its package, which would patch transformers for the whole process.
+    """Import the file without the package, which would patch transformers for the whole process.
 
-    The first call imports the package for a bound on its chunks' memory; where it cannot, it takes 2 GiB.
+    The first call tries to import the package, for a bound on the memory of a chunk; else it takes 2 GiB.
     """
     function = _file_of(UNSLOTH, UNSLOTH_FILE).fused_linear_logprobs
     sys.modules[UNSLOTH] = None
@@ -82,7 +106,7 @@ def unsloth(problem: Problem) -> Run:
 
 @functools.cache
 def _file_of(package: str, file: str) -> ModuleType:
-    """Import one file of a package without the package, and once: it may register operators with torch."""
+    """Import one file without its package, and only once: it may register operators with torch."""
     found = find_spec(package)
     path = Path(found.origin).parent / file if found else None
     if path is None or not path.exists():
@@ -94,7 +118,7 @@ def _file_of(package: str, file: str) -> ModuleType:
 
 
 def verl() -> Function:
-    """Load verl's, which always forms the entropy too."""
+    """Load verl's function, which always computes the entropy too."""
     from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy
 
     options = 1.0, "none", None  # temperature, reduction, process group
@@ -102,7 +126,7 @@ def verl() -> Function:
 
 
 def torch_linear_cross_entropy(reduction: str) -> Function:
-    """Load torch's, with its own choice of chunks, where torch has it."""
+    """Load torch's function with its own choice of chunks."""
     if not hasattr(torch.nn, "LinearCrossEntropyOptions"):
         raise Unsupported(f"torch {torch.__version__} has no chunked linear_cross_entropy")
     function, options = torch.nn.functional.linear_cross_entropy, torch.nn.LinearCrossEntropyOptions()
@@ -110,7 +134,6 @@ def torch_linear_cross_entropy(reduction: str) -> Function:
 
 
 def quack() -> Function:
-    """Load QuACK's kernel on full logits."""
     from quack.linear_cross_entropy import linear_cross_entropy_func
 
     return lambda hidden, weight, targets: (
@@ -119,14 +142,14 @@ def quack() -> Function:
 
 
 def quack_chunked(reduction: str) -> Function:
-    """Load QuACK's chunked one, which takes no upstream gradient per token."""
+    """Load QuACK's chunked function, which takes no upstream gradient per token."""
     from quack.linear_cross_entropy import chunked_linear_cross_entropy
 
     return partial(chunked_linear_cross_entropy, reduction=reduction)
 
 
 def flash_attn() -> Function:
-    """Import the file of the Triton cross-entropy: the package does not start without its CUDA library."""
+    """Import the file of the Triton cross-entropy: the package needs its CUDA library."""
     cross_entropy_loss = _file_of("flash_attn", "ops/triton/cross_entropy.py").cross_entropy_loss
     return lambda hidden, weight, targets: (
         -cross_entropy_loss(hidden @ weight.T, targets, inplace_backward=True)[0]
@@ -144,6 +167,7 @@ PEERS = (
     Peer("torch full logits", full_logits),
     Peer("torch.compile", partial(full_logits, compiled=True)),
     of_logprobs("TRL fused head", trl),
+    Peer("TRL chunked divergence", trl_divergence),
     *(
         of_cross_entropy(f"Cut Cross Entropy ({name})", partial(cut_cross_entropy, preset=preset), cuda=True)
         for name, preset in (("filtered", "cce"), ("exact", "cce_exact"), ("Kahan", "cce_kahan_full_c"))

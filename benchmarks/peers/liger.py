@@ -1,4 +1,4 @@
-"""Liger: its chunked GRPO and DPO, its cross-entropies, and its Triton GRPO on full logits.
+"""Liger: chunked GRPO, DPO and JSD, cross-entropies, and Triton GRPO on full logits.
 
 GRPO and DPO return no log-probabilities. On-policy GRPO's loss is another number with the same gradient.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..problem import CLIP, DPO, DPO_BETA, GRPO, KL_BETA, LOGPROB, Outcome, Problem, Run
+from ..problem import CLIP, DPO, DPO_BETA, GRPO, KL, KL_BETA, LOGPROB, Outcome, Problem, Run
 from . import Function, Peer, of_cross_entropy, of_logprobs, require_cuda, require_loss
 
 
@@ -23,7 +23,7 @@ def _advantages(problem: Problem) -> Tensor:
 
 
 def prepare_grpo(problem: Problem) -> Run:
-    """Prepare the chunked GRPO, which forms its gradients in the forward, even where none is asked for."""
+    """Prepare the chunked GRPO, which always computes its gradients in the forward."""
     require_loss(problem, LOGPROB, GRPO)
     from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
 
@@ -63,8 +63,18 @@ def prepare_dpo(problem: Problem) -> Run:
     )
 
 
+def prepare_jsd(problem: Problem) -> Run:
+    """Prepare the chunked distillation loss, whose JSD is the reverse KL at beta 1."""
+    require_loss(problem, KL)
+    from liger_kernel.chunked_loss import LigerFusedLinearJSDLoss
+
+    loss = LigerFusedLinearJSDLoss(0.0, 1.0, beta=1.0, compiled=problem.hidden.is_cuda)  # of hard and soft
+    reference = problem.ref_hidden, problem.ref_weight, problem.targets
+    return lambda: problem.finish_loss(loss(problem.hidden, problem.weight, *reference))
+
+
 def load_cross_entropy(reduction: str) -> Function:
-    """Load the chunked cross-entropy, which forms its gradients in the forward."""
+    """Load the chunked cross-entropy, which computes its gradients in the forward."""
     from liger_kernel.transformers.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss
 
     loss = LigerFusedLinearCrossEntropyLoss(reduction=reduction)
@@ -72,14 +82,14 @@ def load_cross_entropy(reduction: str) -> Function:
 
 
 def load_per_token() -> Function:
-    """Load the one that runs SM90 kernels on Hopper, and chunked torch elsewhere."""
+    """Load the function that runs SM90 kernels on Hopper, and chunked torch elsewhere."""
     from liger_kernel.ops.fused_linear_scaled_cross_entropy import LigerFusedLinearScaledCrossEntropyFunction
 
     return lambda *operands: -LigerFusedLinearScaledCrossEntropyFunction.apply(*operands)
 
 
 def prepare_grpo_on_logits(problem: Problem) -> Run:
-    """Prepare the Triton loss, which takes logits of one more position than targets, and overwrites them."""
+    """Prepare the Triton loss, which overwrites its logits, of one position more than the targets."""
     require_loss(problem, LOGPROB, GRPO)
     require_cuda(problem)
     from liger_kernel.transformers.grpo_loss import triton_grpo_loss
@@ -102,6 +112,7 @@ def prepare_grpo_on_logits(problem: Problem) -> Run:
 PEERS = (
     Peer("Liger chunked GRPO", prepare_grpo),
     Peer("Liger chunked DPO", prepare_dpo),
+    Peer("Liger chunked JSD", prepare_jsd),
     of_cross_entropy("Liger fused linear cross-entropy", load_cross_entropy, cuda=True, alone=True),
     of_logprobs("Liger per-token", load_per_token),
     Peer("Liger GRPO on full logits", prepare_grpo_on_logits),

@@ -1,4 +1,4 @@
-"""grpo_fast with the default tolerance, exact, and exact with what the forward keeps."""
+"""grpo_fast with the default tolerance, exact, and exact without recomputing logits in the backward."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..problem import CLIP, CROSS_ENTROPY, GRPO, KL_BETA, Outcome, Problem, Run
+from ..problem import CLIP, CROSS_ENTROPY, GRPO, KL, KL_BETA, Outcome, Problem, Run
 from . import Peer, require_cuda
 
 
@@ -23,6 +23,8 @@ def prepare(problem: Problem, tolerance: float | None, recompute: bool = True) -
         return lambda: problem.finish_loss(linear_cross_entropy(*batch, **options))
     if problem.loss == GRPO:
         return _grpo(problem, options)
+    if problem.loss == KL:
+        return _kl(problem, tolerance)
 
     def run() -> Outcome:
         out = linear_logprob(*batch, **options)
@@ -50,8 +52,20 @@ def _grpo(problem: Problem, options: dict[str, Any]) -> Run:
     return run
 
 
+def _kl(problem: Problem, tolerance: float | None) -> Run:
+    from grpo_fast import linear_kl
+
+    mask = torch.ones_like(problem.targets, dtype=torch.bool)
+    heads = problem.hidden, problem.weight, mask, problem.ref_hidden, problem.ref_weight
+
+    def run() -> Outcome:
+        out = linear_kl(*heads, tolerance=tolerance)
+        return _with_certificate(problem, problem.finish_loss(out.divergence.mean(), out.divergence), out)
+
+    return run
+
+
 def _with_certificate(problem: Problem, outcome: Outcome, out: Any) -> Outcome:
-    """Add the certificate of the head's backward."""
     names = out.certificate.NAMES
     found = {name: getattr(out.certificate, name) for name in names} if problem.backward else None
     return replace(outcome, certificate=found)

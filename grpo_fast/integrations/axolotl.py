@@ -18,11 +18,7 @@ _ASYNC = (
 
 
 def patch() -> None:
-    """Score tokens with our head in Axolotl's synchronous and asynchronous GRPO trainers. Idempotent.
-
-    Raises:
-        ImportError: Axolotl is missing, or of a version this adapter does not know.
-    """
+    """Score tokens with our head in Axolotl's synchronous and asynchronous GRPO trainers. Idempotent."""
     synchronous = private("axolotl", "core.trainers.grpo.trainer").GRPOTrainer  # TRL's own
     asynchronous = private("axolotl", "core.trainers.grpo.async_trainer").AsyncGRPOTrainer
     unpatch()

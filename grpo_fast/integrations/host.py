@@ -1,4 +1,4 @@
-"""What adapters do with a host library: replace its attributes, stand in for its logits."""
+"""Replace attributes of a host library, and its logits by scores of single tokens."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _ABSENT = object()
 
 
 class Replacements(ExitStack):
-    """Attributes of modules, classes and instances that were replaced, until it is closed."""
+    """Replaced attributes of modules, classes and instances; closing restores them."""
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
-        """Closing gives the owner its own object back; what it inherited, it inherits again."""
+        """Replace an attribute until this is closed; then an inherited one is inherited again."""
         before = vars(owner).get(name, _ABSENT)
         setattr(owner, name, value)
         if before is _ABSENT:
@@ -34,7 +34,7 @@ class Replacements(ExitStack):
 
 
 def rebind(hosts: str | tuple[str, ...], old: Any, new: Any) -> None:
-    """Replace `old` in each loaded module whose name starts with one of `hosts`, under every name it has."""
+    """Replace `old` under every name, in each loaded module whose name starts with one of `hosts`."""
     for module_name, module in list(sys.modules.items()):
         if module_name.startswith(hosts) and isinstance(module, ModuleType):
             for name in [name for name, value in list(vars(module).items()) if value is old]:
@@ -44,7 +44,7 @@ def rebind(hosts: str | tuple[str, ...], old: Any, new: Any) -> None:
 def logprob_and_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    """Both of `linear_logprob`, which the options are for; what most hosts' fused heads return."""
+    """Return both results of `linear_logprob`, which takes the options."""
     out = linear_logprob(hidden, weight, targets, outputs=("logprob", "entropy"), **options)
     assert out.entropy is not None
     return out.logprob, out.entropy
@@ -52,19 +52,19 @@ def logprob_and_entropy(
 
 @contextmanager
 def tapped_head(model: Any, function: Callable[[Tensor, HeadParameters], Any]) -> Iterator[list[Any]]:
-    """While open, `model` computes `function(hidden, head)` in place of its logits.
+    """Make `model` compute `function(hidden, head)` in place of its logits while open.
 
-    The head module is still called, once and where the model calls it, so what hooks on its call (FSDP and
-    ZeRO-3 gather its weight there, and again for the backward) works as before. The model receives logits
-    of width zero, which it may scale, cap or slice but not read.
+    The head module is still called once, so hooks on its call work as before: FSDP and ZeRO-3 gather its
+    weight there, and again for the backward. The model receives logits of width zero, which it may scale,
+    cap or slice but not read.
 
     Args:
         model: a transformers causal language model, not wrapped.
-        function: given the hidden states (B, T, H) that the head receives and the head's parameters, returns
-            tensors, or a tuple or dict of them.
+        function: takes the head's input (B, T, H) and its parameters, and returns tensors, or a tuple or
+            dict of them.
 
     Yields:
-        What the function returned, one entry for each call of the head.
+        The results of the function, one for each call of the head.
 
     Raises:
         ValueError: the model has no plain linear head.
@@ -88,13 +88,13 @@ def tapped_head(model: Any, function: Callable[[Tensor, HeadParameters], Any]) -
 
     with Replacements() as replacements:
         replacements.replace(head, "forward", compute)
-        # The last of the hooks: those that were there before it see the result.
+        # Registered last, so that earlier hooks see the result.
         replacements.callback(head.register_forward_hook(keep).remove)
         yield results
 
 
 def unwrapped(model: Any) -> Any:
-    """The transformers model inside DeepSpeed's engine, DDP and PEFT's wrapper."""
+    """Return the transformers model inside DeepSpeed's engine, DDP and PEFT's wrapper."""
     model = getattr(model, "module", model)
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
@@ -108,18 +108,17 @@ def scores_for_logits(
     entropy_grad: bool = False,
     targets: Callable[[], Tensor | None] = lambda: None,
 ) -> Iterator[None]:
-    """While open, `model` returns scores of the next input token in place of logits.
+    """Make `model` return scores of the next input token in place of logits while open.
 
     The logits of the output are (B, T, 1), or (B, T, 2) with the entropy: `temperature` times the
-    log-probability and the entropy, in float32. A host that divides its logits by the temperature, shifts,
-    slices or packs them gets the scores in that layout. `logprob_of` and `entropy_of` stand in for the
-    functions that it would call on logits.
+    log-probability and the entropy, in float32. The host divides these by the temperature, shifts, slices or
+    packs them as it does logits. `logprob_of` and `entropy_of` replace its functions of logits.
 
     Args:
         model: a transformers causal language model, possibly wrapped.
         entropy_grad: let gradients flow into the entropy.
-        targets: returns the token (B, T) that each input position predicts, once the forward runs. None: the
-            next input token. The last position of a row then predicts the first token.
+        targets: called in the forward, returns the target token (B, T) of each input position. None: the next
+            input token; the last position of a row then predicts the first token.
 
     Raises:
         ValueError: as `tapped_head` does.
@@ -154,12 +153,12 @@ def scores_for_logits(
 def logprob_of(
     scores: Tensor, targets: Tensor, temperature: float = 1.0, row_mask: Tensor | None = None, **_: Any
 ) -> Tensor:
-    """Stand in for a host's `selective_log_softmax` on what `scores_for_logits` returns.
+    """Replace a host's `selective_log_softmax` on what `scores_for_logits` returns.
 
     Args:
         scores: (..., T', 1 or 2), T' at least T.
         targets: (..., T), read for its shape only.
-        temperature: that the host has not divided by.
+        temperature: by which the scores are not divided yet.
         row_mask: (..., T), 0 where the result is 0.
     """
     logprobs = scores[..., : targets.shape[-1], 0] / temperature
@@ -167,7 +166,7 @@ def logprob_of(
 
 
 def entropy_of(scores: Tensor, *_: Any, **__: Any) -> Tensor:
-    """Stand in for a host's `entropy_from_logits` on what `scores_for_logits` returns with the entropy."""
+    """Replace a host's `entropy_from_logits` on what `scores_for_logits` returns with the entropy."""
     return scores[..., 1]
 
 
@@ -187,9 +186,9 @@ _ON_SCORES = {
 
 
 def score_in_method(patch: Replacements, trainer: type, name: str) -> None:
-    """Replace the method `name(self, model, ...)` of a trainer derived from TRL's by itself on scores.
+    """Run the method `name(self, model, ...)` of a trainer derived from TRL's on scores.
 
-    The method calls the model and hands the logits to functions in `_ON_SCORES`, which its module imports.
+    The method calls the model and passes the logits to functions in `_ON_SCORES`, which its module imports.
     """
     original = getattr(trainer, name)
     signature, module = inspect.signature(original), sys.modules[inspect.unwrap(original).__module__]

@@ -1,4 +1,4 @@
-"""Any causal language model of transformers: its loss without its logits. For Trainer, Accelerate, a loop."""
+"""Compute the loss of any transformers causal language model without its logits."""
 
 from __future__ import annotations
 
@@ -24,14 +24,13 @@ _UNDO = "_grpo_fast_undo"  # attribute of a patched model
 def patch_causal_lm(model: nn.Module, *, tolerance: float | None = None) -> nn.Module:
     """Make `model(input_ids, labels=...)` compute its loss by `linear_cross_entropy`.
 
-    The loss is transformers' own: labels are shifted unless `shift_labels` is given, `ignore_index` (−100) is
-    left out, and the sum is divided by `num_items_in_batch` where that is given, else by the number of
-    targets. Softcap and logit scale are the configuration's; auxiliary losses are added as before, and
-    `output.logits` is None. In evaluation mode without gradients the logits are formed, in the model's dtype,
-    when they are first read: `Trainer` reads them for `compute_metrics` alone. Read them before the weight
-    changes or FSDP or ZeRO-3 frees it; later it is an error. A call without labels is untouched, and so is a
-    compiled evaluation. Patch before wrapping (DDP, FSDP, Trainer, or Accelerate's `prepare`), and unpatch
-    before copying the model.
+    The loss is the one of transformers: labels are shifted unless `shift_labels` is given, `ignore_index`
+    (−100) is left out, and the sum is divided by `num_items_in_batch`, or else by the number of targets.
+    Softcap and logit scale are the configuration's, auxiliary losses are added as before, and
+    `output.logits` is None. In evaluation mode without gradients the logits are formed when they are first
+    read, which `Trainer` does only for `compute_metrics`. Reading them after the weight has changed, or after
+    FSDP or ZeRO-3 has freed it, is an error. Calls without labels and compiled evaluations are unchanged.
+    Patch before wrapping (DDP, FSDP, Trainer, Accelerate's `prepare`), and unpatch before copying the model.
 
     Args:
         model: a transformers causal language model, or PEFT's wrapper of one with the head left plain.
@@ -41,9 +40,9 @@ def patch_causal_lm(model: nn.Module, *, tolerance: float | None = None) -> nn.M
         The same model.
 
     Raises:
-        TypeError: the model is not one of transformers'.
-        ValueError: it has no plain linear head, is patched already, or its loss is not transformers' common
-            one.
+        TypeError: the model is not a transformers model.
+        ValueError: it has no plain linear head, is patched already, or does not compute its loss by
+            transformers' common function.
     """
     base = _base(model)
     if _UNDO in vars(base):
@@ -82,17 +81,17 @@ def patch_causal_lm(model: nn.Module, *, tolerance: float | None = None) -> nn.M
             raise ValueError(
                 f"{type(base).__name__} does not compute its loss by transformers' loss_function; unpatch it"
             )
-        if isinstance(output, tuple):  # return_dict=False: the loss, maybe an auxiliary one, logits, ...
+        if isinstance(output, tuple):  # return_dict=False: losses, then logits, ...
             place = next(i for i, one in enumerate(output) if one.dim() and one.shape[-1] == 0)
             return (*output[:place], *(() if logits is None else (logits,)), *output[place + 1 :])
-        # An output drops what is None only when it is made.
+        # A ModelOutput drops None only in its constructor.
         return type(output)(**{**output, "logits": logits})
 
     replacements = Replacements()
     replacements.replace(base, "forward", forward)
 
     def undo() -> None:
-        # A wrapper that was put around the patched forward stays, and so does what it wraps.
+        # A wrapper around the patched forward stays, together with what it wraps.
         if vars(base).get("forward") is forward:
             replacements.close()
 
@@ -101,7 +100,7 @@ def patch_causal_lm(model: nn.Module, *, tolerance: float | None = None) -> nn.M
 
 
 def unpatch_causal_lm(model: nn.Module) -> nn.Module:
-    """Undo `patch_causal_lm`. A wrapper that was put around the patched forward since then stays.
+    """Undo `patch_causal_lm`. A wrapper that was later put around the patched forward stays.
 
     Raises:
         ValueError: the model is not patched.
@@ -115,7 +114,7 @@ def unpatch_causal_lm(model: nn.Module) -> nn.Module:
 
 
 class _Logits(Tensor):
-    """A tensor that is computed when more than its shape, dtype or device is read."""
+    """Logits that are computed when more than their shape, dtype or device is read."""
 
     _compute: Callable[[], Tensor]
 
@@ -171,10 +170,9 @@ _KNOWN_UNFORMED = {
 def _causal_lm_loss(
     hidden: Tensor, head: HeadParameters, given: dict[str, Any], tolerance: float | None
 ) -> Tensor:
-    """transformers' `ForCausalLMLoss`, from hidden states (B, T, H) and the arguments of the model's forward.
+    """Compute `ForCausalLMLoss` from hidden states (B, T, H) and the arguments of the model's forward.
 
-    Only rows that have a target reach the head. NaN where there is none and no `num_items_in_batch` is given,
-    as torch's mean of nothing.
+    Only rows with a target reach the head. Without any, and without `num_items_in_batch`, the loss is NaN.
     """
     ignore_index = given.get("ignore_index", -100)
     targets = given.get("shift_labels")

@@ -1,7 +1,6 @@
 """Liger 0.8's `LigerFusedLinearGRPOLoss` on our head and our surrogates: change the import, keep the call.
 
-Metrics come back in Liger's order, without gradient. `compiled` and `chunk_size` are accepted and have no
-effect: nothing is compiled, and no chunk of logits reaches memory.
+Metrics are returned in Liger's order, without gradient. `compiled` and `chunk_size` have no effect.
 """
 
 from __future__ import annotations
@@ -35,16 +34,16 @@ def __getattr__(name: str) -> Any:
 
 @dataclass(eq=False, repr=False)
 class LigerFusedLinearGRPOLoss(nn.Module):
-    """A policy loss of padded completions and its metrics: KL, where beta is not 0, and the clipped share.
+    """Policy loss of padded completions, with its metrics: KL, where beta is not 0, and the clipped share.
 
     Raises:
-        ValueError: a temperature or a delta that is not positive.
+        ValueError: a temperature or a delta is not positive.
     """
 
     beta: float = 0.04  # weight of the KL to the reference
-    compiled: bool = True  # of no effect
-    use_ref_model: bool = True  # whether there is a reference; without one the KL is zero
-    chunk_size: int = 1  # of no effect
+    compiled: bool = True
+    use_ref_model: bool = True  # False: the KL is zero
+    chunk_size: int = 1
     epsilon_low: float = 0.2
     epsilon_high: float = 0.2  # for `cispo` the ceiling itself, above 1
     loss_type: str = "dapo"  # grpo, bnpo, dr_grpo, dapo, cispo, sapo, luspo or vespo
@@ -83,25 +82,23 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         vllm_is_ratio: Tensor | None = None,
         num_items_in_batch: Tensor | float | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """
+        """Compute the loss () float32 and its metrics.
+
         Args:
             _input: (B, T, H).
             lin_weight: (V, H).
             selected_token_ids: (B, T) int64.
-            attention_mask: (B, T), not zero where a token counts. The others cost nothing.
+            attention_mask: (B, T), nonzero where a token counts. The others cost nothing.
             advantages: (B,).
             bias: (V,).
             ref_per_token_logps: (B, T); None: computed from `ref_input` (B, T, H), `ref_weight`, `ref_bias`.
             old_per_token_logps: (B, T); None: exactly on-policy.
             vllm_is_ratio: (B,), (B, 1) or (B, T), multiplies the policy term.
-            num_items_in_batch: live tokens over the whole step and all processes: the normaliser of dapo,
-                cispo and vespo. None: those of this micro-batch on all processes.
-
-        Returns:
-            () float32 and the metrics.
+            num_items_in_batch: live tokens of the whole step on all processes, by which dapo, cispo and vespo
+                divide. None: those of this micro-batch on all processes.
 
         Raises:
-            ValueError: a combination that is not offered, or a KL without its reference.
+            ValueError: a combination that is not supported, or a KL without its reference.
         """
         config = self._config()
         mask = attention_mask != 0
@@ -121,7 +118,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         if vllm_is_ratio is not None:
             ratio = live_values(vllm_is_ratio, mask)
             if vespo and vllm_is_ratio.shape != mask.shape:
-                # Vespo multiplies the ratios of its tokens: one of a whole sequence must count once.
+                # vespo multiplies the ratios of its tokens, and a sequence's ratio must count once.
                 ratio = ratio.pow(1 / segments.spread(segments.counts))
         tokens = PolicyTokens(
             logprobs=logprobs,
@@ -173,7 +170,6 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         return shared_config(kind, level, self.max_completion_length, constants, **kl)
 
     def _step_tokens(self, mask: Tensor, num_items_in_batch: Tensor | float | None) -> float:
-        """The normaliser of a token mean, per process."""
         if self.loss_type not in TOKEN_MEANS:
             return float(mask.sum())
         processes = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1

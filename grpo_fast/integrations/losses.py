@@ -1,4 +1,4 @@
-"""Our policy losses on a host's settings and its padded (B, T) tensors."""
+"""Compute our policy losses from a host's settings and its padded (B, T) tensors."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from torch import Tensor
 from grpo_fast.objective import GRPOLossConfig, LossInputs, LossOutputs, StepTotals, policy_loss
 from grpo_fast.objective.catalog import CATALOG, loss_specific
 
-# What TRL and Liger offer, and the fields of `GRPOLossConfig` that both call the same.
+# The losses of TRL and Liger, and the fields of `GRPOLossConfig` that have the same name in both.
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 LOSS_CONSTANTS = loss_specific(LOSS_TYPES)
-# Those that both divide by the tokens of the whole step (bnpo: by the micro-batch's).
+# The losses that both divide by the tokens of the whole step. bnpo divides by the micro-batch's.
 TOKEN_MEANS = ("cispo", "dapo", "vespo")
 _TERMS = {
     "reference": ("a reference model's log-probabilities", "beta"),
     "entropy": ("entropies", "entropy_coef, use_adaptive_entropy and top_entropy_quantile"),
-    "sampler": ("log-probabilities of a sampler beside the old policy's", "sampler_correction"),
+    "sampler": ("a sampler's log-probabilities next to the old policy's", "sampler_correction"),
 }
 
 
 def require_loss(config: Any, host: str, *absent: str) -> None:
-    """Refuse a loss that a host cannot serve.
+    """Raise where a host does not pass what a loss needs.
 
     Args:
-        absent: what the host does not hand to a loss: "reference", "entropy", "sampler".
+        absent: what the host does not pass to a loss: "reference", "entropy", "sampler".
 
     Raises:
-        TypeError: no configuration, such as the bare name of a loss.
+        TypeError: `config` is not a configuration, but for instance the name of a loss.
         ValueError: the loss needs what is absent.
     """
     if not isinstance(config, GRPOLossConfig):
@@ -38,7 +38,7 @@ def require_loss(config: Any, host: str, *absent: str) -> None:
         if getattr(config, f"needs_{name}"):
             what, fields = _TERMS[name]
             raise ValueError(
-                f"the loss needs {what}, which {host} does not hand to a loss; leave {fields} at the "
+                f"the loss needs {what}, which {host} does not pass to a loss; leave {fields} at the "
                 f"default, and use {host}'s own option where it has one"
             )
 
@@ -46,11 +46,11 @@ def require_loss(config: Any, host: str, *absent: str) -> None:
 def shared_config(
     loss_type: str, level: Any, max_completion_length: int | None, constants: dict[str, Any], **options: Any
 ) -> GRPOLossConfig:
-    """One of `LOSS_TYPES`, by the settings that TRL and Liger share.
+    """Make the configuration of one of `LOSS_TYPES` from the settings that TRL and Liger share.
 
     Args:
         level: of the importance ratio, "token" or "sequence".
-        constants: all of `LOSS_CONSTANTS`, of which the loss takes its own.
+        constants: all of `LOSS_CONSTANTS`, of which each loss takes some.
         options: other fields of `GRPOLossConfig`.
 
     Raises:
@@ -73,11 +73,11 @@ def shared_config(
 def padded_policy_loss(
     config: GRPOLossConfig, mask: Tensor, totals: StepTotals, **tensors: Tensor | None
 ) -> LossOutputs:
-    """Our policy loss of a host's padded micro-batch.
+    """Compute our policy loss of a host's padded micro-batch.
 
     Args:
-        mask: (B, T) of any dtype, not zero where a token counts. Other entries are never read.
-        totals: counts over the optimiser step.
+        mask: (B, T) of any dtype, nonzero where a token counts. Other entries are never read.
+        totals: counts over the optimizer step.
         tensors: fields of `LossInputs` by name, each (B, T), (B, 1) or (B,).
     """
     given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
@@ -92,13 +92,21 @@ def padded_policy_loss(
     return policy_loss(inputs, config)
 
 
+def averaged_metrics(result: LossOutputs) -> tuple[dict[str, float], float]:
+    """Return the metrics, for hosts that average them over micro-batches, and the share that was clipped.
+
+    Minima and maxima are left out.
+    """
+    found = {key: value.item() for key, value in result.metrics.items() if not key.endswith(("_min", "_max"))}
+    return found, found.get("clip_ratio/region_mean", found.get("clip_ratio/high_mean", 0.0))
+
+
 def local_totals(mask: Tensor, num_tokens: float | None, num_sequences: float | None) -> StepTotals:
-    """The counts of a step, with metrics that are means over this micro-batch, for hosts that average them.
+    """Return counts of the step for the loss, and of this micro-batch for metrics, which the host averages.
 
     Args:
-        mask: (B, T), not zero where a token counts.
-        num_tokens, num_sequences: over the step; None: the live tokens of this micro-batch, and the sequences
-            that have any.
+        mask: (B, T), nonzero where a token counts.
+        num_tokens, num_sequences: of the step. None: those of this micro-batch that count.
     """
     live = mask != 0
     tokens, sequences = float(live.sum()), float(live.any(dim=-1).sum())
@@ -111,7 +119,7 @@ def local_totals(mask: Tensor, num_tokens: float | None, num_sequences: float | 
 
 
 def live_values(values: Tensor, live: Tensor) -> Tensor:
-    """(B,), (B, 1) or (B, T) -> (N,): one value per live token of (B, T), row by row. Differentiable."""
+    """Return one value per live token, row by row: (B,), (B, 1) or (B, T) -> (N,). Differentiable."""
     return _per_token(values, live)[live]
 
 

@@ -1,9 +1,8 @@
-"""NeMo-RL: our policy losses behind its `LossFunction`, and our head under its fused log-probabilities.
+"""NeMo-RL: our policy losses as its `LossFunction`, and its fused log-probabilities on our head.
 
-In a run script, after `setup(...)`: `loss_fn = PolicyLoss(GRPOLossConfig(...))`, handed to `grpo_train`.
-With `policy.megatron_cfg.use_linear_ce_fusion_loss=true`, `patch()` in the policy worker replaces the chunked
-head. NeMo-RL's fused log-probabilities know no
-temperature, top-k, top-p or packed sequences: leave these off.
+In a run script, pass `PolicyLoss(GRPOLossConfig(...))` as `loss_fn` to `grpo_train`. With
+`policy.megatron_cfg.use_linear_ce_fusion_loss=true`, `patch()` in the policy worker replaces the chunked
+head. NeMo-RL's fused log-probabilities do not support temperature, top-k, top-p or packed sequences.
 """
 
 from __future__ import annotations
@@ -33,20 +32,19 @@ _patch = Replacements()
 
 
 class PolicyLoss:
-    """A loss of our catalogue, or `module:function`, as NeMo-RL's `LossFunction` on log-probabilities.
+    """Compute one of our losses, built in or `module:function`, as NeMo-RL's `LossFunction`.
 
-    The KL to the reference (`config.beta`) and the sampler corrections are ours; set NeMo-RL's own aside.
+    The KL to the reference (`config.beta`) and the sampler corrections are ours; leave NeMo-RL's off.
 
     Args:
-        config: the loss. Terms that need the entropy are not available: NeMo-RL hands none to a loss.
+        config: the loss.
         use_fused_linear_logprobs: `policy.megatron_cfg.use_linear_ce_fusion_loss` of the run.
-        exactly_on_policy: `loss_fn.force_on_policy_ratio` of the run, with which NeMo-RL fills in zeros for
-            the previous log-probabilities: they are not read.
+        exactly_on_policy: `loss_fn.force_on_policy_ratio` of the run, with which NeMo-RL passes zeros as the
+            previous log-probabilities: they are not read.
 
     Raises:
-        ImportError, as `patch` does: NeMo-RL is missing, or of a version this adapter does not know.
-        TypeError: `config` is no configuration.
-        ValueError: the loss needs the entropy.
+        TypeError: `config` is not a configuration.
+        ValueError: the loss needs the entropy, which NeMo-RL does not pass to a loss.
     """
 
     def __init__(
@@ -64,16 +62,16 @@ class PolicyLoss:
     def __call__(
         self, next_token_logprobs: Tensor, data: Any, global_valid_seqs: Tensor, global_valid_toks: Tensor
     ) -> tuple[Tensor, dict[str, float]]:
-        """NeMo-RL's protocol.
+        """Compute the loss by NeMo-RL's protocol.
 
         Args:
             next_token_logprobs: (B, T − 1), differentiable.
             data: `advantages`, `prev_logprobs`, `generation_logprobs`, `token_mask` (B, T), `sample_mask`
                 (B,), and `reference_policy_logprobs` where `config.beta` > 0.
-            global_valid_seqs, global_valid_toks: () counts over the optimiser step.
+            global_valid_seqs, global_valid_toks: () counts over the optimizer step.
 
         Returns:
-            The loss (), and metrics that add up over micro-batches.
+            The loss (), and metrics that NeMo-RL sums over micro-batches.
         """
         mask = data["token_mask"][:, 1:] * data["sample_mask"].unsqueeze(-1)
         generation = data["generation_logprobs"][:, 1:]
@@ -89,7 +87,7 @@ class PolicyLoss:
             ref_logprobs=reference,
             sampler_logprobs=generation,
         )
-        # NeMo-RL adds metrics up, all but the extremes it knows.
+        # NeMo-RL sums all metrics but the minima and maxima that it knows.
         metrics = {
             _NAMES.get(name, name): value.item()
             for name, value in result.metrics.items()
@@ -130,16 +128,16 @@ def hidden_states_to_logprobs(
     cp_group: dist.ProcessGroup | None = None,
     chunk_size: int | None = None,
 ) -> Tensor:
-    """NeMo-RL's `from_parallel_hidden_states_to_logprobs`, same arguments.
+    """Replace `from_parallel_hidden_states_to_logprobs`.
 
     Args:
         tensor_parallel_hidden_states: (T/P, B, H), this rank's positions of P tensor-parallel ranks.
         output_weight_layer: (V/P, H), this rank's rows.
         target: (B, T) token ids, not shifted.
-        runtime_gather_output, chunk_size, vocab_start_index, vocab_end_index: of no effect.
+        runtime_gather_output, chunk_size, vocab_start_index, vocab_end_index: ignored.
 
     Returns:
-        (B, T − 1) float32: of each next token.
+        (B, T − 1) float32, of each next token.
 
     Raises:
         ValueError: context parallelism is on.
@@ -148,8 +146,11 @@ def hidden_states_to_logprobs(
         raise ValueError("fused log-probabilities do not support context parallelism; set its size to 1")
     group = tp_group if dist.get_world_size(tp_group) > 1 else None
     hidden = tensor_parallel_hidden_states
-    if group is not None:
-        hidden = _GatherPositions.apply(hidden, group)
+    if group is not None:  # the head sums the gradient over the ranks, so each keeps its part
+        parts = [torch.empty_like(hidden) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, hidden.detach().contiguous(), group=group)
+        parts[dist.get_rank(group)] = hidden
+        hidden = torch.cat(parts)
     rows = hidden.transpose(0, 1)[:, :-1]
     with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
         return linear_logprob(rows, output_weight_layer, target[:, 1:], process_group=group).logprob
@@ -158,20 +159,5 @@ def hidden_states_to_logprobs(
 def _with_tied_weight(
     hidden: Tensor, layers_own: Tensor | None, output_weight: Tensor, *others: Any, **options: Any
 ) -> Tensor:
-    """As NeMo-RL 0.6 calls it: also with the layer's own weight, which is None where it is tied."""
+    """Take the arguments of NeMo-RL 0.6, among them the layer's own weight, None where it is tied."""
     return hidden_states_to_logprobs(hidden, output_weight, *others, **options)
-
-
-class _GatherPositions(torch.autograd.Function):
-    """(T/P, B, H) of every rank to (T, B, H). The head sums the gradient; each rank takes its part of it."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.rank, ctx.positions = dist.get_rank(group), part.shape[0]
-        parts = [torch.empty_like(part) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(parts, part.contiguous(), group=group)
-        return torch.cat(parts)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient.narrow(0, ctx.rank * ctx.positions, ctx.positions), None

@@ -1,8 +1,7 @@
-"""OpenRLHF: its `Actor`'s log-probabilities and entropies without logits, and our policy loss.
+"""OpenRLHF: log-probabilities and entropies of its `Actor` without logits, and our policy loss.
 
-OpenRLHF works in Ray processes, so `patch` has to run in each. Ray does that when it is started with
-`ray.init(runtime_env={"worker_process_setup_hook": "grpo_fast.integrations.openrlhf.patch"})`, which OpenRLHF
-leaves as it is when `train_ppo_ray` follows in the same process.
+OpenRLHF works in Ray processes, so each of them must call `patch`. Before `train_ppo_ray` start Ray with
+`ray.init(runtime_env={"worker_process_setup_hook": "grpo_fast.integrations.openrlhf.patch"})`.
 """
 
 from __future__ import annotations
@@ -23,15 +22,14 @@ _patch = Replacements()
 
 
 def patch(loss: GRPOLossConfig | None = None) -> None:
-    """Put our head under OpenRLHF's actor. Calling it again replaces the loss.
+    """Replace the head of OpenRLHF's actor by ours. Calling it again replaces the loss.
 
     Args:
-        loss: what `PolicyLoss` computes from now on, whatever its own arguments say; None leaves
-            OpenRLHF's loss alone. Its KL and entropy terms are OpenRLHF's in either case.
+        loss: what `PolicyLoss` computes in place of its own loss. None: OpenRLHF's loss. KL and entropy
+            terms are OpenRLHF's in either case.
 
     Raises:
-        ImportError: OpenRLHF is missing, or of a version this adapter does not know.
-        TypeError: the loss is no configuration.
+        TypeError: the loss is not a configuration.
         ValueError: the loss has terms that OpenRLHF adds itself.
     """
     if loss is not None:
@@ -58,7 +56,7 @@ def _actor_forward(actor: ModuleType, original: Any) -> Any:
         **kwargs: Any,
     ) -> Any:
         options = kwargs | {"return_logprobs": return_logprobs, "return_entropy": return_entropy}
-        if action_mask is None and not return_logprobs:  # the caller wants the logits themselves
+        if action_mask is None and not return_logprobs:  # the caller wants logits
             return original(self, sequences, action_mask, *args, **options)
         labels: list[Tensor] = []  # (1, total) once packed
         unpad = actor.unpad_and_slice_tensor
@@ -96,8 +94,11 @@ def _policy_loss(
     batch_num_tokens: float | None = None,
     global_batch_size: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """OpenRLHF's `PolicyLoss.forward`: loss, share clipped, KL to the old policy and to the sampler, share
-    that the sampler correction left out.
+    """Replace `PolicyLoss.forward`.
+
+    Returns:
+        The loss, the share that was clipped, the KL to the old policy and to the sampler, and the share that
+        the sampler correction changed.
     """
     mask = torch.ones_like(log_probs) if action_mask is None else action_mask
     result = padded_policy_loss(

@@ -1,7 +1,7 @@
 """SkyRL: log-probabilities and entropies of its policy workers without logits, and our policy losses by name.
 
-Import this module in your entry point, before SkyRL starts Ray, and set
-`trainer.algorithm.policy_loss_type=grpo_fast_<name>`. Importing it patches. SkyRL sends the registered
+Import this module in your entry point before SkyRL starts Ray, and set
+`trainer.algorithm.policy_loss_type=grpo_fast_<name>`. The import patches SkyRL. SkyRL sends the registered
 losses to its workers, which import this module to load one. Megatron workers take the losses only.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from grpo_fast.integrations.compat import private
 from grpo_fast.integrations.host import Replacements, entropy_of, logprob_of, scores_for_logits
-from grpo_fast.integrations.losses import local_totals, padded_policy_loss
+from grpo_fast.integrations.losses import averaged_metrics, local_totals, padded_policy_loss
 from grpo_fast.objective import GRPOLossConfig
 from grpo_fast.objective.catalog import CATALOG
 
@@ -29,11 +29,7 @@ _patch = Replacements()
 
 
 def patch() -> None:
-    """Put our head under SkyRL's `HFModelWrapper`, and register our losses. Idempotent.
-
-    Raises:
-        ImportError: SkyRL is missing, or of a version this adapter does not know.
-    """
+    """Put our head under SkyRL's `HFModelWrapper`, and register our losses. Idempotent."""
     wrapper = private("skyrl", "backends.skyrl_train.workers.model_wrapper")
     losses = private("skyrl", "backends.skyrl_train.utils.ppo_utils")
     unpatch()
@@ -55,7 +51,7 @@ def _model_forward(wrapper: ModuleType, original: Any) -> Any:
         bound = signature.bind(self, *args, **kwargs)
         bound.apply_defaults()
         given = bound.arguments
-        if given["enable_sample_support_replay"]:  # it scores over a part of the vocabulary
+        if given["enable_sample_support_replay"]:  # scores over a part of the vocabulary
             return original(self, *args, **kwargs)
         slices: list[Tensor] = []
         slice_inputs = wrapper.ulysses_pad_and_slice_inputs
@@ -85,7 +81,7 @@ def _model_forward(wrapper: ModuleType, original: Any) -> Any:
 
 
 def loss_config(name: str, algorithm: Any) -> GRPOLossConfig:
-    """The loss `name` with the constants of SkyRL's `AlgorithmConfig`."""
+    """Return the loss `name` with the constants of SkyRL's `AlgorithmConfig`."""
     low, high = algorithm.eps_clip_low, algorithm.eps_clip_high
     if name.startswith("dppo"):
         low, high = algorithm.dppo.delta_low, algorithm.dppo.delta_high
@@ -112,7 +108,7 @@ def policy_loss(
     loss_mask: Tensor | None = None,
     rollout_logprobs: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """SkyRL's protocol of a policy loss, but for the name of ours.
+    """Compute the loss `name` by SkyRL's protocol of a policy loss.
 
     Args:
         log_probs, old_log_probs, rollout_logprobs: (B, T).
@@ -133,9 +129,7 @@ def policy_loss(
         advantages=advantages,
         policy_weights=weights,
     )
-    # SkyRL averages what it gets over micro-batches, so extremes are left out.
-    found = {key: value.item() for key, value in result.metrics.items() if not key.endswith(("_min", "_max"))}
-    clipped = found.get("clip_ratio/region_mean", found.get("clip_ratio/high_mean", 0.0))
+    found, clipped = averaged_metrics(result)
     return result.loss, corrections | found | {"clip_ratio": clipped}
 
 

@@ -1,7 +1,7 @@
 """slime: log-probabilities and entropies from Megatron's hidden states, with vocabulary-parallel weights.
 
 Pass `--custom-megatron-init-path grpo_fast.integrations.slime.patch`: slime calls it in each training actor.
-Losses stay slime's. Megatron's output layer then hands hidden states to slime in place of logits.
+Losses stay slime's. Megatron's output layer then passes hidden states to slime in place of logits.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ _patch = Replacements()
 
 
 def patch(args: Any) -> None:
-    """Put our head under slime's log-probabilities. Idempotent.
+    """Compute slime's log-probabilities by our head. Idempotent.
 
     Args:
         args: slime's arguments.
 
     Raises:
-        ImportError: slime is missing, or of a version this adapter does not know.
         ValueError: an option that reads logits.
     """
     losses = private("slime", "backends.megatron_utils.loss")
@@ -51,14 +50,16 @@ def patch(args: Any) -> None:
 
     @functools.wraps(original)
     def forward(self: Any, *inputs: Any, **options: Any) -> Any:
-        layer = getattr(self, "output_layer", None)  # that of the last pipeline stage; a critic's is another
+        layer = getattr(
+            self, "output_layer", None
+        )  # of the last pipeline stage; a critic's has another class
         if not isinstance(layer, ColumnParallelLinear) or options.get("labels") is not None:
             weights.clear()
             return original(self, *inputs, **options)
 
         def hand_over(hidden: Tensor, weight: Tensor | None = None, **_: Any) -> tuple[Tensor, None]:
             weights[:] = [layer.weight if weight is None else weight]
-            if layer.sequence_parallel:  # our head sums the gradient over the ranks
+            if layer.sequence_parallel:  # linear_logprob sums the gradient over the ranks
                 hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
             return hidden, None
 
@@ -87,10 +88,10 @@ def _log_probs_and_entropy(
     log_prob_keep_mask: Tensor | None = None,
     with_entropy_grad: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """slime's `calculate_log_probs_and_entropy`.
+    """Replace slime's `calculate_log_probs_and_entropy`.
 
     Args:
-        hidden: (T, H) float32 where logits (T, V / ranks) would stand, divided by the temperature.
+        hidden: (T, H) float32 in place of logits (T, V / ranks), divided by the temperature.
         tokens: (T,) int64.
 
     Returns:

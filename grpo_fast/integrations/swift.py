@@ -14,11 +14,7 @@ _patch = Replacements()
 
 
 def patch() -> None:
-    """Score tokens with our head in ms-swift's `GRPOTrainer`, padded and padding-free. Idempotent.
-
-    Raises:
-        ImportError: ms-swift is missing, or of a version this adapter does not know.
-    """
+    """Score tokens with our head in ms-swift's `GRPOTrainer`, padded and padding-free. Idempotent."""
     trainer = private("swift", "rlhf_trainers.grpo_trainer").GRPOTrainer
     unpatch()
     score_in_method(_patch, trainer, "_get_logps_via_local_forward")

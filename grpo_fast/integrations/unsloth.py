@@ -1,8 +1,8 @@
-"""Unsloth: our head under the fused log-probabilities of its GRPO, RLOO, DPO, ORPO, CPO and KTO trainers.
+"""Unsloth: the fused log-probabilities of its GRPO, RLOO, DPO, ORPO, CPO and KTO trainers on our head.
 
-Import `unsloth` first, then call `patch()` before the first training step. Losses stay Unsloth's. Where
-Unsloth scores whole logits (top-k, top-p or min-p in the training log-probabilities, a float32 head for vLLM,
-`UNSLOTH_FUSED_LINEAR=0`) it goes on to.
+Import `unsloth` first, then call `patch()` before the first training step. Losses stay Unsloth's. Unsloth
+still scores whole logits with top-k, top-p or min-p in the training log-probabilities, with a float32 head
+for vLLM, and with `UNSLOTH_FUSED_LINEAR=0`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,7 @@ _MODULES = ("unsloth", "Unsloth")  # and the trainers that it writes
 
 
 def patch() -> None:
-    """Compute Unsloth's `fused_linear_logprobs` by `linear_logprob`. Idempotent.
-
-    Raises:
-        ImportError: Unsloth is missing, or of a version this adapter does not know.
-    """
+    """Compute Unsloth's `fused_linear_logprobs` by `linear_logprob`. Idempotent."""
     theirs = private("unsloth_zoo", "fused_losses.fused_linear").fused_linear_logprobs
     if theirs is fused_linear_logprobs:
         return
@@ -55,7 +51,7 @@ def fused_linear_logprobs(
     entropy_requires_grad: bool | None = True,
     **_: Any,
 ) -> Tensor | tuple[Tensor, ...]:
-    """Unsloth's function of that name. Rows per chunk have no effect: no chunk of logits reaches memory.
+    """Replace Unsloth's function of that name. The number of rows per chunk has no effect.
 
     Args:
         hidden: (..., H).
@@ -65,7 +61,7 @@ def fused_linear_logprobs(
 
     Returns:
         Log-probabilities (...) float32 on the device of `hidden`, then each result that is asked for. The
-        mean logit is the one before the temperature.
+        mean logit is not divided by the temperature.
     """
     kept = (targets >= 0) & (targets < len(weight))
     if mask is not None:

@@ -1,8 +1,8 @@
-"""verl: our head under its fused kernels, our policy losses under their names.
+"""verl: our head in place of its fused kernels, and our policy losses by name.
 
 Set `actor_rollout_ref.model.external_lib=grpo_fast.integrations.verl`: verl imports this module in every
-worker, and importing it patches. With `use_fused_kernels=True` both backends, `triton` and `torch`, then run
-on `linear_logprob`, and a loss of our catalogue is `actor.policy_loss.loss_mode=grpo_fast_<name>`.
+worker, and the import patches verl. With `use_fused_kernels=True` both backends, `triton` and `torch`, then
+run `linear_logprob`. `actor.policy_loss.loss_mode=grpo_fast_<name>` chooses one of our losses.
 """
 
 from __future__ import annotations
@@ -10,13 +10,12 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from grpo_fast.integrations.compat import private
 from grpo_fast.integrations.host import Replacements, logprob_and_entropy, rebind
-from grpo_fast.integrations.losses import local_totals, padded_policy_loss
+from grpo_fast.integrations.losses import averaged_metrics, local_totals, padded_policy_loss
 from grpo_fast.objective import GRPOLossConfig
 from grpo_fast.objective.catalog import CATALOG, LOSS_TYPES, Aggregation
 
@@ -33,11 +32,7 @@ _patch = Replacements()
 
 
 def patch() -> None:
-    """Put our head under verl's fused linear cross-entropy, and register our losses. Idempotent.
-
-    Raises:
-        ImportError: verl is missing, or of a version this adapter does not know.
-    """
+    """Replace verl's fused linear cross-entropy by our head, and register our losses. Idempotent."""
     losses = private("verl", "trainer.ppo.core_algos").POLICY_LOSS_REGISTRY
     fused = private("verl", "utils.experimental.torch_functional").FusedLinearForPPO
     kernel = private("verl", f"utils.kernel.{_KERNEL}")
@@ -62,15 +57,15 @@ def fused_linear_cross_entropy(
     reduction: str = "none",
     dist_process_group: dist.ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """verl's `linear_cross_entropy`: log-probabilities and entropies of flattened tokens.
+    """Compute log-probabilities and entropies of flattened tokens, as verl's `linear_cross_entropy` does.
 
     Args:
         hidden: (..., H).
         weight: (V, H), or this rank's rows of it under `dist_process_group`.
         labels: (...) int64.
         reduction: of the log-probabilities: "none", "sum" or "mean".
-        dist_process_group: tensor-parallel ranks. As with verl's kernel, the gradients of `hidden` are to be
-            summed over them by the caller (Megatron's sequence-parallel gather does).
+        dist_process_group: tensor-parallel ranks. As with verl's kernel, the caller sums the gradients of
+            `hidden` over them, as Megatron's sequence-parallel gather does.
 
     Returns:
         Log-probabilities (N,) or () float32, entropies (N,) float32.
@@ -80,8 +75,8 @@ def fused_linear_cross_entropy(
     hidden = hidden.reshape(-1, hidden.shape[-1])
     group = dist_process_group if dist_process_group and dist.get_world_size(dist_process_group) > 1 else None
     if group is not None:
-        hidden = hidden.view_as(hidden)  # the caller's tensor keeps no hook
-        if hidden.requires_grad:  # ranks share the gradient, so that theirs add up to it
+        hidden = hidden.view_as(hidden)  # leaves no hook on the caller's tensor
+        if hidden.requires_grad:  # each rank returns a share of the gradient: the caller adds them up
             hidden.register_hook(lambda gradient: gradient / dist.get_world_size(group))
     options = {"temperature": temperature, "process_group": group}
     logprobs, entropy = logprob_and_entropy(hidden, weight, labels.reshape(-1), **options)
@@ -89,8 +84,8 @@ def fused_linear_cross_entropy(
 
 
 def loss_config(name: str, actor: Any, loss_agg_mode: str, response_length: int) -> GRPOLossConfig:
-    """The loss `name` with the constants of verl's `ActorConfig`, aggregated as verl is told to."""
-    facts = CATALOG[name]
+    """Return the loss `name` with the constants of verl's `ActorConfig` and verl's aggregation."""
+    row = CATALOG[name]
     if loss_agg_mode not in _AGGREGATION:
         raise ValueError(
             f"loss_agg_mode = {loss_agg_mode!r} has no equivalent with loss_mode = '{PREFIX}{name}'; set "
@@ -109,9 +104,9 @@ def loss_config(name: str, actor: Any, loss_agg_mode: str, response_length: int)
         "kl_cov_ratio": actor.policy_loss.kl_cov_ratio,
         "kl_cov_coef": actor.policy_loss.ppo_kl_coef,
     }
-    if facts.choosable_levels[0] == "token":
+    if row.choosable_levels[0] == "token":
         options["delta"] = actor.clip_ratio_c
-    chosen = {field: value for field, value in options.items() if field in facts.fields}
+    chosen = {field: value for field, value in options.items() if field in row.fields}
     if _AGGREGATION[loss_agg_mode] == "constant_length":
         chosen["max_completion_length"] = actor.loss_scale_factor or response_length
     return GRPOLossConfig(loss_type=name, aggregation=_AGGREGATION[loss_agg_mode], **chosen)
@@ -127,7 +122,7 @@ def _policy_loss(
     config: Any = None,
     rollout_is_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """verl's protocol of a policy loss, but for the name of ours."""
+    """Compute the loss `name` by verl's protocol of a policy loss."""
     info = config.global_batch_info
     tokens, sequences = info.get("batch_num_tokens"), info.get("global_batch_size")
     processes = info.get("dp_size", 1)
@@ -147,11 +142,10 @@ def _policy_loss(
     )
     live = response_mask != 0
     kl = (old_log_prob - log_prob.detach()).masked_fill(~live, 0).sum() / live.sum().clamp(min=1)
-    # verl averages what it gets, so extremes are left out.
-    found = {key: value.item() for key, value in result.metrics.items() if not key.endswith(("_min", "_max"))}
+    found, clipped = averaged_metrics(result)
     return result.loss * processes, {f"actor/{key}": value for key, value in found.items()} | {
         "actor/ppo_kl": kl.item(),
-        "actor/pg_clipfrac": found.get("clip_ratio/region_mean", found.get("clip_ratio/high_mean", 0.0)),
+        "actor/pg_clipfrac": clipped,
         "actor/pg_clipfrac_lower": found.get("clip_ratio/delta_mean", 0.0),
     }
 
@@ -159,9 +153,8 @@ def _policy_loss(
 def _fused_linear_for_ppo(
     self: Any, hidden_states: Tensor, vocab_weights: Tensor, input_ids: Tensor, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """verl's `FusedLinearForPPO.forward`, same arguments; both results have the shape of `input_ids`."""
-    labels = input_ids.to(torch.int64)
-    return logprob_and_entropy(hidden_states, vocab_weights, labels, temperature=temperature)
+    """Replace `FusedLinearForPPO.forward`; both results have the shape of `input_ids`."""
+    return logprob_and_entropy(hidden_states, vocab_weights, input_ids.long(), temperature=temperature)
 
 
 patch()

@@ -16,7 +16,7 @@ Rows = dict[str, dict[str, Any]]
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Rows]:
-    """The rows of a run by implementation; those of several settings by the ids of their parameters."""
+    """Run benchmarks; return rows by implementation, of several settings by the ids of their parameters."""
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)  # else nothing is timed
     monkeypatch.setattr("pytest_benchmark.plugin.get_cpu_info", dict)
 

@@ -1,102 +1,115 @@
-"""A host of a known version, the losses it is refused, and attributes that come back."""
+"""What all adapters share: versions of hosts, refused losses, patches that are undone, examples."""
 
 from __future__ import annotations
 
+import runpy
 import sys
+from collections.abc import Callable
+from contextlib import nullcontext
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
+from host_stubs import importable, loaded, private_names, why_missing
 
-from grpo_fast import GRPOLossConfig
+from grpo_fast import GRPOLossConfig, examples
 from grpo_fast.integrations.compat import HOSTS, Host, private
 from grpo_fast.integrations.host import Replacements
 from grpo_fast.integrations.losses import require_loss
 
 
-@pytest.fixture
-def some_host(monkeypatch) -> ModuleType:
-    """A library of version 1.2.3, with a module in which one of the adapter's two names stands."""
-    names = {"inner": ("present", "Class.method")}
-    monkeypatch.setitem(HOSTS, "some_host", Host(">=1.2.3,<1.10", "it is slow", names))
-    module, inner = ModuleType("some_host"), ModuleType("some_host.inner")
-    module.__version__, inner.present, inner.Class = "1.2.3", 1, SimpleNamespace(method=2)
-    monkeypatch.setitem(sys.modules, "some_host", module)
-    monkeypatch.setitem(sys.modules, "some_host.inner", inner)
-    return module
-
-
 @pytest.mark.parametrize(
-    ("version", "fits"),
-    [("1.2.3", True), ("1.9.dev1", True), ("1.2.2", False), ("1.10.0", False), (None, False)],
-)
-def test_a_version_fits_by_whole_parts_and_an_unknown_one_does_not(some_host, version, fits):
-    del some_host.__version__
-    if version is not None:
-        some_host.__version__ = version
-    if fits:
-        assert private("some_host", "inner") is sys.modules["some_host.inner"]
-        return
-    with pytest.raises(ImportError, match=r"install 'some-host>=1\.2\.3,<1\.10'.* until then it is slow"):
-        private("some_host", "inner")
-
-
-def test_a_private_name_that_is_gone_is_told_with_what_is_lost(some_host):
-    del sys.modules["some_host.inner"].Class.method
-    with pytest.raises(ImportError, match=r"some-host 1\.2\.3 lacks a name of inner .*'method'.* it is slow"):
-        private("some_host", "inner")
-
-
-@pytest.mark.parametrize("library", HOSTS)
-def test_an_unknown_version_of_each_host_is_refused_in_one_sentence(library, monkeypatch):
-    module = ModuleType(library)
-    module.__version__ = "0.0.1"
-    monkeypatch.setitem(sys.modules, library, module)
-    host, name = HOSTS[library], {"swift": "ms-swift"}.get(library, library.replace("_", "-"))
-    with pytest.raises(ImportError) as caught:
-        private(library, next(iter(host.names)))
-    assert str(caught.value) == (
-        f"{name} is version 0.0.1, which this adapter does not know: install '{name}{host.versions}', "
-        f"or a newer grpo-fast; until then {host.lost}"
-    )
-
-
-@pytest.mark.parametrize(
-    ("absent", "loss", "kind", "named"),
+    ("version", "method", "refused"),
     [
-        ("reference", GRPOLossConfig("dapo", beta=0.1), ValueError, "beta"),
-        ("entropy", GRPOLossConfig("dapo", entropy_coef=0.1), ValueError, "entropy_coef"),
-        (
-            "sampler",
-            GRPOLossConfig("dapo", sampler_correction="token_mask"),
-            ValueError,
-            "sampler_correction",
-        ),
-        ("reference", "cispo", TypeError, "'cispo'"),
+        ("1.2.3", "method", None),
+        ("1.9.dev1", "method", None),
+        ("1.2.2", "method", r"some-dist is version 1\.2\.2, .*: install 'some-dist>=1\.2\.3,<1\.10'"),
+        ("1.10.0", "method", r"some-dist is version 1\.10\.0"),
+        (None, "method", "some_host cannot be imported .*: install 'some-dist>="),
+        ("1.2.3", "renamed", r"some-dist 1\.2\.3 lacks a name of inner .*'method'"),
     ],
 )
-def test_a_loss_that_needs_what_a_host_does_not_give_is_refused_by_its_field(absent, loss, kind, named):
-    with pytest.raises(kind, match=named):
-        require_loss(loss, "some-host", absent)
+def test_a_host_of_another_version_or_without_a_name_is_refused(version, method, refused, monkeypatch):
+    known = Host(">=1.2.3,<1.10", {"inner": "present Class.method"}, "some-dist")
+    monkeypatch.setitem(HOSTS, "some_host", known)
+    module, inner = ModuleType("some_host"), ModuleType("some_host.inner")
+    inner.present, inner.Class = 1, SimpleNamespace(**{method: 2})
+    if version is not None:
+        module.__version__ = version
+    monkeypatch.setitem(sys.modules, "some_host", module)
+    monkeypatch.setitem(sys.modules, "some_host.inner", inner)
+    if refused is None:
+        assert private("some_host", "inner") is inner
+        return
+    with pytest.raises(ImportError, match=refused):
+        private("some_host", "inner")
+
+
+@pytest.mark.parametrize(
+    ("absent", "options", "named"),
+    [
+        ("reference", {"beta": 0.1}, "beta"),
+        ("entropy", {"entropy_coef": 0.1}, "entropy_coef"),
+        ("sampler", {"sampler_correction": "token_mask"}, "sampler_correction"),
+    ],
+)
+def test_a_loss_that_needs_what_a_host_lacks_is_refused_by_its_field(absent, options, named):
+    with pytest.raises(ValueError, match=named):
+        require_loss(GRPOLossConfig("dapo", **options), "some-host", absent)
+    with pytest.raises(TypeError, match="'cispo'"):
+        require_loss("cispo", "some-host", absent)
     require_loss(GRPOLossConfig("dapo"), "some-host", absent)
 
 
 def test_what_was_replaced_comes_back_and_inheritance_too():
-    class Parent:
-        static = staticmethod(abs)
-
-        def method(self) -> str:
-            return "inherited"
-
-    class Child(Parent):
-        pass
-
-    instance, host, raw = Child(), SimpleNamespace(value=1), vars(Parent)["static"]
+    parent = type("Parent", (), {"static": staticmethod(abs), "method": lambda self: "inherited"})
+    child = type("Child", (parent,), {})
+    instance, raw = child(), vars(parent)["static"]
     with Replacements() as replacements:
-        replacements.replace(Parent, "static", max)
-        replacements.replace(Child, "method", lambda _: "of the class")
+        replacements.replace(parent, "static", max)
+        replacements.replace(child, "method", lambda self: "of the class")
+        replacements.replace(instance, "method", lambda: "once")
         replacements.replace(instance, "method", lambda: "its own")
-        replacements.replace(host, "value", 2)
-        replacements.replace(host, "value", 3)
-        assert (instance.method(), Child().method(), host.value) == ("its own", "of the class", 3)
-    assert host.value == 1 and vars(Parent)["static"] is raw
-    assert instance.method() == "inherited" and not vars(instance) and "method" not in vars(Child)
+        assert (instance.method(), child().method()) == ("its own", "of the class")
+    assert instance.method() == "inherited" and not vars(instance)
+    assert "method" not in vars(child) and vars(parent)["static"] is raw
+
+
+PATCHED_BY_IMPORT = ("skyrl", "verl")
+
+
+@pytest.mark.parametrize(
+    "name", [*PATCHED_BY_IMPORT, "axolotl", "nemo_rl", "openrlhf", "prime_rl", "swift", "trl"]
+)
+def test_a_patch_is_undone_to_the_very_objects(name):
+    with loaded(name) as host:
+        before = private_names(name)
+        for _ in range(2):
+            host.adapter.patch()
+            assert private_names(name) != before
+        host.adapter.unpatch()
+        assert private_names(name) == before
+        assert host.patched_by_import == (name in PATCHED_BY_IMPORT)
+
+
+EXAMPLES: dict[str, tuple[str, Callable[[dict[str, Any], str], Any]]] = {
+    "huggingface_sft": ("", lambda names, printed: "'loss'" in printed),
+    "liger_grpo": ("", lambda names, printed: names["head"].weight.grad.any() and "KL" in printed),
+    "nemo_rl_loss": ("nemo_rl", lambda names, _: names["current"].grad.any()),
+    "openrlhf_actor": ("openrlhf", lambda names, _: names["model"].lm_head.weight.grad.any()),
+    "prime_rl_loss": ("prime_rl", lambda names, _: names["loss"](names["sample"]).loss.isfinite()),
+    "trl_patch": ("trl", lambda names, _: names["trainer"].state.global_step == 4),
+    "trl_trainer": ("trl", lambda names, _: names["trainer"].fallback_reason is None),
+    "verl_losses": ("verl", lambda names, printed: "loss_mode=grpo_fast_dapo" in printed),
+}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_example_runs_as_it_stands(name, tmp_path, monkeypatch, capsys):
+    host, holds = EXAMPLES[name]
+    if host and (reason := why_missing(host)):
+        pytest.skip(reason)
+    monkeypatch.chdir(tmp_path)
+    with importable(host) if host else nullcontext():
+        names = runpy.run_path(f"{examples.__path__[0]}/{name}.py")
+        assert holds(names, capsys.readouterr().out)

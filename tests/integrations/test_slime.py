@@ -1,40 +1,25 @@
-"""slime's log-probabilities of a Megatron model against ours in their place.
-
-The real slime runs here, from a checkout `slime`, on the real Megatron Core.
-"""
+"""slime's log-probabilities of a Megatron model against ours in their place, on the real Megatron Core."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
 from contextlib import nullcontext
-from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from host_stubs import importable, use_checkout
+from host_stubs import importable, why_missing, with_gradients
 from torch import Tensor, multiprocessing
 
-use_checkout("slime", ".")
-if find_spec("slime") is None or find_spec("megatron") is None:
-    pytest.skip(
-        "slime is not importable: pip install --no-deps megatron-core, and set GRPO_FAST_PEER_SOURCES to a "
-        "folder with a checkout slime",
-        allow_module_level=True,
-    )
+if reason := why_missing("slime"):
+    pytest.skip(reason, allow_module_level=True)
 
 VOCABULARY = 52
 ARGS = SimpleNamespace(
-    rollout_temperature=0.7,
-    rollout_top_p=1.0,
-    enable_mtp_training=False,
-    entropy_coef=0.1,
-    log_probs_chunk_size=5,
-    allgather_cp=False,
-    qkv_format="thd",
+    **{"rollout_temperature": 0.7, "rollout_top_p": 1.0, "enable_mtp_training": False, "entropy_coef": 0.1},
+    **{"log_probs_chunk_size": 5, "allgather_cp": False, "qkv_format": "thd"},
 )
 
 
@@ -43,25 +28,18 @@ def gpt(ranks: int, tied: bool) -> Any:
     from megatron.core.transformer import TransformerConfig
 
     sizes = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2}
+    without = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "bias_dropout_fusion": False}
+    without |= {"gradient_accumulation_fusion": False, "tensor_model_parallel_size": ranks}
     torch.manual_seed(3)
-    config = TransformerConfig(
-        **sizes,
-        tensor_model_parallel_size=ranks,
-        use_cpu_initialization=True,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        bias_dropout_fusion=False,
-        gradient_accumulation_fusion=False,
-    )
+    config = TransformerConfig(**sizes, **without, use_cpu_initialization=True)
     spec = gpt_layer_specs.get_gpt_layer_local_spec()
     return GPTModel(config, spec, VOCABULARY, 32, share_embeddings_and_output_weights=tied)
 
 
-def scores(rank: int, ranks: int, tied: bool, port: int, results: Any) -> None:
-    """Compare on each rank, and keep the width of the logits with our head and the largest difference."""
+def scores(rank: int, ranks: int, tied: bool, store: Path, results: Any) -> None:
+    """Compare on each rank; keep the widths of the logits and the largest difference."""
     torch.cuda.current_device = lambda: torch.device("cpu")  # where Megatron puts its buffers
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-    dist.init_process_group("gloo", rank=rank, world_size=ranks)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
     with importable("slime"):
         from megatron.core import mpu
         from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
@@ -74,19 +52,16 @@ def scores(rank: int, ranks: int, tied: bool, port: int, results: Any) -> None:
         model = gpt(ranks, tied)
         generator = torch.Generator().manual_seed(5)
         tokens = torch.randint(VOCABULARY, (1, 12), generator=generator)
-        weights = torch.randn(2, 12, generator=generator)
         widths = []
 
         def evaluate() -> list[Tensor]:
             logits = model(tokens, torch.arange(12)[None], torch.ones(1, 1, 12, 12).triu(1).bool())
             widths.append(logits.shape[-1])
             parts = {"unconcat_tokens": list(tokens[0].split([7, 5])), "total_lengths": [7, 5]}
-            _, found = loss.get_log_probs_and_entropy(
-                logits.float(), args=ARGS, **parts, response_lengths=[4, 3], with_entropy=True
-            )
-            logprobs, entropy = torch.cat(found["log_probs"]), torch.cat(found["entropy"])
-            total = (weights[0, :7] * logprobs).sum() + (weights[1, :7] * entropy).sum()
-            return [logprobs, entropy, *torch.autograd.grad(total, list(model.parameters()))]
+            parts |= {"response_lengths": [4, 3], "with_entropy": True}
+            _, found = loss.get_log_probs_and_entropy(logits.float(), args=ARGS, **parts)
+            scores = [torch.cat(found["log_probs"]), torch.cat(found["entropy"])]
+            return with_gradients(scores, model.parameters())
 
         expected = evaluate()
         adapter.patch(ARGS)
@@ -100,34 +75,19 @@ def scores(rank: int, ranks: int, tied: bool, port: int, results: Any) -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_log_probabilities_entropies_and_gradients_are_the_hosts(ranks, tied, free_port):
+def test_log_probabilities_entropies_and_gradients_are_the_hosts(ranks, tied, tmp_path):
     with multiprocessing.get_context("spawn").Manager() as manager:
         results = manager.dict()
-        arguments = (ranks, tied, free_port, results)
-        multiprocessing.spawn(scores, arguments, nprocs=ranks)
+        multiprocessing.spawn(scores, (ranks, tied, tmp_path / "store", results), nprocs=ranks)
         for widths, apart in results.values():
             assert widths == [VOCABULARY // ranks, 16]
             assert apart < 2e-5
 
 
-@pytest.fixture
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return probe.getsockname()[1]
-
-
-@pytest.fixture
-def adapter() -> Iterator[Any]:
+@pytest.mark.parametrize(("name", "value"), [("rollout_top_p", 0.9), ("enable_mtp_training", True)])
+def test_an_option_that_reads_logits_is_refused_by_its_name(name, value):
     with importable("slime"):
         from grpo_fast.integrations import slime as adapter
 
-        yield adapter
-
-
-@pytest.mark.parametrize(("name", "value"), [("rollout_top_p", 0.9), ("enable_mtp_training", True)])
-def test_an_option_that_reads_logits_is_refused_by_its_name(adapter, name, value):
-    with pytest.raises(ValueError, match=name):
-        adapter.patch(SimpleNamespace(**vars(ARGS) | {name: value}))
+        with pytest.raises(ValueError, match=name):
+            adapter.patch(SimpleNamespace(**vars(ARGS) | {name: value}))

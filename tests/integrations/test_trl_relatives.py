@@ -5,135 +5,106 @@ The real Axolotl and ms-swift run here where they are installed with the TRL tha
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from host_stubs import assert_unchanged_by_patch, loaded, with_gradients
 from torch import Tensor, nn
+from words import assert_same_history, train_words
 
-from grpo_fast.integrations.compat import private
 from grpo_fast.integrations.host import unwrapped
 
 KEPT = 5
-
-
-@contextmanager
-def logits_of(model: nn.Module) -> Iterator[list[int]]:
-    """While open, the width of what each call of the head returns."""
-    widths: list[int] = []
-    hook = (
-        unwrapped(model)
-        .get_output_embeddings()
-        .register_forward_hook(lambda _, inputs, output: widths.append(output.shape[-1]))
-    )
-    yield widths
-    hook.remove()
+STATE = {
+    "temperature": 0.7,
+    "accelerator": SimpleNamespace(unwrap_model=lambda model, **_: model, is_main_process=True),
+    "is_fsdp_enabled": False,
+    "use_liger_kernel": False,
+    "_entropy_bonus_enabled": False,
+    "template": SimpleNamespace(padding_free=False),
+}
+KEEPS = {"model_kwarg_keys": ("logits_to_keep",)}
+BONUS = {"model_kwarg_keys": (), "_entropy_bonus_enabled": True}
+FREE = {"model_kwarg_keys": (), "template": SimpleNamespace(padding_free=True)}
 
 
 @pytest.fixture(params=["axolotl", "swift"])
-def adapter(request: pytest.FixtureRequest) -> Any:
-    modules = {"axolotl": "core.trainers.grpo.trainer", "swift": "rlhf_trainers.grpo_trainer"}
-    try:
-        private(request.param, modules[request.param])
-    except ImportError as error:
-        pytest.skip(str(error))
-    return importlib.import_module(f"grpo_fast.integrations.{request.param}")
+def relative(request: pytest.FixtureRequest) -> Iterator[SimpleNamespace]:
+    with loaded(request.param) as host:
+        yield host
 
 
-@pytest.fixture
-def methods(adapter: Any) -> dict[str, Callable[..., Any]]:
-    """What computes (log-probabilities, entropies) of a host's trainer, by its name."""
-    state = {
-        "temperature": 0.7,
-        "accelerator": SimpleNamespace(unwrap_model=lambda model, **_: model, is_main_process=True),
-        "is_fsdp_enabled": False,
-        "use_liger_kernel": False,
-        "_entropy_bonus_enabled": False,
-        "template": SimpleNamespace(padding_free=False),
-    }
-    keeps = {"model_kwarg_keys": ("logits_to_keep",)}
+def scorers(relative: SimpleNamespace) -> dict[str, Callable[..., Any]]:
+    """Return what computes (log-probabilities, entropies) of a host's trainer, by its name."""
 
     def call(trainer: type, name: str, given: dict[str, Any], *args: Any, **options: Any) -> Any:
         method = getattr(trainer, name)  # looked up here, patched or not
-        return tuple(method(SimpleNamespace(**state | given), *args, **options)[:2])
+        return method(SimpleNamespace(**STATE | given), *args, **options)[:2]
 
-    if adapter.__name__.endswith("swift"):
+    if relative.adapter.__name__.endswith("swift"):
         from swift.rlhf_trainers.grpo_trainer import GRPOTrainer
 
-        def local(model: nn.Module, ids: Tensor, mask: Tensor, given: dict[str, Any]) -> tuple[Tensor, ...]:
+        def local(model: nn.Module, ids: Tensor, mask: Tensor, given: dict[str, Any]) -> Any:
             inputs = {"input_ids": ids, "attention_mask": mask}
             return call(GRPOTrainer, "_get_logps_via_local_forward", given, model, inputs, KEPT, ids, True)
 
         return {
-            "padded": lambda *inputs: local(*inputs, keeps),
-            "padding-free": lambda *inputs: local(
-                *(inputs[0], inputs[1].reshape(1, -1), inputs[2].reshape(1, -1)),
-                {"model_kwarg_keys": (), "template": SimpleNamespace(padding_free=True)},
-            ),
+            "padded": lambda *inputs: local(*inputs, KEEPS),
+            "padding-free": lambda model, *rows: local(model, *(of.reshape(1, -1) for of in rows), FREE),
         }
     from axolotl.core.trainers.grpo.async_trainer import AsyncGRPOTrainer
     from axolotl.core.trainers.grpo.trainer import GRPOTrainer as TRLTrainer
 
-    def run(trainer: type, name: str, given: dict[str, Any], **options: Any) -> Callable[..., Any]:
-        return lambda *inputs: call(trainer, name, given, *inputs, KEPT, batch_size=2, **options)
+    def run(trainer: type, name: str, given: dict[str, Any]) -> Callable[..., Any]:
+        options = {"batch_size": 2, "compute_entropy": True}
+        return lambda *inputs: call(trainer, name, given, *inputs, KEPT, **options)
 
-    scored, bonus = {"compute_entropy": True}, {"model_kwarg_keys": (), "_entropy_bonus_enabled": True}
+    scored = "_get_per_token_logps_and_entropies"
     return {
-        "synchronous": run(TRLTrainer, "_full_logits_logps", keeps, **scored),
-        "with an entropy bonus": run(TRLTrainer, "_full_logits_logps", bonus, **scored),
-        "asynchronous": run(AsyncGRPOTrainer, "_get_per_token_logps_and_entropies", keeps, **scored),
-        "flattened": run(AsyncGRPOTrainer, "_get_per_token_logps_and_entropies_flattened", {}, **scored),
+        "synchronous": run(TRLTrainer, "_full_logits_logps", KEEPS),
+        "with an entropy bonus": run(TRLTrainer, "_full_logits_logps", BONUS),
+        "asynchronous": run(AsyncGRPOTrainer, scored, KEEPS),
+        "flattened": run(AsyncGRPOTrainer, f"{scored}_flattened", {}),
     }
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_each_way_of_scoring_gives_the_hosts_results_and_gradients(
-    adapter, methods, small_model, rng, monkeypatch, family
+    relative, small_model, rng, monkeypatch, family
 ):
-    capped = {"head_dim": 8, "final_logit_softcapping": 2.0} if family == "gemma2" else {}
-    model = small_model(family, attn_implementation="eager", **capped)
+    model = small_model(family, attn_implementation="eager")
     ids, mask = torch.randint(2, 53, (3, 9), generator=rng), torch.ones(3, 9, dtype=torch.long)
     mask[1, 7:] = 0
-    weights = torch.randn(3, KEPT, generator=rng)
     # Axolotl scores under bfloat16, whose rounding would hide a wrong token.
     autocast = torch.autocast
     monkeypatch.setattr(torch, "autocast", lambda device_type, **_: autocast(device_type, enabled=False))
+    widths: list[int] = []
+    head = unwrapped(model).get_output_embeddings()
 
-    def evaluate(score: Callable[..., Any]) -> list[Tensor]:
-        logprobs, entropies = score(model, ids, mask)
-        weight = weights[: len(logprobs)] * mask[: len(logprobs), -KEPT:]
-        loss = (weight * logprobs).sum()
-        if entropies.requires_grad and "bonus" in name:
-            loss = loss + (weight * entropies).sum()
-        gradients = torch.autograd.grad(loss, model.parameters())
-        return [logprobs * weight, entropies.detach() * weight, *gradients]
+    for name, score in scorers(relative).items():
 
-    for name, score in methods.items():
-        adapter.unpatch()
-        expected = evaluate(score)
-        adapter.patch()
-        with logits_of(model) as widths:
-            torch.testing.assert_close(evaluate(score), expected, rtol=1e-4, atol=1e-5, msg=name)
+        def evaluate(score: Any = score, name: str = name) -> list[Tensor]:
+            logprobs, entropies = score(model, ids, mask)
+            live = mask[: len(logprobs), -KEPT:]
+            entropies = entropies if "bonus" in name else entropies.detach()
+            return with_gradients([logprobs * live, entropies * live], model.parameters())
+
+        relative.adapter.unpatch()
+        assert_unchanged_by_patch(relative, evaluate, rtol=1e-4, atol=1e-5)
+        with head.register_forward_hook(lambda _, inputs, output: widths.append(output.shape[-1])):
+            evaluate()
         assert 53 not in widths, name
-    adapter.unpatch()
 
 
 def test_axolotls_trainer_logs_the_same_numbers_of_each_step(model_folder, monkeypatch):
-    trainers = pytest.importorskip("axolotl.core.trainers.grpo.trainer")
-    from axolotl.core.trainers.grpo.args import AxolotlGRPOConfig
-    from words import differences, train_words
+    with loaded("axolotl") as axolotl:
+        from axolotl.core.trainers.grpo.args import AxolotlGRPOConfig
+        from axolotl.core.trainers.grpo.trainer import AxolotlGRPOTrainer
 
-    monkeypatch.setattr("trl.GRPOConfig", AxolotlGRPOConfig)
-
-    from grpo_fast.integrations import axolotl
-
-    expected = train_words(trainers.AxolotlGRPOTrainer, model_folder, "grpo", 3)
-    axolotl.patch()
-    found = train_words(trainers.AxolotlGRPOTrainer, model_folder, "grpo", 3)
-    axolotl.unpatch()
-    apart = differences(found, expected)
-    assert max(apart.values()) < 2e-5, apart
+        monkeypatch.setattr("trl.GRPOConfig", AxolotlGRPOConfig)
+        expected = train_words(AxolotlGRPOTrainer, model_folder, "grpo", 3)
+        axolotl.adapter.patch()
+        assert_same_history(train_words(AxolotlGRPOTrainer, model_folder, "grpo", 3), expected)

@@ -1,4 +1,4 @@
-"""`FastGRPOTrainer` against TRL's own: losses, gradients, metrics, fallbacks, examples."""
+"""`FastGRPOTrainer` against TRL's own: losses, gradients, metrics, fallbacks."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from torch import Tensor
 
 trl = pytest.importorskip("trl", "1.16", reason="pip install --no-deps 'trl~=1.16.0'")
 
-from datasets import Dataset  # noqa: E402
-from transformers import PreTrainedTokenizerFast, set_seed  # noqa: E402
 from trl.trainer import utils  # noqa: E402
-from words import differences, small_words, train_words  # noqa: E402
+from words import GROUPED, assert_same_history, make_trainer, train_words  # noqa: E402
 
 from grpo_fast.integrations.losses import LOSS_TYPES  # noqa: E402
 from grpo_fast.integrations.trl import FastGRPOTrainer, patched  # noqa: E402
 
-NOISE = 2e-5
 
-
-@pytest.mark.parametrize(("loss_type", "lora"), [("grpo", True), ("dapo", False)])
-def test_steps_of_training_are_the_same(loss_type, lora, model_folder):
-    """Gradient accumulation over two micro-batches, two optimiser steps a generation, KL, clipping."""
-    run = {"folder": model_folder, "loss_type": loss_type, "steps": 3, "lora": lora}
-    theirs = train_words(trl.GRPOTrainer, **run)
-    ours = [train_words(FastGRPOTrainer, **run)]
+@pytest.mark.parametrize(
+    ("loss_type", "options"),
+    [
+        ("grpo", {"lora": True}),
+        ("dapo", {}),
+        ("dapo", {"torch_compile": True, "torch_compile_backend": "aot_eager"}),
+        ("dapo", {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}),
+    ],
+    ids=["lora", "plain", "compiled", "checkpointed"],
+)
+def test_steps_of_training_are_the_same(loss_type, options, model_folder):
+    """Gradient accumulation over two micro-batches, two optimizer steps a generation, KL, clipping."""
+    run, lora = (model_folder, loss_type, 3), options.get("lora", False)
+    theirs = train_words(trl.GRPOTrainer, *run, lora=lora)
+    assert_same_history(train_words(FastGRPOTrainer, *run, **options), theirs)
     if lora:
         with patched():
-            ours.append(train_words(trl.GRPOTrainer, **run))
-
-    assert len(theirs) == 3
-    for history in ours:
-        gaps = differences(theirs, history)
-        assert max(gaps.values()) < NOISE, gaps
+            assert_same_history(train_words(trl.GRPOTrainer, *run, lora=True), theirs)
 
 
 def test_a_second_iteration_needs_no_scoring_before_the_first(model_folder, monkeypatch):
@@ -49,46 +49,21 @@ def test_a_second_iteration_needs_no_scoring_before_the_first(model_folder, monk
 
     monkeypatch.setattr(trl.GRPOTrainer, "_get_per_token_logps_and_entropies", counting)
     options = {"num_iterations": 2, "steps_per_generation": 2, "beta": 0.0}
-    kinds = trl.GRPOTrainer, FastGRPOTrainer
-    histories = [train_words(kind, model_folder, "dapo", steps=4, **options) for kind in kinds]
-
-    assert max(differences(*histories).values()) < NOISE
+    kinds = FastGRPOTrainer, trl.GRPOTrainer
+    assert_same_history(*(train_words(kind, model_folder, "dapo", steps=4, **options) for kind in kinds))
     assert scored == {trl.GRPOTrainer: 2, FastGRPOTrainer: 0}  # two generations
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"torch_compile": True, "torch_compile_backend": "aot_eager"},
-        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
-    ],
-    ids=["compiled", "checkpointed"],
-)
-def test_a_compiled_or_checkpointed_model_trains_as_a_plain_one(model_folder, options):
-    plain, wrapped = (
-        train_words(FastGRPOTrainer, model_folder, "dapo", steps=2, **given) for given in ({}, options)
-    )
-
-    assert max(differences(plain, wrapped).values()) < NOISE
-
-
-def trainer_of(kind: type, folder: Path, output: Path, **options: Any) -> Any:
-    options |= {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 6}
-    options |= {"gradient_accumulation_steps": 2, "steps_per_generation": 4}
-    set_seed(3)
-    built = kind(
-        model=str(folder),
-        reward_funcs=small_words,
-        args=trl.GRPOConfig(output_dir=str(output), use_cpu=True, bf16=False, report_to=[], **options),
-        train_dataset=Dataset.from_list([{"prompt": "w1"}] * 4),
-        processing_class=PreTrainedTokenizerFast.from_pretrained(folder),
+def trainer_of(kind: type, folder: Path, **options: Any) -> Any:
+    built = make_trainer(
+        kind, folder, [{"prompt": "w1"}] * 4, **GROUPED | {"max_completion_length": 6} | options
     )
     built.current_gradient_accumulation_steps = 2
     return built
 
 
 def results_of(trainer: Any, inputs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Loss, metrics and the loss while evaluating; gradients."""
+    """Return the loss, the metrics and the loss in evaluation mode, and gradients."""
     trainer.model.train()
     loss = trainer.compute_loss(trainer.model, dict(inputs))
     loss.backward()
@@ -117,34 +92,42 @@ def batch(rng: torch.Generator) -> dict[str, Any]:
     }
 
 
-def compare(folder: Path, output: Path, inputs: dict[str, Any], options: dict[str, Any]) -> Any:
-    """Our trainer, after its loss, metrics and gradients were found to be TRL's."""
-    theirs, their_gradients = results_of(trainer_of(trl.GRPOTrainer, folder, output, **options), inputs)
-    mine, before = trainer_of(FastGRPOTrainer, folder, output, **options), dict(vars(utils))
+def compare(folder: Path, inputs: dict[str, Any], options: dict[str, Any]) -> str | None:
+    """Compare loss, metrics and gradients with TRL's; return our trainer's `fallback_reason`."""
+    theirs, their_gradients = results_of(trainer_of(trl.GRPOTrainer, folder, **options), inputs)
+    mine, before = trainer_of(FastGRPOTrainer, folder, **options), dict(vars(utils))
     ours, our_gradients = results_of(mine, inputs)
     assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5, nan_ok=True)
     torch.testing.assert_close(our_gradients, their_gradients, rtol=1e-3, atol=1e-5)
     assert vars(utils) == before  # TRL's names are its own again
-    return mine
+    return mine.fallback_reason
+
+
+SEQUENCE = {"importance_sampling_level": "sequence"}
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "reason"),
     [
-        {"loss_type": "grpo", "importance_sampling_level": "sequence", "beta": 0.0},
-        {"loss_type": "grpo", "importance_sampling_level": "sequence", "use_bias_correction_kl": False},
-        {"loss_type": "dapo", "delta": 1.5, "epsilon": 0.1, "epsilon_high": 0.3},
-        {"loss_type": "bnpo", "top_entropy_quantile": 0.4},
-        {"loss_type": "grpo", "off_policy_mask_threshold": 0.05},
-        {"loss_type": "dr_grpo", "temperature": 0.6},
-        {"loss_type": "cispo", "cast_lm_head_to_fp32": True, "epsilon_high": 2.0},
+        ({"loss_type": "grpo", **SEQUENCE, "beta": 0.0}, None),
+        ({"loss_type": "grpo", **SEQUENCE, "use_bias_correction_kl": False}, None),
+        ({"loss_type": "dapo", "delta": 1.5, "epsilon": 0.1, "epsilon_high": 0.3}, None),
+        ({"loss_type": "bnpo", "top_entropy_quantile": 0.4}, None),
+        ({"loss_type": "grpo", "off_policy_mask_threshold": 0.05}, None),
+        ({"loss_type": "dr_grpo", "temperature": 0.6}, None),
+        ({"loss_type": "cispo", "cast_lm_head_to_fp32": True, "epsilon_high": 2.0}, None),
+        ({"entropy_coef": 0.01}, "the entropy bonus"),
+        ({"loss_type": "cispo", **SEQUENCE, "beta": 0.0}, "importance_sampling_level"),
+        ({**SEQUENCE}, "use_bias_correction_kl"),
+        ({"delta": 1.1}, "delta = 1.1"),
     ],
     ids=str,
 )
-def test_loss_metrics_and_gradients_of_a_batch_are_trls(options, model_folder, tmp_path, batch):
-    mine = compare(model_folder, tmp_path, batch, {"beta": 0.1} | options)
+def test_a_batch_has_trls_loss_metrics_and_gradients(options, reason, model_folder, batch, caplog):
+    found = compare(model_folder, batch, {"beta": 0.1} | options)
 
-    assert mine.fallback_reason is None
+    assert found is None if reason is None else found.startswith(reason)
+    assert ("FastGRPOTrainer uses TRL's own loss: " + (reason or "") in caplog.text) == bool(reason)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +135,7 @@ def test_loss_metrics_and_gradients_of_a_batch_are_trls(options, model_folder, t
     [*((name, "token") for name in LOSS_TYPES), ("vespo", None), ("luspo", "sequence")],
 )
 def test_tools_empty_completions_and_a_samplers_ratio_enter_as_in_trl(
-    loss_type, ratio, model_folder, tmp_path, batch, monkeypatch, rng
+    loss_type, ratio, model_folder, batch, monkeypatch, rng
 ):
     batch["tool_mask"] = torch.ones(4, 6, dtype=torch.int64)
     batch["tool_mask"][0, 2:4] = batch["tool_mask"][2] = 0
@@ -170,41 +153,15 @@ def test_tools_empty_completions_and_a_samplers_ratio_enter_as_in_trl(
         monkeypatch.setattr(trl.GRPOTrainer, "__init__", with_sampler)
 
     options = {"loss_type": loss_type, "beta": 0.1, "epsilon_high": 1.2}
-    mine = compare(model_folder, tmp_path, batch, options)
+    reason = compare(model_folder, batch, options)
 
-    assert (mine.fallback_reason is None) == (ratio is None or loss_type != "vespo")
+    assert (reason is None) == (ratio is None or loss_type != "vespo")
 
 
-def test_a_batch_without_any_token_trains_nothing(model_folder, tmp_path, batch):
+def test_a_batch_without_any_token_trains_nothing(model_folder, batch):
     batch |= {"completion_mask": torch.zeros(4, 6, dtype=torch.int64), "num_items_in_batch": torch.tensor(0)}
 
-    results, gradients = results_of(trainer_of(FastGRPOTrainer, model_folder, tmp_path), batch)
+    results, gradients = results_of(trainer_of(FastGRPOTrainer, model_folder), batch)
 
     assert results["loss"] == 0
     assert not any(gradient is not None and gradient.any() for gradient in gradients.values())
-
-
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"entropy_coef": 0.01}, "the entropy bonus"),
-        ({"loss_type": "cispo", "importance_sampling_level": "sequence"}, "importance_sampling_level"),
-        ({"beta": 0.1, "importance_sampling_level": "sequence"}, "use_bias_correction_kl"),
-        ({"delta": 1.1}, "delta = 1.1"),
-    ],
-)
-def test_what_we_do_not_compute_runs_through_trls_own_loss(
-    options, reason, model_folder, tmp_path, batch, caplog
-):
-    mine = compare(model_folder, tmp_path, batch, options)
-
-    assert mine.fallback_reason.startswith(reason)
-    assert f"FastGRPOTrainer uses TRL's own loss: {reason}" in caplog.text
-
-
-@pytest.mark.parametrize("name", ["trl_patch", "trl_trainer"])
-def test_the_example_trains_as_it_stands(name, run_example):
-    names, _ = run_example(name)
-
-    assert names["trainer"].state.global_step == 4
-    assert getattr(names["trainer"], "fallback_reason", None) is None

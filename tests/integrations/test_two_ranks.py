@@ -6,14 +6,12 @@ import os
 import random
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
-from host_stubs import use_checkout
+from host_stubs import why_missing
 
-use_checkout("nemo_rl", ".")
 HERE = Path(__file__).resolve().parent
-HOSTS = ["huggingface", *(host for host in ("trl", "verl", "nemo_rl") if find_spec(host))]
+HOSTS = ["huggingface", *(host for host in ("trl", "verl", "nemo_rl") if not why_missing(host))]
 
 
 def test_two_ranks_give_the_gradients_of_one(model_folder, tmp_path, seed):

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import tempfile
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from host_stubs import assert_unchanged_by_patch, with_gradients
 from torch import Tensor
 
 if find_spec("unsloth") is None or find_spec("unsloth_zoo") is None:
@@ -21,6 +23,7 @@ from unsloth_zoo.rl_replacements import grpo_chunked_hidden_states_logprobs
 
 from grpo_fast.integrations import unsloth as adapter
 
+HOST = SimpleNamespace(adapter=adapter)
 RESULTS = ("return_entropy", "return_mean_logits", "return_log_sum_sq_probs", "return_is_top1")
 
 
@@ -42,42 +45,28 @@ def head(rng: torch.Generator) -> dict[str, Tensor]:
     ],
 )
 def test_every_result_and_gradient_is_the_hosts(head, rng, options):
-    targets = torch.randint(50, (3, 7), generator=rng)
+    targets, mask = torch.randint(50, (3, 7), generator=rng), torch.rand(3, 7, generator=rng) < 0.8
     targets[0, 0] = -100
-    mask, upstream = torch.rand(3, 7, generator=rng) < 0.8, torch.randn(2, 3, 7, generator=rng)
 
-    def evaluate() -> list[Tensor]:
-        asked: dict[str, Any] = dict.fromkeys(RESULTS, True)
-        out = fused_linear.fused_linear_logprobs(
-            head["hidden"], head["weight"], targets, bias=head["bias"], mask=mask, **asked, **options
-        )
-        loss = (out[0] * upstream[0]).sum() + (out[1] * upstream[1]).sum()
-        return [*out, *torch.autograd.grad(loss, list(head.values()))]
+    def evaluate() -> list[Any]:
+        given = {"bias": head["bias"], "mask": mask, **dict.fromkeys(RESULTS, True), **options}
+        out = fused_linear.fused_linear_logprobs(head["hidden"], head["weight"], targets, **given)
+        return [*out, *with_gradients(out[:2], head.values()), *(value.requires_grad for value in out)]
 
-    expected = evaluate()
-    adapter.patch()
-    adapter.patch()
+    assert_unchanged_by_patch(HOST, evaluate, rtol=1e-4, atol=1e-5)
     assert fused_linear.fused_linear_logprobs is adapter.fused_linear_logprobs
-    found = evaluate()
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-    assert [value.requires_grad for value in found[:5]] == [value.requires_grad for value in expected[:5]]
     adapter.unpatch()
     assert fused_linear.fused_linear_logprobs is not adapter.fused_linear_logprobs
 
 
 def test_the_grpo_trainers_scorer_runs_on_our_head(head, rng, monkeypatch):
-    targets, upstream = torch.randint(50, (3, 7), generator=rng), torch.randn(3, 7, generator=rng)
-    calls = []
+    targets, ours, calls = torch.randint(50, (3, 7), generator=rng), adapter.linear_logprob, []
+    monkeypatch.setattr(adapter, "linear_logprob", lambda *a, **o: calls.append(1) or ours(*a, **o))
 
     def evaluate() -> list[Tensor]:
-        logprobs = grpo_chunked_hidden_states_logprobs(
-            head["hidden"], head["weight"], targets, temperature=0.9, logit_softcapping=4.0
-        )
-        return [logprobs, *torch.autograd.grad((logprobs * upstream).sum(), [head["hidden"], head["weight"]])]
+        rows = head["hidden"], head["weight"]
+        options = {"temperature": 0.9, "logit_softcapping": 4.0}
+        return with_gradients([grpo_chunked_hidden_states_logprobs(*rows, targets, **options)], rows)
 
-    expected = evaluate()
-    ours = adapter.linear_logprob
-    monkeypatch.setattr(adapter, "linear_logprob", lambda *a, **o: calls.append(1) or ours(*a, **o))
-    adapter.patch()
-    torch.testing.assert_close(evaluate(), expected, rtol=1e-4, atol=1e-5)
+    assert_unchanged_by_patch(HOST, evaluate, rtol=1e-4, atol=1e-5)
     assert calls

@@ -1,111 +1,54 @@
-"""verl's own fused head and policy losses against ours in their place.
-
-The real verl runs here; what it imports beside (ray, tensordict, ...) is stubbed where it is not installed.
-"""
+"""verl's own fused head and policy losses against ours in their place."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from host_stubs import importable
+from host_stubs import assert_unchanged_by_patch, with_gradients
 from torch import Tensor
 
 from grpo_fast.groups.advantages import group_advantages
 from grpo_fast.objective.catalog import CATALOG
 
-if find_spec("verl") is None:
-    pytest.skip("verl is not installed", allow_module_level=True)
-
-
-@pytest.fixture(scope="module")
-def verl() -> Iterator[SimpleNamespace]:
-    """The adapter, and verl's own functions as they are without it."""
-    with importable("verl"):
-        from verl.models.transformers import dense_common
-        from verl.trainer.ppo import core_algos
-        from verl.utils.experimental import torch_functional
-        from verl.utils.kernel import linear_cross_entropy
-
-        before = torch_functional.FusedLinearForPPO.forward, linear_cross_entropy.linear_cross_entropy
-        import grpo_fast.integrations.verl as adapter
-
-        yield SimpleNamespace(
-            adapter=adapter,
-            dense=dense_common,
-            algos=core_algos,
-            fused=torch_functional,
-            kernel=linear_cross_entropy,
-            before=before,
-        )
-        adapter.unpatch()
-        del sys.modules["grpo_fast.integrations.verl"]
-
-
-def rows(rng: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-    hidden = torch.randn(3, 7, 16, generator=rng, dtype=torch.float64, requires_grad=True)
-    weight = torch.randn(53, 16, generator=rng, dtype=torch.float64, requires_grad=True)
-    return hidden, weight, torch.randint(0, 53, (3, 7), generator=rng)
-
-
-def gradients(outputs: tuple[Tensor, Tensor], leaves: tuple[Tensor, ...]) -> list[Tensor]:
-    logprobs, entropy = (output.flatten().double() for output in outputs)
-    scale = torch.linspace(-1, 2, logprobs.numel(), dtype=torch.float64)
-    loss = (scale * logprobs).sum() + (scale.flip(0) * entropy).sum()
-    return [logprobs.detach(), entropy.detach(), *torch.autograd.grad(loss, leaves)]
-
-
-def test_importing_the_adapter_patches_and_unpatching_restores(verl):
-    forward, kernel = verl.before
-    assert verl.kernel.linear_cross_entropy is verl.adapter.fused_linear_cross_entropy
-    assert verl.fused.FusedLinearForPPO.forward is not forward
-
-    verl.adapter.unpatch()
-    assert verl.kernel.linear_cross_entropy is kernel
-    assert verl.fused.FusedLinearForPPO.forward is forward
-    assert not [name for name in verl.algos.POLICY_LOSS_REGISTRY if name.startswith("grpo_fast_")]
-
-    verl.adapter.patch()
-    verl.adapter.patch()
-    assert verl.algos.get_policy_loss_fn("grpo_fast_dapo")
-
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_the_fused_head_is_verls_own(verl, rng, temperature):
-    hidden, weight, labels = rows(rng)
-    module = verl.fused.FusedLinearForPPO(chunk_size=5)
-    forward, _ = verl.before
-    expected = gradients(forward(module, hidden, weight, labels, temperature), (hidden, weight))
+@pytest.mark.parametrize("kernel", ["FusedLinearForPPO", "linear_cross_entropy"])
+def test_the_fused_head_is_verls_own(host, rng, temperature, kernel):
+    hidden = torch.randn(3, 7, 16, generator=rng, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(53, 16, generator=rng, dtype=torch.float64, requires_grad=True)
+    batch = hidden, weight, torch.randint(0, 53, (3, 7), generator=rng), temperature
+    module = host.torch_functional.FusedLinearForPPO(chunk_size=5)
 
-    found = module(hidden, weight, labels, temperature)
-    assert found[0].shape == found[1].shape == labels.shape
+    def evaluate() -> list[Tensor]:
+        patched = host.linear_cross_entropy.linear_cross_entropy is host.adapter.fused_linear_cross_entropy
+        if patched and kernel == "linear_cross_entropy":  # whose Triton needs a GPU
+            logprobs, entropy = host.linear_cross_entropy.linear_cross_entropy(*batch, "none")
+            assert logprobs.shape == (21,)
+            for reduction in ("sum", "mean"):
+                reduced, _ = host.linear_cross_entropy.linear_cross_entropy(*batch, reduction)
+                torch.testing.assert_close(reduced, getattr(logprobs, reduction)())
+        else:
+            logprobs, entropy = module(*batch)
+            assert logprobs.shape == entropy.shape == (3, 7)
+        return with_gradients([logprobs.double().view(21), entropy.double().view(21)], [hidden, weight])
+
     # verl rounds float64 logits of size 20 or so to float32, and entropies weigh the error by as much again.
-    rounding = {"rtol": 1e-4, "atol": 2e-4}
-    torch.testing.assert_close(gradients(found, (hidden, weight)), expected, **rounding)
-
-    kernel = verl.kernel.linear_cross_entropy(hidden, weight, labels, temperature, "none")
-    assert kernel[0].shape == (21,)
-    torch.testing.assert_close(gradients(kernel, (hidden, weight)), expected, **rounding)
-    for reduction in ("sum", "mean"):
-        reduced, _ = verl.kernel.linear_cross_entropy(hidden, weight, labels, temperature, reduction)
-        torch.testing.assert_close(reduced, getattr(kernel[0], reduction)())
+    assert_unchanged_by_patch(host, evaluate, rtol=1e-4, atol=2e-4)
     with pytest.raises(ValueError, match="reduction"):
-        verl.kernel.linear_cross_entropy(hidden, weight, labels, 1.0, "max")
+        host.linear_cross_entropy.linear_cross_entropy(*batch, "max")
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_a_model_under_verls_forward_returns_our_numbers(verl, rng, small_model, backend):
-    model = small_model()
-    ids = torch.randint(0, 53, (2, 6), generator=rng)
+def test_a_model_under_verls_forward_returns_our_numbers(host, rng, small_model, backend):
+    host.adapter.patch()
+    model, ids = small_model(), torch.randint(0, 53, (2, 6), generator=rng)
     logits = model(ids).logits / 0.8
     expected = logits.log_softmax(-1).gather(-1, ids.roll(-1, 1)[..., None])[..., 0]
 
-    forward = getattr(verl.dense, f"forward_with_{backend}_backend")
+    forward = getattr(host.dense_common, f"forward_with_{backend}_backend")
     found = forward(model, input_ids=ids, temperature=0.8, return_dict=True)
 
     torch.testing.assert_close(found.log_probs.reshape(2, 6), expected, rtol=1e-4, atol=1e-5)
@@ -114,25 +57,19 @@ def test_a_model_under_verls_forward_returns_our_numbers(verl, rng, small_model,
 
 
 def covariance(**changes: float) -> dict[str, SimpleNamespace]:
-    """verl's `policy_loss` section with its defaults."""
+    """Return verl's `policy_loss` section, with its defaults."""
     values = {"clip_cov_ratio": 2e-4, "clip_cov_lb": 1.0, "clip_cov_ub": 5.0}
     values |= {"kl_cov_ratio": 2e-4, "ppo_kl_coef": 0.1}
     return {"policy_loss": SimpleNamespace(**values | changes)}
 
 
 def actor(**changes: Any) -> SimpleNamespace:
-    """The fields of verl's `ActorConfig` that a policy loss reads, with verl's defaults."""
+    """Return the fields of verl's `ActorConfig` that a policy loss reads, with verl's defaults."""
     values = {"clip_ratio": 0.2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.28, "clip_ratio_c": 3.0}
     values |= {"tau_pos": 1.0, "tau_neg": 1.05, "loss_scale_factor": None, "global_batch_info": {}}
     result = SimpleNamespace(**values | covariance() | changes)
     result.get = lambda name, default=None: getattr(result, name, default)
     return result
-
-
-def arguments(padded: SimpleNamespace) -> dict[str, Tensor]:
-    mask, advantages = padded.mask, padded.advantages
-    named = {"old_log_prob": padded.old, "log_prob": padded.new}
-    return {**named, "advantages": advantages, "response_mask": mask}
 
 
 SEQUENCES = "seq-mean-token-mean"
@@ -156,30 +93,37 @@ HOST_LOSSES: dict[str, tuple[str, str, dict[str, Any]]] = {  # verl's loss, its 
 }
 
 
+@pytest.fixture
+def batch(host: SimpleNamespace, padded: SimpleNamespace) -> dict[str, Tensor]:
+    """What verl gives a policy loss of ours, which is registered; all log-probabilities are below zero."""
+    host.adapter.patch()
+    new = (padded.new.detach() - 2.5).requires_grad_()
+    given = {"old_log_prob": padded.old - 2.5, "log_prob": new}
+    return given | {"advantages": padded.advantages, "response_mask": padded.mask}
+
+
 @pytest.mark.parametrize("info", [{}, STEP], ids=["own counts", "two ranks"])
 @pytest.mark.parametrize("name", HOST_LOSSES)
-def test_a_policy_loss_is_verls_own(verl, rng, padded, monkeypatch, name, info):
-    host, aggregation, constants = HOST_LOSSES[name]
-    config = actor(**{"global_batch_info": info, **constants})
-    padded.old, padded.new = padded.old - 2.5, (padded.new.detach() - 2.5).requires_grad_()  # below zero
-    batch = arguments(padded)
-    monkeypatch.setattr(verl.algos, "ActorConfig", SimpleNamespace)  # whose __init__ wants the whole of verl
-    plain = host in ("vanilla", "sapo")  # the others take weights of sequences, or measure something else
+def test_a_policy_loss_is_verls_own(host, rng, batch, monkeypatch, name, info):
+    theirs, aggregation, constants = HOST_LOSSES[name]
+    monkeypatch.setattr(
+        host.core_algos, "ActorConfig", SimpleNamespace
+    )  # whose __init__ wants the whole of verl
+    plain = theirs in ("vanilla", "sapo")  # the others take weights of sequences, or measure something else
     weights = torch.rand(4, 9, generator=rng, dtype=torch.float64) if plain else None
+    options = {"loss_agg_mode": aggregation, "rollout_is_weights": weights}
+    options |= {"config": actor(**{"global_batch_info": info, **constants})}
 
     results = []
-    for mode in (host, f"grpo_fast_{name}"):
+    for mode in (theirs, f"grpo_fast_{name}"):
         torch.manual_seed(0)  # clip_cov draws
-        loss, metrics = verl.algos.get_policy_loss_fn(mode)(
-            **batch, loss_agg_mode=aggregation, config=config, rollout_is_weights=weights
-        )
-        results.append((loss, torch.autograd.grad(loss, batch["log_prob"])[0], metrics))
+        loss, metrics = host.core_algos.get_policy_loss_fn(mode)(**batch, **options)
+        results.append((loss, *torch.autograd.grad(loss, batch["log_prob"]), metrics))
 
-    (loss, gradient, metrics), (our_loss, our_gradient, our_metrics) = results
+    (*expected, metrics), (*found, our_metrics) = results
     # verl adds 1e-8 to some denominators.
-    torch.testing.assert_close(our_loss, loss, rtol=1e-6, atol=1e-8)
-    torch.testing.assert_close(our_gradient, gradient, rtol=1e-6, atol=1e-8)
-    for metric in ["actor/ppo_kl"] * plain + ["actor/pg_clipfrac"] * (host == "vanilla"):
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-8)
+    for metric in ["actor/ppo_kl"] * plain + ["actor/pg_clipfrac"] * (theirs == "vanilla"):
         assert our_metrics[metric] == pytest.approx(metrics[metric], abs=1e-6)
     assert all(isinstance(value, float) for value in our_metrics.values())
 
@@ -193,28 +137,30 @@ def test_a_policy_loss_is_verls_own(verl, rng, padded, monkeypatch, name, info):
         ("reinforce_plus_plus_baseline", {}, {"scale_rewards": "whiten"}),
     ],
 )
-def test_advantages_are_verls(estimator, theirs, ours, verl, rng):
+def test_advantages_are_verls(estimator, theirs, ours, host, rng):
     rewards = torch.randn(4, 3, generator=rng, dtype=torch.float64)
     lengths = torch.randint(1, 13, (4, 3), generator=rng)
     mask = (torch.arange(12) < lengths.view(-1, 1)).double()
     last = torch.nn.functional.one_hot(lengths.view(-1) - 1, 12) * rewards.view(-1, 1)
 
-    function = getattr(verl.algos, f"compute_{estimator}_outcome_advantage")
+    function = getattr(host.core_algos, f"compute_{estimator}_outcome_advantage")
     expected, _ = function(last, mask, torch.arange(4).repeat_interleave(3).tolist(), **theirs)
 
     found = group_advantages(rewards, lengths=lengths, **ours).advantages
     torch.testing.assert_close(found.view(-1, 1) * mask, expected)
 
 
-def test_every_loss_of_the_catalogue_is_registered_and_differentiable(verl, padded):
-    padded.advantages[~padded.mask] = torch.nan  # never read
+def test_every_loss_of_the_catalog_is_registered_and_differentiable(host, batch):
+    masked = ~batch["response_mask"]
+    batch["advantages"][masked] = torch.nan  # never read
     for name in CATALOG:
-        batch = arguments(padded)
-        loss, _ = verl.algos.get_policy_loss_fn(f"grpo_fast_{name}")(
+        loss, _ = host.core_algos.get_policy_loss_fn(f"grpo_fast_{name}")(
             **batch, loss_agg_mode="seq-mean-token-mean", config=actor()
         )
         (gradient,) = torch.autograd.grad(loss, batch["log_prob"])
-        assert gradient.isfinite().all() and not gradient[~batch["response_mask"]].any(), name
+        assert gradient.isfinite().all() and not gradient[masked].any(), name
+    host.adapter.unpatch()
+    assert not [name for name in host.core_algos.POLICY_LOSS_REGISTRY if name.startswith("grpo_fast_")]
 
 
 @pytest.mark.parametrize(
@@ -222,12 +168,7 @@ def test_every_loss_of_the_catalogue_is_registered_and_differentiable(verl, padd
     [("token-sum", {}, r"actor\.loss_agg_mode"), ("token-mean", {"dp_size": 2}, "batch_num_tokens")],
     ids=["an unknown aggregation", "several ranks without counts of the step"],
 )
-def test_what_would_divide_by_the_wrong_count_is_refused(verl, padded, aggregation, info, named):
-    compute = verl.algos.get_policy_loss_fn("grpo_fast_dapo")
+def test_what_would_divide_by_the_wrong_count_is_refused(host, batch, aggregation, info, named):
+    compute = host.core_algos.get_policy_loss_fn("grpo_fast_dapo")
     with pytest.raises(ValueError, match=named):
-        compute(**arguments(padded), loss_agg_mode=aggregation, config=actor(global_batch_info=info))
-
-
-def test_the_example_runs_as_it_stands(verl, run_example):
-    names, printed = run_example("verl_losses")
-    assert names["out"].log_probs.shape == names["ids"].shape and "loss_mode=grpo_fast_dapo" in printed
+        compute(**batch, loss_agg_mode=aggregation, config=actor(global_batch_info=info))

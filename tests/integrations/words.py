@@ -1,9 +1,8 @@
-"""A tiny model of words, and TRL's trainers on it: what they log of each step, and how far apart two are."""
+"""A tiny model of words, TRL's trainers on it, and a comparison of what they log."""
 
 from __future__ import annotations
 
 import itertools
-import math
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,6 +26,11 @@ from transformers import (
 WORDS = 64
 SEED = 7
 _NUMBERS = "^(?!.*(time|per_second|flos))"  # names of what is the algorithm's
+GROUPED: dict[str, Any] = {  # of GRPOConfig
+    **{"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "steps_per_generation": 4},
+    **{"num_generations": 4, "model_init_kwargs": {"dtype": "float32"}},
+}
+History = list[dict[str, float]]
 
 
 def save_words(folder: Path) -> None:
@@ -50,58 +54,70 @@ def small_words(completions: list[str], **_: Any) -> list[float]:
     return [sum(1.0 - int(word[1:]) / WORDS for word in row) / 8 for row in words]
 
 
-def train_words(
-    kind: Callable[..., Any], folder: Path, loss_type: str, steps: int, *, lora: bool = False, **options: Any
-) -> list[dict[str, float]]:
-    """Return what a trainer with TRL's interface logs of each step, on the model saved there.
+def make_trainer(
+    kind: Callable[..., Any],
+    folder: Path,
+    rows: Sequence[dict[str, Any]],
+    config: Callable[..., Any] | None = None,
+    lora: bool = False,
+    **options: Any,
+) -> Any:
+    """Make a trainer of TRL's interface on the model saved there; `options` are its configuration's."""
+    import trl
 
-    16 completions of up to 8 words a generation, two micro-batches a step, two steps a generation, KL, a clip
-    range that is reached; from the same weights, prompts and seed as any other. `options` are GRPOConfig's.
-    """
-    from trl import GRPOConfig
-
-    usual = {
-        **{"save_strategy": "no", "report_to": [], "disable_tqdm": True, "logging_steps": 1, "bf16": False},
-        **{"max_steps": steps, "use_cpu": not torch.cuda.is_available(), "loss_type": loss_type},
-        **{"beta": 0.05, "epsilon": 0.05, "epsilon_high": 0.08, "learning_rate": 3e-3, "seed": SEED},
-        **{"max_completion_length": 8, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2},
-        **{"steps_per_generation": 4, "num_generations": 4, "model_init_kwargs": {"dtype": "float32"}},
-    }
-    prompts = [f"w{i} w{(7 * i) % 50}" + " w3" * (i % 4) for i in range(48)]
+    config = config or trl.GRPOConfig
+    usual = {"save_strategy": "no", "report_to": [], "disable_tqdm": True, "logging_steps": 1, "bf16": False}
+    usual |= {"output_dir": tempfile.gettempdir(), "use_cpu": not torch.cuda.is_available(), "seed": SEED}
     set_seed(SEED)
-    with tempfile.TemporaryDirectory() as output:
-        trainer = kind(
-            model=str(folder),
-            reward_funcs=small_words,
-            args=GRPOConfig(output_dir=output, **usual | options),
-            # With a fingerprint, because some versions of pyarrow cannot be hashed.
-            train_dataset=Dataset(InMemoryTable.from_pydict({"prompt": prompts}), fingerprint="prompts"),
-            processing_class=AutoTokenizer.from_pretrained(folder),
-            peft_config=LoraConfig(r=8, target_modules="all-linear") if lora else None,
-        )
-        trainer.remove_callback(PrinterCallback)
-        generate, generated = trainer.model.generate, itertools.count(SEED + 1)
+    trainer = kind(
+        model=str(folder),
+        **({"reward_funcs": small_words} if hasattr(config, "num_generations") else {}),
+        args=config(**usual | options),
+        # With a fingerprint, because some versions of pyarrow cannot be hashed.
+        train_dataset=Dataset(InMemoryTable.from_pylist(rows), fingerprint="rows"),
+        processing_class=AutoTokenizer.from_pretrained(folder),
+        **({"peft_config": LoraConfig(r=8, target_modules="all-linear")} if lora else {}),
+    )
+    trainer.remove_callback(PrinterCallback)
+    return trainer
 
-        def seeded(*args: Any, **kwargs: Any) -> Tensor:
-            result = generate(*args, **kwargs)
-            torch.manual_seed(next(generated))  # TRL shuffles next
-            return result
 
-        trainer.model.generate = seeded
-        trainer.train()
+def train(trainer: Any) -> History:
+    """Train; return what is logged of each step."""
+    trainer.train()
     return [entry for entry in trainer.state.log_history if "loss" in entry]
 
 
-def differences(a: Sequence[dict[str, float]], b: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Return the largest difference of each number that two histories log, relative where it is above one.
+def train_words(
+    kind: Callable[..., Any], folder: Path, loss_type: str, steps: int, **options: Any
+) -> History:
+    """Train the model saved there with a GRPO trainer; return what it logs of each step.
 
-    What one of them lacks at a step is infinitely far.
+    16 completions of up to 8 words a generation, two micro-batches a step, two steps a generation, KL, a clip
+    range that is reached; from the same weights, prompts and seed as any other.
     """
+    usual = GROUPED | {"max_steps": steps, "loss_type": loss_type, "max_completion_length": 8}
+    usual |= {"beta": 0.05, "epsilon": 0.05, "epsilon_high": 0.08, "learning_rate": 3e-3}
+    rows = [{"prompt": f"w{i} w{(7 * i) % 50}" + " w3" * (i % 4)} for i in range(48)]
+    trainer = make_trainer(kind, folder, rows, **usual | options)
+    generate, generated = trainer.model.generate, itertools.count(SEED + 1)
+
+    def seeded(*args: Any, **kwargs: Any) -> Tensor:
+        result = generate(*args, **kwargs)
+        torch.manual_seed(next(generated))  # TRL shuffles next
+        return result
+
+    trainer.model.generate = seeded
+    return train(trainer)
+
+
+def assert_same_history(found: History, expected: History, noise: float = 2e-5) -> None:
+    """Compare all numbers that two trainers log, but times; relatively where a number is above one."""
     import pandas
 
-    mine, other = (pandas.DataFrame(history, dtype=float).filter(regex=_NUMBERS) for history in (a, b))
-    alone = {*mine} ^ {*other}
-    assert not alone, f"{sorted(alone)} is logged by one trainer only"
-    apart = (mine - other).abs() / mine.abs().clip(lower=1)
-    both_lack = mine.isna() & other.isna()
-    return apart.where(~both_lack, 0.0).fillna(math.inf).max().to_dict()
+    mine, other = (pandas.DataFrame(of, dtype=float).filter(regex=_NUMBERS) for of in (found, expected))
+    assert {*mine} == {*other} and len(mine) == len(other) > 0
+    other = other[mine.columns]
+    assert mine.isna().equals(other.isna())
+    apart = ((mine - other).abs() / mine.abs().clip(lower=1)).fillna(0).max()
+    assert (apart < noise).all(), apart.to_dict()

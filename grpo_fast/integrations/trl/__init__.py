@@ -1,10 +1,7 @@
 """TRL's trainers on our head.
 
-`patch()` puts `linear_logprob` under the fused LM head of GRPO, RLOO, DPO, KTO and SFT. `FastGRPOTrainer`, a
-`trl.GRPOTrainer`, goes further; it is looked up on first use, since it loads TRL's trainers.
-
-Raises:
-    ImportError: TRL is missing, or of a version whose fused LM head is not known.
+`patch()` computes the fused LM head of GRPO, RLOO, DPO, KTO and SFT by `linear_logprob`. `FastGRPOTrainer`, a
+`trl.GRPOTrainer`, also computes the loss. It is imported on first use, since it loads TRL's trainers.
 """
 
 from grpo_fast.config.lookup import lazy_names

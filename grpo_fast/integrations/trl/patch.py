@@ -1,8 +1,7 @@
-"""`linear_logprob` under the LM head that TRL's trainers share, in one line, and undone in one.
+"""Replace the fused LM head that TRL's trainers share by `linear_logprob`.
 
-GRPO, RLOO, DPO, KTO and SFT project hidden states to log-probabilities by one fused LM head. Its model
-forward looks two names up in `trl.trainer.utils` on every call: the head's function, and whether to hand it
-only the rows that are scored.
+TRL's model forward looks up two names in `trl.trainer.utils` on every call: the head's function, and whether
+to pass it only the rows that are scored.
 """
 
 from __future__ import annotations
@@ -34,13 +33,13 @@ _patch = Replacements()
 
 
 def replace_head(head: Any) -> Replacements:
-    """Lets TRL's trainers call `head.apply` as they would call their autograd function's, until closed."""
+    """Let TRL's trainers call `head.apply` in place of their autograd function's, until closed."""
     replacements = Replacements()
     replacements.replace(utils, "_ChunkedLogProbFunction", head)
     triton_devices = utils._use_triton
 
     def scores_live_rows_only(device: torch.device) -> bool:
-        # TRL scores every row on CPU too; nothing is recompiled there when their number changes.
+        # On a CPU, TRL scores every row; ours does not recompile when their number changes.
         return device.type == "cpu" or triton_devices(device)
 
     replacements.replace(utils, "_use_triton", scores_live_rows_only)
@@ -48,28 +47,25 @@ def replace_head(head: Any) -> Replacements:
 
 
 def patch() -> None:
-    """Makes every TRL trainer of this process score its tokens with `grpo_fast.linear_logprob`.
-
-    Trainers that exist already are included. Calling it again changes nothing.
-    """
+    """Make every TRL trainer of this process, old or new, score tokens by `linear_logprob`. Idempotent."""
     unpatch()
     _patch.enter_context(replace_head(FusedHead))
 
 
 def unpatch() -> None:
-    """Gives TRL its own objects back. Without a `patch` before it changes nothing."""
+    """Undo `patch`, if it was called."""
     _patch.close()
 
 
 @contextmanager
 def patched() -> Iterator[None]:
-    """`patch` for as long as the block runs; one that was in force before stays."""
+    """Patch while the block runs; an earlier `patch` stays."""
     with replace_head(FusedHead):
         yield
 
 
 class FusedHead:
-    """Called as TRL calls `ChunkedLogProbFunction`, with the same five results."""
+    """Replaces `ChunkedLogProbFunction`: the same arguments and five results."""
 
     @staticmethod
     def apply(
@@ -83,18 +79,17 @@ class FusedHead:
         logit_scale: float = 1.0,
         outputs: tuple[str, ...] = tuple(_OUTPUTS),
     ) -> HeadResults:
-        """Log-probability, entropy, log Σ p², mean logit and whether the target is the argmax.
+        """Compute log-probability, entropy, log Σ p², mean logit and whether the target is the argmax.
 
-        A result that is not among `outputs` is None. The first two are differentiable. Of several largest
-        logits each is the argmax. TRL counts the first only; to know which that is would take a second
-        pass over the head, and among float32 logits only equal rows of the head tie.
+        A result that is not among `outputs` is None. The first two are differentiable. Where several logits
+        are the largest, each of them is the argmax, in TRL only the first.
 
         Args:
             hidden: (N, H); logits are computed from its dtype, or autocast's, into float32.
             weight: (V, H).
             bias: (V,).
             targets: (N,) int64.
-            chunk_size: of no effect: no tile of logits reaches memory.
+            chunk_size: ignored.
         """
         wanted = tuple(ours for theirs, ours in _OUTPUTS.items() if theirs in outputs)
 
@@ -118,10 +113,10 @@ class FusedHead:
 
 
 class _BackwardGathered(torch.autograd.Function):
-    """`score(hidden, weight, bias)`, whose backward runs with weight and bias gathered again.
+    """Compute `score(hidden, weight, bias)`; its backward runs with weight and bias gathered again.
 
-    By then ZeRO-3 has taken the weight away: the graph remembers the parameter, not its entries, so it is
-    enough that the entries are back when the graph is walked.
+    ZeRO-3 frees them after the forward. The graph refers to the parameters, so it is enough that their
+    entries are back during the backward.
     """
 
     @staticmethod

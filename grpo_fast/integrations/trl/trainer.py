@@ -1,4 +1,4 @@
-"""`trl.GRPOTrainer` whose loss is known in the forward, on the rows that have one."""
+"""A `trl.GRPOTrainer` that computes its loss inside the model's forward."""
 
 from __future__ import annotations
 
@@ -27,20 +27,18 @@ private("trl", "trainer.grpo_trainer")
 
 TRLBatch = dict[str, Tensor | Any]
 _PER_TOKEN = ("old_per_token_logps", "ref_per_token_logps", "tool_mask")
-TokenScores = tuple[
-    Tensor | None, Tensor | None, Tensor | None
-]  # log-probabilities, entropies, auxiliary loss
+TokenScores = tuple[Tensor | None, ...]  # log-probabilities, entropies, auxiliary loss
 
 
 class FastGRPOTrainer(GRPOTrainer):
-    """`trl.GRPOTrainer` with the same arguments, numbers and metrics, and less work.
+    """A faster `trl.GRPOTrainer` with the same arguments, results and metrics.
 
-    The loss is computed inside the model's forward by `linear_grpo_loss`, on packed live rows; rows without
-    gradient cost nothing in the backward. Log-probabilities that the coming training forward finds anyway are
-    not computed beforehand. Metrics are TRL's own code on our log-probabilities.
+    `linear_grpo_loss` computes the loss inside the model's forward, on packed live rows. Log-probabilities
+    that the training forward finds anyway are not computed beforehand. Metrics are TRL's own code on our
+    log-probabilities.
 
-    What `linear_grpo_loss` does not compute as TRL does runs through TRL's own loss on our head instead;
-    `fallback_reason` says why, and a warning says it once. It is None where nothing falls back.
+    Where `linear_grpo_loss` does not compute the loss as TRL does, TRL's own loss runs on our head.
+    `fallback_reason` then has the reason, which is logged once; otherwise it is None.
     """
 
     args: GRPOConfig
@@ -61,14 +59,14 @@ class FastGRPOTrainer(GRPOTrainer):
             add_loss_to_forward(model.get_base_model() if isinstance(model, PeftModel) else model)
 
     def _loss_of_arguments(self) -> GRPOLossConfig:
-        """Raises ValueError, with the reason, where TRL's loss must be computed by TRL."""
+        """Return our configuration of the loss; raise ValueError where TRL must compute it."""
         by_sequence = self.importance_sampling_level == "sequence"
         learns_prompt = isinstance(self.model, PeftModel) and self.model.active_peft_config.is_prompt_learning
         reasons = {
             "the entropy bonus is a mean over each micro-batch": self._entropy_bonus_enabled,
             "the load-balancing loss of a mixture of experts is TRL's": self.aux_loss_enabled,
             "a multimodal batch is cut up by TRL": isinstance(self.processing_class, ProcessorMixin),
-            "prompt learning puts tokens of its own before the batch's": learns_prompt,
+            "prompt learning inserts virtual tokens before the batch's": learns_prompt,
             "top_entropy_quantile < 1 takes its threshold over all processes": (
                 self.top_entropy_quantile < 1 and self.accelerator.num_processes > 1
             ),
@@ -81,7 +79,7 @@ class FastGRPOTrainer(GRPOTrainer):
             "vespo takes the sampler's ratio into the weight of a sequence": (
                 self.loss_type == "vespo" and self._corrects_sampler
             ),
-            "DeepSpeed ZeRO-3 takes the head's weight away before the backward": is_deepspeed_zero3_enabled(),
+            "DeepSpeed ZeRO-3 frees the head's weight before the backward": is_deepspeed_zero3_enabled(),
         }
         for reason, holds in reasons.items():
             if holds:
@@ -105,15 +103,15 @@ class FastGRPOTrainer(GRPOTrainer):
 
     @property
     def _old_is_known_at_first_use(self) -> bool:
-        """Whether TRL would score the completions beforehand, to find what training finds itself.
+        """Whether the training forward yields the old log-probabilities that TRL would compute beforehand.
 
-        A micro-batch trained on before the optimiser's next step is exactly on-policy: its training forward
-        yields the old log-probabilities, for this use and for later iterations over the same completions.
+        It does where a micro-batch is trained on before the optimizer's next step, exactly on-policy. Later
+        iterations over the same completions use them, too.
         """
         accumulated = self.args.gradient_accumulation_steps
         generated = present(self.args.steps_per_generation)
         trl_scores = accumulated % (generated * self.num_iterations) != 0
-        # The sampler's correction is made of the old log-probabilities before the loss is: TRL's pass stays.
+        # TRL's correction of the sampler needs the old log-probabilities before the loss.
         return trl_scores and accumulated % generated == 0 and not self._corrects_sampler
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> TRLBatch:
@@ -127,7 +125,7 @@ class FastGRPOTrainer(GRPOTrainer):
         self, model: torch.nn.Module, *args: Any, **kwargs: Any
     ) -> TokenScores:
         if self._skip_old_pass:
-            # The first pass after generation is for the old log-probabilities; the reference's follows.
+            # The first pass after generation computes the old log-probabilities, the next the reference's.
             self._skip_old_pass = False
             return None, None, None
         forward = model if self._loss_at_head is None else self._loss_at_head.forward_of(model)
@@ -144,12 +142,12 @@ class FastGRPOTrainer(GRPOTrainer):
             generated = present(self.args.steps_per_generation) if training else 1
             scale = step_scale(self.loss_type, inputs, self.accelerator.num_processes, accumulated, generated)
             self._loss_at_head = LossAtHead(inputs, self._loss_config, scale)
-            # Tokens of tools are not scored: zero, which must meet zero in the metrics.
+            # Tokens of tools are not scored: their log-probabilities are zero, here and in the metrics.
             live = live_tokens(inputs) != 0
             names = inputs.keys() & {"old_per_token_logps", "ref_per_token_logps"}
             given = inputs | {name: torch.where(live, inputs[name], 0) for name in names}
         try:
-            # It also makes the model's inputs and records metrics, which stay TRL's.
+            # TRL makes the model's inputs and records the metrics.
             loss = super()._compute_loss(model, given)
             if self._loss_at_head is not None:
                 loss = present(self._loss_at_head.loss)
@@ -161,22 +159,21 @@ class FastGRPOTrainer(GRPOTrainer):
 
 
 class LossAtHead:
-    """Takes the place of TRL's head for one forward; afterwards `loss` holds the loss.
+    """Replaces TRL's head for one forward; afterwards `loss` holds the loss.
 
-    A plain class: wrappers that rebuild dataclasses among a forward's arguments would lose the result.
+    Not a dataclass: wrappers rebuild those among a forward's arguments, which would lose the result.
     """
 
     def __init__(self, inputs: TRLBatch, config: GRPOLossConfig, scale: Tensor | float) -> None:
-        """`inputs` are TRL's batch; for `scale` see `step_scale`."""
         self.loss: Tensor | None = None
         self._inputs, self._config, self._scale = inputs, config, scale
 
     def forward_of(self, model: torch.nn.Module) -> Callable[..., Any]:
-        """The model's forward, with its head replaced by this; see `add_loss_to_forward`."""
+        """Return the model's forward with this in place of its head; see `add_loss_to_forward`."""
 
         def forward(**inputs: Any) -> Any:
             output = model(**inputs, loss_at_head=self)
-            self.loss = output.loss  # as the model's wrappers hand it out
+            self.loss = output.loss  # with the hooks of the model's wrappers
             return output
 
         return forward
@@ -184,7 +181,7 @@ class LossAtHead:
     def apply(
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *options: Any
     ) -> HeadResults:
-        """As `FusedHead.apply`, but without gradient: the loss, which has one, goes to `self.loss`."""
+        """Do as `FusedHead.apply`, without gradients, and keep the loss, which has them."""
         temperature, _, softcap, logit_scale, _ = options
         given, live = self._inputs, self._inputs["completion_mask"] != 0
         packed = {name: given[name].detach()[live] for name in _PER_TOKEN if given.get(name) is not None}
@@ -214,7 +211,7 @@ class LossAtHead:
 
 
 def live_tokens(inputs: TRLBatch) -> Tensor:
-    """(B, T): the completion tokens that TRL's loss counts."""
+    """Return the mask (B, T) of the completion tokens that TRL's loss counts."""
     mask = inputs["completion_mask"]
     return mask * inputs["tool_mask"] if "tool_mask" in inputs else mask
 
@@ -222,12 +219,12 @@ def live_tokens(inputs: TRLBatch) -> Tensor:
 def step_scale(
     loss_type: str, inputs: TRLBatch, processes: int, accumulated: int, generated: int
 ) -> Tensor | float:
-    """From the mean over a micro-batch to TRL's normaliser over the optimiser's step.
+    """Return the factor from the mean over a micro-batch to TRL's normalizer over the optimizer step.
 
     Args:
-        processes: whose gradients are averaged.
+        processes: their gradients are averaged.
         accumulated: micro-batches of a step, per process.
-        generated: micro-batches of a generation, per process: what `num_items_in_batch` counts the tokens of.
+        generated: micro-batches of a generation, per process, whose tokens `num_items_in_batch` counts.
     """
     if loss_type not in TOKEN_MEANS:
         return 1 / accumulated
@@ -236,19 +233,15 @@ def step_scale(
 
 
 def add_loss_to_forward(model: torch.nn.Module) -> None:
-    """Lets `model(..., loss_at_head=LossAtHead(...))` return its loss as the output's `loss`.
+    """Let `model(..., loss_at_head=LossAtHead(...))` return its loss as the output's `loss`.
 
-    Inside the forward, so that DDP's, FSDP's and PEFT's wrappers see the loss as they see any other output.
-
-    Args:
-        model: one that TRL has given its fused LM head.
+    DDP's, FSDP's and PEFT's wrappers then treat the loss as any other output. TRL must have added its fused
+    LM head to the model before.
     """
     scored_forward = model.forward
 
     @functools.wraps(scored_forward)
-    def forward(
-        self: torch.nn.Module, *args: Any, loss_at_head: LossAtHead | None = None, **kwargs: Any
-    ) -> Any:
+    def forward(_: torch.nn.Module, *args: Any, loss_at_head: LossAtHead | None = None, **kwargs: Any) -> Any:
         if loss_at_head is None:
             return scored_forward(*args, **kwargs)
         with replace_head(loss_at_head):
