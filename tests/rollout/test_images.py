@@ -119,5 +119,5 @@ def test_on_a_cpu_vllm_is_not_given_images_whose_tokens_see_each_other(
     monkeypatch.setattr(settings, "find_spec", lambda name: name)
     require_vision(architecture, on_gpu=False, images=False)
     require_vision(architecture, on_gpu=True, images=True)
-    with pytest.raises(ValueError, match=r"gemma\d all of it: set rollout\.engine"):
+    with pytest.raises(ValueError, match=r"gemma\d in both directions: set rollout\.engine"):
         require_vision(architecture, on_gpu=False, images=True)

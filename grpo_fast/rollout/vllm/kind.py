@@ -1,4 +1,4 @@
-"""vLLM's row of the table of engines: what it needs, without importing it."""
+"""vLLM's row of the table of engines, without an import of vLLM."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class VLLMKind(EngineKind):
     def needs(self, config: RolloutConfig) -> None:
         if config.max_batch_tokens is not None:
             raise ValueError(
-                f"rollout.max_batch_tokens = {config.max_batch_tokens} is not read by rollout.engine = "
-                "'vllm'; set rollout.vllm.kv_cache_gib instead"
+                f"rollout.max_batch_tokens = {config.max_batch_tokens}: rollout.engine = 'vllm' ignores it; "
+                "set rollout.vllm.kv_cache_gib instead"
             )
         require_vllm()
         if config.router_replay and (problem := experts_problem()):
@@ -45,7 +45,6 @@ class VLLMKind(EngineKind):
     def weights(self, config: RolloutConfig, trained: Trained) -> Weights:
         adapters = trained.adapted and keeps_adapters(config.vllm, trained)
         shared = sharing_obstacle(config.vllm, trained) is None
-        # Sent are the weights or, with adapters beside them, what never comes again.
         return Weights(shared, sent=not shared and not adapters, adapters=adapters)
 
     def sleeps(self, config: RolloutConfig, on_gpu: bool) -> bool:

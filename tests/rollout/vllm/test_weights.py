@@ -261,8 +261,8 @@ class Loaded(nn.Module):
 @pytest.mark.parametrize(
     ("fault", "reason"),
     [
-        (None, "weight has memory of its own"),
-        ("latent", "derives other weights"),
+        (None, "a copy of weight"),
+        ("latent", "derives weights"),
         ("scaled", "weight is not loaded by plain copies"),
         ("repacked", "weight is repacked after loading"),
         ("moved", "weight is repacked after vLLM's own reload"),
@@ -363,7 +363,7 @@ def test_after_every_sync_it_computes_what_the_policy_computes(
     with running_vllm(saved_model(), **options) as (engine, policy):
         way = "adapter" if "adapter" in name else "shared" if name == "shared" else "direct"
         assert engine._sync.way == way, engine._sync.reason
-        assert ("(beside a base of its own in full precision, for " in caplog.text) == ("copy" in name)
+        assert ("(with its own base in full precision, as " in caplog.text) == ("copy" in name)
         packed = [weight for weight in policy.model.parameters() if hasattr(weight, "quant_state")]
         kept = [(weight.clone(), weight.quant_state.absmax.clone()) for weight in packed]
         if name == "4 bits, adapter":
@@ -399,7 +399,7 @@ def require_own_tensors(engine: Any, packed: list[Any], told: str) -> None:
     used = [part.data_ptr() for module in model.modules() for part in vars(module).get("parts", ())]
     assert sorted(used) == sorted(weight.data_ptr() for weight in packed)
     assert not any(weight.numel() for name, weight in model.named_parameters() if "proj.weight" in name)
-    assert "adapter (beside the 4-bit base of the policy); its log-probabilities are " in told
+    assert "adapter (with the 4-bit base of the policy); its log-probabilities are " in told
 
 
 LINEAR = LORA.model_copy(update={"target_modules": ["in_proj", "q_proj", "k_proj", "v_proj", "o_proj"]})
