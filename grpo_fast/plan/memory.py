@@ -11,7 +11,6 @@ import torch
 
 from grpo_fast.config.rollout import Part
 from grpo_fast.config.schema import TrainConfig
-from grpo_fast.distributed.shards import BUCKET
 from grpo_fast.head.plan import Workload, plan_head
 from grpo_fast.kernels import TILE
 from grpo_fast.plan.devices import CUDA_CONTEXT, GIB, DeviceBudget
@@ -143,8 +142,8 @@ def _update(setup: Setup, sizes: StepSizes, engine: Mapping[str, int]) -> dict[s
     # Offloaded state visits the device: of one tensor, while the last one leaves and the next one arrives.
     visiting = {"optimizer": 8 * shape.largest_three, "master": 4 * shape.largest_three}
     step = held | {part: min(held[part], visiting[part] // ranks) for part in away}
-    if ranks > 1 and not setup.sharded:  # rows of the summed gradients, and a bucket
-        step["exchange"] = 4 * shape.trained // ranks + max(2 * BUCKET, 4 * shape.largest_three)
+    if ranks > 1 and not setup.sharded:  # rows of the summed gradients, and a padded tensor
+        step["exchange"] = 4 * shape.trained // ranks + 4 * shape.largest_three
     return max(_with_overheads(setup, backward), _with_overheads(setup, step), key=lambda p: sum(p.values()))
 
 

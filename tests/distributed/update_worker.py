@@ -16,7 +16,6 @@ from fork import fork
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from grpo_fast.config.schema import TrainConfig
-from grpo_fast.distributed import shards
 from grpo_fast.distributed.shards import local
 from grpo_fast.distributed.world import SINGLE_PROCESS, World
 from grpo_fast.loop.collect import to_train
@@ -140,7 +139,6 @@ def main(world: World, folder: str) -> None:
     toy = json.loads((Path(folder) / "toy.json").read_text())
     check_balance(toy, f"{folder}/mixture", world)
     draw = random.Random(toy["seed"])
-    shards.BUCKET = draw.choice([1, shards.BUCKET])  # a tensor alone, or many
     for name in draw.sample([*CASES], 3):
         check(name, toy, f"{folder}/untied", world)
 
