@@ -18,7 +18,6 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from grpo_fast.rollout.batch import Batch
 
 DROP_BELOW = 0.9  # finished rows leave the batch when its unfinished share is below this
-WORTH_SHARING = 16  # tokens of a common prefix that is prefilled separately, at least
 _ARGUMENTS = {"attention_mask", "position_ids", "logits_to_keep"}
 
 
@@ -64,19 +63,13 @@ class _Decoder:
     def prefill(self, prompts: Sequence[Sequence[int]], owners: Tensor) -> Tensor:
         """Prefill U prompts, copy the cache for `owners` (R,), and return (R, V) logits."""
         device = self.model.device
-        common = 0 if any(self.cache.is_sliding) else common_length(prompts)
-        if common:
-            # The cache becomes [common prefix | padding | rest].
-            ids = torch.tensor([prompts[0][:common]], device=device)
-            self._forward(ids, torch.arange(common, device=device)[None])
-            self.cache.batch_repeat_interleave(len(prompts))
         longest = max(map(len, prompts))
         pads = torch.tensor([longest - len(prompt) for prompt in prompts])
-        ids = torch.tensor([[0] * (longest - len(p)) + list(p[common:]) for p in prompts], device=device)
-        real = (torch.arange(longest - common) >= pads[:, None]).to(device)
-        positions = common + (real.cumsum(-1) - 1).clamp(min=0)
+        ids = torch.tensor([[0] * (longest - len(p)) + list(p) for p in prompts], device=device)
+        real = (torch.arange(longest) >= pads[:, None]).to(device)
+        positions = (real.cumsum(-1) - 1).clamp(min=0)
         if pads.any():
-            self.mask = torch.cat([real.new_ones(len(prompts), common), real], 1)
+            self.mask = real
         self.positions = positions[:, -1:]
         logits = self._forward(ids, positions)
         if len(owners) > len(prompts):
@@ -110,12 +103,3 @@ class _Decoder:
             logits_to_keep=last,
         )
         return output.logits[:, -1]
-
-
-def common_length(prompts: Sequence[Sequence[int]]) -> int:
-    """Return the length of the common prefix, without any prompt's last token; 0 if it is short."""
-    ordered = sorted(map(tuple, prompts))
-    first, last = ordered[0], ordered[-1]  # all prompts share the prefix of these two
-    limit = min(map(len, prompts)) - 1
-    common = next((i for i in range(limit) if first[i] != last[i]), limit)
-    return common if len(prompts) > 1 and common >= WORTH_SHARING else 0

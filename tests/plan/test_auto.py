@@ -64,7 +64,7 @@ def test_a_cpu_takes_constants_and_what_is_set_by_hand_stays(toy: dict[str, Any]
     assert preference.model.gradient_checkpointing is False
     mlp = own["model"] | {"gradient_checkpointing": "mlp", "dtype": "float32"}
     set_by_hand = TrainConfig.model_validate(toy | {"model": mlp})
-    assert resolve_auto(set_by_hand) == set_by_hand.with_sampler(draws_with_policy=True)
+    assert resolve_auto(set_by_hand) == set_by_hand
 
 
 def test_a_gpu_takes_the_planners_choice_and_what_is_set_stays(
@@ -94,22 +94,6 @@ def test_the_engine_that_is_installed_is_the_one_planned_for(
     found = resolve_auto(auto_run(toy))
 
     assert (found.rollout.engine, found.rollout.vllm.max_sequences) == ("auto", None)
-
-
-def test_the_samplers_correction_is_shown_for_the_run_and_each_stage(
-    toy: dict[str, Any], memory: Any
-) -> None:
-    memory(10**9)
-    own = {"cut": {"rollout": {"top_p": 0.9}}, "vespo": {"loss": {"loss_type": "vespo"}}, "as the run": {}}
-    own |= {"method": {"method": "dr_grpo"}}
-    stages = [{"name": name, "steps": 1, "overrides": overrides} for name, overrides in own.items()]
-    stages[0]["steps"] = 3
-
-    found = resolve_auto(auto_run(toy, stages=stages))
-
-    assert found.loss.sampler_correction == "sequence_mask"
-    in_force = [stage.config.loss.sampler_correction for stage in resolve_stages(found)]
-    assert in_force == ["none", "token_truncate", "sequence_mask", "sequence_mask"]
 
 
 def test_keys_and_values_hold_the_longest_question_of_evaluation(toy: dict[str, Any], memory: Any) -> None:

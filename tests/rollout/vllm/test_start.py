@@ -18,8 +18,7 @@ from grpo_fast.config.rollout import RolloutConfig, VLLMConfig
 from grpo_fast.distributed.world import World
 from grpo_fast.policy.out_of_memory import ALLOCATOR, EXPANDABLE, expand_segments
 from grpo_fast.rollout import make_engine, require_engine, vllm
-from grpo_fast.rollout.vllm import IN_PROCESS, require_vllm, settings, start, version_problem
-from grpo_fast.rollout.vllm.engine import SMALLER, VLLMEngine
+from grpo_fast.rollout.vllm import IN_PROCESS, engine, require_vllm, settings, start, version_problem
 from grpo_fast.rollout.vllm.settings import (
     MOST_FREE,
     choose,
@@ -28,7 +27,7 @@ from grpo_fast.rollout.vllm.settings import (
     memory_arguments,
     require_positions,
 )
-from grpo_fast.rollout.vllm.sleep import GIB, release_pool
+from grpo_fast.rollout.vllm.sleep import GIB
 from grpo_fast.rollout.vllm.start import (
     cached_model_folder,
     require_device,
@@ -140,7 +139,7 @@ def test_a_start_leaves_the_environment_as_it_was(monkeypatch):
     ],
 )
 def test_segments_expand_unless_the_user_or_cuda_came_first(monkeypatch, given, initialized, expected):
-    for name in ALLOCATOR:  # what the call sets, the first deletes again
+    for name in ALLOCATOR:  # restores what the call sets
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     for name, value in given.items():
@@ -191,8 +190,8 @@ def test_vllm_is_started_by_configuration_then_device(device, given, longest, ex
 @pytest.mark.parametrize(
     ("device", "given", "expected"),
     [
-        ("cpu", {}, {"kv_cache_memory_bytes": GIB // 2}),
-        ("cpu", {"kv_cache_gib": 2.0}, {"kv_cache_memory_bytes": GIB}),
+        ("cpu", {}, {"kv_cache_memory_bytes": GIB}),
+        ("cpu", {"kv_cache_gib": 2.0}, {"kv_cache_memory_bytes": 2 * GIB}),
         # vLLM measures: in most of what is free where keys and values are bounded, else in a part of it.
         ("cuda", {"kv_cache_gib": 2.0}, {"gpu_memory_utilization": MOST_FREE * 60 / 80}),
         ("cuda", {"kv_cache_gib": 2.0, "gpu_memory_utilization": 0.3}, {"gpu_memory_utilization": 0.3}),
@@ -203,48 +202,18 @@ def test_keys_and_values_have_room_by_configuration_then_device(monkeypatch, dev
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60, 80))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
 
-    found = memory_arguments(VLLMConfig(**given), torch.device(device), shared=20, share=0.5)
+    found = memory_arguments(VLLMConfig(**given), torch.device(device), shared=20)
 
     assert found == pytest.approx(expected)
 
 
-def test_out_of_memory_starts_vllm_once_more_with_less_room(monkeypatch):
-    starts: list[float] = []
+def test_out_of_memory_names_the_settings_that_make_room(monkeypatch):
+    def full(*_: Any) -> None:
+        raise RuntimeError("CUDA error: out of memory")
 
-    def full(engine: VLLMEngine, share: float) -> None:
-        starts.append(share)
-        raise RuntimeError("CUDA error: out of memory" if "out" in said else said)
-
-    engine = VLLMEngine.__new__(VLLMEngine)
-    engine._policy = policy("cpu")
-    monkeypatch.setattr(VLLMEngine, "_start", full)
-    for said, shares in (("out", [1.0, SMALLER]), ("a bug", [1.0])):
-        with pytest.raises(RuntimeError, match=r"kv_cache_gib.*max_sequences" if said == "out" else said):
-            engine._open(1.0)
-        assert starts == shares
-        starts.clear()
-
-
-@pytest.mark.parametrize("listed", [False, True])  # as before vLLM 0.28, and since
-def test_a_failed_start_gives_vllms_pool_back_before_its_allocators(monkeypatch, listed):
-    cumem = pytest.importorskip("vllm.device_allocator.cumem")
-    ended: list[str] = []
-
-    class Part:
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def __del__(self) -> None:
-            ended.append(self.name)
-
-    pairs = {tag: (Part("pool"), Part("allocator")) for tag in ("weights", "kv_cache")}
-    kept = {tag: [pair] if listed else pair for tag, pair in pairs.items()}
-    monkeypatch.setattr(cumem.CuMemAllocator, "instance", SimpleNamespace(allocator_and_pools=kept))
-    del pairs
-
-    release_pool()
-
-    assert kept == {} and ended == ["pool", "pool", "allocator", "allocator"]
+    monkeypatch.setattr(engine, "start", full)
+    with pytest.raises(torch.OutOfMemoryError, match=r"kv_cache_gib.*max_sequences.*out of memory"):
+        engine.VLLMEngine(policy("cpu"), VLLMConfig())
 
 
 def test_prompts_of_a_hybrid_are_cached_on_a_gpu_alone():
@@ -283,7 +252,7 @@ def test_a_float32_head_and_ranks_of_lora_are_what_vllm_has(installed):
 @pytest.mark.parametrize(
     ("device", "platform", "ranks", "key"),
     [
-        ("cpu", "cuda", 1, r"one for cuda.*model\.device"),
+        ("cpu", "cuda", 1, r"built for cuda.*model\.device"),
         ("cpu", "", 1, r"finds none.*model\.device"),
         ("cuda:1", "cuda", 1, "CUDA_VISIBLE_DEVICES = 1"),
         ("cpu", "cpu", 1, None),
@@ -330,7 +299,7 @@ QLORA = {"rank": 8, "quantized": True}
         ("cuda", {"sharded": True}, {"share_weights": True}, "share_weights = true.*'shard'"),
         ("cuda", {"rank": 8, "sharded": True}, {"lora_sync": "adapter"}, "'adapter'.*'shard'.*replicate"),
         ("cpu", {}, {"sleep_level": 1}, "sleep_level = 1 needs a GPU"),
-        ("cpu", {"experts": True}, {}, "on a CPU vLLM keeps the experts.*set it to transformers"),
+        ("cpu", {"experts": True}, {}, "on a CPU vLLM packs experts.*set it to transformers"),
         ("cuda", {"rank": 8}, {"lora_sync": "adapter", "sleep_level": 2}, "sleep_level = 2 drops.*merged"),
         ("cuda", QLORA, {"sleep_level": 2}, "sleep_level = 2 drops.* to 1$"),
         ("cuda", QLORA, {"lora_sync": "merged"}, "'merged'.* 4-bit.*at auto"),
