@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,14 +10,14 @@ import torch
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
-from grpo_fast.config.policy import LoraConfig, ModelConfig, OptimizerConfig, ReferenceConfig
+from grpo_fast.config.policy import LoraConfig, ModelConfig, OptimizerConfig
 from grpo_fast.distributed.shards import rows_of
 from grpo_fast.distributed.world import World
 from grpo_fast.loop.update import packed_loss
 from grpo_fast.plan.devices import device_budget
 from grpo_fast.plan.measure import measured_shape, peak_bytes, random_batches, random_policy
 from grpo_fast.plan.memory import Setup, step_bytes
-from grpo_fast.plan.model_shape import model_config, model_shape, shape_of
+from grpo_fast.plan.model_shape import model_config, model_shape
 from grpo_fast.plan.sizes import StepSizes
 from grpo_fast.policy import PolicyOptimizer
 from grpo_fast.policy.load import resolve_attention
@@ -178,24 +177,6 @@ def test_an_awake_engine_and_a_reference_take_their_room(on_gpu: Any) -> None:
     assert "KV cache" not in plain["update"]
     assert total["awake"] - total["plain"] == plain["rollout"]["KV cache"]
     assert on_gpu(loss={"beta": 0.1})["update"]["reference"] == plain["update"]["weights"]
-
-
-def test_a_teacher_takes_its_own_room_and_the_policy_as_teacher_none(
-    setup: Any, config: Any, tmp_path: Path
-) -> None:
-    config(num_hidden_layers=1).save_pretrained(tmp_path / "policy")
-    config(num_hidden_layers=3).save_pretrained(tmp_path / "teacher")
-    model = ModelConfig(path=str(tmp_path / "policy"), dtype="bfloat16")
-    reference = ReferenceConfig(path=str(tmp_path / "teacher"))
-    shape = shape_of(model, "cuda", reference)
-    alone = shape_of(model.model_copy(update={"path": reference.path}), "cuda")
-    sections = {"memory": {"offload": "none"}, "rollout": {"num_generations": 8}}
-    setups = (
-        setup(shape, device_budget("H200"), method="opd", reference={"path": "-"}, **sections),
-        setup(shape, device_budget("H200"), method="sdpo", reference={"weights": "policy"}, **sections),
-    )
-    taught, own = (step_bytes(each, UPDATE)["update"].get("reference", 0) for each in setups)
-    assert alone.bytes <= taught < 1.1 * alone.bytes and own == 0
 
 
 def test_offloaded_parts_are_away_in_the_rollout_and_state_always(on_gpu: Any) -> None:

@@ -122,13 +122,6 @@ def test_logprobs_are_the_policys_in_the_distribution_that_is_sampled(engine, po
     assert (torch.cat(support).min() < 0.99) == bool({"top_k", "top_p", "min_p"} & options.keys())
 
 
-def test_logprobs_that_nobody_asks_for_change_no_token(engine, prompts):
-    told, untold = (engine.generate(prompts, 3, replace(SAMPLING, logprobs=asked)) for asked in (True, False))
-
-    unless_free = {} if engine.name == "transformers" else {"logprobs": None}
-    assert untold == [[replace(completion, **unless_free) for completion in group] for group in told]
-
-
 def test_seeds_decide_each_completion_and_the_process_stays_as_it_was(engine):
     before, warm = state_of_the_process(), replace(SAMPLING, temperature=1.5)
     once, again, *others = (
@@ -188,18 +181,6 @@ def test_an_observer_gets_each_group_once_and_the_progress(engine, prompts, monk
     assert 0 < next(decoded for decoded, *_ in reports if decoded) < tokens
     torch.set_rng_state(before)
     assert torch.equal(torch.stack([torch.rand(()) for _ in drawn]), torch.stack(drawn))
-
-
-@pytest.mark.parametrize("error", [ZeroDivisionError(), KeyboardInterrupt()])
-def test_an_observer_that_fails_leaves_an_engine_that_goes_on(engine, prompts, error):
-    def fail(*group: Any) -> None:
-        raise error
-
-    with pytest.raises(type(error)):
-        engine.generate(prompts, 3, SAMPLING, observer=SimpleNamespace(group_done=fail, progress=print))
-
-    assert is_idle(engine)
-    assert engine.generate(prompts, 3, SAMPLING) == engine.generate(prompts, 3, SAMPLING)
 
 
 @pytest.mark.parametrize("logprobs", [True, False])
@@ -265,18 +246,6 @@ def test_logprobs_tell_of_logits_that_are_not_numbers(engine, policy, prompts):
 
 
 @vllm_only
-def test_more_prompts_than_vllm_prefills_at_once_are_drawn_with_seeds(
-    engine, policy, rng, largest_difference
-):
-    prompts = torch.randint(3, 30, (70, 100), generator=rng).tolist()
-    assert engine._vllm.vllm_config.scheduler_config.max_num_batched_tokens < 70 * 100
-
-    groups = engine.generate(prompts, 1, replace(SAMPLING, max_completion_length=2))
-
-    assert largest_difference(policy, prompts, groups) < ROUNDING
-
-
-@vllm_only
 @pytest.mark.parametrize("failure", [KeyboardInterrupt, torch.OutOfMemoryError])
 def test_a_ctrl_c_or_a_failing_model_leaves_nothing_in_flight(
     engine, policy, prompts, monkeypatch, largest_difference, failure
@@ -308,16 +277,6 @@ def test_a_ctrl_c_or_a_failing_model_leaves_nothing_in_flight(
     assert len(finished) == (4 if failure is KeyboardInterrupt else 3)
     assert is_idle(engine)
     assert largest_difference(policy, prompts, engine.generate(prompts, 3, SAMPLING)) < ROUNDING
-
-
-@vllm_only
-def test_a_sleep_behind_its_back_is_noticed(engine, prompts):
-    expected, vllm = engine.generate(prompts, 2, SAMPLING), engine._vllm
-    vllm.sleep(level=0)
-    with pytest.raises(RuntimeError, match="behind the engine's back"):
-        engine.generate(prompts, 2, SAMPLING)
-    vllm.wake_up(tags=["scheduling"])
-    assert engine.generate(prompts, 2, SAMPLING) == expected
 
 
 @vllm_only

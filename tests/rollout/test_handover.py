@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -112,19 +111,6 @@ def test_offloading_changes_no_step(strict, seed: int, dtype: str) -> None:
     assert results[0] == results[1]
 
 
-def test_a_kl_in_the_reward_is_computed_after_all_draws_of_a_step(strict) -> None:
-    trainer, engine = strict(
-        prompts_per_step=2,
-        loss={"beta": 0.1, "kl_in_reward": True},
-        advantage={"dynamic_sampling": True, "max_draws": 2},
-        memory={"offload": list(PARTS)},
-    )
-    trainer.train_step()
-    trainer.train_step()
-    visits = [call for call, _ in itertools.groupby(engine.calls)]
-    assert visits == ["sync", "wake", "generate", "sleep"] * 2
-
-
 def update_fails(trainer: Trainer, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
     """One backward of the coming update raises, after it has left a gradient."""
     loss, failed = update.packed_loss, []
@@ -193,26 +179,6 @@ def test_a_gradient_of_a_failed_update_is_not_in_the_next_one(
     trainer.load_state_dict(state)
 
     assert trainer.train_step().metrics == expected.metrics
-
-
-def test_parts_that_cannot_be_brought_back_stay_readable_for_a_retry(
-    strict, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trainer, _ = strict(model={"dtype": "bfloat16"}, loss={"beta": 0.1}, memory={"offload": list(PARTS)})
-    trainer.train_step()
-    before = {name: tensor.clone() for name, tensor in trainer.optimizer.state_tensors().items()}
-
-    def full(*args: Any, **kwargs: Any) -> torch.Tensor:
-        raise torch.OutOfMemoryError("no memory")
-
-    with monkeypatch.context() as patch:
-        trainer.handover.to_engine()
-        patch.setattr(torch, "empty_like", full)
-        with pytest.raises(torch.OutOfMemoryError):
-            trainer.train_step()
-    after = trainer.optimizer.state_tensors()
-    assert all(torch.equal(tensor, before[name]) for name, tensor in after.items())
-    assert trainer.train_step().metrics["update/skipped"] == 0
 
 
 def test_an_engine_without_room_gets_all_that_can_go_or_says_why(strict, caplog) -> None:

@@ -112,14 +112,6 @@ def test_a_prompt_is_read_once_and_finished_rows_are_left_out(model, engine_for)
     assert without_end is None and read[-3:] == [2 * (len(SYSTEM) + 3), 16, 16]
 
 
-def test_generate_ends_with_the_last_completion(model, engine_for):
-    without(model, tuple(i for i in range(30) if i != 1))
-    engine = engine_for(model, loop="generate").__enter__()
-    read = read_by(model)
-    engine.generate([(3, 4), (5,)], 2, Sampling(100))
-    assert read == [8]
-
-
 @torch.no_grad()
 def test_sampled_tokens_follow_the_models_distribution(model, seed, engine_for):
     prompt, draws = random_prompts(seed, 1)[0], 6000
