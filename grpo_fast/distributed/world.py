@@ -216,7 +216,6 @@ def _numbers() -> tuple[int, int, int]:
 
 
 def _own(device: torch.device, size: int, local_rank: int) -> torch.device:
-    """Return this rank's device."""
     if device.type != "cuda":
         return device
     if device.index is not None:
@@ -230,7 +229,6 @@ def _own(device: torch.device, size: int, local_rank: int) -> torch.device:
 
 
 def _connect(timeout: timedelta) -> Store:
-    """Connect to the store of rank 0 or torchrun."""
     host, port = (os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT"))
     size, rank, _ = _numbers()
     if not host or not port:
@@ -246,7 +244,6 @@ def _connect(timeout: timedelta) -> Store:
 
 
 def _of_attempt(store: Store) -> Store:
-    """Separate the keys of these ranks from those before a restart by torchrun."""
     return PrefixStore(f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{_numbers()[0]}", store)
 
 

@@ -129,7 +129,6 @@ def resident_bytes(setup: Setup) -> dict[str, int]:
 
 
 def _update(setup: Setup, sizes: StepSizes, engine: Mapping[str, int]) -> dict[str, int]:
-    """Return the parts of the backward or the optimizer's step, whichever is larger."""
     shape, ranks = setup.shape, setup.device.ranks
     gradients = 4 * shape.trained // (ranks if setup.sharded else 1)
     held = resident_bytes(setup) | {"packed batches": sizes.packed_bytes, "gradients": gradients}

@@ -226,7 +226,6 @@ def model_shape(config: PretrainedConfig, model: ModelConfig) -> ModelShape:
 
 
 def _quantized(base: PreTrainedModel, config: PretrainedConfig) -> dict[Tensor, float]:
-    """Return the 4-bit weights with the bytes of a value: linear layers except the head."""
     saved = dict(getattr(config, "quantization_config", None) or {"bnb_4bit_use_double_quant": True})
     size = DOUBLE_QUANTIZED if saved.get("bnb_4bit_use_double_quant") else QUANTIZED
     head = base.get_output_embeddings()

@@ -100,7 +100,6 @@ class Search:
 
     @cached_property
     def _least(self) -> StepSizes:
-        """One completion in flight, and one in a micro-batch."""
         return replace(self.sizes, micro_batch_tokens=self.sizes.sequence_length - 1, most_in_flight=1)
 
     @cached_property
@@ -132,7 +131,6 @@ class Search:
         return setups
 
     def _synced(self, plain: Setup) -> list[Setup]:
-        """Return the setup with each open way of sending LoRA to vLLM."""
         lora, vllm = self.config.model.lora, self.config.rollout.vllm
         if lora is None or vllm.lora_sync != "auto" or plain.engine.name != "vllm":
             return [plain]

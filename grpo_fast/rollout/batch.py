@@ -132,7 +132,6 @@ class Batch:
             self.pending[row].done(completion)
 
     def _completes_stop(self, tokens: Tensor) -> Tensor:
-        """Return (r,) bool: whether the end of the text of `tokens` (r, t) has a stop string."""
         last = max(len(text.encode()) for text in self._stop) + STOP_MARGIN
         tails = raw_texts(self._tokenizer, tokens[:, -last:].tolist())
         found = [any(text in tail for text in self._stop) for tail in tails]

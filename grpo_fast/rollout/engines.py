@@ -38,9 +38,17 @@ class Trained:
 class Weights:
     """How an engine gets the policy's weights."""
 
-    shared: bool  # the same memory as the trainer's
-    sent: bool  # copied after every update
-    adapters: bool  # LoRA stays separate
+    obstacle: str | None = None  # to sharing the trainer's memory
+    adapters: bool = False  # LoRA stays separate
+
+    @property
+    def shared(self) -> bool:
+        return self.obstacle is None
+
+    @property
+    def sent(self) -> bool:
+        """Return whether all weights are copied after every update."""
+        return not (self.shared or self.adapters)
 
 
 class EngineKind(ABC):
@@ -71,7 +79,7 @@ class EngineKind(ABC):
 
     def weights(self, config: RolloutConfig, trained: Trained) -> Weights:
         """Return how the engine gets its weights; by default it shares the trainer's."""
-        return Weights(shared=True, sent=False, adapters=False)
+        return Weights()
 
     def sleeps(self, config: RolloutConfig, on_gpu: bool) -> bool:
         """Return whether the engine frees its memory during updates."""
@@ -102,7 +110,7 @@ class TransformersKind(EngineKind):
         return TransformersEngine(policy.model, policy.tokenizer, **options)
 
     def weights(self, config: RolloutConfig, trained: Trained) -> Weights:
-        return Weights(shared=not trained.sharded, sent=trained.sharded, adapters=False)
+        return Weights("the policy's weights are sharded" if trained.sharded else None)
 
 
 _loaded: dict[str, EngineKind] = {}  # by name

@@ -79,7 +79,6 @@ class DeviceHandover:
         self._holder = "engine"
 
     def _wake(self, needed: float) -> None:
-        """Wake the engine after `needed` bytes are free, or everything is offloaded."""
         with self._clock("offload"):
             self._make_room(needed)
         with self._clock("sync"):

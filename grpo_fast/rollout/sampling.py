@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers.generation.logits_process import (
     LogitsProcessorList,
@@ -20,13 +19,9 @@ from transformers.generation.logits_process import (
 
 from grpo_fast.rollout.types import Sampling
 
-BLOCK = 256  # columns of a block of the two-level search in `invert_cdf`
-SMALL = 1024  # columns, up to which one level is faster
-
 # Float32 logits processed at once. Beyond 32 MiB glibc returns each block to the kernel, and page faults take
 # longer than the softmax.
-SLICE = {"cpu": 2**22}
-SLICE_ELSEWHERE = 2**26
+SLICE = 2**22
 
 Warper = Callable[[Tensor], Tensor]  # (rows, V) float32 -> (rows, V) float32, -inf outside the support
 
@@ -64,7 +59,7 @@ def draw(logits: Tensor, uniforms: Tensor, warper: Warper | None) -> tuple[Tenso
     Raises:
         FloatingPointError: a row of logits is not a distribution.
     """
-    rows = max(1, SLICE.get(logits.device.type, SLICE_ELSEWHERE) // logits.shape[-1])
+    rows = max(1, SLICE // logits.shape[-1])
     slices = zip(logits.split(rows), uniforms.split(rows), strict=True)
     parts = [_draw_slice(part.float(), part_uniforms, warper) for part, part_uniforms in slices]
     tokens, logprobs = (torch.cat(column) for column in zip(*parts, strict=True))
@@ -83,29 +78,15 @@ def _draw_slice(logits: Tensor, uniforms: Tensor, warper: Warper | None) -> tupl
 def invert_cdf(probs: Tensor, uniforms: Tensor) -> Tensor:
     """Sample by inverse transform with one uniform per row: (rows, V), (rows,) -> (rows,) int64.
 
-    On a CPU `torch.multinomial`, with V exponentials per row, takes longer than a small model's head. The
-    cumulative sum needs float64, since in float32 its rounding exceeds most probabilities. So a search over
-    block sums comes first, and then one within a block.
+    On a CPU `torch.multinomial`, with V exponentials per row, takes longer than a small model's head. In
+    float32 the rounding of a cumulative sum would exceed most probabilities.
     """
-    if probs.shape[-1] <= SMALL:
-        cdf = probs.cumsum(-1, dtype=torch.float64)
-        return first_above(cdf, uniforms[:, None] * cdf[:, -1:])[:, 0]
-    blocks = F.pad(probs, (0, -probs.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
-    cdf = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
+    cdf = probs.cumsum(-1, dtype=torch.float64)
     target = uniforms[:, None] * cdf[:, -1:]
-    block = first_above(cdf, target)
-    below = F.pad(cdf, (1, 0)).gather(-1, block)
-    rows = torch.arange(len(probs), device=probs.device)
-    inner = blocks[rows, block[:, 0]].double().cumsum(-1)
-    tokens = block * BLOCK + first_above(inner, target - below)
-    return tokens[:, 0].clamp(max=probs.shape[-1] - 1)  # past the end only with NaN, for which `draw` raises
-
-
-def first_above(cdf: Tensor, target: Tensor) -> Tensor:
-    """Return the (rows, 1) index of the first entry above `target`, never one of zero probability."""
     last = cdf[:, -1:].nextafter(cdf.new_zeros(()))  # rounding may move the target to the end
-    index = torch.searchsorted(cdf, torch.minimum(target, last), right=True)
-    return index.clamp(max=cdf.shape[-1] - 1)
+    # The first entry above the target never has zero probability. Only with NaN there is none.
+    tokens = torch.searchsorted(cdf, torch.minimum(target, last), right=True)
+    return tokens[:, 0].clamp(max=probs.shape[-1] - 1)
 
 
 def uniforms_of(sampling: Sampling, rows: int) -> Tensor:

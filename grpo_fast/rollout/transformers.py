@@ -167,7 +167,6 @@ class TransformersEngine:
     def __exit__(self, *exc: object) -> None: ...
 
     def _require_ready(self) -> None:
-        """Raise RuntimeError while sleeping, and check once that the model can be sampled."""
         if self._asleep:
             raise RuntimeError("generate() on a sleeping engine; call wake() first")
         if self._checked:
@@ -184,7 +183,6 @@ class TransformersEngine:
             raise ValueError(f"{name} cannot be sampled: {error!r}; {_REMEDY}") from error
 
     def _require_room(self, prompt: Sequence[int], max_new: int) -> None:
-        """Raise ValueError if a single completion exceeds `max_batch_tokens`."""
         largest = len(prompt) + max_new
         if self.max_batch_tokens is not None and largest > self.max_batch_tokens:
             raise ValueError(
@@ -193,7 +191,6 @@ class TransformersEngine:
             )
 
     def _sample(self, pending: Sequence[Pending], sampling: Sampling, report: Report) -> None:
-        """Sample completions, sorted by `_order`, in batches."""
         experts = recorded(self._base) if self.tells_experts else nullcontext()
         # Not inference_mode: training could not use a buffer that a forward replaces (dynamic RoPE).
         with evaluation_mode(self.model), torch.no_grad(), experts as take:

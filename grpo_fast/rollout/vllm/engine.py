@@ -93,26 +93,27 @@ class VLLMEngine:
         """
         self._policy, self._config, self._world = policy, config, world
         self._parallel = config.tensor_parallel_size
-        self._choices = choices = choose(policy, config)
+        weights = choose(policy, config)
         self._llm: LLM | None = None
         self._tells_experts = tells_experts
         try:
             with world.all_succeed("vLLM's start"):
-                self._llm, placements = start(policy, config, choices, max_length, world, tells_experts)
+                self._llm, placements = start(policy, config, weights, max_length, world, tells_experts)
                 self._cycle = SleepCycle(self._vllm, 0)
             model = self._worker.get_model()
-            self._sync = WeightSync(self._vllm, model, policy, placements, choices.adapters)
+            self._sync = WeightSync(self._vllm, model, policy, placements, weights.adapters)
             del placements  # they would keep the memory of a weight that vLLM repacked
             shared, reason = self._sync.way in ("shared", "adapter"), self._sync.reason
             if config.share_weights is True and not shared:
                 raise ValueError(f"rollout.vllm.share_weights = true: {reason}; set it to auto")
-            if choices.shares and not shared:
+            if weights.shared and not shared:
                 logger.warning(
                     "vLLM's weights are a copy that stays on the device (%s); "
                     "rollout.vllm.share_weights = false lets it be freed while the trainer works",
                     reason,
                 )
-            self._cycle.level = (1 if shared else 2) if choices.level == "auto" else choices.level
+            level = config.sleep_level if policy.device.type == "cuda" else 0
+            self._cycle.level = (1 if shared else 2) if level == "auto" else level
             self._max_length = int(self._vllm.model_config.max_model_len)  # of a prompt and its completion
             policy.fix_rope(self._max_length)  # as vLLM does
             if self._cycle.level == 2:
@@ -131,8 +132,8 @@ class VLLMEngine:
                 ) from error
             raise
         if policy.quantized:
-            base = f"its own base in full precision, as {choices.obstacle}"
-            reason = f"with {'the 4-bit base of the policy' if choices.shares else base}"
+            base = f"its own base in full precision, as {weights.obstacle}"
+            reason = f"with {'the 4-bit base of the policy' if weights.shared else base}"
         if world.is_main:
             logger.warning(
                 "vLLM's weights: %s (%s); its log-probabilities are %.2g nats from the policy's",
@@ -226,13 +227,11 @@ class VLLMEngine:
             self._run(arrivals)
 
     def _weights_changed(self) -> bool:
-        """Compare with the last sync. Raises RuntimeError if the engine is closed or sleeps."""
         self._require_open()
         self._cycle.require_awake()
         return weight_versions(self._policy) != self._synced
 
     def _require_servable(self, name: str, prompt: Sequence[int], sampling: Sampling) -> None:
-        """Raise ValueError for a prompt without room, or stop strings that vLLM would miss."""
         if len(prompt) + sampling.max_completion_length > self._max_length:
             raise ValueError(
                 f"{name} has {len(prompt)} tokens, and with up to {sampling.max_completion_length} more "

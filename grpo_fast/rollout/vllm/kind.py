@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from grpo_fast.config.rollout import RolloutConfig
 from grpo_fast.rollout.engines import EngineKind, Trained, Weights
 from grpo_fast.rollout.vllm import experts_problem, require_vllm
-from grpo_fast.rollout.vllm.settings import keeps_adapters, require_vision, sharing_obstacle
+from grpo_fast.rollout.vllm.settings import require_vision, weights_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -43,9 +43,7 @@ class VLLMKind(EngineKind):
         )
 
     def weights(self, config: RolloutConfig, trained: Trained) -> Weights:
-        adapters = trained.adapted and keeps_adapters(config.vllm, trained)
-        shared = sharing_obstacle(config.vllm, trained) is None
-        return Weights(shared, sent=not shared and not adapters, adapters=adapters)
+        return weights_of(config.vllm, trained)
 
     def sleeps(self, config: RolloutConfig, on_gpu: bool) -> bool:
         return on_gpu and config.vllm.sleep_level != 0

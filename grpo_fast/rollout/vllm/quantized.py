@@ -86,7 +86,6 @@ def _keep(layer: Any, _: Tensor, weight: Any, part: Any = None) -> None:
 
 
 def _require_whole(layer: Any) -> None:
-    """Raise ValueError if the loaded parts are not the rows of the layer's weight."""
     shapes = [tuple((part.quant_state or part).shape) for part in layer.parts]
     rows = sum(shape[0] for shape in shapes)
     if rows != layer.output_size or any(shape[1:] != (layer.input_size,) for shape in shapes):

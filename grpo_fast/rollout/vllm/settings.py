@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,7 +12,7 @@ from grpo_fast.config.rollout import VLLMConfig
 from grpo_fast.data.images import INSTALL
 from grpo_fast.policy.recurrent import recurrent_mixers
 from grpo_fast.policy.vision import looks_both_ways, sees_images
-from grpo_fast.rollout.engines import Trained
+from grpo_fast.rollout.engines import Trained, Weights
 from grpo_fast.rollout.vllm import installed_version, version_problem
 from grpo_fast.rollout.vllm.sleep import GIB
 from grpo_fast.rollout.vllm.weights import has_experts
@@ -31,23 +30,22 @@ MOST_FREE = 0.97  # of it, where kv_cache_gib bounds vLLM: other memory is alloc
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # allowed by vLLM
 
 
-def keeps_adapters(config: VLLMConfig, trained: Trained) -> bool:
-    """Return whether LoRA is sent as an adapter; merged, it needs no LoRA kernels and allows any rank."""
-    return config.lora_sync == "adapter" or (trained.quantized and config.lora_sync == "auto")
-
-
-def sharing_obstacle(config: VLLMConfig, trained: Trained) -> str | None:
-    """Return why policy and vLLM cannot share weights; None: they can, if the layout allows it."""
+def weights_of(config: VLLMConfig, trained: Trained) -> Weights:
+    """Return how vLLM gets its weights. Merged LoRA needs no LoRA kernels, and allows any rank."""
+    adapters = config.lora_sync == "adapter" or (trained.quantized and config.lora_sync == "auto")
+    adapters, obstacle = adapters and trained.adapted, None
     if trained.sharded:
-        return "distributed.mode = 'shard' divides the weights; set it to replicate"
-    if config.tensor_parallel_size > 1:
-        return f"tensor_parallel_size = {config.tensor_parallel_size} gives each process a slice"
-    if trained.adapted and not keeps_adapters(config, trained):
-        return "merged LoRA weights are not the policy's; set lora_sync to adapter"
-    if trained.experts:
+        obstacle = "distributed.mode = 'shard' divides the weights; set it to replicate"
+    elif config.tensor_parallel_size > 1:
+        obstacle = f"tensor_parallel_size = {config.tensor_parallel_size} gives each process a slice"
+    elif trained.adapted and not adapters:
+        obstacle = "merged LoRA weights are not the policy's; set lora_sync to adapter"
+    elif trained.experts:
         # Sleep would not free vLLM's experts, since sharing keeps the model out of its pool.
-        return "vLLM lays out experts differently; set share_weights to false"
-    return "rollout.vllm.share_weights = false" if config.share_weights is False else None
+        obstacle = "vLLM lays out experts differently; set share_weights to false"
+    elif config.share_weights is False:
+        obstacle = "rollout.vllm.share_weights = false"
+    return Weights(obstacle, adapters)
 
 
 def kv_cache_gib(config: VLLMConfig, on_gpu: bool) -> float | None:
@@ -55,24 +53,11 @@ def kv_cache_gib(config: VLLMConfig, on_gpu: bool) -> float | None:
     return config.kv_cache_gib or (None if on_gpu else CPU_KV_GIB)
 
 
-@dataclass(frozen=True)
-class Choices:
-    """How vLLM gets its weights and sleeps, as decided before it starts."""
-
-    adapters: bool  # LoRA as an adapter
-    obstacle: str | None  # to sharing weights
-    level: Literal["auto", 0, 1, 2]  # of sleep; auto: by `WeightSync.way`
-
-    @property
-    def shares(self) -> bool:
-        return self.obstacle is None
-
-
-def choose(policy: Policy, config: VLLMConfig) -> Choices:
-    """Return the choices. Raises ValueError for a setting that contradicts the device or policy."""
+def choose(policy: Policy, config: VLLMConfig) -> Weights:
+    """Return how vLLM gets its weights. Raises ValueError for a setting that contradicts device or policy."""
     on_gpu, experts = policy.device.type == "cuda", has_experts(policy)
     trained = Trained(on_gpu, policy.has_adapters, policy.quantized, policy.sharded, experts=experts)
-    adapters, obstacle = keeps_adapters(config, trained), sharing_obstacle(config, trained)
+    weights = weights_of(config, trained)
     refusals = [
         (
             config.lora_sync != "auto" and not policy.has_adapters,
@@ -83,12 +68,12 @@ def choose(policy: Policy, config: VLLMConfig) -> Choices:
             "lora_sync = 'merged' cannot add LoRA to 4-bit weights; leave it at auto",
         ),
         (
-            adapters and policy.sharded,
+            weights.adapters and policy.sharded,
             "lora_sync = 'adapter' needs whole adapters, which distributed.mode = 'shard' divides; set "
             "lora_sync to merged, or mode to replicate",
         ),
         (
-            adapters and config.sleep_level == 2,
+            weights.adapters and config.sleep_level == 2,
             "sleep_level = 2 drops the base, which lora_sync = 'adapter' sends only once; set it to 1"
             + ("" if policy.quantized else ", or lora_sync to merged"),
         ),
@@ -97,8 +82,8 @@ def choose(policy: Policy, config: VLLMConfig) -> Choices:
             f"sleep_level = {config.sleep_level} needs a GPU; leave it at auto",
         ),
         (
-            config.share_weights is True and obstacle is not None,
-            f"share_weights = true: {obstacle}, or share_weights to auto",
+            config.share_weights is True and not weights.shared,
+            f"share_weights = true: {weights.obstacle}, or share_weights to auto",
         ),
     ]
     for applies, problem in refusals:
@@ -109,7 +94,7 @@ def choose(policy: Policy, config: VLLMConfig) -> Choices:
             "rollout.engine = 'vllm': on a CPU vLLM packs experts at its start and misses every update; set "
             "it to transformers"
         )
-    return Choices(adapters, obstacle, config.sleep_level if on_gpu else 0)
+    return weights
 
 
 def require_vision(architecture: PreTrainedConfig, *, on_gpu: bool, images: bool) -> None:

@@ -32,11 +32,11 @@ from grpo_fast.policy.out_of_memory import ALLOCATOR
 from grpo_fast.policy.quantization import unquantized
 from grpo_fast.policy.random_state import capture_rng, restore_rng
 from grpo_fast.policy.source import cache_folder
+from grpo_fast.rollout.engines import Weights
 from grpo_fast.rollout.vllm import IN_PROCESS, installed_version, require_vllm
 from grpo_fast.rollout.vllm.quantized import handed_out, register
 from grpo_fast.rollout.vllm.settings import (
     LOAD_FORMAT,
-    Choices,
     engine_arguments,
     memory_arguments,
     require_positions,
@@ -66,7 +66,7 @@ _running: list[object] = []
 def start(
     policy: Policy,
     config: VLLMConfig,
-    choices: Choices,
+    weights: Weights,
     max_length: int | None,
     world: World,
     tells_experts: bool = False,
@@ -84,29 +84,28 @@ def start(
         ValueError: contradictory environment or configuration.
     """
     require_vllm()
-    device, sleeps = policy.device, choices.level != 0
-    on_gpu = device.type == "cuda"
-    quantized = choices.shares and policy.quantized
+    device, on_gpu = policy.device, policy.device.type == "cuda"
+    sleeps, quantized = on_gpu and config.sleep_level != 0, weights.shared and policy.quantized
     placements: list[Placement] = []
     base = policy.base_weights()
 
     def load(model: Any) -> None:
         nonlocal placements
-        weights = handed_out(base) if quantized else checkpoint_weights(policy, adapters=not choices.adapters)
+        given = handed_out(base) if quantized else checkpoint_weights(policy, adapters=not weights.adapters)
         try:
-            placements = watch_loading(model.load_weights, weights)
+            placements = watch_loading(model.load_weights, given)
         except (KeyError, ValueError) as error:
             raise ValueError(
                 f"vLLM {installed_version()} does not know the weights of {type(policy.base_model).__name__} "
                 f"by transformers' names ({short(str(error), 120)}); set rollout.engine to transformers"
             ) from error
-        if choices.shares:
+        if weights.shared:
             placements = share(model, base, placements)
         bring_back()  # weights that vLLM does not share, before it measures the free memory
 
     if world.is_main:
         logger.warning("starting vLLM %s, which takes about half a minute", installed_version())
-    arguments = engine_arguments(policy, config, choices.adapters, max_length)
+    arguments = engine_arguments(policy, config, weights.adapters, max_length)
     require_positions(policy.base_model.config.get_text_config(), arguments["max_model_len"])
     if tells_experts:
         arguments["enable_return_routed_experts"] = True
@@ -120,7 +119,7 @@ def start(
             arguments["quantization"] = register()
         require_device(device, current_platform.device_type, world)
         require_processes(world)
-        if sleeps and not choices.shares:
+        if sleeps and not weights.shared:
             require_empty_pool()
         folder = Path(made)  # for configuration and tokenizer
         unquantized(policy.base_model.config).save_pretrained(folder)
@@ -133,10 +132,10 @@ def start(
         else:
             keep_weights_unpacked()
         # vLLM reads 4-bit weights where they are.
-        waiting = [w for w in base.values() if not is_quantized(w)] if choices.shares else []
+        waiting = [w for w in base.values() if not is_quantized(w)] if weights.shared else []
         with (
             waiting_on_host(waiting, device) as bring_back,
-            weights_outside_the_pool() if sleeps and choices.shares else nullcontext(),
+            weights_outside_the_pool() if sleeps and weights.shared else nullcontext(),
             bounded_cache(config.kv_cache_gib or math.inf) if on_gpu else nullcontext(),
         ):
             shared = sum(weight.nbytes for weight in waiting)
@@ -214,7 +213,6 @@ def cached_model_folder(folder: Path) -> Path:
 
 @contextmanager
 def _loading_by(load: Callable[[nn.Module], None]) -> Iterator[None]:
-    """Register `load` as vLLM's model loader."""
     from vllm.model_executor.model_loader import register_model_loader
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 

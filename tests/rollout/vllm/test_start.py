@@ -278,20 +278,20 @@ QLORA = {"rank": 8, "quantized": True}
 
 @pytest.mark.parametrize(
     ("device", "options", "config", "expected"),
-    [  # (LoRA as an adapter, shared weights, sleep level), or the refusal
-        ("cuda", {}, {}, (False, True, "auto")),
-        ("cuda", {}, {"share_weights": False, "sleep_level": 2}, (False, False, 2)),
-        ("cuda", {}, {"tensor_parallel_size": 2}, (False, False, "auto")),
-        ("cuda", {"experts": True}, {"sleep_level": 1}, (False, False, 1)),
-        ("cuda", {"rank": 8, "sharded": True}, {}, (False, False, "auto")),
-        ("cuda", {"rank": 8}, {}, (False, False, "auto")),
-        ("cuda", {"rank": 8}, {"lora_sync": "adapter"}, (True, True, "auto")),
-        ("cuda", QLORA, {}, (True, True, "auto")),
-        ("cuda", QLORA, {"tensor_parallel_size": 2}, (True, False, "auto")),
-        ("cpu", QLORA, {}, (True, True, 0)),
-        ("cpu", QLORA, {"share_weights": False}, (True, False, 0)),
-        ("cpu", {"rank": 8}, {"lora_sync": "adapter"}, (True, True, 0)),
-        ("cpu", {}, {}, (False, True, 0)),
+    [  # (LoRA as an adapter, shared weights), or the refusal
+        ("cuda", {}, {}, (False, True)),
+        ("cuda", {}, {"share_weights": False, "sleep_level": 2}, (False, False)),
+        ("cuda", {}, {"tensor_parallel_size": 2}, (False, False)),
+        ("cuda", {"experts": True}, {"sleep_level": 1}, (False, False)),
+        ("cuda", {"rank": 8, "sharded": True}, {}, (False, False)),
+        ("cuda", {"rank": 8}, {}, (False, False)),
+        ("cuda", {"rank": 8}, {"lora_sync": "adapter"}, (True, True)),
+        ("cuda", QLORA, {}, (True, True)),
+        ("cuda", QLORA, {"tensor_parallel_size": 2}, (True, False)),
+        ("cpu", QLORA, {}, (True, True)),
+        ("cpu", QLORA, {"share_weights": False}, (True, False)),
+        ("cpu", {"rank": 8}, {"lora_sync": "adapter"}, (True, True)),
+        ("cpu", {}, {}, (False, True)),
         ("cuda", {"rank": 8}, {"share_weights": True}, "share_weights = true.*lora_sync"),
         ("cuda", {}, {"share_weights": True, "tensor_parallel_size": 4}, "tensor_parallel_size = 4"),
         ("cuda", {"experts": True}, {"share_weights": True}, "share_weights = true.*experts"),
@@ -305,8 +305,8 @@ QLORA = {"rank": 8, "quantized": True}
         ("cuda", QLORA, {"lora_sync": "merged"}, "'merged'.* 4-bit.*at auto"),
     ],
 )
-def test_adapters_sharing_and_sleep_follow_policy_and_configuration(device, options, config, expected):
+def test_adapters_and_sharing_follow_policy_and_configuration(device, options, config, expected):
     refused = pytest.raises(ValueError, match=expected) if isinstance(expected, str) else nullcontext()
     with refused:
-        choices = choose(policy(device, **options), VLLMConfig(**config))
-        assert (choices.adapters, choices.shares, choices.level) == expected
+        weights = choose(policy(device, **options), VLLMConfig(**config))
+        assert (weights.adapters, weights.shared) == expected
