@@ -183,20 +183,38 @@ def joined(device: torch.device, timeout: timedelta, heartbeat_timeout: float = 
         ValueError: `device` names one GPU for all ranks, or no address is set.
         RankError: a rank is missing.
     """
-    size, rank, local_rank = _numbers()
+    numbers = {"WORLD_SIZE": 1, "RANK": 0, "LOCAL_RANK": 0}
+    size, rank, local_rank = (int(os.environ.get(name, alone)) for name, alone in numbers.items())
+    on_gpu = device.type == "cuda"
+    if size > 1 and device.index is not None:
+        raise ValueError(
+            f"model.device = '{device}' is one GPU for all {size} ranks; leave it at auto for the GPU of "
+            "each LOCAL_RANK"
+        )
+    if size > 1 and on_gpu:
+        device = torch.device("cuda", local_rank)
+    if device.index or (size > 1 and on_gpu):
+        torch.cuda.set_device(device)
     if size == 1:
-        if device.index:
-            torch.cuda.set_device(device)
-        yield World(device=device, launcher=_connect(timeout) if dist.is_torchelastic_launched() else None)
+        launcher = _connect(size, rank, timeout) if dist.is_torchelastic_launched() else None
+        yield World(device=device, launcher=launcher)
         return
-    device = _own(device, size, local_rank)
-    store = _connect(timeout)
-    watch = Watch(_of_attempt(store), rank, size, heartbeat_timeout)
+    launcher = _connect(size, rank, timeout)
+    # Ranks before a restart by torchrun have left their keys in the store.
+    store = PrefixStore(f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{size}", launcher)
+    watch = Watch(store, rank, size, heartbeat_timeout)
     watch.meet(size, timeout)
+    group: dict[str, Any] = {"device_id": device} if on_gpu else {}
+    backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
     try:
         with watch:
             with watch.at("the joining"):
-                world = started(watch, store, device, timeout)
+                dist.init_process_group(
+                    backend, store=store, rank=rank, world_size=size, timeout=timeout, **group
+                )
+                objects = dist.new_group(backend="gloo", timeout=timeout)
+                world = World(rank, size, device, watch=watch, objects=objects, launcher=launcher)
+                world.sum(torch.zeros(1, device=device))  # NCCL allocates now, before vLLM takes the memory
             try:
                 yield world
             except BaseException as error:
@@ -208,29 +226,8 @@ def joined(device: torch.device, timeout: timedelta, heartbeat_timeout: float = 
         _stop()
 
 
-def _numbers() -> tuple[int, int, int]:
-    """Return the number of ranks, this process's rank, and its rank on this host."""
-    alone = {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}
-    size, rank, local_rank = (int(os.environ.get(name, value)) for name, value in alone.items())
-    return size, rank, local_rank
-
-
-def _own(device: torch.device, size: int, local_rank: int) -> torch.device:
-    if device.type != "cuda":
-        return device
-    if device.index is not None:
-        raise ValueError(
-            f"model.device = '{device}' is one GPU for all {size} ranks; leave it at auto for the GPU of "
-            "each LOCAL_RANK"
-        )
-    device = torch.device("cuda", local_rank)
-    torch.cuda.set_device(device)
-    return device
-
-
-def _connect(timeout: timedelta) -> Store:
+def _connect(size: int, rank: int, timeout: timedelta) -> Store:
     host, port = (os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT"))
-    size, rank, _ = _numbers()
     if not host or not port:
         raise ValueError(
             f"WORLD_SIZE = {size} without MASTER_ADDR and MASTER_PORT: start the ranks with torchrun, or "
@@ -241,28 +238,6 @@ def _connect(timeout: timedelta) -> Store:
         return TCPStore(host, int(port), None, keeps, timeout, wait_for_workers=False, multi_tenant=True)
     except DistNetworkError as error:
         raise RankError(f"rank 0 cannot be reached at {host}:{port}: {error}") from error
-
-
-def _of_attempt(store: Store) -> Store:
-    return PrefixStore(f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{_numbers()[0]}", store)
-
-
-def started(watch: Watch, store: Store, device: torch.device, timeout: timedelta) -> World:
-    """Create the process groups."""
-    on_gpu = device.type == "cuda"
-    size, rank, _ = _numbers()
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-        store=_of_attempt(store),
-        rank=rank,
-        world_size=size,
-        timeout=timeout,
-        device_id=device if on_gpu else None,
-    )
-    objects = dist.new_group(backend="gloo", timeout=timeout)
-    world = World(rank, size, device, watch=watch, objects=objects, launcher=store)
-    world.sum(torch.zeros(1, device=device))  # NCCL allocates now, before vLLM takes the memory
-    return world
 
 
 def _stop() -> None:

@@ -63,7 +63,7 @@ class Setup:
     def weights(self) -> Weights:
         """Return how the engine gets its weights."""
         adapted, quantized = self.config.model.lora is not None, self.shape.quantized > 0
-        trained = Trained(self.on_gpu, adapted, quantized, self.sharded, self.shape.experts)
+        trained = Trained(adapted, quantized, self.sharded, self.shape.experts)
         return self.engine.weights(self.config.rollout, trained)
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,7 +18,7 @@ from grpo_fast.config.stages import resolve_stages
 from grpo_fast.plan.devices import GIB, DeviceBudget
 from grpo_fast.plan.memory import PHASES, Parts, Phase, Setup, host_bytes, parts_bytes, step_bytes
 from grpo_fast.plan.model_shape import ModelShape
-from grpo_fast.plan.sizes import EXPECTED, StepSizes, largest, step_sizes
+from grpo_fast.plan.sizes import EXPECTED, StepSizes, step_sizes
 from grpo_fast.record.summary import bytes_text
 from grpo_fast.rollout.vllm.settings import LORA_RANKS
 
@@ -186,8 +187,14 @@ class Search:
 
 
 def _largest(setup: Setup, sizes: StepSizes, name: str, low: int, most: int, spare: int = 0) -> int | None:
-    """Return the largest value of a size that leaves `spare` bytes."""
-    return largest(low, most, lambda value: Choice(setup, replace(sizes, **{name: value})).free >= spare)  # type: ignore[arg-type]
+    """Return the largest value of a size that leaves `spare` bytes, by bisection, or None."""
+
+    def exceeds(value: int) -> bool:
+        return Choice(setup, replace(sizes, **{name: value})).free < spare  # type: ignore[arg-type]
+
+    if exceeds(low):
+        return None
+    return low + bisect_left(range(low + 1, most + 1), True, key=exceeds)
 
 
 def too_large(search: Search) -> str:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from grpo_fast.config.schema import TrainConfig
@@ -110,10 +108,3 @@ def step_sizes(config: TrainConfig, ranks: int = 1) -> StepSizes:
         most_in_flight=vllm.max_sequences or MOST_IN_FLIGHT,
         longest=vllm.max_model_length or question + completion,
     )
-
-
-def largest(low: int, high: int, fits: Callable[[int], bool]) -> int | None:
-    """Return the largest number from `low` to `high` that fits, by bisection, or None."""
-    if not fits(low):
-        return None
-    return low + bisect_left(range(low + 1, high + 1), True, key=lambda number: not fits(number))

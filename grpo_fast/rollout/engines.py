@@ -27,7 +27,6 @@ ENGINES = {
 class Trained:
     """The facts about a policy that decide how an engine gets its weights."""
 
-    on_gpu: bool
     adapted: bool  # with LoRA
     quantized: bool
     sharded: bool

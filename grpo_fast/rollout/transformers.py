@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, Any
 
@@ -84,15 +84,9 @@ class TransformersEngine:
         self._image_reader = image_reader
         inner: Any = model
         self._base: PreTrainedModel = inner.get_base_model() if hasattr(inner, "peft_config") else inner
+        self._reads_prompts_once = reads_prompts_once(self._base)
+        self._takes_padding = self._reads_prompts_once or takes_padding(self._base)
         self._asleep = self._checked = False
-
-    @cached_property
-    def _reads_prompts_once(self) -> bool:
-        return reads_prompts_once(self._base)
-
-    @cached_property
-    def _takes_padding(self) -> bool:
-        return self._reads_prompts_once or takes_padding(self._base)
 
     def generate(
         self,

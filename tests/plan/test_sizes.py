@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_fast.data.table import CompletionTable
-from grpo_fast.plan.sizes import StepSizes, largest
+from grpo_fast.plan.sizes import StepSizes
 from grpo_fast.policy import PackedBatch, pack
 
 
@@ -36,12 +36,3 @@ def test_no_micro_batch_that_pack_makes_is_larger_than_planned(sizes: StepSizes)
     assert targets <= planned.targets
     if sizes.micro_batch_tokens > 10 * sizes.generations * sizes.sequence_length:  # no waste at a batch's end
         assert planned.inputs <= 1.2 * inputs
-
-
-@given(low=st.integers(1, 50), more=st.integers(0, 5000), last=st.integers(0, 6000))
-def test_the_largest_is_the_last_that_fits(low: int, more: int, last: int) -> None:
-    high = low + more
-
-    found = largest(low, high, lambda size: size <= last)
-
-    assert found == (None if last < low else min(last, high))

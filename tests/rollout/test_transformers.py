@@ -35,7 +35,7 @@ def engine_for(tokenizer):
     def engine_for(model, *, loop: str | None = None, **options) -> TransformersEngine:
         engine = TransformersEngine(model, tokenizer, **({"eos_ids": (1,)} | options))
         if loop is not None:
-            vars(engine)["_reads_prompts_once"] = loop == "decode"
+            engine._reads_prompts_once = loop == "decode"
         return engine
 
     return engine_for

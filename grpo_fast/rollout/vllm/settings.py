@@ -56,8 +56,7 @@ def kv_cache_gib(config: VLLMConfig, on_gpu: bool) -> float | None:
 def choose(policy: Policy, config: VLLMConfig) -> Weights:
     """Return how vLLM gets its weights. Raises ValueError for a setting that contradicts device or policy."""
     on_gpu, experts = policy.device.type == "cuda", has_experts(policy)
-    trained = Trained(on_gpu, policy.has_adapters, policy.quantized, policy.sharded, experts=experts)
-    weights = weights_of(config, trained)
+    weights = weights_of(config, Trained(policy.has_adapters, policy.quantized, policy.sharded, experts))
     refusals = [
         (
             config.lora_sync != "auto" and not policy.has_adapters,
