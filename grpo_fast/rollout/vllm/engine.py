@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from traceback import clear_frames
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,7 +41,7 @@ from grpo_fast.rollout.types import (
 from grpo_fast.rollout.vllm import convert
 from grpo_fast.rollout.vllm.convert import completion_of, content_of, params_of
 from grpo_fast.rollout.vllm.settings import choose, require_vision
-from grpo_fast.rollout.vllm.sleep import SleepCycle
+from grpo_fast.rollout.vllm.sleep import SleepCycle, release_pool
 from grpo_fast.rollout.vllm.start import keeping_ranks, start, stopped
 from grpo_fast.rollout.vllm.weights import WeightSync, weight_versions
 
@@ -59,6 +60,7 @@ logger = logging.getLogger(__name__)
 # Numbers the requests of all engines. vLLM runs a batch ahead, and its last one still names requests of the
 # call before.
 _numbers = itertools.count()
+SMALLER = 0.85  # of the room for the KV cache, in a second start after vLLM ran out of memory
 
 
 class VLLMEngine:
@@ -93,12 +95,34 @@ class VLLMEngine:
         """
         self._policy, self._config, self._world = policy, config, world
         self._parallel = config.tensor_parallel_size
-        weights = choose(policy, config)
+        self._weights = choose(policy, config)
         self._llm: LLM | None = None
         self._tells_experts = tells_experts
+        for share in (1.0, SMALLER):
+            try:
+                self._start(max_length, share)
+                return
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                problem = short(str(error), 200)
+                clear_frames(error.__traceback__)  # they hold what vLLM has built
+            if policy.device.type == "cuda":
+                release_pool()
+            free_cached()
+            logger.warning("vLLM runs out of memory with %g of the room for its KV cache: %s", share, problem)
+        raise torch.OutOfMemoryError(
+            "vLLM runs out of memory: lower rollout.vllm.kv_cache_gib, gpu_memory_utilization or "
+            f"max_sequences, or set rollout.vllm.enforce_eager to true ({problem})"
+        )
+
+    def _start(self, max_length: int | None, share: float) -> None:
+        policy, config, world, weights = self._policy, self._config, self._world, self._weights
         try:
             with world.all_succeed("vLLM's start"):
-                self._llm, placements = start(policy, config, weights, max_length, world, tells_experts)
+                self._llm, placements = start(
+                    policy, config, weights, max_length, world, self._tells_experts, share
+                )
                 self._cycle = SleepCycle(self._vllm, 0)
             model = self._worker.get_model()
             self._sync = WeightSync(self._vllm, model, policy, placements, weights.adapters)
@@ -123,13 +147,8 @@ class VLLMEngine:
             self.sync(policy)
             self.wake()
             difference = self._require_agreement()
-        except BaseException as error:
+        except BaseException:
             self.close()
-            if isinstance(error, RuntimeError) and is_out_of_memory(error):
-                raise torch.OutOfMemoryError(
-                    "vLLM runs out of memory: lower rollout.vllm.kv_cache_gib, gpu_memory_utilization or "
-                    f"max_sequences, or set rollout.vllm.enforce_eager to true ({short(str(error), 200)})"
-                ) from error
             raise
         if policy.quantized:
             base = f"its own base in full precision, as {weights.obstacle}"
@@ -298,9 +317,7 @@ class VLLMEngine:
         finally:
             stopped()
             del vllm
-            gc.collect()
-            if torch.cuda.is_initialized():
-                torch.cuda.empty_cache()
+            free_cached()
 
     def __enter__(self) -> VLLMEngine:
         return self
@@ -369,6 +386,12 @@ class VLLMEngine:
         states, own = self._vllm.output_processor.request_states, f"{self._place}-"
         detokenizers = [state.detokenizer for name, state in states.items() if name.startswith(own)]
         return sum(detokenizer.num_output_tokens() for detokenizer in detokenizers if detokenizer is not None)
+
+
+def free_cached() -> None:
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 @contextmanager

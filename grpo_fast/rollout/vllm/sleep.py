@@ -10,6 +10,7 @@ half-way cannot be repeated, so we check for room first. Shared weights stay out
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 from collections.abc import Collection
@@ -133,6 +134,21 @@ def require_empty_pool() -> None:
         )
 
 
+def release_pool() -> None:
+    """Free what a failed start has left in vLLM's pool, none of which has slept."""
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    if (pool := CuMemAllocator.instance) is None:
+        return
+    tagged = pool.allocator_and_pools.values()  # a pair for each tag before vLLM 0.28, then a list of pairs
+    pairs = [pair for kept in tagged for pair in (kept if isinstance(kept, list) else [kept])]
+    allocators = [pair[1] for pair in pairs]  # memory pools call them as they end
+    pool.allocator_and_pools.clear()
+    pairs.clear()
+    gc.collect()
+    allocators.clear()
+
+
 def weights_outside_the_pool() -> AbstractContextManager[Any]:
     """Load vLLM's next model into torch's memory, which sleep leaves alone; the KV cache uses the pool."""
     from vllm.v1.worker import gpu_worker
@@ -146,8 +162,8 @@ def weights_outside_the_pool() -> AbstractContextManager[Any]:
     return patch.object(worker_class, "_maybe_get_memory_pool_context", outside)
 
 
-def bounded_cache(gib: float) -> AbstractContextManager[Any]:
-    """Give vLLM's next KV cache `gib`, or the room that vLLM measures on a GPU if that is less.
+def bounded_cache(gib: float, share: float) -> AbstractContextManager[Any]:
+    """Give vLLM's next KV cache a share of `gib`, or of the room that vLLM measures if that is less.
 
     vLLM's own options for its size replace the measurement.
     """
@@ -170,6 +186,6 @@ def bounded_cache(gib: float) -> AbstractContextManager[Any]:
                 gib,
                 room,
             )
-        return int(min(room, gib) * GIB)
+        return int(share * min(room, gib) * GIB)
 
     return patch.object(worker_class, "determine_available_memory", bounded)

@@ -70,6 +70,7 @@ def start(
     max_length: int | None,
     world: World,
     tells_experts: bool = False,
+    share_of_cache: float = 1.0,
 ) -> tuple[LLM, list[Placement]]:
     """Start vLLM in this process, on each rank of `world`, with the policy's weights.
 
@@ -136,7 +137,7 @@ def start(
         with (
             waiting_on_host(waiting, device) as bring_back,
             weights_outside_the_pool() if sleeps and weights.shared else nullcontext(),
-            bounded_cache(config.kv_cache_gib or math.inf) if on_gpu else nullcontext(),
+            bounded_cache(config.kv_cache_gib or math.inf, share_of_cache) if on_gpu else nullcontext(),
         ):
             shared = sum(weight.nbytes for weight in waiting)
             arguments |= memory_arguments(config, device, shared)

@@ -151,14 +151,17 @@ def test_shared_weights_load_outside_the_pool_and_everything_else_in_it(monkeypa
 
 
 @pytest.mark.parametrize(
-    ("measured", "most", "given"), [(8, 3, 3), (2, 3, 2), (8, math.inf, 8), (-1, 3, None)]
+    ("measured", "most", "share", "given"),
+    [(2, 3, 1.0, 2), (8, math.inf, 0.5, 4), (8, 3, 0.5, 1.5), (-1, 3, 1.0, None)],
 )
-def test_the_kv_cache_takes_the_planned_or_the_measured_room(monkeypatch, caplog, measured, most, given):
+def test_the_kv_cache_takes_the_planned_or_the_measured_room(
+    monkeypatch, caplog, measured, most, share, given
+):
     worker = type("Worker", (), {"determine_available_memory": lambda self: measured * GIB})
     module = SimpleNamespace(gpu_worker=SimpleNamespace(Worker=worker))
     monkeypatch.setitem(sys.modules, "vllm.v1.worker", module)
     refused = pytest.raises(ValueError, match=r"1\.00 GiB more.*max_sequences")
-    with bounded_cache(most), refused if given is None else nullcontext():
+    with bounded_cache(most, share), refused if given is None else nullcontext():
         assert worker().determine_available_memory() == given * GIB
     assert ("rollout.vllm.kv_cache_gib = 3" in caplog.text) == (measured == 2)
     assert worker().determine_available_memory() == measured * GIB

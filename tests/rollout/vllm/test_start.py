@@ -27,7 +27,7 @@ from grpo_fast.rollout.vllm.settings import (
     memory_arguments,
     require_positions,
 )
-from grpo_fast.rollout.vllm.sleep import GIB
+from grpo_fast.rollout.vllm.sleep import GIB, release_pool
 from grpo_fast.rollout.vllm.start import (
     cached_model_folder,
     require_device,
@@ -207,13 +207,40 @@ def test_keys_and_values_have_room_by_configuration_then_device(monkeypatch, dev
     assert found == pytest.approx(expected)
 
 
-def test_out_of_memory_names_the_settings_that_make_room(monkeypatch):
-    def full(*_: Any) -> None:
-        raise RuntimeError("CUDA error: out of memory")
+@pytest.mark.parametrize(("said", "shares"), [("out of memory", [1.0, engine.SMALLER]), ("a bug", [1.0])])
+def test_out_of_memory_starts_vllm_once_more_with_less_room(monkeypatch, said, shares):
+    starts: list[float] = []
+
+    def full(*given: Any) -> None:
+        starts.append(given[-1])
+        raise RuntimeError(f"CUDA error: {said}")
 
     monkeypatch.setattr(engine, "start", full)
-    with pytest.raises(torch.OutOfMemoryError, match=r"kv_cache_gib.*max_sequences.*out of memory"):
+    with pytest.raises(RuntimeError, match=r"kv_cache_gib.*max_sequences" if len(shares) > 1 else said):
         engine.VLLMEngine(policy("cpu"), VLLMConfig())
+    assert starts == shares
+
+
+@pytest.mark.parametrize("listed", [False, True])  # as before vLLM 0.28, and since
+def test_a_failed_start_gives_vllms_pool_back_before_its_allocators(monkeypatch, listed):
+    cumem = pytest.importorskip("vllm.device_allocator.cumem")
+    ended: list[str] = []
+
+    class Part:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __del__(self) -> None:
+            ended.append(self.name)
+
+    pairs = {tag: (Part("pool"), Part("allocator")) for tag in ("weights", "kv_cache")}
+    kept = {tag: [pair] if listed else pair for tag, pair in pairs.items()}
+    monkeypatch.setattr(cumem.CuMemAllocator, "instance", SimpleNamespace(allocator_and_pools=kept))
+    del pairs
+
+    release_pool()
+
+    assert kept == {} and ended == ["pool", "pool", "allocator", "allocator"]
 
 
 def test_prompts_of_a_hybrid_are_cached_on_a_gpu_alone():

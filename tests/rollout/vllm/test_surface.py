@@ -23,7 +23,7 @@ SOURCES = Path(
 pytestmark = pytest.mark.skipif(not (SOURCES / "vllm").is_dir(), reason="needs vLLM, or VLLM_SOURCES")
 
 MEMBERS = {
-    "vllm.device_allocator.cumem:CuMemAllocator": ("instance", "pointer_to_data"),
+    "vllm.device_allocator.cumem:CuMemAllocator": ("allocator_and_pools", "instance", "pointer_to_data"),
     "vllm.engine.arg_utils:EngineArgs": ("enable_return_routed_experts", "distributed_executor_backend"),
     "vllm.v1.engine.llm_engine:LLMEngine": (
         *("add_lora", "add_request", "collective_rpc", "engine_core", "get_tokenizer"),
