@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load, save
 from torch import Tensor
 from torch.distributed import DistNetworkError, PrefixStore, ProcessGroup, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh
@@ -93,16 +92,12 @@ class World:
         return results
 
     def gather_tensors(self, place: str, work: Callable[[], dict[str, Tensor]]) -> list[dict[str, Tensor]]:
-        """Gather tensors by name as safetensors, to the CPU."""
+        """Gather tensors by name as `gather_from_all` does, on the CPU."""
 
-        def own() -> dict[str, Tensor]:
-            return {name: tensor.cpu() for name, tensor in work().items()}
+        def own() -> dict[str, Tensor]:  # without the rest of a storage that a tensor is a view of
+            return {name: tensor.cpu().clone() for name, tensor in work().items()}
 
-        if self.size == 1:
-            return [own()]
-        # safetensors refuses tensors that share memory.
-        packed = self.gather_from_all(place, lambda: save({name: t.clone() for name, t in own().items()}))
-        return [*map(load, packed)]
+        return self.gather_from_all(place, own)
 
     @contextmanager
     def all_succeed(self, place: str) -> Iterator[list[Any]]:
@@ -184,7 +179,7 @@ def joined(device: torch.device, timeout: timedelta, heartbeat_timeout: float = 
         RankError: a rank is missing.
     """
     numbers = {"WORLD_SIZE": 1, "RANK": 0, "LOCAL_RANK": 0}
-    size, rank, local_rank = (int(os.environ.get(name, alone)) for name, alone in numbers.items())
+    size, rank, local_rank = (int(os.environ.get(name, default)) for name, default in numbers.items())
     on_gpu = device.type == "cuda"
     if size > 1 and device.index is not None:
         raise ValueError(

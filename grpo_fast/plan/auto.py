@@ -60,10 +60,7 @@ OF_ALL_STAGES: dict[str, Callable[[Iterable[Any]], Any]] = {
 def resolve_auto(config: TrainConfig, run_dir: Path | None = None, *, ranks: int = 1) -> TrainConfig:
     """Return the configuration with a value for every `auto`; on a CPU, constants.
 
-    Args:
-        config: the run's configuration.
-        run_dir: its folder. A resumed run keeps the dtype of its start.
-        ranks: their number; all have devices like this one.
+    All ranks have devices like this one. A run that resumes in `run_dir` keeps the dtype of its start.
 
     Raises:
         ValueError: the run does not fit, or as `modes`.
@@ -97,7 +94,7 @@ def resolve_auto(config: TrainConfig, run_dir: Path | None = None, *, ranks: int
     except (ValueError, RuntimeError) as error:  # a model that can be trained, but not counted
         logger.warning("the planner cannot count the model; `auto` is as on a CPU: %s", error)
         return constants
-    # The first mode in which most stages fit.
+    # The first mode in which all stages fit, or else the most.
     divided, searches, choices = min(found, key=lambda one: one[2].count(None))
     if None in choices:
         raise ValueError(too_large(searches[choices.index(None)]))

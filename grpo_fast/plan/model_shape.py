@@ -103,12 +103,7 @@ class ModelShape:
 def model_config(
     source: str, *, revision: str | None = None, trust_remote_code: bool = False
 ) -> PretrainedConfig:
-    """Return a model's configuration.
-
-    Args:
-        source: a folder or a `config.json` file, a name in `SHAPES`, a hub id, or `package:NAME`.
-        revision: of the hub's repository.
-        trust_remote_code: run the code that comes with the model.
+    """Return the configuration of a folder, a `config.json`, a name in `SHAPES`, a hub id or `package:NAME`.
 
     Raises:
         ValueError: none of these leads to a configuration.
@@ -174,11 +169,7 @@ def with_layers(config: PretrainedConfig, count: int) -> PretrainedConfig:
 
 
 def model_shape(config: PretrainedConfig, model: ModelConfig) -> ModelShape:
-    """Count a model as it would be trained.
-
-    Args:
-        config: the architecture.
-        model: the settings, with a dtype that is not `auto`.
+    """Count a model as it would be trained; `model.dtype` is not `auto`.
 
     Raises:
         ValueError: not a language model, unknown LoRA modules, a forward that fails on the meta device, or as

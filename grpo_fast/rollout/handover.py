@@ -32,16 +32,10 @@ MARGIN = 2**30  # bytes left free beyond the engine's need, as torch's cache is 
 
 
 class DeviceHandover:
-    """Switches the device between the engine and the trainer.
+    """Switches the device between the engine, which it puts to sleep, and the trainer.
 
-    Args:
-        engine: put to sleep here.
-        optimizer: made with what `config` keeps on the host.
-        config: the run's `memory`: which parts are always offloaded; with `auto`, others follow where room
-            is short.
-
-    Attributes:
-        away: the parts that are offloaded.
+    `config` names the parts that are always offloaded. With `auto`, others follow where room is short; `away`
+    has all offloaded parts.
     """
 
     def __init__(

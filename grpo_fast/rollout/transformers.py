@@ -65,14 +65,11 @@ class TransformersEngine:
 
         Args:
             model: a causal model, or a peft model around one.
-            tokenizer: decodes completions.
-            eos_ids: the tokens that end a completion.
+            tokenizer: of the model.
+            eos_ids: the tokens that end a completion; ValueError if there are none.
             max_batch_tokens: limit of the KV cache; None: none on a GPU, `CPU_BATCH_TOKENS` on a CPU.
             image_reader: reads the images of prompts; None: images are refused.
             tells_experts: return the routed experts with completions.
-
-        Raises:
-            ValueError: `eos_ids` is empty.
         """
         self.model = model
         self.tokenizer = tokenizer

@@ -16,7 +16,7 @@ from grpo_fast.plan import auto, longest_prompt
 from grpo_fast.plan.auto import CONSTANTS, OF_ALL_STAGES, resolve_auto
 from grpo_fast.plan.devices import GIB, device_budget
 from grpo_fast.plan.model_shape import ModelShape, model_config, model_shape
-from grpo_fast.plan.search import Search
+from grpo_fast.plan.search import LEVEL, SYNC, Search
 from grpo_fast.policy import load
 from grpo_fast.rollout import vllm
 
@@ -158,16 +158,10 @@ def test_one_choice_fits_every_stage(toy: dict[str, Any], memory: Any) -> None:
 
     assert both.rollout.vllm.max_sequences <= alone.rollout.vllm.max_sequences
     assert both.micro_batch_tokens < alone.micro_batch_tokens
-    of_two = {
-        "micro_batch_tokens": ([5, 3], 3),
-        "model.gradient_checkpointing": ([True, "mlp"], True),
-        "memory.offload": ([["gradients"], []], ["gradients"]),
-        "rollout.vllm.lora_sync": (["merged", "adapter"], "adapter"),
-        "rollout.vllm.sleep_level": ([0, 2], 2),
-        "rollout.vllm.max_sequences": ([3, 5], 3),
-        "rollout.vllm.kv_cache_gib": ([1.0, 2.0], 2.0),
-    }
-    assert {key: (each, OF_ALL_STAGES[key](each)) for key, (each, _) in of_two.items()} == of_two
+    settings = [[True, "mlp"], [["gradients"], []], ["merged", "adapter"], [0, 2]]
+    keys = ("model.gradient_checkpointing", "memory.offload", SYNC, LEVEL)
+    combined = [OF_ALL_STAGES[key](each) for key, each in zip(keys, settings, strict=True)]
+    assert combined == [True, ["gradients"], "adapter", 2]
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "dpo"])

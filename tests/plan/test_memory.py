@@ -1,4 +1,4 @@
-"""The bytes of a step, beside those that torch's allocator held in updates and rollouts of small models."""
+"""Compare planned bytes with those of torch's allocator, in updates and rollouts of small models."""
 
 from __future__ import annotations
 
@@ -192,27 +192,23 @@ def test_offloaded_parts_are_away_in_the_rollout_and_state_always(on_gpu: Any) -
 
 
 @pytest.mark.parametrize(
-    ("family", "model", "vllm", "shared"),
+    ("model", "vllm", "copies", "adapters"),
     [
-        ("llama", {}, {}, True),
-        ("qwen3_moe", {}, {}, False),  # experts are laid out in vLLM's own way
-        ("llama", LORA, {}, False),  # merged
-        ("llama", LORA, {"lora_sync": "adapter"}, True),
-        ("llama", LORA, {"lora_sync": "adapter", "share_weights": False}, False),
-        ("llama", QLORA, {}, True),
-        ("llama", QLORA, {"tensor_parallel_size": 2}, False),
+        ({}, {}, 0, 0),
+        ({}, {"share_weights": False}, 1, 0),
+        (LORA, {}, 1, 0),  # merged
+        (QLORA, {}, 0, 1),
+        (QLORA, {"tensor_parallel_size": 2}, 1, 1),
     ],
 )
 def test_the_engine_has_the_trainers_weights_or_a_copy(
-    family: str, model: Any, vllm: Any, shared: bool, config: Any, setup: Any
+    model: Any, vllm: Any, copies: int, adapters: int, config: Any, setup: Any
 ) -> None:
-    planned = setup(config(family), device_budget("H200"), model=model, rollout={"vllm": vllm})
+    planned = setup(config("llama"), device_budget("H200"), model=model, rollout={"vllm": vllm})
 
     shape = planned.shape
-    own = 0 if shared else shape.parameters - shape.adapters
-    own += shape.adapters * (model == QLORA or "lora_sync" in vllm)
-    assert planned.weights.shared == shared
-    assert step_bytes(planned, UPDATE)["rollout"].get("engine weights", 0) == 2 * own
+    own = 2 * (copies * (shape.parameters - shape.adapters) + adapters * shape.adapters)
+    assert step_bytes(planned, UPDATE)["rollout"].get("engine weights", 0) == own
 
 
 @pytest.mark.parametrize("family", ["qwen2", "gemma3_text", "minicpm3", "qwen3_5_text", "falcon_h1"])

@@ -43,10 +43,10 @@ def test_a_plan_for_a_gpu_one_does_not_have(plan: Any) -> None:
     assert code == 0
     assert re.search(r"gradients +- +[\d.]+ MiB +-\n", printed)
     assert re.search(r"micro_batch_tokens +1024 +configuration\n.*checkpointing.* the planner", printed)
-    told = " ".join(printed.split())
-    assert "fits, " in told and "largest num_generations: 4,096 or more" in told
-    assert "activations: counted" in told
-    assert "all turns" in told and "each of 2 ranks" in told
+    text = " ".join(printed.split())
+    assert "fits, " in text and "largest num_generations: 4,096 or more" in text
+    assert "activations: counted" in text
+    assert "all turns" in text and "each of 2 ranks" in text
     assert re.search(r"distributed.mode +replicate", printed)
     assert re.search(r"memory.offload +\[gradients, master\] +configuration", printed)  # not taken for markup
 
@@ -54,9 +54,9 @@ def test_a_plan_for_a_gpu_one_does_not_have(plan: Any) -> None:
 def test_a_plan_that_does_not_fit_is_a_failure_with_remedies(plan: Any) -> None:
     code, printed = plan("--gpu", "1000MiB")
 
-    told = " ".join(printed.split())
+    text = " ".join(printed.split())
     assert code == 1
-    assert "does not fit 1000MiB" in told and "model.train_lm_head=false, " in told
+    assert "does not fit 1000MiB" in text and "model.train_lm_head=false, " in text
 
 
 def test_the_plan_of_a_configuration_as_json(

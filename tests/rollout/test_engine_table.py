@@ -1,4 +1,4 @@
-"""Engines are rows of one table, and one from elsewhere is one more."""
+"""The table of engines, and a custom engine."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class EchoKind(EngineKind):
 
 @pytest.fixture
 def elsewhere(tmp_path: Path) -> str:
-    """An engine in a file of its own, as `rollout.engine` names it."""
+    """Write a custom engine into a file, and return its path for `rollout.engine`."""
     (tmp_path / "echo.py").write_text(ELSEWHERE)
     return f"{tmp_path / 'echo.py'}:EchoKind"
 

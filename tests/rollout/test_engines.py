@@ -1,6 +1,6 @@
-"""What every engine keeps: its draws are the policy's, its seeds, ends and failures behave alike.
+"""Tests that all engines pass: log-probabilities, seeds, ends and failures.
 
-And what only the engine on vLLM must survive, with the same one, for a process has one vLLM at a time.
+Tests of vLLM only share the same engine, as a process has one vLLM at a time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ vllm_only = pytest.mark.parametrize("served", ["vllm"], indirect=True)
 
 
 def state_of_the_process() -> dict[str, Any]:
-    own = ("VLLM_", "_TORCHINDUCTOR_")  # a compiler's note to itself
+    own = ("VLLM_", "_TORCHINDUCTOR_")  # set by the compiler
     return {
         "random": (torch.get_rng_state().tolist(), str(np.random.get_state()), random.getstate()),
         "torch": (torch.set_num_threads, torch.get_num_threads(), torch.get_float32_matmul_precision()),
@@ -84,7 +84,7 @@ def is_idle(engine) -> bool:
 
 @torch.no_grad()
 def drawn_and_ranked(policy, prompt, completion, temperature) -> tuple[torch.Tensor, torch.Tensor]:
-    """(C,) the policy's probabilities of the drawn tokens, and (C, V) of all, the largest first."""
+    """Return (C,) the policy's probabilities of the sampled tokens, and (C, V) all, descending."""
     ids = torch.tensor([[*prompt, *completion.token_ids]])
     logits = policy.base_model(ids, use_cache=False).logits[0, len(prompt) - 1 : -1] / temperature
     probs = logits.softmax(-1)
@@ -199,7 +199,7 @@ def test_weights_that_are_not_numbers_are_reported(engine, policy, prompts, logp
 
 
 @pytest.mark.parametrize("synced", [True, False])
-def test_asleep_it_refuses_to_generate_and_awake_it_has_the_new_weights(
+def test_a_sleeping_engine_refuses_and_a_woken_one_has_the_new_weights(
     engine, policy, prompts, shake, largest_difference, synced
 ):
     before = engine.generate(prompts, 3, SAMPLING)

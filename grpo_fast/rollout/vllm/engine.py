@@ -83,11 +83,8 @@ class VLLMEngine:
     ) -> None:
         """Start vLLM and compare it with the policy.
 
-        Args:
-            policy: the policy whose weights generate.
-            max_length: tokens of the longest prompt with its completion; None: as configured.
-            world: the ranks, each of which makes an engine.
-            tells_experts: return the routed experts with completions.
+        `max_length` is in tokens, of the longest prompt with its completion. `tells_experts`: return the
+        routed experts with completions.
 
         Raises:
             ImportError, RuntimeError, ValueError: as `start`; ValueError also for a model that vLLM computes
@@ -277,7 +274,7 @@ class VLLMEngine:
             if on_gpu:
                 torch.cuda.synchronize(policy.device)  # the optimizer's last kernels may still write
             self._cycle.wake_weights()
-        # A place of its own: a rank without room would otherwise repeat the above while the others wait.
+        # Two places: a rank without room would otherwise repeat the first while the others wait.
         with self._world.all_succeed("the copy of vLLM's weights"):
             self._sync(everything=self._cycle.weights_dropped)
             if on_gpu:

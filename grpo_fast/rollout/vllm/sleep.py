@@ -31,10 +31,8 @@ TAGS = ("weights", "kv_cache")
 class SleepCycle:
     """The sleep state of a vLLM engine.
 
-    Attributes:
-        level: 0 pauses, 1 moves weights to the host and drops the KV cache, 2 drops both.
-        asleep: the sleeping tags, in the order in which they wake.
-        weights_dropped: weights are invalid until `weights_loaded`.
+    Level 0 pauses, 1 moves weights to the host and drops the KV cache, 2 drops both. `asleep` are the
+    sleeping tags, in the order in which they wake.
     """
 
     def __init__(self, engine: LLMEngine, level: Literal[0, 1, 2]) -> None:

@@ -97,12 +97,8 @@ def storage_of(tensor: Tensor) -> int:
 def share(model: nn.Module, weights: Mapping[str, Tensor], placements: list[Placement]) -> list[Placement]:
     """Make the trainer's weights views of vLLM's tensors, where a whole weight is a contiguous part of one.
 
-    Args:
-        model: vLLM's, after loading and before its post-processing.
-        weights: the trainer's by name in the checkpoint; they may be on the host.
-
-    Returns:
-        The placements with their new targets.
+    vLLM's `model` is loaded but not yet post-processed. Weights may be on the host. Returns the placements
+    with their new targets.
     """
     owners: dict[int, list[nn.Parameter]] = defaultdict(list)
     for _, parameter in model.named_parameters(remove_duplicate=False):
@@ -186,13 +182,8 @@ def weight_versions(policy: Policy) -> tuple[int, ...]:
 class WeightSync:
     """Sends the policy's weights to vLLM; LoRA merged in float32, or as an adapter.
 
-    Args:
-        placements: where vLLM's loader put the weights, after sharing.
-        adapters: send LoRA as an adapter.
-
-    Attributes:
-        way: how weights are sent, and `reason` why.
-        adapter: vLLM's name of the adapter, for requests.
+    `placements` are those of vLLM's loader, after sharing. `way` is how weights are sent, `reason` why, and
+    `adapter` what requests must name.
     """
 
     def __init__(

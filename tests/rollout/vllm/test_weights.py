@@ -318,7 +318,7 @@ def test_after_every_sync_it_computes_what_the_policy_computes(
 
 
 def require_own_tensors(engine: Any, packed: list[Any], told: str) -> None:
-    """vLLM multiplies with these very tensors, and has little else."""
+    """Check that vLLM multiplies with these very tensors, and has little else."""
     model = engine._worker.get_model()
     used = [part.data_ptr() for module in model.modules() for part in vars(module).get("parts", ())]
     assert sorted(used) == sorted(weight.data_ptr() for weight in packed)
