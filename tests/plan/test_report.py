@@ -41,7 +41,7 @@ def test_a_plan_for_a_gpu_one_does_not_have(plan: Any) -> None:
     code, printed = plan(*command, "memory.offload=[gradients,master]")
 
     assert code == 0
-    assert re.search(r"gradients +- +[\d.]+ MiB +-\n", printed)
+    assert re.search(r"gradients +[\d.]+ MiB +-\n", printed)
     assert re.search(r"micro_batch_tokens +1024 +configuration\n.*checkpointing.* the planner", printed)
     text = " ".join(printed.split())
     assert "fits, " in text and "largest num_generations: 4,096 or more" in text
