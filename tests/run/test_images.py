@@ -54,7 +54,7 @@ def test_rows_without_packing_are_refused(settings: dict[str, Any], no_weights: 
 @pytest.mark.parametrize(
     ("images", "installed", "message"),
     [
-        (True, True, "an image see only what is before them, and gemma3 all of it: set rollout.engine"),
+        (True, True, "gemma3 in both directions: set rollout.engine"),
         (True, False, "torchvision for models of type gemma3, with images or without: pip install"),
         (False, False, "torchvision for models of type gemma3, with images or without: pip install"),
         (False, True, "weights were read"),
