@@ -92,8 +92,8 @@ def step_sizes(config: TrainConfig, ranks: int = 1) -> StepSizes:
     prompt = config.dataset.max_prompt_length
     if prompt is None:
         raise ValueError(
-            "the longest prompt is unknown: set dataset.max_prompt_length (or --prompt-length of `grpo-fast "
-            "plan`)"
+            "the longest prompt is not known: set dataset.max_prompt_length (or --prompt-length of "
+            "`grpo-fast plan`)"
         )
     tokens, vllm = config.micro_batch_tokens, config.rollout.vllm
     completion = config.rollout.max_completion_length
