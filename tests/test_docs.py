@@ -94,7 +94,7 @@ def test_its_planned_examples_are_what_the_plan_says(row: tuple[str, ...], capsy
     assert cli.main([*command.replace("MODEL", model).replace("GPU", gpu).split(), "--json"]) == 0
 
     found = json.loads(capsys.readouterr().out)
-    parts, values = found["parts"]["start"], found["values"]
+    parts, values = found["parts"]["rollout"], found["values"]
     sizes = [bytes_text(parts[part]) for part in ("weights", "KV cache")]
     assert [*sizes, str(values["rollout.vllm.max_sequences"])] == told and found["fits"]
     assert values["rollout.vllm.lora_sync"] == "adapter"

@@ -1,1 +1,1 @@
-"""The ranks of a run: torchrun's processes, each with a device of its own, or one process alone."""
+"""The ranks of a run: the processes of torchrun, or a single process."""

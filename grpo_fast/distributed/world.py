@@ -1,7 +1,6 @@
-"""Exchanges between ranks: each names its place, and an error of one rank is an error of all.
+"""Join ranks, and exchange objects and tensors between them.
 
-Where work differs between ranks, `gather_from_all` runs it and gives every rank all results. Where one rank
-fails, all leave the place, so that none waits for another.
+Each exchange names its place. When one rank fails, all raise an error and leave, so that none waits.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load, save
 from torch import Tensor
 from torch.distributed import DistNetworkError, PrefixStore, ProcessGroup, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh
@@ -33,18 +31,17 @@ _CPU = torch.device("cpu")
 class World:
     """The ranks of a run."""
 
-    rank: int = 0  # this process' number
-    size: int = 1  # how many there are; 1: no torch.distributed
-    device: torch.device = _CPU  # of this rank, where its tensors are exchanged
-    step: int = 0  # that is being trained, for messages
-    watch: Watch | None = None  # of the other ranks; None: there are none
-    # Of `gather_from_all`: a rank may fail where others are in a collective.
-    objects: ProcessGroup | None = None
-    launcher: Store | None = None  # torchrun's, which outlives its ranks
+    rank: int = 0
+    size: int = 1  # 1: no torch.distributed
+    device: torch.device = _CPU  # of this rank
+    step: int = 0  # for messages
+    watch: Watch | None = None  # None: one rank
+    objects: ProcessGroup | None = None  # of `all_succeed`, as a failed rank may leave others in a collective
+    launcher: Store | None = None  # of torchrun, which outlives its ranks
 
     @property
     def is_main(self) -> bool:
-        """Whether this rank writes the run's folder and speaks to the user."""
+        """Return whether this rank writes the run's folder and logs."""
         return self.rank == 0
 
     @property
@@ -52,68 +49,61 @@ class World:
         return mesh_of(self.device.type, self.size)
 
     def share(self, items: Sequence[T]) -> Sequence[T]:
-        """This rank's part of what all have: contiguous, in rank order, equal but for one."""
+        """Return this rank's contiguous part of items that all ranks have; sizes differ by at most one."""
         bounds = [len(items) * rank // self.size for rank in (self.rank, self.rank + 1)]
         return items[slice(*bounds)]
 
     def begin(self, step: int, seed: int) -> None:
-        """Of several ranks, what a step draws follows from the step: a resumed run may have other ranks."""
+        """Begin a step. Several ranks seed it, as a resumed run may have another number of ranks."""
         self.step = step
         if self.size > 1:
             torch.manual_seed(self.seed(random.Random(f"{seed}/{step}").getrandbits(62)))
 
     def seed(self, seed: int) -> int:
-        """One of this rank's own; rank 0's is the same."""
+        """Return a seed for this rank; rank 0 keeps `seed`."""
         return random.Random(f"{seed}/{self.rank}").getrandbits(62) if self.rank else seed
 
     def mark_started(self, run_dir: Path) -> None:
-        """From here on, ranks that torchrun starts again go on with what is in the folder."""
+        """Note in torchrun's store that ranks that it restarts resume from this folder."""
         if self.launcher is not None:
             self.launcher.set(str(run_dir.resolve()), "begun")
 
     def was_started(self, run_dir: Path) -> bool:
-        """Whether torchrun starts the ranks of this run again, as after the loss of one."""
+        """Return whether torchrun has restarted the ranks of this run."""
         return self.launcher is not None and self.launcher.check([str(run_dir.resolve())])
 
     def at(self, place: str) -> AbstractContextManager[None]:
-        """Name the place where this rank takes part in collectives, for the messages of all ranks.
-
-        Raises:
-            RankError: instead of a collective's own error; at once if another rank is lost.
-        """
+        """Name the place of this rank's collectives for messages; raises as `Watch.at`."""
         return nullcontext() if self.watch is None else self.watch.at(self._during(place))
 
     def gather_from_all(self, place: str, work: Callable[[], T]) -> list[T]:
-        """What `work` returns on each rank, in rank order.
+        """Return the result of `work` on each rank, in rank order.
 
         Args:
-            place: in words, for messages: the same on all ranks.
+            place: for messages, the same on all ranks.
+            work: may differ between ranks.
 
         Raises:
-            RankError: another rank's work raised, or another rank is at another place.
-            Exception: as this rank's own work.
+            RankError: another rank's work raised, or another rank is elsewhere.
+            Exception: as this rank's work.
         """
         with self.all_succeed(place) as results:
             results.append(work())
         return results
 
     def gather_tensors(self, place: str, work: Callable[[], dict[str, Tensor]]) -> list[dict[str, Tensor]]:
-        """`gather_from_all` for tensors by name, which are sent as such, and are on the CPU then."""
+        """Gather tensors by name as `gather_from_all` does, on the CPU."""
 
-        def own() -> dict[str, Tensor]:
-            return {name: tensor.cpu() for name, tensor in work().items()}
+        def own() -> dict[str, Tensor]:  # without the rest of a storage that a tensor is a view of
+            return {name: tensor.cpu().clone() for name, tensor in work().items()}
 
-        if self.size == 1:
-            return [own()]
-        # Of their own memory each, as safetensors asks for.
-        packed = self.gather_from_all(place, lambda: save({name: t.clone() for name, t in own().items()}))
-        return [*map(load, packed)]
+        return self.gather_from_all(place, own)
 
     @contextmanager
     def all_succeed(self, place: str) -> Iterator[list[Any]]:
-        """A block of work that has succeeded on all ranks when it is left; raises as `gather_from_all`.
+        """Leave a block only when it has succeeded on all ranks; raises as `gather_from_all`.
 
-        What this rank puts into the list is there afterwards of every rank, in rank order.
+        The yielded list of this rank becomes the concatenation of all ranks' lists.
         """
         results: list[Any] = []
         if self.size == 1:
@@ -122,7 +112,7 @@ class World:
         watch = self.watch
         assert watch is not None, "ranks that exchange anything have `joined`"
         place = self._during(place)
-        error, told = None, None
+        error, text = None, None
         found: list[Any] = [None] * self.size
         with watch.at(place):
             try:
@@ -132,9 +122,10 @@ class World:
                 error = watch.explained(raised)
                 if watch.lost or error is watch.agreed:
                     raise
-                results, told = [], watch.fail(error)
-            dist.all_gather_object(found, (place, told, results), group=self.objects)
-            watch.finished()
+                results, text = [], watch.fail(error)
+            dist.all_gather_object(found, (place, text, results), group=self.objects)
+            watch.own.failure = None  # all ranks know it now
+            watch.own.exchanges += 1
         problems = [problem for _, problem, _ in found if problem is not None]
         away = [f"rank {rank} is at {there}" for rank, (there, _, _) in enumerate(found) if there != place]
         if problems or away:
@@ -143,8 +134,8 @@ class World:
         results[:] = [value for _, _, values in found for value in values]
 
     def leave(self) -> None:
-        """No rank waits for another any more: each is alone, and goes on as long as it likes."""
-        self.gather_from_all("the end", bool)  # a rank that leaves before others would seem lost
+        """End the exchanges: each rank goes on as a single process."""
+        self.gather_from_all("the end", bool)  # else a rank that leaves first would seem lost
         if self.watch is not None:
             self.watch.__exit__()
             self.watch, self.objects, self.size = None, None, 1
@@ -154,12 +145,12 @@ class World:
         return f"{place} of step {self.step}" if self.step else place
 
     def from_main(self, place: str, work: Callable[[], T]) -> T:
-        """What `work` returns on rank 0, which alone runs it."""
+        """Run `work` on rank 0 only, and return its result on all ranks."""
         results: list[T | None] = self.gather_from_all(place, work if self.is_main else lambda: None)
         return results[0]  # type: ignore[return-value]
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Over all ranks, in place."""
+        """All-reduce in place."""
         if self.size > 1:
             dist.all_reduce(tensor)
         return tensor
@@ -170,39 +161,55 @@ SINGLE_PROCESS = World()
 
 @cache
 def mesh_of(device_type: str, size: int) -> DeviceMesh:
-    """All ranks in a row, for tensors of such devices."""
+    """Return the one-dimensional mesh of all ranks."""
     return DeviceMesh(device_type, torch.arange(size))
 
 
 @contextmanager
 def joined(device: torch.device, timeout: timedelta, heartbeat_timeout: float = 300.0) -> Iterator[World]:
-    """Join the ranks that torchrun or another launcher has started, or yield this process alone.
-
-    torchrun ends all ranks when one fails or dies before it joins, and names it.
+    """Join the ranks of torchrun or another launcher, or yield a single process.
 
     Args:
-        device: `cpu`, or `cuda` for the GPU of this rank.
-        timeout: of every exchange between ranks, and of the joining.
-        heartbeat_timeout: seconds without a sign of life after which a rank is lost.
+        device: `cpu`, or `cuda` for the GPU of LOCAL_RANK.
+        timeout: of each exchange and of joining.
+        heartbeat_timeout: seconds without a heartbeat after which a rank is lost.
 
     Raises:
-        ValueError: a GPU is named that each rank would take, or no place where the ranks meet.
-        RankError: a rank does not come.
+        ValueError: `device` names one GPU for all ranks, or no address is set.
+        RankError: a rank is missing.
     """
-    size, rank, local_rank = _numbers()
+    numbers = {"WORLD_SIZE": 1, "RANK": 0, "LOCAL_RANK": 0}
+    size, rank, local_rank = (int(os.environ.get(name, default)) for name, default in numbers.items())
+    on_gpu = device.type == "cuda"
+    if size > 1 and device.index is not None:
+        raise ValueError(
+            f"model.device = '{device}' is one GPU for all {size} ranks; leave it at auto for the GPU of "
+            "each LOCAL_RANK"
+        )
+    if size > 1 and on_gpu:
+        device = torch.device("cuda", local_rank)
+    if device.index or (size > 1 and on_gpu):
+        torch.cuda.set_device(device)
     if size == 1:
-        if device.index:
-            torch.cuda.set_device(device)
-        yield World(device=device, launcher=_connect(timeout) if dist.is_torchelastic_launched() else None)
+        launcher = _connect(size, rank, timeout) if dist.is_torchelastic_launched() else None
+        yield World(device=device, launcher=launcher)
         return
-    device = _own(device, size, local_rank)
-    store = _connect(timeout)
-    watch = Watch(_of_attempt(store), rank, size, heartbeat_timeout)
+    launcher = _connect(size, rank, timeout)
+    # Ranks before a restart by torchrun have left their keys in the store.
+    store = PrefixStore(f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{size}", launcher)
+    watch = Watch(store, rank, size, heartbeat_timeout)
     watch.meet(size, timeout)
+    group: dict[str, Any] = {"device_id": device} if on_gpu else {}
+    backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
     try:
         with watch:
             with watch.at("the joining"):
-                world = started(watch, store, device, timeout)
+                dist.init_process_group(
+                    backend, store=store, rank=rank, world_size=size, timeout=timeout, **group
+                )
+                objects = dist.new_group(backend="gloo", timeout=timeout)
+                world = World(rank, size, device, watch=watch, objects=objects, launcher=launcher)
+                world.sum(torch.zeros(1, device=device))  # NCCL allocates now, before vLLM takes the memory
             try:
                 yield world
             except BaseException as error:
@@ -214,31 +221,8 @@ def joined(device: torch.device, timeout: timedelta, heartbeat_timeout: float = 
         _stop()
 
 
-def _numbers() -> tuple[int, int, int]:
-    """Return the number of ranks, this process's rank, and its rank on this host."""
-    alone = {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}
-    size, rank, local_rank = (int(os.environ.get(name, value)) for name, value in alone.items())
-    return size, rank, local_rank
-
-
-def _own(device: torch.device, size: int, local_rank: int) -> torch.device:
-    """Return this rank's device."""
-    if device.type != "cuda":
-        return device
-    if device.index is not None:
-        raise ValueError(
-            f"model.device = '{device}' would be the GPU of all {size} ranks; leave it at auto, and each "
-            "takes that of its LOCAL_RANK"
-        )
-    device = torch.device("cuda", local_rank)
-    torch.cuda.set_device(device)
-    return device
-
-
-def _connect(timeout: timedelta) -> Store:
-    """Connect to the store that rank 0 or torchrun keeps."""
+def _connect(size: int, rank: int, timeout: timedelta) -> Store:
     host, port = (os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT"))
-    size, rank, _ = _numbers()
     if not host or not port:
         raise ValueError(
             f"WORLD_SIZE = {size} without MASTER_ADDR and MASTER_PORT: start the ranks with torchrun, or "
@@ -249,29 +233,6 @@ def _connect(timeout: timedelta) -> Store:
         return TCPStore(host, int(port), None, keeps, timeout, wait_for_workers=False, multi_tenant=True)
     except DistNetworkError as error:
         raise RankError(f"rank 0 cannot be reached at {host}:{port}: {error}") from error
-
-
-def _of_attempt(store: Store) -> Store:
-    """Separate these ranks' keys from those that ranks before a restart by torchrun left in the store."""
-    return PrefixStore(f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{_numbers()[0]}", store)
-
-
-def started(watch: Watch, store: Store, device: torch.device, timeout: timedelta) -> World:
-    """Create the process groups; all exchanges are possible from here on."""
-    on_gpu = device.type == "cuda"
-    size, rank, _ = _numbers()
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-        store=_of_attempt(store),
-        rank=rank,
-        world_size=size,
-        timeout=timeout,
-        device_id=device if on_gpu else None,
-    )
-    objects = dist.new_group(backend="gloo", timeout=timeout)
-    world = World(rank, size, device, watch=watch, objects=objects, launcher=store)
-    world.sum(torch.zeros(1, device=device))  # NCCL takes its memory now: vLLM would leave it none
-    return world
 
 
 def _stop() -> None:

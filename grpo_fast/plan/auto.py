@@ -1,4 +1,4 @@
-"""What a run leaves to the planner: each `auto` becomes a value before anything is built."""
+"""Resolve each `auto` of a configuration before anything is built."""
 
 from __future__ import annotations
 
@@ -38,38 +38,33 @@ from grpo_fast.policy import load_image_reader, load_tokenizer
 from grpo_fast.policy.load import resolve_device, resolve_dtype
 from grpo_fast.record.summary import bytes_text
 from grpo_fast.rollout import chosen_engine
-from grpo_fast.rollout.engines import draws_with_policy
 
 logger = logging.getLogger(__name__)
 LIMIT = "dataset.max_prompt_length"
 
 CONSTANTS = {"micro_batch_tokens": 16_384, "model.gradient_checkpointing": False}
-"""What `auto` is on a CPU and where nothing can be planned."""
+"""The values of `auto` on a CPU, and where planning fails."""
 
 OF_ALL_STAGES: dict[str, Callable[[Iterable[Any]], Any]] = {
     "micro_batch_tokens": min,
     "model.gradient_checkpointing": partial(max, key=RECOMPUTED.index),
     "memory.offload": partial(max, key=len),
-    SYNC: min,  # an adapter, where one stage needs it
+    SYNC: min,  # "adapter" if one stage needs it
     LEVEL: max,
     "rollout.vllm.max_sequences": min,
     "rollout.vllm.kv_cache_gib": max,
 }
-"""What is chosen once for a run, and which of its stages' choices suits them all."""
+"""The values that are chosen once for a run, and how those of its stages are combined."""
 
 
 def resolve_auto(config: TrainConfig, run_dir: Path | None = None, *, ranks: int = 1) -> TrainConfig:
-    """Return the configuration with a value for every `auto`: on a CPU, constants.
+    """Return the configuration with a value for every `auto`; on a CPU, constants.
 
-    Args:
-        config: a run's.
-        run_dir: its folder. If it holds the run already, weights keep the dtype that the run was started
-            with, whatever machine this is: another would make it another run.
-        ranks: which train together; the others' devices are as this one.
+    All ranks have devices like this one. A run that resumes in `run_dir` keeps the dtype of its start.
 
     Raises:
         ValueError: the run does not fit, or as `modes`.
-        Exception: as `load_prompts`, which finds the longest prompt where no limit is set.
+        Exception: as `load_prompts`, unless `dataset.max_prompt_length` is set.
     """
     on = resolve_device(config.model.device)
     saved = None if run_dir is None else run_dir / CONFIG_FILE
@@ -80,7 +75,6 @@ def resolve_auto(config: TrainConfig, run_dir: Path | None = None, *, ranks: int
     if config.algorithm != "grpo":
         return with_constants(config)
     engine = chosen_engine(config.rollout, on)
-    config = _with_corrections(config, engine)
     (constants,) = modes(with_constants(config), ranks, whole=True)
     if on.type == "cpu":
         return constants
@@ -97,10 +91,10 @@ def resolve_auto(config: TrainConfig, run_dir: Path | None = None, *, ranks: int
                 for run, limits in zip(runs, lengths, strict=True)
             ]
             found.append((divided, searches, [search.choose() for search in searches]))
-    except (ValueError, RuntimeError) as error:  # a model that trains, but that cannot be counted
-        logger.warning("nothing is planned, and `auto` is what it is on a CPU: %s", error)
+    except (ValueError, RuntimeError) as error:  # a model that can be trained, but not counted
+        logger.warning("the planner cannot count the model; `auto` is as on a CPU: %s", error)
         return constants
-    # The first mode in which all stages fit, or most of them.
+    # The first mode in which all stages fit, or else the most.
     divided, searches, choices = min(found, key=lambda one: one[2].count(None))
     if None in choices:
         raise ValueError(too_large(searches[choices.index(None)]))
@@ -110,7 +104,7 @@ def resolve_auto(config: TrainConfig, run_dir: Path | None = None, *, ranks: int
         for key, of_all in OF_ALL_STAGES.items()
         if at(config, key) in ("auto", None) and key in chosen[0]
     }
-    if values.get(SYNC) == "adapter" and values.get(LEVEL) == 2:  # which drops what is never sent again
+    if values.get(SYNC) == "adapter" and values.get(LEVEL) == 2:  # which would drop the base
         values[LEVEL] = 1
     if divided.distributed.mode != config.distributed.mode:
         values["distributed.mode"] = divided.distributed.mode
@@ -120,7 +114,7 @@ def resolve_auto(config: TrainConfig, run_dir: Path | None = None, *, ranks: int
 
 
 def measured(model: ModelConfig, shape: ModelShape, device: torch.device) -> ModelShape:
-    """Return `measured_shape`, and log what was measured; the shape as counted where nothing could be."""
+    """Return and log `measured_shape`, or the counted shape where the probe fails."""
     try:
         found = measured_shape(model, shape, device)
     except (ValueError, RuntimeError) as error:
@@ -132,7 +126,7 @@ def measured(model: ModelConfig, shape: ModelShape, device: torch.device) -> Mod
 
 
 def with_dtype(config: TrainConfig, device: str) -> TrainConfig:
-    """Return the configuration with a value for `model.dtype`; stochastic rounding needs bfloat16."""
+    """Resolve `model.dtype`; stochastic rounding needs bfloat16."""
     rounded = config.optimizer.stochastic_rounding
     return with_values(
         config, {"model.dtype": "bfloat16" if rounded else resolve_dtype(config.model.dtype, device)}
@@ -140,12 +134,12 @@ def with_dtype(config: TrainConfig, device: str) -> TrainConfig:
 
 
 def with_constants(config: TrainConfig) -> TrainConfig:
-    """Return the configuration as a CPU, or training without rollouts, runs what is left to `auto`."""
+    """Replace `auto` by `CONSTANTS`."""
     return with_values(config, {key: value for key, value in CONSTANTS.items() if at(config, key) == "auto"})
 
 
 def longest_prompt(dataset: DatasetConfig, model: ModelConfig, rollout: RolloutConfig) -> int:
-    """Return the tokens of the longest prompt, tools shown: the limit that is set, or as the data has it."""
+    """Return `dataset.max_prompt_length`, or the tokens of the data's longest prompt with its tools."""
     if dataset.max_prompt_length is not None:
         return dataset.max_prompt_length
     toolsets = load_toolsets(rollout)
@@ -155,7 +149,7 @@ def longest_prompt(dataset: DatasetConfig, model: ModelConfig, rollout: RolloutC
 
 
 def _prompt_lengths(config: TrainConfig) -> list[dict[str, int]]:
-    """Return each stage's longest prompt, and evaluation's longest question, in tokens by key."""
+    """Return the longest prompt of each stage and of evaluation, in tokens by key."""
     known: dict[tuple[str, str], int] = {}
 
     def longest(dataset: DatasetConfig, rollout: RolloutConfig) -> int:
@@ -168,21 +162,3 @@ def _prompt_lengths(config: TrainConfig) -> list[dict[str, int]]:
     limits = {f"evaluation.{LIMIT}": longest(questions, config.rollout)} if questions else {}
     runs = (stage.config for stage in resolve_stages(config))
     return [{LIMIT: longest(run.dataset, run.rollout)} | limits for run in runs]
-
-
-def _with_corrections(config: TrainConfig, engine: str) -> TrainConfig:
-    """Return the run and its stages with what a null `loss.sampler_correction` means for this engine."""
-    own_logprobs = draws_with_policy(engine)
-    whole, stages = config.with_sampler(draws_with_policy=own_logprobs), []
-    for stage, resolved in zip(config.stages, resolve_stages(config), strict=False):
-        corrected, overrides = resolved.config.with_sampler(draws_with_policy=own_logprobs), stage.overrides
-        own = corrected.loss.sampler_correction
-        # Either may replace the section.
-        if own != whole.loss.sampler_correction or overrides.keys() & {"loss", "method"}:
-            overrides = _over(overrides, "loss", sampler_correction=own)
-        stages.append(stage.model_copy(update={"overrides": overrides}))
-    return whole.model_copy(update={"stages": stages})
-
-
-def _over(overrides: dict[str, Any], section: str, **values: Any) -> dict[str, Any]:
-    return overrides | {section: overrides.get(section, {}) | values}

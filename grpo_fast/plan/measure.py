@@ -1,4 +1,4 @@
-"""Measured bytes: the probe that replaces the formula's slope, and the random policies that it runs."""
+"""The probe that measures activations on the device, and the random policies that it runs."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 T = TypeVar("T")
-LAYERS = (2, 4)  # of the two forwards of a probe: their difference is of layers alone
+LAYERS = (2, 4)  # of the two forwards of the probe, whose difference is that of layers
 SIZES = StepSizes(prompts=1, generations=2, prompt_length=1, completion_length=2048, micro_batch_tokens=4096)
 _START = "grpo_fast: watched from here"
 
 
 def measured_shape(model: ModelConfig, shape: ModelShape, device: torch.device) -> ModelShape:
-    """Return the shape with what layers keep for the backward as this device holds it.
+    """Return the shape with the bytes that layers keep for the backward, as measured on the device.
 
-    Two forwards of 4,096 tokens, through two and through four of the model's layers with random weights, take
-    seconds. Layers are neither compiled, which takes minutes, nor quantized: they keep as much or more.
+    The probe takes two forwards of 4,096 tokens, through two and four of the model's layers with random
+    weights, in seconds. Layers are neither compiled nor quantized, and so keep as much or more.
 
     Raises:
         torch.OutOfMemoryError: four layers with their activations do not fit.
     """
     found = model_config(model.path, revision=model.revision, trust_remote_code=model.trust_remote_code)
     config, depth = unquantized(found), found.get_text_config().num_hidden_layers
-    if depth < max(LAYERS):  # there is no slope to measure
+    if depth < max(LAYERS):
         return shape
     plain = {"gradient_checkpointing": False, "compile": False, "quantization": None}
     model = model.model_copy(update=plain | {"dtype": resolve_dtype(model.dtype, device.type)})
@@ -65,12 +65,11 @@ def _forward_inputs(
 
 
 def peak_bytes(prepare: Callable[[], T], work: Callable[[T], object], device: torch.device) -> int:
-    """Return the most bytes that torch's allocator held while `work` ran on what `prepare` made.
+    """Return the peak bytes of torch's allocator while `work` runs on the result of `prepare`.
 
-    What `prepare` left counts, what was there before it does not. On a CPU torch's profiler reports every
-    allocation, those inside operators too.
+    Allocations of `prepare` count, earlier ones do not. On a CPU torch's profiler reports all allocations.
     """
-    gc.collect()  # what others left must not be freed meanwhile
+    gc.collect()  # earlier garbage must not be freed meanwhile
     if device.type == "cuda":
         before = torch.cuda.memory_allocated(device)
         made = prepare()
@@ -100,7 +99,7 @@ def peak_bytes(prepare: Callable[[], T], work: Callable[[T], object], device: to
 def random_policy(
     config: PretrainedConfig, model: ModelConfig, *, attention: str, device: torch.device
 ) -> Policy:
-    """Return a policy as `load_policy` makes it, with random weights, not quantized, and no tokenizer."""
+    """Return a policy as `load_policy` does, with random weights, not quantized, without a tokenizer."""
     register()
     own = PACKED_ATTENTION if packing_obstacle(config) is None else None
     base = random_model(config, model, attention=own, device=device)

@@ -1,4 +1,4 @@
-"""The bytes of a training step on one rank, by phase and part: the one formula of the planner."""
+"""The formula for the bytes of a training step on one rank, by phase and part."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import torch
 
 from grpo_fast.config.rollout import Part
 from grpo_fast.config.schema import TrainConfig
-from grpo_fast.distributed.shards import BUCKET
 from grpo_fast.head.plan import Workload, plan_head
 from grpo_fast.kernels import TILE
 from grpo_fast.plan.devices import CUDA_CONTEXT, GIB, DeviceBudget
@@ -20,35 +19,27 @@ from grpo_fast.plan.sizes import StepSizes
 from grpo_fast.policy.host_memory import ARENA
 from grpo_fast.policy.layers import TILE_TOKENS
 from grpo_fast.rollout.engines import EngineKind, Trained, Weights, engine_kind
-from grpo_fast.rollout.handover import MARGIN, PARTS
+from grpo_fast.rollout.handover import PARTS
 from grpo_fast.rollout.transformers import tokens_at_once
 from grpo_fast.rollout.vllm.settings import kv_cache_gib
 
-Phase = Literal["start", "update", "rollout"]
-PHASES: tuple[Phase, ...] = ("start", "update", "rollout")
+Phase = Literal["update", "rollout"]
+PHASES: tuple[Phase, ...] = ("update", "rollout")
 Parts = dict[Phase, dict[str, int]]
 
-IN_FLIGHT = 0.25
-"""Bytes that the backward of a layer allocates, in multiples of what the layer keeps."""
-
-CPU_LIBRARIES = 50 << 20  # buffers and code of torch's libraries. Measured with torch 2.13.
-ENGINE_RESIDUE = int(0.4 * GIB)
-"""Graphs and handles of an engine that sleeps. Measured on an H200 with vLLM 0.26 and Qwen2.5-1.5B."""
-
+IN_FLIGHT = 0.25  # bytes that a layer's backward allocates, in multiples of what the layer keeps
+CPU_LIBRARIES = 50 << 20  # buffers and code of torch's libraries; measured with torch 2.13
+ENGINE_RESIDUE = int(0.4 * GIB)  # of a sleeping engine; measured on an H200 with vLLM 0.26, Qwen2.5-1.5B
 FRAGMENTATION = 0.05  # of what a phase allocates and frees again
-PAGE_TOKENS = 16  # of one page of vLLM's KV cache
+PAGE_TOKENS = 16  # of a page of vLLM's KV cache
 PREFILL_TOKENS = 16_384  # of one forward of vLLM on a large GPU
-LOGIT_COPIES = 4  # of float32 logits of the next token, while an engine samples
-
-COMPARED = 1.5  # of the largest weight, while it is compared with the engine's
-
+LOGIT_COPIES = 4  # of the next token's float32 logits, while sampling
 _TRANSIENT = ("activations", "layer in flight", "head", "embedding's gradient", "engine workspace")
 
 
 @dataclass(frozen=True)
 class Setup:
-    """A run, its model and the device of each rank; what it leaves to `auto` is neither offloaded nor
-    recomputed."""
+    """A run, its model and the device of each rank; `auto` means no offload and no recomputation."""
 
     config: TrainConfig
     shape: ModelShape
@@ -64,15 +55,15 @@ class Setup:
 
     @cached_property
     def engine(self) -> EngineKind:
-        """Return the rollout engine; `auto` is not resolved by what is installed on this machine."""
+        """Return the rollout engine; `auto` does not depend on what is installed here."""
         name = self.config.rollout.engine
         return engine_kind(("vllm" if self.on_gpu else "transformers") if name == "auto" else name)
 
     @cached_property
     def weights(self) -> Weights:
-        """Return where the engine has its weights from."""
+        """Return how the engine gets its weights."""
         adapted, quantized = self.config.model.lora is not None, self.shape.quantized > 0
-        trained = Trained(self.on_gpu, adapted, quantized, self.sharded, self.shape.experts)
+        trained = Trained(adapted, quantized, self.sharded, self.shape.experts)
         return self.engine.weights(self.config.rollout, trained)
 
     @property
@@ -81,7 +72,7 @@ class Setup:
 
     @cached_property
     def offloadable(self) -> tuple[Part, ...]:
-        """Return the parts that can be offloaded, the cheapest first; mode shard keeps the reference."""
+        """Return the parts that can be offloaded, by cost; mode shard keeps the reference."""
         resident = resident_bytes(self)
         stays = "reference" if self.sharded else None
         return tuple(part for part in PARTS if self.on_gpu and resident[part] and part != stays)
@@ -96,30 +87,25 @@ class Setup:
 
 
 def step_bytes(setup: Setup, sizes: StepSizes) -> Parts:
-    """Return the bytes of a rank's device by phase and part, when each phase takes most."""
+    """Return the peak bytes of a rank's device by phase and part."""
     sizes = replace(sizes, shares_prompts=setup.shape.packs)
     engine = engine_bytes(setup, sizes)
-    return {
-        "start": _start(setup, engine),
-        "update": _update(setup, sizes, engine),
-        "rollout": _rollout(setup, engine),
-    }
+    rollout = resident_bytes(setup) | engine | dict.fromkeys(setup.offloaded, 0)
+    return {"update": _update(setup, sizes, engine), "rollout": _with_overheads(setup, rollout)}
 
 
 def host_bytes(setup: Setup, sizes: StepSizes) -> int:
-    """Return the bytes that offloaded parts and layers' inputs take of the host's memory; weights that wait
-    for the engine's start may take more."""
+    """Return the host's bytes for offloaded parts and layer inputs."""
     size = parts_bytes(setup, setup.offloaded)
     if setup.config.model.recomputed == "offload":
         shape = setup.shape
         inputs = shape.itemsize * shape.hidden * sizes.micro_batch.inputs
         size += len(shape.layers) * (1 << (inputs - 1).bit_length())  # torch pins powers of two
-    waiting = resident_bytes(setup)["weights"] * (setup.on_gpu and not setup.engine.draws_with_policy)
-    return max(size, waiting * setup.weights.shared)
+    return size
 
 
 def parts_bytes(setup: Setup, parts: Sequence[Part]) -> int:
-    """Return the bytes that these parts take of the host; gradients are freed, not moved."""
+    """Return the host's bytes for these parts; gradients are freed, not moved."""
     resident = resident_bytes(setup)
     moved = [resident[part] for part in parts if part != "gradients"]
     return sum(moved) + ARENA * bool(moved)
@@ -128,7 +114,7 @@ def parts_bytes(setup: Setup, parts: Sequence[Part]) -> int:
 def resident_bytes(setup: Setup) -> dict[str, int]:
     """Return the bytes of the trainer's tensors that outlive an update.
 
-    In mode replicate a rank has its rows of masters and moments, in mode shard its rows of everything.
+    Masters and moments are sharded over ranks; in mode shard, everything is.
     """
     config, shape, ranks = setup.config, setup.shape, setup.device.ranks
     of_weights = ranks if setup.sharded else 1
@@ -142,22 +128,7 @@ def resident_bytes(setup: Setup) -> dict[str, int]:
     }
 
 
-def _start(setup: Setup, engine: Mapping[str, int]) -> dict[str, int]:
-    """Return the parts while the engine starts: nothing of the trainer but its weights is there.
-
-    Those that the engine shares come from the host into the engine's, one by one.
-    """
-    shape, weights = setup.shape, {"weights": resident_bytes(setup)["weights"]}
-    if setup.engine.draws_with_policy:
-        return _with_overheads(setup, weights)
-    largest = int(COMPARED * shape.itemsize * shape.vocabulary * shape.hidden)
-    loading = weights | {"engine weights": engine["engine weights"], "weight compared": largest}
-    moments = [_with_overheads(setup, parts) for parts in (loading, weights | dict(engine))]
-    return max(moments, key=lambda parts: sum(parts.values()))
-
-
 def _update(setup: Setup, sizes: StepSizes, engine: Mapping[str, int]) -> dict[str, int]:
-    """Return the parts of the backward or, where it takes more, of the optimizer's step."""
     shape, ranks = setup.shape, setup.device.ranks
     gradients = 4 * shape.trained // (ranks if setup.sharded else 1)
     held = resident_bytes(setup) | {"packed batches": sizes.packed_bytes, "gradients": gradients}
@@ -167,25 +138,16 @@ def _update(setup: Setup, sizes: StepSizes, engine: Mapping[str, int]) -> dict[s
         held |= {part: size for part, size in engine.items() if part != "engine workspace"}
     away = {part: 0 for part in setup.offloaded if part in ("optimizer", "master")}
     backward = held | away | _micro_batch(setup, sizes)
-    # State visits the device: of one tensor while the last one's leaves and the next one's comes.
+    # Offloaded state visits the device: of one tensor, while the last one leaves and the next one arrives.
     visiting = {"optimizer": 8 * shape.largest_three, "master": 4 * shape.largest_three}
     step = held | {part: min(held[part], visiting[part] // ranks) for part in away}
-    if ranks > 1 and not setup.sharded:  # this rank's rows of the summed gradients, and a bucket
-        step["exchange"] = 4 * shape.trained // ranks + max(2 * BUCKET, 4 * shape.largest_three)
+    if ranks > 1 and not setup.sharded:  # rows of the summed gradients, and a padded tensor
+        step["exchange"] = 4 * shape.trained // ranks + 4 * shape.largest_three
     return max(_with_overheads(setup, backward), _with_overheads(setup, step), key=lambda p: sum(p.values()))
 
 
-def _rollout(setup: Setup, engine: dict[str, int]) -> dict[str, int]:
-    """Return the parts while the engine generates."""
-    parts = resident_bytes(setup) | engine | {part: 0 for part in setup.offloaded}
-    offloads_more = setup.config.memory.offload != "none" and setup.offloaded != setup.offloadable
-    if setup.sleeps and offloads_more:  # the handover offloads the next part where less is free
-        parts["left free"] = max(0, MARGIN - engine["engine workspace"])
-    return _with_overheads(setup, parts)
-
-
 def _micro_batch(setup: Setup, sizes: StepSizes) -> dict[str, int]:
-    """Return the transient parts of a forward and backward, at the moment when they take most."""
+    """Return the transient parts of a forward and backward at their peak."""
     config, shape, batch = setup.config, setup.shape, sizes.micro_batch
     tokens, value, full = batch.inputs, shape.itemsize, not shape.adapters
     recomputed = config.model.recomputed
@@ -194,7 +156,7 @@ def _micro_batch(setup: Setup, sizes: StepSizes) -> dict[str, int]:
     tile = min(tokens, TILE_TOKENS) if shape.tiled and recomputed else tokens
     scores = 4 * shape.scoring_heads * batch.completions * sizes.sequence_length**2
     keys = max((width for width, _ in shape.cache), default=0)
-    attention = scores + value * keys * batch.repeated  # of one layer: prompts' keys are repeated
+    attention = scores + value * keys * batch.repeated  # of one layer
     of_token = [shape.kept(layer, fused=fused) for layer in shape.layers]
     mixers = sum(mixer for mixer, _ in of_token) * tokens + attention * len(of_token)
     mlps = sum(mlp for _, mlp in of_token) * tokens + sum(shape.merged)
@@ -227,7 +189,7 @@ def _micro_batch(setup: Setup, sizes: StepSizes) -> dict[str, int]:
 
 
 def head_bytes(setup: Setup, targets: int) -> int:
-    """Return the bytes of the head's loss and its gradient beside weight and hidden states."""
+    """Return the bytes of the head's loss and gradient, besides weight and hidden states."""
     shape, model = setup.shape, setup.config.model
     work = Workload(
         rows=targets,
@@ -241,8 +203,8 @@ def head_bytes(setup: Setup, targets: int) -> int:
     )
     kernels = setup.device.has_triton and model.head != "reference"
     plan = plan_head(replace(setup.device, has_triton=kernels), work)
-    # Hidden states, their gradient in float32, and a few numbers of a row.
-    states = shape.itemsize * (1 + setup.config.loss.compares_heads) + 4  # those of the reference, too
+    # Hidden states, also of the reference; their gradient in float32; a few numbers per row.
+    states = shape.itemsize * (1 + setup.config.loss.compares_heads) + 4
     rows = targets * (shape.hidden * states + 60)
     if plan.backend == "reference":
         height, columns = min(plan.chunks.rows, targets), min(plan.chunks.columns, shape.vocabulary)
@@ -260,24 +222,20 @@ def head_bytes(setup: Setup, targets: int) -> int:
 
 
 def engine_bytes(setup: Setup, sizes: StepSizes) -> dict[str, int]:
-    """Return the bytes of the rollout engine.
-
-    An engine either generates with the trainer's own model in torch's allocator, or it has a paged KV cache
-    and memory of its own, as vLLM has.
-    """
+    """Return the bytes of an engine that samples with the trainer's model, or else of one like vLLM."""
     shape, config, weights = setup.shape, setup.config.rollout, setup.weights
     base = shape.itemsize * (shape.parameters - shape.adapters)
     own = base * (not weights.shared) + shape.itemsize * shape.adapters * weights.adapters
     layer = shape.itemsize * max(layer.mlp + 2 * shape.hidden for layer in shape.layers)
     vocabulary = 4 * LOGIT_COPIES * shape.vocabulary
     prompt, in_flight = sizes.prompt_length, sizes.in_flight
-    # With turns a completion comes back as a prompt of its own.
+    # Each turn has the turns before in its prompt.
     prompt = sizes.sequence_length if config.has_turns else prompt
     if setup.engine.draws_with_policy:
         length = prompt + sizes.completion_length
         budget = tokens_at_once(config.max_batch_tokens, setup.device.kind)
         rows = int(max(1, min(sizes.completions, budget // length)))
-        cache = rows * shape.kv_bytes(length) * (1 + 1 / max(1, len(shape.cache)))  # one layer's grows
+        cache = rows * shape.kv_bytes(length) * (1 + 1 / max(1, len(shape.cache)))  # one layer is copied
         return {
             "engine weights": own,
             "KV cache": int(cache),
@@ -299,7 +257,7 @@ def engine_bytes(setup: Setup, sizes: StepSizes) -> dict[str, int]:
 
 
 def _with_overheads(setup: Setup, parts: Mapping[str, int]) -> dict[str, int]:
-    """Return the parts of some bytes, with what lies outside torch's allocator."""
+    """Add the bytes outside torch's allocator, and drop empty parts."""
     transient = sum(parts.get(part, 0) for part in _TRANSIENT)
     context = CUDA_CONTEXT if setup.on_gpu else CPU_LIBRARIES
     parts = {**parts, "context": context, "fragmentation": int(FRAGMENTATION * transient)}

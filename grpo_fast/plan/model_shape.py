@@ -1,4 +1,4 @@
-"""A model without its weights: its configuration, and counts of what its bytes follow from."""
+"""Count a model without its weights, on the meta device."""
 
 from __future__ import annotations
 
@@ -15,12 +15,7 @@ from grpo_fast.config.paths import local_path
 from grpo_fast.config.policy import ModelConfig, ReferenceConfig
 from grpo_fast.plan.devices import TABLES
 from grpo_fast.policy.adapters import expert_adapters
-from grpo_fast.policy.architecture import (
-    backbone,
-    check_architecture,
-    packing_obstacle,
-    positions,
-)
+from grpo_fast.policy.architecture import backbone, check_architecture, packing_obstacle
 from grpo_fast.policy.attention import has_sinks, head_dims
 from grpo_fast.policy.experts import chosen_share, is_expert, require_router
 from grpo_fast.policy.layers import decoder_layers, layer_mlps, token_wise_mlps
@@ -33,72 +28,66 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = TABLES["models"]
-"""name: (transformers' model type, what its published config.json says)"""
+"""Model type and published configuration by name."""
 
+# Coefficients of `LayerShape`: an MLP keeps its activation, experts gather and weigh their tokens, and a
+# recurrent mixer in plain torch keeps its chunks in float32.
 ACTIVATED, EXPERTS, RECURRENT = 1.2, 1.12, 5.0
-"""Coefficients of `LayerShape`: an MLP keeps its activation, experts gather and weigh their tokens, and a
-mixer with a recurrent state, in plain torch, keeps its chunks in float32."""
-
+# Bytes of a 4-bit value with its share of the scales, which may be quantized too.
 DOUBLE_QUANTIZED, QUANTIZED = 0.516, 0.5625
-"""Bytes of a value in 4 bits with its share of the scales, which may be quantized too."""
-
+# Bytes of both moments of a value; in 8 bits with a float32 scale for every 256.
 ADAM_BYTES = {"adamw": 8.0, "adamw_offload": 8.0, "adamw_8bit": 2.04}
-"""Bytes of both moments of a value; in 8 bits with a float32 scale for every 256."""
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What one decoder layer keeps of a token for the backward, in values.
+    """The values that a decoder layer keeps of a token for the backward.
 
-    A linear layer keeps what it reads and what it writes. Projections share what they read; counting it for
-    each of them stands for rotations, activation functions and residuals.
+    A linear layer keeps its input and output. Counting a shared input for each projection stands for
+    rotations, activation functions and residuals.
     """
 
-    mixer: float  # attention or recurrent state, and all else that is neither MLP nor norm
+    mixer: float  # everything but MLP and norms
     mlp: float
     norms: int  # width of all norms
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What the bytes of a model follow from. Parameters are counts, each tied tensor once."""
+    """The sizes of a model. Parameters are counts, with each tied tensor once."""
 
     layers: tuple[LayerShape, ...]
     itemsize: int  # bytes of a value in the model's dtype
     parameters: int
-    bytes: int  # of all parameters as they are held
+    bytes: int  # of all parameters
     trained: int
-    largest_three: int  # values of the three trained tensors in a row that are largest together
+    largest_three: int  # values of the largest three consecutive trained tensors
     layer_bytes: int  # of the largest layer
-    quantized: int  # values of the largest weight in 4 bits; 0: none is
+    quantized: int  # values of the largest 4-bit weight; 0: none
     adapters: int
     merged: tuple[int, ...]  # bytes of each layer's experts that adapters are added to
     vocabulary: int
     hidden: int
-    queries: int  # width of a token's queries in one layer
-    scoring_heads: int  # of an attention that keeps a score for each pair of tokens; 0: it does not
+    queries: int  # width of the queries of one layer
+    scoring_heads: int  # of attention that keeps the score of each pair of tokens; 0: none
     head_trained: bool
     packs: bool  # completions can share a prompt
-    tiled: bool  # recomputed MLPs are computed in tiles
+    tiled: bool  # recomputed MLPs run in tiles
     experts: bool
-    cache: tuple[tuple[int, int | None], ...]  # values of a token and sliding window of each attending layer
+    cache: tuple[tuple[int, int | None], ...]  # values per token and sliding window of each attention layer
     states: int  # values of the recurrent states of a sequence
-    positions: int | None  # that the model was made for; None: no limit
-    reference: int = 0  # bytes of a reference that is another model
-    measured: float | None = None  # what layers keep as `measured_shape` found it, in multiples of `kept`
+    reference: int = 0  # bytes of another model as reference
+    measured: float | None = None  # bytes that layers keep by `measured_shape`, in multiples of `kept`
 
     @property
     def master_bytes(self) -> int:
-        """Return the bytes of float32 masters; float32 weights are their own."""
+        """Return the bytes of float32 masters, which float32 weights do not have."""
         return 4 * self.trained if self.itemsize < 4 else 0
 
     def kept(self, layer: LayerShape, *, fused: bool) -> tuple[float, float]:
-        """Return the bytes of a token that a layer keeps outside of its MLP, and in it.
+        """Return the bytes that a layer keeps of a token outside of its MLP, and in it.
 
-        A norm in plain torch keeps a float32 copy and, where its weight trains, its result.
-
-        Args:
-            fused: Liger or torch.compile computes norms; a measurement tells for itself.
+        Unless `fused`, a norm keeps a float32 copy and, if its weight is trained, its result.
         """
         norms = layer.norms * (4 + self.itemsize * (not self.adapters))
         norms *= not (fused and self.measured is None)
@@ -114,11 +103,7 @@ class ModelShape:
 def model_config(
     source: str, *, revision: str | None = None, trust_remote_code: bool = False
 ) -> PretrainedConfig:
-    """Return a model's configuration, without its weights and, unless allowed, without running its own code.
-
-    Args:
-        source: a folder or a `config.json` file, a name in `SHAPES`, a hub id, or `package:NAME`.
-        revision: of the hub's repository.
+    """Return the configuration of a folder, a `config.json`, a name in `SHAPES`, a hub id or `package:NAME`.
 
     Raises:
         ValueError: none of these leads to a configuration.
@@ -136,14 +121,16 @@ def model_config(
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(
-            f"model {source!r} has no configuration that can be read ({reason}); give a folder or a "
-            f"config.json, a hub id that can be reached, or one of {', '.join(SHAPES)}"
+            f"model {source!r} has no readable configuration ({reason}); give a folder or a config.json, a "
+            f"hub id that can be reached, or one of {', '.join(SHAPES)}"
         ) from error
 
 
 def shape_of(model: ModelConfig, device: str, reference: ReferenceConfig | None = None) -> ModelShape:
-    """Return the shape of the model of a run on a device of this kind, with the bytes of its reference where
-    that is another model. Raises as `model_config` and `model_shape`."""
+    """Return the shape of a run's model on a kind of device, with the bytes of another model as reference.
+
+    Raises as `model_config` and `model_shape`.
+    """
     allowed = model.trust_remote_code
     config = model_config(model.path, revision=model.revision, trust_remote_code=allowed)
     shape = model_shape(config, model.model_copy(update={"dtype": resolve_dtype(model.dtype, device)}))
@@ -155,10 +142,10 @@ def shape_of(model: ModelConfig, device: str, reference: ReferenceConfig | None 
 def random_model(
     config: PretrainedConfig, model: ModelConfig, *, attention: str | None, device: torch.device | str
 ) -> PreTrainedModel:
-    """Return a model with random weights, not yet adapted or patched.
+    """Return a model with random weights, without adapters and patches.
 
     Raises:
-        ValueError: no language model, or as `require_router`.
+        ValueError: not a language model, or as `require_router`.
     """
     check_architecture(config)
     require_router(model, config)
@@ -175,25 +162,22 @@ def with_layers(config: PretrainedConfig, count: int) -> PretrainedConfig:
     changed = copy.deepcopy(config)
     text = changed.get_text_config()
     for name, value in list(vars(text).items()):
-        if isinstance(value, list | tuple) and len(value) == text.num_hidden_layers:  # one for each layer
+        if isinstance(value, list | tuple) and len(value) == text.num_hidden_layers:  # one value per layer
             setattr(text, name, value[:count])
     text.num_hidden_layers = count
     return changed
 
 
 def model_shape(config: PretrainedConfig, model: ModelConfig) -> ModelShape:
-    """Count a model as it would be trained.
-
-    Args:
-        model: its dtype is not `auto`.
+    """Count a model as it would be trained; `model.dtype` is not `auto`.
 
     Raises:
-        ValueError: no language model, LoRA modules that it does not have, a model whose forward needs values,
-            or as `quantizes`.
+        ValueError: not a language model, unknown LoRA modules, a forward that fails on the meta device, or as
+            `quantizes`.
         ImportError: 4 bits without bitsandbytes.
     """
     itemsize = getattr(torch, model.dtype).itemsize
-    on_meta = model.model_copy(update={"dtype": "bfloat16"})  # the only dtype in which experts run there
+    on_meta = model.model_copy(update={"dtype": "bfloat16"})  # the only dtype of experts there
     base = random_model(config, on_meta, attention=None, device="meta")
     cache, states = _cached(base)
     named = dict(prepare_to_train(base, model).named_parameters())
@@ -229,12 +213,10 @@ def model_shape(config: PretrainedConfig, model: ModelConfig) -> ModelShape:
         experts=any(is_expert(name, weight) for name, weight in base.named_parameters()),
         cache=cache,
         states=states,
-        positions=positions(text),
     )
 
 
 def _quantized(base: PreTrainedModel, config: PretrainedConfig) -> dict[Tensor, float]:
-    """Return the bytes of a value of every weight that is held in 4 bits: of linear layers but the head."""
     saved = dict(getattr(config, "quantization_config", None) or {"bnb_4bit_use_double_quant": True})
     size = DOUBLE_QUANTIZED if saved.get("bnb_4bit_use_double_quant") else QUANTIZED
     head = base.get_output_embeddings()
@@ -250,7 +232,7 @@ def _layer(layer: nn.Module, text: PretrainedConfig, model: ModelConfig) -> Laye
     norms = 0
     for name, module in layer.named_modules():
         kept = 0.0
-        if "lora_" in name:  # of experts, adapters are added to the weights
+        if "lora_" in name:  # adapters of experts are merged before the forward
             if isinstance(module, nn.Linear) and ".lora_A" in name and ".experts." not in name:
                 kept = module.out_features + dropout * module.in_features
         elif isinstance(module, nn.Linear):
@@ -268,7 +250,7 @@ def _layer(layer: nn.Module, text: PretrainedConfig, model: ModelConfig) -> Laye
 
 
 def _norm_heads(name: str, norm: Any, text: PretrainedConfig) -> int:
-    """Return how often a norm is applied to a token: one of queries or keys, to each head."""
+    """Return how often a norm is applied to a token: a norm of queries or keys, to each head."""
     if norm.weight.numel() not in head_dims(text) or norm.weight.numel() == text.hidden_size:
         return 1
     of_keys = name.rpartition(".")[2].startswith("k")
@@ -276,10 +258,10 @@ def _norm_heads(name: str, norm: Any, text: PretrainedConfig) -> int:
 
 
 def _cached(base: PreTrainedModel) -> tuple[tuple[tuple[int, int | None], ...], int]:
-    """Return `ModelShape.cache` and `ModelShape.states`, read from transformers' own cache of one token.
+    """Return `ModelShape.cache` and `ModelShape.states` from transformers' cache of one token.
 
     Raises:
-        ValueError: the model's forward reads values, of which there are none.
+        ValueError: the forward fails on the meta device.
     """
     ids = torch.zeros(1, 1, dtype=torch.int64, device="meta")
     mask = torch.ones(1, 1, dtype=torch.bool, device="meta")
@@ -292,20 +274,14 @@ def _cached(base: PreTrainedModel) -> tuple[tuple[tuple[int, int | None], ...], 
             problem = str(failure).strip().splitlines()[0]
     else:
         raise ValueError(
-            f"{type(base).__name__} cannot be planned, as its forward does not run without values "
-            f"({problem}); set rollout.num_generations and micro_batch_tokens"
+            f"{type(base).__name__} cannot be planned, as its forward fails on the meta device ({problem}); "
+            "set rollout.num_generations and micro_batch_tokens"
         )
     layers = getattr(getattr(output, "past_key_values", None), "layers", ())
-    attending = [
-        layer for layer in layers if getattr(layer, "keys", None) is not None and layer.keys.dim() > 1
-    ]
-    cache = [
-        (
-            layer.keys[..., :1, :].numel() + layer.values[..., :1, :].numel(),
-            getattr(layer, "sliding_window", None),
-        )
-        for layer in attending
-    ]
+    has_keys = [layer for layer in layers if getattr(layer, "keys", None) is not None]
+    attending = [layer for layer in has_keys if layer.keys.dim() > 1]
+    sizes = [layer.keys.numel() + layer.values.numel() for layer in attending]  # of one token
+    windows = [getattr(layer, "sliding_window", None) for layer in attending]
     parts = tree_leaves([vars(layer) for layer in layers])
     total = sum(part.numel() for part in parts if isinstance(part, Tensor) and part.dim() > 1)
-    return tuple(cache), total - sum(layer.keys.numel() + layer.values.numel() for layer in attending)
+    return tuple(zip(sizes, windows, strict=True)), total - sum(sizes)

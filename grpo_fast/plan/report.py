@@ -1,4 +1,4 @@
-"""What `grpo-fast plan` prints: a table of parts by phase and the answers, or JSON."""
+"""The output of `grpo-fast plan`: a table or JSON."""
 
 from __future__ import annotations
 
@@ -21,27 +21,20 @@ from grpo_fast.record.summary import bytes_text
 
 @dataclass(frozen=True)
 class Plan:
-    """The choice for a run on a device, and what else would fit."""
+    """The choice for a run on a device."""
 
-    config: TrainConfig  # as it was asked for
-    search: Search  # that found it
-    choice: Choice  # where nothing fits, the smallest step
+    config: TrainConfig
+    search: Search
+    choice: Choice  # if nothing fits, the smallest step
 
     @property
     def by_hand(self) -> list[str]:
         """Return the keys of `choice.values` that the configuration sets itself."""
         return [key for key in self.choice.values if at(self.config, key) not in ("auto", None)]
 
-    def answers(self) -> dict[str, int | None]:
-        """Return the largest sizes that fit; None: not even the smallest does."""
-        return {
-            "largest_num_generations": self.search.largest_generations(),
-            "longest_completion": self.search.longest_completion(self.choice.sizes.generations),
-        }
-
 
 def plan(config: TrainConfig, shape: ModelShape, device: DeviceBudget) -> Plan:
-    """Return what to choose for a run on a device: mode replicate where it fits, else shard.
+    """Plan a run on a device, in mode replicate if it fits, else shard.
 
     Raises:
         ValueError: as `step_sizes` and `modes`.
@@ -77,7 +70,7 @@ def render(plan: Plan) -> RenderableType:
 
 
 def record(plan: Plan) -> dict[str, Any]:
-    """Return the plan as JSON takes it; all sizes in bytes, and of each rank."""
+    """Return the plan for JSON; sizes are in bytes, per rank."""
     choice, shape, device = plan.choice, plan.search.shape, plan.search.device
     return {
         "model": plan.config.model.path,
@@ -92,22 +85,18 @@ def record(plan: Plan) -> dict[str, Any]:
         "parts": choice.parts,
         "total": {phase: choice.total(phase) for phase in PHASES},
         "fits": choice.free >= 0,
-        **plan.answers(),
+        "largest_num_generations": plan.search.largest_generations(),
     }
 
 
 def _answers(plan: Plan) -> str:
-    choice, positions = plan.choice, plan.search.shape.positions
+    choice = plan.choice
     if choice.free < 0:
         return too_large(plan.search)
-    group, completion = (f"{size:,}" if size else "none" for size in plan.answers().values())
-    more = " or more" * (group == f"{MOST_GENERATIONS:,}")
-    limit = f" (the model has {positions:,} positions)" if positions else ""
-    lines = [
-        f"fits, {bytes_text(choice.free)} to spare",
-        f"largest num_generations: {group}{more}",
-        f"longest completion with this group: {completion} tokens{limit}",
-    ]
+    group = plan.search.largest_generations()
+    more = " or more" * (group == MOST_GENERATIONS)
+    largest = f"{group:,}{more}" if group else "none"
+    lines = [f"fits, {bytes_text(choice.free)} to spare", f"largest num_generations: {largest}"]
     if plan.config.rollout.has_turns:
         lines.append("max_completion_length bounds the tokens of all turns, tools' answers included")
     if choice.setup.device.ranks > 1:

@@ -1,9 +1,10 @@
-"""The search for what fits: settings in a fixed order, the largest group, the longest completion."""
+"""The search for settings that fit a device, and for the largest group."""
 
 from __future__ import annotations
 
 import math
 import sys
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,29 +18,25 @@ from grpo_fast.config.stages import resolve_stages
 from grpo_fast.plan.devices import GIB, DeviceBudget
 from grpo_fast.plan.memory import PHASES, Parts, Phase, Setup, host_bytes, parts_bytes, step_bytes
 from grpo_fast.plan.model_shape import ModelShape
-from grpo_fast.plan.sizes import EXPECTED, StepSizes, largest, step_sizes
+from grpo_fast.plan.sizes import EXPECTED, StepSizes, step_sizes
 from grpo_fast.record.summary import bytes_text
 from grpo_fast.rollout.vllm.settings import LORA_RANKS
 
 Values = TypeVar("Values", bound=BaseModel)
 
-MOST_GENERATIONS = 4096  # where the search for a group's size ends
-MOST_CONTEXT = 1 << 24  # and for a completion's
-
-AUTO_TOKENS = 65_536  # of an automatic micro-batch: a larger one is hardly faster
+MOST_GENERATIONS = 4096  # of the search for the largest group
+AUTO_TOKENS = 65_536  # of an automatic micro-batch, at most
 BUSY_TOKENS = 8_192  # of a micro-batch that keeps a GPU busy
-BUSY_COMPLETIONS = 256  # in flight, that keep a GPU busy
-
-SPARE = 0.03
-"""Share of the device that a choice leaves, because bytes are estimates."""
-
-RECOMPUTED = (False, "mlp", True, "offload")  # values of model.gradient_checkpointing, by what they cost
+BUSY_COMPLETIONS = 256  # in flight that keep a GPU busy
+SPARE = 0.03  # share of the device that a choice leaves free, as bytes are estimates
+RECOMPUTED = (False, "mlp", True, "offload")  # values of model.gradient_checkpointing by cost
 LEVEL, OFFLOAD, SYNC = "rollout.vllm.sleep_level", "memory.offload", "rollout.vllm.lora_sync"
+RECOMPUTE = "model.gradient_checkpointing"
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The settings of a run at its sizes, and the bytes that they take."""
+    """The settings and sizes of a run, and their bytes."""
 
     setup: Setup
     sizes: StepSizes
@@ -53,7 +50,7 @@ class Choice:
 
     @cached_property
     def free(self) -> int:
-        """Return the bytes left of the device or, where it lacks more, of the host; negative: no fit."""
+        """Return the bytes left on the device or, if they are missing, on the host; negative: no fit."""
         device = self.setup.device
         left = device.total - max(map(self.total, PHASES))
         on_host = device.host - host_bytes(self.setup, self.sizes)
@@ -61,7 +58,7 @@ class Choice:
 
     @property
     def busy(self) -> float:
-        """Return how busy the GPU is kept, up to 1; 1 also where a step or the configuration has no more."""
+        """Return how busy the GPU is, up to 1; also 1 if the step or the configuration allows no more."""
         sizes, config = self.sizes, self.setup.config
         asked = {sizes.micro_batch_tokens} if sizes.micro_batch_tokens == config.micro_batch_tokens else set()
         whole = replace(sizes, micro_batch_tokens=sys.maxsize).micro_batch.inputs
@@ -70,19 +67,19 @@ class Choice:
 
     @property
     def values(self) -> dict[str, Any]:
-        """Return by dotted key what the planner decides where the configuration does not."""
+        """Return the planner's values by dotted key."""
         setup, sizes, config = self.setup, self.sizes, self.setup.config
         values: dict[str, Any] = {
             "micro_batch_tokens": sizes.micro_batch_tokens,
-            "model.gradient_checkpointing": config.model.gradient_checkpointing,
+            RECOMPUTE: config.model.gradient_checkpointing,
             OFFLOAD: list(setup.offloaded),
         }
         if setup.engine.name == "vllm" and setup.on_gpu:
-            values[LEVEL] = config.rollout.vllm.sleep_level
-            if config.rollout.vllm.lora_sync != "auto":
-                values[SYNC] = config.rollout.vllm.lora_sync
-            values["rollout.vllm.max_sequences"] = sizes.in_flight
-            if config.rollout.vllm.gpu_memory_utilization is None:
+            vllm = config.rollout.vllm
+            values |= {LEVEL: vllm.sleep_level, "rollout.vllm.max_sequences": sizes.in_flight}
+            if vllm.lora_sync != "auto":
+                values[SYNC] = vllm.lora_sync
+            if vllm.gpu_memory_utilization is None:
                 cache = self.parts["rollout"]["KV cache"]
                 values["rollout.vllm.kv_cache_gib"] = math.ceil(100 * cache / GIB) / 100
         if setup.device.ranks > 1:
@@ -92,11 +89,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Search:
-    """The search for one run on one device.
-
-    Attributes:
-        config: what it leaves to `auto` is searched, the rest stays.
-    """
+    """The search for the values of one run on one device that `config` leaves to `auto`."""
 
     config: TrainConfig
     shape: ModelShape
@@ -108,15 +101,14 @@ class Search:
 
     @cached_property
     def _least(self) -> StepSizes:
-        """One completion in flight, and one in a micro-batch."""
         return replace(self.sizes, micro_batch_tokens=self.sizes.sequence_length - 1, most_in_flight=1)
 
     @cached_property
     def setups(self) -> list[Setup]:
-        """Return the settings to try, the preferred ones first.
+        """Return the settings to try, by preference.
 
-        The order is: the least recomputation; LoRA merged, then as an adapter beside shared weights; an
-        engine that stays on the GPU beside the trainer, then one that sleeps; the least offloaded.
+        The order is: the least recomputation; LoRA merged, then as an adapter on shared weights; an engine
+        that never sleeps, then one that does; the least offload.
         """
         config, device, setups = self.config, self.device, []
         asked, level, offload = config.model.gradient_checkpointing, at(config, LEVEL), config.memory.offload
@@ -135,31 +127,26 @@ class Search:
                 ways += [(sync, level, parts) for parts in lists]
         for recomputed in RECOMPUTED if asked == "auto" else [asked]:
             for sync, level, parts in ways:
-                values = {
-                    "model.gradient_checkpointing": recomputed,
-                    SYNC: sync,
-                    LEVEL: level,
-                    OFFLOAD: parts,
-                }
+                values = {RECOMPUTE: recomputed, SYNC: sync, LEVEL: level, OFFLOAD: parts}
                 setups.append(Setup(with_values(config, values), self.shape, device))
         return setups
 
     def _synced(self, plain: Setup) -> list[Setup]:
-        """Return the setup with each way of LoRA to the engine that it leaves open."""
-        lora, vllm = plain.config.model.lora, plain.config.rollout.vllm
-        ways = [
-            replace(plain, config=with_values(plain.config, {SYNC: way})) for way in ("merged", "adapter")
-        ]
-        is_open = lora is not None and vllm.lora_sync == "auto" and plain.engine.name == "vllm"
-        takes = lora is not None and lora.r <= LORA_RANKS[-1] and vllm.sleep_level != 2
-        # An adapter that leaves the engine a copy of the weights saves nothing; 4-bit ones have one as it is.
-        saves = ways[1].weights.shared and not plain.weights.shared
-        return ways if is_open and takes and saves else [plain]
+        lora, vllm = self.config.model.lora, self.config.rollout.vllm
+        if lora is None or vllm.lora_sync != "auto" or plain.engine.name != "vllm":
+            return [plain]
+        merged, adapter = (
+            replace(plain, config=with_values(self.config, {SYNC: way})) for way in ("merged", "adapter")
+        )
+        allowed = lora.r <= LORA_RANKS[-1] and vllm.sleep_level != 2
+        # An adapter saves memory only where it makes vLLM share the base.
+        saves = adapter.weights.shared and not plain.weights.shared
+        return [merged, adapter] if allowed and saves else [plain]
 
     def choose(self) -> Choice | None:
-        """Return the first settings that fit and keep the GPU busy, else those that keep it busiest.
+        """Return the first settings that fit and keep the GPU busy, else the busiest, else None.
 
-        `SPARE` is left where that is possible. None: nothing fits.
+        `SPARE` stays free if possible.
         """
         sizes = replace(self._least, most_in_flight=self.sizes.most_in_flight)
         for spare in (int(SPARE * self.device.total), 0):
@@ -173,8 +160,10 @@ class Search:
         return None
 
     def _fitting(self, sizes: StepSizes, spare: int) -> Iterator[Choice]:
-        """Yield each of `setups` with the most completions in flight, the largest micro-batch, and then the
-        most room for completions that are longer than expected, that fit."""
+        """Yield each of `setups` that fits, with its largest sizes.
+
+        The order is: completions in flight, the micro-batch, the expected length of completions.
+        """
         asked = self.config.micro_batch_tokens
         most = AUTO_TOKENS if asked == "auto" else asked
         for setup in self.setups:
@@ -187,72 +176,69 @@ class Search:
                 yield Choice(setup, replace(held, expected=expected or EXPECTED))
 
     def least(self) -> Choice:
-        """Return the smallest step with the settings that take the least."""
+        """Return the smallest step with the settings that need the least memory."""
         return max((Choice(setup, self._least) for setup in self.setups), key=lambda choice: choice.free)
 
-    def largest_generations(self, most: int = MOST_GENERATIONS) -> int | None:
-        """Return the most completions of a prompt that fit; None: not even two."""
-        return self._most(self._least, "generations", 2, most)
-
-    def longest_completion(self, generations: int) -> int | None:
-        """Return the most tokens of a completion with which a group fits; None: not even one."""
-        sizes = replace(self._least, generations=generations, micro_batch_tokens=1)
-        return self._most(sizes, "completion_length", 1, MOST_CONTEXT)
-
-    def _most(self, sizes: StepSizes, name: str, low: int, most: int) -> int | None:
-        found = (_largest(setup, sizes, name, low, most) for setup in reversed(self.setups))
+    def largest_generations(self) -> int | None:
+        """Return the largest group that fits, up to `MOST_GENERATIONS`; None: not even two completions."""
+        setups = reversed(self.setups)
+        found = (_largest(setup, self._least, "generations", 2, MOST_GENERATIONS) for setup in setups)
         return max(filter(None, found), default=None)
 
 
 def _largest(setup: Setup, sizes: StepSizes, name: str, low: int, most: int, spare: int = 0) -> int | None:
-    """Return the largest value of one of the sizes with which `spare` bytes are left."""
-    return largest(low, most, lambda value: Choice(setup, replace(sizes, **{name: value})).free >= spare)  # type: ignore[arg-type]
+    """Return the largest value of a size that leaves `spare` bytes, by bisection, or None."""
+
+    def exceeds(value: int) -> bool:
+        return Choice(setup, replace(sizes, **{name: value})).free < spare  # type: ignore[arg-type]
+
+    if exceeds(low):
+        return None
+    return low + bisect_left(range(low + 1, most + 1), True, key=exceeds)
 
 
 def too_large(search: Search) -> str:
-    """Return the sentence for a run that does not fit: the missing bytes, and what makes room."""
+    """Return the error for a run that does not fit: the missing bytes, and what makes room."""
     least, config, device = search.least(), search.config, search.device
     both = f" with reference.path = {config.reference.path!r}" if search.shape.reference else ""
     return (
         f"{config.model.path}{both} does not fit {device.name}: {least.sizes.prompts} prompts with "
         f"{least.sizes.generations} completions need {bytes_text(-least.free)} more than its "
-        f"{bytes_text(device.total)}. What makes room, in this order: {', '.join(levers(search))}"
+        f"{bytes_text(device.total)}. To make room, try in this order: {', '.join(levers(search))}"
     )
 
 
 def levers(search: Search) -> list[str]:
-    """Return what a run that does not fit can change, what alters the training least first."""
-    config, setup = search.config, search.least().setup
-    model, vllm, lora = config.model, config.rollout.vllm, config.model.lora is not None
-    dense, trained, half = not search.shape.experts, search.shape.head_trained, config.prompts_per_step // 2
+    """Return changes that make room, those that alter the training least first."""
+    config, setup, shape = search.config, search.least().setup, search.shape
+    model, vllm, rounded = config.model, config.rollout.vllm, config.optimizer.stochastic_rounding
+    on_vllm, full, half = setup.engine.name == "vllm", model.lora is None, config.prompts_per_step // 2
     offers = {
-        "rollout.vllm.sleep_level=auto": vllm.sleep_level == 0 and setup.engine.name == "vllm",
+        "rollout.vllm.sleep_level=auto": vllm.sleep_level == 0 and on_vllm,
         "memory.offload=auto": setup.on_gpu and setup.offloaded != setup.offloadable,
         "model.gradient_checkpointing=auto": model.gradient_checkpointing in (False, "mlp", True),
-        "rollout.vllm.lora_sync=adapter": setup.engine.name == "vllm" and lora and not setup.weights.shared,
-        "optimizer.kind=adamw_8bit": config.optimizer.kind == "adamw" and not lora,
-        "optimizer.stochastic_rounding=true": model.dtype != "float32"
-        and not (lora or config.optimizer.stochastic_rounding),
-        "model.dtype=bfloat16": model.dtype == "float32",
-        "reference.quantization=nf4": search.shape.reference and config.reference.quantization is None,
-        "loss.beta=0": config.loss.beta and (search.shape.reference or not lora),
-        "model.train_lm_head=false": trained and not lora,
-        "model.lora={}": not lora,
-        "model.quantization=nf4": dense and not search.shape.quantized,
+        "rollout.vllm.lora_sync=adapter": on_vllm and not full and not setup.weights.shared,
+        "optimizer.kind=adamw_8bit": config.optimizer.kind == "adamw" and full,
+        "optimizer.stochastic_rounding=true": full and shape.itemsize < 4 and not rounded,
+        "model.dtype=bfloat16": shape.itemsize == 4,
+        "reference.quantization=nf4": shape.reference and config.reference.quantization is None,
+        "loss.beta=0": config.loss.beta and (shape.reference or full),
+        "model.train_lm_head=false": shape.head_trained and full,
+        "model.lora={}": full,
+        "model.quantization=nf4": not shape.experts and not shape.quantized,
         f"prompts_per_step={half}": half >= max(config.minibatches, search.device.ranks),
     }
     return [*(change for change, offered in offers.items() if offered), "shorter completions", "a larger GPU"]
 
 
 def modes(config: TrainConfig, ranks: int, *, whole: bool) -> list[TrainConfig]:
-    """Return the run with each `distributed.mode` that it leaves open, the preferred one first.
+    """Return the run with each open `distributed.mode`, by preference.
 
     Args:
         whole: weights cannot be sharded: on a CPU, and in 4 bits.
 
     Raises:
-        ValueError: a step has fewer prompts than there are ranks, or mode shard is asked for with a part that
-            it does not offload.
+        ValueError: fewer prompts than ranks, or a part that mode shard cannot offload.
     """
     if ranks == 1:
         return [config]
@@ -260,35 +246,34 @@ def modes(config: TrainConfig, ranks: int, *, whole: bool) -> list[TrainConfig]:
         if (prompts := stage.config.prompts_per_step) < ranks:
             of = f"stage {stage.name!r}: " if config.stages else ""
             raise ValueError(
-                f"{of}prompts_per_step = {prompts} is less than the {ranks} ranks, each of which answers "
-                f"prompts of its own; raise it to {ranks} or more, or start fewer ranks"
+                f"{of}prompts_per_step = {prompts} is less than the {ranks} ranks; raise it to {ranks} or "
+                "more, or start fewer ranks"
             )
     mode, keeps = config.distributed.mode, "reference" in config.memory.offload
     if keeps and mode == "shard":
         raise ValueError(
-            f"memory.offload = {config.memory.offload}: distributed.mode = 'shard' keeps the reference in "
-            "rows on every rank; leave it out, or set distributed.mode to replicate"
+            f"memory.offload = {config.memory.offload}: distributed.mode = 'shard' cannot offload the "
+            "reference; leave it out, or set distributed.mode to replicate"
         )
     open_modes = [mode]
     if mode == "auto":
-        open_modes = (
-            ["replicate"] if keeps or whole or config.reference.prompt_template else ["replicate", "shard"]
-        )
+        shards = not (keeps or whole or config.reference.prompt_template)
+        open_modes = ["replicate", "shard"] if shards else ["replicate"]
     return [with_values(config, {"distributed.mode": mode}) for mode in open_modes]
 
 
 def flow(value: Any) -> str:
-    """Write a value as YAML in one line."""
+    """Format a value as YAML in one line."""
     return yaml.safe_dump(value, default_flow_style=True).splitlines()[0]
 
 
 def written(values: Mapping[str, Any]) -> str:
-    """Write values by key as on the command line."""
+    """Format values by key as command-line arguments."""
     return " ".join(f"{key}={flow(value)}" for key, value in values.items())
 
 
 def with_values(section: Values, values: Mapping[str, Any]) -> Values:
-    """Return a configuration, or a section of it, with other values of some dotted keys, unchecked."""
+    """Return a configuration or section with other values by dotted key, without validation."""
     for key, value in values.items():
         name, _, rest = key.partition(".")
         changed = with_values(getattr(section, name), {rest: value}) if rest else value

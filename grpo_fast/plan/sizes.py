@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from grpo_fast.config.schema import TrainConfig
 
-MOST_IN_FLIGHT = 1024  # completions that vLLM decodes at once on a large GPU: more gain little
-
-EXPECTED = 50
-"""Least `StepSizes.expected`: of completions that are longer vLLM preempts some, and computes them again."""
+MOST_IN_FLIGHT = 1024  # completions that vLLM decodes at once; more gain little on a large GPU
+EXPECTED = 50  # minimum of `StepSizes.expected`; vLLM preempts and recomputes some longer completions
 
 
 @dataclass(frozen=True)
@@ -22,27 +18,27 @@ class MicroBatch:
     inputs: int  # tokens
     completions: int
     targets: int  # tokens
-    repeated: int  # tokens of prompts whose keys are repeated for each completion
+    repeated: int  # tokens of prompts, with their keys repeated for each completion
 
 
 @dataclass(frozen=True)
 class StepSizes:
-    """The sizes of one rank's part of a training step, every completion at its longest in an update."""
+    """The sizes of one rank's part of a training step, with completions of maximum length."""
 
     prompts: int  # prompts_per_step / ranks
-    generations: int  # completions of each
+    generations: int  # completions per prompt
     prompt_length: int  # tokens
     completion_length: int
     micro_batch_tokens: int
     minibatches: int = 1
     most_in_flight: int = MOST_IN_FLIGHT  # completions that vLLM decodes at once
-    shares_prompts: bool = True  # false: each completion computes its own prompt
-    longest: int = 0  # tokens of a sequence that vLLM must hold, where evaluation has a longer one
-    expected: int = EXPECTED  # % of the longest completion that keys and values are sized for
+    shares_prompts: bool = True  # False: each completion computes its prompt
+    longest: int = 0  # tokens of the longest sequence of evaluation
+    expected: int = EXPECTED  # % of the completion length that the KV cache is sized for
 
     @property
     def in_flight(self) -> int:
-        """Return how many completions vLLM decodes at once."""
+        """Return the completions that vLLM decodes at once."""
         return min(self.most_in_flight, self.completions)
 
     @property
@@ -60,10 +56,10 @@ class StepSizes:
 
     @property
     def micro_batch(self) -> MicroBatch:
-        """Return an upper bound of every micro-batch that `pack` makes of the step.
+        """Return an upper bound of the micro-batches that `pack` makes.
 
-        A document is a prompt with as many of its completions as the budget holds. A completion's last token
-        is no input. One completion is never split.
+        A document is a prompt with as many of its completions as fit. The last token of a completion is not
+        an input. A completion is never split.
         """
         prompt, inputs = self.prompt_length, self.completion_length - 1
         budget = max(self.micro_batch_tokens, prompt + inputs)
@@ -77,18 +73,16 @@ class StepSizes:
 
     @property
     def packed_bytes(self) -> int:
-        """Return the bytes of all packed batches of a step, which are on the device together.
+        """Return the bytes of all packed batches of a step.
 
-        An input has a token, a position and a segment. A target has its index, id, sequence and group, its
+        An input has a token, a position and a segment. A target has an index, id, sequence and group, an
         advantage and three log-probabilities.
         """
         return self.completions * (3 * 8 * self.sequence_length + (4 * 8 + 4 * 4) * self.completion_length)
 
 
 def step_sizes(config: TrainConfig, ranks: int = 1) -> StepSizes:
-    """Return the sizes of a run's steps, of the rank with the most prompts.
-
-    Where it is `auto`, a micro-batch has one completion.
+    """Return the sizes of a step of the rank with the most prompts; an `auto` micro-batch has one completion.
 
     Raises:
         ValueError: `dataset.max_prompt_length` is not set, or the algorithm has no rollouts.
@@ -114,13 +108,3 @@ def step_sizes(config: TrainConfig, ranks: int = 1) -> StepSizes:
         most_in_flight=vllm.max_sequences or MOST_IN_FLIGHT,
         longest=vllm.max_model_length or question + completion,
     )
-
-
-def largest(low: int, high: int, fits: Callable[[int], bool]) -> int | None:
-    """Return the largest number from `low` to `high` that fits, or None.
-
-    Where a number does not fit, no larger one may.
-    """
-    if not fits(low):
-        return None
-    return low + bisect_left(range(low + 1, high + 1), True, key=lambda number: not fits(number))

@@ -1,4 +1,4 @@
-"""Prompts in, completions out: the Engine protocol and what implements it."""
+"""Generate completions: the Engine protocol and its implementations."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ __all__ = [
 
 
 def sampling_of(config: RolloutConfig, seed: int | None = None) -> Sampling:
-    """How a run's completions are drawn; log-probabilities are for who reads them to ask for."""
+    """Return a run's sampling parameters, without log-probabilities."""
     keys = ("max_completion_length", "temperature", "top_p", "top_k", "min_p", "stop")
     return Sampling(**{key: getattr(config, key) for key in keys}, seed=seed, logprobs=False)
 
 
 def chosen_engine(config: RolloutConfig, device: torch.device) -> str:
-    """`config.engine`, where `auto` is vLLM on a GPU where it is installed, else transformers."""
+    """Resolve `config.engine`: `auto` is vLLM where it is installed on a GPU, else transformers."""
     if config.engine != "auto":
         return config.engine
     if device.type != "cuda":
@@ -59,29 +59,28 @@ def chosen_engine(config: RolloutConfig, device: torch.device) -> str:
     version = installed_version()
     problem = version_problem(version)
     if version is not None and problem is not None:
-        warnings.warn(f"rollout.engine = 'auto' takes transformers: {problem}", stacklevel=2)
+        warnings.warn(f"rollout.engine = 'auto' chooses transformers: {problem}", stacklevel=2)
     return "vllm" if problem is None else "transformers"
 
 
 def require_engine(config: RolloutConfig, ranks: int = 1) -> None:
-    """Fail before the policy is loaded where `make_engine` would afterwards.
+    """Check before the policy is loaded what `make_engine` needs.
 
     Raises:
-        ValueError: the ranks contradict `config`, or as `EngineKind.needs`.
-        ImportError: as `EngineKind.needs`.
+        ValueError, ImportError: as `EngineKind.needs`; ValueError also for another number of ranks.
     """
     if ranks % (parallel := config.vllm.tensor_parallel_size):
         raise ValueError(
-            f"rollout.vllm.tensor_parallel_size = {parallel} does not divide the run's ranks, of which there "
-            f"are {ranks}; set it to 1, or torchrun --nproc-per-node to a multiple of it"
+            f"rollout.vllm.tensor_parallel_size = {parallel} does not divide the number of ranks, {ranks}; "
+            "set it to 1, or torchrun --nproc-per-node to a multiple of it"
         )
     if config.engine == "auto":
         return
     kind = engine_kind(config.engine)
     if config.router_replay and not kind.tells_experts:
         raise ValueError(
-            f"rollout.router_replay = true, and the engine {kind.name!r} does not tell which experts it "
-            "chose (EngineKind.tells_experts); leave it out, or set rollout.engine to transformers or vllm"
+            f"rollout.router_replay = true, but engine {kind.name!r} does not return routed experts "
+            "(EngineKind.tells_experts); leave it out, or set rollout.engine to transformers or vllm"
         )
     kind.needs(config)
 
@@ -93,12 +92,12 @@ def make_engine(
     max_length: int | None = None,
     world: World | None = None,
 ) -> Engine:
-    """The engine that `chosen_engine` names.
+    """Return the engine that `chosen_engine` names; all ranks of `world` make theirs together.
 
     Args:
-        max_length: tokens of the longest prompt and its completion, where known; vLLM plans with it, and the
-            policy's rotary positions, where they go by it, are fixed to it.
-        world: the ranks, which all make their engines together; None: this process is alone.
+        max_length: tokens of the longest prompt with its completion, if known: the context length of vLLM
+            and of rotary positions that depend on it.
+        world: the ranks; None: one process.
 
     Raises:
         ValueError, ImportError: as `require_engine`, or a setting contradicts the device or the policy.

@@ -1,7 +1,7 @@
-"""Check that an engine samples from what the policy computes. Only the numbers show that it does not.
+"""Check that an engine samples from the policy's distribution.
 
-An engine may take padding for tokens, compute otherwise with a cache than without, or implement a model in
-another way. So it samples a few tokens before anything depends on it.
+An engine may treat padding as tokens, compute differently with a cache, or implement a model differently.
+Only its log-probabilities show this.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ def require_agreement(
     max_length: int | None = None,
     run: Callable[[Callable[[], Tensor]], Tensor] = lambda work: work(),
 ) -> float:
-    """Return the mean nats between the log-probabilities of sampled tokens and those of the model's forward.
+    """Return the mean difference in nats between log-probabilities of the engine and the model's forward.
 
     Args:
-        model: the policy's; its dtype and device say how much rounding is allowed.
+        model: the policy's; dtype and device decide the rounding tolerance.
         generate: the engine's.
-        remedy: the end of the error.
-        max_length: tokens that the engine has room for.
-        run: `Policy.run`, where weights are sharded.
+        remedy: the end of the error message.
+        max_length: context length of the engine.
+        run: `Policy.run`, for sharded weights.
 
     Raises:
         ValueError: they differ by more than rounding, or are NaN.

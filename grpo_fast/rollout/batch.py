@@ -1,7 +1,6 @@
-"""Completions that are sampled together, whichever loop computes their logits.
+"""A batch of completions, sampled from the logits of `decoder.py` or `generate.py`.
 
-`decoder.py` and `generate.py` compute logits. A `Batch` samples from them, ends rows, and hands completions
-over. So `temperature`, `stop`, seeds and length limits mean the same in both.
+Temperature, stop strings, seeds and length limits are handled here, and so are the same in both.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 
     from grpo_fast.data.images import PromptImages
 
-STOP_MARGIN = 8  # tokens decoded beyond a stop string's bytes: some tokens decode to nothing
+STOP_MARGIN = 8  # tokens decoded beyond the bytes of a stop string, as some decode to nothing
 
 Report = Callable[[Callable[[], int]], None]
 TakeExperts = Callable[[], list[Tensor]]  # as `policy.routing.recorded` yields it
@@ -37,27 +36,27 @@ class Pending:
     """A completion to sample."""
 
     prompt: tuple[int, ...]
-    uniforms: Tensor  # (tokens at most,) float64 in [0, 1): each decides one token
+    uniforms: Tensor  # (max tokens,) float64 in [0, 1), one for each token
     done: Callable[[Completion], None]
     images: PromptImages | None = None  # of the prompt
 
 
 class Batch:
-    """R completions while they grow.
+    """R completions during sampling.
 
     Args:
         pending: the completions, one per row.
-        sampling: its length limit and seed are not read: `uniforms` has both.
-        shares_prompts: a prompt is read once for all its rows.
+        sampling: without its length limit and seed, which `uniforms` decide.
+        shares_prompts: a prompt is prefilled once for all its rows.
         report: called after each token with a function that counts the tokens of unfinished rows.
-        take_experts: experts of the forwards since its last call; None: completions have no `experts`.
+        take_experts: returns the experts of the forwards since its last call; None: they are not needed.
 
     Attributes:
-        prompts: what is read first, U prompts.
+        prompts: the U prompts to prefill.
         owners: (R,) int64, ascending: the prompt of each row.
         max_new: tokens of the longest completion.
-        going: (r,) bool, which of the remaining rows have not ended.
-        left: how many rows have not ended.
+        going: (r,) bool: which of the remaining rows are unfinished.
+        left: the number of unfinished rows.
     """
 
     def __init__(
@@ -86,7 +85,7 @@ class Batch:
         self._uniforms = pad_sequence([row.uniforms for row in pending]).to(device)  # (max_new, R)
         self._tokens = torch.zeros_like(self._uniforms, dtype=torch.int64)
         self._logprobs = torch.zeros_like(self._uniforms, dtype=torch.float32)
-        self._length = 0  # tokens sampled of each row
+        self._length = 0  # tokens of each row
         self._warper, self._stop = make_warper(sampling), sampling.stop
         self._tokenizer, self._eos = tokenizer, torch.tensor(eos_ids, device=device)
         self._end_ids = tuple(eos_ids)
@@ -95,14 +94,7 @@ class Batch:
 
     @torch.no_grad()
     def sample(self, logits: Tensor) -> Tensor:
-        """Sample the next token of the remaining rows, and hand over the completions that it ends.
-
-        Args:
-            logits: (r, V) of the last forward. Rows that have ended are sampled, too, in vain.
-
-        Returns:
-            (r,) int64 tokens.
-        """
+        """Sample (r,) int64 tokens from (r, V) logits, and hand over the completions that they end."""
         self._note_experts()
         place, self._length = self._length, self._length + 1
         tokens, logprobs = draw(logits, self._uniforms[place], self._warper)
@@ -117,7 +109,7 @@ class Batch:
         return tokens
 
     def drop_ended(self) -> Tensor:
-        """Forget the rows that have ended, and return the (r',) indices of the others among the r before."""
+        """Drop the finished rows, and return the (r',) indices of the others among the r before."""
         stay = self.going.nonzero()[:, 0]
         self._rows, self.going, self._limits = (
             of_row[stay] for of_row in (self._rows, self.going, self._limits)
@@ -140,7 +132,6 @@ class Batch:
             self.pending[row].done(completion)
 
     def _completes_stop(self, tokens: Tensor) -> Tensor:
-        """(r,) bool: the end of the text of `tokens` (r, t) holds a stop string."""
         last = max(len(text.encode()) for text in self._stop) + STOP_MARGIN
         tails = raw_texts(self._tokenizer, tokens[:, -last:].tolist())
         found = [any(text in tail for text in self._stop) for tail in tails]
@@ -150,38 +141,33 @@ class Batch:
         if self._take is None:
             return
         if self._experts is None:
-            self._experts = _Experts(self.prompts, self.owners.tolist(), self.max_new, self._take())
+            (prefilled,) = self._take()
+            self._experts = _Experts(self.prompts, self.owners.tolist(), self.max_new, prefilled)
         else:
             self._experts.add(self._rows, self._length - 1, *self._take())
 
 
 class _Experts:
-    """The experts that each row's tokens were sent to: of its prompt, then of its own tokens.
+    """The routed experts of each row's prompt and completion.
 
     Args:
-        prompts: those of a prefill.
+        prompts: the prefilled prompts.
         owners: the prompt of each row.
-        prefilled: (T, L, k) of each forward of the prefill: first what all prompts begin with, if that was
-            read apart, then the rest of each after its padding.
+        prefilled: (T, L, k) of the prefill of all prompts, padded on the left.
     """
 
     def __init__(
-        self, prompts: Sequence[Sequence[int]], owners: Sequence[int], max_new: int, prefilled: list[Tensor]
+        self, prompts: Sequence[Sequence[int]], owners: Sequence[int], max_new: int, prefilled: Tensor
     ) -> None:
-        *common, rest = prefilled
-        shared = sum(map(len, common))
-        of_each = rest.unflatten(0, (len(prompts), -1))
-        self._prompts = [
-            torch.cat([*common, part[len(part) + shared - len(prompt) :]])
-            for part, prompt in zip(of_each, prompts, strict=True)
-        ]
+        of_each = prefilled.unflatten(0, (len(prompts), -1))
+        self._prompts = [part[-len(prompt) :] for part, prompt in zip(of_each, prompts, strict=True)]
         self._owners = owners
-        self._own = rest.new_full((len(owners), max_new, *rest.shape[1:]), UNKNOWN)
+        self._own = prefilled.new_full((len(owners), max_new, *prefilled.shape[1:]), UNKNOWN)
 
     def add(self, rows: Tensor, place: int, chosen: Tensor) -> None:
-        """Note (r, L, k) of the tokens at `place` of these rows."""
+        """Set the (r, L, k) experts of the tokens at `place` of these rows."""
         self._own[rows.cpu(), place] = chosen
 
     def of(self, row: int, length: int) -> Any:
-        """Return those of a row that ends after `length` tokens, the last of which the model has not read."""
+        """Return the experts of a row of `length` tokens, except for its last token."""
         return torch.cat([self._prompts[self._owners[row]], self._own[row, : length - 1]]).numpy()

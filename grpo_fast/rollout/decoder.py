@@ -1,7 +1,7 @@
-"""Decode models that cache plain keys and values: each prompt is read once for its group.
+"""Decode models whose cache has only keys and values, with one prefill per prompt.
 
-A prompt's cache is copied for each of its completions, and finished rows leave the batch. transformers'
-`generate` reads a prompt for each completion and keeps finished rows. `generate.py` serves all other models.
+The cache of a prompt is copied for each of its completions, and finished rows leave the batch. transformers'
+`generate`, which `generate.py` uses for all other models, does neither.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from grpo_fast.rollout.batch import Batch
 
-DROP_BELOW = 0.9  # finished rows leave the batch when fewer than this share of it still goes on
-WORTH_SHARING = 16  # tokens: a shorter common beginning is not worth a forward of its own
+DROP_BELOW = 0.9  # finished rows leave the batch when its unfinished share is below this
 _ARGUMENTS = {"attention_mask", "position_ids", "logits_to_keep"}
 
 
 def reads_prompts_once(model: PreTrainedModel) -> bool:
-    """Whether `decode` serves this model: all it caches is keys and values of full or sliding attention."""
+    """Return whether `decode` supports this model: it has only full or sliding attention caches."""
     config = model.config.get_text_config(decoder=True)
     kinds = {type(layer) for layer in DynamicCache(config=config).layers}
     takes = inspect.signature(model.forward).parameters
@@ -62,21 +61,15 @@ class _Decoder:
         self.mask: Tensor | None = None  # (B, tokens) bool; None: nothing is padded
 
     def prefill(self, prompts: Sequence[Sequence[int]], owners: Tensor) -> Tensor:
-        """Read U prompts, then hold a row for each of `owners` (R,), which are prompts. (R, V) logits."""
+        """Prefill U prompts, copy the cache for `owners` (R,), and return (R, V) logits."""
         device = self.model.device
-        common = 0 if any(self.cache.is_sliding) else common_length(prompts)
-        if common:
-            # The cache is laid out as [common beginning | padding | rest].
-            ids = torch.tensor([prompts[0][:common]], device=device)
-            self._forward(ids, torch.arange(common, device=device)[None])
-            self.cache.batch_repeat_interleave(len(prompts))
         longest = max(map(len, prompts))
         pads = torch.tensor([longest - len(prompt) for prompt in prompts])
-        ids = torch.tensor([[0] * (longest - len(p)) + list(p[common:]) for p in prompts], device=device)
-        real = (torch.arange(longest - common) >= pads[:, None]).to(device)
-        positions = common + (real.cumsum(-1) - 1).clamp(min=0)
+        ids = torch.tensor([[0] * (longest - len(p)) + list(p) for p in prompts], device=device)
+        real = (torch.arange(longest) >= pads[:, None]).to(device)
+        positions = (real.cumsum(-1) - 1).clamp(min=0)
         if pads.any():
-            self.mask = torch.cat([real.new_ones(len(prompts), common), real], 1)
+            self.mask = real
         self.positions = positions[:, -1:]
         logits = self._forward(ids, positions)
         if len(owners) > len(prompts):
@@ -84,22 +77,22 @@ class _Decoder:
         return logits[owners]
 
     def step(self, tokens: Tensor) -> Tensor:
-        """Append `tokens` (B,). (B, V) logits of the next ones."""
+        """Append `tokens` (B,), and return the next (B, V) logits."""
         self.positions = self.positions + 1
         if self.mask is not None:
             self.mask = torch.cat([self.mask, self.mask.new_ones(len(tokens), 1)], dim=1)
         return self._forward(tokens[:, None], self.positions)
 
     def select(self, rows: Tensor) -> None:
-        """Go on with these rows, (B',) int64, of which some may be the same."""
+        """Select (B',) int64 rows, possibly repeated."""
         self.cache.batch_select_indices(rows)
         self.positions = self.positions[rows]
         self.mask = None if self.mask is None else self.mask[rows]
 
     def _forward(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """(B, V) of the last column of `ids` (B, t), which joins the cache."""
-        # As a negative number, it would make the model slice its hidden states; the product with the head
-        # then repeats the whole head for every row (torch.matmul does not fold a strided batch).
+        """Append `ids` (B, t) to the cache, and return the (B, V) logits of the last column."""
+        # A negative number would slice the hidden states; torch.matmul does not fold such a strided batch and
+        # repeats the head for each row.
         last = 0 if ids.shape[1] == 1 else torch.tensor([ids.shape[1] - 1], device=ids.device)
         output: Any = self.model(
             input_ids=ids,
@@ -110,12 +103,3 @@ class _Decoder:
             logits_to_keep=last,
         )
         return output.logits[:, -1]
-
-
-def common_length(prompts: Sequence[Sequence[int]]) -> int:
-    """How many tokens all prompts begin with, leaving each at least one of its own; 0 where few."""
-    ordered = sorted(map(tuple, prompts))
-    first, last = ordered[0], ordered[-1]  # what these two share, all that sort between them share
-    limit = min(map(len, prompts)) - 1
-    common = next((i for i in range(limit) if first[i] != last[i]), limit)
-    return common if len(prompts) > 1 and common >= WORTH_SHARING else 0

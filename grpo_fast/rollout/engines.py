@@ -1,4 +1,4 @@
-"""The table of rollout engines: what each needs, and how it is made."""
+"""The table of rollout engines: requirements and constructors."""
 
 from __future__ import annotations
 
@@ -20,14 +20,13 @@ ENGINES = {
     "transformers": "grpo_fast.rollout.engines:TransformersKind",
     "vllm": "grpo_fast.rollout.vllm.kind:VLLMKind",
 }
-"""Name: `module:Class` of an `EngineKind`; `rollout.engine` may be such a path too, of one from elsewhere."""
+"""`module:Class` of each `EngineKind` by name. `rollout.engine` may also be such a path."""
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What an engine's way with the weights follows from."""
+    """The facts about a policy that decide how an engine gets its weights."""
 
-    on_gpu: bool
     adapted: bool  # with LoRA
     quantized: bool
     sharded: bool
@@ -36,45 +35,53 @@ class Trained:
 
 @dataclass(frozen=True)
 class Weights:
-    """Where an engine has its weights from."""
+    """How an engine gets the policy's weights."""
 
-    shared: bool  # they are the trainer's own memory
-    sent: bool  # again after every update
-    adapters: bool  # stay beside them
+    obstacle: str | None = None  # to sharing the trainer's memory
+    adapters: bool = False  # LoRA stays separate
+
+    @property
+    def shared(self) -> bool:
+        return self.obstacle is None
+
+    @property
+    def sent(self) -> bool:
+        """Return whether all weights are copied after every update."""
+        return not (self.shared or self.adapters)
 
 
 class EngineKind(ABC):
-    """A row of the table: what is known of an engine before there is one."""
+    """A row of the table: a kind of engine, before one is made."""
 
     name: ClassVar[str]
     draws_with_policy: ClassVar[bool] = False
-    """Its log-probabilities are the trainer's own, so that there is nothing to correct."""
+    """It samples with the trainer's model, so that its log-probabilities need no correction."""
     tells_experts: ClassVar[bool] = False
-    """Its completions have `experts` where `rollout.router_replay` asks for them."""
+    """It returns the routed experts with `rollout.router_replay`."""
 
     @abstractmethod
     def needs(self, config: RolloutConfig) -> None:
-        """Fail before the policy is loaded where `make` would afterwards.
+        """Check before the policy is loaded what `make` needs.
 
         Raises:
             ValueError: a setting contradicts the engine.
-            ImportError: what it needs is not installed.
+            ImportError: a package is missing.
         """
 
     def suits(self, architecture: PreTrainedConfig, *, on_gpu: bool, images: bool) -> None:
-        """As `needs`, by transformers' configuration of the model and whether prompts have images."""
+        """Check as `needs` does, with the model's configuration and whether prompts have images."""
         return
 
     @abstractmethod
     def make(self, config: RolloutConfig, policy: Policy, *, max_length: int | None, world: World) -> Engine:
-        """The engine; `max_length` is of the longest prompt with its completion, where known."""
+        """Return an engine; `max_length` is the longest prompt with its completion, if known."""
 
     def weights(self, config: RolloutConfig, trained: Trained) -> Weights:
-        """By default the trainer's own."""
-        return Weights(shared=True, sent=False, adapters=False)
+        """Return how the engine gets its weights; by default it shares the trainer's."""
+        return Weights()
 
     def sleeps(self, config: RolloutConfig, on_gpu: bool) -> bool:
-        """Whether it frees its memory while the trainer works."""
+        """Return whether the engine frees its memory during updates."""
         return False
 
 
@@ -102,37 +109,36 @@ class TransformersKind(EngineKind):
         return TransformersEngine(policy.model, policy.tokenizer, **options)
 
     def weights(self, config: RolloutConfig, trained: Trained) -> Weights:
-        return Weights(shared=not trained.sharded, sent=trained.sharded, adapters=False)
+        return Weights("the policy's weights are sharded" if trained.sharded else None)
 
 
 _loaded: dict[str, EngineKind] = {}  # by name
 
 
 def engine_kind(name: str) -> EngineKind:
-    """The row of this name, or at this path; one from elsewhere has a name once its path was asked for.
+    """Return the row of this name, or load a custom one from `module:Class`.
 
     Raises:
-        ValueError: nothing of this name, or the path leads to no `EngineKind`.
+        ValueError: an unknown name, or the path leads to no `EngineKind`.
     """
     if name in _loaded:
         return _loaded[name]
     if name not in ENGINES and ":" not in name:
         raise ValueError(
-            f"rollout.engine = {name!r} is not known: give auto, {', '.join(ENGINES)}, or an EngineKind of "
-            "your own as module:Class"
+            f"rollout.engine = {name!r} is not known: give auto, {', '.join(ENGINES)}, or a custom "
+            "EngineKind as module:Class"
         )
     found = load_object(ENGINES.get(name, name), "rollout.engine")
     if not (isinstance(found, type) and issubclass(found, EngineKind)):
         raise ValueError(
-            f"rollout.engine = {name!r} is no EngineKind; give a class that derives from "
-            f"{__name__}:EngineKind"
+            f"rollout.engine = {name!r} is no EngineKind; give a subclass of {__name__}:EngineKind"
         )
     kind = found()
     return _loaded.setdefault(kind.name, kind)
 
 
 def draws_with_policy(name: str) -> bool:
-    """Whether an engine of this name does; of an object that a program made, nothing is known to correct."""
+    """Return `EngineKind.draws_with_policy` by name; True for an engine object of the user's program."""
     if name in ENGINES or name in _loaded or ":" in name:
         return engine_kind(name).draws_with_policy
     return True

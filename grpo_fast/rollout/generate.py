@@ -1,7 +1,6 @@
-"""Sample with transformers' own `generate`: for recurrent layers, images, and caches of other kinds.
+"""Sample with transformers' `generate`: for recurrent layers, images, and other kinds of caches.
 
-`generate` runs the forwards. A logits processor has the `Batch` sample each token, and leaves `generate` no
-other choice. So both decoding loops sample alike.
+A logits processor lets the `Batch` sample each token, and forces it on `generate`.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ from transformers import (
 from grpo_fast.data.images import ImageReader, PromptImages
 from grpo_fast.rollout.batch import Batch
 
-_PER_TOKEN = {"token_type_ids", "mm_token_type_ids"}  # of what a processor returns
+_PER_TOKEN = {"token_type_ids", "mm_token_type_ids"}  # outputs of processors
 
 
 def takes_padding(model: Any) -> bool:
-    """Whether prompts of different lengths can be one batch, padded on the left.
+    """Return whether prompts of different lengths can be one batch, padded on the left.
 
-    A model may take padding for tokens if its cache is one of its own, or if it has no `position_ids`.
+    A model with a custom cache or without `position_ids` may treat padding as tokens.
     """
     config = model.config.get_text_config(decoder=True)
     kinds = {type(layer).__module__ for layer in DynamicCache(config=config).layers}
@@ -44,7 +43,7 @@ def generate(model: PreTrainedModel, batch: Batch, image_reader: ImageReader | N
     """Sample the completions of a batch that shares no prompts."""
 
     def sampled(_: Tensor, logits: Tensor) -> Tensor:
-        if not batch.left:  # on a GPU `generate` notices the end a step late
+        if not batch.left:  # on a GPU `generate` stops a step late
             return logits
         tokens = batch.sample(logits)
         return torch.full_like(logits, -torch.inf).scatter_(1, tokens[:, None], 0.0)
@@ -52,7 +51,7 @@ def generate(model: PreTrainedModel, batch: Batch, image_reader: ImageReader | N
     def ended(*_: Any, **__: Any) -> Tensor:
         return ~batch.going
 
-    # The model's own generation_config may penalise repetition, or sample by another temperature.
+    # The model's generation_config may penalize repetition or set another temperature.
     with patch.object(model, "generation_config", GenerationConfig()):
         model.generate(  # type: ignore[operator]
             **_inputs(model, batch, image_reader),
@@ -64,7 +63,7 @@ def generate(model: PreTrainedModel, batch: Batch, image_reader: ImageReader | N
 
 
 def _inputs(model: PreTrainedModel, batch: Batch, image_reader: ImageReader | None) -> dict[str, Tensor]:
-    """What `generate` is given of the prompts, padded on the left, and of their images, row by row."""
+    """Return the inputs of `generate`: prompts padded on the left, and the images of each row."""
     read: dict[PromptImages | None, Mapping[str, Tensor]] = {None: {}}
     for row in batch.pending:
         if row.images not in read and row.images is not None and image_reader is not None:

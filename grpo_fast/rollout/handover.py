@@ -1,15 +1,12 @@
-"""The device changes hands twice a step: the engine has it while it generates, the trainer while it updates.
+"""Hand the device's memory to the engine for the rollout and to the trainer for the update.
 
     make room → engine.sync → engine.wake → generate → engine.sleep → update
 
-The trainer has it first: an engine is put to sleep as soon as it is made, before masters, moments and a
-resumed state take its place. What of the trainer no rollout reads makes room for the engine, as much as it
-needs. Moments and masters go to the host for good and visit the device in the optimiser's step alone, so that
-no backward finds them there either. The reference comes back for the update; gradient buffers, whose content
-is worth nothing between steps, are only freed.
+The engine sleeps as soon as it is made, before masters and moments are allocated. For a rollout, parts of the
+trainer make as much room as the engine needs. Moments and masters stay on the host and visit the device in
+the optimizer's step only. The reference returns for the update; gradient buffers are only freed.
 
-A step that failed half-way, at an error, an interruption or for want of memory, is simply asked for again:
-each may be repeated, and the engine takes over the weights before it wakes, however the update ended.
+Each step may be repeated after an error or an interruption: the engine syncs before it wakes.
 """
 
 from __future__ import annotations
@@ -31,19 +28,14 @@ from grpo_fast.rollout.types import Engine
 
 logger = logging.getLogger(__name__)
 PARTS: tuple[Part, ...] = get_args(Part)
-MARGIN = 2**30  # bytes left free beyond the engine's need: torch keeps cached blocks that are in part used
+MARGIN = 2**30  # bytes left free beyond the engine's need, as torch's cache is fragmented
 
 
 class DeviceHandover:
-    """Hands the device to the engine or the trainer, who has it at first.
+    """Switches the device between the engine, which it puts to sleep, and the trainer.
 
-    Args:
-        engine: put to sleep here.
-        optimizer: made with what `config` keeps on the host.
-        config: the run's `memory`: which parts make room in any case; others follow where that is not enough.
-
-    Attributes:
-        away: the parts that make room.
+    `config` names the parts that are always offloaded. With `auto`, others follow where room is short; `away`
+    has all offloaded parts.
     """
 
     def __init__(
@@ -56,70 +48,56 @@ class DeviceHandover:
         self._fixed = config.offload == "none"
         self._holder: Literal["engine", "trainer"] | None = "trainer"
         self._stream = side_stream(policy.device)
-        self._reference: dict[str, Tensor] = {}  # its copies on the host, by name
+        self._reference: dict[str, Tensor] = {}  # copies on the host, by name
         self._reference_arrived: torch.cuda.Event | None = None
         self._clock, self._peak = Clock(), 0
         engine.sleep()
 
     def to_engine(self) -> None:
-        """Make the room that the engine needs, and wake it with the current weights.
+        """Make room, and wake the engine with the current weights.
 
         Raises:
-            RuntimeError: no room even with everything away, or as the engine raises it.
+            RuntimeError: no room even with everything offloaded, or as the engine.
         """
         if self._holder == "engine":
             return
-        self._holder = None  # whatever of this fails, either way does everything
+        self._holder = None  # after a failure, either direction runs in full
         self._peak = max(self._peak, bytes_in_use(self.policy.device))
-        needed: float = self.engine.freed()
-        while not self._woken(needed):
-            if self._makes_more_room(needed):
-                logger.warning(
-                    "no room for the engine to wake in: from now on the trainer keeps nothing beside it"
-                )
-                needed = math.inf
-            else:
-                self.engine.shrink()  # type: ignore[attr-defined]
-                needed = self.engine.freed()
+        try:
+            self._wake(self.engine.freed())
+        except RuntimeError as error:
+            if self._fixed or self.away.issuperset(PARTS) or not is_out_of_memory(error):
+                raise
+            logger.warning("the engine has no room to wake in: from now on the trainer offloads all it can")
+            self._wake(math.inf)
         self._holder = "engine"
 
-    def _makes_more_room(self, needed: float) -> bool:
-        return needed < math.inf and not (self._fixed or self.away.issuperset(PARTS))
-
-    def _woken(self, needed: float) -> bool:
-        """Wake the engine; return False where it has no room, and either side can take less."""
-        try:
-            with self._clock("offload"):
-                self._make_room(needed)
-            with self._clock("sync"):
-                self.engine.sync(self.policy)
-            with self._clock("wake"):
-                self.engine.wake()
-        except RuntimeError as error:
-            less = self._makes_more_room(needed) or getattr(self.engine, "can_shrink", False)
-            if not (less and is_out_of_memory(error)):
-                raise
-            return False
-        return True
+    def _wake(self, needed: float) -> None:
+        with self._clock("offload"):
+            self._make_room(needed)
+        with self._clock("sync"):
+            self.engine.sync(self.policy)
+        with self._clock("wake"):
+            self.engine.wake()
 
     def _make_room(self, needed: float) -> None:
-        """Send away what was away before, and the next parts too until so many bytes are free."""
+        """Offload the parts in `away`, and further ones until `needed` bytes are free."""
         for part in PARTS:
             short = needed and free_bytes_on(self.policy.device) < needed + MARGIN
             if part in self.away or (short and not self._fixed):
                 self._send_away(part)
         if self.policy.device.type == "cuda" and torch.cuda.mem_get_info(self.policy.device)[0] < needed:
-            torch.cuda.empty_cache()  # of the activations: the engine takes its memory from the driver
+            torch.cuda.empty_cache()  # the engine allocates from the driver
 
     def _send_away(self, part: Part) -> None:
         if part == "gradients":
             for buffer in self.optimizer.gradient_buffers().values():
                 buffer.untyped_storage().resize_(0)
         elif part == "reference":
-            self.await_reference()  # nobody else may have its memory before
+            self.await_reference()  # its memory is in use until then
             weights = self.policy.reference_weights()
             for name, tensor in weights.items():
-                if name not in self._reference:  # frozen: one copy is enough
+                if name not in self._reference:  # frozen weights are copied once
                     self._reference[name] = host_like(tensor).copy_(tensor)
             move([*weights.values()], [self._reference[name] for name in weights])
         else:
@@ -127,10 +105,10 @@ class DeviceHandover:
         self.away.add(part)
 
     def to_trainer(self) -> None:
-        """Put the engine to sleep, and bring back what an update needs from its beginning."""
+        """Put the engine to sleep, and restore gradient buffers and the reference."""
         if self._holder == "trainer":
             return
-        self._holder = None  # as above
+        self._holder = None
         self._peak = max(self._peak, bytes_in_use(self.policy.device))
         with self._clock("sleep"):
             self.engine.sleep()
@@ -145,21 +123,23 @@ class DeviceHandover:
         self._holder = "trainer"
 
     def await_reference(self) -> None:
-        """What is queued from now on sees the reference's weights."""
+        """Make kernels that are queued from now on wait for the reference's weights."""
         if self._reference_arrived is not None:
             torch.cuda.current_stream(self.policy.device).wait_event(self._reference_arrived)
             self._reference_arrived = None
 
     def timings(self) -> dict[str, float]:
-        """Since the last call: seconds by phase, those of all phases as `time/exchange`, and the bytes of the
-        device in use at the highest, read where it changes hands."""
+        """Return since the last call the seconds by phase, their sum `time/exchange`, and the peak memory.
+
+        The peak is that of the readings at each handover.
+        """
         seconds, peak = self._clock.seconds, max(self._peak, bytes_in_use(self.policy.device))
         self._clock, self._peak = Clock(), 0
         return seconds | {"time/exchange": sum(seconds.values()), "memory/peak_bytes": peak}
 
 
 def free_bytes_on(device: torch.device) -> int:
-    """What the driver has free and torch's cache holds."""
+    """Return the bytes that the driver and torch's cache have free."""
     if device.type != "cuda":
         return sys.maxsize
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -1,4 +1,4 @@
-"""Completions asked for one by one, from other threads, while an engine is awake."""
+"""Completions that clients in other threads request one by one while an engine is awake."""
 
 from __future__ import annotations
 
@@ -15,40 +15,36 @@ OVER = "the engine serves no more requests: the rollout is over"
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """One completion that somebody waits for."""
+    """A completion that a client waits for."""
 
-    token_ids: tuple[int, ...]  # what it continues
+    token_ids: tuple[int, ...]  # the prompt
     sampling: Sampling
     answer: Future[Completion] = field(default_factory=Future)
 
 
 class Requests:
-    """The queue between clients, in any thread, and the one engine that serves them.
+    """The queue between clients in any thread and the engine that serves them.
 
     Args:
-        clients: how many ask, each one request after another, and `leave` when they are through.
-        on_progress: called in the thread of the engine with what counts the tokens decoded so far.
+        clients: their number. Each has one open request at a time, and calls `leave` at its end.
+        on_progress: called in the engine's thread with a function that counts the decoded tokens.
 
     Attributes:
-        closed: no answer is wanted any more, not even those being drawn.
+        closed: no request is served any more.
     """
 
     def __init__(self, clients: int, on_progress: Callable[[Callable[[], int]], None] | None = None) -> None:
         self.closed = False
         self._changed = threading.Condition()
         self._clients = clients
-        self._waiting: list[Request] = []  # for the engine to take
+        self._waiting: list[Request] = []  # not taken by the engine
         self._serving: set[Request] = set()  # taken and not answered
         self._error: BaseException | None = None
         self._on_progress = on_progress
-        self._tokens = 0  # of answers given
+        self._tokens = 0  # of all answers
 
     def ask(self, token_ids: Sequence[int], sampling: Sampling) -> Future[Completion]:
-        """The completion of `token_ids`, once it is drawn. From any thread.
-
-        Raises:
-            RuntimeError: closed.
-        """
+        """Request the completion of a prompt, from any thread. Raises RuntimeError once closed."""
         request = Request(tuple(token_ids), sampling)
         with self._changed:
             if self.closed:
@@ -58,19 +54,19 @@ class Requests:
         return request.answer
 
     def leave(self) -> None:
-        """A client asks for nothing more."""
+        """Sign off one client."""
         with self._changed:
             self._clients -= 1
             self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
-        """End the rollout by an error, which the engine's next `take` or `report` raises."""
+        """Have the engine's next `take` or `report` raise this error."""
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Nothing more is served, and clients that wait get a RuntimeError. An engine calls it at its end."""
+        """Stop serving; waiting clients get a RuntimeError. The engine calls it at its end."""
         with self._changed:
             self.closed = True
             self._start()
@@ -80,11 +76,11 @@ class Requests:
             request.answer.set_exception(RuntimeError(OVER))
 
     def take(self, wait: Literal["none", "any", "all"]) -> list[Request] | None:
-        """For the engine: the requests not taken yet; None once there will be no more.
+        """Return the requests that the engine has not taken yet; None once there will be no more.
 
         Args:
             wait: for nothing; for one request; or for one of every client that is not waiting for an answer,
-                so that what is computed together does not depend on how long any client took.
+                so that batches do not depend on how long clients take.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._error or self._over or self._enough(wait))
@@ -93,7 +89,7 @@ class Requests:
             return None if self._over else self._start()
 
     def give(self, request: Request, answer: Completion | Exception) -> None:
-        """For the engine: a request's answer, or why there is none; dropped once closed."""
+        """Answer a request, from the engine; ignored once closed."""
         with self._changed:
             if request not in self._serving:
                 return
@@ -106,14 +102,14 @@ class Requests:
             request.answer.set_exception(answer)
 
     def report(self, decoding: Callable[[], int]) -> None:
-        """For the engine: `decoding` counts the tokens of answers that it still draws."""
+        """Report progress, from the engine; `decoding` counts the tokens of unfinished answers."""
         if self._error is not None:
             raise self._error
         if self._on_progress is not None:
             self._on_progress(lambda: self._tokens + decoding())
 
     def _start(self) -> list[Request]:
-        """The waiting requests that their clients have not given up are the engine's now."""
+        """Hand the waiting requests to the engine, without those that clients have cancelled."""
         taken = [request for request in self._waiting if request.answer.set_running_or_notify_cancel()]
         self._waiting = []
         self._serving.update(taken)

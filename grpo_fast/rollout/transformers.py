@@ -1,4 +1,4 @@
-"""The engine without a second copy of the weights: it samples with the trainer's own model."""
+"""The engine that samples with the trainer's model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, Any
 
@@ -39,14 +39,14 @@ if TYPE_CHECKING:
     from grpo_fast.data.images import ImageReader, PromptImages
 
 _REMEDY = "set rollout.engine to vllm, or model.path to another model"
-CPU_BATCH_TOKENS = 40_000  # held at once on a CPU unless configured: 1.8 GB of SmolLM2-135M in float32
+CPU_BATCH_TOKENS = 40_000  # default on a CPU: 1.8 GB of SmolLM2-135M in float32
 
 
 class TransformersEngine:
-    """Batched generation with a transformers model that is also being trained.
+    """Batched generation with the transformers model that is being trained, without a copy of its weights.
 
-    Nothing is copied, so `sync` has nothing to do and `sleep` nothing to free. `decoder.py` samples from
-    models with plain attention, `generate.py` from all others and after prompts with images.
+    `decoder.py` samples from models with plain attention, `generate.py` from others and from prompts with
+    images.
     """
 
     name = "transformers"
@@ -65,15 +65,11 @@ class TransformersEngine:
 
         Args:
             model: a causal model, or a peft model around one.
-            tokenizer: decodes completions.
-            eos_ids: any of these tokens ends a completion.
-            max_batch_tokens: tokens whose keys and values may be held at once; None: all of a call, or
-                on a CPU what keeps it fast.
-            image_reader: reads the images of prompts; None: they are refused.
-            tells_experts: completions have the experts that were chosen.
-
-        Raises:
-            ValueError: `eos_ids` is empty.
+            tokenizer: of the model.
+            eos_ids: the tokens that end a completion; ValueError if there are none.
+            max_batch_tokens: limit of the KV cache; None: none on a GPU, `CPU_BATCH_TOKENS` on a CPU.
+            image_reader: reads the images of prompts; None: images are refused.
+            tells_experts: return the routed experts with completions.
         """
         self.model = model
         self.tokenizer = tokenizer
@@ -85,15 +81,9 @@ class TransformersEngine:
         self._image_reader = image_reader
         inner: Any = model
         self._base: PreTrainedModel = inner.get_base_model() if hasattr(inner, "peft_config") else inner
+        self._reads_prompts_once = reads_prompts_once(self._base)
+        self._takes_padding = self._reads_prompts_once or takes_padding(self._base)
         self._asleep = self._checked = False
-
-    @cached_property
-    def _reads_prompts_once(self) -> bool:
-        return reads_prompts_once(self._base)
-
-    @cached_property
-    def _takes_padding(self) -> bool:
-        return self._reads_prompts_once or takes_padding(self._base)
 
     def generate(
         self,
@@ -104,15 +94,11 @@ class TransformersEngine:
         observer: RolloutObserver | None = None,
         images: Sequence[PromptImages | None] | None = None,
     ) -> list[list[Completion]]:
-        """As the protocol says. A completion's text keeps the stop string that ended it.
-
-        Raises:
-            ValueError: an empty prompt, `n` below 1, or a completion that alone exceeds `max_batch_tokens`.
-        """
+        """Generate as `Engine` specifies. The text includes the stop string that ended it."""
         self._require_ready()
         check_prompts(prompts, n)
         if images is not None and self._image_reader is None:
-            raise ValueError("the prompts have images, which this engine cannot read; use another")
+            raise ValueError("the prompts have images, but the engine has no image_reader")
         collector, uniforms = Collector(len(prompts), n, observer), uniforms_of(sampling, n * len(prompts))
         shown = images or [None] * len(prompts)
         pending: list[Pending] = []
@@ -126,10 +112,9 @@ class TransformersEngine:
         return collector.groups()
 
     def serve(self, requests: Requests) -> None:
-        """As the protocol says, in batches: requests that arrive during one wait for the next.
+        """Serve as `Engine` specifies, in batches that begin when all clients wait.
 
-        A batch begins when all clients wait for it, and each request's seed alone decides its completion, so
-        that no result depends on how long any client took.
+        So results do not depend on how long clients take.
         """
         with closing(requests):
             self._require_ready()
@@ -157,17 +142,15 @@ class TransformersEngine:
         self._asleep = False
 
     def sync(self, policy: Policy) -> None:
-        """The policy's weights, adapters included, are the engine's: there is nothing to take over."""
+        """Check that the policy is the engine's; there is nothing to copy."""
         if policy.model is not self.model:
-            raise ValueError(
-                "sync() got another policy, whose model is not the one this engine generates with"
-            )
+            raise ValueError("sync() got another policy than the one this engine was made with")
 
     def freed(self) -> int:
-        return 0  # keys and values come from the same allocator as the trainer's tensors
+        return 0  # the KV cache comes from torch's allocator
 
     def __enter__(self) -> TransformersEngine:
-        """Raise ValueError for a model that cannot be sampled; a copy without weights is checked later."""
+        """Raise ValueError for a model that cannot be sampled; a sleeping copy is checked later."""
         if not self._asleep:
             self._require_ready()
         return self
@@ -175,12 +158,11 @@ class TransformersEngine:
     def __exit__(self, *exc: object) -> None: ...
 
     def _require_ready(self) -> None:
-        """Raise RuntimeError while asleep, and once ValueError for a model that cannot be sampled."""
         if self._asleep:
             raise RuntimeError("generate() on a sleeping engine; call wake() first")
         if self._checked:
             return
-        self._checked = True  # or `generate` would check again
+        self._checked = True  # for the call of `generate` below
         try:
             require_agreement(self._base, self.generate, _REMEDY, max_length=self.max_batch_tokens)
         except BaseException as error:
@@ -192,7 +174,6 @@ class TransformersEngine:
             raise ValueError(f"{name} cannot be sampled: {error!r}; {_REMEDY}") from error
 
     def _require_room(self, prompt: Sequence[int], max_new: int) -> None:
-        """Raise ValueError where one completion alone exceeds `max_batch_tokens`."""
         largest = len(prompt) + max_new
         if self.max_batch_tokens is not None and largest > self.max_batch_tokens:
             raise ValueError(
@@ -201,9 +182,8 @@ class TransformersEngine:
             )
 
     def _sample(self, pending: Sequence[Pending], sampling: Sampling, report: Report) -> None:
-        """Sample completions, sorted by `_order`, in batches; `uniforms` have length limits and seeds."""
         experts = recorded(self._base) if self.tells_experts else nullcontext()
-        # Not inference_mode: a buffer that a forward replaces (dynamic RoPE) must remain trainable with.
+        # Not inference_mode: training could not use a buffer that a forward replaces (dynamic RoPE).
         with evaluation_mode(self.model), torch.no_grad(), experts as take:
             for rows in self._batches(pending):
                 shares = self._reads_prompts_once and not any(row.images for row in rows)
@@ -219,7 +199,7 @@ class TransformersEngine:
                     generate(self._base, batch, self._image_reader)
 
     def _batches(self, pending: Sequence[Pending]) -> Iterator[list[Pending]]:
-        """Split rows of ascending lengths into batches, as large as `max_batch_tokens` allows."""
+        """Split rows of ascending lengths into batches of at most `max_batch_tokens`."""
         budget = tokens_at_once(self.max_batch_tokens, self._base.device.type)
         max_new = max((len(row.uniforms) for row in pending), default=0)
         batch: list[Pending] = []
@@ -235,14 +215,13 @@ class TransformersEngine:
 
 
 class OwnCopyEngine(TransformersEngine):
-    """The engine of mode `shard`, where each rank holds only its rows of the policy's weights.
+    """The engine of mode `shard`: generates with a whole copy of the sharded model, adapters merged.
 
-    It generates with a copy of the whole model, adapters merged: filled in `sync` by all ranks together, and
-    freed in `sleep`. Each rank generates by itself.
+    All ranks fill their copies in `sync` together, and free them in `sleep`.
     """
 
     def __init__(self, policy: Policy, *, max_length: int | None = None, **options: Any) -> None:
-        """Make the copy, without weights yet; `options` are those of `TransformersEngine`."""
+        """Make the copy, without weights; `options` are those of `TransformersEngine`."""
         like: Any = policy.base_model
         devices = [policy.device] if policy.device.type == "cuda" else []
         with torch.random.fork_rng(devices), torch.device(policy.device):
@@ -262,8 +241,8 @@ class OwnCopyEngine(TransformersEngine):
 
     def sync(self, policy: Policy) -> None:
         if policy is not self._policy:
-            raise ValueError("sync() got another policy than the one that this engine was made with")
-        for own in self._weights.values():  # first: a rank without room asks again while the others wait
+            raise ValueError("sync() got another policy than the one this engine was made with")
+        for own in self._weights.values():  # before collectives, so that all ranks can retry
             own.untyped_storage().resize_(own.nbytes)
         for name, weight in policy.named_weights():
             self._weights[name].copy_(weight)
@@ -280,12 +259,12 @@ class OwnCopyEngine(TransformersEngine):
 
 
 def tokens_at_once(max_batch_tokens: int | None, device: str) -> float:
-    """Return how many tokens' keys and values are held at once, or what suits the device."""
+    """Return the limit of the KV cache in tokens, by default that of the device."""
     if max_batch_tokens is not None:
         return max_batch_tokens
     return CPU_BATCH_TOKENS if device == "cpu" else inf
 
 
 def _order(prompt: Sequence[int]) -> tuple[int, tuple[int, ...]]:
-    """Sorted so, prompts of a batch need little padding, and equal ones are adjacent."""
+    """Sort prompts by length, equal ones adjacent."""
     return len(prompt), tuple(prompt)

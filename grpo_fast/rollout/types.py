@@ -1,4 +1,4 @@
-"""The one protocol between the trainer and whatever generates, and what they exchange."""
+"""The protocol between the trainer and rollout engines, and the types that they exchange."""
 
 from __future__ import annotations
 
@@ -18,18 +18,14 @@ if TYPE_CHECKING:
     from grpo_fast.policy import Policy
     from grpo_fast.rollout.requests import Requests
 
-PromptTokens = Sequence[Sequence[int]]  # tokenised
+PromptTokens = Sequence[Sequence[int]]  # tokenized
 
-REPORT_SECONDS = 0.1  # at least, between two reports of progress
+REPORT_SECONDS = 0.1  # between two progress reports, at least
 
 
 @dataclass(frozen=True, config=EXACT)
 class Sampling:
-    """How completions are drawn.
-
-    Raises:
-        ValueError: for values outside their ranges.
-    """
+    """Sampling parameters. Raises ValueError for values outside their ranges."""
 
     max_completion_length: PositiveInt
     temperature: NotNegative = 1.0  # 0: greedy
@@ -38,27 +34,27 @@ class Sampling:
     min_p: Fraction = 0.0
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     seed: int | None = None
-    logprobs: bool = True  # reported with completions; an engine to which they cost nothing always does
+    logprobs: bool = True  # False: not needed; an engine may still return them
 
 
 @dataclasses.dataclass(frozen=True)
 class Episode:
-    """What a completion of several turns has besides its tokens."""
+    """The fields of a multi-turn completion besides its tokens."""
 
-    prompt: str | list[Message]  # with what the environment began it with
+    prompt: str | list[Message]  # with the first observation of the environment
     prompt_ids: tuple[int, ...]
-    sampled: tuple[bool, ...]  # of each token after the prompt: drawn by the model, not the environment's
+    sampled: tuple[bool, ...]  # for each token after the prompt; False: written by the environment
     messages: tuple[Message, ...]  # after the prompt
-    environment: Any = None  # the instance, until the rewards are known
+    environment: Any = None  # the instance, until rewards are computed
     tool_calls: int = 0
-    tool_failures: int = 0  # calls that raised, were of no known tool, or were given up
-    tools_given_up: int = 0  # calls that did not return in time
-    environment_seconds: float = 0.0  # that its calls took
-    reward: float | None = None  # what `get_reward` of the environment gave
+    tool_failures: int = 0  # calls that raised, timed out, or named an unknown tool
+    tools_given_up: int = 0  # calls that timed out
+    environment_seconds: float = 0.0  # total time of its calls
+    reward: float | None = None  # from the environment's `get_reward`
 
     @property
     def turns(self) -> int:
-        """Messages of the model."""
+        """Return the number of assistant messages."""
         return sum(message["role"] == "assistant" for message in self.messages)
 
 
@@ -66,53 +62,52 @@ class Episode:
 class Completion:
     """One sampled completion."""
 
-    token_ids: tuple[int, ...]  # the end token included when one was drawn
-    logprobs: tuple[float, ...] | None  # of each token, under what it was drawn from; None: unasked
-    text: str  # as `completion_texts` decodes it: without end tokens and those of the chat template
-    truncated: bool  # stopped by a limit of tokens, turns or calls
-    episode: Episode | None = None  # of several turns: an environment's tokens have logprob 0
-    # Of a rollout's own, by name a number for each token: a loss of one's own finds them in its inputs.
+    token_ids: tuple[int, ...]  # includes the end token if one was sampled
+    logprobs: tuple[float, ...] | None  # under the sampling distribution; None: not requested
+    text: str  # from `completion_texts`: without end tokens and chat template tokens
+    truncated: bool  # stopped by a limit on tokens, turns or calls
+    episode: Episode | None = None  # if multi-turn; tokens of the environment have logprob 0
+    # Per-token values of a custom rollout by name. A custom loss reads them from its inputs.
     columns: Mapping[str, Sequence[float]] = dataclasses.field(default_factory=dict)
-    # (t, L, k) integers: of the first t tokens of prompt and completion the experts that each of L layers
-    # chose, where rollout.router_replay asks for them; the last token's are never known.
+    # (t, L, k) integers with rollout.router_replay: the experts that each of L layers chose for the first t
+    # tokens of prompt and completion. The last token's are never known.
     experts: np.ndarray[Any, Any] | None = dataclasses.field(default=None, compare=False, repr=False)
 
     @property
     def num_sampled(self) -> int:
-        """Tokens that the model wrote."""
+        """Return the number of tokens that the model wrote."""
         return len(self.token_ids) if self.episode is None else sum(self.episode.sampled)
 
     def without_environment(self) -> Completion:
-        """The completion as it is kept, and sent to other ranks, once the rewards are known."""
+        """Return the completion as it is kept and sent to other ranks, after its rewards are computed."""
         episode = self.episode and dataclasses.replace(self.episode, environment=None)
         return dataclasses.replace(self, episode=episode, experts=None)
 
 
 def as_asked(prompt: Prompt, completion: Completion) -> Prompt:
-    """A prompt as this completion answers it: with what its environment began the episode with."""
+    """Return the prompt that this completion answers, with the first observation of its environment."""
     if (episode := completion.episode) is None:
         return prompt
     return dataclasses.replace(prompt, prompt=episode.prompt, token_ids=episode.prompt_ids)
 
 
 class RolloutObserver(Protocol):
-    """Hears of a rollout while it runs, in the thread that called `generate`."""
+    """Callbacks during a rollout, in the thread that called `generate`."""
 
     def group_done(self, index: int, completions: list[Completion]) -> None:
-        """Every completion of prompt `index` has ended; others may still decode."""
+        """Handle the finished completions of prompt `index`; others may still decode."""
         ...
 
     def progress(self, tokens: int, finished: int, total: int) -> None:
-        """Tokens decoded so far, and how many of the `total` completions have ended."""
+        """Handle the tokens decoded so far, and the finished completions among `total`."""
         ...
 
 
 class Engine(Protocol):
     """Generates completions; frees its memory while the trainer works.
 
-    The cycle of a step is `generate`, `sleep`, the update, `sync`, `wake`. An engine that dropped its
-    weights takes memory for them in `sync` and for everything else in `wake`, so that the trainer's can be
-    freed in between.
+    The cycle of a step is `generate`, `sleep`, the update, `sync`, `wake`. An engine that dropped its weights
+    allocates them in `sync` and everything else in `wake`, so that the trainer can free memory in between.
     """
 
     name: str
@@ -120,34 +115,31 @@ class Engine(Protocol):
     def generate(
         self, prompts: PromptTokens, n: int, sampling: Sampling, *, observer: RolloutObserver | None = None
     ) -> list[list[Completion]]:
-        """`n` completions for each tokenised prompt, in the order of the prompts.
-
-        One that takes images has an argument `images`, of each prompt its own or None, which is given where
-        a prompt has some.
+        """Return `n` completions for each tokenized prompt, in the order of the prompts.
 
         The same `sampling.seed` gives the same tokens; the global random state is neither read nor changed.
+        An engine that takes images has another argument `images`: `PromptImages | None` for each prompt.
 
         Raises:
             RuntimeError: the engine sleeps.
-            ValueError: an empty prompt, `n` below 1, or a completion for which there is no room.
-            FloatingPointError: the weights hold NaN, or the logits where log-probabilities are reported.
+            ValueError: an empty prompt, `n` below 1, or no room for a completion.
+            FloatingPointError: the weights hold NaN, or the logits where log-probabilities are returned.
         """
         ...
 
     def serve(self, requests: Requests) -> None:
-        """Draw what clients ask for, until none will ask again; `generate` is not called meanwhile.
+        """Answer requests until no client is left; `generate` is not called meanwhile.
 
-        A request that cannot be answered gets the ValueError that `generate` would raise; the others go on.
-        Raises otherwise as `generate`.
+        An invalid request is answered with the ValueError of `generate`; the others go on.
         """
         ...
 
     def sleep(self) -> None:
-        """Free the memory; does nothing when asleep."""
+        """Free the memory; does nothing while sleeping."""
         ...
 
     def sync(self, policy: Policy) -> None:
-        """Take over the policy's current weights, asleep or awake; nothing cached from older ones is kept.
+        """Take over the policy's weights, sleeping or awake, and drop caches computed with older ones.
 
         Raises:
             FloatingPointError: the weights hold NaN, where `generate` would not notice.
@@ -156,15 +148,15 @@ class Engine(Protocol):
         ...
 
     def wake(self) -> None:
-        """Be ready to generate; does nothing when awake.
+        """Allocate what `sleep` freed; does nothing while awake.
 
         Raises:
-            RuntimeError: the weights were dropped and not synced since, or there is no memory to wake in.
+            RuntimeError: the weights were dropped and not synced since, or memory is short.
         """
         ...
 
     def freed(self) -> int:
-        """Bytes that `sleep` has given back, and that `sync` and `wake` will take again."""
+        """Return the bytes that `sync` and `wake` will allocate."""
         ...
 
     def __enter__(self) -> Engine: ...
@@ -173,7 +165,7 @@ class Engine(Protocol):
 
 
 class Rollout(Protocol):
-    """How prompts become completions: in one turn by `generate_rollout`, or in several."""
+    """A function from prompts to completions, as `generate_rollout` or a multi-turn environment."""
 
     def __call__(
         self,
@@ -184,7 +176,7 @@ class Rollout(Protocol):
         *,
         observer: RolloutObserver | None = None,
     ) -> list[list[Completion]]:
-        """`n` completions for each prompt, in the order of the prompts."""
+        """Return `n` completions for each prompt, in the order of the prompts."""
         ...
 
 
@@ -196,7 +188,7 @@ def generate_rollout(
     *,
     observer: RolloutObserver | None = None,
 ) -> list[list[Completion]]:
-    """The `Rollout` of one turn."""
+    """Sample single-turn completions; a `Rollout`."""
     given: dict[str, Any] = {}
     if any(prompt.images for prompt in prompts):
         given["images"] = [prompt.images for prompt in prompts]
@@ -204,7 +196,7 @@ def generate_rollout(
 
 
 def check_prompts(prompts: PromptTokens, n: int) -> None:
-    """Raises ValueError for a prompt without tokens, or `n` below 1."""
+    """Raise ValueError for a prompt without tokens, or `n` below 1."""
     if n < 1:
         raise ValueError(f"n = {n} must be at least 1")
     for index, prompt in enumerate(prompts):
@@ -213,17 +205,17 @@ def check_prompts(prompts: PromptTokens, n: int) -> None:
 
 
 class Collector:
-    """Completions as they end, in whatever order, into groups in the order of the prompts."""
+    """Sorts completions that end in any order into groups in the order of the prompts."""
 
     def __init__(self, prompts: int, n: int, observer: RolloutObserver | None = None) -> None:
-        self._finished = self._tokens = 0  # of the completions that have ended
+        self._finished = self._tokens = 0  # completions that have ended, and their tokens
         self._total = prompts * n
         self._groups: list[list[Any]] = [[None] * n for _ in range(prompts)]
         self._observer = observer
         self._reported = time.monotonic()
 
     def add(self, prompt: int, number: int, completion: Completion) -> None:
-        """Completion `number` of `prompt` has ended."""
+        """Add finished completion `number` of `prompt`."""
         group = self._groups[prompt]
         group[number] = completion
         self._finished += 1
@@ -232,16 +224,16 @@ class Collector:
             self._observer.group_done(prompt, group)
 
     def report(self, decoding: Callable[[], int]) -> None:
-        """`decoding` counts tokens of completions that still go on; passed on at times, and at the end."""
+        """Report progress; `decoding` counts the tokens of unfinished completions."""
         self.progress(lambda: self._tokens + decoding())
 
     def progress(self, tokens: Callable[[], int]) -> None:
-        """`tokens` counts all that are decoded, and is asked only where that is passed on."""
+        """Report progress every `REPORT_SECONDS` and at the end; `tokens` counts all decoded tokens."""
         due = self._finished == self._total or time.monotonic() - self._reported >= REPORT_SECONDS
         if self._observer is not None and due:
             self._reported = time.monotonic()
             self._observer.progress(tokens(), self._finished, self._total)
 
     def groups(self) -> list[list[Completion]]:
-        """The groups, once everything has ended."""
+        """Return the groups, after all completions have ended."""
         return self._groups

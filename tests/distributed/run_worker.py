@@ -84,7 +84,7 @@ def unreadable(*_: Any) -> None:
 
 
 def exchanged(*_: Any) -> None:
-    raise AssertionError("in a collective, beside a rank that has read nothing")
+    raise AssertionError("in a collective, although another rank has read nothing")
 
 
 def config_of(folder: Path, case: str, rank: int = 0) -> TrainConfig:

@@ -1,4 +1,4 @@
-"""Work dealt over ranks."""
+"""Work balanced over ranks."""
 
 from __future__ import annotations
 

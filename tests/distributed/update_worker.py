@@ -16,13 +16,10 @@ from fork import fork
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from grpo_fast.config.schema import TrainConfig
-from grpo_fast.distributed import shards
-from grpo_fast.distributed.shards import local
 from grpo_fast.distributed.world import SINGLE_PROCESS, World
 from grpo_fast.loop.collect import to_train
 from grpo_fast.loop.trainer import Trainer
 from grpo_fast.objective import GRPOLossConfig, LossInputs, LossOutputs, policy_loss
-from grpo_fast.policy import PolicyOptimizer
 from grpo_fast.policy import optimizer as optimizer_module
 from grpo_fast.record.logs import Clock
 from grpo_fast.run import build_trainer
@@ -84,7 +81,6 @@ def check(name: str, toy: dict[str, Any], untied: str, world: World) -> None:
         assert isinstance(trainer, Trainer)
         metrics = trainer.update.run(samples, totals, Clock())
         if name == "clipped":
-            send_moments_away(trainer.optimizer)
             metrics = trainer.update.run(samples[:1], totals, Clock())  # other ranks have none
         if config.loss.kl_in_reward:
             metrics["penalties"] = trainer.update.kl_penalties(samples).square().sum().item()
@@ -103,8 +99,7 @@ def check(name: str, toy: dict[str, Any], untied: str, world: World) -> None:
 
 
 def check_balance(toy: dict[str, Any], mixture: str, world: World) -> None:
-    """Of the same micro-batches a mixture's load-balancing loss moves the same weights, and is told the same,
-    whether the ranks share weights or not."""
+    """Compare the load-balancing loss of a mixture between replicated and sharded ranks."""
     model = toy["model"] | {"path": mixture, "router_aux_loss": 0.5}
     settings = toy | {"model": model, "optimizer": ADAM, "micro_batch_tokens": 48}
     modes = [{"mode": "replicate"}, {"mode": "shard"}]
@@ -125,22 +120,11 @@ def check_balance(toy: dict[str, Any], mixture: str, world: World) -> None:
             assert float((weight - own[name]).norm()) <= 1e-5 * float(weight.norm()) + 1e-6, (mode, name)
 
 
-def send_moments_away(optimizer: PolicyOptimizer) -> None:
-    """To the host's memory, from where they visit the coming step."""
-    before, after = [], []
-    for found in (before, after):  # storages are kept, so that no memory is taken again
-        moments = [local(moment) for moment in optimizer.moments().values() if moment.ndim]
-        found += [(m.data_ptr(), m.untyped_storage()) for m in moments if m.nbytes]
-        optimizer.keep_on_host("optimizer")
-    assert not {place for place, _ in before} & {place for place, _ in after}
-
-
 def main(world: World, folder: str) -> None:
     optimizer_module.SMALLEST = 0
     toy = json.loads((Path(folder) / "toy.json").read_text())
     check_balance(toy, f"{folder}/mixture", world)
     draw = random.Random(toy["seed"])
-    shards.BUCKET = draw.choice([1, shards.BUCKET])  # a tensor alone, or many
     for name in draw.sample([*CASES], 3):
         check(name, toy, f"{folder}/untied", world)
 

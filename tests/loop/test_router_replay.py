@@ -106,9 +106,9 @@ def test_a_dense_or_padded_model_is_refused_before_weights_are_read(toy, with_ex
 @pytest.mark.parametrize(
     ("engine", "installed", "said"),
     [
-        ("vllm", ("vllm", "0.31.0"), r"vLLM 0\.31\.0 is not known to work here"),
+        ("vllm", ("vllm", "0.31.0"), r"vLLM 0\.31\.0 is not supported: pip install 'vllm>=0\.32"),
         ("vllm", ("vllm", "0.32.0+cpu"), "its build for a CPU does not have"),
-        ("transformers", None, "engine 'transformers' does not tell which experts it chose"),
+        ("transformers", None, "engine 'transformers' does not return routed experts"),
     ],
 )
 def test_an_engine_without_experts_is_refused_before_loading(monkeypatch, engine, installed, said):

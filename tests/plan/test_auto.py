@@ -16,7 +16,7 @@ from grpo_fast.plan import auto, longest_prompt
 from grpo_fast.plan.auto import CONSTANTS, OF_ALL_STAGES, resolve_auto
 from grpo_fast.plan.devices import GIB, device_budget
 from grpo_fast.plan.model_shape import ModelShape, model_config, model_shape
-from grpo_fast.plan.search import Search
+from grpo_fast.plan.search import LEVEL, SYNC, Search
 from grpo_fast.policy import load
 from grpo_fast.rollout import vllm
 
@@ -64,7 +64,7 @@ def test_a_cpu_takes_constants_and_what_is_set_by_hand_stays(toy: dict[str, Any]
     assert preference.model.gradient_checkpointing is False
     mlp = own["model"] | {"gradient_checkpointing": "mlp", "dtype": "float32"}
     set_by_hand = TrainConfig.model_validate(toy | {"model": mlp})
-    assert resolve_auto(set_by_hand) == set_by_hand.with_sampler(draws_with_policy=True)
+    assert resolve_auto(set_by_hand) == set_by_hand
 
 
 def test_a_gpu_takes_the_planners_choice_and_what_is_set_stays(
@@ -94,22 +94,6 @@ def test_the_engine_that_is_installed_is_the_one_planned_for(
     found = resolve_auto(auto_run(toy))
 
     assert (found.rollout.engine, found.rollout.vllm.max_sequences) == ("auto", None)
-
-
-def test_the_samplers_correction_is_shown_for_the_run_and_each_stage(
-    toy: dict[str, Any], memory: Any
-) -> None:
-    memory(10**9)
-    own = {"cut": {"rollout": {"top_p": 0.9}}, "vespo": {"loss": {"loss_type": "vespo"}}, "as the run": {}}
-    own |= {"method": {"method": "dr_grpo"}}
-    stages = [{"name": name, "steps": 1, "overrides": overrides} for name, overrides in own.items()]
-    stages[0]["steps"] = 3
-
-    found = resolve_auto(auto_run(toy, stages=stages))
-
-    assert found.loss.sampler_correction == "sequence_mask"
-    in_force = [stage.config.loss.sampler_correction for stage in resolve_stages(found)]
-    assert in_force == ["none", "token_truncate", "sequence_mask", "sequence_mask"]
 
 
 def test_keys_and_values_hold_the_longest_question_of_evaluation(toy: dict[str, Any], memory: Any) -> None:
@@ -162,7 +146,7 @@ def test_a_model_that_cannot_be_planned_trains_with_constants(
 
     assert (found.rollout.num_generations, found.micro_batch_tokens) == (8, 16_384)
     assert (found.memory.offload, found.rollout.vllm.sleep_level) == ("auto", "auto")
-    assert "nothing is planned" in caplog.text and "grows otherwise" in caplog.text
+    assert "the planner cannot count the model" in caplog.text and "grows otherwise" in caplog.text
 
 
 def test_one_choice_fits_every_stage(toy: dict[str, Any], memory: Any) -> None:
@@ -174,16 +158,10 @@ def test_one_choice_fits_every_stage(toy: dict[str, Any], memory: Any) -> None:
 
     assert both.rollout.vllm.max_sequences <= alone.rollout.vllm.max_sequences
     assert both.micro_batch_tokens < alone.micro_batch_tokens
-    of_two = {
-        "micro_batch_tokens": ([5, 3], 3),
-        "model.gradient_checkpointing": ([True, "mlp"], True),
-        "memory.offload": ([["gradients"], []], ["gradients"]),
-        "rollout.vllm.lora_sync": (["merged", "adapter"], "adapter"),
-        "rollout.vllm.sleep_level": ([0, 2], 2),
-        "rollout.vllm.max_sequences": ([3, 5], 3),
-        "rollout.vllm.kv_cache_gib": ([1.0, 2.0], 2.0),
-    }
-    assert {key: (each, OF_ALL_STAGES[key](each)) for key, (each, _) in of_two.items()} == of_two
+    settings = [[True, "mlp"], [["gradients"], []], ["merged", "adapter"], [0, 2]]
+    keys = ("model.gradient_checkpointing", "memory.offload", SYNC, LEVEL)
+    combined = [OF_ALL_STAGES[key](each) for key, each in zip(keys, settings, strict=True)]
+    assert combined == [True, ["gradients"], "adapter", 2]
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "dpo"])

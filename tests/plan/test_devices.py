@@ -13,14 +13,9 @@ from grpo_fast.plan.devices import device_budget
 @pytest.mark.parametrize(
     ("total", "names"),
     [
-        (143771 << 20, ["H200", "h200", "H200-141GB"]),
-        (24564 << 20, ["4090", "RTX-4090", "RTX4090", "NVIDIA GeForce RTX 4090", "rtx 4090 24GB"]),
-        (40960 << 20, ["A100-40GB"]),
-        (81920 << 20, ["a100 80gb", "NVIDIA A100-SXM4-80GB"]),
-        (81559 << 20, ["H100-SXM", "NVIDIA H100 80GB HBM3"]),
-        (23034 << 20, ["L4-24GB"]),
-        (46068 << 20, ["l40s-48gb"]),
-        (49140 << 20, ["rtx6000ada"]),
+        (143771 << 20, ["H200", "h200"]),
+        (24564 << 20, ["RTX-4090", "rtx4090", "RTX 4090"]),
+        (81920 << 20, ["A100-80", "a100 80"]),
         (141 * 2**30, ["141GiB"]),
         (80 * 10**9, ["80GB"]),
         (3 * 2**19, ["1.5 MiB"]),
@@ -32,21 +27,10 @@ def test_a_gpu_is_known_by_its_name_or_its_size(total: int, names: list[str]) ->
     assert {(budget.kind, budget.total, budget.has_triton) for budget in found} == {("cuda", total, True)}
 
 
-def test_an_unknown_gpu_is_answered_with_the_known_ones() -> None:
-    for name in (
-        "H999",
-        "",
-        "GiB",
-        "80 GX",
-        "-1GiB",
-        "1e3GB",
-        "5080",
-        "A100",
-        "A100-24GB",
-        "H100 MIG 1g.10gb",
-    ):
-        with pytest.raises(ValueError, match=rf"'{name}'.*A100-40, .*cpu"):
-            device_budget(name)
+@pytest.mark.parametrize("name", ["H999", "", "GiB", "80 GX", "-1GiB", "1e3GB", "5080", "A100", "H100 MIG"])
+def test_an_unknown_gpu_is_answered_with_the_known_ones(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"'{name}'.*A100-40, .*cpu"):
+        device_budget(name)
 
 
 @pytest.mark.parametrize("limit", ["1000", "max"])
@@ -63,7 +47,7 @@ def test_a_container_plans_with_its_own_limit_where_it_has_one(
     assert found == 1000 - 780 + 80 if limit == "1000" else found > 1 << 20
 
 
-def test_the_gpu_at_hand_has_its_own_memory_and_facts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_this_gpu_has_its_own_memory_and_facts(monkeypatch: pytest.MonkeyPatch) -> None:
     facts = Device("cuda", (9, 9), 7, has_triton=True, gfx="gfx942")
     monkeypatch.setattr(devices, "device_facts", lambda *_: facts)
     known = {"is_available": True, "current_device": 0, "get_device_name": "Mystery", "memory_reserved": 100}

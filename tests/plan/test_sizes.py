@@ -1,14 +1,11 @@
 from __future__ import annotations
 
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_fast.data.table import CompletionTable
-from grpo_fast.plan.sizes import StepSizes, largest
+from grpo_fast.plan.sizes import StepSizes
 from grpo_fast.policy import PackedBatch, pack
-
-SIZES = StepSizes(prompts=5, generations=6, prompt_length=30, completion_length=20, micro_batch_tokens=10**6)
 
 
 def packed(sizes: StepSizes) -> list[PackedBatch]:
@@ -39,22 +36,3 @@ def test_no_micro_batch_that_pack_makes_is_larger_than_planned(sizes: StepSizes)
     assert targets <= planned.targets
     if sizes.micro_batch_tokens > 10 * sizes.generations * sizes.sequence_length:  # no waste at a batch's end
         assert planned.inputs <= 1.2 * inputs
-
-
-def test_a_step_holds_all_its_packed_batches() -> None:
-    batches = packed(SIZES)
-    fields = [value for batch in batches for value in vars(batch).values() if isinstance(value, torch.Tensor)]
-    exact = sum(tensor.nbytes for tensor in fields)
-
-    planned = SIZES.packed_bytes  # with segments, old and reference log-probabilities, which these do without
-
-    assert exact < planned < 2 * exact
-
-
-@given(low=st.integers(1, 50), more=st.integers(0, 5000), last=st.integers(0, 6000))
-def test_the_largest_is_the_last_that_fits(low: int, more: int, last: int) -> None:
-    high = low + more
-
-    found = largest(low, high, lambda size: size <= last)
-
-    assert found == (None if last < low else min(last, high))

@@ -56,7 +56,7 @@ ROUNDED += ["zamba2", "zaya", "minimax"]
 
 def made(family: str) -> PreTrainedModel:
     """A random model, peaked enough that sampling has a shape to get wrong, but where rounding would grow."""
-    from tests.tiny import require_family, tiny_config  # not beside the scripts that import this file
+    from tests.tiny import require_family, tiny_config  # scripts that import this file do not need it
 
     changes = {"initializer_range": 0.1 if family in ROUNDED else 0.3} | CHANGES.get(family, {})
     kind = changes.pop("model_type", family)
@@ -173,7 +173,7 @@ def on_vllms_cpu() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def running_vllm(on_vllms_cpu: None) -> Callable[..., AbstractContextManager]:
-    """`with running_vllm(folder, dtype=…) as (engine, policy)`."""
+    """Return a function that starts vLLM, a context of the engine and its policy."""
 
     @contextmanager
     def running(folder: Path, *, dtype: str, lora=None, head: bool = True, bits=None, **settings) -> Iterator:
@@ -209,7 +209,7 @@ def largest_difference(policy, prompts: Sequence, groups: Sequence, temperature:
 
 @pytest.fixture
 def shake() -> Callable[..., None]:
-    """What an optimiser step does to a policy, but for the direction."""
+    """Return a function that changes weights in a random direction, as an optimizer step does."""
 
     @torch.no_grad()
     def shake(policy, scale: float = 0.05) -> None:

@@ -1,6 +1,6 @@
-"""What every engine keeps: its draws are the policy's, its seeds, ends and failures behave alike.
+"""Tests that all engines pass: log-probabilities, seeds, ends and failures.
 
-And what only the engine on vLLM must survive, with the same one, for a process has one vLLM at a time.
+Tests of vLLM only share the same engine, as a process has one vLLM at a time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ vllm_only = pytest.mark.parametrize("served", ["vllm"], indirect=True)
 
 
 def state_of_the_process() -> dict[str, Any]:
-    own = ("VLLM_", "_TORCHINDUCTOR_")  # a compiler's note to itself
+    own = ("VLLM_", "_TORCHINDUCTOR_")  # set by the compiler
     return {
         "random": (torch.get_rng_state().tolist(), str(np.random.get_state()), random.getstate()),
         "torch": (torch.set_num_threads, torch.get_num_threads(), torch.get_float32_matmul_precision()),
@@ -84,7 +84,7 @@ def is_idle(engine) -> bool:
 
 @torch.no_grad()
 def drawn_and_ranked(policy, prompt, completion, temperature) -> tuple[torch.Tensor, torch.Tensor]:
-    """(C,) the policy's probabilities of the drawn tokens, and (C, V) of all, the largest first."""
+    """Return (C,) the policy's probabilities of the sampled tokens, and (C, V) all, descending."""
     ids = torch.tensor([[*prompt, *completion.token_ids]])
     logits = policy.base_model(ids, use_cache=False).logits[0, len(prompt) - 1 : -1] / temperature
     probs = logits.softmax(-1)
@@ -120,13 +120,6 @@ def test_logprobs_are_the_policys_in_the_distribution_that_is_sampled(engine, po
                 assert mass.log().abs().max() < ROUNDING
             support.append(mass)
     assert (torch.cat(support).min() < 0.99) == bool({"top_k", "top_p", "min_p"} & options.keys())
-
-
-def test_logprobs_that_nobody_asks_for_change_no_token(engine, prompts):
-    told, untold = (engine.generate(prompts, 3, replace(SAMPLING, logprobs=asked)) for asked in (True, False))
-
-    unless_free = {} if engine.name == "transformers" else {"logprobs": None}
-    assert untold == [[replace(completion, **unless_free) for completion in group] for group in told]
 
 
 def test_seeds_decide_each_completion_and_the_process_stays_as_it_was(engine):
@@ -190,18 +183,6 @@ def test_an_observer_gets_each_group_once_and_the_progress(engine, prompts, monk
     assert torch.equal(torch.stack([torch.rand(()) for _ in drawn]), torch.stack(drawn))
 
 
-@pytest.mark.parametrize("error", [ZeroDivisionError(), KeyboardInterrupt()])
-def test_an_observer_that_fails_leaves_an_engine_that_goes_on(engine, prompts, error):
-    def fail(*group: Any) -> None:
-        raise error
-
-    with pytest.raises(type(error)):
-        engine.generate(prompts, 3, SAMPLING, observer=SimpleNamespace(group_done=fail, progress=print))
-
-    assert is_idle(engine)
-    assert engine.generate(prompts, 3, SAMPLING) == engine.generate(prompts, 3, SAMPLING)
-
-
 @pytest.mark.parametrize("logprobs", [True, False])
 def test_weights_that_are_not_numbers_are_reported(engine, policy, prompts, logprobs):
     norm = policy.base_model.model.norm.weight
@@ -218,7 +199,7 @@ def test_weights_that_are_not_numbers_are_reported(engine, policy, prompts, logp
 
 
 @pytest.mark.parametrize("synced", [True, False])
-def test_asleep_it_refuses_to_generate_and_awake_it_has_the_new_weights(
+def test_a_sleeping_engine_refuses_and_a_woken_one_has_the_new_weights(
     engine, policy, prompts, shake, largest_difference, synced
 ):
     before = engine.generate(prompts, 3, SAMPLING)
@@ -265,18 +246,6 @@ def test_logprobs_tell_of_logits_that_are_not_numbers(engine, policy, prompts):
 
 
 @vllm_only
-def test_more_prompts_than_vllm_prefills_at_once_are_drawn_with_seeds(
-    engine, policy, rng, largest_difference
-):
-    prompts = torch.randint(3, 30, (70, 100), generator=rng).tolist()
-    assert engine._vllm.vllm_config.scheduler_config.max_num_batched_tokens < 70 * 100
-
-    groups = engine.generate(prompts, 1, replace(SAMPLING, max_completion_length=2))
-
-    assert largest_difference(policy, prompts, groups) < ROUNDING
-
-
-@vllm_only
 @pytest.mark.parametrize("failure", [KeyboardInterrupt, torch.OutOfMemoryError])
 def test_a_ctrl_c_or_a_failing_model_leaves_nothing_in_flight(
     engine, policy, prompts, monkeypatch, largest_difference, failure
@@ -308,16 +277,6 @@ def test_a_ctrl_c_or_a_failing_model_leaves_nothing_in_flight(
     assert len(finished) == (4 if failure is KeyboardInterrupt else 3)
     assert is_idle(engine)
     assert largest_difference(policy, prompts, engine.generate(prompts, 3, SAMPLING)) < ROUNDING
-
-
-@vllm_only
-def test_a_sleep_behind_its_back_is_noticed(engine, prompts):
-    expected, vllm = engine.generate(prompts, 2, SAMPLING), engine._vllm
-    vllm.sleep(level=0)
-    with pytest.raises(RuntimeError, match="behind the engine's back"):
-        engine.generate(prompts, 2, SAMPLING)
-    vllm.wake_up(tags=["scheduling"])
-    assert engine.generate(prompts, 2, SAMPLING) == expected
 
 
 @vllm_only

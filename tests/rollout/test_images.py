@@ -1,4 +1,4 @@
-"""Our own engine draws completions of prompts with images, with the log-probabilities of the trainer."""
+"""Completions of prompts with images have the log-probabilities of the trainer."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def agree(
     nats: float,
     of: Callable[[Tensor], Tensor] = torch.max,
 ) -> None:
-    """What the engine draws has the log-probabilities of the trainer, but for `nats`."""
+    """Check that log-probabilities of engine and trainer differ by at most `nats`."""
     groups = generate_rollout(engine, dataset, 3, Sampling(max_completion_length=12))
-    drawn = [completion for group in groups for completion in group]
+    sampled = [completion for group in groups for completion in group]
     owners = [owner for owner in range(len(dataset)) for _ in range(3)]
     table = CompletionTable.of(
         [dataset[owner].token_ids for owner in owners],
-        [completion.token_ids for completion in drawn],
+        [completion.token_ids for completion in sampled],
         owners,
         objects={"images": [dataset[owner].images for owner in owners]},
     )
@@ -46,8 +46,8 @@ def agree(
     found = torch.zeros(len(table.token_ids))
     logprobs = policy.head.logits(policy.hidden_states(batch)).log_softmax(-1)
     found[batch.token_index] = logprobs.gather(1, batch.targets[:, None])[:, 0].detach()
-    told = torch.tensor([number for completion in drawn for number in completion.logprobs or ()])
-    assert len(told) and float(of((found - told).abs())) <= nats
+    reported = torch.tensor([number for completion in sampled for number in completion.logprobs or ()])
+    assert len(reported) and float(of((found - reported).abs())) <= nats
 
 
 @pytest.mark.parametrize("kind", sorted(CONFIGS))
@@ -119,5 +119,5 @@ def test_on_a_cpu_vllm_is_not_given_images_whose_tokens_see_each_other(
     monkeypatch.setattr(settings, "find_spec", lambda name: name)
     require_vision(architecture, on_gpu=False, images=False)
     require_vision(architecture, on_gpu=True, images=True)
-    with pytest.raises(ValueError, match=r"gemma\d all of it: set rollout\.engine"):
+    with pytest.raises(ValueError, match=r"gemma\d in both directions: set rollout\.engine"):
         require_vision(architecture, on_gpu=False, images=True)

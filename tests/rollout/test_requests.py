@@ -19,7 +19,7 @@ DONE = Completion((3,), (0.0,), "a", False)
 
 @pytest.fixture
 def engine(model, tokenizer) -> TransformersEngine:
-    return TransformersEngine(model, tokenizer, eos_ids=[99])  # never drawn
+    return TransformersEngine(model, tokenizer, eos_ids=[99])  # never sampled
 
 
 def test_a_ctrl_c_during_a_slow_tool_ends_the_rollout_for_all(engine):
@@ -54,7 +54,7 @@ def test_a_cancelled_request_is_not_sampled_and_a_late_answer_is_dropped():
 
 
 def test_how_long_clients_take_does_not_change_what_is_sampled(engine, seed):
-    """So that a resumed run draws what an uninterrupted one does, to the bit."""
+    """Otherwise a resumed run would sample other completions than an uninterrupted one."""
     pauses = random.Random(seed)
 
     def played(*, slow: bool) -> dict[int, list[Completion]]:

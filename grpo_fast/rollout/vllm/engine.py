@@ -1,8 +1,7 @@
 """The engine that generates with vLLM, in the trainer's process and on the trainer's device.
 
-It starts with the policy's weights from memory and compares what it computes with the policy before anything
-depends on it. While the trainer works it sleeps; afterwards it takes over the weights, forgets what it had
-cached, and goes on.
+It starts with the policy's weights from memory, and compares its log-probabilities with the policy's. It
+sleeps while the trainer works. Each sync takes over the weights and drops what was cached.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from grpo_fast.config.rollout import VLLMConfig
 from grpo_fast.config.section import short
 from grpo_fast.distributed.shards import local
 from grpo_fast.distributed.world import SINGLE_PROCESS, World
-from grpo_fast.policy.host_memory import waiting_on_host
 from grpo_fast.policy.out_of_memory import is_out_of_memory
 from grpo_fast.policy.source import first_not_finite
 from grpo_fast.policy.vision import sees_images
@@ -44,7 +42,7 @@ from grpo_fast.rollout.vllm import convert
 from grpo_fast.rollout.vllm.convert import completion_of, content_of, params_of
 from grpo_fast.rollout.vllm.settings import choose, require_vision
 from grpo_fast.rollout.vllm.sleep import SleepCycle, release_pool
-from grpo_fast.rollout.vllm.start import keeping_ranks, movable, start, stopped
+from grpo_fast.rollout.vllm.start import keeping_ranks, start, stopped
 from grpo_fast.rollout.vllm.weights import WeightSync, weight_versions
 
 if TYPE_CHECKING:
@@ -54,21 +52,22 @@ if TYPE_CHECKING:
     from grpo_fast.data.images import PromptImages
     from grpo_fast.policy import Policy
 
-    # Which of vLLM's ranks asks, the prompt, how it is continued, and what is called with vLLM's output.
+    # The rank within the tensor-parallel group, vLLM's prompt and parameters, and a callback for the output.
     Work = tuple[int, Any, SamplingParams, Callable[[Any], object]]
     Arrivals = Callable[[bool], Iterable[Work] | None]
 
 logger = logging.getLogger(__name__)
-# Of all engines' requests: vLLM runs a batch ahead, whose last one still names requests of the call before.
+# Numbers the requests of all engines. vLLM runs a batch ahead, and its last one still names requests of the
+# call before.
 _numbers = itertools.count()
-SMALLER = 0.85  # times the room for keys and values, after vLLM ran out of memory
+SMALLER = 0.85  # of the room for the KV cache, in a second start after vLLM ran out of memory
 
 
 class VLLMEngine:
-    """vLLM beside the trainer. One at a time in a process; close it, or use it as a context manager.
+    """vLLM in the trainer's process. Only one at a time; close it, or use it as a context manager.
 
-    Of several ranks each has one, and calls `generate`, `sync` and `wake` when the others do. Those of a
-    tensor-parallel vLLM must run all requests in the same order: they exchange their prompts first.
+    With several ranks, each has an engine and calls `generate`, `sync` and `wake` together with the others.
+    Ranks of a tensor-parallel group run all requests in the same order, and exchange their prompts first.
     """
 
     name = "vllm"
@@ -82,98 +81,82 @@ class VLLMEngine:
         world: World = SINGLE_PROCESS,
         tells_experts: bool = False,
     ) -> None:
-        """
-        Args:
-            policy: whose weights generate; the engine keeps it.
-            max_length: tokens of the longest prompt and its completion; None: as the configuration says.
-            world: the ranks, in all of which an engine is made.
-            tells_experts: completions have the experts that were chosen.
+        """Start vLLM and compare it with the policy.
+
+        `max_length` is in tokens, of the longest prompt with its completion. `tells_experts`: return the
+        routed experts with completions.
 
         Raises:
             ImportError, RuntimeError, ValueError: as `start`; ValueError also for a model that vLLM computes
                 differently from the policy.
         """
         self._policy, self._config, self._world = policy, config, world
-        self._parallel, self._asked_length = config.tensor_parallel_size, max_length
-        self._choices = choose(policy, config)
+        self._parallel = config.tensor_parallel_size
+        self._weights = choose(policy, config)
         self._llm: LLM | None = None
         self._tells_experts = tells_experts
-        self._open(1.0)
-
-    def _open(self, share: float) -> None:
-        """Start vLLM with a share of the room for keys and values; once again with `SMALLER` of it."""
-        try:
-            self._start(share)
-            return
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            clear_frames(error.__traceback__)  # which hold what vLLM has built
-            problem = short(str(error), 200)
-            if share < 1:
-                raise torch.OutOfMemoryError(
-                    f"vLLM runs out of memory, even with {share:g} times the room for keys and values: lower "
-                    "rollout.vllm.kv_cache_gib, gpu_memory_utilization or max_sequences, or set "
-                    f"rollout.vllm.enforce_eager to true. It said: {problem}"
-                ) from error
-        if self._policy.device.type == "cuda":
-            release_pool()
-        self._free_cached()
-        self._open_smaller(problem)
-
-    def _open_smaller(self, problem: str) -> None:
-        logger.warning(
-            "vLLM runs out of memory (%s): it starts again with %g times the room for keys and values "
-            "(rollout.vllm.kv_cache_gib, gpu_memory_utilization)",
-            problem,
-            SMALLER,
+        for share in (1.0, SMALLER):
+            try:
+                self._start(max_length, share)
+                return
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                problem = short(str(error), 200)
+                clear_frames(error.__traceback__)  # they hold what vLLM has built
+            if policy.device.type == "cuda":
+                release_pool()
+            free_cached()
+            logger.warning("vLLM runs out of memory with %g of the room for its KV cache: %s", share, problem)
+        raise torch.OutOfMemoryError(
+            "vLLM runs out of memory: lower rollout.vllm.kv_cache_gib, gpu_memory_utilization or "
+            f"max_sequences, or set rollout.vllm.enforce_eager to true ({problem})"
         )
-        self._open(SMALLER)
 
-    def _start(self, share: float) -> None:
-        policy, config, choices, world = self._policy, self._config, self._choices, self._world
-        self._share = share
+    def _start(self, max_length: int | None, share: float) -> None:
+        policy, config, world, weights = self._policy, self._config, self._world, self._weights
         try:
             with world.all_succeed("vLLM's start"):
                 self._llm, placements = start(
-                    policy, config, choices, self._asked_length, world, self._tells_experts, share
+                    policy, config, weights, max_length, world, self._tells_experts, share
                 )
-            self._cycle = SleepCycle(self._vllm, 0)
+                self._cycle = SleepCycle(self._vllm, 0)
             model = self._worker.get_model()
-            self._sync = WeightSync(self._vllm, model, policy, placements, choices.adapters)
-            del placements  # of a weight that vLLM repacked they would keep the memory
+            self._sync = WeightSync(self._vllm, model, policy, placements, weights.adapters)
+            del placements  # they would keep the memory of a weight that vLLM repacked
             shared, reason = self._sync.way in ("shared", "adapter"), self._sync.reason
             if config.share_weights is True and not shared:
                 raise ValueError(f"rollout.vllm.share_weights = true: {reason}; set it to auto")
-            if choices.shares and not shared:
+            if weights.shared and not shared:
                 logger.warning(
-                    "vLLM's weights are a copy that stays on the device, for %s; "
+                    "vLLM's weights are a copy that stays on the device (%s); "
                     "rollout.vllm.share_weights = false lets it be freed while the trainer works",
                     reason,
                 )
-            self._cycle.level = (1 if shared else 2) if choices.level == "auto" else choices.level
+            level = config.sleep_level if policy.device.type == "cuda" else 0
+            self._cycle.level = (1 if shared else 2) if level == "auto" else level
             self._max_length = int(self._vllm.model_config.max_model_len)  # of a prompt and its completion
-            policy.fix_rope(self._max_length)  # by which vLLM has chosen its own
+            policy.fix_rope(self._max_length)  # as vLLM does
             if self._cycle.level == 2:
                 # Waking restores parameters and buffers. Tensors that the model keeps elsewhere come back as
-                # garbage, which nothing but the output shows.
+                # garbage, which only the output shows.
                 self.sleep()
             self.sync(policy)
             self.wake()
-            apart = self._require_agreement()
-            if policy.quantized:
-                own = f"a base of its own in full precision, for {choices.obstacle}"
-                reason = f"beside {'the 4-bit base of the policy' if choices.shares else own}"
-            if world.is_main:
-                logger.warning(
-                    "vLLM's weights: %s (%s); its log-probabilities are %.2g nats from the policy's",
-                    self._sync.way,
-                    reason,
-                    apart,
-                )
+            difference = self._require_agreement()
         except BaseException:
             self.close()
             raise
+        if policy.quantized:
+            base = f"its own base in full precision, as {weights.obstacle}"
+            reason = f"with {'the 4-bit base of the policy' if weights.shared else base}"
+        if world.is_main:
+            logger.warning(
+                "vLLM's weights: %s (%s); its log-probabilities are %.2g nats from the policy's",
+                self._sync.way,
+                reason,
+                difference,
+            )
 
     def generate(
         self,
@@ -184,13 +167,13 @@ class VLLMEngine:
         observer: RolloutObserver | None = None,
         images: Sequence[PromptImages | None] | None = None,
     ) -> list[list[Completion]]:
-        """As the protocol says. All are in flight at once, and those of a prompt share its KV cache.
+        """Generate as `Engine` specifies. Completions of a prompt share its KV cache.
 
-        Each has a seed of its own, made of `sampling.seed`, its prompt's number and its own: the same call
-        gives the same tokens, up to the rounding that other batches bring.
+        Each completion has its own seed, derived from `sampling.seed` and its place. The same call gives the
+        same tokens, up to rounding that depends on the batch.
 
         Raises:
-            RankError: what another rank asks for cannot be.
+            RankError: another rank's arguments are invalid.
         """
         with self._world.all_succeed("a rollout's prompts") as asked:
             changed = self._weights_changed()
@@ -232,10 +215,7 @@ class VLLMEngine:
         return collector.groups()
 
     def serve(self, requests: Requests) -> None:
-        """As the protocol says: a request joins those in flight as soon as it is asked for.
-
-        Each rank serves its own; none shares its vLLM with another.
-        """
+        """Serve as `Engine` specifies, without tensor parallelism; requests join those in flight at once."""
 
         def accepted(taken: Sequence[Request]) -> Iterator[Work]:
             for request in taken:
@@ -263,17 +243,15 @@ class VLLMEngine:
             self._run(arrivals)
 
     def _weights_changed(self) -> bool:
-        """Since they were taken over. Raises RuntimeError where the engine is closed or sleeps."""
         self._require_open()
         self._cycle.require_awake()
         return weight_versions(self._policy) != self._synced
 
     def _require_servable(self, name: str, prompt: Sequence[int], sampling: Sampling) -> None:
-        """Raises ValueError where there is no room, or stop strings would be missed."""
         if len(prompt) + sampling.max_completion_length > self._max_length:
             raise ValueError(
                 f"{name} has {len(prompt)} tokens, and with up to {sampling.max_completion_length} more "
-                f"exceeds the {self._max_length} that vLLM was started for; raise "
+                f"exceeds vLLM's context length of {self._max_length}; raise "
                 "rollout.vllm.max_model_length or kv_cache_gib, or lower dataset.max_prompt_length or "
                 "rollout.max_completion_length"
             )
@@ -285,18 +263,18 @@ class VLLMEngine:
         self._cycle.sleep()
 
     def sync(self, policy: Policy) -> None:
-        """As the protocol says; RuntimeError also for cached keys and values that cannot be dropped."""
+        """Sync as `Engine` specifies; RuntimeError also for a cache that cannot be dropped."""
         if policy is not self._policy:
             raise ValueError("sync() got another policy than the one this engine was made with")
         vllm, on_gpu = self._vllm, policy.device.type == "cuda"
         with self._world.all_succeed("vLLM's new weights"):
-            # From NaN vLLM draws token 0, and does not tell.
+            # From NaN vLLM samples token 0 without an error.
             if name := first_not_finite({n: local(p) for n, p in policy.trainable().items()}):
                 raise FloatingPointError(f"the weights {name} hold NaN or infinity: training has diverged")
             if on_gpu:
-                torch.cuda.synchronize(policy.device)  # the optimiser's last kernels may still be writing
+                torch.cuda.synchronize(policy.device)  # the optimizer's last kernels may still write
             self._cycle.wake_weights()
-        # All together: one without room would else repeat it while the others wait.
+        # Two places: a rank without room would otherwise repeat the first while the others wait.
         with self._world.all_succeed("the copy of vLLM's weights"):
             self._sync(everything=self._cycle.weights_dropped)
             if on_gpu:
@@ -305,9 +283,7 @@ class VLLMEngine:
             if sees_images(policy.base_model.config):
                 vllm.reset_encoder_cache()
             if not vllm.reset_prefix_cache():
-                raise RuntimeError(
-                    "vLLM keeps cached keys and values of older weights: requests are in flight"
-                )
+                raise RuntimeError("vLLM keeps the KV cache of older weights: requests are in flight")
         self._synced = weight_versions(policy)
 
     def wake(self) -> None:
@@ -319,48 +295,26 @@ class VLLMEngine:
         self._require_open()
         return self._cycle.freed()
 
-    @property
-    def can_shrink(self) -> bool:
-        return self._share == 1
-
-    def shrink(self) -> None:
-        """Start vLLM again with `SMALLER` times the room for keys and values; once."""
-        # Nothing that sleeps can be closed. The weights make room for it to wake.
-        with waiting_on_host(movable(self._policy.base_weights()), self._policy.device):
-            if self._choices.shares:
-                for parameter in self._worker.get_model().parameters():
-                    parameter.data = parameter.new_empty(0)
-            self.close()
-        self._open_smaller("no room to wake in")
-
     def close(self) -> None:
-        """Stop vLLM and free what it holds. The policy stays as it is, shared weights included.
-
-        torch.distributed goes with it, unless there are other ranks.
-        """
+        """Stop vLLM and free its memory, except weights that it shares with the policy."""
         if self._llm is None:
             return
         vllm = self._vllm
-        with suppress(RuntimeError):  # no room: what sleeps, vLLM cannot free; it goes with the process
+        with suppress(RuntimeError):  # without room the memory is freed with the process
             self._cycle.weights_loaded()
             self._cycle.wake()
         self._llm = None
         for name in ("_sync", "_cycle"):
-            vars(self).pop(name, None)  # what refers to vLLM's memory keeps it
+            vars(self).pop(name, None)  # they keep vLLM's memory
         try:
             with keeping_ranks(self._world):
                 vllm.engine_core.shutdown()
-        except Exception as error:  # a run that is over does not fail by it
+        except Exception as error:  # must not fail a run that has ended
             logger.warning("vLLM did not stop cleanly: %s", error)
         finally:
             stopped()
             del vllm
-            self._free_cached()
-
-    def _free_cached(self) -> None:
-        gc.collect()
-        if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
+            free_cached()
 
     def __enter__(self) -> VLLMEngine:
         return self
@@ -380,16 +334,16 @@ class VLLMEngine:
 
     @property
     def _place(self) -> int:
-        """Of this rank among those that share its vLLM."""
+        """This rank's index in its tensor-parallel group."""
         return self._world.rank % self._parallel
 
     def _require_open(self) -> None:
         _ = self._vllm
 
     def _run(self, arrivals: Arrivals) -> None:
-        """Draw what `arrivals`, called before each step with whether nothing is in flight, gives until None.
+        """Run requests until `arrivals` returns None; on an error, abort those in flight.
 
-        However that ends, nothing stays behind in vLLM.
+        `arrivals` is called before each step with whether nothing is in flight.
         """
         vllm, adapter = self._vllm, self._sync.adapter
         devices = [self._policy.device] if self._policy.device.type == "cuda" else []
@@ -402,7 +356,7 @@ class VLLMEngine:
                     vllm.add_request(name, prompt, params, lora_request=adapter)
                 if not in_flight:
                     continue
-                # vLLM draws from torch's global random states even where seeds are given: they stay.
+                # vLLM uses torch's global random states even with seeds.
                 with held_interrupts(), torch.random.fork_rng(devices):
                     outputs = vllm.step()
                 finished = [(in_flight.pop(o.request_id), o) for o in outputs if o.finished]
@@ -425,15 +379,21 @@ class VLLMEngine:
         return require_agreement(model, self.generate, remedy, max_length=self._max_length, run=run)
 
     def _tokens_in_flight(self) -> int:
-        """Drawn so far by this rank's requests that have not ended."""
+        """Count the tokens of this rank's unfinished requests."""
         states, own = self._vllm.output_processor.request_states, f"{self._place}-"
         detokenizers = [state.detokenizer for name, state in states.items() if name.startswith(own)]
         return sum(detokenizer.num_output_tokens() for detokenizer in detokenizers if detokenizer is not None)
 
 
+def free_cached() -> None:
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
 @contextmanager
 def held_interrupts() -> Iterator[None]:
-    """A Ctrl-C arrives when the step is over: vLLM's scheduler cannot be left in the middle of one."""
+    """Delay Ctrl-C to the end of a step, which vLLM's scheduler must finish."""
     previous = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or previous is None:
         yield

@@ -1,4 +1,4 @@
-"""vLLM's row of the table of engines: what it needs, without importing it."""
+"""vLLM's row of the table of engines, without an import of vLLM."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from grpo_fast.config.rollout import RolloutConfig
 from grpo_fast.rollout.engines import EngineKind, Trained, Weights
 from grpo_fast.rollout.vllm import experts_problem, require_vllm
-from grpo_fast.rollout.vllm.settings import keeps_adapters, require_vision, sharing_obstacle
+from grpo_fast.rollout.vllm.settings import require_vision, weights_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -24,8 +24,8 @@ class VLLMKind(EngineKind):
     def needs(self, config: RolloutConfig) -> None:
         if config.max_batch_tokens is not None:
             raise ValueError(
-                f"rollout.max_batch_tokens = {config.max_batch_tokens} is not read by rollout.engine = "
-                "'vllm'; set rollout.vllm.kv_cache_gib instead"
+                f"rollout.max_batch_tokens = {config.max_batch_tokens}: rollout.engine = 'vllm' ignores it; "
+                "set rollout.vllm.kv_cache_gib instead"
             )
         require_vllm()
         if config.router_replay and (problem := experts_problem()):
@@ -43,10 +43,7 @@ class VLLMKind(EngineKind):
         )
 
     def weights(self, config: RolloutConfig, trained: Trained) -> Weights:
-        adapters = trained.adapted and keeps_adapters(config.vllm, trained)
-        shared = sharing_obstacle(config.vllm, trained) is None
-        # Sent are the weights or, with adapters beside them, what never comes again.
-        return Weights(shared, sent=not shared and not adapters, adapters=adapters)
+        return weights_of(config.vllm, trained)
 
     def sleeps(self, config: RolloutConfig, on_gpu: bool) -> bool:
         return on_gpu and config.vllm.sleep_level != 0

@@ -1,8 +1,8 @@
-"""vLLM's linear layers on the trainer's own 4-bit tensors: nothing is copied, nothing is sent again.
+"""vLLM's linear layers on the trainer's 4-bit tensors, without a copy.
 
-vLLM has no bitsandbytes since 0.28. The quantisation registered here gives a linear layer no memory, and a
-loader that keeps the tensor it is handed: of a layer that vLLM fuses (q, k and v; gate and up) one for each
-part, whose products are concatenated.
+vLLM has no bitsandbytes since 0.28. The quantization registered here allocates nothing. Its loader keeps the
+tensors that it gets: one for each part of a fused layer (q, k and v; gate and up), whose products are
+concatenated.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 NAME = "grpo_fast_4bit"
-_ORDER = {"q": 0, "k": 1, "v": 2}  # vLLM's names for parts; others are numbers
+_ORDER = {"q": 0, "k": 1, "v": 2}  # vLLM's names of parts; others are numbers
 
 
 def handed_out(weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """For vLLM's loaders, which mark what they are given: the same memory, and how 4-bit ones are decoded."""
+    """Yield aliases of the weights with their `quant_state`; vLLM's loaders set attributes on them."""
     for name, weight in weights.items():
         alias: Any = weight.detach()
         alias.quant_state = getattr(weight, "quant_state", None)
@@ -28,7 +28,7 @@ def handed_out(weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
 
 
 def register() -> str:
-    """The name under which this process's vLLM knows the quantisation."""
+    """Register the quantization in vLLM, and return its name."""
     from bitsandbytes import matmul_4bit
     from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase
     from vllm.model_executor.layers.quantization import register_quantization_config
@@ -46,7 +46,7 @@ def register() -> str:
 
         def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
             products = [
-                # Models may be saved with some layers left out of the quantisation.
+                # Models may have some layers that are not quantized.
                 linear(x, part) if part.quant_state is None else matmul_4bit(x, part, part.quant_state)
                 for part in layer.parts
             ]
@@ -62,7 +62,7 @@ def register() -> str:
 
         @classmethod
         def get_min_capability(cls) -> int:
-            return 0  # where bitsandbytes has none for a GPU, the policy would not have been loaded
+            return 0  # bitsandbytes has checked the GPU
 
         @staticmethod
         def get_config_filenames() -> list[str]:
@@ -80,17 +80,16 @@ def register() -> str:
 
 
 def _keep(layer: Any, _: Tensor, weight: Any, part: Any = None) -> None:
-    """As vLLM's loaders call it: with the part, or newer ones with a weight that is marked with it."""
+    """Keep a part of a layer; newer versions of vLLM pass its place as `weight.shard_id`."""
     part = getattr(weight, "shard_id", part)
     layer.parts[_ORDER.get(part, part or 0)] = weight
 
 
 def _require_whole(layer: Any) -> None:
-    """Raises ValueError where what was loaded are not rows of the layer's weight."""
     shapes = [tuple((part.quant_state or part).shape) for part in layer.parts]
     rows = sum(shape[0] for shape in shapes)
     if rows != layer.output_size or any(shape[1:] != (layer.input_size,) for shape in shapes):
         raise ValueError(
-            f"vLLM lays out {layer.prefix}, {layer.output_size} x {layer.input_size}, in its own way, not as "
-            f"the policy's {shapes}; set rollout.vllm.share_weights to false, for a copy in full precision"
+            f"vLLM's layout of {layer.prefix}, {layer.output_size} x {layer.input_size}, differs from the "
+            f"policy's {shapes}; set rollout.vllm.share_weights to false, for a copy in full precision"
         )

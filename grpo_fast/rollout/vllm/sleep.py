@@ -1,14 +1,11 @@
-"""vLLM's sleep as a cycle that cannot be left half-way without notice, and the memory that it frees.
+"""vLLM's sleep as a cycle whose steps can be repeated, and vLLM's memory pool.
 
-vLLM itself accepts requests while any of its memory is asleep, and then waits for ever; a second sleep or
-wake unmaps or maps memory twice. Here each step knows what sleeps: repeated ones do nothing, a failed one can
-be asked for again, and nothing generates while anything sleeps.
+vLLM accepts requests while parts of its memory sleep, and then hangs; a second sleep or wake unmaps or maps
+memory twice. `SleepCycle` knows what sleeps: a repeated step does nothing, and a failed one can be repeated.
 
-While vLLM loads a model and allocates its KV cache, everything that the starting thread allocates comes from
-a pool under a tag; sleeping unmaps what the pool holds, waking maps it at the same addresses. A pool that
-fails half-way through waking cannot be asked again before vLLM 0.28, and one that gave memory back is not to
-be destroyed: torch would free it a second time. So room is asked for first, and shared weights, which move
-out of the pool as they load, never enter it.
+While vLLM loads a model and allocates its KV cache, all allocations of the thread come from a pool with a
+tag. Sleep unmaps the pool's memory; wake maps it at the same addresses. Before vLLM 0.28 a wake that failed
+half-way cannot be repeated, so we check for room first. Shared weights stay out of the pool.
 """
 
 from __future__ import annotations
@@ -32,12 +29,10 @@ TAGS = ("weights", "kv_cache")
 
 
 class SleepCycle:
-    """Where in the cycle an engine is.
+    """The sleep state of a vLLM engine.
 
-    Attributes:
-        level: 0 pauses, 1 moves weights to the host and drops the KV cache, 2 drops both.
-        asleep: vLLM's tags that sleep, in the order in which they wake.
-        weights_dropped: they hold nothing until `weights_loaded`.
+    Level 0 pauses, 1 moves weights to the host and drops the KV cache, 2 drops both. `asleep` are the
+    sleeping tags, in the order in which they wake.
     """
 
     def __init__(self, engine: LLMEngine, level: Literal[0, 1, 2]) -> None:
@@ -47,28 +42,28 @@ class SleepCycle:
         self._engine = engine
 
     def require_awake(self) -> None:
-        """Raises RuntimeError where a request would wait for ever."""
+        """Raise RuntimeError if a request would hang."""
         if self.asleep:
             raise RuntimeError(
-                f"generate() on an engine that sleeps ({', '.join(self.asleep)}); call wake() first"
+                f"generate() on a sleeping engine ({', '.join(self.asleep)}); call wake() first"
             )
         if self._engine.is_sleeping():
-            raise RuntimeError("vLLM was put to sleep behind the engine's back; use the engine's own sleep()")
+            raise RuntimeError("vLLM was put to sleep behind the engine's back; call the engine's sleep()")
 
     def sleep(self) -> None:
-        """Does nothing unless awake."""
+        """Put vLLM to sleep, unless it sleeps."""
         if not self.asleep:
-            # First: if it fails, nothing may generate until a wake has succeeded.
+            # Set first: after a failure, nothing may generate until a wake has succeeded.
             self.asleep = TAGS if self.level > 0 else ("scheduling",)
             self.weights_dropped = self.level == 2
             self._engine.sleep(level=self.level)
 
     def freed(self) -> int:
-        """Bytes that waking will take."""
+        """Return the bytes that waking allocates."""
         return bytes_in_pool(self.asleep) if self.asleep and self.level > 0 else 0
 
     def wake_weights(self) -> None:
-        """Take memory for the weights, where it was freed."""
+        """Allocate memory for weights that were freed."""
         if "weights" in self.asleep:
             self._wake_next()
 
@@ -76,10 +71,10 @@ class SleepCycle:
         self.weights_dropped = False
 
     def wake(self) -> None:
-        """Does nothing when awake.
+        """Wake vLLM, unless it is awake.
 
         Raises:
-            RuntimeError: the weights were dropped and not loaded since, or there is no memory to wake in.
+            RuntimeError: the weights were dropped and not loaded since, or memory is short.
         """
         if self.weights_dropped:
             raise RuntimeError("wake() on an engine whose weights were dropped; call sync() first")
@@ -103,20 +98,20 @@ class SleepCycle:
 
 
 def bytes_in_pool(tags: Collection[str] | None = None) -> int:
-    """What waking `tags` maps; None: all that the pool holds. 0 where nothing was ever put into one."""
+    """Return the bytes that waking `tags` maps; None: all that the pool holds."""
     from vllm.device_allocator.cumem import CuMemAllocator
 
     pool = CuMemAllocator.instance
     size = 0
     for data in () if pool is None else pool.pointer_to_data.values():
-        # Graphs and workspaces, which newer versions put into the pool, come back with whatever is first.
+        # Newer versions put graphs and workspaces into the pool, which wake with the first tag.
         other = data.tag not in TAGS and getattr(data, "is_asleep", False)
         size += data.handle[1] if tags is None or data.tag in tags or other else 0
     return size
 
 
 def require_room(tag: str) -> None:
-    """Raises torch.OutOfMemoryError where waking `tag` would run out of memory half-way."""
+    """Raise torch.OutOfMemoryError if waking `tag` would run out of memory half-way."""
     needed = bytes_in_pool([tag])
     if not needed or needed <= torch.cuda.mem_get_info()[0]:
         return
@@ -129,7 +124,7 @@ def require_room(tag: str) -> None:
 
 
 def require_empty_pool() -> None:
-    """Raises RuntimeError where a closed engine has left memory there: vLLM takes an empty pool only."""
+    """Raise RuntimeError if a closed engine has left memory in the pool, where vLLM refuses to start."""
     if held := bytes_in_pool():
         raise RuntimeError(
             f"an earlier vLLM engine of this process still holds {held / GIB:.2f} GiB of vLLM's memory pool, "
@@ -138,14 +133,14 @@ def require_empty_pool() -> None:
 
 
 def release_pool() -> None:
-    """Give back what a failed start has left in vLLM's pool. None of it has slept: torch may free it."""
+    """Free what a failed start has left in vLLM's pool, none of which has slept."""
     from vllm.device_allocator.cumem import CuMemAllocator
 
     if (pool := CuMemAllocator.instance) is None:
         return
     tagged = pool.allocator_and_pools.values()  # a pair for each tag before vLLM 0.28, then a list of pairs
     pairs = [pair for kept in tagged for pair in (kept if isinstance(kept, list) else [kept])]
-    allocators = [pair[1] for pair in pairs]  # which memory pools call as they end
+    allocators = [pair[1] for pair in pairs]  # memory pools call them as they end
     pool.allocator_and_pools.clear()
     pairs.clear()
     gc.collect()
@@ -153,7 +148,7 @@ def release_pool() -> None:
 
 
 def weights_outside_the_pool() -> AbstractContextManager[Any]:
-    """vLLM's next model lies in torch's own memory, which no sleep touches; its KV cache lies in the pool."""
+    """Load vLLM's next model into torch's memory, which sleep leaves alone; the KV cache uses the pool."""
     from vllm.v1.worker import gpu_worker
 
     worker_class: Any = gpu_worker.Worker
@@ -166,10 +161,9 @@ def weights_outside_the_pool() -> AbstractContextManager[Any]:
 
 
 def bounded_cache(gib: float, share: float) -> AbstractContextManager[Any]:
-    """Give vLLM's next KV cache a share of the room that vLLM measures on a GPU, or of `gib` if that is less.
+    """Give vLLM's next KV cache a share of `gib`, or of the room that vLLM measures if that is less.
 
-    `num_gpu_blocks_override` would take the place of what vLLM measures, however little that is, and counts
-    blocks of as many layers as vLLM groups.
+    vLLM's own options for its size replace the measurement.
     """
     from vllm.v1.worker import gpu_worker
 
@@ -180,13 +174,13 @@ def bounded_cache(gib: float, share: float) -> AbstractContextManager[Any]:
         room = measure(worker) / GIB
         if room <= 0:
             raise ValueError(
-                f"vLLM's weights and activations take {-room:.2f} GiB more than its share of the GPU, and "
-                "leave nothing for keys and values; raise rollout.vllm.gpu_memory_utilization where it is "
-                "set, lower rollout.vllm.max_sequences, or set rollout.vllm.enforce_eager to true"
+                f"vLLM's weights and activations take {-room:.2f} GiB more than its share of the GPU, "
+                "without a KV cache; raise rollout.vllm.gpu_memory_utilization where it is set, lower "
+                "rollout.vllm.max_sequences, or set rollout.vllm.enforce_eager to true"
             )
         if room < gib < math.inf:
             logger.warning(
-                "rollout.vllm.kv_cache_gib = %g does not fit: vLLM measures room for %.2f GiB and takes that",
+                "rollout.vllm.kv_cache_gib = %g does not fit: vLLM has room for %.2f GiB and takes that",
                 gib,
                 room,
             )

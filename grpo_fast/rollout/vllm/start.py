@@ -1,7 +1,7 @@
-"""From a policy to a running vLLM, its weights straight from memory.
+"""Start vLLM with a policy's weights from memory.
 
-Importing and starting vLLM sets environment variables, seeds every global generator, replaces
-`torch.set_num_threads` on a CPU and logs at length; `starting` leaves the process as it was.
+Importing and starting vLLM sets environment variables, seeds all global generators, replaces
+`torch.set_num_threads` on a CPU and logs a lot; `starting` restores the process.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import shutil
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from grpo_fast.config.rollout import VLLMConfig
 from grpo_fast.config.section import short
@@ -32,11 +32,11 @@ from grpo_fast.policy.out_of_memory import ALLOCATOR
 from grpo_fast.policy.quantization import unquantized
 from grpo_fast.policy.random_state import capture_rng, restore_rng
 from grpo_fast.policy.source import cache_folder
+from grpo_fast.rollout.engines import Weights
 from grpo_fast.rollout.vllm import IN_PROCESS, installed_version, require_vllm
 from grpo_fast.rollout.vllm.quantized import handed_out, register
 from grpo_fast.rollout.vllm.settings import (
     LOAD_FORMAT,
-    Choices,
     engine_arguments,
     memory_arguments,
     require_positions,
@@ -50,15 +50,14 @@ if TYPE_CHECKING:
     from grpo_fast.policy import Policy
 
 logger = logging.getLogger(__name__)
-# What the environment may say otherwise. FlashInfer's sampler gives no processed log-probabilities, and must
-# not be looked for where it is not installed.
+# Defaults of environment variables. FlashInfer's sampler returns no processed log-probabilities.
 DEFAULTS = {
     IN_PROCESS: "0",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
 }
-# Ranks of one host talk to no other, and start where it has no name or no network.
+# For ranks on one host, which may have no name and no network.
 ONE_HOST = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
 _running: list[object] = []
@@ -67,50 +66,47 @@ _running: list[object] = []
 def start(
     policy: Policy,
     config: VLLMConfig,
-    choices: Choices,
+    weights: Weights,
     max_length: int | None,
     world: World,
     tells_experts: bool = False,
     share_of_cache: float = 1.0,
 ) -> tuple[LLM, list[Placement]]:
-    """Start vLLM in this process with the policy's weights. Nothing is read from disk, and none are random.
+    """Start vLLM in this process, on each rank of `world`, with the policy's weights.
 
-    Each rank of `world` starts one, and joins the others' where the configuration says so. Weights that the
-    two will share wait on the host while vLLM builds its model: the device never holds both copies.
+    Shared weights wait on the host while vLLM builds its model, so that the device never holds two copies.
 
     Returns:
         vLLM, and where its loader put each weight.
 
     Raises:
-        ImportError: vLLM is missing or of an unknown version.
+        ImportError: vLLM is missing or unsupported.
         RuntimeError: a vLLM engine is running in this process.
-        ValueError: the environment or the configuration contradicts itself.
+        ValueError: contradictory environment or configuration.
     """
     require_vllm()
-    device, sleeps = policy.device, choices.level != 0
-    on_gpu = device.type == "cuda"
-    quantized = choices.shares and policy.quantized
+    device, on_gpu = policy.device, policy.device.type == "cuda"
+    sleeps, quantized = on_gpu and config.sleep_level != 0, weights.shared and policy.quantized
     placements: list[Placement] = []
     base = policy.base_weights()
 
     def load(model: Any) -> None:
         nonlocal placements
-        weights = handed_out(base) if quantized else checkpoint_weights(policy, adapters=not choices.adapters)
+        given = handed_out(base) if quantized else checkpoint_weights(policy, adapters=not weights.adapters)
         try:
-            placements = watch_loading(model.load_weights, weights)
+            placements = watch_loading(model.load_weights, given)
         except (KeyError, ValueError) as error:
             raise ValueError(
-                f"vLLM {installed_version()} does not take the weights of {type(policy.base_model).__name__} "
-                f"under the names that transformers has for them ({short(str(error), 120)}); set "
-                "rollout.engine to transformers"
+                f"vLLM {installed_version()} does not know the weights of {type(policy.base_model).__name__} "
+                f"by transformers' names ({short(str(error), 120)}); set rollout.engine to transformers"
             ) from error
-        if choices.shares:
+        if weights.shared:
             placements = share(model, base, placements)
-        bring_back()  # what has no place in vLLM, before vLLM measures the memory that is left
+        bring_back()  # weights that vLLM does not share, before it measures the free memory
 
     if world.is_main:
-        logger.warning("vLLM %s starts, which takes about half a minute", installed_version())
-    arguments = engine_arguments(policy, config, choices.adapters, max_length)
+        logger.warning("starting vLLM %s, which takes about half a minute", installed_version())
+    arguments = engine_arguments(policy, config, weights.adapters, max_length)
     require_positions(policy.base_model.config.get_text_config(), arguments["max_model_len"])
     if tells_experts:
         arguments["enable_return_routed_experts"] = True
@@ -124,26 +120,27 @@ def start(
             arguments["quantization"] = register()
         require_device(device, current_platform.device_type, world)
         require_processes(world)
-        if sleeps and not choices.shares:
+        if sleeps and not weights.shared:
             require_empty_pool()
-        folder = Path(made)  # configuration and tokenizer, which vLLM reads from disk
+        folder = Path(made)  # for configuration and tokenizer
         unquantized(policy.base_model.config).save_pretrained(folder)
         policy.tokenizer.save_pretrained(folder)
         policy.save_processor(folder)
         if not arguments["enforce_eager"]:
             folder = cached_model_folder(folder)
         if on_gpu:
-            torch.cuda.synchronize(device)  # vLLM goes on in a stream of its own, and so does training
+            torch.cuda.synchronize(device)  # vLLM uses another stream
         else:
             keep_weights_unpacked()
-        waiting = movable(base) if choices.shares else []
+        # vLLM reads 4-bit weights where they are.
+        waiting = [w for w in base.values() if not is_quantized(w)] if weights.shared else []
         with (
             waiting_on_host(waiting, device) as bring_back,
-            weights_outside_the_pool() if sleeps and choices.shares else nullcontext(),
+            weights_outside_the_pool() if sleeps and weights.shared else nullcontext(),
             bounded_cache(config.kv_cache_gib or math.inf, share_of_cache) if on_gpu else nullcontext(),
         ):
             shared = sum(weight.nbytes for weight in waiting)
-            arguments |= memory_arguments(config, device, shared, share_of_cache)
+            arguments |= memory_arguments(config, device, shared)
             try:
                 llm = LLM(model=str(folder), enable_sleep_mode=sleeps, **arguments)
             except ValueError as error:
@@ -153,16 +150,10 @@ def start(
     return llm, placements
 
 
-def movable(weights: Mapping[str, Tensor]) -> list[Tensor]:
-    """Return the weights that can wait on the host: vLLM reads 4-bit ones where they are."""
-    return [weight for weight in weights.values() if not is_quantized(weight)]
-
-
 def keep_weights_unpacked() -> None:
-    """Have vLLM keep the weights of linear layers on a CPU as on a GPU.
+    """Keep vLLM from packing the weights of linear layers on a CPU.
 
-    Packed, they could not be shared, and vLLM 0.32 would leave a head that is tied to the embedding as it was
-    packed first, whatever an update sends.
+    Packed weights cannot be shared, and vLLM 0.32 never updates a packed head that is tied to the embedding.
     """
     from vllm.model_executor.layers import utils
 
@@ -171,23 +162,20 @@ def keep_weights_unpacked() -> None:
     def keep(layer: Any, remove_weight: bool) -> None:
         if layer.weight.ndim == 2:
             layer.cpu_linear = nn.functional.linear
-        else:  # a convolution, whose kernel wants it packed
+        else:  # a convolution, whose kernel requires it
             pack(layer, remove_weight)
 
-    if pack.__module__ != __name__:  # by the engine before
+    if pack.__module__ != __name__:  # not yet replaced
         utils.dispatch_cpu_unquantized_gemm = keep
 
 
 def require_device(device: torch.device, platform: str, world: World = SINGLE_PROCESS) -> None:
-    """Raises ValueError where vLLM, on the first visible GPU or a CPU, would not be where the policy is.
-
-    Of several ranks each takes the GPU of its LOCAL_RANK, as its policy does.
-    """
+    """Raise ValueError if vLLM would use another device than the policy: one process takes the first GPU."""
     if device.type != platform:
-        built_for = platform or "a GPU, and finds none"
+        built_for = platform or "a GPU, but finds none"
         raise ValueError(
-            f"the policy is on {device}, and the installed vLLM is one for {built_for}; change model.device, "
-            "or set rollout.engine to transformers"
+            f"the policy is on {device}, and the installed vLLM is built for {built_for}; change "
+            "model.device, or set rollout.engine to transformers"
         )
     if device.index and world.size == 1:
         raise ValueError(
@@ -197,27 +185,26 @@ def require_device(device: torch.device, platform: str, world: World = SINGLE_PR
 
 
 def require_processes(world: World) -> None:
-    """Raises ValueError where torch.distributed, which vLLM would join, runs with others than `world`."""
+    """Raise ValueError if torch.distributed, which vLLM joins, has other processes than `world`."""
     found = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     if found != world.size:
         raise ValueError(
-            f"torch.distributed runs with {found} processes, which vLLM would join, and the engine's "
-            f"world.size = {world.size}; give the world that `joined` opens, or leave torch.distributed off"
+            f"torch.distributed has {found} processes, which vLLM would join, but the engine's world.size = "
+            f"{world.size}; pass the world of `joined`, or leave torch.distributed off"
         )
 
 
 def cached_model_folder(folder: Path) -> Path:
-    """A copy in the cache, named by its content; the folder itself where the cache cannot be written.
+    """Copy a folder into the cache under a name from its content; return the folder if that fails.
 
-    vLLM looks for a model that it has compiled before by the name of the folder: under a new name, every run
-    compiles, and leaves what it compiled.
+    vLLM's compilation cache uses the name of the model's folder: a new name would compile in every run.
     """
     content = hashlib.sha256()
     for file in sorted(file for file in folder.rglob("*") if file.is_file()):
         name = file.relative_to(folder).as_posix()
         content.update(name.encode() + b"\0" + hashlib.sha256(file.read_bytes()).digest())
     place = cache_folder() / "vllm" / content.hexdigest()[:24]
-    with suppress(OSError):  # a full disk; or another run was faster
+    with suppress(OSError):  # a full disk, or a concurrent run
         if not place.exists():
             place.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=place.parent) as partial:
@@ -227,7 +214,6 @@ def cached_model_folder(folder: Path) -> Path:
 
 @contextmanager
 def _loading_by(load: Callable[[nn.Module], None]) -> Iterator[None]:
-    """Register `load` as vLLM's way of filling a model with weights."""
     from vllm.model_executor.model_loader import register_model_loader
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
@@ -243,35 +229,35 @@ def _loading_by(load: Callable[[nn.Module], None]) -> Iterator[None]:
     try:
         yield
     finally:
-        pending.clear()  # vLLM keeps the class; it must not keep the policy
+        pending.clear()  # vLLM keeps the class, which must not keep the policy
 
 
 @contextmanager
 def starting(world: World = SINGLE_PROCESS) -> Iterator[None]:
-    """Around the import of vLLM and the making of its engine; RuntimeError where one runs in this process."""
+    """Import vLLM and make its engine within; raises RuntimeError if one runs in this process."""
     if _running:
         raise RuntimeError(
-            "a vLLM engine is running in this process, and its memory pool allows one; close it first (use "
-            "the engine as a context manager)"
+            "a vLLM engine is running in this process, which allows only one; close it first (use the engine "
+            "as a context manager)"
         )
     before = dict(os.environ)
     one_host = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) == world.size and sys.platform == "linux"
     for name, value in (DEFAULTS | (ONE_HOST if one_host else {})).items():
         os.environ.setdefault(name, value)
     if settings := next((before[name] for name in ALLOCATOR if name in before), None):
-        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = settings  # where vLLM looks for expandable segments
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = settings  # where vLLM reads expandable segments
     rng = capture_rng()
     precision = torch.get_float32_matmul_precision()
     _running.append(object())
-    # vLLM gives its loggers the level only after a first import that logs already.
+    # vLLM sets the level of its loggers only after its first import has logged.
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())
     try:
         with warnings.catch_warnings(), patch.object(torch, "set_num_threads", torch.set_num_threads):
-            for category in (DeprecationWarning, FutureWarning):  # vLLM's, of torch: not for us to heed
+            for category in (DeprecationWarning, FutureWarning):  # about vLLM's calls of torch
                 warnings.simplefilter("ignore", category)
             yield
     except BaseException:
-        if torch.distributed.is_initialized():  # vLLM's groups, which the next start would trip over
+        if torch.distributed.is_initialized():  # vLLM's groups, which break the next start
             from vllm.distributed import destroy_distributed_environment, destroy_model_parallel
 
             with keeping_ranks(world):
@@ -282,17 +268,17 @@ def starting(world: World = SINGLE_PROCESS) -> Iterator[None]:
     finally:
         torch.set_float32_matmul_precision(precision)
         restore_rng(rng)
-        # What vLLM set for itself it may read again; LD_PRELOAD and the like would reach child processes.
+        # vLLM may read its own variables again. Others, as LD_PRELOAD, must not reach child processes.
         own = {name: value for name, value in os.environ.items() if name.startswith("VLLM_")}
         os.environ.clear()
         os.environ.update(before | own)
         if settings and torch.cuda.is_initialized():
-            # vLLM limits how blocks are split while it loads, and before 0.31 drops every other setting.
+            # While loading, vLLM limits the splitting of blocks; before 0.31 it drops all other settings.
             torch._C._accelerator_setAllocatorSettings(settings)
 
 
 def keeping_ranks(world: World) -> AbstractContextManager[Any]:
-    """Around vLLM's end, which would take torch.distributed down where the ranks go on."""
+    """Keep vLLM's shutdown from destroying the default process group of several ranks."""
     destroy = torch.distributed.destroy_process_group
 
     def destroy_own(group: Any = None) -> None:
@@ -303,5 +289,5 @@ def keeping_ranks(world: World) -> AbstractContextManager[Any]:
 
 
 def stopped() -> None:
-    """The engine is gone; another may start."""
+    """Allow another engine to start."""
     _running.clear()

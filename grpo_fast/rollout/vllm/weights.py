@@ -1,13 +1,13 @@
-"""Where each weight of a checkpoint lies in vLLM's model, watched while it loads; how new values get there.
+"""Find where each weight of a checkpoint lies in vLLM's model, and send new values there.
 
-Engines fuse (q, k, v into one tensor; gate and up into one), pad vocabularies, slice for tensor parallelism
-and sometimes repack. Every loader ends in `Tensor.copy_`, so watching these copies tells for any architecture
-which part of which weight went where. From that follows the cheapest way for new values:
+vLLM fuses weights (q, k and v; gate and up), pads vocabularies, slices for tensor parallelism and sometimes
+repacks. Every loader ends in `Tensor.copy_`. Watching these copies shows for any architecture which part of
+which weight went where, and that decides the cheapest way to send new values:
 
-- shared: no copy; the trainer's parameter is that part of vLLM's tensor.
-- direct: the copies that loading made are made again, for what training changes.
-- portable: vLLM's `reload_weights`, everything: right for any layout, packed and quantised ones too.
-- adapter: LoRA's matrices alone, beside a base that stays as it is.
+- shared: no copy; the trainer's parameter is a view of vLLM's tensor.
+- direct: repeat the loader's copies for the weights that training changes.
+- portable: vLLM's `reload_weights` of everything, for any layout.
+- adapter: LoRA's matrices only; the base stays as it is.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ Way = Literal["shared", "direct", "portable", "adapter"]
 
 @dataclass(frozen=True)
 class Placement:
-    """A part of one weight, and the place in vLLM's memory that it was copied to."""
+    """A part of a weight, and vLLM's tensor that it was copied to."""
 
-    name: str  # the checkpoint's
+    name: str  # in the checkpoint
     target: Tensor
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -46,17 +46,17 @@ class Placement:
         return weight.as_strided(self.size, self.stride, weight.storage_offset() + self.offset)
 
     def holds(self, weight: Tensor) -> bool:
-        """Whether vLLM holds exactly this weight here."""
+        """Return whether vLLM's tensor equals this weight."""
         return torch.equal(self.target, self.source(weight).to(self.target))
 
     def aliases(self, weight: Tensor) -> bool:
-        """Whether the weight and vLLM's tensor are the same memory."""
+        """Return whether the weight and vLLM's tensor are the same memory."""
         source = self.source(weight)
         return source.data_ptr() == self.target.data_ptr() and source.stride() == self.target.stride()
 
 
 class _Watcher(TorchDispatchMode):
-    """Records what is copied out of the weight that was handed out last."""
+    """Records copies from the weight that was handed out last."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class _Watcher(TorchDispatchMode):
 
 @torch.no_grad()
 def watch_loading(load: Callable[[NamedTensors], object], weights: NamedTensors) -> list[Placement]:
-    """Load `weights` with the engine's own loader; returns where they went, in order."""
+    """Load `weights` with vLLM's loader, and return where they went, in order."""
     with _Watcher() as watcher:
         load(watcher.handing_out(weights))
     return watcher.placements
@@ -92,19 +92,13 @@ def storage_of(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-@torch.inference_mode(False)  # a view made in an engine's inference mode could never be trained
+@torch.inference_mode(False)  # views made in inference mode cannot be trained
 @torch.no_grad()
 def share(model: nn.Module, weights: Mapping[str, Tensor], placements: list[Placement]) -> list[Placement]:
-    """Make engine and trainer use the same memory, where a whole weight is a contiguous part of a tensor.
+    """Make the trainer's weights views of vLLM's tensors, where a whole weight is a contiguous part of one.
 
-    The trainer's weights become views of the engine's tensors; each keeps its identity, shape and value.
-
-    Args:
-        model: the engine's, its weights loaded and not yet processed.
-        weights: the trainer's, live, by the checkpoint's names; they may wait on the host.
-
-    Returns:
-        The placements with their targets where they are now.
+    vLLM's `model` is loaded but not yet post-processed. Weights may be on the host. Returns the placements
+    with their new targets.
     """
     owners: dict[int, list[nn.Parameter]] = defaultdict(list)
     for _, parameter in model.named_parameters(remove_duplicate=False):
@@ -131,7 +125,7 @@ def share(model: nn.Module, weights: Mapping[str, Tensor], placements: list[Plac
 
 
 def _is_plain(owners: Sequence[nn.Parameter]) -> bool:
-    """One tensor, by however many names, that has its memory for itself."""
+    """Return whether the owners of a storage are one whole tensor, under any number of names."""
     return bool(owners) and all(
         owner.is_contiguous() and owner.storage_offset() == 0 and owner.shape == owners[0].shape
         for owner in owners
@@ -139,13 +133,13 @@ def _is_plain(owners: Sequence[nn.Parameter]) -> bool:
 
 
 def _is_whole(place: Placement, weight: Tensor | None) -> bool:
-    """Whether a contiguous weight lies in as many contiguous elements of its dtype, as it is."""
+    """Return whether the target is the whole weight, contiguous and of equal dtype and values."""
     return (
         weight is not None
         and weight.is_contiguous()
         and place.target.is_contiguous()
         and (weight.numel(), weight.dtype) == (place.target.numel(), place.target.dtype)
-        and place.holds(weight)  # a loader may go on where it has copied: -exp(A_log) of a Mamba layer
+        and place.holds(weight)  # a loader may change its copy: -exp(A_log) of a Mamba layer
     )
 
 
@@ -154,16 +148,15 @@ def has_experts(policy: Policy) -> bool:
 
 
 def publishes_otherwise(policy: Policy) -> bool:
-    """Whether files of its type may have other names, or other tensors, than transformers has."""
+    """Return whether checkpoints of this type may differ from transformers in names or tensors."""
     return has_experts(policy) or policy.base_model.config.model_type == "gemma3"
 
 
 def checkpoint_weights(policy: Policy, *, adapters: bool = True) -> Iterator[tuple[str, Tensor]]:
-    """The policy's weights, adapters merged or left out, under the names that vLLM's loaders know.
+    """Yield the policy's weights, adapters merged or left out, under the names that vLLM's loaders know.
 
-    transformers fuses a layer's experts as it loads them; here they are copies, one by one again. gpt-oss
-    publishes them fused, and vLLM reloads only those that come one by one. Qwen3-VL publishes them fused and
-    transposed, which transformers undoes as it loads and does not do again. Gemma 3's tower has other names.
+    transformers fuses a layer's experts when loading; here they are split again. vLLM also reloads those of
+    gpt-oss only one by one. Qwen3-VL publishes experts transposed. Gemma 3's vision tower has other names.
     """
     if not publishes_otherwise(policy):
         yield from policy.named_weights(adapters=adapters)
@@ -182,20 +175,15 @@ def checkpoint_weights(policy: Policy, *, adapters: bool = True) -> Iterator[tup
 
 
 def weight_versions(policy: Policy) -> tuple[int, ...]:
-    """Changes with every in-place operation on a trained parameter that torch knows of: none on its rows."""
+    """Return the parameters' version counters, which change in place with them, but not with local shards."""
     return tuple(parameter._version for parameter in policy.trainable().values())
 
 
 class WeightSync:
-    """The policy's weights into vLLM, again and again; LoRA merged in float32, or as an adapter.
+    """Sends the policy's weights to vLLM; LoRA merged in float32, or as an adapter.
 
-    Args:
-        placements: where the loader of vLLM's `model` put the weights, after sharing.
-        adapters: whether LoRA goes there as an adapter.
-
-    Attributes:
-        way: how weights get there, and `reason` why.
-        adapter: what requests must name.
+    `placements` are those of vLLM's loader, after sharing. `way` is how weights are sent, `reason` why, and
+    `adapter` what requests must name.
     """
 
     def __init__(
@@ -215,11 +203,11 @@ class WeightSync:
         if self.way == "portable":
             self._placements = self._left_out(model)
         elif self.way != "direct":
-            self._placements.clear()  # of a weight that vLLM repacked they would keep the memory
+            self._placements.clear()  # they would keep the memory of a weight that vLLM repacked
 
     @torch.no_grad()
     def __call__(self, *, everything: bool) -> None:
-        """Take over the weights. `everything`: also what training leaves alone, because vLLM dropped it."""
+        """Send the weights; `everything`: also frozen ones, which vLLM dropped."""
         if self.way == "adapter":
             self._send_adapter()
             return
@@ -227,7 +215,7 @@ class WeightSync:
             self._reload()
         if not self._placements:
             return
-        # What has other names in the policy is copied, whatever trains.
+        # `changing_weights` has the policy's names.
         everything = everything or self.way == "portable" or publishes_otherwise(self._policy)
         changing = self._policy.changing_weights()
         for name, weight in checkpoint_weights(self._policy):
@@ -236,29 +224,29 @@ class WeightSync:
                     place.target.copy_(place.source(weight))
 
     def _choose(self, model: nn.Module) -> tuple[Way, str]:
-        """The cheapest way that reaches everything vLLM reads."""
-        if self._policy.sharded:  # and looking at all weights would be an exchange that no rank may leave
+        """Return the cheapest way that reaches all weights that vLLM reads, and the reason."""
+        if self._policy.sharded:  # reading all weights would be a collective
             return "portable", "the policy's weights are sharded over ranks"
         if self._engine.model_config.use_mla:
-            return "portable", "vLLM derives other weights from those of latent attention"
+            return "portable", "vLLM derives weights from those of latent attention"
         if problem := self._misplaced(model, "loading"):
             return "portable", problem
-        own = (
+        copies = (
             name
             for name, weight in checkpoint_weights(self._policy)
             if not all(place.aliases(weight) for place in self._placements[name])
         )
-        if (copied := next(own, None)) is None:
-            return "shared", "every weight is the same memory in both"
-        # The portable way must leave the same values at the same places, or it is the one to take.
+        if (copied := next(copies, None)) is None:
+            return "shared", "all weights share memory"
+        # If a reload changes anything, plain copies would miss what vLLM derives from the weights.
         self._reload()
         if problem := self._misplaced(model, "vLLM's own reload"):
             return "portable", problem
-        return "direct", f"{copied} has memory of its own in vLLM"
+        return "direct", f"vLLM has a copy of {copied}"
 
     @torch.no_grad()
     def _left_out(self, model: nn.Module) -> dict[str, list[Placement]]:
-        """What vLLM's reload leaves as it was, by loaders that copy past it, as of gpt-oss's sinks."""
+        """Return the placements that vLLM's reload leaves out, such as gpt-oss's sinks."""
         read = {storage_of(tensor) for tensor in (*model.parameters(), *model.buffers()) if tensor.numel()}
         if not self._policy.sharded:
             read -= {storage_of(weight) for weight in self._policy.base_weights().values()}
@@ -278,7 +266,7 @@ class WeightSync:
         return left
 
     def _misplaced(self, model: nn.Module, action: str) -> str | None:
-        """Which weight vLLM does not hold as it is where its loader had copied it to."""
+        """Return why a weight is not where vLLM's loader has copied it to, or None."""
         used = {storage_of(t) for t in (*model.parameters(), *model.buffers()) if t.numel()}
         for name, weight in checkpoint_weights(self._policy):
             places = self._placements[name]
@@ -296,7 +284,7 @@ class WeightSync:
         )
 
     def _send_adapter(self) -> None:
-        """As a new adapter each time, through a folder of a few MB, which every version of vLLM reads."""
+        """Load a new adapter each time, through a folder, which every version of vLLM reads."""
         from vllm.lora.request import LoRARequest
 
         number = 1 if self.adapter is None else self.adapter.lora_int_id + 1
@@ -306,5 +294,5 @@ class WeightSync:
             if self.adapter is not None:
                 self._engine.remove_lora(self.adapter.lora_int_id)
             if not self._engine.add_lora(request):
-                raise RuntimeError("vLLM did not take the adapter; set rollout.vllm.lora_sync to merged")
+                raise RuntimeError("vLLM refused the adapter; set rollout.vllm.lora_sync to merged")
         self.adapter = request

@@ -1,6 +1,6 @@
-"""vLLM on a GPU beside the trainer: memory given and taken back, in every way that weights get there.
+"""vLLM and the trainer on one GPU: memory and weights in every way that weights are sent.
 
-vLLM's memory pool starts empty once in a process, so each case runs in one of its own: this file as a script.
+vLLM's memory pool is empty only once in a process, so each case runs this file as a script.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def cycles(name: str, folder: Path, difference: Callable[..., float], *, large: 
                 groups = engine.generate(PROMPTS, 3, SAMPLING)
                 assert difference(policy, PROMPTS, groups) < 0.3
             assert asleep[0] - asleep[-1] < 64 * MIB  # nothing piles up
-        engine.sleep()  # closed asleep, as a run that was interrupted
+        engine.sleep()  # closed while sleeping, as by an interrupted run
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What takes processes of its own: two ranks, and a vLLM that tells its experts."""
+"""Tests in other processes: two ranks, and a vLLM that returns routed experts."""
 
 from __future__ import annotations
 

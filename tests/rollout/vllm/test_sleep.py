@@ -152,9 +152,9 @@ def test_shared_weights_load_outside_the_pool_and_everything_else_in_it(monkeypa
 
 @pytest.mark.parametrize(
     ("measured", "most", "share", "given"),
-    [(8, 3, 1.0, 3), (2, 3, 1.0, 2), (8, math.inf, 0.5, 4), (8, 3, 0.5, 1.5), (-1, 3, 1.0, None)],
+    [(2, 3, 1.0, 2), (8, math.inf, 0.5, 4), (8, 3, 0.5, 1.5), (-1, 3, 1.0, None)],
 )
-def test_keys_and_values_take_the_planned_or_the_measured_room(
+def test_the_kv_cache_takes_the_planned_or_the_measured_room(
     monkeypatch, caplog, measured, most, share, given
 ):
     worker = type("Worker", (), {"determine_available_memory": lambda self: measured * GIB})

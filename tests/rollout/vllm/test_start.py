@@ -18,8 +18,7 @@ from grpo_fast.config.rollout import RolloutConfig, VLLMConfig
 from grpo_fast.distributed.world import World
 from grpo_fast.policy.out_of_memory import ALLOCATOR, EXPANDABLE, expand_segments
 from grpo_fast.rollout import make_engine, require_engine, vllm
-from grpo_fast.rollout.vllm import IN_PROCESS, require_vllm, settings, start, version_problem
-from grpo_fast.rollout.vllm.engine import SMALLER, VLLMEngine
+from grpo_fast.rollout.vllm import IN_PROCESS, engine, require_vllm, settings, start, version_problem
 from grpo_fast.rollout.vllm.settings import (
     MOST_FREE,
     choose,
@@ -140,7 +139,7 @@ def test_a_start_leaves_the_environment_as_it_was(monkeypatch):
     ],
 )
 def test_segments_expand_unless_the_user_or_cuda_came_first(monkeypatch, given, initialized, expected):
-    for name in ALLOCATOR:  # what the call sets, the first deletes again
+    for name in ALLOCATOR:  # restores what the call sets
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     for name, value in given.items():
@@ -191,8 +190,8 @@ def test_vllm_is_started_by_configuration_then_device(device, given, longest, ex
 @pytest.mark.parametrize(
     ("device", "given", "expected"),
     [
-        ("cpu", {}, {"kv_cache_memory_bytes": GIB // 2}),
-        ("cpu", {"kv_cache_gib": 2.0}, {"kv_cache_memory_bytes": GIB}),
+        ("cpu", {}, {"kv_cache_memory_bytes": GIB}),
+        ("cpu", {"kv_cache_gib": 2.0}, {"kv_cache_memory_bytes": 2 * GIB}),
         # vLLM measures: in most of what is free where keys and values are bounded, else in a part of it.
         ("cuda", {"kv_cache_gib": 2.0}, {"gpu_memory_utilization": MOST_FREE * 60 / 80}),
         ("cuda", {"kv_cache_gib": 2.0, "gpu_memory_utilization": 0.3}, {"gpu_memory_utilization": 0.3}),
@@ -203,26 +202,23 @@ def test_keys_and_values_have_room_by_configuration_then_device(monkeypatch, dev
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60, 80))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
 
-    found = memory_arguments(VLLMConfig(**given), torch.device(device), shared=20, share=0.5)
+    found = memory_arguments(VLLMConfig(**given), torch.device(device), shared=20)
 
     assert found == pytest.approx(expected)
 
 
-def test_out_of_memory_starts_vllm_once_more_with_less_room(monkeypatch):
+@pytest.mark.parametrize(("said", "shares"), [("out of memory", [1.0, engine.SMALLER]), ("a bug", [1.0])])
+def test_out_of_memory_starts_vllm_once_more_with_less_room(monkeypatch, said, shares):
     starts: list[float] = []
 
-    def full(engine: VLLMEngine, share: float) -> None:
-        starts.append(share)
-        raise RuntimeError("CUDA error: out of memory" if "out" in said else said)
+    def full(*given: Any) -> None:
+        starts.append(given[-1])
+        raise RuntimeError(f"CUDA error: {said}")
 
-    engine = VLLMEngine.__new__(VLLMEngine)
-    engine._policy = policy("cpu")
-    monkeypatch.setattr(VLLMEngine, "_start", full)
-    for said, shares in (("out", [1.0, SMALLER]), ("a bug", [1.0])):
-        with pytest.raises(RuntimeError, match=r"kv_cache_gib.*max_sequences" if said == "out" else said):
-            engine._open(1.0)
-        assert starts == shares
-        starts.clear()
+    monkeypatch.setattr(engine, "start", full)
+    with pytest.raises(RuntimeError, match=r"kv_cache_gib.*max_sequences" if len(shares) > 1 else said):
+        engine.VLLMEngine(policy("cpu"), VLLMConfig())
+    assert starts == shares
 
 
 @pytest.mark.parametrize("listed", [False, True])  # as before vLLM 0.28, and since
@@ -283,7 +279,7 @@ def test_a_float32_head_and_ranks_of_lora_are_what_vllm_has(installed):
 @pytest.mark.parametrize(
     ("device", "platform", "ranks", "key"),
     [
-        ("cpu", "cuda", 1, r"one for cuda.*model\.device"),
+        ("cpu", "cuda", 1, r"built for cuda.*model\.device"),
         ("cpu", "", 1, r"finds none.*model\.device"),
         ("cuda:1", "cuda", 1, "CUDA_VISIBLE_DEVICES = 1"),
         ("cpu", "cpu", 1, None),
@@ -309,20 +305,20 @@ QLORA = {"rank": 8, "quantized": True}
 
 @pytest.mark.parametrize(
     ("device", "options", "config", "expected"),
-    [  # (LoRA as an adapter, shared weights, sleep level), or the refusal
-        ("cuda", {}, {}, (False, True, "auto")),
-        ("cuda", {}, {"share_weights": False, "sleep_level": 2}, (False, False, 2)),
-        ("cuda", {}, {"tensor_parallel_size": 2}, (False, False, "auto")),
-        ("cuda", {"experts": True}, {"sleep_level": 1}, (False, False, 1)),
-        ("cuda", {"rank": 8, "sharded": True}, {}, (False, False, "auto")),
-        ("cuda", {"rank": 8}, {}, (False, False, "auto")),
-        ("cuda", {"rank": 8}, {"lora_sync": "adapter"}, (True, True, "auto")),
-        ("cuda", QLORA, {}, (True, True, "auto")),
-        ("cuda", QLORA, {"tensor_parallel_size": 2}, (True, False, "auto")),
-        ("cpu", QLORA, {}, (True, True, 0)),
-        ("cpu", QLORA, {"share_weights": False}, (True, False, 0)),
-        ("cpu", {"rank": 8}, {"lora_sync": "adapter"}, (True, True, 0)),
-        ("cpu", {}, {}, (False, True, 0)),
+    [  # (LoRA as an adapter, shared weights), or the refusal
+        ("cuda", {}, {}, (False, True)),
+        ("cuda", {}, {"share_weights": False, "sleep_level": 2}, (False, False)),
+        ("cuda", {}, {"tensor_parallel_size": 2}, (False, False)),
+        ("cuda", {"experts": True}, {"sleep_level": 1}, (False, False)),
+        ("cuda", {"rank": 8, "sharded": True}, {}, (False, False)),
+        ("cuda", {"rank": 8}, {}, (False, False)),
+        ("cuda", {"rank": 8}, {"lora_sync": "adapter"}, (True, True)),
+        ("cuda", QLORA, {}, (True, True)),
+        ("cuda", QLORA, {"tensor_parallel_size": 2}, (True, False)),
+        ("cpu", QLORA, {}, (True, True)),
+        ("cpu", QLORA, {"share_weights": False}, (True, False)),
+        ("cpu", {"rank": 8}, {"lora_sync": "adapter"}, (True, True)),
+        ("cpu", {}, {}, (False, True)),
         ("cuda", {"rank": 8}, {"share_weights": True}, "share_weights = true.*lora_sync"),
         ("cuda", {}, {"share_weights": True, "tensor_parallel_size": 4}, "tensor_parallel_size = 4"),
         ("cuda", {"experts": True}, {"share_weights": True}, "share_weights = true.*experts"),
@@ -330,14 +326,14 @@ QLORA = {"rank": 8, "quantized": True}
         ("cuda", {"sharded": True}, {"share_weights": True}, "share_weights = true.*'shard'"),
         ("cuda", {"rank": 8, "sharded": True}, {"lora_sync": "adapter"}, "'adapter'.*'shard'.*replicate"),
         ("cpu", {}, {"sleep_level": 1}, "sleep_level = 1 needs a GPU"),
-        ("cpu", {"experts": True}, {}, "on a CPU vLLM keeps the experts.*set it to transformers"),
+        ("cpu", {"experts": True}, {}, "on a CPU vLLM packs experts.*set it to transformers"),
         ("cuda", {"rank": 8}, {"lora_sync": "adapter", "sleep_level": 2}, "sleep_level = 2 drops.*merged"),
         ("cuda", QLORA, {"sleep_level": 2}, "sleep_level = 2 drops.* to 1$"),
         ("cuda", QLORA, {"lora_sync": "merged"}, "'merged'.* 4-bit.*at auto"),
     ],
 )
-def test_adapters_sharing_and_sleep_follow_policy_and_configuration(device, options, config, expected):
+def test_adapters_and_sharing_follow_policy_and_configuration(device, options, config, expected):
     refused = pytest.raises(ValueError, match=expected) if isinstance(expected, str) else nullcontext()
     with refused:
-        choices = choose(policy(device, **options), VLLMConfig(**config))
-        assert (choices.adapters, choices.shares, choices.level) == expected
+        weights = choose(policy(device, **options), VLLMConfig(**config))
+        assert (weights.adapters, weights.shared) == expected

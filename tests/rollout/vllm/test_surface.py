@@ -128,10 +128,7 @@ def test_every_import_is_of_a_name_that_its_module_has(module, name):
 
 @pytest.mark.parametrize("place", MEMBERS)
 def test_every_member_that_is_used_is_one_of_its_class(place):
-    ours = "".join(file.read_text() for file in OURS.glob("*.py"))
-
     assert [name for name in MEMBERS[place] if name not in members(*place.split(":"))] == []
-    assert [name for name in MEMBERS[place] if name not in ours] == []
 
 
 def test_every_argument_of_the_engine_is_one_of_vllms():
@@ -140,14 +137,3 @@ def test_every_argument_of_the_engine_is_one_of_vllms():
 
     assert len(given) > 15
     assert given - members("vllm.engine.arg_utils", "EngineArgs") == set()
-
-
-def test_every_sampling_parameter_is_one_of_vllms():
-    calls = [node for node in ast.walk(parsed(OURS / "convert.py")) if isinstance(node, ast.Call)]
-    (call,) = [c for c in calls if isinstance(c.func, ast.Name) and c.func.id == "SamplingParams"]
-    given = {word.arg for word in call.keywords if word.arg}
-    given |= {part.value for word in call.keywords if word.arg is None for part in ast.walk(word.value)
-              if isinstance(part, ast.Constant)}  # fmt: skip
-
-    assert len(given) > 10
-    assert given - members("vllm.sampling_params", "SamplingParams") == set()

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, ClassVar
-from unittest.mock import MagicMock
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,12 +15,8 @@ from torch import Tensor, nn
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from grpo_fast.config.policy import LoraConfig
-from grpo_fast.config.rollout import VLLMConfig
-from grpo_fast.distributed.world import SINGLE_PROCESS
-from grpo_fast.policy import host_memory
 from grpo_fast.rollout import Sampling
 from grpo_fast.rollout.vllm import start
-from grpo_fast.rollout.vllm.settings import Choices
 from grpo_fast.rollout.vllm.weights import (
     Placement,
     WeightSync,
@@ -35,7 +30,6 @@ from tests.tiny import tiny_config, tiny_model
 WIDTH, ROWS, PADDED = 4, 6, 8
 SIZES = {"q": 4, "k": 2, "v": 2}
 Weights = dict[str, nn.Parameter]
-MEASURE = "determine_available_memory"  # of vLLM's workers
 
 
 class Engine(nn.Module):
@@ -133,80 +127,6 @@ def test_weights_shared_in_inference_mode_can_be_trained(weights):
     assert storage_of(engine.qkv) == storage_of(weights["q"])
 
 
-class OnGPU(nn.Parameter):
-    """A parameter whose `device` is a GPU but while its memory is one of `hosts`."""
-
-    hosts: ClassVar[set[int]] = set()
-
-    @property
-    def device(self) -> torch.device:
-        return torch.device("cpu" if storage_of(self) in self.hosts else "cuda")
-
-
-def test_the_device_never_holds_both_copies_of_shared_weights(monkeypatch, weights):
-    weights = {name: OnGPU(weight.data) for name, weight in weights.items()}
-    before = {name: weight.detach().clone() for name, weight in weights.items()}
-    to, copies = torch.Tensor.to, []
-
-    def host_like(tensor: Tensor, *, pinned: bool | None = None) -> Tensor:
-        copies.append(torch.empty_like(tensor, requires_grad=False))
-        OnGPU.hosts.add(storage_of(copies[-1]))
-        return copies[-1]
-
-    def to_device(tensor: Tensor, *place: Any, **settings: Any) -> Tensor:
-        return tensor.clone() if place == (torch.device("cuda"),) else to(tensor, *place, **settings)
-
-    held: list[set[str]] = []  # of the trainer on the device, in memory of its own
-
-    class LLM:
-        def __init__(self, **settings: Any) -> None:
-            self.model = Engine()
-            self.note()
-            loaders["grpo_fast"]().load_weights(self.model, None)
-            self.note()
-
-        def note(self) -> None:
-            engine = {storage_of(parameter) for parameter in self.model.parameters()}
-            on_device = {name for name, weight in weights.items() if weight.device.type == "cuda"}
-            held.append({name for name in on_device if storage_of(weights[name]) not in engine})
-
-    loaders: dict[str, Any] = {}
-    modules = {
-        "vllm": SimpleNamespace(LLM=LLM),
-        "vllm.platforms": SimpleNamespace(current_platform=SimpleNamespace(device_type="cuda")),
-        "vllm.model_executor.model_loader": SimpleNamespace(
-            register_model_loader=lambda name: lambda loader: loaders.setdefault(name, loader)
-        ),
-        "vllm.model_executor.model_loader.base_loader": SimpleNamespace(BaseModelLoader=object),
-        "vllm.v1.worker": SimpleNamespace(
-            gpu_worker=SimpleNamespace(
-                Worker=type("Worker", (), dict.fromkeys(("_maybe_get_memory_pool_context", MEASURE)))
-            )
-        ),
-    }
-    for name, module in modules.items():
-        monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(host_memory, "host_like", host_like)
-    monkeypatch.setattr(torch.Tensor, "to", to_device)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    for name in ("require_vllm", "require_positions", "unquantized"):
-        monkeypatch.setattr(start, name, MagicMock())
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**30, 2**31))
-    arguments = {"max_model_len": 9, "enforce_eager": True}
-    monkeypatch.setattr(start, "engine_arguments", lambda *_: dict(arguments))
-    policy = policy_of(weights, set(weights), MagicMock())
-    vars(policy).update(device=torch.device("cuda"), quantized=False, tokenizer=MagicMock())
-    policy.save_processor = MagicMock()
-    try:
-        start.start(policy, VLLMConfig(), Choices(False, None, 1), None, SINGLE_PROCESS)
-    finally:
-        start.stopped()
-        OnGPU.hosts.clear()
-
-    assert held == [set(), {"slice"}]  # of which the engine has a part
-    assert all(torch.equal(weight, before[name]) for name, weight in weights.items())
-
-
 @pytest.mark.parametrize("fault", ["another dtype", "another layout", "loaded twice", "transformed"])
 def test_another_dtype_layout_or_value_or_a_second_place_is_not_shared(engine, weights, fault):
     name = "down"
@@ -261,8 +181,8 @@ class Loaded(nn.Module):
 @pytest.mark.parametrize(
     ("fault", "reason"),
     [
-        (None, "weight has memory of its own"),
-        ("latent", "derives other weights"),
+        (None, "a copy of weight"),
+        ("latent", "derives weights"),
         ("scaled", "weight is not loaded by plain copies"),
         ("repacked", "weight is repacked after loading"),
         ("moved", "weight is repacked after vLLM's own reload"),
@@ -356,14 +276,18 @@ WAYS = {
 @pytest.mark.parametrize("name", WAYS)
 @pytest.mark.drawn(2)
 def test_after_every_sync_it_computes_what_the_policy_computes(
-    name, saved_model, running_vllm, rng, shake, largest_difference, caplog
+    name, saved_model, running_vllm, rng, shake, largest_difference, caplog, monkeypatch
 ):
     options = WAYS[name]
     noise = ROUNDING[options["dtype"]]
+    spy = Mock(wraps=start.waiting_on_host)
+    monkeypatch.setattr(start, "waiting_on_host", spy)
     with running_vllm(saved_model(), **options) as (engine, policy):
+        shares = name in ("shared", "lora adapter", "4 bits, adapter")
+        assert bool(spy.call_args[0][0]) == shares  # these wait on the host while vLLM builds its model
         way = "adapter" if "adapter" in name else "shared" if name == "shared" else "direct"
         assert engine._sync.way == way, engine._sync.reason
-        assert ("(beside a base of its own in full precision, for " in caplog.text) == ("copy" in name)
+        assert ("(with its own base in full precision, as " in caplog.text) == ("copy" in name)
         packed = [weight for weight in policy.model.parameters() if hasattr(weight, "quant_state")]
         kept = [(weight.clone(), weight.quant_state.absmax.clone()) for weight in packed]
         if name == "4 bits, adapter":
@@ -394,12 +318,12 @@ def test_after_every_sync_it_computes_what_the_policy_computes(
 
 
 def require_own_tensors(engine: Any, packed: list[Any], told: str) -> None:
-    """vLLM multiplies with these very tensors, and has little else."""
+    """Check that vLLM multiplies with these very tensors, and has little else."""
     model = engine._worker.get_model()
     used = [part.data_ptr() for module in model.modules() for part in vars(module).get("parts", ())]
     assert sorted(used) == sorted(weight.data_ptr() for weight in packed)
     assert not any(weight.numel() for name, weight in model.named_parameters() if "proj.weight" in name)
-    assert "adapter (beside the 4-bit base of the policy); its log-probabilities are " in told
+    assert "adapter (with the 4-bit base of the policy); its log-probabilities are " in told
 
 
 LINEAR = LORA.model_copy(update={"target_modules": ["in_proj", "q_proj", "k_proj", "v_proj", "o_proj"]})

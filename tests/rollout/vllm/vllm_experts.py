@@ -1,7 +1,7 @@
-"""vLLM tells its experts on a CPU: `TRITON_INTERPRET=1 python vllm_experts.py MODEL_FOLDER`.
+"""Routed experts from vLLM on a CPU: `TRITON_INTERPRET=1 python vllm_experts.py MODEL_FOLDER`.
 
-Its build for a CPU has no Triton, which its runner that tells them needs; here Triton's interpreter stands
-in, under the name of a backend that the build looks for.
+vLLM's build for a CPU has no Triton, which routed experts need. Triton's interpreter replaces it, under the
+name of a backend that the build looks for.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ SAMPLING = Sampling(max_completion_length=20, seed=11)
 
 @torch.no_grad()
 def difference(plain: Policy, policy: Policy, *completions: Any) -> float:
-    """From what `plain` computes with the policy's weights: each rank has prompts of its own."""
+    """Return the difference from `plain` with the policy's weights; ranks have different prompts."""
     for name, weight in policy.named_weights():
         plain.base_weights()[name].copy_(weight)
     return largest_difference(plain, *completions)
@@ -44,7 +44,7 @@ def main(world: World, folder: str) -> None:
     os.environ["LOCAL_WORLD_SIZE"] = "2"
     rank, optimizer = world.rank, SimpleNamespace(gradient_buffers=dict, keep_on_host=print)
     model = ModelConfig(path=folder, dtype="float32", device="cpu")
-    prompts, plain, drawn = [[5, 6, 7 + rank], [8, 9, 10, 11]][rank:], load_policy(model), []
+    prompts, plain, sampled = [[5, 6, 7 + rank], [8, 9, 10, 11]][rank:], load_policy(model), []
     for mode, parallel in (("replicate", 1), ("shard", 2)):
         distributed = DistributedConfig(mode=mode)
         policy = load_policy(model, world=world, distributed=distributed)
@@ -53,7 +53,7 @@ def main(world: World, folder: str) -> None:
         with make_engine(config, policy, max_length=64, world=world) as engine:
             before = engine.generate(prompts, 3, SAMPLING)
             assert difference(plain, policy, prompts, before) < ROUNDING
-            drawn.append([[completion.token_ids for completion in group] for group in before])
+            sampled.append([[completion.token_ids for completion in group] for group in before])
             torch.manual_seed(parallel)
             for parameter in policy.trainable().values():
                 rows = local(parameter).detach()
@@ -74,7 +74,7 @@ def main(world: World, folder: str) -> None:
             with pytest.raises(RankError if rank else ValueError, match=r"prompts\[0\] has no tokens"):
                 engine.generate([] if rank else [()], 1, SAMPLING)
         assert world.sum(torch.ones(())) == 2
-    assert drawn[0] == drawn[1]  # the seeds are those of each rank alone
+    assert sampled[0] == sampled[1]  # seeds do not depend on other ranks
 
 
 if __name__ == "__main__":
