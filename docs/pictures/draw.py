@@ -46,6 +46,28 @@ def tiles() -> None:
     save("tiles.svg")
 
 
+def row() -> None:
+    """Draw the probability of each vocabulary tile of one real token, and the threshold."""
+    record = json.loads((HERE / "row.json").read_text())
+    tiles, threshold = record["tile_probability"], record["threshold"]
+    _, axes = plt.subplots(figsize=(8, 3))
+    for name, color, above in (
+        ("always visited", BLUE, True),
+        ("visited with probability w / τ", GRAY, False),
+    ):
+        places = [i for i, tile in enumerate(tiles) if (tile >= threshold) == above]
+        heights = [max(tiles[i], 1e-9) for i in places]
+        axes.vlines(places, 1e-9, heights, color=color, linewidth=2.5 if above else 0.9, label=name)
+    axes.axhline(threshold, color=RED, linewidth=1)
+    axes.text(len(tiles), threshold, " τ", color=RED, va="center")
+    axes.set(yscale="log", ylim=(1e-9, 2), xlim=(0, len(tiles)))
+    axes.set(xlabel=f"vocabulary tile of one token, of {len(tiles)}", ylabel="probability in the tile")
+    axes.legend(frameon=False, ncols=2, loc="lower center", bbox_to_anchor=(0.5, 1))
+    axes.set_yticks([1e-9, 1e-6, 1e-3, 1], ["1e-9", "1e-6", "0.001", "1"])
+    axes.minorticks_off()
+    save("row.svg")
+
+
 def error() -> None:
     """Draw the error of a weight behind SmolLM2's head from the table of the study."""
     text = (ROOT / "benchmarks" / "results" / "tried.md").read_text(encoding="utf-8")
@@ -122,5 +144,5 @@ def colocation() -> None:
 
 
 if __name__ == "__main__":
-    for draw in (tiles, error, packing, colocation):
+    for draw in (tiles, row, error, packing, colocation):
         draw()
