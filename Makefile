@@ -68,7 +68,7 @@ docs: DOCS := $(VENV)-docs
 docs:  # the site in site/: links, headings and the reference are checked
 	$(PYTHON) -m venv $(DOCS)
 	$(DOCS)/bin/python -m pip install --quiet --no-deps -r .ci/requirements/docs.txt
-	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
 
 test-gpu: $(VENV)/.installed-test
 	$(TEST) -m gpu
