@@ -43,7 +43,7 @@ def blocks(page: str, language: str) -> list[str]:
 
 def commands(page: str) -> list[list[str]]:
     """Return `grpo-fast` commands, without those that name a need, and without `make train`'s."""
-    lines = "\n".join(blocks(page, "sh")).splitlines()
+    lines = "\n".join(blocks(page, "sh")).replace("\\\n", " ").splitlines()
     found = [shlex.split(line, comments=True) for line in lines if not any(need in line for need in NEEDS)]
     own = [tokens[1:] for tokens in found if tokens[:1] == ["grpo-fast"]]
     return [tokens for tokens in own if tokens != ["train", "quickstart"]]
