@@ -7,7 +7,7 @@ ifneq ($(shell test -w "$$HOME" && echo yes),yes)
 export HOME := $(CURDIR)/$(VENV)/home
 endif
 
-.PHONY: train test test-compiled test-cuda-build test-latest test-oldest test-hosts test-gpu package lint clean
+.PHONY: train test test-compiled test-cuda-build test-latest test-oldest test-hosts test-gpu package docs lint clean
 
 train: $(VENV)/.installed-train
 	$(VENV)/bin/grpo-fast train quickstart output_dir=runs/quickstart-$$(date +%Y%m%d-%H%M%S)
@@ -64,6 +64,12 @@ package:  # the sdist, and the wheel without csrc/, which an index takes
 	GRPO_FAST_CUDA=0 $(TOOLS)/bin/python -m build
 	$(TOOLS)/bin/python -m twine check --strict dist/*-py3-none-any.whl dist/*.tar.gz
 
+docs: DOCS := $(VENV)-docs
+docs:  # the site in site/: links, headings and the reference are checked
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet --no-deps -r .ci/requirements/docs.txt
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
+
 test-gpu: $(VENV)/.installed-test
 	$(TEST) -m gpu
 
@@ -86,4 +92,4 @@ $(VENV)/.installed-test: $(VENV)/.installed-train .ci/requirements/test.txt .ci/
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-cuda $(VENV)-latest $(VENV)-oldest $(VENV)-tools build dist *.egg-info
+	rm -rf $(VENV) $(VENV)-cuda $(VENV)-latest $(VENV)-oldest $(VENV)-tools $(VENV)-docs site build dist *.egg-info

@@ -1,11 +1,13 @@
-"""What README.md and docs/ show must be what the repository holds and does."""
+"""Check that README.md and docs/ show what the code does: commands, code blocks, tables, links."""
 
 from __future__ import annotations
 
 import ast
+import asyncio
 import json
 import re
 import shlex
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,23 +19,31 @@ from packaging.specifiers import SpecifierSet
 from benchmarks.__main__ import main as benchmarks
 from grpo_fast import cli
 from grpo_fast.config.load import load_config
+from grpo_fast.config.rewards import BUILTINS
 from grpo_fast.config.schema import TrainConfig
 from grpo_fast.integrations.compat import HOSTS
 from grpo_fast.objective.catalog import CATALOG, METHODS
 from grpo_fast.record.summary import bytes_text
+from grpo_fast.rewards.loading import load_function
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PATHS = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
-PAGES = {path.stem: path.read_text(encoding="utf-8") for path in PATHS}
+PATHS = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
+NAMES = [path.relative_to(ROOT).with_suffix("").as_posix().removeprefix("docs/") for path in PATHS]
+PAGES = {name: path.read_text(encoding="utf-8") for name, path in zip(NAMES, PATHS, strict=True)}
+NOTEBOOK = ROOT / "docs" / "tutorial.ipynb"
 NEEDS = ("(needs a GPU)", "(needs the hub", "(takes ")
 TRL = {"num_generations": 4, "learning_rate": 1e-6, "max_steps": 10, "reward_funcs": ["rewards.near_w7"]}
 TRL |= {"model_name_or_path": "org/model", "dataset_name": "org/rows"}
 
 
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+
+
 def commands(page: str) -> list[list[str]]:
-    """Of `grpo-fast`, but for those that say what they need, and the quickstart, which is `make train`."""
-    lines = "\n".join(re.findall(r"```sh\n(.*?)```", page, re.DOTALL)).splitlines()
+    """Return `grpo-fast` commands, without those that name a need, and without `make train`'s."""
+    lines = "\n".join(blocks(page, "sh")).replace("\\\n", " ").splitlines()
     found = [shlex.split(line, comments=True) for line in lines if not any(need in line for need in NEEDS)]
     own = [tokens[1:] for tokens in found if tokens[:1] == ["grpo-fast"]]
     return [tokens for tokens in own if tokens != ["train", "quickstart"]]
@@ -74,22 +84,34 @@ def test_the_commands_of_the_benchmarks_are_there(monkeypatch, capsys):
         assert benchmarks(given) == 0, f"{words}\n{capsys.readouterr()}"
 
 
-def test_its_configuration_is_one_that_train_takes(tmp_path):
-    path = tmp_path / "run.yaml"
-    path.write_text(README.partition("```yaml\n")[2].partition("```")[0], encoding="utf-8")
+@pytest.mark.parametrize("name", [name for name in sorted(PAGES) if blocks(PAGES[name], "yaml")])
+def test_every_configuration_is_one_that_train_takes(name: str, tmp_path):
+    for number, text in enumerate(blocks(PAGES[name], "yaml")):
+        shown = yaml.safe_load(text)
+        whole: dict[str, Any] = {"model": {"path": "m"}, "dataset": {"source": "rows.jsonl"}}
+        if shown.get("algorithm") is None and shown.keys() & {"method", "preference"} != {"preference"}:
+            whole["rewards"] = [{"reward": "exact_match"}]
+        if "preference" in shown:
+            whole["algorithm"] = "dpo"
+        for key, value in shown.items():
+            whole[key] = whole[key] | value if isinstance(whole.get(key), dict) else value
+        path = tmp_path / f"{number}.yaml"
+        path.write_text(yaml.safe_dump(whole), encoding="utf-8")
 
-    config = load_config(path)
+        config = load_config(path)
 
-    assert config.dataset.max_prompt_length, "`grpo-fast plan` needs it"
+        if name == "README":
+            assert config.dataset.max_prompt_length, "`grpo-fast plan` needs it"
 
 
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize(
-    "row", re.findall(r"^\| (\S+) \| (\S+) \| (.+) \| (.+ GiB) \| (\d+) \|$", README, re.M)
+    "row",
+    re.findall(r"^\| (\S+) \| (\S+) \| (.+) \| (.+ GiB) \| (\d+) \|$", PAGES["guides/memory"], re.M),
 )
-def test_its_planned_examples_are_what_the_plan_says(row: tuple[str, ...], capsys):
+def test_the_planned_examples_are_what_the_plan_prints(row: tuple[str, ...], capsys):
     model, gpu, *told = row
-    (command,) = re.findall(r"`grpo-fast (plan --model MODEL .*?)`", README)
+    (command,) = re.findall(r"`grpo-fast (plan --model MODEL .*?)`", PAGES["guides/memory"])
 
     assert cli.main([*command.replace("MODEL", model).replace("GPU", gpu).split(), "--json"]) == 0
 
@@ -100,17 +122,45 @@ def test_its_planned_examples_are_what_the_plan_says(row: tuple[str, ...], capsy
     assert values["rollout.vllm.lora_sync"] == "adapter"
 
 
-def test_the_heads_example_runs_as_it_stands(capsys):
-    section = README.partition("## The head alone")[2]
-    code = section.partition("```python\n")[2].partition("```")[0]
+@pytest.mark.parametrize("name", [n for n in sorted(PAGES) if n != "README" and blocks(PAGES[n], "python")])
+def test_every_example_in_python_runs_as_it_stands(name: str, capsys):
+    for code in blocks(PAGES[name], "python"):
+        host = re.search(r"grpo_fast\.integrations\.(trl)", code)
+        if host and find_spec(host[1]) is None:
+            pytest.skip(f"{host[1]} is not installed")
+        space: dict[str, Any] = {}
+        exec(compile(code, f"{name}.md", "exec"), space)
+        if host:
+            import_module(host[0]).unpatch()
+    if name == "how/head":
+        assert "Certificate(density=" in capsys.readouterr().out
 
-    exec(compile(code, "README.md", "exec"), {})
 
-    assert "Certificate(density=" in capsys.readouterr().out
+@pytest.mark.parametrize("name", BUILTINS)
+def test_every_example_of_a_built_in_reward_has_that_result(name: str):
+    section = PAGES["reference/rewards"].partition(f"## {name}\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `(.*?)` \| (.*?) \| (.*?) \| (\S+) \|$", section, re.M)
+    assert rows
+    for options, completion, answer, expected in rows:
+        text = completion.startswith("`")
+        columns: dict[str, Any] = {"completion_ids": [[0] * (1 if text else int(completion))]}
+        if answer.startswith("`"):
+            columns["answer"] = [json.loads(answer.strip("`"))]
+            metadata = {"source_dataset": "chain_sum"}
+            columns["entry"] = [{"answer": columns["answer"][0], "metadata": metadata}]
+        _, function, _ = load_function(name, json.loads(options))
+        scores = function(completions=[json.loads(completion.strip("`")) if text else ""], **columns)
+        if asyncio.iscoroutine(scores):
+            scores = asyncio.run(scores)
+
+        assert scores == [None if expected == "none" else pytest.approx(float(expected))], (
+            options,
+            completion,
+        )
 
 
 def test_the_example_from_python_runs_on_the_toy(toy: dict[str, Any], tmp_path, monkeypatch, capsys):
-    code = README.partition("From Python")[2].partition("```python\n")[2].partition("```")[0]
+    (code,) = blocks(README, "python")
     changes = {"Qwen/Qwen2.5-0.5B-Instruct": toy["model"]["path"], "max_steps=20": "max_steps=1, **quick"}
     for old, new in changes.items():
         assert code.count(old) == 1
@@ -124,7 +174,7 @@ def test_the_example_from_python_runs_on_the_toy(toy: dict[str, Any], tmp_path, 
 
 
 def test_its_tables_are_those_of_the_checked_in_records(capsys):
-    assert "<!-- table: quickstart_cpu -->" in README
+    assert "<!-- table: quickstart_cpu -->" in PAGES["recipes"]
     code = benchmarks(["tables", "--check"])
 
     assert code == 0, capsys.readouterr().out + "write them with `python -m benchmarks tables`"
@@ -182,9 +232,9 @@ def told(name: str) -> dict[str, str]:
     entropy = named("entropy_target", "entropy_coef_max", "entropy_coef_delta")
     kl = f"{loss.kl_kind}, {loss.beta:g}, in the {'reward' if loss.kl_in_reward else 'loss'}"
     flat = {
-        made.dynamic_sampling: f"drawn again, {made.max_draws} batches at most",
+        made.dynamic_sampling: f"resampled, at most {made.max_draws} batches",
         made.rescale_flat_groups: "times B / (B - M)",
-        bool(made.skip_flat_groups): "left out",
+        bool(made.skip_flat_groups): "dropped",
     }
     rows = {
         "ratio, average": f"{ratio}, {loss.aggregation_kind}",
@@ -192,8 +242,9 @@ def told(name: str) -> dict[str, str]:
         "clip": ", ".join(clip) or "none",
         "KL": kl if loss.beta else "none",
         "flat groups": flat.get(True, "advantage 0"),
-        "length": made.soft_overlong and f"soft punishment over the last {made.soft_overlong:g} of the limit",
-        "old policy": config.old_logprobs == "sampler" and "the sampler",
+        "length": made.soft_overlong
+        and f"soft length penalty over the last {made.soft_overlong:g} of the limit",
+        "old policy": config.old_logprobs == "sampler" and "the rollout engine",
         "entropy": ", ".join(["adaptive", *entropy])
         if loss.use_adaptive_entropy
         else loss.entropy_coef and f"bonus {loss.entropy_coef:g}",
@@ -264,7 +315,10 @@ def texts(path: Path) -> str:
     return "\n".join("\n".join(map(str, found)) for found in constants)
 
 
-@pytest.mark.parametrize("path", [ROOT / "CONTRIBUTING.md", *PATHS], ids=lambda path: path.stem)
+LINKED = [*PATHS, *(ROOT / name for name in ("CONTRIBUTING.md", "AGENTS.md", "llms.txt"))]
+
+
+@pytest.mark.parametrize("path", LINKED, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_every_link_of_a_page_leads_to_a_file_and_a_heading(path: Path):
     for link in re.findall(r"\]\((?!http)([^)]*)\)", path.read_text(encoding="utf-8")):
         target, _, anchor = link.partition("#")
@@ -273,6 +327,27 @@ def test_every_link_of_a_page_leads_to_a_file_and_a_heading(path: Path):
         if anchor:
             headings = re.findall(r"^#+ (.+)$", target.read_text(encoding="utf-8"), re.M)
             assert anchor in [re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in headings], link
+
+
+def test_every_page_is_in_the_navigation_of_the_site():
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
+
+    assert sorted(re.findall(r"([\w/]+)\.md$", text, re.M)) == sorted(NAMES[1:])
+
+
+def test_the_notebook_runs_as_it_stands(tmp_path, monkeypatch):
+    nbclient = pytest.importorskip("nbclient", reason="nbclient is not installed: make test installs it")
+    nbformat = pytest.importorskip("nbformat", reason="nbformat is not installed: make test installs it")
+    pytest.importorskip("ipykernel", reason="ipykernel is not installed: make test installs it")
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    for name in ("JUPYTER_RUNTIME_DIR", "JUPYTER_DATA_DIR", "IPYTHONDIR"):
+        monkeypatch.setenv(name, str(tmp_path / name.lower()))
+
+    client = nbclient.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(tmp_path)}})
+    client.execute()
+
+    (outcome,) = notebook.cells[-1].outputs
+    assert outcome.output_type == "execute_result"
 
 
 def test_every_file_that_contributing_names_is_there():

@@ -49,7 +49,7 @@ def test_images_that_vllm_cannot_attend_to_are_refused(settings, no_weights, tmp
     monkeypatch.setattr("grpo_fast.rollout.vllm.kind.require_vllm", lambda: None)
     monkeypatch.setattr("grpo_fast.rollout.vllm.settings.find_spec", lambda name: name)
     settings["model"] = {"path": str(save_vision_model(tmp_path / "gemma3", "gemma3")), "device": "cpu"}
-    with pytest.raises(ValueError, match="gemma3 in both directions: set rollout.engine"):
+    with pytest.raises(ValueError, match=r"gemma3 in both directions: set rollout\.engine"):
         grpo_fast.train(**settings | {"rollout.engine": "vllm"})
 
 
