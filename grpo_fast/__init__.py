@@ -1,4 +1,4 @@
-"""grpo_fast: group-relative policy optimisation of language models on custom kernels."""
+"""grpo_fast: group-relative policy optimization of language models on custom kernels."""
 
 from __future__ import annotations
 

@@ -40,12 +40,12 @@ def collected(trainer: Trainer) -> tuple[CompletionTable, StepTotals]:
 
 
 def ready(trainer: Trainer, table: CompletionTable) -> CompletionTable:
-    """One optimiser step's completions, ready for its gradient."""
+    """One optimizer step's completions, ready for its gradient."""
     return trainer.update.with_fixed_logprobs(trainer.update.local(table))
 
 
 def gradients(trainer: Trainer, table: CompletionTable, totals: StepTotals) -> tuple[float, Gradients]:
-    """Loss and gradient of one optimiser step, without taking it."""
+    """Loss and gradient of one optimizer step, without taking it."""
     _, shares = trainer.update.gradient(ready(trainer, table), totals)
     loss = sum(share["loss"].item() for share in shares)
     trained = trainer.policy.trainable().items()
@@ -457,7 +457,7 @@ def test_the_whole_models_gradient_is_that_of_autograd(seed: int, tied: bool, dt
     optimizer, head = PolicyOptimizer(policy.trainable(), OptimizerConfig(), total_steps=1), policy.head
 
     def gradients(batches: Sequence[Any], *, in_place: bool) -> Gradients:
-        """What the optimiser would step by."""
+        """What the optimizer would step by."""
         optimizer.zero_grad()
         for batch in batches:
             packed_loss(policy, batch, optimizer=optimizer if in_place else None).loss.backward()

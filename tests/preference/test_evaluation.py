@@ -71,5 +71,11 @@ def test_an_evaluation_reports_both_scores_and_consistency_by_type():
     assert {name: value for name, value in apart.metrics.items() if "consistency" in name} == {
         "ranking/consistency": 0.5
     }
+    three = comparison_table(
+        Comparison(Prompt(0, "p", (1,), {}), ((7,),) * 3, (3.0, 2.0, 1.0), group_type="sums")
+        for _ in range(2)
+    )
+    half_right = RankingEvaluation(three, torch.tensor([-1.0, -3, -2, -1, -2, -3]), averaged=False)
+    assert half_right.metrics["ranking/consistency/sums"] == pytest.approx(5 / 6)  # of 2 / 3 and 1
     undecided = RankingEvaluation(table[:2], torch.tensor([-2.0, -2.0]), averaged=False)
     assert undecided.metrics["ranking/sum/kendall_tau"] == 0.0
