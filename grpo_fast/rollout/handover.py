@@ -63,22 +63,36 @@ class DeviceHandover:
             return
         self._holder = None  # after a failure, either direction runs in full
         self._peak = max(self._peak, bytes_in_use(self.policy.device))
-        try:
-            self._wake(self.engine.freed())
-        except RuntimeError as error:
-            if self._fixed or self.away.issuperset(PARTS) or not is_out_of_memory(error):
-                raise
-            logger.warning("the engine has no room to wake in: from now on the trainer offloads all it can")
-            self._wake(math.inf)
+        needed: float = self.engine.freed()
+        while not self._woken(needed):
+            if self._can_offload_more(needed):
+                logger.warning(
+                    "the engine has no room to wake in: from now on the trainer offloads all it can"
+                )
+                needed = math.inf
+            else:
+                self.engine.shrink()  # type: ignore[attr-defined]
+                needed = self.engine.freed()
         self._holder = "engine"
 
-    def _wake(self, needed: float) -> None:
-        with self._clock("offload"):
-            self._make_room(needed)
-        with self._clock("sync"):
-            self.engine.sync(self.policy)
-        with self._clock("wake"):
-            self.engine.wake()
+    def _can_offload_more(self, needed: float) -> bool:
+        return needed < math.inf and not (self._fixed or self.away.issuperset(PARTS))
+
+    def _woken(self, needed: float) -> bool:
+        """Wake the engine; return False without room, if the trainer or the engine can take less."""
+        try:
+            with self._clock("offload"):
+                self._make_room(needed)
+            with self._clock("sync"):
+                self.engine.sync(self.policy)
+            with self._clock("wake"):
+                self.engine.wake()
+        except RuntimeError as error:
+            can_take_less = self._can_offload_more(needed) or getattr(self.engine, "can_shrink", False)
+            if not (can_take_less and is_out_of_memory(error)):
+                raise
+            return False
+        return True
 
     def _make_room(self, needed: float) -> None:
         """Offload the parts in `away`, and further ones until `needed` bytes are free."""

@@ -26,7 +26,7 @@ class StrictEngine:
         self.calls: list[str] = []
         self.failing: tuple[str, BaseException] | None = None  # a phase that raises once
         self.room: Callable[[], bool] = lambda: True  # to wake in
-        self.asleep = False
+        self.asleep = self.can_shrink = False
         self.weights: dict[str, torch.Tensor] = {}
 
     def note(self, phase: str) -> None:
@@ -191,6 +191,16 @@ def test_an_engine_without_room_gets_all_that_can_go_or_says_why(strict, caplog)
     trainer.train_step()
 
     assert "the trainer offloads all it can" in caplog.text
+    assert trainer.train_step().metrics["update/skipped"] == 0
+    engine.room = lambda: False
+    with pytest.raises(RuntimeError, match="kv_cache"):
+        trainer.train_step()
+
+    def shrink() -> None:
+        engine.can_shrink, engine.room = False, lambda: True
+        engine.sleep()
+
+    engine.can_shrink, engine.shrink = True, shrink
     assert trainer.train_step().metrics["update/skipped"] == 0
     engine.room = lambda: False
     with pytest.raises(RuntimeError, match="kv_cache"):

@@ -24,6 +24,8 @@ from grpo_fast.config.rollout import VLLMConfig
 from grpo_fast.config.section import short
 from grpo_fast.distributed.shards import local
 from grpo_fast.distributed.world import SINGLE_PROCESS, World
+from grpo_fast.head.parameters import is_quantized
+from grpo_fast.policy.host_memory import waiting_on_host
 from grpo_fast.policy.out_of_memory import is_out_of_memory
 from grpo_fast.policy.source import first_not_finite
 from grpo_fast.policy.vision import sees_images
@@ -95,16 +97,22 @@ class VLLMEngine:
         self._weights = choose(policy, config)
         self._llm: LLM | None = None
         self._tells_experts = tells_experts
-        for share in (1.0, SMALLER):
+        self._asked_length = max_length
+        self._open(1.0, SMALLER)
+
+    def _open(self, *shares: float) -> None:
+        """Start vLLM with the first of these shares of the room for its KV cache that fits."""
+        for share in shares:
             try:
-                self._start(max_length, share)
+                self._start(share)
+                self.can_shrink = share > SMALLER
                 return
             except RuntimeError as error:
                 if not is_out_of_memory(error):
                     raise
                 problem = short(str(error), 200)
                 clear_frames(error.__traceback__)  # they hold what vLLM has built
-            if policy.device.type == "cuda":
+            if self._policy.device.type == "cuda":
                 release_pool()
             free_cached()
             logger.warning("vLLM runs out of memory with %g of the room for its KV cache: %s", share, problem)
@@ -113,12 +121,12 @@ class VLLMEngine:
             f"max_sequences, or set rollout.vllm.enforce_eager to true ({problem})"
         )
 
-    def _start(self, max_length: int | None, share: float) -> None:
+    def _start(self, share: float) -> None:
         policy, config, world, weights = self._policy, self._config, self._world, self._weights
         try:
             with world.all_succeed("vLLM's start"):
                 self._llm, placements = start(
-                    policy, config, weights, max_length, world, self._tells_experts, share
+                    policy, config, weights, self._asked_length, world, self._tells_experts, share
                 )
                 self._cycle = SleepCycle(self._vllm, 0)
             model = self._worker.get_model()
@@ -294,6 +302,18 @@ class VLLMEngine:
     def freed(self) -> int:
         self._require_open()
         return self._cycle.freed()
+
+    def shrink(self) -> None:
+        """Start vLLM again with `SMALLER` of the room for its KV cache, if it has no room to wake in."""
+        logger.warning("vLLM has no room to wake in: it starts again with %g of its KV cache", SMALLER)
+        base = self._policy.base_weights().values()
+        # vLLM cannot be closed while asleep. Moving the weights makes room to wake it.
+        with waiting_on_host([weight for weight in base if not is_quantized(weight)], self._policy.device):
+            if self._weights.shared:
+                for parameter in self._worker.get_model().parameters():
+                    parameter.data = parameter.new_empty(0)
+            self.close()
+        self._open(SMALLER)
 
     def close(self) -> None:
         """Stop vLLM and free its memory, except weights that it shares with the policy."""
