@@ -18,6 +18,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from grpo_fast.rollout.batch import Batch
 
 DROP_BELOW = 0.9  # finished rows leave the batch when its unfinished share is below this
+WORTH_SHARING = 16  # tokens; a shorter common prefix is not worth its own forward
 _ARGUMENTS = {"attention_mask", "position_ids", "logits_to_keep"}
 
 
@@ -63,13 +64,19 @@ class _Decoder:
     def prefill(self, prompts: Sequence[Sequence[int]], owners: Tensor) -> Tensor:
         """Prefill U prompts, copy the cache for `owners` (R,), and return (R, V) logits."""
         device = self.model.device
+        common = 0 if any(self.cache.is_sliding) else common_length(prompts)
+        if common:
+            # The cache is laid out as [common prefix | padding | rest].
+            ids = torch.tensor([prompts[0][:common]], device=device)
+            self._forward(ids, torch.arange(common, device=device)[None])
+            self.cache.batch_repeat_interleave(len(prompts))
         longest = max(map(len, prompts))
         pads = torch.tensor([longest - len(prompt) for prompt in prompts])
-        ids = torch.tensor([[0] * (longest - len(p)) + list(p) for p in prompts], device=device)
-        real = (torch.arange(longest) >= pads[:, None]).to(device)
-        positions = (real.cumsum(-1) - 1).clamp(min=0)
+        ids = torch.tensor([[0] * (longest - len(p)) + list(p[common:]) for p in prompts], device=device)
+        real = (torch.arange(longest - common) >= pads[:, None]).to(device)
+        positions = common + (real.cumsum(-1) - 1).clamp(min=0)
         if pads.any():
-            self.mask = real
+            self.mask = torch.cat([real.new_ones(len(prompts), common), real], 1)
         self.positions = positions[:, -1:]
         logits = self._forward(ids, positions)
         if len(owners) > len(prompts):
@@ -103,3 +110,12 @@ class _Decoder:
             logits_to_keep=last,
         )
         return output.logits[:, -1]
+
+
+def common_length(prompts: Sequence[Sequence[int]]) -> int:
+    """Count the tokens that all prompts begin with, leaving one or more of each; 0 where they are few."""
+    ordered = sorted(map(tuple, prompts))
+    first, last = ordered[0], ordered[-1]  # all that sort between them share their common prefix
+    limit = min(map(len, prompts)) - 1
+    common = next((i for i in range(limit) if first[i] != last[i]), limit)
+    return common if len(prompts) > 1 and common >= WORTH_SHARING else 0

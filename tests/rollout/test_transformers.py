@@ -64,11 +64,12 @@ def as_policy(model) -> SimpleNamespace:
 
 
 @pytest.mark.parametrize("family", [*PLAIN, *OTHER, pytest.param("nemotron_h", marks=since("5.17"))])
+@pytest.mark.parametrize("system", [(), SYSTEM], ids=["distinct", "common-prefix"])
 @pytest.mark.drawn(8)
 def test_logprobs_are_the_models_own_and_greedy_is_its_generate(
-    family, seed, engine_for, family_model, largest_difference
+    family, system, seed, engine_for, family_model, largest_difference
 ):
-    model, prompts = family_model(family), random_prompts(seed, 5)
+    model, prompts = family_model(family), random_prompts(seed, 5, system=system)
     engine = engine_for(model)
     assert engine._reads_prompts_once == (family in PLAIN)
 
@@ -109,7 +110,7 @@ def test_a_prompt_is_read_once_and_finished_rows_are_left_out(model, engine_for)
     prompts = [(*SYSTEM, 3), (*SYSTEM, 4, 5, 6)]
     read, without_end = read_by(model), without(model, (1,))
     engine_for(model).generate(prompts, 8, Sampling(3, seed=0))
-    assert without_end is None and read[-3:] == [2 * (len(SYSTEM) + 3), 16, 16]
+    assert without_end is None and read[-4:] == [len(SYSTEM), 2 * 3, 16, 16]
 
 
 @torch.no_grad()
