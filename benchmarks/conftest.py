@@ -223,7 +223,7 @@ def seed(pytestconfig: pytest.Config) -> int:
 
 @pytest.fixture(scope="module")
 def sizes(request: pytest.FixtureRequest, device: torch.device) -> dict[str, Any]:
-    """The module's `SIZES` on this device, with the changes of `--sizes`, without those that are 0."""
+    """Return the module's `SIZES` on this device with the changes of `--sizes`, without those that are 0."""
     found = {name: on[device.type == "cpu"] for name, on in request.module.SIZES.items()}
     found |= _changes(request.config, request.module.SIZES)
     return {name: size for name, size in found.items() if size}

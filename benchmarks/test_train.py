@@ -45,7 +45,7 @@ CORRECTION = "token_truncate"  # of vLLM's completions: no token is left out of 
 
 @pytest.fixture(scope="module")
 def recipe(model, dtype, engine, device, sizes, seed):
-    """A configuration with random weights and prompts, and its overrides."""
+    """Write a configuration with random weights and prompts; return its path and its overrides."""
     if sizes["group"] < 2:
         raise ValueError(f"--sizes group={sizes['group']}: must be at least 2 to compare completions")
     preload("grpo_fast.run.build", "trl.trainer.grpo_trainer", train_with_trl.__module__)

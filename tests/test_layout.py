@@ -1,6 +1,8 @@
-"""The folder `kernels/` must serve `grpo_fast.kernels` without shadowing the hub's `kernels` package,
-which transformers looks for by name; an installed package holds what the sources do, and its head needs
-torch alone; imports go one way."""
+"""Imports go one way, and `grpo_fast.kernels` does not shadow the hub's package `kernels`.
+
+transformers looks for `kernels` by name. An installed package holds what the sources do, and its head needs
+torch alone.
+"""
 
 from __future__ import annotations
 

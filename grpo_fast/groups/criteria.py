@@ -101,7 +101,7 @@ def conversation_prefix(
 
 
 def label_ids(keys: Iterable[Hashable | None]) -> Tensor:
-    """Number keys, (N,) int64, equal for equal keys; each None gets its own number."""
+    """Return a number (N,) int64 for each key, equal for equal keys; each None gets its own number."""
     known: dict[Hashable, int] = {}
     ids = [known.setdefault(object() if key is None else key, len(known)) for key in keys]
     return torch.tensor(ids, dtype=torch.int64)

@@ -164,7 +164,7 @@ class Vision:
 
 
 def _runs(of_images: Tensor) -> Tensor:
-    """Number the runs of true in (T,) bool from 0, (T,) int64; -1 elsewhere."""
+    """Return the number of the run of true that each of (T,) bool is in, (T,) int64; -1 elsewhere."""
     first = of_images & ~torch.cat([of_images.new_zeros(1), of_images[:-1]])
     return torch.where(of_images, first.cumsum(0) - 1, -1)
 
