@@ -382,13 +382,26 @@ def _check_operands(
 def _check_memory(weight_grad: Tensor | None, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     if weight_grad is None or torch.compiler.is_compiling():
         return
-    buffer = weight_grad.untyped_storage()._cdata  # an address is zero on the meta device
+    start, end = _bytes_of(weight_grad)
     for name, operand in {"weight": weight, "hidden": hidden, "bias": bias}.items():
-        if operand is not None and operand.numel() and operand.untyped_storage()._cdata == buffer:
+        if operand is None or not operand.numel() or not weight_grad.numel():
+            continue
+        # Storages are compared by identity: an address is zero on the meta device.
+        if operand.untyped_storage()._cdata != weight_grad.untyped_storage()._cdata:
+            continue
+        operand_start, operand_end = _bytes_of(operand)
+        if start < operand_end and operand_start < end:
             raise ValueError(
                 f"weight_grad shares memory with {name}, which the backward would overwrite: give a separate "
                 "buffer, such as torch.zeros_like(weight)"
             )
+
+
+def _bytes_of(tensor: Tensor) -> tuple[int, int]:
+    """Return where the tensor's bytes begin and end in its storage."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start, itemsize = tensor.storage_offset(), tensor.element_size()
+    return int(start * itemsize), int((start + last + 1) * itemsize)
 
 
 def _refuse_transforms(**operands: object) -> None:
