@@ -14,7 +14,7 @@ from typing import Any, TextIO, cast
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from grpo_fast.record.summary import FIGURES, Interval, duration_text
+from grpo_fast.record.summary import FIGURES, METRICS, Interval, duration_text
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ def step_line(step: int, total: int, left: str, numbers: Numbers, *, whole: bool
             terminal: rewards, then figures that are not zero, as many as fit.
     """
     words = [f"step={step}/{total}", *([f"eta={left}"] if left else [])]
-    heads = {"reward/mean": "reward", "reward/std": "reward_std"}
+    heads = {name: METRICS[name].word for name in ("reward/mean", "reward/std")}
     parts = [name for name in numbers if re.fullmatch("reward/.+/mean", name)]
     if whole:
         shown = [name for name in (*heads, *parts, *(figure.name for figure in FIGURES)) if name in numbers]
