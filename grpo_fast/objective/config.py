@@ -321,7 +321,10 @@ class GRPOLossConfig:
             given = f"delta = {self.delta}"
             raise ValueError(f"{given} must exceed 1 + epsilon_high = {ceiling}; raise delta or leave it out")
         if self.entropy_coef_min > self.entropy_coef_max:
-            raise ValueError(f"entropy_coef_min = {self.entropy_coef_min} exceeds the maximum; swap them")
+            raise ValueError(
+                f"entropy_coef_min = {self.entropy_coef_min} exceeds entropy_coef_max = "
+                f"{self.entropy_coef_max}; swap them"
+            )
         for lower, upper in (("clip_cov_low", "clip_cov_high"), ("sampler_clip_min", "sampler_clip_max")):
             low, high = getattr(self, lower), getattr(self, upper)
             if low is not None and high is not None and low >= high:

@@ -170,7 +170,8 @@ def _kept(
 _REMEDIES = {
     "exact_kl": "give linear_kl's (linear_grpo_loss: ref_hidden and ref_weight), or another kl_estimator",
     "ref_logprobs": "give the reference model's log-probabilities, or set beta = 0",
-    "entropy": "ask the head for outputs=('logprob', 'entropy'), or set no key of the entropy",
+    "entropy": "ask the head for outputs=('logprob', 'entropy'), or leave out entropy_coef, "
+    "use_adaptive_entropy and top_entropy_quantile",
     "sampler_logprobs": "have the engine report them, or set sampler_correction = 'none'",
 }
 

@@ -294,7 +294,9 @@ class Policy:
     def save_adapter(self, folder: str | Path) -> None:
         """Write the adapter as peft loads it, and the tokenizer; ValueError if there is none."""
         if not self.has_adapters:
-            raise ValueError("there is no adapter: the run trains whole weights (model.lora = null)")
+            raise ValueError(
+                "there is no adapter: the run trains whole weights (model.lora = null); export those"
+            )
         self.model.save_pretrained(str(folder))
         self.tokenizer.save_pretrained(folder)
 

@@ -141,8 +141,7 @@ class Batch:
         if self._take is None:
             return
         if self._experts is None:
-            (prefilled,) = self._take()
-            self._experts = _Experts(self.prompts, self.owners.tolist(), self.max_new, prefilled)
+            self._experts = _Experts(self.prompts, self.owners.tolist(), self.max_new, self._take())
         else:
             self._experts.add(self._rows, self._length - 1, *self._take())
 
@@ -153,16 +152,22 @@ class _Experts:
     Args:
         prompts: the prefilled prompts.
         owners: the prompt of each row.
-        prefilled: (T, L, k) of the prefill of all prompts, padded on the left.
+        prefilled: (T, L, k) of each forward of the prefill: the common prefix of all prompts, if it had its
+            own, and the rest of each prompt, padded on the left.
     """
 
     def __init__(
-        self, prompts: Sequence[Sequence[int]], owners: Sequence[int], max_new: int, prefilled: Tensor
+        self, prompts: Sequence[Sequence[int]], owners: Sequence[int], max_new: int, prefilled: list[Tensor]
     ) -> None:
-        of_each = prefilled.unflatten(0, (len(prompts), -1))
-        self._prompts = [part[-len(prompt) :] for part, prompt in zip(of_each, prompts, strict=True)]
+        *common, rest = prefilled
+        shared = sum(map(len, common))
+        of_each = rest.unflatten(0, (len(prompts), -1))
+        self._prompts = [
+            torch.cat([*common, part[len(part) + shared - len(prompt) :]])
+            for part, prompt in zip(of_each, prompts, strict=True)
+        ]
         self._owners = owners
-        self._own = prefilled.new_full((len(owners), max_new, *prefilled.shape[1:]), UNKNOWN)
+        self._own = rest.new_full((len(owners), max_new, *rest.shape[1:]), UNKNOWN)
 
     def add(self, rows: Tensor, place: int, chosen: Tensor) -> None:
         """Set the (r, L, k) experts of the tokens at `place` of these rows."""

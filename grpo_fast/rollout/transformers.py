@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from math import inf
 from typing import TYPE_CHECKING, Any
 
@@ -81,9 +81,15 @@ class TransformersEngine:
         self._image_reader = image_reader
         inner: Any = model
         self._base: PreTrainedModel = inner.get_base_model() if hasattr(inner, "peft_config") else inner
-        self._reads_prompts_once = reads_prompts_once(self._base)
-        self._takes_padding = self._reads_prompts_once or takes_padding(self._base)
         self._asleep = self._checked = False
+
+    @cached_property  # transformers may not know the model's layers: `_require_ready` names the remedy
+    def _reads_prompts_once(self) -> bool:
+        return reads_prompts_once(self._base)
+
+    @cached_property
+    def _takes_padding(self) -> bool:
+        return self._reads_prompts_once or takes_padding(self._base)
 
     def generate(
         self,
@@ -98,7 +104,7 @@ class TransformersEngine:
         self._require_ready()
         check_prompts(prompts, n)
         if images is not None and self._image_reader is None:
-            raise ValueError("the prompts have images, but the engine has no image_reader")
+            raise ValueError("the prompts have images, but the engine has no image_reader; give it one")
         collector, uniforms = Collector(len(prompts), n, observer), uniforms_of(sampling, n * len(prompts))
         shown = images or [None] * len(prompts)
         pending: list[Pending] = []

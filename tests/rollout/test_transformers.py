@@ -225,9 +225,11 @@ def test_a_model_that_cannot_be_sampled_is_refused_with_the_reason(model, engine
     with pytest.raises(ValueError, match=r"BertLMHeadModel cannot be sampled.* nats .*rollout\.engine"):
         engine_for(bert).__enter__()
 
-    monkeypatch.setattr(model.model, "forward", lambda **_: {}["missing"])
-    with pytest.raises(ValueError, match=r"LlamaForCausalLM cannot be sampled.*KeyError.*rollout\.engine"):
-        engine_for(model).__enter__()
+    for place in ("transformers.LlamaModel.forward", "grpo_fast.rollout.transformers.reads_prompts_once"):
+        with monkeypatch.context() as patch:
+            patch.setattr(place, lambda *_, **__: {}["missing"])
+            with pytest.raises(ValueError, match=r"LlamaForCausalLM cannot be sampled.*KeyError.*\.engine"):
+                engine_for(model).__enter__()
 
 
 @pytest.mark.parametrize("family", ["llama", pytest.param("deepseek_v3", marks=since("5.13")), "lfm2"])

@@ -175,7 +175,7 @@ def engine_arguments(
     return arguments
 
 
-def memory_arguments(config: VLLMConfig, device: torch.device, shared: int) -> dict[str, Any]:
+def memory_arguments(config: VLLMConfig, device: torch.device, shared: int, share: float) -> dict[str, Any]:
     """Return the arguments of `LLM` for its memory, from the memory that is free now.
 
     On a GPU vLLM measures the room for its KV cache within its share of the device, and refuses to start if
@@ -183,14 +183,18 @@ def memory_arguments(config: VLLMConfig, device: torch.device, shared: int) -> d
 
     Args:
         shared: bytes of the weights that vLLM builds and shares with the policy.
+        share: of the room for the KV cache, below 1 in a second start; on a GPU `bounded_cache` applies it.
     """
     size = kv_cache_gib(config, device.type == "cuda")
     if device.type == "cpu":
-        return {"kv_cache_memory_bytes": int((size or 0) * GIB)}
+        return {"kv_cache_memory_bytes": int(share * (size or 0) * GIB)}
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     most = MOST_FREE * free if size else shared + FREE_SHARE * (free - shared)
-    return {"gpu_memory_utilization": config.gpu_memory_utilization or most / total}
+    utilization = config.gpu_memory_utilization or most / total
+    if share < 1:
+        utilization = min(utilization, MOST_FREE * free / total)
+    return {"gpu_memory_utilization": utilization}
 
 
 def graph_sizes(largest: int) -> list[int]:

@@ -140,7 +140,7 @@ def start(
             bounded_cache(config.kv_cache_gib or math.inf, share_of_cache) if on_gpu else nullcontext(),
         ):
             shared = sum(weight.nbytes for weight in waiting)
-            arguments |= memory_arguments(config, device, shared)
+            arguments |= memory_arguments(config, device, shared, share_of_cache)
             try:
                 llm = LLM(model=str(folder), enable_sleep_mode=sleeps, **arguments)
             except ValueError as error:

@@ -190,19 +190,21 @@ def test_vllm_is_started_by_configuration_then_device(device, given, longest, ex
 @pytest.mark.parametrize(
     ("device", "given", "expected"),
     [
-        ("cpu", {}, {"kv_cache_memory_bytes": GIB}),
-        ("cpu", {"kv_cache_gib": 2.0}, {"kv_cache_memory_bytes": 2 * GIB}),
+        ("cpu", {}, {"kv_cache_memory_bytes": GIB // 2}),
+        ("cpu", {"kv_cache_gib": 2.0}, {"kv_cache_memory_bytes": GIB}),
         # vLLM measures: in most of what is free where keys and values are bounded, else in a part of it.
         ("cuda", {"kv_cache_gib": 2.0}, {"gpu_memory_utilization": MOST_FREE * 60 / 80}),
         ("cuda", {"kv_cache_gib": 2.0, "gpu_memory_utilization": 0.3}, {"gpu_memory_utilization": 0.3}),
         ("cuda", {}, {"gpu_memory_utilization": 0.5}),
+        # In a second start, less of it may be free than configured.
+        ("cuda", {"gpu_memory_utilization": 0.9}, {"gpu_memory_utilization": MOST_FREE * 60 / 80}),
     ],
 )
 def test_keys_and_values_have_room_by_configuration_then_device(monkeypatch, device, given, expected):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60, 80))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
 
-    found = memory_arguments(VLLMConfig(**given), torch.device(device), shared=20)
+    found = memory_arguments(VLLMConfig(**given), torch.device(device), shared=20, share=0.5)
 
     assert found == pytest.approx(expected)
 
