@@ -58,6 +58,7 @@ class Program(ast.NodeTransformer):
         self.names: dict[str, Any] = {}  # expressions, by the names that stand for them
         self.values: dict[str, Any] = {}  # the last one of each name, of those inside functions too
         self.statements: dict[str, list[ast.stmt]] = {}  # that bind or change a name
+        self._local: set[str] = set()  # names that only functions bind
         self._functions: dict[str, ast.FunctionDef] = {}
         self._reasons: dict[str, str] = {}  # why the value of a name is not known
         self._open: list[str] = []  # functions that are being read
@@ -131,10 +132,23 @@ class Program(ast.NodeTransformer):
                 self._forget(name, f"line {node.lineno} decides on {name} when the script runs")
 
     def _bind(self, name: str, value: ast.expr | None, statement: ast.stmt) -> None:
-        self.statements.setdefault(name, []).append(statement)
+        if self._record(name, statement) and value is not None:
+            self.values[name] = value
         self._forget(name, "")
         if value is not None:
-            self.names[name] = self.values[name] = value
+            self.names[name] = value
+
+    def _record(self, name: str, statement: ast.stmt) -> bool:
+        """Keep a statement of a name, unless it is inside a function and the module has the name, too."""
+        if not self._open and name in self._local:
+            self._local.remove(name)
+            del self.statements[name]
+        if self._open and name in self.statements and name not in self._local:
+            return False
+        if self._open:
+            self._local.add(name)
+        self.statements.setdefault(name, []).append(statement)
+        return True
 
     def _forget(self, name: str, reason: str) -> None:
         self.names.pop(name, None)
@@ -150,14 +164,14 @@ class Program(ast.NodeTransformer):
                     item: ast.expr = ast.Subscript(value, ast.Constant(index), lineno=target.lineno)
                     self._assign(part, items[index] if index < len(items) else item, statement)
             case ast.Attribute(value=ast.Name(id=name), attr=attribute) if attribute.startswith("pad"):
-                self.statements.setdefault(name, []).append(statement)  # nothing is padded here
+                self._record(name, statement)  # nothing is padded here
             case ast.Subscript(value=changed) | ast.Attribute(value=changed):
                 self._change(changed, statement)
 
     def _change(self, target: ast.expr, statement: ast.stmt) -> None:
         """Forget the value of a name that a statement changes."""
         if isinstance(target, ast.Name):
-            self.statements.setdefault(target.id, []).append(statement)
+            self._record(target.id, statement)
             self._forget(target.id, f"line {statement.lineno} changes {target.id}")
 
     # Expressions
