@@ -301,6 +301,8 @@ def _flat_dict(pairs: Sequence[tuple[ast.expr | None, ast.expr]], node: ast.expr
     """Return a dict whose `**` parts are merged where they are dicts of the program."""
     flat: list[tuple[ast.expr | None, ast.expr]] = []
     for key, value in pairs:
-        merged = key is None and isinstance(value, ast.Dict)
-        flat += zip(value.keys, value.values, strict=True) if merged else [(key, value)]
+        if key is None and isinstance(value, ast.Dict):
+            flat += zip(value.keys, value.values, strict=True)
+        else:
+            flat.append((key, value))
     return ast.Dict([key for key, _ in flat], [value for _, value in flat], lineno=node.lineno)
