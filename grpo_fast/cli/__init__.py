@@ -150,7 +150,11 @@ def report_error(error: Exception) -> int:
 
 
 def _at_least_one(text: str) -> int:
-    if (value := int(text)) < 1:
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number, at least 1") from None
+    if value < 1:
         raise argparse.ArgumentTypeError(f"{value} must be at least 1")
     return value
 

@@ -133,9 +133,13 @@ class GroupConfig(Section):
             raise ValueError("groups.phases: a phase has strategy = 'adaptive'; give it another one")
         if until and (sorted({*until}) != until or until[-1] != 1):
             raise ValueError(f"groups.phases has until = {until}: shares must rise, and the last must be 1.0")
-        for strategy in {self.strategy, *strategies} & _NEEDED.keys():
-            name, example = _NEEDED[strategy]
-            if not getattr(self, name):
+        for strategy, (name, example) in _NEEDED.items():
+            if name not in reads and getattr(self, name):
+                remedy = f"set strategy = {strategy!r}, or leave it out"
+                raise ValueError(
+                    f"groups.{name} is not read by groups.strategy = {self.strategy!r}; {remedy}"
+                )
+            if strategy in (self.strategy, *strategies) and not getattr(self, name):
                 raise ValueError(
                     f"groups.{name} is empty; strategy = {strategy!r} needs it, such as {example}"
                 )

@@ -105,7 +105,7 @@ def unknown_key(name: str, value: Any = ...) -> Problem:
         return Problem(name, removed(bare) or f"has no place here: {ABSENT[leaf].reason}", value)
     known = [*keys(), *MOVED]
     leaves = {key.rpartition(".")[2]: key for key in reversed(known)}
-    near = get_close_matches(bare, known, 2, 0.75) + [key for key in known if key.endswith(f".{leaf}")]
+    near = get_close_matches(bare, known, 2, 0.75) + [key for key in known if f".{key}".endswith(f".{leaf}")]
     near = near or [leaves[one] for one in get_close_matches(leaf, leaves, 2, 0.75)]
     parent, section = name.rpartition(".")[0], f"{bare.rpartition('.')[0]}."
     near = [f"{parent}.{key.removeprefix(section)}" if key.startswith(section) else key for key in near]

@@ -296,7 +296,8 @@ def _contradictions(c: TrainConfig) -> Iterator[str]:
             "rate: lower it, or give warmup_ratio, a share of max_steps"
         )
     if c.epochs is None and 0 < warmup < 1:
-        yield f"optimizer.warmup_steps = {warmup} is a share, and needs max_steps or epochs: set one of them"
+        needs = "max_steps with warmup_ratio, or epochs: set these, or a number of steps"
+        yield f"optimizer.warmup_steps = {warmup} is a share, and needs {needs}"
     if c.epochs and (
         "max_steps" in c.model_fields_set or c.stages or c.curriculum or c.advantage.dynamic_sampling
     ):

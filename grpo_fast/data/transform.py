@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +17,8 @@ from grpo_fast.data.files import Row, row_named
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 SIGNATURES = (
     "a transform takes (example), and tokenizer or idx (the row's number) if it names them, and returns "
@@ -29,7 +33,7 @@ def transformed(
 ) -> list[Row]:
     """Return the rows with the columns that `dataset.transform` returns for a copy of each."""
     changed: list[Row] = []
-    folder = os.getcwd()
+    folder, due = os.getcwd(), time.monotonic() + 10
     try:
         function, asked, removed = _load(config, rows[0])
         for index, row in enumerate(rows):
@@ -37,6 +41,9 @@ def transformed(
             with row_named(config, index):
                 added = _columns(function, row, config, {name: given[name] for name in asked})
             changed.append({name: row[name] for name in row if name not in removed} | added)
+            if time.monotonic() > due:
+                logger.warning("dataset.transform: %d of %d rows", index + 1, len(rows))
+                due += 10
     finally:
         os.chdir(folder)
     return changed

@@ -136,8 +136,11 @@ class TurnTemplate:
         return text[:at], mark, text[at + len(mark) :]
 
     def _render(self, turns: list[Message], more: bool) -> str:
+        # A template may loop only on tools: the tests of it run within limits.
+        tests = bool(self._schemas) and self._format is None
+        options: Any = {"options": self._options, "asks": more, "bounded": tests}
         try:
-            return render(self._tokenizer, turns, tools=self._schemas, options=self._options, asks=more)
+            return render(self._tokenizer, turns, tools=self._schemas, **options)
         except Exception as error:  # whatever a template raises
             roles = ", ".join(turn["role"] for turn in turns)
             raise ValueError(f"it refuses the roles {roles} ({error})") from error

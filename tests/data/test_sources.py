@@ -6,6 +6,7 @@ import os
 import re
 import socket
 import sys
+from itertools import count
 from types import SimpleNamespace
 
 import datasets
@@ -185,6 +186,14 @@ def test_a_transform_adds_and_replaces_columns_of_a_copied_row(tmp_path, write, 
     (tmp_path / "own.py").write_text(code)
     config = DatasetConfig(source=write({"a": "x"}, {"a": "y", "n": 1}), transform="own.py:f")
     assert read_rows(config, tokenizer="T") == rows and os.getcwd() == str(tmp_path)
+
+
+def test_a_slow_transform_logs_its_progress(tmp_path, write, monkeypatch, caplog):
+    (tmp_path / "own.py").write_text("def f(row): return {'b': row['a']}")
+    config = DatasetConfig(source=write({"a": 1}, {"a": 2}), transform=f"{tmp_path}/own.py:f")
+    monkeypatch.setattr("grpo_fast.data.transform.time", SimpleNamespace(monotonic=count(0, 8).__next__))
+    read_rows(config)
+    assert "dataset.transform: 2 of 2 rows" in caplog.text
 
 
 def test_rows_are_cut_to_size_then_transformed_then_renamed(tmp_path, write):

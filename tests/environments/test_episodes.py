@@ -344,6 +344,10 @@ def test_no_token_of_the_model_is_ever_made_anew(tokenizer, seed: int) -> None:
         (lambda t: t.replace("<tool_call>", "<<call>>"), "is none of: JSON in <tool_call>"),
         (lambda t: "{{ raise_exception('no roles') }}" + t, "refuses the roles user, assistant, tool"),
         (lambda t: "{{ messages | length }}" + t, "changes a question once it is answered"),
+        (
+            lambda t: "{% if messages | length > 1 %}{{ 'x' * 30000000 }}{% endif %}" + t,
+            "a macro without end",
+        ),
     ],
 )
 def test_a_template_that_cannot_go_on_is_refused_with_the_reason(

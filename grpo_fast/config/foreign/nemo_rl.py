@@ -143,8 +143,13 @@ def _resolved(document: Mapping[str, Any]) -> dict[str, Any]:
 
     leaves = flatten(document)
     for place, value in leaves.items():
-        with suppress(_OutsideError):
-            leaves[place] = resolved(value, place, (place,))
+        try:
+            with suppress(_OutsideError):
+                leaves[place] = resolved(value, place, (place,))
+        except RecursionError:
+            raise ValueError(
+                f"{place}: references are nested too deeply; write the value in its place"
+            ) from None
     return leaves
 
 

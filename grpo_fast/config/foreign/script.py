@@ -283,8 +283,8 @@ class _Script:
             elif name == "rename_column":
                 old, new = (self.program.read(one) for one in self._arguments(name, call).values())
                 self._put(shown, {old: new}, f"{key}.rename")
-            elif name == "select" and ast.unparse(call.args[0]).startswith("range("):
-                self._put(shown, self.program.read(call.args[0].args[0]), f"{key}.size")
+            elif name == "select" and (size := _first_rows(call)) is not None:
+                self._put(shown, self.program.read(size), f"{key}.size")
             else:
                 self.entries.append(Entry(shown, text, _RULES[f"methods.{name}"]))
         if key != "dataset" and not steps and "dataset.map" in self.values:
@@ -317,3 +317,11 @@ def _name(call: ast.Call) -> str:
 
 def _items(node: ast.expr) -> list[ast.expr]:
     return node.elts if isinstance(node, ast.List | ast.Tuple) else [node]
+
+
+def _first_rows(call: ast.Call) -> ast.expr | None:
+    """Return the number of rows that `select(range(number))` keeps."""
+    match call.args:
+        case [ast.Call(func=ast.Name(id="range"), args=[number], keywords=[])]:
+            return number
+    return None

@@ -58,6 +58,7 @@ class Program(ast.NodeTransformer):
         self.names: dict[str, Any] = {}  # expressions, by the names that stand for them
         self.values: dict[str, Any] = {}  # the last one of each name, of those inside functions too
         self.statements: dict[str, list[ast.stmt]] = {}  # that bind or change a name
+        self._local: set[str] = set()  # names that only functions bind
         self._functions: dict[str, ast.FunctionDef] = {}
         self._reasons: dict[str, str] = {}  # why the value of a name is not known
         self._open: list[str] = []  # functions that are being read
@@ -78,6 +79,7 @@ class Program(ast.NodeTransformer):
 
     def _run(self, body: Sequence[ast.stmt], outer: ast.stmt | None = None) -> ast.expr | None:
         """Bind names in order, and return what is returned; `outer` is a condition or a loop around."""
+        sure = outer is None
         for node in body:
             statement = outer or node
             match node:
@@ -103,26 +105,50 @@ class Program(ast.NodeTransformer):
                         case ast.Call(func=ast.Attribute(value=target, attr=name)) if name in _MUTATORS:
                             self._change(target, statement)
                 case ast.Return(value=ast.expr() as value):
-                    return self._inlined(value) if outer is None else None
+                    return self._inlined(value) if sure else None
                 case ast.With() | ast.If(test=ast.Compare(left=ast.Name(id="__name__"))):
-                    self._run(node.body, outer)
+                    found = self._run(node.body, outer)
+                    if sure and found is not None:
+                        return found
+                    sure = sure and not _returns(node)
                 case ast.If(test=ast.Constant(value=holds)):
                     self._run(node.body if holds else node.orelse, outer)
+                    sure = sure and not _returns(node)
                 case ast.If() | ast.For() | ast.While() | ast.Try():
                     before = {**self.names}
                     if isinstance(node, ast.For):
                         self._assign(node.target, node.iter, statement)
+                        self._forget_decided(node, before)
                     self._run([*node.body, *node.orelse], statement)
-                    for name in [name for name, now in self.names.items() if now is not before.get(name)]:
-                        if not isinstance(self.names[name], ast.Name):  # of an import
-                            self._forget(name, f"line {node.lineno} decides on {name} when the script runs")
+                    self._forget_decided(node, before)
+                    sure = sure and not _returns(node)
         return None
 
+    def _forget_decided(self, node: ast.stmt, before: dict[str, Any]) -> None:
+        """Forget the names that a condition or a loop has bound, except those of imports."""
+        for name, now in [*self.names.items()]:
+            imported = isinstance(now, ast.Name) and now.id.rpartition(".")[2] == name
+            if now is not before.get(name) and not imported:
+                self._forget(name, f"line {node.lineno} decides on {name} when the script runs")
+
     def _bind(self, name: str, value: ast.expr | None, statement: ast.stmt) -> None:
-        self.statements.setdefault(name, []).append(statement)
+        if self._record(name, statement) and value is not None:
+            self.values[name] = value
         self._forget(name, "")
         if value is not None:
-            self.names[name] = self.values[name] = value
+            self.names[name] = value
+
+    def _record(self, name: str, statement: ast.stmt) -> bool:
+        """Keep a statement of a name, unless it is inside a function and the module has the name, too."""
+        if not self._open and name in self._local:
+            self._local.remove(name)
+            del self.statements[name]
+        if self._open and name in self.statements and name not in self._local:
+            return False
+        if self._open:
+            self._local.add(name)
+        self.statements.setdefault(name, []).append(statement)
+        return True
 
     def _forget(self, name: str, reason: str) -> None:
         self.names.pop(name, None)
@@ -138,14 +164,14 @@ class Program(ast.NodeTransformer):
                     item: ast.expr = ast.Subscript(value, ast.Constant(index), lineno=target.lineno)
                     self._assign(part, items[index] if index < len(items) else item, statement)
             case ast.Attribute(value=ast.Name(id=name), attr=attribute) if attribute.startswith("pad"):
-                self.statements.setdefault(name, []).append(statement)  # nothing is padded here
+                self._record(name, statement)  # nothing is padded here
             case ast.Subscript(value=changed) | ast.Attribute(value=changed):
                 self._change(changed, statement)
 
     def _change(self, target: ast.expr, statement: ast.stmt) -> None:
         """Forget the value of a name that a statement changes."""
         if isinstance(target, ast.Name):
-            self.statements.setdefault(target.id, []).append(statement)
+            self._record(target.id, statement)
             self._forget(target.id, f"line {statement.lineno} changes {target.id}")
 
     # Expressions
@@ -168,15 +194,18 @@ class Program(ast.NodeTransformer):
         self._nodes += getattr(found, "nodes", 0)
         return found
 
+    def visit_Dict(self, node: ast.Dict) -> ast.expr:
+        self.generic_visit(node)
+        return _flat_dict([*zip(node.keys, node.values, strict=True)], node)
+
     def visit_Call(self, node: ast.Call) -> ast.expr:
         self.generic_visit(node)
         self.calls.append(node)
         name = node.func.id if isinstance(node.func, ast.Name) else ""
         if name == "dict" and not node.args:
-            keys: list[ast.expr | None] = [
-                ast.Constant(one.arg) if one.arg else None for one in node.keywords
-            ]
-            return ast.Dict(keys, [one.value for one in node.keywords], lineno=node.lineno)
+            return _flat_dict(
+                [(ast.Constant(one.arg) if one.arg else None, one.value) for one in node.keywords], node
+            )
         function = self._functions.get(name)
         if function is None or name in self._open or self._calls_left <= 0:
             return node
@@ -207,6 +236,8 @@ class Program(ast.NodeTransformer):
             elif isinstance(keyword.value, ast.Dict):
                 pairs = zip(keyword.value.keys, keyword.value.values, strict=True)
                 found |= {str(key.value): value for key, value in pairs if isinstance(key, ast.Constant)}
+                if not all(isinstance(key, ast.Constant) for key in keyword.value.keys):
+                    problems.append(str(self.unread(keyword.value)))
             else:
                 problems.append(str(self.unread(keyword.value)))
         return found, problems
@@ -255,8 +286,23 @@ class Program(ast.NodeTransformer):
                 return self.read(node.value)[self.read(node.slice)]
             case ast.Attribute(attr="bfloat16" | "float16" | "float32" as dtype):
                 return dtype
-            case ast.Call(func=function, args=args) if (name := ast.unparse(function)) in _CALLS:
+            case ast.Call(func=function, args=args, keywords=[]) if (name := ast.unparse(function)) in _CALLS:
                 return _CALLS[name](*map(self.read, args))
             case ast.Call(func=function) if ast.unparse(function).endswith(ASSUMED):
                 return True
         raise self.unread(node)
+
+
+def _returns(node: ast.stmt) -> bool:
+    return any(isinstance(inner, ast.Return) and inner.value for inner in ast.walk(node))
+
+
+def _flat_dict(pairs: Sequence[tuple[ast.expr | None, ast.expr]], node: ast.expr) -> ast.Dict:
+    """Return a dict whose `**` parts are merged where they are dicts of the program."""
+    flat: list[tuple[ast.expr | None, ast.expr]] = []
+    for key, value in pairs:
+        if key is None and isinstance(value, ast.Dict):
+            flat += zip(value.keys, value.values, strict=True)
+        else:
+            flat.append((key, value))
+    return ast.Dict([key for key, _ in flat], [value for _, value in flat], lineno=node.lineno)

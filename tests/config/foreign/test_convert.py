@@ -69,6 +69,7 @@ def test_a_nemo_rl_file_inherits_from_the_one_beside_it(tmp_path: Path):
 
 
 LONG = ", ".join(f"a{n}: ['${{policy.a{n - 1}}}', '${{..a{n - 1}}}']" for n in range(1, 60))
+DEEP = "grpo: {a999: 1, " + ", ".join(f"a{n}: '${{grpo.a{n + 1}}}'" for n in range(999)) + "}"
 
 
 @pytest.mark.parametrize(
@@ -77,6 +78,7 @@ LONG = ", ".join(f"a{n}: ['${{policy.a{n - 1}}}', '${{..a{n - 1}}}']" for n in r
         ("{policy: {a: '${grpo.b}'}, grpo: {b: '${policy.a}'}}", "policy.a: .* lead back to themselves"),
         ("grpo: {b: ['${grpo.b}'], c: '${grpo.b}'}", "grpo.b: .* lead back to themselves"),
         ("{grpo: {b: '${policy}'}, policy: {a: {c: '${grpo.b}'}}}", "lead back to themselves"),
+        (DEEP, "grpo.a0: references are nested too deeply"),
         (f"{{grpo: {{a0: x}}, policy: {{a0: x, {LONG}}}}}", "are more than 10,000"),
         ("{defaults: [b.yaml, a.yaml], grpo: {b: 1}}", "defaults: a.yaml is among its own defaults"),
     ],

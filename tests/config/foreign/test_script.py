@@ -96,6 +96,20 @@ def test_what_cannot_be_read_is_left_to_decide(tmp_path, case):
     assert case["reason"] in reasons(found)[case["key"]], reasons(found)
 
 
+def test_a_reward_that_a_condition_decides_is_kept_with_the_condition(tmp_path):
+    both = "def a(completions): pass\ndef b(completions): pass\nif os.environ:\n    r = a\nelse:\n    r = b"
+    found = read(tmp_path, trainer("[r]", both))
+    assert found.given["rewards"][0]["reward"].endswith("functions.py:r")
+    assert "\nif os.environ:\n    r = a\nelse:\n    r = b\n" in found.files[str(tmp_path / "functions.py")]
+
+
+def test_a_name_of_a_reward_is_the_modules_and_not_another_functions(tmp_path):
+    before = "s = 'x'\ndef r(completions): return s\ndef a():\n    s = 'y'\n    return GRPOConfig(s)"
+    found = read(tmp_path, trainer("r, args=a()", before))
+    assert found.given["output_dir"] == "y"
+    assert "'y'" not in found.files[str(tmp_path / "functions.py")]
+
+
 def test_a_pair_of_settings_that_is_refused_here_leaves_one_to_decide(tmp_path):
     (tmp_path / "train.py").write_text(trainer("args=GRPOConfig('o', use_vllm=True, top_k=10)"))
     found = convert_file(tmp_path / "train.py", output=tmp_path / "run.yaml")[0]
