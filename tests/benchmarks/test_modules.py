@@ -114,7 +114,6 @@ def test_both_trainers_run_a_recipe_with_the_same_settings(run, toy, tmp_path, m
     pytest.importorskip("trl")
 
     def here(command: list[str], check: bool) -> None:
-        """Run the command in this process."""
         assert command[:3] == [sys.executable, "-m", "grpo_fast"] and check
         assert cli.main(command[3:]) == 0
 
