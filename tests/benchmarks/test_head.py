@@ -91,6 +91,7 @@ def test_a_peer_that_fails_or_gives_too_little_says_how_and_keeps_no_memory(run,
         Peer("next", check),
         Peer("short", lambda problem: lambda: Outcome(torch.zeros(len(problem.targets) - 1))),
         Peer("lazy", lambda problem: Outcome),
+        FULL,
     )
     found = remarks(run("head", *ONE, codes=(1,)))
 
