@@ -34,9 +34,8 @@ def main(arguments: Sequence[str] | None = None, *, program: str = "python -m be
             print(f"{program}: no benchmark {name!r}: {known}", file=sys.stderr)
             return WRONG_USAGE
     if not names:
-        lines = (
-            f"  {name:<9} {path.read_text().partition('.')[0].strip(chr(34))}" for name, path in files.items()
-        )
+        titles = {name: path.read_text().partition(".")[0].strip('"') for name, path in files.items()}
+        lines = [f"  {name:<9} {title}" for name, title in titles.items()]
         print(USAGE.format(program=program, benchmarks="\n".join(lines)))
         return 0 if {"-h", "--help"} & {*arguments} else WRONG_USAGE
     try:

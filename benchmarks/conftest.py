@@ -30,8 +30,7 @@ from .tables import markdown, table
 if importlib.util.find_spec("pytest_benchmark") is None:
     raise pytest.UsageError("the benchmarks need pytest-benchmark: pip install 'grpo-fast[bench]'")
 
-ON_GPU = torch.cuda.is_available()
-DTYPE = "bfloat16" if ON_GPU else "float32"
+ON_GPU, DTYPE = False, "float32"  # as `pytest_configure` sets them for the benchmarks
 TRAINABLE, FROZEN = "trainable", "frozen"
 MOST_ROUNDS = 25
 LISTS = {  # options that take a list with commas: their help, and the values if all modules have the same
@@ -65,7 +64,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    global ON_GPU, DTYPE  # modules that are imported later read these
+    global ON_GPU, DTYPE
     config.stash[ROWS] = []
     config.stash[DEADLINE] = time.monotonic() + 60 * config.getoption("minutes")
     for name, form in FORMS.items():
@@ -235,9 +234,8 @@ def problems(shape, rows, loss, mode, weight, dtype, device, seed) -> list[Probl
     if "torch._inductor.compile_fx" in sys.modules:
         torch.compiler.reset()  # after eight shapes Dynamo stops compiling a function
     trainable = weight == TRAINABLE or mode == FORWARD
-    return make_problems(
-        Setting(rows, *map(int, shape.split("x")), mode, trainable, dtype, loss), device, seed
-    )
+    setting = Setting(rows, *map(int, shape.split("x")), mode, trainable, dtype, loss)
+    return make_problems(setting, device, seed)
 
 
 @pytest.fixture(scope="session")

@@ -61,19 +61,19 @@ def make_problem(setting: Setting, device: torch.device, seed: int) -> Problem:
     sequences = math.gcd(setting.tokens, 16)
     advantages = torch.randn(sequences, device=device, generator=generator)
     advantages = torch.where(advantages < 0, advantages - 0.1, advantages + 0.1)
-    old = reference = None
+    others = {}
     if setting.loss == GRPO:
         parts = zip(hidden.split(512), targets.split(512), strict=True)
         logprobs = torch.cat([exact_logprobs(x.float(), weight.float(), t) for x, t in parts])
         kind = {"device": device, "generator": generator}
         steps = 2 * torch.rand(setting.tokens, **kind) - 1
         far = torch.rand(setting.tokens, **kind) < _FAR_SHARE
-        old = logprobs - torch.where(far, _FAR * steps.sign(), _NEAR * steps)
-        reference = logprobs - _REFERENCE_SPREAD * torch.randn(setting.tokens, **kind)
-    ref_hidden = ref_weight = None
+        others["old_logprobs"] = logprobs - torch.where(far, _FAR * steps.sign(), _NEAR * steps)
+        others["ref_logprobs"] = logprobs - _REFERENCE_SPREAD * torch.randn(setting.tokens, **kind)
     if setting.loss == KL:
         noise = torch.randn(hidden.shape, dtype=hidden.dtype, device=device, generator=generator)
-        ref_hidden, ref_weight = hidden + _REFERENCE_NOISE * hidden.std() * noise, weight.clone()
+        others["ref_hidden"] = hidden + _REFERENCE_NOISE * hidden.std() * noise
+        others["ref_weight"] = weight.clone()
     backward = setting.mode == FORWARD_BACKWARD
     return Problem(
         hidden=hidden.requires_grad_(backward),
@@ -83,10 +83,7 @@ def make_problem(setting: Setting, device: torch.device, seed: int) -> Problem:
         sequences=sequences,
         backward=backward,
         loss=setting.loss,
-        old_logprobs=old,
-        ref_logprobs=reference,
-        ref_hidden=ref_hidden,
-        ref_weight=ref_weight,
+        **others,
     )
 
 

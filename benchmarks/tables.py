@@ -27,10 +27,8 @@ def table(rows: Sequence[Row], brief: bool = False) -> tuple[str, list[list[str]
         about = {"peer": "", **row["params"], **row["extra_info"].get("sizes", {})}
         about.pop("turn", None)
         if "stats" in row or not brief:
-            given = about, row["extra_info"], []
-            merged.setdefault(repr((about, "stats" in row)), given)[2].extend(
-                row.get("stats", {}).get("data", [])
-            )
+            line = merged.setdefault(repr((about, "stats" in row)), (about, row["extra_info"], []))
+            line[2].extend(row.get("stats", {}).get("data", []))
     # Trainers of one recipe are compared with TRL's.
     base = {
         repr(about | {"peer": ""}): median(data)
@@ -57,19 +55,15 @@ def table(rows: Sequence[Row], brief: bool = False) -> tuple[str, list[list[str]
     heads = [head for head in heads if any(line.get(head) for _, line in found)]
     heads.sort(key="remark".__eq__)  # to the end
     names = ["implementation" if head == "peer" else head.replace("_", " ") for head in heads]
-    title = ", ".join(
-        f"{axis.replace('_', ' ')} {axes[axis][0]}" for axis in axes if axis not in (*varying, "peer")
-    )
+    common = [axis for axis in axes if axis not in (*varying, "peer")]
+    title = ", ".join(f"{axis.replace('_', ' ')} {axes[axis][0]}" for axis in common)
     return title, [names, *([line.get(head) or DASH for head in heads] for _, line in found)] if found else []
 
 
 def columns(info: dict[str, Any], seconds: float, brief: bool) -> dict[str, str]:
     """Return the text of each column, "" where it is empty."""
-    found = {
-        f"{end} [95 %]": score_text(info[end]["score"], info[end]["interval"])
-        for end in ("before", "after")
-        if end in info
-    }
+    ends = [end for end in ("before", "after") if end in info]
+    found = {f"{end} [95 %]": score_text(info[end]["score"], info[end]["interval"]) for end in ends}
     if found:
         found["points"] = f"{100 * (info['after']['score'] - info['before']['score']):+.1f}"
     hidden = math.isinf(seconds) or "largest_group" in info or (found and brief)
@@ -89,9 +83,8 @@ def columns(info: dict[str, Any], seconds: float, brief: bool) -> dict[str, str]
     names = [name for name in dict.fromkeys([*ERRORS, *errors]) if name in errors]
     found |= {ERRORS.get(name, name): f"{errors[name]:.1e}" for name in names}
     metrics = {} if brief else info.get("metrics", {})
-    return (
-        found | {name: number(value) for name, value in metrics.items()} | {"remark": info.get("remark", "")}
-    )
+    found |= {name: number(value) for name, value in metrics.items()}
+    return found | {"remark": info.get("remark", "")}
 
 
 def number(value: Any) -> str:

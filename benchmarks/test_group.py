@@ -90,10 +90,10 @@ def search(probe: Probe, largest: int, deadline: float) -> tuple[int, int, str]:
             break
         found = run_probe(replace(probe, size=size))
         fits, peak, fails = (fits, peak, size) if found is None else (size, found, fails)
+    if fits == 1 and fails:
+        raise measure.Failure(measure.OOM, "not even two fit")
     if fits == 1:
-        raise measure.Failure(
-            *((measure.OOM, "not even two fit") if fails else (measure.SKIPPED, measure.NO_TIME))
-        )
+        raise measure.Failure(measure.SKIPPED, measure.NO_TIME)
     return fits, peak, "" if fails == fits + 1 else "at least: the next size was not tried"
 
 

@@ -33,22 +33,17 @@ def test_rollout(peer, model, dtype, device, sizes, seed, in_turns, benchmark):
     samples, _ = models.make_samples(lengths, 1, models.ARCHITECTURES[model][1]["vocab_size"], seed)
     prompts = [samples.prompt_of(row).tolist() for row in range(len(samples))]
     policy = models.make_policy(models.config_of(model, dtype, device), sizes.get("layers"), seed)
-    config = RolloutConfig(
-        engine=peer, num_generations=sizes["group"], max_completion_length=sizes["completion"]
-    )
-    longest = max(map(len, prompts)) + sizes["completion"]
+    group, limit = sizes["group"], sizes["completion"]
+    config = RolloutConfig(engine=peer, num_generations=group, max_completion_length=limit)
     sampling, watch, tokens = sampling_of(config, seed=seed), Stopwatch(device), []
-    with make_engine(config, policy, max_length=longest) as engine:
+    with make_engine(config, policy, max_length=max(map(len, prompts)) + limit) as engine:
 
         def cycle() -> None:
             with watch.phase("generate"):
-                groups = engine.generate(prompts, sizes["group"], sampling)
-            with watch.phase("sleep"):
-                engine.sleep()
-            with watch.phase("sync"):
-                engine.sync(policy)
-            with watch.phase("wake"):
-                engine.wake()
+                groups = engine.generate(prompts, group, sampling)
+            watch.phase("sleep")(engine.sleep)()
+            watch.phase("sync")(engine.sync)(policy)
+            watch.phase("wake")(engine.wake)()
             tokens.append(sum(len(one.token_ids) for completions in groups for one in completions))
 
         in_turns(cycle, watch=watch)

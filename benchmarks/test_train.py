@@ -70,10 +70,8 @@ def recipe(model, dtype, engine, device, sizes, seed):
             "rollout.max_completion_length": sizes["completion"],
             **({"loss.sampler_correction": CORRECTION} if engine == "vllm" else {}),
         }
-        yield (
-            str(Path(__file__).with_name("steps.yaml")),
-            [f"{name}={value}" for name, value in given.items()],
-        )
+        steps = Path(__file__).with_name("steps.yaml")
+        yield str(steps), [f"{name}={value}" for name, value in given.items()]
 
 
 @pytest.mark.benchmark(timer=elsewhere)

@@ -38,9 +38,8 @@ def train_ours(recipe: str, overrides: Sequence[str], *_: Any) -> dict[str, Any]
     with trainer.engine:
         for _ in range(config.max_steps):
             result = trainer.train_step()
-            phases = {
-                name.removeprefix("time/"): of for name, of in result.timings.items() if "time/" in name
-            }
+            times = {name: of for name, of in result.timings.items() if "time/" in name}
+            phases = {name.removeprefix("time/"): of for name, of in times.items()}
             steps.append((phases.pop("step"), phases))
             lengths.append(result.metrics["completion/length_mean"])
     return {"steps": steps, "lengths": lengths}
@@ -177,16 +176,14 @@ def _uses_vllm(config: TrainConfig) -> bool:
 def _require_translatable(config: TrainConfig) -> None:
     """Raise ValueError for settings that `_options` does not translate."""
     rollout, advantage = config.rollout, config.advantage
+    unknown = ("stop", "tools", "environment", "function")
     asked = {
         "algorithm": config.algorithm != "grpo",
         "model.lora": config.model.lora is not None,
         "evaluation.dataset": config.evaluation.dataset is not None and _uses_vllm(config),
         "minibatches": config.minibatches != 1,
         "stages": bool(config.stages),
-        **{
-            f"rollout.{name}": bool(getattr(rollout, name))
-            for name in ("stop", "tools", "environment", "function")
-        },
+        **{f"rollout.{name}": getattr(rollout, name) for name in unknown},
         "advantage": advantage.dynamic_sampling or advantage.soft_overlong or advantage.function,
         "loss.kl_in_reward": config.loss.kl_in_reward,
     }

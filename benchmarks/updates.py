@@ -178,14 +178,13 @@ def trl_trainer(
     if isinstance(model, Path):
         options["model_init_kwargs"] = {"dtype": "float32"}  # the masters; bf16 is TRL's autocast over them
     usual = {"save_strategy": "no", "report_to": [], "disable_tqdm": True, "logging_steps": 1, "bf16": False}
+    table = InMemoryTable.from_pydict({"prompt": prompts, **columns})
     trainer = GRPOTrainer(
         model=str(model) if isinstance(model, Path) else model,
         reward_funcs=reward,
         args=GRPOConfig(output_dir=tempfile.gettempdir(), **usual | options),
         # With a fingerprint, because some versions of pyarrow cannot be hashed.
-        train_dataset=Dataset(
-            InMemoryTable.from_pydict({"prompt": prompts, **columns}), fingerprint="prompts"
-        ),
+        train_dataset=Dataset(table, fingerprint="prompts"),
         processing_class=tokenizer or AutoTokenizer.from_pretrained(model),
     )
     trainer.remove_callback(PrinterCallback)

@@ -15,60 +15,42 @@ from . import Peer, require_cuda
 def prepare(problem: Problem, tolerance: float | None, recompute: bool = True) -> Run:
     if not recompute:
         require_cuda(problem)  # elsewhere everything is recomputed
-    from grpo_fast import linear_cross_entropy, linear_logprob
+    from grpo_fast import linear_cross_entropy, linear_grpo_loss, linear_kl, linear_logprob
 
     batch = problem.hidden, problem.weight, problem.targets
     options = {"tolerance": tolerance, "recompute": recompute}
-    if problem.loss == CROSS_ENTROPY:
-        return lambda: problem.finish_loss(linear_cross_entropy(*batch, **options))
-    if problem.loss == GRPO:
-        return _grpo(problem, options)
-    if problem.loss == KL:
-        return _kl(problem, tolerance)
+    grpo = _grpo_options(problem) if problem.loss == GRPO else {}
+    mask = torch.ones_like(problem.targets, dtype=torch.bool)
 
     def run() -> Outcome:
-        out = linear_logprob(*batch, **options)
-        return _with_certificate(problem, problem.finish(out.logprob), out)
+        if problem.loss == CROSS_ENTROPY:
+            return problem.finish_loss(linear_cross_entropy(*batch, **options))
+        if problem.loss == GRPO:
+            out = linear_grpo_loss(*batch, problem.advantages, **grpo, **options)
+            outcome = problem.finish_loss(out.loss, out.logprobs)
+        elif problem.loss == KL:
+            out = linear_kl(*batch[:2], mask, problem.ref_hidden, problem.ref_weight, tolerance=tolerance)
+            outcome = problem.finish_loss(out.divergence.mean(), out.divergence)
+        else:
+            out = linear_logprob(*batch, **options)
+            outcome = problem.finish(out.logprob)
+        names = out.certificate.NAMES if problem.backward else ()
+        return replace(outcome, certificate={name: getattr(out.certificate, name) for name in names})
 
     return run
 
 
-def _grpo(problem: Problem, options: dict[str, Any]) -> Run:
-    from grpo_fast import GRPOLossConfig, linear_grpo_loss
+def _grpo_options(problem: Problem) -> dict[str, Any]:
+    from grpo_fast import GRPOLossConfig
 
     sequences = torch.arange(problem.sequences, device=problem.targets.device)
-    options |= {
+    return {
         "config": GRPOLossConfig(loss_type="dapo", epsilon_low=CLIP, epsilon_high=CLIP, beta=KL_BETA),
         "sequence_ids": sequences.repeat_interleave(problem.targets.numel() // problem.sequences),
         "num_sequences": problem.sequences,
         "old_logprobs": problem.old_logprobs,
         "ref_logprobs": problem.ref_logprobs,
     }
-
-    def run() -> Outcome:
-        out = linear_grpo_loss(problem.hidden, problem.weight, problem.targets, problem.advantages, **options)
-        return _with_certificate(problem, problem.finish_loss(out.loss, out.logprobs), out)
-
-    return run
-
-
-def _kl(problem: Problem, tolerance: float | None) -> Run:
-    from grpo_fast import linear_kl
-
-    mask = torch.ones_like(problem.targets, dtype=torch.bool)
-    heads = problem.hidden, problem.weight, mask, problem.ref_hidden, problem.ref_weight
-
-    def run() -> Outcome:
-        out = linear_kl(*heads, tolerance=tolerance)
-        return _with_certificate(problem, problem.finish_loss(out.divergence.mean(), out.divergence), out)
-
-    return run
-
-
-def _with_certificate(problem: Problem, outcome: Outcome, out: Any) -> Outcome:
-    names = out.certificate.NAMES
-    found = {name: getattr(out.certificate, name) for name in names} if problem.backward else None
-    return replace(outcome, certificate=found)
 
 
 PEERS = (

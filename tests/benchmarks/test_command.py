@@ -46,7 +46,6 @@ def test_without_pytest_benchmark_the_command_names_the_extra(monkeypatch, capsy
         ("train --sizes group=1", "--sizes group=1: must be at least 2", (1,)),
         ("group --sizes memory=1.0 --minutes 0 --peer ours", "no time left", (0,)),
         ("head --rows real --shape 8x576x9 --peer torch", "take --shape 8x576x49152", (1,)),
-        ("head --minutes 0 --peer ours -k head", "no time left", (0,)),
         ("head --benchmark-disable --peer tolerance --shape 9x8x99 --rows flat", "1 passed, 1 skipped", (0,)),
         ("bias", "this needs a GPU", (0,)),
     ],
@@ -87,44 +86,30 @@ def test_a_table_is_sorted_by_ratio_with_turns_in_one_line():
     assert [line[0] for line in table(ROWS, brief=True)[1]] == ["implementation", "fast", "slow"]
 
 
-def test_trainers_of_a_recipe_are_compared_with_trls():
-    ends = {
-        "before": {"score": 0.2, "interval": [0.15, 0.25]},
-        "after": {"score": 0.4, "interval": [0.3, 0.5]},
-    }
-    scores = [{"score": score, "seconds": seconds} for score, seconds in ((0.2, 0), (0.3, 40), (0.4, 90))]
-    rows = [row("ours", 4.0, 2.0, 3.0, scores=scores, **ends), row("TRL", 6.0, scores=scores, **ends)]
-
-    _, (heads, ours, _) = table(rows, brief=True)
-
-    found = dict(zip(heads, ours, strict=True))
-    assert (found["s/step"], found[f"{TIMES} TRL"], found["points"]) == ("3.00", "0.50", "+20.0")
-    assert found["score after training"] == "30.0 % in 40.0s, 40.0 % in 1m30s"
-
-
 @pytest.mark.parametrize(
     ("text", "record", "named"),
     [
-        ("before\n<!-- table: run -->\nby hand\n<!-- end -->\nafter\n", None, None),
         ("<!-- table: other -->\n<!-- end -->\n", "{}", "other.json cannot be read"),
-        ("<!-- table: run -->\n", "", "has no `<!-- end -->`"),
+        ("<!-- table: run -->\n", "{}", "has no `<!-- end -->`"),
         ("<!-- table: run -->\n<!-- end -->\n", '{"schema": 2}', "run.json cannot be read as a record"),
     ],
 )
-def test_tables_are_written_between_their_markers_from_records_alone(tmp_path, text, record, named):
-    page, machine = tmp_path / "README.md", {"device": "a machine", "versions": {"torch": "2.13.0"}}
-    about = {"machine_info": machine, "datetime": "2026-11-20T09:00", "command": ["step", "--seed", "2"]}
-    (tmp_path / "run.json").write_text(record or json.dumps({"benchmarks": ROWS[:2], **about}))
+def test_a_marker_or_a_record_that_cannot_be_read_is_named(tmp_path, text, record, named):
+    page = tmp_path / "README.md"
     page.write_text(text)
+    (tmp_path / "run.json").write_text(record)
 
-    if named:
-        with pytest.raises(ValueError, match=named):
-            filled(page, tmp_path)
-        return
-    found = filled(page, tmp_path)
-    assert found.startswith("before\n<!-- table: run -->\n| implementation | ms | ")
-    origin = "torch 2.13.0 · 2026-11-20 · repeat: `python -m benchmarks step --seed 2` · [record](run.json)"
-    assert found.endswith(f"weight frozen · a machine · {origin}\n<!-- end -->\nafter\n")
+    with pytest.raises(ValueError, match=named):
+        filled(page, tmp_path)
+
+
+def test_a_table_by_hand_is_replaced(tmp_path):
+    page = tmp_path / "README.md"
+    page.write_text("before\n<!-- table: step_cpu -->\nby hand\n<!-- end -->\nafter\n")
+
+    found = filled(page, SOURCES / "results")
+    assert found.startswith("before\n<!-- table: step_cpu -->\n| implementation |") and "by hand" not in found
+    assert found.endswith("\n<!-- end -->\nafter\n")
 
 
 def test_a_failing_a_late_and_a_missing_part_leave_the_others_alone(tmp_path, capfd, monkeypatch):

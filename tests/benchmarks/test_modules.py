@@ -114,7 +114,6 @@ def test_both_trainers_run_a_recipe_with_the_same_settings(run, toy, tmp_path, m
     pytest.importorskip("trl")
 
     def here(command: list[str], check: bool) -> None:
-        """Run the command in this process."""
         assert command[:3] == [sys.executable, "-m", "grpo_fast"] and check
         assert cli.main(command[3:]) == 0
 
@@ -142,8 +141,8 @@ def test_what_trl_does_not_do_alike_is_refused(toy, tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(yaml.safe_dump(toy | {"minibatches": 2}))
 
-    with pytest.raises(ValueError, match="not given minibatches"):
-        train_with_trl(str(recipe), [], 12)
+    with pytest.raises(ValueError, match=r"not given minibatches, rollout\.stop"):
+        train_with_trl(str(recipe), ["rollout.stop=[x]"], 12)
     with pytest.raises(ValueError, match="--sizes rows=7 must divide the 24 completions"):
         train_with_trl(str(recipe), ["minibatches=1"], 7)
 

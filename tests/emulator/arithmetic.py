@@ -24,9 +24,9 @@ def permute(x: np.ndarray, y: np.ndarray, selector: np.ndarray) -> np.ndarray:
 FUNCTIONS: dict[str, Function] = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "rem": np.fmod}
 FUNCTIONS |= {"abs": np.abs, "neg": np.negative, "min": np.fmin, "max": np.fmax, "popc": np.bitwise_count}
 FUNCTIONS |= {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.invert}
-FUNCTIONS |= {"ex2": np.exp2, "lg2": np.log2, "sqrt": np.sqrt, "rsqrt": lambda x: 1 / np.sqrt(x)}
-FUNCTIONS |= {"rcp": np.reciprocal, "cvta": lambda x: x, "prmt": permute}
+FUNCTIONS |= {"ex2": np.exp2, "sqrt": np.sqrt, "cvta": lambda x: x, "prmt": permute}
 FUNCTIONS |= {
+    "rsqrt": lambda x: 1 / np.sqrt(x),
     "div": lambda x, y: x / y if x.dtype.kind == "f" else (x - np.fmod(x, y)) // y,
     "mad": lambda x, y, z: x * y + z,
     "fma": lambda x, y, z: (x.astype(np.float64) * y + z).astype(x.dtype),
@@ -42,12 +42,11 @@ FUNCTIONS |= {
 }
 COMPARE = {"lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal, "eq": np.equal}
 COMPARE |= {"ne": lambda x, y: (x < y) | (x > y), "num": lambda x, y: (x == x) & (y == y)}
-COMPARE |= {"ltu": lambda x, y: ~(x >= y), "leu": lambda x, y: ~(x > y)}  # or unordered
-COMPARE |= {"gtu": lambda x, y: ~(x <= y), "geu": lambda x, y: ~(x < y), "neu": np.not_equal}
+COMPARE |= {"leu": lambda x, y: ~(x > y), "geu": lambda x, y: ~(x < y), "neu": np.not_equal}  # or unordered
 COMPARE["equ"] = lambda x, y: ~COMPARE["ne"](x, y)
 OPERANDS = {"shl": {1: "u32"}, "shr": {1: "u32"}, "bfe": {1: "u32", 2: "u32"}, "selp": {2: "pred"}}
 """Operands that are of another kind than the instruction."""
-ROUND = {"rzi": np.trunc, "rni": np.rint, "rpi": np.ceil, "rmi": np.floor}
+ROUND = {"rzi": np.trunc, "rpi": np.ceil, "rmi": np.floor}
 MODIFIERS = {"rn", "rna", "ftz", "approx", "full", "lo", "wide", "to", "param", "global", *COMPARE, *ROUND}
 TINY = np.finfo(np.float32).tiny
 

@@ -118,7 +118,7 @@ def store(threads: Threads, code: Instruction) -> None:
 
 
 def atomic(threads: Threads, code: Instruction) -> None:
-    *result, place, operand = code.operands
+    result, place, operand = code.operands
     memory, addresses = memory_of(threads, code, place)
     values = threads.columns(operand, code.kind)[:, 0]
     function = next(FUNCTIONS[part] for part in code.parts if part in FUNCTIONS)
@@ -127,8 +127,7 @@ def atomic(threads: Threads, code: Instruction) -> None:
     for i, at in enumerate(cell.tolist()):
         before[i] = cells[at]
         cells[at] = function(before[i], values[i])
-    if result:
-        threads.write_columns(result[0], before[:, None])
+    threads.write_columns(result, before[:, None])
 
 
 class Box(NamedTuple):
@@ -237,5 +236,5 @@ def synchronize(threads: Threads, code: Instruction) -> None:
 
 COPIES = {"commit_group": commit, "wait_group": arrive}
 COPIES |= {"bulk": copy_boxes, "ca": copy_words, "cg": copy_words}
-STEPS = {"ld": load, "st": store, "atom": atomic, "red": atomic}
+STEPS = {"ld": load, "st": store, "atom": atomic}
 STEPS |= {"mbarrier": synchronize, "cp": lambda threads, code: COPIES[code.parts[2]](threads, code)}
