@@ -264,7 +264,7 @@ class Renderer:
         begun = turns[-1]["role"] == "assistant" and not finished
         asks = not begun and not finished
         options = self.config.chat_template_kwargs
-        kind = {"options": options, "asks": asks, "begun": begun, "bounded": bounded}
+        kind: Any = {"options": options, "asks": asks, "begun": begun, "bounded": bounded}
         try:
             return render(self.tokenizer, turns, tools=tools, **kind)
         except Exception as error:
