@@ -89,7 +89,10 @@ def test_stages_bring_their_own_tools_and_evaluation_keeps_those_of_the_run(play
         ({"rollout": {"environment": {"a": "OWN:Guess"}}}, "row 0: the column 'environment' has None"),
         ({"rollout": {"environment": "OWN:Mute"}, "rewards": []}, "rewards is empty.* with a method get_rew"),
         ({"dataset": {"source": "ROWS", "rename": {"start": "begin"}}}, "'start'. Its columns are begin"),
-        ({"dataset": {"source": "x", "overlong_prompts": "truncate"}}, "'truncate' keeps .* says of tools"),
+        (
+            {"dataset": {"source": "x", "overlong_prompts": "truncate"}},
+            "'truncate' would cut the tools'",
+        ),
         ({"algorithm": "dpo", "rewards": []}, "is not read by algorithm = 'dpo'"),
     ],
 )

@@ -46,7 +46,7 @@ BAND = {"below": 0.1, "above": 0.5}
         ({"schedule": "linear"}, "schedule = 'linear'"),
         ({"final": 0.3}, "final = 0.3"),
         ({"min": 0.5, "max": 0.1}, "min = 0.5"),
-        ({"band": BAND}, "bound it with min and max"),
+        ({"band": BAND}, "needs bounds of beta; set min and max"),
         ({"band": BAND, "min": 0.01, "max": 1.0, "schedule": "linear", "final": 0.3}, "keep one"),
         ({"band": {"below": 0.5, "above": 0.1}, "min": 0.01, "max": 1.0}, "below = 0.5 exceeds"),
         ({"band": BAND | {"step": 1.0}, "min": 0.01, "max": 1.0}, "step"),

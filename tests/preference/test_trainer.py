@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import shutil
 from itertools import count
 from pathlib import Path
@@ -105,7 +106,8 @@ def test_a_step_after_out_of_memory_equals_one_of_small_micro_batches(
         found = trainer.train_step()
     budget = trainer.annotator.budget.limit
 
-    ((largest, limit),) = (record.args for record in caplog.records if "micro_batch_tokens" in record.msg)
+    (found_sizes,) = re.findall(r"of (\d+) tokens: .* micro_batch_tokens = (\d+)", caplog.text)
+    largest, limit = map(int, found_sizes)
     assert largest // 2 <= limit == budget < largest
     assert found.timings["memory/micro_batch_tokens"] == budget
     small = build_preference_trainer(config.model_copy(update={"micro_batch_tokens": budget}))
