@@ -35,7 +35,7 @@ class HeadParameters:
         return {name: value for name, value in vars(self).items() if name != "weight"}
 
     def logits(self, hidden: Tensor, kind: torch.dtype = torch.float32) -> Tensor:
-        """Compute (..., V) logits of (..., H) in a dtype; the loss never does."""
+        """Compute logits (..., V) of hidden states (..., H), for checks and metrics, never for the loss."""
         logits = hidden.to(kind) @ self.weight.to(kind).T
         if self.bias is not None:
             logits = logits + self.bias.to(kind)

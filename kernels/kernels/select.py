@@ -159,7 +159,7 @@ def log2_weight(tile_lse, logsumexp, mass_gradient, slope, entropy, entropy_grad
 
 @triton.jit
 def draw_length(log2_w, log2_threshold):
-    """Compute a small pair's length on the line, int32 in parts of a stratum."""
+    """Compute w over the threshold as int32, in units of 2**-_STRATUM_BITS of a stratum."""
     return tl.ceil(tl.exp2(log2_w - log2_threshold + _STRATUM_BITS)).to(tl.int32)
 
 

@@ -81,7 +81,7 @@ def load_into(optimizer, saved):
 @kinds
 @both_dtypes
 @pytest.mark.parametrize("rounded", [False, True])
-def test_a_resumed_optimiser_continues_to_the_bit(rng, dtype, kind, rounded):
+def test_a_resumed_optimizer_continues_to_the_bit(rng, dtype, kind, rounded):
     config = CONFIG.model_copy(update={"kind": kind, "stochastic_rounding": rounded})
     model, optimizer = build(dtype, config)
     train(model, optimizer, rng, 3)
@@ -143,7 +143,7 @@ def test_state_on_the_host_takes_the_same_steps_and_stays_there(
     assert same(plain, model)
 
 
-def test_an_optimiser_that_nobody_needs_any_more_is_forgotten(rng):
+def test_an_optimizer_that_nobody_needs_any_more_is_forgotten(rng):
     model, optimizer = build(torch.bfloat16)
     train(model, optimizer, rng, 1)
     parameter, optimizer = weakref.ref(next(model.parameters())), weakref.ref(optimizer)
@@ -195,7 +195,7 @@ def test_float32_follows_adamw_with_clipping_and_no_decay_of_vectors(rng, kind):
         torch.testing.assert_close(mine, other, **close)
 
 
-def test_an_optimiser_of_another_kind_takes_up_the_state(rng):
+def test_an_optimizer_of_another_kind_takes_up_the_state(rng):
     kinds, saved = ("adamw", "adamw_8bit", "adamw_offload", "adamw_8bit"), [{}]
     for kind in kinds:
         model, optimizer = build(torch.bfloat16, CONFIG.model_copy(update={"kind": kind}))

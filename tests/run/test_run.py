@@ -273,7 +273,7 @@ def test_another_run_is_not_continued_and_nothing_is_changed(
     assert_equal_runs(run_dir, finished)
 
 
-def test_a_quantised_base_and_8_bit_states_resume_to_the_bit(assert_equal_runs, toy, tmp_path: Path):
+def test_a_quantized_base_and_8_bit_states_resume_to_the_bit(assert_equal_runs, toy, tmp_path: Path):
     lora = {"dtype": "bfloat16", "quantization": "nf4", "lora": {"r": 128}}  # enough for moments of 8 bits
     sections = {"model": lora, "loss": {"beta": 0.1}, "evaluation": {"every": 1}}
     sections["optimizer"] = {"kind": "adamw_8bit", "stochastic_rounding": True}

@@ -77,7 +77,7 @@ class Conversion:
 
     @property
     def open(self) -> tuple[str, ...]:
-        """Keys, theirs and ours, that a person has to decide before it is the same experiment."""
+        """The keys, theirs and ours, that the user must decide before the run is the same experiment."""
         undecided = (row.key for row in self.rows if row.outcome == TO_DECIDE)
         return tuple(dict.fromkeys([*undecided, *self.fill_in]))
 
