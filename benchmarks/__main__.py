@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Sequence
 from itertools import takewhile
@@ -40,8 +39,7 @@ def main(arguments: Sequence[str] | None = None, *, program: str = "python -m be
         return 0 if {"-h", "--help"} & {*arguments} else WRONG_USAGE
     try:
         import pytest
-
-        importlib.import_module("pytest_benchmark")
+        import pytest_benchmark  # noqa: F401
     except ImportError as error:
         print(f"{program}: {error}: pip install 'grpo-fast[bench]'", file=sys.stderr)
         return WRONG_USAGE

@@ -12,6 +12,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -84,9 +85,12 @@ def run_part(part: Part, minutes: float, out: Path) -> dict[str, object]:
                 with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
                     os.killpg(child.pid, end)
                     code = child.wait(TO_DIE)  # the device may hold a process
-    if state == DONE and ours and NO_TIME in (out / f"{part.name}.log").read_text(errors="replace"):
-        state = LATE  # part of it was not measured
-    return {"state": state, "exit_code": code, "seconds": round(time.monotonic() - start, 1)}
+    printed = (out / f"{part.name}.log").read_text(errors="replace")
+    state = LATE if state == DONE and ours and NO_TIME in printed else state  # part was not measured
+    line = r"^(?:\[gw.*?\] )?(?:FAILED|ERROR) (\S+\.py.*?)(?: - .*)?$|^(\S+::.+?) (?:FAILED|ERROR)\b"
+    failures = {"".join(names).strip() for names in re.findall(line, printed, re.MULTILINE)}
+    found = {"state": state, "exit_code": code, "seconds": round(time.monotonic() - start, 1)}
+    return found | ({"failures": sorted(failures)} if failures else {})
 
 
 def _has(need: str) -> bool:

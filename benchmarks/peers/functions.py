@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -104,7 +103,7 @@ def unsloth(problem: Problem) -> Run:
     return run
 
 
-@functools.cache
+@cache
 def _file_of(package: str, file: str) -> ModuleType:
     """Import one file without its package, and only once: it may register operators with torch."""
     found = find_spec(package)

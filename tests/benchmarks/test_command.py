@@ -115,7 +115,7 @@ def test_a_table_by_hand_is_replaced(tmp_path):
 def test_a_failing_a_late_and_a_missing_part_leave_the_others_alone(tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(gpu, "TO_END", 0.0)
     parts = [
-        Part("fails", 1, "python -c 'raise SystemExit(3)'"),
+        Part("fails", 1, "python -c \"print('tests/a.py::test_b[x y] FAILED [ 5%]'); raise SystemExit(3)\""),
         Part("late", 0.05, "python -c 'import time; time.sleep(600)'"),
         Part("absent", 1, "python", "no-such-tool torch<2"),
         Part("works", 1, "python -c pass"),
@@ -127,6 +127,7 @@ def test_a_failing_a_late_and_a_missing_part_leave_the_others_alone(tmp_path, ca
     states = {"fails": FAILED, "late": LATE, "absent": SKIPPED, "works": DONE}
     assert {name: one["state"] for name, one in found.items()} == states
     assert (found["fails"]["exit_code"], found["absent"]["why"]) == (3, "no-such-tool, torch<2 not installed")
+    assert found["fails"]["failures"] == ["tests/a.py::test_b[x y]"]
     assert code == 1 and "works          done" in capfd.readouterr().out
 
     again = [Part("fails", 1, "python -c pass"), Part("works", 1, "python -c 'raise SystemExit(1)'")]
