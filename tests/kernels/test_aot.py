@@ -47,7 +47,10 @@ sizes = ((16_384, 64), (1000, 1), (777, 13), (1, 1))
 heads = [over_tokens(name) for name in ("bfloat16", "bias, temperature, softcap")]
 losses = [aot.variants("sm_90", [partial(aot.policy_loss, {"loss_type": "dapo"}, *size) for size in sizes]),
           aot.variants("sm_90", [partial(loss_of_slice, start) for start in (0, 1, 2, 4, 16)])]
-print(json.dumps({"faults": faults, "heads": heads, "losses": losses}))
+with aot.compile_only("sm_90") as compiled:
+    aot.cases_of("sm_90")["into a float32 gradient, bfloat16"]()
+registers = {name: aot.usage(binary)["REG"] for name, binary in compiled}
+print(json.dumps({"faults": faults, "heads": heads, "losses": losses, "registers": registers}))
 """
 
 
@@ -72,6 +75,10 @@ def found() -> dict[str, Any]:
 def test_kernels_fit_every_gpu_without_spills_and_use_its_matrix_cores(found):
     assert len(found["faults"]) > 20
     assert {kernel: wrong for kernel, wrong in found["faults"].items() if wrong} == {}
+
+
+def test_two_programs_that_add_to_a_float32_gradient_fit_a_multiprocessor(found):
+    assert 0 < found["registers"]["_weight_gradient"] <= 128  # of 65,536, by 8 warps
 
 
 def test_no_kernel_is_compiled_again_for_another_number_of_tokens(found):
