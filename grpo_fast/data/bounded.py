@@ -13,7 +13,7 @@ from contextlib import suppress
 LIMIT_SECONDS = 10  # of CPU time; a chat template takes a millisecond
 LIMIT_BYTES = 1 << 30  # on top of the memory of this process
 LIMIT_CHARACTERS = 1 << 24
-_TEXT, _ERROR, _EXCEEDED = b"=!#"  # the first byte of the child's reply
+_TEXT, _ERROR, _EXCEEDED = b"=", b"!", b"#"  # how the child's reply begins
 
 
 def run_bounded(work: Callable[[], str]) -> str:
@@ -39,9 +39,9 @@ def run_bounded(work: Callable[[], str]) -> str:
         os.kill(child, signal.SIGKILL)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     kind, text = reply[:1], reply[1:].decode("utf-8", "surrogatepass")
-    if kind == bytes([_TEXT]):
+    if kind == _TEXT:
         return text
-    if kind == bytes([_EXCEEDED]) or (not kind and code in (-signal.SIGKILL, -signal.SIGXCPU)):
+    if kind == _EXCEEDED or (not kind and code in (-signal.SIGKILL, -signal.SIGXCPU)):
         raise ValueError(
             f"it takes more than {LIMIT_SECONDS} seconds, {LIMIT_BYTES >> 30} GiB or {LIMIT_CHARACTERS:,} "
             "characters: look for a loop or a macro without end"
@@ -72,6 +72,6 @@ def _work_within_limits(work: Callable[[], str], outgoing: int) -> None:
         if len(text) > LIMIT_CHARACTERS:
             kind, text = _EXCEEDED, ""
         with open(outgoing, "wb") as file:
-            file.write(bytes([kind]) + text.encode("utf-8", "surrogatepass"))
+            file.write(kind + text.encode("utf-8", "surrogatepass"))
     finally:
         os._exit(0)

@@ -262,11 +262,16 @@ class Renderer:
     ) -> str:
         # A conversation that ends with the assistant is continued, unless it is `finished`.
         begun = turns[-1]["role"] == "assistant" and not finished
-        asks = not begun and not finished
-        options = self.config.chat_template_kwargs
-        kind: Any = {"options": options, "asks": asks, "begun": begun, "bounded": bounded}
         try:
-            return render(self.tokenizer, turns, tools=tools, **kind)
+            return render(
+                self.tokenizer,
+                turns,
+                tools=tools,
+                options=self.config.chat_template_kwargs,
+                asks=not begun and not finished,
+                begun=begun,
+                bounded=bounded,
+            )
         except Exception as error:
             roles = ", ".join(turn["role"] for turn in turns)
             raise ValueError(f"the chat template refuses the roles {roles}: {error}") from error

@@ -30,8 +30,8 @@ from grpo_fast.head.plan import HeadPlan
 from grpo_fast.kernels import TILE
 from grpo_fast.kernels.coefficients import RowCoefficients, row_coefficients
 from grpo_fast.kernels.dense import dense_backward, row_aligned
-from grpo_fast.kernels.exponentials import SavedExp, kept_backward, normalise
-from grpo_fast.kernels.finalise import row_results
+from grpo_fast.kernels.exponentials import SavedExp, kept_backward, normalize
+from grpo_fast.kernels.finalize import row_results
 from grpo_fast.kernels.forward import gather_rows, tile_statistics
 from grpo_fast.kernels.select import select_live
 from grpo_fast.kernels.sparse import sparse_backward
@@ -87,7 +87,7 @@ def _forward(call: HeadCall, plan: HeadPlan) -> tuple[RowStatistics, Saved]:
     saved = Saved.empty(call)._replace(tile_lse=tiles.lse)
     if keep is not None:
         del gathered
-        exponentials, share = normalise(call, *keep, statistics.logsumexp, plan.forward_tile)
+        exponentials, share = normalize(call, *keep, statistics.logsumexp, plan.forward_tile)
         saved = saved._replace(exponentials=exponentials, row_scale=share)
     return statistics, saved
 

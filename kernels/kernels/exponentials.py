@@ -152,7 +152,7 @@ def _sum_of_run(
     return total
 
 
-def normalise(
+def normalize(
     call: HeadCall, exponentials: Tensor, reference: Tensor, logsumexp: Tensor, tile: ProductTile
 ) -> SavedExp:
     """Prepare a forward's exp(z - reference) for `kept_backward`; the reference is overwritten."""
@@ -193,11 +193,11 @@ def kept_backward(
     of_hidden = of_weight = of_bias = None
     if wanted.hidden:
         of_hidden = hidden.new_empty(hidden.shape, dtype=hidden_dtype or hidden.dtype)
-        here = ((targets >= 0) & (targets < call.vocabulary))[:, None]
+        here = (targets >= 0) & (targets < call.vocabulary)
+        live_targets, of_live = targets.where(here, 0), at_target.where(here, 0)
         for part in _chunks(*hidden.shape):
-            of_target = weight[targets[part].clamp(0, call.vocabulary - 1)].float()
             total = product(kept.exponentials[part], weight).mul_(scale[part, None])
-            of_hidden[part] = total.addcmul_(at_target[part, None], of_target.masked_fill_(~here[part], 0))
+            of_hidden[part] = total.addcmul_(of_live[part, None], weight[live_targets[part]])
     unit = float16_scale(call, rows.coefficients)
     if unit is not None:
         scale, at_target = scale / unit, at_target / unit

@@ -1,7 +1,7 @@
 """The forward: X Wᵀ whose float32 logits never leave registers, reduced to a few numbers per mass tile.
 
 Ignored rows cost nothing: the others are gathered to the front. Persistent programs write the log-sum-exp of
-every mass tile, and the inputs of optional statistics, in the original order; `finalise` folds the tiles into
+every mass tile, and the inputs of optional statistics, in the original order; `finalize` folds the tiles into
 per-row results. A program's tile is several mass tiles wide, so that the product runs at full speed. An
 optional statistic whose output is None is not in the machine code.
 

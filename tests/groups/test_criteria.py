@@ -54,7 +54,7 @@ def test_hashed_tfidf_has_the_cosines_of_the_exact_one_up_to_hashing_noise(seed)
     assert (found - expected).abs().max() < 0.3
 
 
-def test_criteria_add_up_with_normalised_weights_those_without_spread_aside(make_prompts):
+def test_criteria_add_up_with_normalized_weights_those_without_spread_aside(make_prompts):
     prompts = make_prompts(20)
     for prompt in prompts:
         prompt.columns["level"] += 1e6  # of which float32 would keep one digit

@@ -113,7 +113,7 @@ def test_an_exact_step_reads_once_at_most_after_the_forward_and_copies_nothing(o
     steps = cost_of({}, **options).steps
 
     assert steps.count(READ) == reads and COPY not in steps
-    assert not reads or steps.index(READ) > steps.index("finalise_kernel")
+    assert not reads or steps.index(READ) > steps.index("finalize_kernel")
 
 
 @pytest.mark.parametrize("name", sorted({*CATALOG} - {"clip_cov", "kl_cov"}))  # which read a count

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from grpo_fast.kernels import ProductTile
-from grpo_fast.kernels.finalise import row_results
+from grpo_fast.kernels.finalize import row_results
 from grpo_fast.kernels.forward import TileStatistics, gather_rows, tile_statistics
 
 from grpo_fast.head.call import HeadCall, RowStatistics

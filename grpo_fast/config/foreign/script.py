@@ -36,7 +36,7 @@ def read_script(path: Path, functions: str) -> Conversion:
         functions: the path of the file.
 
     Raises:
-        ValueError: it is no Python, or calls no trainer.
+        ValueError: it is not Python, or calls no trainer.
     """
     try:
         return _Script(Program(_code(path)), path, functions).conversion()

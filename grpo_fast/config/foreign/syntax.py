@@ -40,7 +40,7 @@ class Program(ast.NodeTransformer):
     """The calls of a program with their arguments, and the statements that bind its names.
 
     Raises:
-        ValueError: the text is no Python, or too long.
+        ValueError: the text is not Python, or is too long.
         RecursionError: it is nested too deeply.
     """
 
@@ -50,7 +50,7 @@ class Program(ast.NodeTransformer):
         try:
             tree = ast.parse(text)
         except SyntaxError as error:
-            raise ValueError(f"line {error.lineno or 1}: {error.msg}, which is no Python") from None
+            raise ValueError(f"line {error.lineno or 1}: {error.msg}, which is not Python") from None
         except (RecursionError, MemoryError, ValueError) as error:
             raise ValueError(f"cannot be parsed: {str(error) or 'it is nested too deeply'}") from None
         self.lines = text.split("\n")

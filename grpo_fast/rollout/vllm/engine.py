@@ -102,7 +102,13 @@ class VLLMEngine:
 
     def _open(self, *shares: float) -> None:
         """Start vLLM with the first of these shares of the room for its KV cache that fits."""
+        problem = ""
         for share in shares:
+            if problem:
+                logger.warning(
+                    "vLLM runs out of memory (%s): it starts again with %g times the room for its KV cache",
+                    *(problem, share),
+                )
             try:
                 self._start(share)
                 self.can_shrink = share > SMALLER
@@ -115,7 +121,6 @@ class VLLMEngine:
             if self._policy.device.type == "cuda":
                 release_pool()
             free_cached()
-            logger.warning("vLLM runs out of memory with %g of the room for its KV cache: %s", share, problem)
         raise torch.OutOfMemoryError(
             "vLLM runs out of memory: lower rollout.vllm.kv_cache_gib, gpu_memory_utilization or "
             f"max_sequences, or set rollout.vllm.enforce_eager to true ({problem})"
@@ -305,7 +310,9 @@ class VLLMEngine:
 
     def shrink(self) -> None:
         """Start vLLM again with `SMALLER` of the room for its KV cache, if it has no room to wake in."""
-        logger.warning("vLLM has no room to wake in: it starts again with %g of its KV cache", SMALLER)
+        logger.warning(
+            "vLLM has no room to wake in: it starts again with %g times the room for its KV cache", SMALLER
+        )
         base = self._policy.base_weights().values()
         # vLLM cannot be closed while asleep. Moving the weights makes room to wake it.
         with waiting_on_host([weight for weight in base if not is_quantized(weight)], self._policy.device):

@@ -58,7 +58,7 @@ def log1p(x):
 
 
 @triton.jit(do_not_specialize=["rows", "vocabulary", "tiles"])
-def finalise_kernel(
+def finalize_kernel(
     of_tiles,  # `TileStatistics`, without the target but in the total
     target_in,  # (N,) float32
     targets,  # (N,) int64
@@ -157,7 +157,7 @@ def row_results(tiles: TileStatistics, call: HeadCall, target_logit: Tensor) -> 
     rows = call.targets.numel()
     of = (tiles.lse, tiles.lse, tiles.entropy, tiles.total, tiles.maximum, tiles.maximum, tiles.squares)
     results = tuple(tiles.lse.new_empty(0 if part is None else rows) for part in of)
-    finalise_kernel[(triton.cdiv(rows, _ROWS),)](
+    finalize_kernel[(triton.cdiv(rows, _ROWS),)](
         tiles, target_logit, call.targets, *results, tiles.lse.stride(0), rows, call.vocabulary,
         tiles.lse.shape[1], ROWS=_ROWS, TILES=_TILES, num_warps=8, **register_bound(128),
     )  # fmt: skip
