@@ -65,8 +65,8 @@ if not TYPE_CHECKING:
         try:
             return _public_name(name)
         except ModuleNotFoundError as error:
-            if told := trainer_missing(error):
-                raise ImportError(f"grpo_fast.{name} {told}") from error
+            if problem := trainer_missing(error):
+                raise ImportError(f"grpo_fast.{name} {problem}") from error
             raise
 
 

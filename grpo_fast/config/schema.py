@@ -239,8 +239,8 @@ def _contradictions(c: TrainConfig) -> Iterator[str]:
         yield "rollout.num_generations = 1 leaves nothing to compare a completion with: raise it to 2 or more"
     if rollout.router_replay and (c.model.compile is True or c.dataset.is_taskset):
         yield (
-            "rollout.router_replay = true: `verifiers:` does not hand on which experts were chosen, and "
-            "compiled layers do not look; set model.compile to false, or leave router_replay out"
+            "rollout.router_replay = true needs the routed experts, which `verifiers:` does not return and "
+            "compiled layers do not record: set model.compile to false, or leave router_replay out"
         )
     if rollout.has_turns and c.dataset.overlong_prompts == "truncate":
         yield (

@@ -78,8 +78,8 @@ def test_a_custom_rollout_that_loses_the_experts_ends_the_run(toy, with_experts,
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"model": {"compile": True}}, "compiled layers do not look; set model.compile to false"),
-        ({"dataset": {"source": "verifiers:gsm8k"}}, "does not hand on which experts were chosen"),
+        ({"model": {"compile": True}}, "compiled layers do not record: set model.compile to false"),
+        ({"dataset": {"source": "verifiers:gsm8k"}}, "which `verifiers:` does not return"),
         (
             {"stages": [{"name": "a", "overrides": {"rollout": {"router_replay": False}}}]},
             "one for all stages",
